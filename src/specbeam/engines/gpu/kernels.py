@@ -138,6 +138,29 @@ def _rotate_and_store(
 
 
 @step
+def _write_part(
+    out, sums, tops, mixed, total, top, head_at, part, real, SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr
+):  # fmt: skip
+    """Write what one program has found of the attention of some rows: the result, or a part of it for `_join`.
+
+    Args:
+        mixed, total, top: unnormalised outputs, float32[rows, BLOCK], their sums and the maxima of the scores.
+        head_at: number of the head of each row, among those of all rows.
+        real: which rows there are.
+    """
+    at = tl.arange(0, BLOCK)
+    here = real[:, None] & (at < SIZE)[None, :]
+    if SPLITS == 1:
+        mixed = mixed / tl.maximum(total, 1e-30)[:, None]
+        tl.store(out + head_at[:, None] * SIZE + at[None, :], mixed.to(out.dtype.element_ty), mask=here)
+    else:
+        goal = head_at * SPLITS + part
+        tl.store(out + goal[:, None] * SIZE + at[None, :], mixed, mask=here)
+        tl.store(sums + goal, total, mask=real)
+        tl.store(tops + goal, top, mask=real)
+
+
+@step
 def _attend(
     q, pool, table, pitch, first_number, seen, sessions, biases, out, sums, tops, scale, cap, kind, session_room, ranges,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
@@ -197,14 +220,7 @@ def _attend(
             total = total * shrunk + tl.sum(weight, 1)
             mixed = mixed * shrunk[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
             top = higher
-        if SPLITS == 1:
-            mixed = mixed / tl.maximum(total, 1e-30)[:, None]
-            tl.store(out + head_at[:, None] * SIZE + at[None, :], mixed.to(out.dtype.element_ty), mask=here)
-        else:
-            goal = head_at * SPLITS + part
-            tl.store(out + goal[:, None] * SIZE + at[None, :], mixed, mask=here)
-            tl.store(sums + goal, total, mask=real)
-            tl.store(tops + goal, top, mask=real)
+        _write_part(out, sums, tops, mixed, total, top, head_at, part, real, SIZE, BLOCK, SPLITS)
 
 
 @step

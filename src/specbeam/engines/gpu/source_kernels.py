@@ -10,7 +10,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from specbeam.engines.gpu.kernels import MOST_ROWS, UNSEEN, _join, splits_for, step
+from specbeam.engines.gpu.kernels import MOST_ROWS, UNSEEN, _join, _write_part, splits_for, step
 from specbeam.engines.gpu.staging import Inputs
 
 
@@ -60,14 +60,7 @@ def _look_at_source(
             total = total * shrunk + tl.sum(weight, 1)
             mixed = mixed * shrunk[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
             top = higher
-        if SPLITS == 1:
-            mixed = mixed / tl.maximum(total, 1e-30)[:, None]
-            tl.store(out + head_at[:, None] * SIZE + at[None, :], mixed.to(out.dtype.element_ty), mask=here)
-        else:
-            goal = head_at * SPLITS + part
-            tl.store(out + goal[:, None] * SIZE + at[None, :], mixed, mask=here)
-            tl.store(sums + goal, total, mask=real)
-            tl.store(tops + goal, top, mask=real)
+        _write_part(out, sums, tops, mixed, total, top, head_at, part, real, SIZE, BLOCK, SPLITS)
 
 
 def looked_at_sources(
