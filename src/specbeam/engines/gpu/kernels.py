@@ -355,14 +355,11 @@ def attended(
     at_once = min(MOST_ROWS, max(16, triton.next_power_of_2(places)))
     programs = kv_heads * triton.cdiv(places, at_once) * sessions
     splits = splits_for(programs, processors)
-    parts = q if splits == 1 else q.new_empty(rows, heads, splits, size, dtype=torch.float32)
     out = torch.empty_like(q)
-    sums = tops = out
-    if splits > 1:
-        sums, tops = q.new_empty(2, rows, heads, splits, dtype=torch.float32)
+    parts, sums, tops = room_for_parts(out, splits)
     _attend[(kv_heads * splits, triton.cdiv(places, at_once), sessions)](
         q, layer.pool, layer.table, layer.table.shape[1], layer.first, inputs.seen, inputs.sessions,
-        q if biases is None else biases, out if splits == 1 else parts, sums, tops,
+        q if biases is None else biases, parts, sums, tops,
         size**-0.5 if scale is None else scale, cap or 1.0, kind, inputs.sessions.shape[1],
         0 if biases is None else biases.shape[1], heads, kv_heads, size, block, at_once, PAGE, slots_at_once, splits,
         "ieee" if q.dtype == torch.float32 else "tf32", cap > 0, biases is not None, num_warps=4,
@@ -370,6 +367,16 @@ def attended(
     if splits > 1:
         _join[(rows * heads,)](parts, sums, tops, out, size, block, splits, num_warps=1)
     return out.view(rows, heads * size)
+
+
+def room_for_parts(out: Float[Tensor, "rows heads size"], splits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return where programs of attention write: parts, their sums and their maxima; without parts `out`, three times."""
+    if splits == 1:
+        return out, out, out
+    rows, heads, size = out.shape
+    parts = out.new_empty(rows, heads, splits, size, dtype=torch.float32)
+    sums, tops = out.new_empty(2, rows, heads, splits, dtype=torch.float32)
+    return parts, sums, tops
 
 
 def splits_for(programs: int, processors: int) -> int:

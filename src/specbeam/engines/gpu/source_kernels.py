@@ -10,7 +10,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from specbeam.engines.gpu.kernels import MOST_ROWS, UNSEEN, _join, _write_part, splits_for, step
+from specbeam.engines.gpu.kernels import MOST_ROWS, UNSEEN, _join, _write_part, room_for_parts, splits_for, step
 from specbeam.engines.gpu.staging import Inputs
 
 
@@ -89,10 +89,7 @@ def looked_at_sources(
     programs = heads * triton.cdiv(most, at_once) * sessions
     splits = splits_for(programs, processors)
     out = torch.empty_like(q)
-    parts = q.new_empty(rows, heads, splits, size, dtype=torch.float32) if splits > 1 else out
-    sums = tops = out
-    if splits > 1:
-        sums, tops = q.new_empty(2, rows, heads, splits, dtype=torch.float32)
+    parts, sums, tops = room_for_parts(out, splits)
     _look_at_source[(heads * splits, triton.cdiv(most, at_once), sessions)](
         q, keys, values, inputs.sessions, parts, sums, tops, scale, keys.shape[1], inputs.sessions.shape[1],
         heads, size, block, at_once, frames_at_once, splits, "ieee" if q.dtype == torch.float32 else "tf32", num_warps=4,
