@@ -21,6 +21,7 @@ from specbeam.recipes.settings_text import method_from
 from specbeam.tuning.costs import measure
 from tests.support import words
 from tests.support.steps import needs_numba
+from tests.support.tiny_sources import tiny_reader
 
 
 @pytest.fixture(scope="module")
@@ -330,6 +331,18 @@ def test_outputs_are_scored(models, tmp_path):
     code, out, _ = specbeam("evaluate", "perplexity", *files, *models[:2])
     assert code == 0
     assert "Low perplexity alone proves little" in out
+
+
+def test_outputs_of_models_that_read_sources_are_scored(tmp_path):
+    tiny_reader("marian").save_pretrained(tmp_path)
+    words.tokenizer().save_pretrained(tmp_path)
+    file = tmp_path / "outputs.jsonl"
+    file.write_text(
+        json.dumps({"prompt": [5, 6, 2], "tokens": [4, 7]}) + "\n" + json.dumps({"prompt": "ab", "text": "c"})
+    )
+    code, out, err = specbeam("evaluate", "perplexity", str(file), "--model", str(tmp_path), "--json")
+    assert code == 0, err
+    assert json.loads(out)["outputs"] == 2
 
 
 def test_rejections_are_counted_beside_the_theory(models, tmp_path):

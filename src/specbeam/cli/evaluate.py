@@ -54,7 +54,7 @@ def perplexity(files: list[Path], model: str, ended: bool, json: bool) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    pair = quiet_load(model, None)
+    pair = quiet_load(model, None, sources=True)
     table = Table("outputs", box=None, pad_edge=False)
     heads = ("number", "perplexity", "95 %", "by token", "tokens each", "distinct-2", "repeated", "BLEU", "exact match")
     for head in heads:

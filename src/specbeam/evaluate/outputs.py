@@ -7,6 +7,7 @@ from typing import Any
 
 from specbeam.errors import BadPrompt, MissingFile
 from specbeam.evaluate.lines import lines_of
+from specbeam.lm.encoder_decoder import EncoderDecoderLM
 from specbeam.pair import Pair
 
 
@@ -78,7 +79,7 @@ def _append(outputs: Outputs, record: Any, pair: Pair, ended: bool) -> None:
             raise ValueError(f"'{name}' is {value!r} and no text")
     outputs.prompts.append(_token_ids(record["prompt"], pair, special=True))
     if tokens is None:
-        tokens = [*_token_ids(text, pair, special=False), *(_end_token(pair) if ended else [])]
+        tokens = [*_ids_of_output(text, pair), *(_end_token(pair) if ended else [])]
     outputs.tokens.append(_checked_ids(tokens))
     if text is None:
         text = pair.tokenizer.decode(tokens, skip_special_tokens=True) if pair.tokenizer is not None else ""
@@ -93,6 +94,13 @@ def _end_token(pair: Pair) -> list[int]:
         raise ValueError("texts cannot be ended, for neither generation config nor tokenizer names an end token")
     preferred = getattr(pair.tokenizer, "eos_token_id", None)
     return [preferred if preferred in pair.eos else pair.eos[0]]
+
+
+def _ids_of_output(text: Any, pair: Pair) -> list[int]:
+    """Return the token ids of the text of an output; models that translate may write with other tokens than they read."""
+    if pair.tokenizer is None or not isinstance(pair.target, EncoderDecoderLM):
+        return _token_ids(text, pair, special=False)
+    return list(pair.tokenizer(text_target=text, add_special_tokens=False)["input_ids"])
 
 
 def _token_ids(source: Any, pair: Pair, special: bool) -> list[int]:
