@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 import specbeam as sb
 from specbeam.cli import heads
 from specbeam.cli import train as train_commands
-from specbeam.cli.main import PLAN_OPTIONS, app
+from specbeam.cli.commands.train import PLAN_OPTIONS
+from specbeam.cli.main import app
 from specbeam.errors import BadSetting
 from specbeam.heads.exit import ExitHead
 from specbeam.heads.own import extra_rows_config, own_config
