@@ -33,7 +33,7 @@ def draws(candidates, p, want, dice, replacement=True):
     for number, (token, law) in enumerate(candidates):
         if len(taken) == want:
             break
-        if token >= 0 and rest[token] > 0 and dice.flip(min(1.0, rest[token] / law[token]) if law[token] > 0 else 1.0):
+        if token >= 0 and dice.flip(odds_of(rest[token], law[token])):
             taken.append(Taken(token, number))
             left = p if replacement else struck(left, token)
             rest = left
@@ -45,6 +45,13 @@ def draws(candidates, p, want, dice, replacement=True):
         left = p if replacement else struck(left, token)
         rest = left
     return taken
+
+
+def odds_of(r, q):
+    """The odds of accepting a candidate; one whose own odds were rounded away is judged as if they were tiny."""
+    if r == 0:
+        return 0.0
+    return min(1.0, r / q) if q > 0 else 1.0
 
 
 def residual(r, q):

@@ -354,6 +354,19 @@ def test_widths_that_look_at_the_drafts_are_caught(mistake):
     assert worst_given_width(mistake) > 1e-2
 
 
+@pytest.mark.parametrize("distinct", [True, False])
+@pytest.mark.parametrize("nudge", [0.0, 1e-9, -1e-9])
+def test_what_a_trial_takes_of_the_dice_does_not_hang_on_rounding(nudge, distinct):
+    """Where a draft's law is the wanted one up to rounding, nothing or next to nothing is left of it after a refusal."""
+    wanted = np.array([0.05, 0.30, 0.20, 0.45])
+    own = np.array([0.35, 0.30 + nudge, 0.20, 0.15 - nudge])
+    dice = Uniforms(np.full(8, 0.9), np.zeros(1, dtype=np.int64))
+    with source_of_steps():
+        found = trials.try_drafts(wanted, drawn([0, 1, 2], own, 4, distinct), 0, dice, no_evidence(False))
+    assert found == 3
+    assert dice.used[0] == 3
+
+
 def first_accepted(groups, p, dice):
     """The token of one draw, for which groups of drafts of different laws are tried, one after the other."""
     rest = p.copy()

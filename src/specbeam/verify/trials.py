@@ -81,12 +81,14 @@ def try_drafts(rest: Array, drafts: Drafts, start: int, dice: Any, evidence: Evi
         place = places[draw]
         mass = drafts.own.sum() if struck else 1.0
         accepted = False
-        if place >= 0 and rest[place] > 0:
-            odds = 1.0
-            if drafts.chosen:
-                odds = rest[place]
-            elif drafts.on_wanted[place] > 0:  # a draw whose odds were rounded away to 0 is judged as if they were tiny
-                odds = rest[place] / (drafts.on_wanted[place] / mass)
+        if place >= 0:
+            odds = rest[place]
+            if odds > 0 and not drafts.chosen:
+                # A draw whose odds were rounded away to 0 is judged as if they were tiny.
+                likely = drafts.on_wanted[place] / mass
+                odds = odds / likely if likely > 0 else 1.0
+            # Odds of 0 take a number of the dice as well: whether a residual is 0 or 1e-17 is a matter of rounding, and
+            # must not move all later numbers.
             accepted = flip(dice, min(1.0, odds))
         if gathers(evidence):
             note_trial(evidence, rest, law_on_trial(drafts, place, mass, len(rest)), accepted)
