@@ -10,6 +10,7 @@ from jaxtyping import Bool
 from specbeam.core.constraint import Constraint
 from specbeam.core.limits import Ended
 from specbeam.core.noise import request_key
+from specbeam.engines.families import most_before_angles_change
 from specbeam.errors import BadPrompt, BadSetting, NotSupported, SpecbeamError, TooFewAnswers
 from specbeam.grammar.compiled import compiled
 from specbeam.grammar.spelling import closing_tokens, text_of_tokens
@@ -282,8 +283,19 @@ def _room(pair: Pair, method: Method, prompt: list[int], settings: Settings, num
             "together; raise it, or give max_new_tokens"
         )
     if room is not None and room < (wanted or 1):
-        raise BadPrompt(
-            f"prompt {number} has {len(prompt)} tokens and may get {wanted or 1} new ones, but the model "
-            f"has {room + len(prompt)} positions; shorten the prompt or lower max_new_tokens"
-        )
+        most = room + len(prompt)
+        why = f"the model has {most} positions; shorten the prompt or lower max_new_tokens"
+        if any(most_before_angles_change(config) == most for config in _configs_of(models)):
+            why = (
+                f"beyond {most} tokens the model reads all of them with other angles ('longrope'), which what is stored "
+                "does not have; shorten the prompt or lower max_new_tokens, or give the model its long factors for all "
+                "lengths (docs/models.md)"
+            )
+        raise BadPrompt(f"prompt {number} has {len(prompt)} tokens and may get {wanted or 1} new ones, but {why}")
     return room
+
+
+def _configs_of(pair: Pair) -> list[Any]:
+    """Return the configurations of the models of a pair, of their texts."""
+    models: list[Any] = [pair.target_model, pair.draft_model]
+    return [model.config.get_text_config() for model in models if hasattr(model, "config")]

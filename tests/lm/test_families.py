@@ -17,10 +17,10 @@ from specbeam.engines.cpu.curves import tanh
 from specbeam.engines.cpu.layers import activate
 from specbeam.engines.cpu.rounding import rounded
 from specbeam.engines.families import ACTIVATIONS, FAMILIES, family_of, known_families
-from specbeam.errors import NotSupported
+from specbeam.errors import BadPrompt, NotSupported
 from specbeam.lm.engines import ENGINES
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.pair import check_scores_forests, language_model
+from specbeam.pair import Pair, check_scores_forests, language_model
 from tests.lm.test_huggingface import check_random_turns
 from tests.lm.test_lean import in_steps, scored
 from tests.support.seats import plain_logits, seat
@@ -28,6 +28,15 @@ from tests.support.tiny_models import MIXTURES, tiny
 
 if not kernels.AVAILABLE:
     pytest.skip("needs numba", allow_module_level=True)
+
+SHORT, LONG = [1.0, 1.5, 1.2, 2.0], [4.0, 3.0, 2.0, 8.0]
+
+
+def longrope(original, short=SHORT, long=LONG):
+    """Settings of angles that change for all tokens of a text as soon as it is longer than `original`, as in Phi-3."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": short, "long_factor": long, "factor": 4.0}
+    return {"rope_parameters": rope, "original_max_position_embeddings": original}
+
 
 # A tiny model of each family in which all that it has counts: caps that bind, windows of four tokens, layers of two kinds.
 MODELS = {
@@ -57,6 +66,8 @@ VARIANTS = [
     ("gemma3", {"layer_types": ["sliding_attention"] * 2}),
     ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}}),
     ("mistral", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    ("phi3", longrope(160)),
+    ("phi3", longrope(32, short=LONG)),
 ]  # fmt: skip
 
 
@@ -212,7 +223,7 @@ def test_each_thing_that_a_family_has_counts(name, mistake, monkeypatch):
     [
         ("gpt2", {"add_cross_attention": True}, "reads another text"),
         ("gemma3", {"use_bidirectional_attention": True}, "look at what follows"),
-        ("phi3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}}, "kind 'longrope'"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "kind 'dynamic'"),
         ("gpt_neox", {"hidden_act": "relu2"}, "activation is 'relu2'"),
     ],
 )  # fmt: skip
@@ -225,6 +236,33 @@ def test_positions_that_are_learned_end():
     lm = HuggingFaceLM(tiny("gpt2", n_positions=16))
     with pytest.raises(IndexError, match="beyond"):
         scored(lm, [3] * 17, Forest.rooted([3]))
+
+
+@pytest.mark.parametrize("engine", ["compiled", "plain"])
+def test_a_text_does_not_outgrow_the_angles_of_what_is_stored(engine):
+    """Beyond 16 tokens transformers reads the whole text anew, with the long factors; what is stored has the short ones."""
+    model = tiny("phi3", **longrope(16))
+    lm = HuggingFaceLM(model, engine=engine)
+    pair = Pair(model, None, None, lm, None)
+    given = {"max_new_tokens": 12, "eos_token_id": []}
+    (found,) = sb.generate(pair, [[5, 6, 7, 8]], sb.greedy(), **given)
+    expected = model.generate(torch.tensor([[5, 6, 7, 8]]), do_sample=False, max_new_tokens=12, eos_token_id=[99])
+    assert found.beams[0].tokens == expected[0, 4:].tolist()
+    for prompt in ([5, 6, 7, 8, 9], list(range(3, 23))):
+        with pytest.raises(BadPrompt, match="beyond 16 tokens the model reads all of them with other angles"):
+            sb.generate(pair, [prompt], sb.greedy(), **given)
+
+
+def test_a_model_with_its_long_factors_at_all_lengths_reads_long_prompts_as_it_did():
+    """As docs/models.md says to load one: texts longer than 16 tokens are those of the model as it is."""
+    model = tiny("phi3", **longrope(16))
+    prompt = list(range(3, 23))
+    expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12, eos_token_id=[99])
+    long = tiny("phi3", **longrope(16, short=LONG))
+    pair = sb.load(long, tokenizer=False)
+    assert pair.target.engine == "compiled"
+    (found,) = sb.generate(pair, [prompt], sb.greedy(), max_new_tokens=12, eos_token_id=[])
+    assert found.beams[0].tokens == expected[0, 20:].tolist()
 
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "models.md"

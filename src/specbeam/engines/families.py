@@ -34,6 +34,7 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 Matrix = Any  # a Tensor, float[outputs, inputs], or a `PackedMatrix` of this shape
 FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # their angles do not change with the length of the text
+ROPES = (*FIXED_ROPES, "longrope")  # and those whose angles do not change within `positions_of`
 NO_TOKEN = -(1 << 60)
 _MOST_SINES = 4096  # positions of a model whose positions have no end
 
@@ -577,6 +578,31 @@ def _ropes_by_kind(config: Any) -> list[Any]:
     return by_kind or [found]
 
 
+def positions_of(config: Any) -> int | None:
+    """Return the most tokens of a text of a model, prompt included; None if its configuration does not say.
+
+    A text must not outgrow what is stored of it: see `most_before_angles_change`.
+    """
+    stated = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
+    found = [int(most) for most in stated if most is not None][:1]
+    changing = most_before_angles_change(config)
+    return min([*found, *([] if changing is None else [changing])], default=None)
+
+
+def most_before_angles_change(config: Any) -> int | None:
+    """Return the length beyond which a text has other angles of rotary positions, for all of its tokens; None: at none.
+
+    "longrope" has two lists of factors: for texts up to a length, and for those beyond. Keys are stored with their angles,
+    so a text that grows across that length would need all of them anew. A model whose lists are equal has one.
+    """
+    lengths = [
+        int(rope["original_max_position_embeddings"])
+        for rope in _ropes_by_kind(config)
+        if rope.get("rope_type") == "longrope" and rope["short_factor"] != rope["long_factor"]
+    ]
+    return min(lengths, default=None)
+
+
 def _eps_of(model: "PreTrainedModel", family: ModelFamily) -> float:
     """Return what the norms of a model add to the mean square."""
     body = body_of(model, family)
@@ -599,8 +625,8 @@ def misfit_of_family(model: "PreTrainedModel") -> str:
     if (named := getattr(config, family.activation)) not in ACTIVATIONS:
         return f"its activation is {named!r}, and this engine knows {', '.join(ACTIVATIONS)}"
     for rope in _ropes_by_kind(config):
-        if (kind := rope.get("rope_type", "default")) not in FIXED_ROPES:
-            return f"its positions are of kind {kind!r}, and this engine knows {', '.join(FIXED_ROPES)}"
+        if (kind := rope.get("rope_type", "default")) not in ROPES:
+            return f"its positions are of kind {kind!r}, and this engine knows {', '.join(ROPES)}"
     head: Any = model.get_output_embeddings()
     if head.bias is not None:
         return "its last matrix has a bias"

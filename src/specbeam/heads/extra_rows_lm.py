@@ -11,10 +11,10 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from specbeam.core.forest import Forest, unknown_nodes
+from specbeam.engines.families import positions_of
 from specbeam.heads.cache import NodeCache
 from specbeam.heads.extra_rows import ExtraHead
 from specbeam.heads.lm import HeadLM, TimedPrompt
-from specbeam.lm.huggingface import max_positions_of
 from specbeam.records import LEARNT, NO_EXTRA_ROWS, ExtraRows, Needs, Turn
 from specbeam.session import CacheOwner, Session
 
@@ -92,7 +92,7 @@ class ExtraLM(HeadLM):
         self.extra_inputs = head.inputs
         self.least = least
         self.missed = 0
-        self.positions = max_positions_of(head.target.config.get_text_config())
+        self.positions = positions_of(head.target.config.get_text_config())
         self._variants: dict[float, ExtraLM] = {least: self}
 
     def choosing(self, least: float) -> "ExtraLM":

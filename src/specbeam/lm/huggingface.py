@@ -18,6 +18,7 @@ from specbeam.engines.cpu.cache import CpuCache, Drafting
 from specbeam.engines.cpu.cache_words import WORDS, KeptAs
 from specbeam.engines.cpu.decoder import TILED_FROM
 from specbeam.engines.cpu.passes import PackedPasses
+from specbeam.engines.families import positions_of
 from specbeam.engines.kv.prefix import Beginning, KnownPrompts
 from specbeam.engines.kv.steps import BLOCK
 from specbeam.engines.packed import weights_in
@@ -139,7 +140,7 @@ class HuggingFaceLM:
         self.heads: dict[Any, Any] = {}  # draft heads that were read for this model, see `load`
         self.head: Any = None  # the exit head whose layer is this model's last one; see `heads.exit`
         self.vocab = int(model.get_output_embeddings().weight.shape[0])
-        self.max_positions: int | None = max_positions_of(model.config.get_text_config())
+        self.max_positions: int | None = positions_of(model.config.get_text_config())
         self.device = model.get_input_embeddings().weight.device
         self.passes = 0
         self.curves: dict[int, Any] = {}  # cost of a pass by the length of the context; see `tune`
@@ -691,14 +692,6 @@ _NO_VECTORS = (
     "the forward for GPUs looks every token up, and takes no rows by embedding: "
     "HuggingFaceLM(model, engine='plain') does"
 )
-
-
-def max_positions_of(config: object) -> int | None:
-    """Return the most positions that a model is made for; None if its configuration does not say."""
-    for name in ("max_position_embeddings", "n_positions"):
-        if (most := getattr(config, name, None)) is not None:
-            return int(most)
-    return None
 
 
 def check_keeps_tokens(model: "PreTrainedModel") -> None:

@@ -58,6 +58,7 @@ from specbeam.engines.families import (
     own_scale,
     parts_of,
     places_of,
+    positions_of,
     rows_in_order,
     source_parts,
     unplaced_in,
@@ -648,7 +649,8 @@ def angles_of_model(model: "PreTrainedModel", of: Architecture) -> Float32[np.nd
         return np.zeros((1, 2, _NO_LIMIT, 0), dtype=np.float32)
     if of.family.positions:
         return np.zeros((1, 2, len(places_of(body, of)), 0), dtype=np.float32)
-    positions = model.config.max_position_embeddings
+    positions = positions_of(model.config)
+    assert positions is not None  # families with rotary positions say how many
     return np.stack([angles_of(body.rotary_emb, positions, *([kind] if kind else [])) for kind in of.tables])
 
 

@@ -30,6 +30,7 @@ from specbeam.engines.families import (
     own_scale,
     parts_of,
     places_of,
+    positions_of,
     source_parts,
     unplaced_in,
 )
@@ -320,7 +321,8 @@ def _angle_tables(model: "PreTrainedModel", of: Architecture) -> list[Float[Tens
         return [torch.zeros(2, _NO_LIMIT, 0, device=device)]
     if of.family.positions:
         return [torch.zeros(2, len(places_of(body, of)), 0, device=device)]
-    positions = model.config.max_position_embeddings
+    positions = positions_of(model.config)
+    assert positions is not None  # families with rotary positions say how many
     tables = []
     for kind in of.tables:
         places = torch.arange(positions, device=device)[None]
