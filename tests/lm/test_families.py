@@ -239,6 +239,21 @@ def test_positions_that_are_learned_end():
 
 
 @pytest.mark.parametrize("engine", ["compiled", "plain"])
+@pytest.mark.parametrize("chunk", [16, 512])
+def test_longrope_has_its_short_angles_up_to_its_first_length(engine, chunk):
+    """In texts that fill it, in chunks or at once; with the factors that such angles are multiplied by."""
+    model = model_of("phi3", **longrope(48))
+    assert model.model.rotary_emb.attention_scaling > 1.1
+    lm = HuggingFaceLM(model, chunk=chunk, engine=engine)
+    assert lm.max_positions == 48
+    text = np.random.default_rng(7).integers(0, 61, 49).tolist()
+    for length in (3, 40, 48):
+        assert spreads_off(last_row(lm, text[:length]), plain_logits(model, [text[:length]])[0]) < CLOSE
+    if engine == "plain":  # one token more: what the limit is for
+        assert spreads_off(last_row(lm, text), plain_logits(model, [text])[0]) > 5 * CLOSE or chunk > 49
+
+
+@pytest.mark.parametrize("engine", ["compiled", "plain"])
 def test_a_text_does_not_outgrow_the_angles_of_what_is_stored(engine):
     """Beyond 16 tokens transformers reads the whole text anew, with the long factors; what is stored has the short ones."""
     model = tiny("phi3", **longrope(16))

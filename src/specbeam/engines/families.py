@@ -592,8 +592,9 @@ def positions_of(config: Any) -> int | None:
 def most_before_angles_change(config: Any) -> int | None:
     """Return the length beyond which a text has other angles of rotary positions, for all of its tokens; None: at none.
 
-    "longrope" has two lists of factors: for texts up to a length, and for those beyond. Keys are stored with their angles,
-    so a text that grows across that length would need all of them anew. A model whose lists are equal has one.
+    "longrope" (arXiv 2402.13753) has two lists of factors: for texts up to a length, and for those beyond. Keys are
+    stored with their angles, so a text that grows across that length would need all of them anew. A model whose lists
+    are equal has one.
     """
     lengths = [
         int(rope["original_max_position_embeddings"])
