@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -73,6 +73,7 @@ from specbeam.engines.kv.steps import KNOWN, SIZE, STORED
 from specbeam.engines.pass_steps import SettledTurn, any_has_room, any_waits, rewind_any_cache, run_pass, settle_draft
 from specbeam.errors import BrokenProcessor
 from specbeam.heads.lm import HeadLM
+from specbeam.kernels.repeated import Repeated
 from specbeam.kernels.threads import allowed_threads, torch_on_one_thread
 from specbeam.laws.edits import NO_EDITS, Edits, ban, edited_rows
 from specbeam.laws.evidence import Evidence, no_evidence
@@ -83,7 +84,7 @@ from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.lm.skipping import SkippingLM
 from specbeam.measure.profiler import apportion
 from specbeam.records import RowCounts
-from specbeam.session import Session, failing_together
+from specbeam.session import Parts, Session, failing_together
 from specbeam.verify.beams import SearchSpec, judge
 from specbeam.verify.traversal import ClimbSpec, climb
 from specbeam.verify.walk import WalkSpec, walk_down
@@ -101,6 +102,7 @@ DONE, DRAFT_PASSES, SCORED, DRAFT_SCORED, DRAFTED, LAYERS, ROWS, SAVED, JUDGED, 
 
 LOOK = 3  # a condition beside SOUND, DEAD and BROKEN: Python has to check whether a stop string ended a text
 _NO_TOKENS = np.zeros(0, dtype=np.bool_)
+_CHANGING = slice(3, 5)  # of the arguments of `run_turns`: the live beams and the start, which compiled turns return
 _ONE_AT_A_TIME = threading.Lock()  # for what runs call in Python
 
 
@@ -726,11 +728,15 @@ class Run:
     start: Start
     python: "RowsOfSession | None" = None  # what the run calls
     condition: int = SOUND
+    run_turns: Repeated = field(default_factory=lambda: Repeated(run_turns, _CHANGING))
 
     @classmethod
     def of(cls, target: LM, session: Session, most_turns: int) -> "Run | None":
         """Return a run of at most `most_turns` turns; None if the session cannot be decoded in runs."""
         session.beside = 1
+        paused: PausedRun | None = session.state.pop(PausedRun, None)
+        if paused is not None and paused.fits(session, most_turns):
+            return paused.run_of(session)
         found = run_spec(target, session, most_turns)
         if found is None:
             return None
@@ -788,7 +794,7 @@ class Run:
         done = int(self.room.numbers[DONE])
         turns = self.session.count.target_passes
         spec = self.spec._replace(most_turns=done + 1)
-        self.live, self.start, self.condition = run_turns(
+        self.live, self.start, self.condition = self.run_turns(
             cache, cache, spec, self.live, self.start, self.room, turns, self.dice
         )
         if self.room.numbers[DONE] == done or self.condition != SOUND:
@@ -808,7 +814,56 @@ class Run:
             self.session.state[_Looking] = self.session.count.target_passes
         elif self.condition != SOUND:
             self.session.state[_Refused] = True
-        return bool(self.room.numbers[DONE])
+        done = bool(self.room.numbers[DONE])
+        if done and self.condition == SOUND and self.python is None and not self.spec.drafting:
+            self.session.state[PausedRun] = PausedRun.of(self)
+        return done
+
+
+@dataclass(frozen=True, eq=False)
+class PausedRun:
+    """What a run of a session leaves to its next run, where nothing drafts and Python makes no rows: all but the session.
+
+    To find out anew how the turns of a session go, and to make room for its texts, takes as long as a turn of a small model.
+    """
+
+    parts: Parts
+    spec: RunSpec
+    models: list[RunLM]
+    room: RunRoom
+    fresh: int
+    live: Beams
+    start: Start
+    run_turns: Repeated
+
+    @classmethod
+    def of(cls, run: Run) -> "PausedRun":
+        """Return what a run leaves that was kept."""
+        return cls(
+            run.session.parts, run.spec, run.models, run.room, run.fresh, run.live, run.start, run.run_turns
+        )  # fmt: skip
+
+    def fits(self, session: Session, most_turns: int) -> bool:
+        """Return whether a session is as the run left it, and there is room for so many turns more."""
+        texts = self.room.texts
+        is_as_before = session.beams is self.live and session.start is self.start and session.parts is self.parts
+        if not is_as_before or session.texts is not texts or most_turns != self.spec.most_turns:
+            return False
+        draws = most_turns * self.spec.most_beams
+        has_room = session.length + most_turns <= texts.tokens.shape[1]
+        return has_room and session.finished_with_room(2 * draws) is self.room.finished
+
+    def run_of(self, session: Session) -> Run:
+        """Return the next run of the session."""
+        room = self.room
+        if session.audited:
+            room = room._replace(evidence=no_evidence(not session.warp.greedy))
+        for written in (room.ended.sizes, room.numbers, room.passed, room.cycles):
+            written[:] = 0
+        dice = session.dice.ready(_uniforms_of(self.spec, self.fresh, deepest_of(self.spec.plan)))
+        return Run(
+            session, self.spec, self.models, room, self.fresh, dice, self.live, self.start, run_turns=self.run_turns
+        )  # fmt: skip
 
 
 def run_ahead(target: LM, session: Session, most_turns: int = TURNS) -> bool:
@@ -839,9 +894,12 @@ def run_side_by_side(target: LM, sessions: Sequence[Session], most_turns: int = 
     if not getattr(target, "is_small", False):
         return _failed(sessions)
     threads = allowed_threads()
+    gaining = [session for session in sessions if threads > 1 or _gains_alone(target, session)]
+    if not gaining:
+        return _failed(sessions)
     with torch_on_one_thread(compiled_threads=1), ExitStack() as stack:  # each run stays on one thread
-        every = [_small_run(target, session, most_turns) for session in sessions]
-        runs = [run for run in every if run is not None and (threads > 1 or _gains_alone(run))]
+        every = [_small_run(target, session, most_turns) for session in gaining]
+        runs = [run for run in every if run is not None]
         for run in runs:
             _caches_of(run, stack)  # first make room for all: growing the store moves the arrays of every session
         ready = [(run, caches) for run in runs if (caches := _caches_of(run, stack)) is not None]
@@ -872,9 +930,9 @@ def run_together(target: LM, sessions: Sequence[Session], most_turns: int = TURN
     with ExitStack() as stack:
         every = [_run_without_drafts(target, session, most_turns) for session in sessions]
         runs = [run for run in every if run is not None]
-        for run in runs:
-            _caches_of(run, stack)  # first make room for all: growing the store moves the arrays of every session
-        ready = [(run, caches[0]) for run in runs if (caches := _caches_of(run, stack)) is not None]
+        ready = _targets_of(runs, stack)
+        if any(_have_moved(cache, ready[-1][1]) for _, cache in ready):
+            ready = _targets_of(runs, stack)
         if len(ready) < 2:
             return _failed(sessions)
         began = time.perf_counter()
@@ -914,6 +972,16 @@ def run_together(target: LM, sessions: Sequence[Session], most_turns: int = TURN
     return moved + _failed(sessions)
 
 
+def _targets_of(runs: Sequence[Run], stack: ExitStack) -> list[tuple[Run, Any]]:
+    """Return those of the runs that can run now, each with its session in the target; see `Run.caches`."""
+    return [(run, caches[0]) for run in runs if (caches := _caches_of(run, stack)) is not None]
+
+
+def _have_moved(before: Any, last: Any) -> bool:
+    """Return whether what a session's arrays are views of was moved when the last session was given room."""
+    return before.keys is not last.keys or before.sources.keys is not last.sources.keys
+
+
 def _turns_with_room(ready: Sequence[tuple[Run, Any]]) -> int:
     """Return a number of turns that the caches of all of these runs have room for; 0 if one of them may have none.
 
@@ -938,13 +1006,14 @@ def _failed(sessions: Sequence[Session]) -> list[Session]:
     return [session for session in sessions if session.failure is not None]
 
 
-def _gains_alone(run: Run) -> bool:
-    """Return whether a run is faster than its share of passes of many sessions, on a single thread.
+def _gains_alone(target: LM, session: Session) -> bool:
+    """Return whether a run of a session is faster than its share of passes of many sessions, on a single thread.
 
     A shared pass reads the weights once for all, and Python goes from session to session. So those of the smallest models
     gain, and those with drafts, whose turns Python takes.
     """
-    return run.spec.drafting or run.models[0].weights < READ_IN_PYTHONS_TIME
+    is_drafting = not isinstance(session.parts.drafter, NoDraft)
+    return is_drafting or getattr(target, "weights", 0) < READ_IN_PYTHONS_TIME
 
 
 def _small_run(target: LM, session: Session, most_turns: int) -> Run | None:

@@ -5,6 +5,7 @@ import pytest
 import specbeam as sb
 from specbeam import kernels, runs
 from specbeam.decode import decode
+from specbeam.decoder import Decoder
 from specbeam.engines.cpu import passes as cpu_passes
 from specbeam.engines.kv.steps import HELD, SIZE, STORED
 from specbeam.errors import SomeFailed
@@ -213,3 +214,36 @@ def test_a_constraint_that_broke_is_not_called_again(monkeypatch, turns):
     with pytest.raises(SomeFailed, match="2 prompts failed"):
         sb.generate(words.pair(), ["abc", "b"], sb.sampling(), max_new_tokens=6, seed=1, regex="[a-f ]*")
     assert len(moved) <= 2
+
+
+@pytest.mark.parametrize("options", [{}, {"audit": True}, {"num_return_sequences": 2}], ids=str)
+def test_what_a_run_found_out_serves_the_next_one(pair, turns, monkeypatch, options):
+    found_out, spec = [], runs.run_spec
+    monkeypatch.setattr(runs, "run_spec", lambda *given: found_out.append(given) or spec(*given))
+    monkeypatch.setattr(runs, "PATIENCE", 0.0)
+    prompts = [*PROMPTS, *PROMPTS]
+    method = sb.beam_sampling(3)
+    (together, _), (single, _) = with_and_without(pair, monkeypatch, prompts, method, batch_size=4, **options)
+    assert together == single
+    assert len(turns) > 2 * len(prompts)
+    assert len(found_out) < 2 * len(prompts)  # one for each, and the last of all goes on alone
+
+
+def test_a_session_that_went_on_by_itself_is_looked_at_anew(pair):
+    settings = Settings(max_new_tokens=40, eos_token_id=[])
+    sessions = [*Request(pair, PROMPTS[:2], sb.sampling(), settings, 3).sessions]
+    one = sessions[0]
+    with Decoder(pair.target, ahead=2) as decoder:
+        for session in sessions:
+            decoder.add(session)
+        decoder.step()
+        paused = one.state[runs.PausedRun]
+        assert paused.fits(one, 2)
+        assert not paused.fits(one, 3)
+        decoder.ahead = 0
+        decoder.step()
+        assert not paused.fits(one, 2)
+        decoder.ahead = 2
+        decoder.step()
+        assert one.state[runs.PausedRun] is not paused
+        assert one.length == 5
