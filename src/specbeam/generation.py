@@ -9,6 +9,7 @@ import torch
 
 from specbeam.audit import Audit
 from specbeam.decode import decode, decode_live
+from specbeam.engines.source import line_up
 from specbeam.errors import AuditWarning, BadSetting, NotSupported, SomeFailed, SpecbeamError, TooFewAnswers
 from specbeam.fastest import FastestMethod, fastest, tokens_per_second
 from specbeam.measure.energy import EnergyMeter
@@ -22,7 +23,7 @@ from specbeam.records import Generation, Report, Turn
 from specbeam.request import Request
 from specbeam.runs import TURNS
 from specbeam.session import Session
-from specbeam.sources import as_sources, source_length
+from specbeam.sources import as_sources, source_length, sources_in
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -199,6 +200,7 @@ def run(request: Request, batch_size: int, streamer: Any) -> Iterator[Session]:
     """
     require(is_integer(batch_size) and batch_size >= 1, "batch_size", batch_size, "an integer of at least 1")
     waiting = sorted(request.sessions, key=lambda session: (-len(session.prompt), -source_length(session)))
+    line_up([source for session in waiting for source in sources_in(session)])
     if streamer is not None:
         return (yield from _streamed(request, waiting[0], streamer))
     running: list[Session] = []

@@ -90,13 +90,14 @@ def hears(pair: Pair) -> bool:
     return isinstance(pair.target, EncoderDecoderLM) and pair.target.input_name == "input_features"
 
 
+def sources_in(session: Session) -> list[Source]:
+    """Return the sources that are read for a session, by whichever model."""
+    return [source for source in session.context.values() if isinstance(source, Source)]
+
+
 def source_length(session: Session) -> int:
     """Return the length of what the encoder reads for a session; 0 if nothing is read."""
-    lengths = [
-        source.inputs.shape[-1]
-        for source in session.context.values()
-        if isinstance(source, Source) and source.inputs is not None
-    ]
+    lengths = [source.inputs.shape[-1] for source in sources_in(session) if source.inputs is not None]
     return max(lengths, default=0)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,9 +11,10 @@ import torch
 import specbeam as sb
 from specbeam import kernels
 from specbeam.engines.cpu import encoder as compiled
+from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.encoder import CompiledEncoder
 from specbeam.engines.cpu.rounding import rounded
-from specbeam.engines.source import Source
+from specbeam.engines.source import Source, line_up
 from specbeam.errors import UnsupportedModel
 from specbeam.lm.encoder_decoder import EncoderDecoderLM
 from tests.lm.test_families import mistaken, other_family, other_numbers
@@ -71,7 +73,7 @@ def test_rounded_models_have_the_encoder_on_the_grid_of_8_bits(name, engine):
     changes = {"d_ff": 64} if name.startswith("t5") else {"decoder_ffn_dim": 64}  # 32 divides all depths
     model = model_of(name, **changes)
     encoder = EncoderDecoderLM(model, engine=engine).encoder
-    assert encoder.kind == "int8"
+    assert encoder.kind == ("int8 tiles" if tiles.available() else "int8")
     text = text_of(20)
     expected = states_of(on_the_grid(model.get_encoder()), text)
     found = states_of(encoder, text)
@@ -175,3 +177,49 @@ def test_a_source_that_is_read_already_is_not_read_again():
     assert known.states[encoder] is states
     assert made_up.states == {}
     assert torch.equal(fresh.states[encoder][0], states_of(encoder, np.array([8, 9])))
+
+
+def test_sources_that_wait_are_read_with_the_first_one_and_texts_are_those_of_each_alone(monkeypatch):
+    """By the encoder, and by the matrices of the decoder that make their keys and values; never more than fit a pass."""
+    pair = sb.load(model_of("marian"))
+    encoder, reader = pair.target.encoder, pair.target.runner.reader
+    given = [text_of(length).tolist() for length in (5, 12, 9, 50, 7, 12)]
+    options = {"max_new_tokens": 6, "eos_token_id": []}
+    alone = [one.tokens for source in given for one in sb.generate(pair, [source], sb.beam_search(3), **options)]
+    passes = {encoder: [], reader: []}
+    read, made = encoder.read, reader.read
+    monkeypatch.setattr(encoder, "read", lambda some: passes[encoder].append([len(one) for one in some]) or read(some))
+    monkeypatch.setattr(reader, "read", lambda states: passes[reader].append(len(states)) or made(states))
+    for place in ("encoder", "source_passes"):
+        monkeypatch.setattr(f"specbeam.engines.cpu.{place}.TOGETHER", 30)
+    one_by_one = [one.tokens for one in sb.generate(pair, given, sb.beam_search(3), batch_size=1, **options)]
+    assert one_by_one == alone
+    assert passes == {encoder: [[50], [12, 12], [9, 7, 5]], reader: [50, 24, 21]}
+    assert pair.target.runner.readers == []
+
+
+def test_nothing_is_left_of_sources_that_were_read_ahead():
+    lm = EncoderDecoderLM(model_of("t5"))
+    given = [Source.of_tokens(text_of(length).tolist()) for length in (4, 6, 3)]
+    line_up([given[0], given[0], *given])
+    session = SimpleNamespace(prompt=[0], state={}, context={lm: given[0]})
+    lm.fill([session])
+    assert [lm.encoder in one.states for one in given] == [True, True, True]
+    assert [lm.runner in one.ahead for one in given] == [False, True, True]  # the first one is stored
+    alone = EncoderDecoderLM(lm.model).encoder.read([text_of(6)])[0]
+    assert np.array_equal(given[1].states[lm.encoder][0].numpy(), alone)
+    following = SimpleNamespace(prompt=[0], state={}, context={lm: given[1]})
+    again = SimpleNamespace(prompt=[0], state={}, context={lm: given[0]})
+    lm.fill([following, again])
+    assert [lm.runner in one.ahead for one in given] == [False, False, True]
+    for one in (session, following, again):
+        lm.close(one)
+    assert [lm.encoder in one.states for one in given] == [False, False, True]
+
+
+def test_what_cannot_be_read_here_ends_what_is_read_ahead():
+    encoder = EncoderDecoderLM(model_of("t5")).encoder
+    first, heard, last = Source.of_tokens([5, 6]), Source.of_features(torch.zeros(4, 8)), Source.of_tokens([7])
+    line_up([first, heard, last])
+    encoder.read_together([first])
+    assert [encoder in one.states for one in (first, heard, last)] == [True, False, False]

@@ -1,11 +1,13 @@
 """What the encoder of a model reads for a prompt: the source, with the states that encoders have made of it."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
+import numpy as np
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Float32, Int64
 
 from specbeam.errors import NotSupported
 
@@ -22,6 +24,8 @@ class Source:
         states: what encoders have made of the inputs, by encoder.
         given: states of an encoder that ran elsewhere; every encoder without inputs takes them for its own.
         keeps: whether the states are kept when a session is over, for further sessions.
+        after: the source that is read next, if it is known: both may be read in one pass.
+        ahead: keys and values of decoders that were made of the states before a session looks at them, by whose they are.
     """
 
     name: InputName
@@ -29,6 +33,8 @@ class Source:
     states: dict[Hashable, Float[torch.Tensor, "1 frames size"]] = field(default_factory=dict)
     given: Float[torch.Tensor, "1 frames size"] | None = None
     keeps: bool = False
+    after: "Source | None" = None
+    ahead: dict[Hashable, Float32[np.ndarray, "frames columns"]] = field(default_factory=dict)
 
     @classmethod
     def of_tokens(cls, tokens: list[int]) -> "Source":
@@ -74,3 +80,22 @@ class Source:
         """Drop what an encoder has made of the source, unless it is kept; it reads the source again if that is needed."""
         if not self.keeps:
             self.states.pop(encoder, None)
+
+
+def line_up(sources: Sequence[Source]) -> None:
+    """Let each source know which one is read after it."""
+    for source, following in pairwise(dict.fromkeys(sources)):
+        source.after = following
+
+
+def in_line(sources: Sequence[Source], more: int) -> Iterator[Source]:
+    """Yield sources, each once, and then up to `more` of those that are read after the last of them."""
+    each = dict.fromkeys(sources)
+    yield from each
+    following = sources[-1].after if sources else None
+    for _ in range(more):
+        if following is None:
+            return
+        if following not in each:
+            yield following
+        following = following.after

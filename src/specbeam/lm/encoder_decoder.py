@@ -134,9 +134,10 @@ class EncoderDecoderLM(HuggingFaceLM):
         """Let a compiled encoder read the sources of new sessions in few passes; others read one by one."""
         if not isinstance(self.encoder, CompiledEncoder):
             return
-        new = [one for one in sessions if self not in one.state and not self.refuses(one)]
-        if len(new) > 1:
-            self.encoder.read_together([self.source_of(session) for session in new])
+        new = [self.source_of(one) for one in sessions if self not in one.state and not self.refuses(one)]
+        if new:
+            self.encoder.read_together(new)
+            self.runner.read_ahead(new, self.encoder)
 
     def _cache(self, session: CacheOwner, needs: Needs = LOGITS) -> Any:
         """Return the session's cache; at first make it, and let the encoder read the source.

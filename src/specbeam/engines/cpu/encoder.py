@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Float32, Int64
 from torch import nn
 
+from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.decoder import (
     CompiledDecoder,
     Rounding,
@@ -40,7 +41,8 @@ from specbeam.engines.families import (
     unplaced_in,
 )
 from specbeam.engines.mapped import mapped_files
-from specbeam.engines.source import Source
+from specbeam.engines.source import Source, in_line
+from specbeam.kernels.repeated import Repeated
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -96,7 +98,8 @@ class CompiledEncoder(nn.Module):
         files = mapped_files(model)
         rounding: Rounding | None = "int8" if decoder.kind.startswith("int") else None
         matrices = [weight for layer in layers for weight in layer.parameters() if weight.dim() > 1]
-        kind = kind_of_panels(matrices, rounding, "tiles" in decoder.kind, files)
+        tiled = tiles.available() if rounding else "tiles" in decoder.kind
+        kind = kind_of_panels(matrices, rounding, tiled, files)
         weights = weights_of(layers, kinds_of_panels(parts_of(layers[0], of), kind), of, files)
         self.module: nn.Module = body
         self.rounding = rounding
@@ -115,6 +118,7 @@ class CompiledEncoder(nn.Module):
         self.layers = [layers_of_weights(weights, number, number + 1) for number in range(len(layers))]
         # Where the biases of distance 0 are, see `families.biases_by_distance`; -1: there are none.
         self.middle = of.biases[0].shape[1] // 2 if of.biases else -1
+        self.all_layers = Repeated(all_layers, slice(0))
         if self.threads > 1:
             for panels in (weights.qkv, weights.out, weights.gate_up, weights.down):
                 TEAM.learn(panels)
@@ -149,16 +153,27 @@ class CompiledEncoder(nn.Module):
         return len(tokens) <= len(self.places) and not (tokens == self.unplaced).any()
 
     def read_together(self, sources: Sequence[Source]) -> None:
-        """Store the states of sources that this encoder has not read yet: several short ones are read in one pass."""
-        unread = {id(source): source for source in sources if self not in source.states and self._is_text(source)}
+        """Store the states of sources that this encoder has not read yet: several short ones are read in one pass.
+
+        What room the last pass has is for those that are read after them.
+        """
+        asked = {*sources}
         group: list[Source] = []
         rows = 0
-        for source in unread.values():
+        for source in in_line(sources, TOGETHER):
+            if self in source.states:
+                continue
+            if not self._is_text(source):
+                if source in asked:
+                    continue
+                break
             length = _tokens_of(source).size
             if group and rows + length > TOGETHER:
                 self._read_group(group)
                 group = []
                 rows = 0
+            if not group and source not in asked:
+                break
             group.append(source)
             rows += length
         if group:
@@ -199,7 +214,7 @@ class CompiledEncoder(nn.Module):
         tapped = np.empty((len(x), 0), dtype=np.float32)
         with TEAM.threads(self.threads) as threads:
             for weights in self.layers:
-                all_layers(
+                self.all_layers(
                     x, weights, self.angles, self.eps, self.heads, places, which, places, seen, back, kinds, keys, values,
                     _NO_SOURCES, no_taps, tapped, threads,
                 )  # fmt: skip

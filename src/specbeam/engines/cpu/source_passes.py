@@ -6,16 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int32
+from jaxtyping import Float, Float32, Int32
 
 from specbeam.engines.cpu.cache import CpuCache
 from specbeam.engines.cpu.decoder import CompiledDecoder, Rows, SourceReader
-from specbeam.engines.cpu.encoder import CompiledEncoder, misfit
+from specbeam.engines.cpu.encoder import TOGETHER, CompiledEncoder, misfit
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.cpu.sources import Sources
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.kv.cross import CrossPanels, ReadsSources
 from specbeam.engines.kv.trie import Feed
+from specbeam.engines.source import Source, in_line
 from specbeam.engines.torch.source_passes import plain_logits
 
 if TYPE_CHECKING:
@@ -40,9 +41,42 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
         return len(self.decoder.places) or None
 
     def store_source(self, states: Float[torch.Tensor, "1 frames size"]) -> int:
-        read = self.reader.read(states[0].float().contiguous().numpy())
+        return self._store_read(self.reader.read(_rows_of(states)))
+
+    def row_of(self, source: Source, encoder: Any) -> int:
+        read = source.ahead.pop(self, None)
+        return super().row_of(source, encoder) if read is None else self._store_read(read)
+
+    def _store_read(self, read: Float32[np.ndarray, "frames columns"]) -> int:
+        """Store keys and values of a source as `SourceReader.read` returns them, and return their row."""
         layers, heads, size = self.cross.shape
         return self.cross.add(read.reshape(len(read), layers, 2, heads, size))
+
+    def read_ahead(self, sources: Sequence[Source], encoder: Any) -> None:
+        held = {source for source, _ in self.readers}
+        group: list[Source] = []
+        rows = 0
+        for source in in_line(sources, TOGETHER):
+            if source in held or self in source.ahead or encoder not in source.states:
+                continue
+            frames = source.states[encoder].shape[1]
+            if rows + frames > TOGETHER:
+                self._read_group(group, encoder)
+                group = []
+                rows = 0
+            group.append(source)
+            rows += frames
+        self._read_group(group, encoder)
+
+    def _read_group(self, group: list[Source], encoder: Any) -> None:
+        """Make keys and values of several sources by one product; those of one alone are made as they are stored."""
+        if len(group) < 2:
+            return
+        each = [_rows_of(source.states[encoder]) for source in group]
+        read = self.reader.read(np.concatenate(each))
+        ends = np.cumsum([len(rows) for rows in each])
+        for source, own in zip(group, np.split(read, ends[:-1]), strict=True):
+            source.ahead[self] = own.copy()  # without those of the others
 
     @torch.inference_mode()
     def own_encoder(self) -> Any:
@@ -66,6 +100,12 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
 
     def _context_for_steps(self, cache: CpuCache) -> tuple[Any, ...]:
         return (self._sources_of([cache]),)
+
+
+def _rows_of(states: Float[torch.Tensor, "1 frames size"]) -> Float32[np.ndarray, "frames size"]:
+    """Return the states of a source as the compiled forward reads rows."""
+    found: Float32[np.ndarray, "frames size"] = states[0].float().contiguous().numpy()
+    return found
 
 
 def _distances(caches: list[CpuCache], feeds: list[Feed], extent: int) -> Int32[np.ndarray, "rows slots"]:

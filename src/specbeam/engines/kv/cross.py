@@ -262,6 +262,17 @@ class ReadsSources(ABC):
     def store_source(self, states: Float[Tensor, "1 frames size"]) -> int:
         """Store the keys and values that the decoder makes of a source, and return their row."""
 
+    def row_of(self, source: Source, encoder: Any) -> int:
+        """Store the keys and values of a source, which the encoder has read or reads now, and return their row."""
+        return self.store_source(source.states_of(encoder))
+
+    def read_ahead(self, sources: Sequence[Source], encoder: Any) -> None:
+        """Make keys and values of sources that sessions are about to look at, and of those read after them.
+
+        Does nothing where those of many sources cost as much as those of each.
+        """
+        return
+
     @property
     @abstractmethod
     def most_positions(self) -> int | None:
@@ -283,7 +294,7 @@ class ReadsSources(ABC):
                 readers.append(cache)
                 cache.source_row = row
                 return
-        cache.source_row = self.store_source(source.states_of(encoder))
+        cache.source_row = self.row_of(source, encoder)
         self.readers.append((source, [cache]))
 
     def let_go(self, cache: Any, encoder: Any) -> None:
