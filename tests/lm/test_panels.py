@@ -395,13 +395,13 @@ def test_a_model_by_tiles_is_the_same_model(packed, monkeypatch):
 
 
 @needs_tiles
-def test_a_model_in_int8_is_the_same_with_and_without_tiles_to_the_last_bit(monkeypatch):
+def test_a_model_in_int8_of_any_size_is_the_same_with_and_without_tiles_to_the_last_bit(monkeypatch):
     model = tiny("llama")
-    monkeypatch.setattr(decoder, "TILED_FROM", 0)
     by_tiles = HuggingFaceLM(model, engine="int8")
     assert by_tiles.runner.decoder.head.dtype == np.int8
-    monkeypatch.setattr(decoder, "TILED_FROM", 10**12)
-    by_vectors = HuggingFaceLM(model, engine="int8")
+    with monkeypatch.context() as patch:
+        patch.setattr(tiles, "available", lambda: False)
+        by_vectors = HuggingFaceLM(model, engine="int8")
     assert by_vectors.runner.decoder.head.dtype == np.int32
     few, many = Forest.rooted([5]), Forest.rooted([5]).grown([*range(20)], [0] * 20)
     for forest in (few, many):

@@ -513,6 +513,16 @@ def rows_of_nodes(rows: TurnRows, nodes: Array) -> Array:
 
 
 @step
+def rows_in_place(rows: TurnRows, nodes: Array) -> Array:
+    """Return what `rows_of_nodes` returns, in place if the pass computed them one after the other: not to be written to."""
+    first = rows.places[nodes[0]] if len(nodes) > 0 else -1
+    follow = first >= 0
+    for place in range(len(nodes)):
+        follow &= rows.places[nodes[place]] == first + place
+    return rows.fresh[first : first + len(nodes)] if follow else rows_of_nodes(rows, nodes)
+
+
+@step
 def nodes_without(nodes: Array, known: Array) -> Array:
     """Return those of the nodes that are not among `known`, which ascend; int64[n], in their order."""
     found = np.empty(len(nodes), dtype=np.int64)

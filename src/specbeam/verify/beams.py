@@ -48,6 +48,7 @@ from specbeam.core.forest import (
     find_child,
     most_layers,
     nodes_without,
+    rows_in_place,
     rows_of_nodes,
     start_of,
     turn_rows,
@@ -125,7 +126,7 @@ def law_at(rows: Any, live: Beams, spec: JudgeSpec) -> JointLaw:
     """
     if not isinstance(rows, TurnRows):
         return rows.law(live)
-    return joint_law(rows_of_nodes(rows, live.nodes), live.scores, live.counts, spec.truncation)
+    return joint_law(rows_in_place(rows, live.nodes), live.scores, live.counts, spec.truncation)
 
 
 def look_at(eye: Any, law: JointLaw, live: Beams, choice: Choice, looked: int) -> None:
@@ -141,7 +142,7 @@ def look_at(eye: Any, law: JointLaw, live: Beams, choice: Choice, looked: int) -
 @compiled_as(law_at)
 def _compiled_law_at(rows: Any, live: Any, spec: Any) -> Any:
     def run(rows: Any, live: Any, spec: Any) -> Any:
-        return joint_law(rows_of_nodes(rows, live.nodes), live.scores, live.counts, spec.truncation)
+        return joint_law(rows_in_place(rows, live.nodes), live.scores, live.counts, spec.truncation)
 
     return run
 

@@ -72,8 +72,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# Parameters from which on tiles are used. A smaller model is in the processor's caches, where vector instructions multiply a
-# few rows faster than tiles do.
+# Parameters from which on tiles are used for what is not rounded. A smaller model is in the processor's caches, where vector
+# instructions multiply a few rows faster than tiles do; of rounded matrices `multiply` chooses by the number of rows.
 TILED_FROM = 30_000_000
 
 Rounding = Literal["int8", "int4"]
@@ -184,7 +184,7 @@ class CompiledDecoder:
         self.first_norm = numbers_of(norm_at(body, family.first_norm, family))
         self.angles = angles_of_model(model, architecture)
         files = mapped_files(model)
-        tiled = weights >= TILED_FROM and tiles.available()
+        tiled = tiles.available() and (rounding == "int8" or weights >= TILED_FROM)
         matrices = [weight.flatten(0, -2) for layer in layers for weight in layer.parameters() if weight.dim() > 1]
         self.kind = kind = kind_of_panels([head.weight, *matrices], rounding, tiled, files)
         self.kinds_of_matrices = kinds_of_panels(parts_of(layers[0], architecture), kind)

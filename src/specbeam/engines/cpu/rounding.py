@@ -1,5 +1,7 @@
 """Numbers rounded to 8 or 4 bits: the columns of a matrix once, the rows that it is multiplied with in each product."""
 
+from typing import Any
+
 import numpy as np
 from jaxtyping import Float, Float32, Int8
 
@@ -69,14 +71,9 @@ def rounded_row(source: Array, numbers: Array) -> float:
     for step in range(len(bits)):
         size = np.int32(bits[step] & _WITHOUT_SIGN)
         top = size if size > top else top
-    found = np.empty(1, dtype=np.int32)
-    found[0] = top
-    largest = found.view(np.float32)[0]
+    largest: Any = np.int32(top).view(np.float32)
     factor = np.float32(LARGEST) / largest
-    shifted = np.empty(len(source), dtype=np.float32)
     for step in range(len(source)):
-        shifted[step] = source[step] * factor + _LAST_BIT_IS_1
-    whole = shifted.view(np.int32)
-    for step in range(len(source)):
-        numbers[step] = np.uint8((whole[step] + ZERO) & 0xFF)
+        shifted = np.float32(source[step] * factor + _LAST_BIT_IS_1)
+        numbers[step] = np.uint8((shifted.view(np.int32) + ZERO) & 0xFF)
     return largest / np.float32(LARGEST)

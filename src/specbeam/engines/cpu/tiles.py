@@ -27,6 +27,7 @@ from specbeam.kernels.compiling import Array, compiled
 ROWS = 16
 BYTES = 64
 _WORDS = BYTES // 4
+_TILE_WORDS = ROWS * _WORDS
 PARTS = 3  # of a float32: three bfloat16 hold all of its 24 bits
 _AFTER = 2  # words that follow each column of a matrix of bytes: its scale, and 128 times its sum
 _SHAPE = 16  # words of the configuration that sets the shapes of the tiles
@@ -155,14 +156,15 @@ class _Panel:
         if rest is not None:
             with b.if_then(b.icmp_signed("<", whole, self.words)):
                 self._step(whole, rest[:1], rest[1])
+        self._finish(blocks, pitch)
+
+    def _finish(self, blocks: int, pitch: Any) -> None:
+        """Write the code that stores the sums in `out`: they are the results."""
+        b = self.builder
         for tile in range(2 * blocks):
             block, side = divmod(tile, 2)
             row = b.mul(b.mul(self.rows, _number(block)), b.udiv(pitch, _number(4)))
             self.tiles.store(tile, self.out, b.add(row, _number(side * _WORDS)), pitch)
-        self._finish(blocks, pitch)
-
-    def _finish(self, blocks: int, pitch: Any) -> None:
-        """Write the code that makes the results of the sums in `out`: they are the results already."""
 
     def _step(self, at: Any, x: tuple[int, ...], columns: int) -> None:
         """Write the code that adds the products of one tile's depth, from word `at` on, to the sums."""
@@ -201,27 +203,39 @@ class _PanelOfBytes(_Panel):
     product = "tdpbusd"
 
     def _finish(self, blocks: int, pitch: Any) -> None:
+        """Write the code that makes results of the sums, which stay beside each other until then.
+
+        Rows of `out` may lie so far apart that all of them have the same few places in the processor's first cache.
+        """
         b = self.builder
         columns = b.mul(self.words, _number(WIDTH))
         scales = [self._loaded(self.weights, b.add(columns, _number(side * _WORDS)), _FLOATS) for side in (0, 1)]
         columns = b.add(columns, _number(WIDTH))
         offsets = [self._loaded(self.weights, b.add(columns, _number(side * _WORDS)), _INTEGERS) for side in (0, 1)]
         width = b.udiv(pitch, _number(4))
-        before, loop, end = b.block, *(b.append_basic_block(name) for name in ("finish", "finished"))
-        b.branch(loop)
-        b.position_at_end(loop)
-        row = b.phi(_INDEX)
-        row.add_incoming(_number(0), before)
-        scale = spread_out(b, b.load(b.bitcast(b.gep(self.scales, [row]), ir.FloatType().as_pointer())))
-        for side in (0, 1):
-            place = b.add(b.mul(row, width), _number(side * _WORDS))
-            whole = b.sub(self._loaded(self.out, place, _INTEGERS), offsets[side])
-            result = b.fmul(b.fmul(b.sitofp(whole, _FLOATS), scales[side]), scale)
-            b.store(result, b.bitcast(b.gep(self.out, [place]), _FLOATS.as_pointer()), align=4)
-        next_row = b.add(row, _number(1))
-        row.add_incoming(next_row, b.block)
-        b.cbranch(b.icmp_signed("<", next_row, b.mul(self.rows, _number(blocks))), loop, end)
-        b.position_at_end(end)
+        with b.goto_entry_block():
+            sums = b.alloca(ir.IntType(32), 2 * blocks * _TILE_WORDS)
+            sums.align = BYTES
+        for tile in range(2 * blocks):
+            self.tiles.store(tile, sums, _number(tile * _TILE_WORDS), _number(BYTES))
+        for block in range(blocks):
+            before, loop, end = b.block, *(b.append_basic_block(name) for name in ("finish", "finished"))
+            b.branch(loop)
+            b.position_at_end(loop)
+            row = b.phi(_INDEX)
+            row.add_incoming(_number(0), before)
+            goal = b.add(b.mul(self.rows, _number(block)), row)
+            scale = spread_out(b, b.load(b.bitcast(b.gep(self.scales, [goal]), ir.FloatType().as_pointer())))
+            for side in (0, 1):
+                place = b.add(b.mul(row, _number(_WORDS)), _number((2 * block + side) * _TILE_WORDS))
+                whole = b.sub(self._loaded(sums, place, _INTEGERS), offsets[side])
+                result = b.fmul(b.fmul(b.sitofp(whole, _FLOATS), scales[side]), scale)
+                goal_at = b.gep(self.out, [b.add(b.mul(goal, width), _number(side * _WORDS))])
+                b.store(result, b.bitcast(goal_at, _FLOATS.as_pointer()), align=4)
+            next_row = b.add(row, _number(1))
+            row.add_incoming(next_row, b.block)
+            b.cbranch(b.icmp_signed("<", next_row, self.rows), loop, end)
+            b.position_at_end(end)
 
     def _loaded(self, array: Any, word: Any, kind: Any) -> Any:
         """Return a register of `_WORDS` words of an array, from index `word` on."""
