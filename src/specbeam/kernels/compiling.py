@@ -36,6 +36,8 @@ Array = Any  # numba finds the types by itself
 BLOCK = 64  # values that are summed or compared together
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])  # a compiled function is called as its source is
 Record = TypeVar("Record", bound=type)
+# References to arrays are counted, even in what is compiled first for a function that counts none; see `kernels.uncounted`.
+_COUNTED = {"_nrt": True}
 
 
 def compiled(function: Compiled, **options: Any) -> Compiled:
@@ -51,8 +53,8 @@ def compiled(function: Compiled, **options: Any) -> Compiled:
     if not AVAILABLE:
         return np.errstate(all="ignore")(function)
     source = inspect.unwrap(function)  # tests wrap functions into type checks
-    fixed = {"nogil": True, "error_model": "numpy", "boundscheck": False, "no_cfunc_wrapper": True}
-    made = numba.njit(no_cpython_wrapper=True, **fixed, **options)(source)
+    fixed = {"nogil": True, "error_model": "numpy", "boundscheck": False, "no_cfunc_wrapper": True, **_COUNTED}
+    made = numba.njit(no_cpython_wrapper=True, **{**fixed, **options})(source)
     made._cache = CodeCache(source)
     entry = numba.njit(**fixed)(calling(made))
     entry._cache = CodeCache(entry.py_func)
@@ -120,7 +122,7 @@ if AVAILABLE:
 
         It is `numba.extending.overload`, without the entry for C that numba compiles beside each choice.
         """
-        return overload(function, strict=False, jit_options={"no_cfunc_wrapper": True})
+        return overload(function, strict=False, jit_options={"no_cfunc_wrapper": True, **_COUNTED})
 
     @intrinsic
     def call_at(typing: Any, address: Any, arguments: Any) -> Any:

@@ -5,7 +5,7 @@ done by one thread, in the order of a single one: so the numbers are the same wi
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from specbeam.kernels.compiling import Array, compiled
 from specbeam.kernels.copies import copy_numbers
 from specbeam.kernels.ordered_sums import sum_of
 from specbeam.kernels.sums import extremes, rank_of
+from specbeam.kernels.uncounted import compiled_without_counts
 
 _F0 = np.float32(0)
 _F1 = np.float32(1)
@@ -47,7 +48,7 @@ _SCALES = 55
 _FIELDS = 56
 
 
-@compiled
+@compiled_without_counts
 def largest(x: Array, scratch: Array) -> Array:
     """Return the maximum of float32[n], by integers that have the order of the numbers; NaN if any is a positive NaN.
 
@@ -59,7 +60,7 @@ def largest(x: Array, scratch: Array) -> Array:
     return scratch.view(np.float32)[0]
 
 
-@compiled
+@compiled_without_counts
 def softmax(scores: Array, seen: Array, powers: Array) -> None:
     """Replace scores, float32[slots], by their softmax over the slots that are seen; the others get 0.
 
@@ -79,7 +80,7 @@ def softmax(scores: Array, seen: Array, powers: Array) -> None:
         scores[slot] *= share
 
 
-@compiled
+@compiled_without_counts
 def _gather_queries(
     q: Array, first: int, start: int, stop: int, kv: int, group: int, scale: np.float32, out: Array
 ) -> None:
@@ -98,7 +99,7 @@ def _gather_queries(
             out[query - start, place] = q[row, head * size + place] * scale
 
 
-@compiled
+@compiled_without_counts
 def _extent_of(first: int, start: int, stop: int, group: int, reach: Array) -> int:
     """Return the number of slots that queries start .. stop reach, rounded up to whole panels."""
     extent = 0
@@ -116,28 +117,54 @@ def task_count(rows: Array, kv_heads: int, group: int) -> int:
     return count
 
 
+class TaskRoom(NamedTuple):
+    """Arrays that the tasks of attention write into one after the other."""
+
+    scaled: Array  # float32[MOST, size]: the queries of a task
+    scores: Array  # float32[MOST, slots], of whole panels
+    mixed: Array  # float32[MOST, width]
+    powers: Array  # int32[slots]
+    spare: Array  # float32[slots] if scores have a cap
+
+
 @compiled
 def _do_tasks(
     begin: int, end: int, q: Array, keys: Array, values: Array, rows: Array, seen: Array, reach: Array, group: int,
     scale: np.float32, cap: np.float32, biases: Array, back: Array, out: Array,
 ) -> None:  # fmt: skip
     """Do the tasks begin .. end of `attend`."""
+    most = -(-(reach.max()) // WIDTH) * WIDTH
+    room = TaskRoom(
+        np.empty((MOST, keys.shape[3]), dtype=np.float32),
+        np.empty((MOST, most), dtype=np.float32),
+        np.empty((MOST, values.shape[3]), dtype=np.float32),
+        np.empty(most, dtype=np.int32),
+        np.empty(most if cap > 0 else 0, dtype=np.float32),
+    )
+    _do_tasks_in(room, begin, end, q, keys, values, rows, seen, reach, group, scale, cap, biases, back, out)
+
+
+@compiled_without_counts
+def _do_tasks_in(
+    room: TaskRoom, begin: int, end: int, q: Array, keys: Array, values: Array, rows: Array, seen: Array, reach: Array,
+    group: int, scale: np.float32, cap: np.float32, biases: Array, back: Array, out: Array,
+) -> None:  # fmt: skip
+    """Do the tasks begin .. end of `attend` in a room that has been made."""
     kv_heads = keys.shape[1]
     panels = keys.shape[2]
     size = keys.shape[3]
     height = values.shape[2]
     width = values.shape[3]
+    scaled = room.scaled
+    scores = room.scores
+    mixed = room.mixed
+    powers = room.powers
+    most = scores.shape[1]
     flat_keys = keys.reshape(-1)
     flat_values = values.reshape(-1)
-    most = -(-(reach.max()) // WIDTH) * WIDTH
-    scaled = np.empty((MOST, size), dtype=np.float32)
     flat_scaled = scaled.reshape(-1)
-    scores = np.empty((MOST, most), dtype=np.float32)
     flat_scores = scores.reshape(-1)
-    mixed = np.empty((MOST, width), dtype=np.float32)
     flat_mixed = mixed.reshape(-1)
-    powers = np.empty(most, dtype=np.int32)
-    spare = np.empty(most if cap > 0 else 0, dtype=np.float32)
     task = 0
     for session in range(len(rows)):
         cache, first, last = rows[session]
@@ -166,7 +193,7 @@ def _do_tasks(
                         add_biases(scores[query, :extent], biases[kv * group + (start + query) % group], back[row])
                 if cap > 0:
                     for query in range(count):
-                        cap_scores(scores[query, :extent], cap, powers, spare)
+                        cap_scores(scores[query, :extent], cap, powers, room.spare)
                 for query in range(count):
                     softmax(scores[query, :extent], seen[first + (start + query) // group], powers)
                 for panel in range(width // WIDTH):
@@ -314,7 +341,7 @@ def _share_function(kind: Any) -> Callable[[int, int], None]:
 attention_functions = {np.dtype(kind).name: _share_function(kind) for kind in (np.float32, np.uint16)}
 
 
-@compiled
+@compiled_without_counts
 def add_biases(scores: Array, biases: Array, back: Array) -> None:
     """Add to scores, float32[slots], the bias of each slot's distance.
 

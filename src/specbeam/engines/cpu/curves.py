@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from specbeam.kernels.compiling import Array, compiled
+from specbeam.kernels.compiling import Array
 from specbeam.kernels.fused import fused
 from specbeam.kernels.sums import exp_near_0
+from specbeam.kernels.uncounted import compiled_without_counts
 
 _F1 = np.float32(1)
 _LOG2E = np.float32(1.4426950408889634)
@@ -15,7 +16,7 @@ _TANH_3, _TANH_5, _TANH_7, _TANH_9 = (np.float32(n) for n in (-1 / 3, 2 / 15, -1
 _TANH_NEAR = np.float32(0.0625)  # the square of what is near 0
 
 
-@compiled
+@compiled_without_counts
 def exponential(x: Array, powers: Array) -> None:
     """Replace x, float32[n], by exp(x), with a relative error below 2e-7; x is cut to -87 .. 87 first.
 
@@ -34,7 +35,7 @@ def exponential(x: Array, powers: Array) -> None:
         x[place] *= scale[place]
 
 
-@compiled
+@compiled_without_counts
 def tanh(x: Array, powers: Array, scratch: Array) -> None:
     """Replace x, float32[n], by its hyperbolic tangent, with a relative error below 1e-6.
 
@@ -57,7 +58,7 @@ def tanh(x: Array, powers: Array, scratch: Array) -> None:
         x[place] = near if square < _TANH_NEAR else far
 
 
-@compiled
+@compiled_without_counts
 def cap_scores(x: Array, cap: np.float32, powers: Array, scratch: Array) -> None:
     """Replace x, float32[n], by cap * tanh(x / cap); for the other arguments see `tanh`."""
     for place in range(len(x)):

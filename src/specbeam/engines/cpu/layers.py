@@ -21,6 +21,7 @@ from specbeam.engines.cpu.sums import WIDTH
 from specbeam.kernels.compiling import Array, compiled
 from specbeam.kernels.copies import copy_numbers, copy_rows
 from specbeam.kernels.ordered_sums import sum_of, sum_of_squares
+from specbeam.kernels.uncounted import compiled_without_counts
 
 _F0 = np.float32(0)
 _F1 = np.float32(1)
@@ -36,14 +37,14 @@ _ERF_1, _ERF_2, _ERF_3, _ERF_4, _ERF_5 = (
 )
 
 
-@compiled
+@compiled_without_counts
 def normalise(x: Array, weight: Array, eps: float, out: Array) -> None:
     """Write the norm of each row of x to `out`; see `normalise_row`."""
     for row in range(len(x)):
         normalise_row(x[row], weight, eps, out[row])
 
 
-@compiled
+@compiled_without_counts
 def normalise_row(x: Array, weight: Array, eps: float, out: Array) -> None:
     """Write the norm of x, float32[n], contiguous, to `out`, which may be x.
 
@@ -62,7 +63,7 @@ def normalise_row(x: Array, weight: Array, eps: float, out: Array) -> None:
         _centre_and_scale(x, weight, eps, out)
 
 
-@compiled
+@compiled_without_counts
 def _centre_and_scale(x: Array, weight: Array, eps: float, out: Array) -> None:
     """Write the LayerNorm of x to `out`; see `normalise_row`."""
     mean = np.float32(sum_of(x) / len(x))
@@ -74,7 +75,7 @@ def _centre_and_scale(x: Array, weight: Array, eps: float, out: Array) -> None:
         out[place] = out[place] * factor * weight[place] + weight[len(x) + place]
 
 
-@compiled
+@compiled_without_counts
 def rotate(x: Array, first: int, heads: int, size: int, angles: Array, positions: Array) -> None:
     """Apply rotary positions, in place, to `heads` heads of x from column `first` on.
 
@@ -101,6 +102,12 @@ def activate(both: Array, inner: int, extras: Extras, out: Array) -> None:
     """Write the activation of the first `inner` columns of `both` to `out`; with a gate, times the next `inner` columns."""
     powers = np.empty(inner, dtype=np.int32)
     scratch = np.empty(inner, dtype=np.float32)
+    _activate_rows(both, inner, extras, out, powers, scratch)
+
+
+@compiled_without_counts
+def _activate_rows(both: Array, inner: int, extras: Extras, out: Array, powers: Array, scratch: Array) -> None:
+    """Do `activate`; `powers`, int32[inner], and `scratch`, float32[inner], are overwritten."""
     for row in range(len(both)):
         x = both[row][:inner]
         if extras.activation == SILU:
@@ -116,7 +123,7 @@ def activate(both: Array, inner: int, extras: Extras, out: Array) -> None:
                 out[row, place] *= both[row, inner + place]
 
 
-@compiled
+@compiled_without_counts
 def _silu(x: Array, powers: Array, falling: Array, out: Array) -> None:
     """Write x / (1 + exp(-x)) to `out`; `powers` and `falling` are overwritten."""
     for place in range(len(x)):
@@ -126,7 +133,7 @@ def _silu(x: Array, powers: Array, falling: Array, out: Array) -> None:
         out[place] = x[place] / (_F1 + falling[place])
 
 
-@compiled
+@compiled_without_counts
 def _gelu_tanh(x: Array, powers: Array, falling: Array, out: Array) -> None:
     """Write x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3) to `out`, which is x / (1 + exp(-2 u))."""
     for place in range(len(x)):
@@ -136,7 +143,7 @@ def _gelu_tanh(x: Array, powers: Array, falling: Array, out: Array) -> None:
         out[place] = x[place] / (_F1 + falling[place])
 
 
-@compiled
+@compiled_without_counts
 def _gelu(x: Array, powers: Array, falling: Array, out: Array) -> None:
     """Write x times the odds of a normal number below x to `out`; its error is below 2e-7 times the size of x."""
     for place in range(len(x)):
@@ -148,7 +155,7 @@ def _gelu(x: Array, powers: Array, falling: Array, out: Array) -> None:
         out[place] = x[place] * (tail if x[place] < 0 else _F1 - tail)
 
 
-@compiled
+@compiled_without_counts
 def _relu(x: Array, out: Array) -> None:
     """Write x, or 0 where it is negative, to `out`."""
     for place in range(len(x)):
@@ -158,9 +165,14 @@ def _relu(x: Array, out: Array) -> None:
 @compiled
 def store_keys_and_values(qkv: Array, heads: int, rows: Array, slots: Array, keys: Array, values: Array) -> None:
     """Store the keys and values of all rows in their slots; for `rows`, `keys` and `values` see `attention.attend`."""
+    _store_kept(as_kept(qkv, keys), heads, rows, slots, keys, values)
+
+
+@compiled_without_counts
+def _store_kept(kept: Array, heads: int, rows: Array, slots: Array, keys: Array, values: Array) -> None:
+    """Do `store_keys_and_values`, given the numbers as they are kept."""
     kv_heads = keys.shape[1]
     size = keys.shape[3]
-    kept = as_kept(qkv, keys)
     for session in range(len(rows)):
         cache, first, last = rows[session]
         for kv in range(kv_heads):
@@ -225,7 +237,7 @@ def write_qkv(
         rotate(qkv, 0, heads + kv_heads, size, angles[rope], positions)
 
 
-@compiled
+@compiled_without_counts
 def add_bias(x: Array, bias: Array) -> None:
     """Add a bias, which may have no numbers, to the first columns of each row of x."""
     if len(bias) > 0:
@@ -234,7 +246,7 @@ def add_bias(x: Array, bias: Array) -> None:
                 x[row, place] += bias[place]
 
 
-@compiled
+@compiled_without_counts
 def _norm_all_heads(qkv: Array, queries: int, norms: Array, eps: float) -> None:
     """Replace all queries of a row by their RMSNorm, and all its keys by theirs.
 
@@ -248,7 +260,7 @@ def _norm_all_heads(qkv: Array, queries: int, norms: Array, eps: float) -> None:
             normalise_row(one, norms[start:stop], eps, one)
 
 
-@compiled
+@compiled_without_counts
 def _norm_heads(qkv: Array, heads: int, kv_heads: int, size: int, norms: Array, eps: float) -> None:
     """Replace the queries and the keys of each head by their RMSNorm; `norms` are the weights, float32[2, size]."""
     for row in range(len(qkv)):
@@ -460,7 +472,7 @@ def all_layers(
     _keep_taps(x, taps, len(kinds), tapped)
 
 
-@compiled
+@compiled_without_counts
 def _keep_taps(x: Array, taps: Array, layer: int, tapped: Array) -> None:
     """Write x to the columns of `tapped` that belong to this layer, if it is among `taps`."""
     hidden = x.shape[1]
@@ -519,7 +531,7 @@ def shape_logits(logits: Array, divisor: np.float32, cap: np.float32, bias: Arra
     add_bias(logits, bias)
 
 
-@compiled
+@compiled_without_counts
 def add_sublayer(x: Array, more: Array, bias: Array, norm: Array, eps: float, extras: Extras) -> None:
     """Add what leaves a sublayer, float32[rows, hidden or more columns], to x in place.
 

@@ -49,6 +49,7 @@ from specbeam.engines.cpu.shares import (
 from specbeam.engines.cpu.sums import FLOAT16_SCALE, MOST, STEP, WIDTH, write_sums
 from specbeam.kernels.atomics import carray, pointer_to
 from specbeam.kernels.compiling import compiled, compiled_only
+from specbeam.kernels.uncounted import compiled_without_counts
 
 if kernels.AVAILABLE:
     from numba import types
@@ -391,7 +392,7 @@ def _multiply_alone(x: Array, panels: Array, out: Array) -> None:
     _multiply_some(panels, 0, len(panels), packed, rows, depth, out)
 
 
-@compiled
+@compiled_without_counts
 def _multiply_some(panels: Array, first: int, stop: int, packed: Array, rows: int, depth: int, out: Array) -> None:
     """Write the products of all rows with the panels first .. stop."""
     begin_products(packed, panels)

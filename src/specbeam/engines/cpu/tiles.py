@@ -22,6 +22,7 @@ from specbeam import kernels
 from specbeam.engines.cpu.rounding import BYTES_PER_WORD, rounded_row
 from specbeam.engines.cpu.sums import WIDTH, places_in, spread_out
 from specbeam.kernels.compiling import Array, compiled
+from specbeam.kernels.uncounted import compiled_without_counts
 
 # of a tile
 ROWS = 16
@@ -306,7 +307,7 @@ if kernels.AVAILABLE:
         return types.void(), code
 
 
-@compiled
+@compiled_without_counts
 def blocks(rows: int) -> tuple[int, int]:
     """Return the number of blocks into which rows are cut, and the number of rows of each.
 
@@ -323,7 +324,7 @@ def piece_count(rows: int) -> int:
     return (count + 1) // 2
 
 
-@compiled
+@compiled_without_counts
 def _start(block: int, each: int, rows: int) -> int:
     """Return the first row of a block of `each` rows."""
     return min(block * each, rows - each)
@@ -386,7 +387,7 @@ def packed_rows(x: Array, panels: Array) -> Array:
     return packed
 
 
-@compiled
+@compiled_without_counts
 def _multiply_blocks(
     weights: Array, at: int, panel: int, words: int, parts: int, packed: Array, rows: int, out: Array, piece: int
 ) -> None:
@@ -414,7 +415,7 @@ def _multiply_blocks(
         block += 2 if both else 1
 
 
-@compiled
+@compiled_without_counts
 def multiply_panel(panels: Array, panel: int, packed: Array, rows: int, depth: int, out: Array, piece: int) -> None:
     """Write the products of a piece of the rows with one panel to its columns of `out`; call `begin_tiles` before."""
     words = depth // 2
@@ -430,8 +431,17 @@ def packed_bytes(x: Array, panels: Array) -> Array:
     """
     rows, depth = x.shape
     words = depth // BYTES_PER_WORD
-    (count, each) = blocks(rows)
     packed = _room(rows, words, words + 1)
+    _pack_bytes(x, packed)
+    return packed
+
+
+@compiled_without_counts
+def _pack_bytes(x: Array, packed: Array) -> None:
+    """Write what `packed_bytes` returns behind the configuration of the tiles."""
+    rows, depth = x.shape
+    words = depth // BYTES_PER_WORD
+    (count, each) = blocks(rows)
     scales = packed[_SHAPE + count * each * words :].view(np.float32)
     numbers = packed[_SHAPE : _SHAPE + count * each * words].view(np.uint8)
     for block in range(count):
@@ -439,10 +449,9 @@ def packed_bytes(x: Array, panels: Array) -> Array:
         for row in range(each):
             place = block * each + row
             scales[place] = rounded_row(x[start + row], numbers[place * depth : (place + 1) * depth])
-    return packed
 
 
-@compiled
+@compiled_without_counts
 def multiply_panel_of_bytes(
     panels: Array, panel: int, packed: Array, rows: int, depth: int, out: Array, piece: int
 ) -> None:
