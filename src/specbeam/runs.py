@@ -729,6 +729,8 @@ class Run:
     python: "RowsOfSession | None" = None  # what the run calls
     condition: int = SOUND
     run_turns: Repeated = field(default_factory=lambda: Repeated(run_turns, _CHANGING))
+    has_room: Repeated = field(default_factory=lambda: Repeated(any_has_room, slice(0)))
+    target_cache: Any = None  # the session in the target, as `caches` returned it last
 
     @classmethod
     def of(cls, target: LM, session: Session, most_turns: int) -> "Run | None":
@@ -776,7 +778,14 @@ class Run:
         caches = [cache.arrays for cache in found if cache is not None]
         if len(caches) < len(self.models) or any(lm.shares(self.session) for lm in self.models):
             return None
+        self.target_cache = caches[0]
         return caches
+
+    def held_target(self) -> Any:
+        """Return the session in the target as its last run had it, if that is what `caches` would return; else None."""
+        target = self.models[0]
+        is_held = isinstance(target, HuggingFaceLM) and target.still_has(self.session, self.target_cache)
+        return self.target_cache if is_held else None
 
     def take(self, caches: list[Any]) -> None:
         """Take the turns. Needs no interpreter: several runs go side by side in threads."""
@@ -835,12 +844,15 @@ class PausedRun:
     live: Beams
     start: Start
     run_turns: Repeated
+    has_room: Repeated
+    target_cache: Any
 
     @classmethod
     def of(cls, run: Run) -> "PausedRun":
         """Return what a run leaves that was kept."""
         return cls(
-            run.session.parts, run.spec, run.models, run.room, run.fresh, run.live, run.start, run.run_turns
+            run.session.parts, run.spec, run.models, run.room, run.fresh, run.live, run.start, run.run_turns, run.has_room,
+            run.target_cache,
         )  # fmt: skip
 
     def fits(self, session: Session, most_turns: int) -> bool:
@@ -862,7 +874,8 @@ class PausedRun:
             written[:] = 0
         dice = session.dice.ready(_uniforms_of(self.spec, self.fresh, deepest_of(self.spec.plan)))
         return Run(
-            session, self.spec, self.models, room, self.fresh, dice, self.live, self.start, run_turns=self.run_turns
+            session, self.spec, self.models, room, self.fresh, dice, self.live, self.start, run_turns=self.run_turns,
+            has_room=self.has_room, target_cache=self.target_cache,
         )  # fmt: skip
 
 
@@ -930,15 +943,17 @@ def run_together(target: LM, sessions: Sequence[Session], most_turns: int = TURN
     with ExitStack() as stack:
         every = [_run_without_drafts(target, session, most_turns) for session in sessions]
         runs = [run for run in every if run is not None]
-        ready = _targets_of(runs, stack)
-        if any(_have_moved(cache, ready[-1][1]) for _, cache in ready):
-            ready = _targets_of(runs, stack)
+        ready = _with_room(runs, stack)
         if len(ready) < 2:
             return _failed(sessions)
+        fitting = _turns_with_room(ready)
+        if fitting == 0:
+            for run in runs:
+                run.target_cache = None
+            ready = _with_room(runs, stack)
         began = time.perf_counter()
         spent = np.zeros(len(PARTS), dtype=np.int64)
         going = True
-        fitting = 0
         for _ in range(most_turns):
             fitting = fitting or _turns_with_room(ready)
             if fitting == 0:  # the next run makes room
@@ -972,9 +987,25 @@ def run_together(target: LM, sessions: Sequence[Session], most_turns: int = TURN
     return moved + _failed(sessions)
 
 
+def _with_room(runs: Sequence[Run], stack: ExitStack) -> list[tuple[Run, Any]]:
+    """Do `_targets_of`, after room was made for all runs."""
+    ready = _targets_of(runs, stack)
+    if any(_have_moved(cache, ready[-1][1]) for _, cache in ready):
+        return _targets_of(runs, stack)
+    return ready
+
+
 def _targets_of(runs: Sequence[Run], stack: ExitStack) -> list[tuple[Run, Any]]:
-    """Return those of the runs that can run now, each with its session in the target; see `Run.caches`."""
-    return [(run, caches[0]) for run in runs if (caches := _caches_of(run, stack)) is not None]
+    """Return those of the runs that can run now, each with its session in the target: as it was, or with room anew."""
+    found = []
+    for run in runs:
+        cache = run.held_target()
+        if cache is None:
+            caches = _caches_of(run, stack)
+            cache = None if caches is None else caches[0]
+        if cache is not None:
+            found.append((run, cache))
+    return found
 
 
 def _have_moved(before: Any, last: Any) -> bool:
@@ -988,7 +1019,7 @@ def _turns_with_room(ready: Sequence[tuple[Run, Any]]) -> int:
     A turn adds a node for each live beam, so several turns add no more than one with so many drafts more.
     """
     for turns in _LOOKED_AHEAD:
-        if all(any_has_room(cache, (turns - 1) * run.spec.most_beams, run.spec.most_beams) for run, cache in ready):
+        if all(run.has_room(cache, (turns - 1) * run.spec.most_beams, run.spec.most_beams) for run, cache in ready):
             return turns
     return 0
 
@@ -1077,7 +1108,8 @@ def _keep(session: Session, models: list[RunLM], room: RunRoom, live: Beams, sta
     count.add_passed(room.passed)
     count.widths += room.widths[: numbers[LAYERS]].tolist()
     count.peak_kv_tokens = models[0].peak(session)
-    session.audit += Audit.of(room.evidence)
+    if session.audited:
+        session.audit += Audit.of(room.evidence)
     count.rows += RowCounts(*numbers[ROWS:].tolist())
     session.put_aside(room.ended)
     session.beams = live

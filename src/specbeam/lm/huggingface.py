@@ -341,6 +341,16 @@ class HuggingFaceLM:
         with self.runner.arrays_for_steps(cache, fresh + more) as arrays:
             yield None if arrays is None else CacheForSteps(self, cache, arrays)
 
+    def still_has(self, session: CacheOwner, arrays: Any) -> bool:
+        """Return whether `cache_for_steps` would yield just these arrays for a session, whose last ones they are.
+
+        They have the room that was made then. Only where one thread runs passes, and nothing has to be stored before.
+        """
+        cache = session.state.get(self)
+        if arrays is None or cache is None or not isinstance(self.runner, PackedPasses):
+            return False
+        return cache.leader is None and len(cache.company) == 1 and self.runner.are_current(cache, arrays)
+
     @contextmanager
     def early_cache_for_steps(
         self, session: CacheOwner, fresh: int, layers: int, needs: Needs, lm: Any, more: int = 0

@@ -19,12 +19,14 @@ from specbeam.engines.cpu.cache_words import KeptAs
 from specbeam.engines.cpu.decoder import Rows
 from specbeam.engines.cpu.early import MOST_WAITING, ExitLayer, keep_exits
 from specbeam.engines.cpu.scratch import ScratchArrays
+from specbeam.engines.cpu.sources import Sources
 from specbeam.engines.eligibility import lacks_taps
 from specbeam.engines.kv.cache import Logits, Nodes, hand_out
 from specbeam.engines.kv.late import LateRows, late_rows
 from specbeam.engines.kv.masks import Masks
 from specbeam.engines.kv.steps import BLOCK, STORED
 from specbeam.engines.kv.trie import Feed
+from specbeam.kernels.threads import allowed_threads
 from specbeam.measure.profiler import span
 from specbeam.records import FINAL, ExtraInputs, Needs, Scored
 
@@ -375,10 +377,9 @@ class PackedPasses:
         x = np.concatenate([x for x, _ in opened])
         if len(x):
             sessions = np.array([(cache.store_row, *part) for cache, part in zip(arrays, pairwise(ends), strict=True)])
-            sources = arrays[0].sources
-            sources = sources._replace(rows=np.concatenate([cache.sources.rows for cache in arrays]))
+            joined = _joined_rows([rows for _, rows in opened])
             with span("model"):
-                self.decoder.run_together(x, _joined_rows([rows for _, rows in opened]), sessions, self.store, sources)
+                self.decoder.run_together(x, joined, sessions, self.store, self._sources_for(arrays))
         wanted = []
         for cache, start, (first, end) in zip(arrays, starts, pairwise(ends), strict=True):
             stored = cache.trie.counts[STORED]
@@ -404,6 +405,25 @@ class PackedPasses:
         if cache.runs_ahead:
             part = FIRST if drafts else LAST
         return self.decoder.arrays_for_steps(cache, self.store, self.windows, part, *self._context_for_steps(cache))
+
+    def are_current(self, cache: CpuCache, arrays: CacheArrays) -> bool:
+        """Return whether arrays are those of a session that one thread runs, as `arrays_for_steps` returns them now."""
+        is_where_it_was = (
+            arrays.trie is cache.trie.arrays
+            and arrays.outputs is cache.outputs
+            and arrays.store_row == cache.row
+            and arrays.keys is self.store.keys_by_panel
+        )
+        is_alone = arrays.threads == 1 and allowed_threads() == 1
+        return is_where_it_was and is_alone and not cache.runs_ahead and self._looks_at(cache, arrays)
+
+    def _sources_for(self, arrays: Sequence[CacheArrays]) -> Sources:
+        """Return all sources, and which of them these sessions look at."""
+        return arrays[0].sources
+
+    def _looks_at(self, cache: CpuCache, arrays: CacheArrays) -> bool:
+        """Return whether arrays are of what else a session looks at, see `_context_for_steps`."""
+        return True
 
     def _context_for_steps(self, cache: CpuCache) -> tuple[Any, ...]:
         """Return what else a session looks at, as `CompiledDecoder.arrays_for_steps` takes it."""

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Int32
+from jaxtyping import Float, Float32, Int32, Int64
 
 from specbeam.engines.cpu.cache import CpuCache
+from specbeam.engines.cpu.cache_steps import CacheArrays
 from specbeam.engines.cpu.decoder import CompiledDecoder, Rows, SourceReader
 from specbeam.engines.cpu.encoder import TOGETHER, CompiledEncoder, misfit
 from specbeam.engines.cpu.passes import PackedPasses
@@ -87,9 +88,14 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
 
     def _sources_of(self, caches: Sequence[CpuCache]) -> Sources:
         """Return all sources, and which of them these sessions read."""
-        lengths = np.array(self.cross.lengths, dtype=np.int64)
-        rows = np.array([cache.source_row for cache in caches], dtype=np.int64)
-        return Sources(self.cross.keys, self.cross.values, lengths, rows)
+        return self._all_sources(np.array([cache.source_row for cache in caches], dtype=np.int64))
+
+    def _all_sources(self, rows: Int64[np.ndarray, " sessions"]) -> Sources:
+        """Return all sources, of which sessions read these rows."""
+        return Sources(self.cross.keys, self.cross.values, np.array(self.cross.lengths, dtype=np.int64), rows)
+
+    def _sources_for(self, arrays: Sequence[CacheArrays]) -> Sources:
+        return self._all_sources(np.concatenate([cache.sources.rows for cache in arrays]))
 
     def _with_context(self, rows: Rows, caches: list[CpuCache], feeds: list[Feed]) -> Rows:
         sources = self._sources_of(caches)
@@ -97,6 +103,10 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
             return replace(rows, sources=sources)
         extent = next(iter(rows.seen.values())).shape[1]
         return replace(rows, sources=sources, back=_distances(caches, feeds, extent))
+
+    def _looks_at(self, cache: CpuCache, arrays: CacheArrays) -> bool:
+        sources = arrays.sources
+        return sources.keys is self.cross.keys and int(sources.rows[0]) == cache.source_row
 
     def _context_for_steps(self, cache: CpuCache) -> tuple[Any, ...]:
         return (self._sources_of([cache]),)
