@@ -8,7 +8,10 @@ a fifth of the time. The arrays of such a function belong to its caller, who kee
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from specbeam.kernels.compiling import compiled
+from specbeam.kernels.compiling import AVAILABLE, compiled
+
+if AVAILABLE:
+    from numba.extending import overload
 
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 
@@ -19,3 +22,8 @@ def compiled_without_counts(function: Compiled) -> Compiled:
     What it calls may make arrays of its own. It must not get any of them back, as nobody would free it.
     """
     return compiled(function, _nrt=False)
+
+
+def chosen_without_counts(function: Callable[..., Any]) -> Any:
+    """Return what `chosen_for` does, for choices among functions that count no references."""
+    return overload(function, strict=False, jit_options={"no_cfunc_wrapper": True, "_nrt": False})

@@ -49,7 +49,7 @@ from specbeam.engines.cpu.shares import (
 from specbeam.engines.cpu.sums import FLOAT16_SCALE, MOST, STEP, WIDTH, write_sums
 from specbeam.kernels.atomics import carray, pointer_to
 from specbeam.kernels.compiling import compiled, compiled_only
-from specbeam.kernels.uncounted import compiled_without_counts
+from specbeam.kernels.uncounted import chosen_without_counts, compiled_without_counts
 
 if kernels.AVAILABLE:
     from numba import types
@@ -187,7 +187,7 @@ if kernels.AVAILABLE:
         count = tiles.piece_count if panels.dtype in _BY_TILES else _one_piece
         return _source_of(lambda panels, rows: count(rows))
 
-    @chosen_for(multiply_panel)
+    @chosen_without_counts(multiply_panel)
     def _compiled_multiply_panel(
         panels: Any, panel: Any, packed: Any, rows: Any, depth: Any, out: Any, piece: Any
     ) -> Any:
@@ -249,6 +249,12 @@ def _in_words(panels: Array) -> Array:
 
 
 def _write_transposed_floats(x: Array, start: int, rows: int, transposed: Array) -> None:
+    _transpose_floats(x, start, rows, transposed)
+
+
+@compiled_without_counts
+def _transpose_floats(x: Array, start: int, rows: int, transposed: Array) -> None:
+    """Do `write_transposed` for float32."""
     steps = transposed[: rows * x.shape[1]].reshape(x.shape[1], rows)
     for row in range(rows):
         column = steps[:, row]
@@ -258,9 +264,14 @@ def _write_transposed_floats(x: Array, start: int, rows: int, transposed: Array)
 
 
 def _write_transposed_bytes(x: Array, start: int, rows: int, transposed: Array) -> None:
+    _transpose_bytes(x, start, rows, transposed, np.empty(x.shape[1], dtype=np.uint8))
+
+
+@compiled_without_counts
+def _transpose_bytes(x: Array, start: int, rows: int, transposed: Array, numbers: Array) -> None:
+    """Do `write_transposed` for uint8; `numbers`, uint8[depth], are overwritten."""
     words = x.shape[1] // STEP
     scales = transposed[rows * words : rows * (words + 1)].view(np.float32)
-    numbers = np.empty(x.shape[1], dtype=np.uint8)
     in_words = numbers.view(np.int32)
     for row in range(rows):
         scales[row] = rounded_row(x[start + row], numbers)
@@ -336,7 +347,7 @@ def _one_piece(rows: int) -> int:
     return 1
 
 
-@compiled
+@compiled_without_counts
 def _multiply_panel_in_parts(
     panels: Array, panel: int, transposed: Array, rows: int, depth: int, out: Array, piece: int
 ) -> None:
@@ -344,28 +355,38 @@ def _multiply_panel_in_parts(
 
     While a part is multiplied, its share of the next panel is read into the processor's cache.
     """
+    count = part_count(rows)
+    if count >= _UNPACKED_FROM:
+        _multiply_unpacked(panels, panel, transposed, rows, depth, out)
+        return
     words = panels.shape[1]
     columns = out.shape[1]
-    count = part_count(rows)
     each = len(transposed) // rows
     flat = panels.reshape(-1)
     result = out.reshape(-1)
     later_stride = (WIDTH + count - 1) // count if count > 1 else 0
-    if count < _UNPACKED_FROM:
-        for part in range(count):
-            start = part * rows // count
-            write_sums(
-                (part + 1) * rows // count - start, flat, panel * words, WIDTH, transposed, start * each, result,
-                start * columns + panel * WIDTH, columns, depth, (panel + 1) * words + part * words // count, later_stride,
-            )  # fmt: skip
-    else:
-        numbers = unpacked(panels[panel], depth)
-        for part in range(count):
-            start = part * rows // count
-            write_sums(
-                (part + 1) * rows // count - start, numbers, 0, WIDTH, transposed, start * each, result,
-                start * columns + panel * WIDTH, columns, depth, 0, 0,
-            )  # fmt: skip
+    for part in range(count):
+        start = part * rows // count
+        write_sums(
+            (part + 1) * rows // count - start, flat, panel * words, WIDTH, transposed, start * each, result,
+            start * columns + panel * WIDTH, columns, depth, (panel + 1) * words + part * words // count, later_stride,
+        )  # fmt: skip
+
+
+@compiled
+def _multiply_unpacked(panels: Array, panel: int, transposed: Array, rows: int, depth: int, out: Array) -> None:
+    """Do `_multiply_panel_in_parts` for so many rows that the numbers of the panel are unpacked first."""
+    columns = out.shape[1]
+    count = part_count(rows)
+    each = len(transposed) // rows
+    result = out.reshape(-1)
+    numbers = unpacked(panels[panel], depth)
+    for part in range(count):
+        start = part * rows // count
+        write_sums(
+            (part + 1) * rows // count - start, numbers, 0, WIDTH, transposed, start * each, result,
+            start * columns + panel * WIDTH, columns, depth, 0, 0,
+        )  # fmt: skip
 
 
 def _begin_nothing(packed: Array, panels: Array) -> None:
