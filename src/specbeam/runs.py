@@ -824,7 +824,8 @@ class Run:
         elif self.condition != SOUND:
             self.session.state[_Refused] = True
         done = bool(self.room.numbers[DONE])
-        if done and self.condition == SOUND and self.python is None and not self.spec.drafting:
+        goes_on = done and self.condition == SOUND and not self.session.over
+        if goes_on and self.python is None and not self.spec.drafting:
             self.session.state[PausedRun] = PausedRun.of(self)
         return done
 

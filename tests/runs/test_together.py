@@ -247,3 +247,6 @@ def test_a_session_that_went_on_by_itself_is_looked_at_anew(pair):
         decoder.step()
         assert one.state[runs.PausedRun] is not paused
         assert one.length == 5
+        while decoder.busy:
+            decoder.step()
+    assert [runs.PausedRun in session.state for session in sessions] == [False, False]
