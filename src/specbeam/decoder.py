@@ -19,7 +19,7 @@ from specbeam.kernels.threads import torch_on_one_thread
 from specbeam.lm.base import LM, check_gives, check_takes, fill_prompts
 from specbeam.lm.guard import ThreadGuard
 from specbeam.measure.profiler import span
-from specbeam.runs import run_ahead, run_side_by_side, run_together
+from specbeam.runs import PausedRun, run_ahead, run_side_by_side, run_together
 from specbeam.session import Session, keeps_nodes
 from specbeam.turn import Turns, turns
 
@@ -231,6 +231,7 @@ class Decoder:
             self.target.close(session)
         close_drafters(last_first)
         for session in sessions:
+            session.state.pop(PausedRun, None)  # which holds the keys and values of all sessions
             _let_remember(session)
 
 

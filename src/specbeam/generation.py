@@ -9,7 +9,7 @@ import torch
 
 from specbeam.audit import Audit
 from specbeam.decode import decode, decode_live
-from specbeam.engines.source import line_up
+from specbeam.engines.source import line_up, part
 from specbeam.errors import AuditWarning, BadSetting, NotSupported, SomeFailed, SpecbeamError, TooFewAnswers
 from specbeam.fastest import FastestMethod, fastest, tokens_per_second
 from specbeam.measure.energy import EnergyMeter
@@ -200,14 +200,18 @@ def run(request: Request, batch_size: int, streamer: Any) -> Iterator[Session]:
     """
     require(is_integer(batch_size) and batch_size >= 1, "batch_size", batch_size, "an integer of at least 1")
     waiting = sorted(request.sessions, key=lambda session: (-len(session.prompt), -source_length(session)))
-    line_up([source for session in waiting for source in sources_in(session)])
     if streamer is not None:
         return (yield from _streamed(request, waiting[0], streamer))
+    sources = [source for session in waiting for source in sources_in(session)]
+    line_up(sources)
     running: list[Session] = []
-    for _ in decode(request.pair.target, _started(waiting, running), batch_size, ahead=TURNS):
-        for session in [session for session in running if session.over]:
-            running.remove(session)
-            yield session
+    try:
+        for _ in decode(request.pair.target, _started(waiting, running), batch_size, ahead=TURNS):
+            for session in [session for session in running if session.over]:
+                running.remove(session)
+                yield session
+    finally:
+        part(sources)
 
 
 def _streamed(request: Request, session: Session, streamer: Any) -> Iterator[Session]:

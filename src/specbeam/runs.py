@@ -62,6 +62,7 @@ from specbeam.core.forest import (
     turn_rows,
     unknown_nodes,
 )
+from specbeam.core.limits import Limits
 from specbeam.core.steps import Array, borrowed, compiled_as, step
 from specbeam.draft.batch import models_of
 from specbeam.draft.beams import Cut, NoDraft, SearchedLayers, SharedLayers, cut, draft_layers, start_draft, uncut
@@ -78,7 +79,7 @@ from specbeam.kernels.threads import allowed_threads, torch_on_one_thread
 from specbeam.laws.edits import NO_EDITS, Edits, ban, edited_rows
 from specbeam.laws.evidence import Evidence, no_evidence
 from specbeam.laws.reduce import BROKEN, SOUND, log_probabilities
-from specbeam.laws.warp import check_rows, processed_rows
+from specbeam.laws.warp import Warp, check_rows, processed_rows
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.lm.skipping import SkippingLM
@@ -838,6 +839,8 @@ class PausedRun:
     """
 
     parts: Parts
+    limits: Limits
+    warp: Warp
     spec: RunSpec
     models: list[RunLM]
     room: RunRoom
@@ -851,16 +854,18 @@ class PausedRun:
     @classmethod
     def of(cls, run: Run) -> "PausedRun":
         """Return what a run leaves that was kept."""
+        session = run.session
         return cls(
-            run.session.parts, run.spec, run.models, run.room, run.fresh, run.live, run.start, run.run_turns, run.has_room,
+            session.parts, session.limits, session.warp, run.spec, run.models, run.room, run.fresh, run.live, run.start, run.run_turns, run.has_room,
             run.target_cache,
         )  # fmt: skip
 
     def fits(self, session: Session, most_turns: int) -> bool:
         """Return whether a session is as the run left it, and there is room for so many turns more."""
         texts = self.room.texts
-        is_as_before = session.beams is self.live and session.start is self.start and session.parts is self.parts
-        if not is_as_before or session.texts is not texts or most_turns != self.spec.most_turns:
+        is_as_before = session.beams is self.live and session.start is self.start
+        goes_as_before = session.parts is self.parts and session.limits is self.limits and session.warp is self.warp
+        if not is_as_before or not goes_as_before or session.texts is not texts or most_turns != self.spec.most_turns:
             return False
         draws = most_turns * self.spec.most_beams
         has_room = session.length + most_turns <= texts.tokens.shape[1]

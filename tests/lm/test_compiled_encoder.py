@@ -14,9 +14,12 @@ from specbeam.engines.cpu import encoder as compiled
 from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.encoder import CompiledEncoder
 from specbeam.engines.cpu.rounding import rounded
-from specbeam.engines.source import Source, line_up
+from specbeam.engines.source import Source, in_line, line_up, part
 from specbeam.errors import UnsupportedModel
+from specbeam.generation import run
 from specbeam.lm.encoder_decoder import EncoderDecoderLM
+from specbeam.options.settings import Settings
+from specbeam.request import Request
 from tests.lm.test_families import mistaken, other_family, other_numbers
 from tests.lm.test_lean import in_steps
 from tests.lm.test_source_families import MODELS, VARIANTS, model_of
@@ -198,7 +201,7 @@ def test_sources_that_wait_are_read_with_the_first_one_and_texts_are_those_of_ea
     assert pair.target.runner.readers == []
 
 
-def test_nothing_is_left_of_sources_that_were_read_ahead():
+def test_sources_that_were_read_ahead_are_taken_up_and_forgotten_with_their_sessions():
     lm = EncoderDecoderLM(model_of("t5"))
     given = [Source.of_tokens(text_of(length).tolist()) for length in (4, 6, 3)]
     line_up([given[0], given[0], *given])
@@ -215,6 +218,42 @@ def test_nothing_is_left_of_sources_that_were_read_ahead():
     for one in (session, following, again):
         lm.close(one)
     assert [lm.encoder in one.states for one in given] == [False, False, True]
+    part(given)
+    assert [(one.states, one.ahead, one.after) for one in given] == [({}, {}, None)] * 3
+
+
+def test_a_line_of_sources_is_that_of_the_latest_request():
+    first, second, third = (Source.of_tokens([token]) for token in (5, 6, 7))
+    line_up([first, second, third])
+    assert list(in_line([first], 9)) == [first, second, third]
+    assert list(in_line([first], 1)) == [first, second]
+    line_up([third, first])
+    assert list(in_line([first], 9)) == [first]
+    second.after, first.after = first, second  # as two requests at once could leave it
+    assert list(in_line([third], 9)) == [third, first, second]
+    line_up([first])
+    assert list(in_line([first], 9)) == [first]
+
+
+def test_a_request_that_is_not_read_to_its_end_leaves_nothing_of_its_sources():
+    pair = sb.load(model_of("marian"))
+    given = [Source.of_tokens(text_of(length).tolist()) for length in (9, 5, 7)]
+    settings = Settings.given({"max_new_tokens": 6}, None)
+    turns = run(Request(pair, given, sb.beam_search(3), settings, seed=1), 1, None)
+    next(turns)
+    assert [bool(one.states) for one in given] == [False, True, True]
+    turns.close()
+    assert [(one.states, one.ahead, one.after) for one in given] == [({}, {}, None)] * 3
+
+
+def test_what_waits_is_read_ahead_for_one_pass_and_no_more():
+    """Also where states of all that wait are known already."""
+    lm = EncoderDecoderLM(model_of("t5"))
+    given = [Source.of_tokens(text_of(60).tolist()) for _ in range(20)]
+    lm.encoder.read_together(given)
+    line_up(given)
+    lm.runner.read_ahead(given[:1], lm.encoder)
+    assert sum(lm.runner in one.ahead for one in given) == 4
 
 
 def test_what_cannot_be_read_here_ends_what_is_read_ahead():

@@ -83,19 +83,32 @@ class Source:
 
 
 def line_up(sources: Sequence[Source]) -> None:
-    """Let each source know which one is read after it."""
-    for source, following in pairwise(dict.fromkeys(sources)):
+    """Let each source know which one is read after it, until they `part`; what was known before is forgotten."""
+    each = list(dict.fromkeys(sources))
+    for source in each:
+        source.after = None
+    for source, following in pairwise(each):
         source.after = following
+
+
+def part(sources: Sequence[Source]) -> None:
+    """End what `line_up` began: nothing is read ahead any more, and what was read for nobody is dropped."""
+    for source in sources:
+        source.after = None
+        source.ahead.clear()
+        if not source.keeps:
+            source.states.clear()
 
 
 def in_line(sources: Sequence[Source], more: int) -> Iterator[Source]:
     """Yield sources, each once, and then up to `more` of those that are read after the last of them."""
-    each = dict.fromkeys(sources)
-    yield from each
+    seen = dict.fromkeys(sources)
+    yield from list(seen)
     following = sources[-1].after if sources else None
     for _ in range(more):
         if following is None:
             return
-        if following not in each:
+        if following not in seen:
+            seen[following] = None
             yield following
         following = following.after

@@ -55,6 +55,7 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
 
     def read_ahead(self, sources: Sequence[Source], encoder: Any) -> None:
         held = {source for source, _ in self.readers}
+        asked = {*sources}
         group: list[Source] = []
         rows = 0
         for source in in_line(sources, TOGETHER):
@@ -65,6 +66,8 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
                 self._read_group(group, encoder)
                 group = []
                 rows = 0
+            if not group and source not in asked:
+                break
             group.append(source)
             rows += frames
         self._read_group(group, encoder)
