@@ -37,7 +37,8 @@ class FastestMethod:
 def candidates(has_draft: bool) -> dict[str, Callable[[], Method]]:
     """Return a short list of exact methods for one sequence, by name; those that need a draft model only if there is one.
 
-    Each is the best of its kind on some pair (docs/block_efficiency.md).
+    Each is the best of its kind on some pair (docs/block_efficiency.md). Their drafts have a fixed shape: that none may be
+    faster is measured here.
     """
     without_draft: dict[str, Callable[[], Method]] = {
         "sampling": sampling,
@@ -45,13 +46,13 @@ def candidates(has_draft: bool) -> dict[str, Callable[[], Method]]:
         "token_recycling depth 3": lambda: token_recycling(3),
     }
     with_draft: dict[str, Callable[[], Method]] = {
-        "speculative_sampling depth 2": lambda: speculative_sampling(2),
-        "speculative_sampling depth 4": lambda: speculative_sampling(4),
-        "block_verification depth 4": lambda: block_verification(4),
-        "traversal 2,1,1": lambda: traversal((2, 1, 1)),
-        "rsd_s 3 x 3": lambda: rsd_s(3, 3),
-        "sequoia 10 nodes": lambda: sequoia(10, 4),
-        "opt_tree 12 nodes": lambda: opt_tree(12, 4),
+        "speculative_sampling depth 2": lambda: speculative_sampling(2, controller="fixed"),
+        "speculative_sampling depth 4": lambda: speculative_sampling(4, controller="fixed"),
+        "block_verification depth 4": lambda: block_verification(4, controller="fixed"),
+        "traversal 2,1,1": lambda: traversal((2, 1, 1), controller="fixed"),
+        "rsd_s 3 x 3": lambda: rsd_s(3, 3, controller="fixed"),
+        "sequoia 10 nodes": lambda: sequoia(10, 4, controller="fixed"),
+        "opt_tree 12 nodes": lambda: opt_tree(12, 4, controller="fixed"),
     }
     return without_draft | (with_draft if has_draft else {})
 

@@ -152,7 +152,8 @@ def load(
             "torchao-int8", "torchao-int4", "bitsandbytes-int8" and "bitsandbytes-nf4" let these libraries round any model,
             while transformers loads it from files. Files that hold rounded weights need no option: those of GPTQ and AWQ
             with 4 bits are read without their libraries on a CPU, see docs/quantised.md.
-        quantize_draft: the same for the draft, which does not change the law of the output.
+        quantize_draft: the same for the draft, which does not change the law of the output. None: the draft stays as it is,
+            also beside a rounded target. One of 16 bits beside a target of 4 reads much for its size: round it, too.
         check: compare the logits of a small token tree with those of plain forwards, once per model, and refuse a model that
             gets them wrong.
         compile: use torch.compile for models that transformers would run on a CPU, because specbeam has no forward of its

@@ -1,6 +1,7 @@
 """Sessions draft, or do not, as was faster for those before them."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,8 +9,18 @@ import pytest
 import specbeam as sb
 from specbeam import kernels
 from specbeam.control.cost import CostCurve
+from specbeam.control.fixed import FixedShape
 from specbeam.control.needs import NodesByNeed
-from specbeam.control.pace import FIRST_WAIT, LEAST_SESSIONS, LONGEST_WAIT, Pace, PaceMemory, Phase, side_by_side
+from specbeam.control.pace import (
+    FIRST_WAIT,
+    LEAST_SESSIONS,
+    LONGEST_WAIT,
+    DraftsIfFaster,
+    Pace,
+    PaceMemory,
+    Phase,
+    side_by_side,
+)
 from specbeam.decode import decode
 from specbeam.decoder import Decoder
 from specbeam.kernels.forms import forms_made
@@ -181,3 +192,67 @@ def test_texts_do_not_depend_on_who_drafts(ahead, at_once, pair, monkeypatch):
     rested = [session.count.draft_passes == 0 for session in request.sessions]
     assert rested[0::2] == [True] * 4
     assert not all(rested)
+
+
+def texts_and_draft_passes(pair, method, sessions, seconds_of, monkeypatch, **settings):
+    """Texts and draft passes of one session after the other, by a clock of which a session takes `seconds_of[drafts]`."""
+    monkeypatch.setattr("specbeam.recipes.compose.is_dear", lambda draft, target: False)  # both models have one size
+    leave = PaceMemory.leave
+    monkeypatch.setattr(
+        PaceMemory,
+        "leave",
+        lambda self, kind, phase, s, *rest: leave(self, kind, phase, seconds_of[phase.drafts], *rest),
+    )
+    parts = method.parts(pair.target, pair.draft)
+    if isinstance(parts.controller, DraftsIfFaster):  # the same for all requests, and nothing kept on disk
+        parts = replace(parts, controller=replace(parts.controller, paces=PaceMemory()))
+    method = method.with_parts(controller=parts.controller)
+    asked = Settings.given({"max_new_tokens": 3, **settings}, None)
+    texts = []
+    passes = []
+    for number in range(sessions):
+        (session,) = Request(pair, [[3, 1, 4, number % 5]], method, asked, seed=number).sessions
+        list(decode(pair.target, [session], 1, 32))
+        texts.append(next(iter(session.hypotheses())).tokens)
+        passes.append(session.count.draft_passes)
+    monkeypatch.undo()
+    return texts, passes
+
+
+@pytest.mark.remembers
+@pytest.mark.parametrize("rule", ["path", "traversal", "match"])
+@pytest.mark.parametrize("faster", [True, False])
+def test_chains_are_left_out_where_they_are_slower_and_no_text_shows_it(rule, faster, pair, monkeypatch):
+    count = 4 * LEAST_SESSIONS
+    seconds_of = {faster: 1.0, not faster: 1.5}
+    chain = sb.speculative_sampling(3, rule)
+    texts, passes = texts_and_draft_passes(pair, chain, count, seconds_of, monkeypatch, temperature=0)
+    assert all(passes[:LEAST_SESSIONS])
+    assert not any(passes[LEAST_SESSIONS : 2 * LEAST_SESSIONS])
+    assert [later > 0 for later in passes[2 * LEAST_SESSIONS :]] == [faster] * (2 * LEAST_SESSIONS)
+    plain, _ = texts_and_draft_passes(pair, sb.greedy(), count, seconds_of, monkeypatch)
+    assert texts == plain
+
+
+@pytest.mark.remembers
+@pytest.mark.parametrize("rule", ["path", "match"])
+def test_no_clock_decides_what_a_seed_draws(rule, pair, monkeypatch):
+    """Texts by rejection depend on the drafts, so these are always there; texts that match noise do not."""
+    slow = {True: 9.0, False: 1.0}
+    count = 3 * LEAST_SESSIONS
+    chain = sb.speculative_sampling(3, rule)
+    texts, passes = texts_and_draft_passes(pair, chain, count, slow, monkeypatch)
+    fixed, _ = texts_and_draft_passes(pair, sb.speculative_sampling(3, rule, "fixed"), count, slow, monkeypatch)
+    assert texts == fixed
+    assert (passes[-1] == 0) == (rule == "match")
+
+
+@pytest.mark.parametrize("audit", [True, False])
+def test_a_session_that_is_audited_drafts(audit, pair, monkeypatch):
+    controller = DraftsIfFaster(FixedShape(3, 1), "chains")
+    monkeypatch.setattr(controller.paces, "enter", lambda kind: Phase(0, False, True))
+    method = sb.speculative_sampling(3).with_parts(controller=controller)
+    settings = Settings.given({"max_new_tokens": 6, "temperature": 0}, None)
+    (session,) = Request(pair, [[3, 1, 4]], method, settings, seed=5, audit=audit).sessions
+    list(decode(pair.target, [session]))
+    assert (session.count.draft_passes > 0) == audit

@@ -1,27 +1,41 @@
 """Depth by cost: what is worth drafting, and that turns without a draft do no harm."""
 
+import time
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+import torch
 
 import specbeam as sb
 from specbeam import kernels
 from specbeam.control.cost import CostCurve, HostCost
 from specbeam.control.fixed import FixedShape
+from specbeam.control.pace import DraftsIfFaster
 from specbeam.control.width import FixedWidth
 from specbeam.control.worth import DepthByCost, PassOdds
 from specbeam.draft.beams import BeamDrafter
 from specbeam.errors import BadSetting
+from specbeam.lm.table import TableLM
 from specbeam.recipes.depth import depth_control
 from specbeam.records import Shape
 from specbeam.session import Parts
-from specbeam.tuning.costs import DEEP, curve_of, host_cost, known_curve, measure, measure_host, measure_loops
+from specbeam.tuning.costs import (
+    DEEP,
+    curve_of,
+    curves_in_turns,
+    host_cost,
+    known_curve,
+    measure,
+    measure_host,
+    measure_loops,
+)
 from specbeam.tuning.idle_model import IdleLM
+from specbeam.tuning.stored_prompt import StoredPrompt, TurnCost, seconds_of
 from specbeam.verify.beams import BeamRule
 from specbeam.verify.search import SearchRule
 from tests.support import words
-from tests.support.programs import session_of
+from tests.support.programs import run, session_of
 from tests.support.tiny_models import tiny
 
 FLAT, STEEP = CostCurve((1, 100), (1.0, 1.0)), CostCurve((1, 100), (1.0, 100.0))
@@ -224,3 +238,86 @@ def test_what_loops_do_beside_the_models_is_measured(pair_of_loops):
 @pytest.fixture(scope="module")
 def pair_of_loops():
     return sb.load(tiny("llama", seed=1, vocab_size=64), tiny("llama", seed=2, vocab_size=64))
+
+
+def seconds_of_chain(controller, target_s, draft_s, agreement=0.6, tokens=400):
+    """Seconds of a text by the cost of its passes, relative to one without drafts; drafts pass with odds `agreement`."""
+    target, draft = TableLM([0.5, 0.5]), TableLM([0.5 + (1 - agreement), agreement - 0.5])
+    session = session_of(sb.speculative_sampling(5, controller=controller), draft, steps=tokens)
+    turns = run(session, target)
+    seconds = sum(target_s.pass_s(len(turn.forest.tokens)) + draft_s.pass_s(1) * turn.forest.layers for turn in turns)
+    return seconds / (tokens * target_s.pass_s(1))
+
+
+def test_a_chain_costs_hardly_more_than_no_draft_where_drafts_are_dear():
+    """A target in 4 bits, which its caches hold while nothing drafts, and a draft in 16: the costs that were measured."""
+    target_s = CostCurve((1, 2, 4, 6), (2.9, 4.0, 5.5, 6.6))
+    draft_s = CostCurve((1,), (1.6,))
+    by_cost = DepthByCost(target_s, draft_s, 1, (1,), 5)
+    assert seconds_of_chain(by_cost, target_s, draft_s) < 1.08
+    assert seconds_of_chain("fixed", target_s, draft_s) > 1.5
+    cheap_s = CostCurve((1,), (0.1,))
+    by_cost = DepthByCost(FLAT, cheap_s, 1, (1,), 5)
+    assert seconds_of_chain(by_cost, FLAT, cheap_s, 0.9) < 0.5
+
+
+@pytest.fixture(scope="module")
+def models():
+    return sb.load(tiny("llama", seed=1), tiny("llama", seed=2, num_hidden_layers=1), check=False)
+
+
+def test_chains_are_planned_by_cost_where_a_pass_of_the_draft_reads_much(models, monkeypatch):
+    flat = CostCurve((1, 8), (1.0, 1.0))
+    monkeypatch.setattr("specbeam.recipes.depth.curves_in_turns", lambda target, draft: (flat, flat))
+    monkeypatch.setattr("specbeam.recipes.depth.host_cost", lambda *given: HostCost())
+    sizes = {models.target: 1000, models.draft: 100}
+    monkeypatch.setattr(type(models.target), "bytes_read", property(sizes.__getitem__))
+    for read, plans in ((100, FixedShape), (250, FixedShape), (251, DepthByCost)):
+        sizes[models.draft] = read
+        controller = sb.speculative_sampling().parts(models.target, models.draft).controller
+        assert isinstance(controller, DraftsIfFaster)
+        assert type(controller.planned) is plans
+        fixed = sb.speculative_sampling(controller="fixed").parts(models.target, models.draft).controller
+        assert fixed == FixedShape(5, 1)
+    without_size = sb.opt_tree().parts(models.target, models.draft).controller  # layers have no size of their own
+    assert isinstance(without_size.planned, FixedShape)
+
+
+def test_a_pass_reads_the_matrices_that_the_engine_keeps(models):
+    weights = sum(weight.numel() for weight in models.target_model.parameters() if weight.dim() > 1)
+    lm = models.target
+    assert 0.5 < lm.bytes_read / (weights * 4) < 1.5
+    in_bytes = sb.load(models.target_model, quantize="int8", check=False).target
+    assert in_bytes.bytes_read < 0.5 * lm.bytes_read
+
+
+def test_curves_in_turns_know_that_models_drive_each_other_from_the_caches(models, monkeypatch):
+    """A pass that follows one of the other model takes longer by 2; both have kept curves of their own."""
+    last = []
+    passes = []
+
+    def turn(self, rows):
+        is_cold = bool(last) and last[-1] is not self.lm
+        last.append(self.lm)
+        passes.append((self.lm is models.target, rows))
+        seconds = (1.0 if self.lm is models.target else 0.1) + 0.01 * rows
+        return TurnCost(seconds + 2.0 * is_cold, 0.0, 1)
+
+    monkeypatch.setattr(StoredPrompt, "turn", turn)
+    monkeypatch.setattr("specbeam.tuning.costs.ALONE_S", 0.0)
+    monkeypatch.setattr("specbeam.tuning.costs.QUICK_S", 0.0)
+    target_s, draft_s = curves_in_turns(models.target, models.draft)
+    assert target_s.pass_s(1) == pytest.approx(1.01)
+    assert target_s.pass_s(2) == pytest.approx(1.02 + 2.0 + 2.0)  # and the draft's first pass
+    assert target_s.pass_s(8) == pytest.approx(1.08 + 2.0 + 2.0)
+    assert draft_s.pass_s(4) == pytest.approx(0.14)
+    count = len(passes)
+    del models.target.curves["in turns", models.draft]
+    assert curves_in_turns(models.target, models.draft) == (target_s, draft_s)
+    assert len(passes) == count
+
+
+def test_a_moment_in_which_the_thread_rests_does_not_count():
+    device = torch.device("cpu")
+    assert seconds_of(device, lambda: time.sleep(0.02)) >= 0.02
+    assert seconds_of(device, lambda: time.sleep(0.02), is_of_thread=True) < 0.015

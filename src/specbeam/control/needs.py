@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from specbeam.control.cost import CostCurve, HostCost
-from specbeam.control.pace import PaceMemory, Phase, side_by_side
+from specbeam.control.pace import NO_DRAFTS, Entered, PaceMemory, leave_pace, side_by_side
 from specbeam.control.planning import Plan, plan_of_shape
 from specbeam.core.beams import Beams, Layers, depth_of
 from specbeam.core.forest import Forest, depths_of, find_child, nodes_without, start_of, unknown_nodes
@@ -505,15 +505,6 @@ class Learning:
 
 
 @dataclass(frozen=True)
-class Entered:
-    """How a session goes: what `NodesByNeed.enter` decided."""
-
-    kind: str
-    beside: int  # sessions side by side when it began, itself included
-    phase: Phase
-
-
-@dataclass(frozen=True)
 class NodesByNeed:
     """A controller that lets drafts grow and cuts them by what rows cost, and by the odds that they are needed.
 
@@ -557,7 +548,7 @@ class NodesByNeed:
 
     def numbers(self, session: Session) -> Plan:
         """Return the plan as numbers for steps."""
-        return self._plan if self._drafts(session) else _NO_DRAFTS
+        return self._plan if self._drafts(session) else NO_DRAFTS
 
     def _drafts(self, session: Session) -> bool:
         entered: Entered | None = session.state.get((self, Entered))
@@ -606,10 +597,7 @@ class NodesByNeed:
         """Add what a session has learnt, which is over, to the memory, and how fast it was."""
         entered: Entered | None = session.state.pop((self, Entered), None)
         if entered is not None:
-            count = session.count
-            is_whole = session.over and session.failure is None
-            layers = len(count.widths) if is_whole else 0
-            self.paces.leave(entered.kind, entered.phase, count.seconds, layers, entered.beside)
+            leave_pace(self.paces, entered, session)
         learning = session.state.pop(self, None)
         if learning is not None:
             self.memory.add(learning.kind, learning.begun, learning.odds)
@@ -621,9 +609,6 @@ class NodesByNeed:
         """Return the seconds of a target pass and of a draft layer by number of rows, for one of `beside` sessions."""
         rows = self.beams + self.most * self.width + 1
         return _seconds_by_rows(self.target, self.draft, self.host.draft_s, rows, beside)
-
-
-_NO_DRAFTS = plan_of_shape(0, 1)
 
 
 def _says(rule: object, what: str, session: Session) -> bool:

@@ -13,7 +13,13 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
+from specbeam.control.fixed import FixedShape
+from specbeam.control.planning import Plan, plan_of_shape
+from specbeam.control.worth import DepthByCost
+from specbeam.kernels.threads import allowed_threads
 from specbeam.measure import kept_figures
+from specbeam.records import Shape, Turn
+from specbeam.session import Session
 
 LEAST_SESSIONS = 8  # of a phase
 SAMPLES = 24  # of each way; older ones are forgotten
@@ -148,3 +154,74 @@ class PaceMemory:
 def side_by_side(beside: int) -> str:
     """Return a name for about so many sessions side by side: 1, 2 to 3, 4 to 7, ..."""
     return f"2^{beside.bit_length() - 1} side by side"
+
+
+@dataclass(frozen=True)
+class Entered:
+    """How a session goes: what was decided when it began."""
+
+    kind: str
+    beside: int  # sessions side by side when it began, itself included
+    phase: Phase
+
+
+NO_DRAFTS = plan_of_shape(0, 1)
+
+
+@dataclass(frozen=True)
+class DraftsIfFaster:
+    """A controller that plans as another one does, and whose sessions draft only while this is the faster way.
+
+    A session drafts in all of its turns or in none, by how fast those before it were (`Pace`). Only where its rule says that
+    the text does not depend on the drafts, as at temperature 0 (`Rule.ignores_drafts`); any other session drafts.
+
+    Args:
+        planned: plans the drafts.
+        drafts: names the drafts, so that sessions are compared with those that draft in the same way.
+        paces: how fast earlier sessions were with drafts and without.
+    """
+
+    planned: FixedShape | DepthByCost
+    drafts: str
+    paces: PaceMemory = field(default_factory=PaceMemory, compare=False)
+
+    def enter(self, session: Session, beside: int) -> bool:
+        """Return whether a new session drafts, one of `beside` side by side. One that is audited always does."""
+        rule = session.parts.rule
+        ignores_drafts = getattr(rule, "ignores_drafts", None)
+        if ignores_drafts is None or not ignores_drafts(session) or session.audited:
+            return True
+        warp = session.warp
+        laws = f"{rule!r}, {warp.greedy=}, cuts={warp.cut.cuts}"
+        kind = f"{self.drafts}, {laws}, {side_by_side(beside)}, {allowed_threads()} threads"
+        phase = self.paces.enter(kind)
+        session.state[self, Entered] = Entered(kind, beside, phase)
+        return phase.drafts
+
+    def plan(self, session: Session) -> Shape:
+        return self.planned.plan(session) if self._has_drafts(session) else Shape(0, 0)
+
+    def numbers(self, session: Session) -> Plan:
+        """Return the plan as numbers for steps."""
+        return self.planned.numbers(session) if self._has_drafts(session) else NO_DRAFTS
+
+    def settle(self, session: Session, turn: Turn) -> None:
+        if self._has_drafts(session):
+            self.planned.settle(session, turn)
+
+    def remember(self, session: Session) -> None:
+        """Note how fast a session was, which is over."""
+        entered: Entered | None = session.state.pop((self, Entered), None)
+        if entered is not None:
+            leave_pace(self.paces, entered, session)
+
+    def _has_drafts(self, session: Session) -> bool:
+        entered: Entered | None = session.state.get((self, Entered))
+        return entered is None or entered.phase.drafts
+
+
+def leave_pace(paces: PaceMemory, entered: Entered, session: Session) -> None:
+    """Note the pace of a session that is over, however it ended; only that of a whole text counts."""
+    is_whole = session.over and session.failure is None
+    layers = len(session.count.widths) if is_whole else 0
+    paces.leave(entered.kind, entered.phase, session.count.seconds, layers, entered.beside)

@@ -398,6 +398,15 @@ class HuggingFaceLM:
         return weights_in(self.model)
 
     @property
+    def bytes_read(self) -> int:
+        """The number of bytes of weights that a pass reads, about: those of the engine's own matrices if it has any."""
+        decoder = getattr(self.runner, "decoder", None)
+        of_engine: int | None = getattr(decoder, "bytes_read", None)
+        if of_engine is not None:
+            return of_engine
+        return sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
+
+    @property
     def is_compiled(self) -> bool:
         """Whether compiled code does all its heavy work, so that torch needs one thread."""
         return self.supports_runs

@@ -5,17 +5,19 @@ A combination that cannot work is refused with the reason when the method is mad
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from specbeam.control.confidence import SureDraft, TrackedThreshold, stops_between_layers
 from specbeam.control.fixed import FixedShape
+from specbeam.control.pace import DraftsIfFaster
 from specbeam.control.size import SizeByLatency
 from specbeam.control.survival import Survival
 from specbeam.control.thompson import Thompson
 from specbeam.draft.tree import Growth, TreeDrafter
 from specbeam.errors import BadSetting, LostLaw
 from specbeam.lm.base import LM
-from specbeam.recipes.depth import DrafterOf, cost_of_layer, depth_by_cost
+from specbeam.recipes.depth import ANY_MODEL, DrafterOf, cost_of_layer, depth_by_cost, is_dear, paces_of
 from specbeam.recipes.method import Method
 from specbeam.session import Controller, Parts, Rule, is_part, law_of
 from specbeam.verify.traversal import TraversalRule
@@ -23,7 +25,8 @@ from specbeam.verify.walk import MatchRule, PathRule
 
 RuleName = Literal["path", "traversal", "match"]
 ControllerName = Literal[
-    "fixed", "confidence", "tracked", "thompson", "calibrated", "survival", "cost", "latency", "beta_ts", "calibration_ts"
+    "auto", "fixed", "confidence", "tracked", "thompson", "calibrated", "survival", "cost", "latency", "beta_ts",
+    "calibration_ts",
 ]  # fmt: skip
 MakeController = Callable[[LM | None, LM | None], Controller]  # takes the target and the draft model
 
@@ -87,14 +90,18 @@ def controller_maker(
     Args:
         choice: a controller (a part), or the name of one.
         drafts: the drafts that it controls.
-        fixed: the controller that the name "fixed" stands for; None: `drafts.depth` layers of `drafts.width` nodes.
+        fixed: the controller that the name "fixed" stands for; None: `drafts.depth` layers of `drafts.width` nodes. "auto"
+            plans as it does, or by cost if a pass of the draft model is dear; and no drafts at all where the clock says so
+            and no text depends on it.
         drafter_of: makes the drafter whose layers "cost" weighs; None: drafts cost nothing.
         rule: the rule that judges the drafts, also for "cost".
     """
     depth = drafts.depth
     width = drafts.width
+    in_one_shape = fixed or FixedShape(depth, width)
     controllers: dict[str, Controller | None] = {
-        "fixed": fixed or FixedShape(depth, width),
+        "auto": in_one_shape,
+        "fixed": in_one_shape,
         "confidence": SureDraft(most=depth, width=width),
         "tracked": TrackedThreshold(most=depth, width=width),
         "thompson": Thompson(most=depth, width=width),
@@ -109,8 +116,19 @@ def controller_maker(
         raise BadSetting(f"controller is {choice!r}; it must be one of {', '.join(controllers)}, or a part")
     part = controllers[choice] if isinstance(choice, str) else _with_width(choice, width)
     _check_controller(choice, part, drafts)
+    by_cost = partial(depth_by_cost, drafts.layers, depth, drafter=drafter_of, rule=rule)
     if part is None:
-        return lambda target, draft: depth_by_cost(drafts.layers, depth, target, draft, drafter_of, rule)
+        return by_cost
+    if choice == "auto":
+        drafting = f"{drafts.recipe} of {depth} layers, {width} wide, by {drafter_of and drafter_of(ANY_MODEL)!r}"
+
+        def make(target: LM | None, draft: LM | None) -> Controller:
+            if draft is None:
+                return in_one_shape
+            planned = by_cost(target, draft) if drafts.layers and is_dear(draft, target) else in_one_shape
+            return DraftsIfFaster(planned, drafting, paces_of(target, draft))
+
+        return make
     if isinstance(choice, str) and isinstance(part, (Thompson, Survival)):
         return lambda target, draft: _with_measured_cost(part, drafts, target, draft)
     return lambda target, draft: part

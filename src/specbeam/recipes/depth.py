@@ -21,7 +21,7 @@ from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.lm.skipping import SkippingLM
 from specbeam.measure import kept_figures
 from specbeam.session import Controller, Drafter, Parts, Rule
-from specbeam.tuning.costs import curve_of, host_cost, rest_curve
+from specbeam.tuning.costs import curve_of, curves_in_turns, host_cost, rest_curve
 from specbeam.tuning.idle_model import IdleLM
 from specbeam.verify.beams import BeamRule
 from specbeam.verify.search import SearchRule
@@ -34,6 +34,7 @@ ANY_MODEL = IdleLM(1, 0)  # stands for a model where it does not matter which
 LAYERS_AT_ONCE = 3  # by which rows that cost little are shared out
 MOST_PER_BEAM = 4  # drafts per layer and beam
 MEASURED = (HuggingFaceLM, ExitLM, SkippingLM)  # draft models of which it is known what they depend on
+DEAR = 0.25  # of the bytes of a target's pass; a draft model that reads more drafts as many layers as pay
 FREE = CostCurve((1,), (0.0,))  # cost of drafts that no model makes
 
 
@@ -71,7 +72,7 @@ def depth_control(
     if may_be_cut and not text_depends_on_depth:
         if may_widen:
             width = max(width, min(_cheap_rows(curves[0], beams) // LAYERS_AT_ONCE, MOST_PER_BEAM * beams))
-        paces = _paces_of(target, draft)
+        paces = paces_of(target, draft)
         return NodesByNeed(*curves, beams, width, host=host, memory=_memory_of(target, draft), paces=paces)
     return DepthByCost(*curves, beams, (width,), host=host, alone=text_depends_on_depth)
 
@@ -83,7 +84,7 @@ def depth_by_cost(
     draft: LM | None,
     drafter: DrafterOf | None,
     rule: Rule | None,
-) -> Controller:
+) -> DepthByCost:
     """Return the controller that chooses the depth of drafts for one sequence by what passes cost.
 
     Args:
@@ -96,7 +97,10 @@ def depth_by_cost(
     if drafter is None or rule is None or draft is None:
         return DepthByCost(_curve(target, "target"), FREE, 1, layers, most)
     host = _host_cost(target, draft, layers[0], drafter, rule)
-    curves = (_target_curve(target, draft), _curve(draft, "draft"))
+    if isinstance(target, HuggingFaceLM) and isinstance(draft, HuggingFaceLM) and draft is not target:
+        curves = curves_in_turns(target, draft)
+    else:
+        curves = (_target_curve(target, draft), _curve(draft, "draft"))
     text_depends_on_depth = not isinstance(rule, MatchRule)
     return DepthByCost(*curves, 1, layers, most, host, alone=text_depends_on_depth)
 
@@ -122,6 +126,16 @@ def cost_of_layer(target: LM | None, draft: LM | None, rows: int, depth: int) ->
     return max(float(f"{share:.1g}"), 0.001)
 
 
+def is_dear(draft: LM, target: LM | None) -> bool:
+    """Return whether a pass of a draft model reads more than `DEAR` of what one of the target reads.
+
+    It looks at weights and how they are kept, and at no clock: so the answer is the same on every machine.
+    """
+    if not isinstance(target, HuggingFaceLM) or not isinstance(draft, HuggingFaceLM):
+        return False
+    return draft.bytes_read > DEAR * target.bytes_read
+
+
 def _cheap_rows(curve: CostCurve, beams: int) -> int:
     """Return the number of rows, up to 64, whose pass takes at most a quarter longer than one over `beams` rows."""
     rows = beams
@@ -137,7 +151,7 @@ def _memory_of(target: LM | None, draft: LM) -> OddsMemory:
     return _learnt(target, draft).odds
 
 
-def _paces_of(target: LM | None, draft: LM) -> PaceMemory:
+def paces_of(target: LM | None, draft: LM) -> PaceMemory:
     """Return how fast the sessions of a pair were, the same object for each method of the pair."""
     if not isinstance(target, HuggingFaceLM) or not isinstance(draft, MEASURED):
         return PaceMemory()

@@ -25,7 +25,7 @@ from specbeam.tuning.costs import curve_of
 
 
 def speculative_sampling(
-    depth: int = 5, rule: "RuleName | Rule" = "path", controller: "ControllerName | Controller" = "fixed"
+    depth: int = 5, rule: "RuleName | Rule" = "path", controller: "ControllerName | Controller" = "auto"
 ) -> Method:
     """Draft a chain of tokens, and accept or refuse them one by one: speculative sampling.
 
@@ -39,8 +39,9 @@ def speculative_sampling(
         rule: how drafts are judged. "path" accepts or refuses each token by its probabilities under target and draft, from
             the root on. "traversal" judges them from the end of the draft (block verification). "match" samples from the
             target, and accepts the drafts that equal the sample. Or a part.
-        controller: the controller that chooses the length of a draft, at most `depth`: "fixed", "confidence", "tracked",
-            "thompson", "calibrated", "survival", "cost" (docs/methods/controllers.md), or a part.
+        controller: the controller that chooses the length of a draft, at most `depth`: "auto" (`depth` layers; fewer or
+            none if the draft model is dear), "fixed", "confidence", "tracked", "thompson", "calibrated", "survival", "cost"
+            (docs/methods/controllers.md), or a part.
     """
     require_at_least_one(depth=depth)
     return tree_method(
@@ -48,7 +49,7 @@ def speculative_sampling(
     )
 
 
-def block_verification(depth: int = 5, controller: "ControllerName | Controller" = "fixed") -> Method:
+def block_verification(depth: int = 5, controller: "ControllerName | Controller" = "auto") -> Method:
     """Draft a chain of tokens, and judge it from its end: block verification.
 
     On average it accepts at least as many tokens as `speculative_sampling`.
@@ -70,7 +71,7 @@ def block_verification(depth: int = 5, controller: "ControllerName | Controller"
 def specinfer(
     counts: Sequence[int] = (3, 2, 1, 1),
     rule: "RuleName | Rule" = "path",
-    controller: "ControllerName | Controller" = "fixed",
+    controller: "ControllerName | Controller" = "auto",
 ) -> Method:
     """Draft a tree of independent draws, and try the children of each node in order.
 
@@ -91,7 +92,7 @@ def specinfer(
 def rsd_c(
     counts: Sequence[int] = (3, 2, 1, 1),
     rule: "RuleName | Rule" = "path",
-    controller: "ControllerName | Controller" = "fixed",
+    controller: "ControllerName | Controller" = "auto",
 ) -> Method:
     """Draft a tree of draws without replacement, with a constant number of children per node in each layer.
 
@@ -112,7 +113,7 @@ def rsd_s(
     width: int = 4,
     depth: int = 4,
     rule: "RuleName | Rule" = "path",
-    controller: "ControllerName | Controller" = "fixed",
+    controller: "ControllerName | Controller" = "auto",
 ) -> Method:
     """Draft a tree by stochastic beam search: `width` sequences per layer, drawn without replacement; the others are cut.
 
@@ -137,7 +138,7 @@ def sequoia(
     acceptance: Sequence[float] | None = None,
     rule: "RuleName | Rule" = "path",
     cost: 'CostCurve | Literal["auto"] | None' = "auto",
-    controller: "ControllerName | Controller" = "fixed",
+    controller: "ControllerName | Controller" = "auto",
 ) -> Method:
     """Draft the fixed tree that is best for measured acceptance rates, filled by draws without replacement.
 
@@ -196,7 +197,7 @@ def spechub(
     depth: int = 4,
     children: int = 2,
     rule: "RuleName | Rule" = "path",
-    controller: "ControllerName | Controller" = "fixed",
+    controller: "ControllerName | Controller" = "auto",
 ) -> Method:
     """Draft a tree with the likeliest tokens and one draw from the rest at each node; with two children per node this is
     the published SpecHub.
@@ -220,7 +221,7 @@ def spechub(
 def traversal(
     counts: Sequence[int] = (3, 2, 1, 1),
     children: "Literal['distinct', 'independent', 'best_and_one'] | Children" = "distinct",
-    controller: "ControllerName | Controller" = "fixed",
+    controller: "ControllerName | Controller" = "auto",
 ) -> Method:
     """Draft a tree, and judge it from its leaves to its root: a node is judged after all nodes below it were refused.
 
@@ -247,7 +248,7 @@ def dyspec(
     depth: int = 6,
     least: float | None = None,
     rule: "RuleName | Rule" = "path",
-    controller: "ControllerName | Controller" = "fixed",
+    controller: "ControllerName | Controller" = "auto",
 ) -> Method:
     """Draft a tree of draws that is wide where the draft model is unsure and deep where it is sure.
 
@@ -339,7 +340,7 @@ def opt_tree(
     top: int = 8,
     within_layer: bool = False,
     rule: "RuleName | Rule" = "match",
-    controller: "ControllerName | Controller" = "fixed",
+    controller: "ControllerName | Controller" = "auto",
 ) -> Method:
     """Draft, for each context anew, the tree with the largest expected number of accepted tokens under a budget of nodes.
 
@@ -354,9 +355,10 @@ def opt_tree(
         top: number of likeliest tokens considered under each expanded node.
         within_layer: expand the best nodes of the newest layer only (EAGLE-2), instead of the best nodes anywhere.
         rule: "match", "path", "traversal" or a part. All three accept equally often, because these drafts are not drawn.
-        controller: the controller that chooses depth and number of nodes: "fixed", "latency" (sets the number of nodes from
-            the times of past turns), "thompson", or one that stops a draft between layers: "confidence", "tracked",
-            "calibrated", "survival". Or a part. See docs/methods/controllers.md.
+        controller: the controller that chooses depth and number of nodes: "auto" (all nodes, or none where that is faster
+            and no text shows it), "fixed", "latency" (sets the number of nodes from the times of past turns), "thompson", or
+            one that stops a draft between layers: "confidence", "tracked", "calibrated", "survival". Or a part. See
+            docs/methods/controllers.md.
     """
     require_at_least_one(nodes=nodes, depth=depth, top=top)
     drafts = DraftKind("opt_tree", depth, nodes, has_node_budget=True)
@@ -369,7 +371,7 @@ def gsd(
     context: int = 0,
     nodes: int = 32,
     rule: "RuleName | Rule" = "match",
-    controller: "ControllerName | Controller" = "fixed",
+    controller: "ControllerName | Controller" = "auto",
 ) -> Method:
     """Draft a graph in which repeated runs of tokens are drafted only once, and unroll it into a tree.
 

@@ -36,6 +36,7 @@ LEAST_S = 3.0  # seconds for which a curve is measured, so that a busy moment of
 QUICK_S = 0.5  # the same if the curve is needed at once
 CONTEXT = 64  # number of tokens before the nodes
 DEEP = 3  # number of layers of the drafts that are timed
+ALONE_S = 0.4  # seconds of a target's turns, one after the other, until the caches hold what they can of its weights
 TURNS = 12  # number of turns that are timed with each kind of draft
 PartsOf = Callable[[LM, int], Parts]  # makes the parts of a session from a draft model and a depth
 
@@ -59,6 +60,64 @@ def curve_of(lm: HuggingFaceLM | HeadLM | SkippingLM, context: int = CONTEXT) ->
         lm.curves[context] = measure(lm, QUICK, context, 5, QUICK_S, 1.0) if known is None else known
     found: CostCurve = lm.curves[context]
     return found
+
+
+def curves_in_turns(target: HuggingFaceLM, draft: HuggingFaceLM) -> tuple[CostCurve, CostCurve]:
+    """Return the cost curves of a target and its draft model as they take turns, from disk, or measured and then kept.
+
+    Each drives the other's weights from the processor's caches, so that a turn with drafts takes longer than the passes of
+    which it consists, each measured by itself: a target that the caches hold alone is twice as fast as after a draft. For
+    chains of one sequence: the target's pass over one node is that of a turn without drafts, after another such turn. What
+    the first pass of a draft takes longer than the next ones is counted with the target's passes over several nodes.
+    """
+    place = ("in turns", draft)
+    if place not in target.curves:
+        context = max(min(CONTEXT, *(lm.max_positions // 2 for lm in (target, draft) if lm.max_positions)), 1)
+        key = [_key(target, context), _key(draft, context)]
+        record = kept_figures.load("turns", key)
+        if record is None:
+            curves = measure_in_turns(target, draft, context)
+            record = {"target": asdict(curves[0]), "draft": asdict(curves[1])}
+            kept_figures.keep("turns", key, record)
+        target.curves[place] = tuple(
+            CostCurve(tuple(record[role]["nodes"]), tuple(record[role]["seconds"])) for role in ("target", "draft")
+        )
+    found: tuple[CostCurve, CostCurve] = target.curves[place]
+    return found
+
+
+def measure_in_turns(
+    target: HuggingFaceLM, draft: HuggingFaceLM, context: int = CONTEXT, repeats: int = 5, least_s: float = QUICK_S
+) -> tuple[CostCurve, CostCurve]:
+    """Measure what `curves_in_turns` returns: the least seconds of interleaved repeats.
+
+    Args:
+        context: number of tokens before the nodes.
+        repeats: least number of passes of each size.
+        least_s: seconds until which further rounds begin.
+    """
+    drafts: dict[int, list[float]] = {size: [] for size in QUICK}
+    drafted: dict[int, list[float]] = {size: [] for size in QUICK}
+    with closing(StoredPrompt(target, context)) as prompt, closing(StoredPrompt(draft, context)) as drafting:
+        alone_s = prompt.turn(1).pass_s
+        began = time.perf_counter()
+        while time.perf_counter() - began < ALONE_S:
+            alone_s = min(alone_s, prompt.turn(1).pass_s)
+        began = time.perf_counter()
+        for number in count():
+            if number > repeats and time.perf_counter() - began > least_s:
+                break
+            for size in QUICK:
+                target_s = prompt.turn(size).pass_s
+                first_s = drafting.turn(1).pass_s
+                draft_s = drafting.turn(size).pass_s
+                if number:  # the first round is warm-up
+                    drafts[size].append(draft_s)
+                    drafted[size].append(first_s + target_s)
+    draft_curve = _ascending(drafts)
+    whole = _ascending(drafted)
+    rest = [max(seconds - draft_curve.seconds[0], alone_s) for seconds in whole.seconds]
+    return CostCurve(whole.nodes, (alone_s, *rest[1:])), draft_curve
 
 
 def measure_head(

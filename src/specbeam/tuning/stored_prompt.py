@@ -67,9 +67,9 @@ class StoredPrompt:
         nodes = np.arange(rows, dtype=np.int64)
         forest = made_up_rows(self.root, rows, self.lm.vocab)
         turn = _turn(forest, np.append(0, np.full(rows, -1)), np.append(0, 1 + nodes // 2))
-        pass_s = seconds_of(self.lm.device, lambda: self.lm.extend([self.session], [forest]))
+        pass_s = seconds_of(self.lm.device, lambda: self.lm.extend([self.session], [forest]), self.lm.is_compiled)
         kv_tokens = self.lm.held(self.session)
-        settle_s = seconds_of(self.lm.device, lambda: self.lm.settle(self.session, turn))
+        settle_s = seconds_of(self.lm.device, lambda: self.lm.settle(self.session, turn), self.lm.is_compiled)
         self._keep_only(Forest.rooted(turn.verdict.beams.tokens))
         return TurnCost(pass_s, settle_s, kv_tokens)
 
@@ -104,13 +104,21 @@ def _turn(forest: Forest, nodes: np.ndarray, parents: np.ndarray) -> Turn:
     return Turn(Shape(1, count), forest, Scored(), Verdict(layers))
 
 
-def seconds_of(device: torch.device, work: Callable[[], object]) -> float:
-    """Return the seconds that the work takes, from an idle device to an idle device."""
+def seconds_of(device: torch.device, work: Callable[[], object], is_of_thread: bool = False) -> float:
+    """Return the seconds that the work takes, from an idle device to an idle device.
+
+    Args:
+        is_of_thread: whether the current thread works all the time, alone or beside others. Then moments in which other
+            programs had its processor do not count.
+    """
     _wait(device)
     began = time.perf_counter()
+    began_in_thread = time.thread_time()
     work()
     _wait(device)
-    return time.perf_counter() - began
+    in_thread = time.thread_time() - began_in_thread
+    seconds = time.perf_counter() - began
+    return min(seconds, in_thread) if is_of_thread else seconds
 
 
 def _wait(device: torch.device) -> None:

@@ -252,6 +252,10 @@ class TraversalRule:
     law: ClassVar[str] = EXACT
     tries: ClassVar[bool] = True
 
+    def ignores_drafts(self, session: Session) -> bool:
+        """Return whether texts do not depend on which drafts there are: at temperature 0, where nothing is drawn."""
+        return session.warp.greedy
+
     def spec(self, session: Session) -> ClimbSpec:
         """Return how tokens are taken for a session."""
         return ClimbSpec(session.warp.greedy, session.warp.cut, session.limits.stop)

@@ -467,6 +467,10 @@ class PathRule:
     law: ClassVar[str] = EXACT
     tries: ClassVar[bool] = True
 
+    def ignores_drafts(self, session: Session) -> bool:
+        """Return whether texts do not depend on which drafts there are: at temperature 0, where nothing is drawn."""
+        return session.warp.greedy
+
     def spec(self, session: Session) -> WalkSpec:
         """Return how tokens are taken for a session."""
         return WalkSpec(TRY, session.warp.greedy, session.warp.cut, session.limits.stop)
@@ -496,6 +500,10 @@ class MatchRule:
 
     law: ClassVar[str] = EXACT
     coupling: str = "noise"
+
+    def ignores_drafts(self, session: Session) -> bool:
+        """Return whether texts do not depend on which drafts there are: by noise, or where nothing is drawn."""
+        return self.coupling == "noise" or session.warp.greedy
 
     def spec(self, session: Session) -> WalkSpec:
         """Return how tokens are taken for a session."""

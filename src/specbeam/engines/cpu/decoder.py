@@ -391,6 +391,12 @@ class CompiledDecoder:
             return self._no_exit
         return ExitWeights(layer.weights, layer.norm, layer.kinds, layer.place)
 
+    @property
+    def bytes_read(self) -> int:
+        """The number of bytes of the matrices that a pass reads."""
+        weights = self.weights
+        return sum(panels.nbytes for panels in (self.head, weights.qkv, weights.out, weights.gate_up, weights.down))
+
     @cached_property
     def _no_exit(self) -> ExitWeights:
         """What stands for the exit layer where there is none: drafts are read out by the norm of the model."""
