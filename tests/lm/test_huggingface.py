@@ -4,6 +4,7 @@ import ctypes
 import mmap
 import os
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -224,3 +225,26 @@ def test_room_that_is_reserved_is_taken_at_once_and_keeps_what_is_stored():
     lm.reserve(41, 8192)  # which makes twice the rows
     assert min(store.keys_by_panel.nbytes, store.values_by_slot.nbytes) == 2 * smallest
     assert share_in_memory() == 1
+
+
+@pytest.mark.skipif(not kernels.AVAILABLE, reason="needs numba")
+@pytest.mark.parametrize("engine", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("off_by", [0.06, 1.0])
+def test_the_check_bears_what_rounding_does_to_a_tree_and_no_more(engine, off_by, monkeypatch):
+    """Sums over trees have an order of their own, and a rounded number may go to its other neighbour; a lost mask is more."""
+    lm = HuggingFaceLM(tiny("llama", hidden_size=64, intermediate_size=64), engine=engine)
+    extend = HuggingFaceLM.extend
+
+    def off(self, owners, forests):
+        (scored,) = extend(self, owners, forests)
+        if len(set(forests[0].parents.tolist())) == forests[0].size:
+            return [scored]  # a path
+        logits = scored.logits.float()
+        return [replace(scored, logits=logits + off_by * logits.std())]
+
+    monkeypatch.setattr(HuggingFaceLM, "extend", off)
+    if off_by == 0.06 and engine != "auto":
+        check_scores_forests(lm)
+        return
+    with pytest.raises(UnsupportedModel, match="does not honour masks and positions"):
+        check_scores_forests(lm)

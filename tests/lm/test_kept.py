@@ -237,3 +237,18 @@ def test_a_written_page_that_was_swapped_out_counts_as_no_file(folder_of, monkey
     assert mapped_files(model).parts
     monkeypatch.setattr(mapped, "_maps", lambda: swapped)
     assert not mapped_files(model).parts
+
+
+def test_the_check_reads_the_files_once_and_goes_over_each_leafs_path(folder_of, monkeypatch):
+    model = loaded(folder_of(torch.bfloat16), check=False).target_model
+    lm = language_model(model, check=False)
+    shapes = []
+    forward = model.forward
+
+    def seen(*args, input_ids=None, **kwargs):
+        shapes.append(tuple(input_ids.shape))
+        return forward(*args, input_ids=input_ids, **kwargs)
+
+    monkeypatch.setattr(model, "forward", seen)
+    check_scores_forests(lm)
+    assert shapes == [(3, 8)]  # a prompt of 5 and paths of 3 tokens; seven nodes have three leaves

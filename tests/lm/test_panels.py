@@ -295,12 +295,51 @@ def test_a_matrix_that_is_laid_out_in_parts_has_the_same_panels(kind, monkeypatc
     assert whole.ctypes.data % panels_module.LINE == 0
 
 
-@pytest.mark.parametrize("kind", panels_module._ROUNDED_KINDS)
-def test_a_matrix_that_is_rounded_in_parts_has_the_same_panels(kind, monkeypatch):
-    matrix = np.random.default_rng(1).normal(size=(5 * WIDTH - 3, 64)).astype(np.float32)
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_write_the_same_panels(kind, monkeypatch):
+    matrix = in_bfloat16(np.random.default_rng(1).standard_normal((7 * WIDTH - 3, 96)))
     at_once = in_panels(matrix, kind)
-    monkeypatch.setattr(panels_module, "_ROUNDED_TOGETHER", 2 * 64 * WIDTH)
-    assert (in_panels(matrix, kind) == at_once).all()
+    monkeypatch.setattr(panels_module, "_LAID_OUT_TOGETHER", WIDTH * 96)
+    monkeypatch.setattr(panels_module, "allowed_threads", lambda: 3)
+    assert in_panels(matrix, kind).tobytes() == at_once.tobytes()
+
+
+def hard_matrix():
+    """Zeros of both signs, ties of both signs, groups without a sign, tiny and huge numbers, halves between two steps."""
+    matrix = np.random.default_rng(0).standard_normal((12, 4 * GROUP)).astype(np.float32)
+    matrix[1] = 0
+    matrix[2] = -0.0
+    matrix[3, :GROUP] = 1e-35
+    matrix[4] = np.round(4 * matrix[4]) / 4
+    matrix[5, 3] = 1e30
+    matrix[6] = -np.abs(matrix[6])
+    matrix[7] = np.abs(matrix[7])
+    matrix[8, [5, 9]] = (7.0, -7.0)
+    matrix[9, [5, 9]] = (-7.0, 7.0)
+    matrix[10] = np.resize(np.arange(-127, 128, dtype=np.float32) / 2, 4 * GROUP)
+    return matrix
+
+
+def test_rounding_is_what_its_formulas_say():
+    matrix = hard_matrix()
+    scales = np.maximum(np.abs(matrix).max(1), 1e-30).astype(np.float32) / np.float32(127)
+    numbers, found = rounded(matrix)
+    assert found.tobytes() == scales.tobytes()
+    assert (numbers == np.rint(matrix / scales[:, None])).all()
+    groups = matrix.reshape(len(matrix), -1, GROUP)
+    farthest = np.take_along_axis(groups, np.abs(groups).argmax(2)[..., None], 2)[..., 0]
+    scales = in_bfloat16(farthest / np.float32(-8))
+    divisors = np.where(np.abs(scales) < 1e-30, np.float32(1), scales)
+    numbers, found = rounded_groups(matrix)
+    assert found.tobytes() == scales.tobytes()
+    assert (numbers.reshape(groups.shape) == np.clip(np.rint(groups / divisors[..., None]), -8, 7)).all()
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_bits_of_bfloat16_are_rounded_like_the_numbers_that_they_stand_for(kind):
+    matrix = in_bfloat16(hard_matrix())
+    (panels,) = decoder.panels_of([[torch.from_numpy(matrix).to(torch.bfloat16)]], kind)
+    assert panels.tobytes() == in_panels(matrix, kind).tobytes()
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float16", *["tiles"] * tiles.available()])

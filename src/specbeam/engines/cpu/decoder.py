@@ -84,6 +84,9 @@ _TYPE_IN_WORDS: dict[Kind, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "tiles": torch.bfloat16,
     "float16": torch.float16,
+    "int8": torch.bfloat16,
+    "int8 tiles": torch.bfloat16,
+    "int4": torch.bfloat16,
 }
 
 
@@ -334,7 +337,7 @@ class CompiledDecoder:
             after: number of layers that run before it.
             place: its layer in the store.
         """
-        words = _TYPE_IN_WORDS.get(self.kind)
+        words = None if self.kind.startswith("int") else _TYPE_IN_WORDS.get(self.kind)
         if words is not None:
             layer, norm = (copy.deepcopy(module).to(words).float() for module in (layer, norm))
         return ExitLayer(
@@ -525,7 +528,11 @@ def panels_of(
                 continue
             write_panels(goal, partial(_weights_of_columns, matrix), columns, depth, kind)
             continue
-        write_panels(goal, partial(_columns_of, in_order, kind, files), columns, depth, kind)
+
+        def leave(first: int, stop: int, parts: Sequence[Any] = in_order) -> None:
+            files.release(_pieces_of(parts, first, stop))
+
+        write_panels(goal, partial(_columns_of, in_order, kind), columns, depth, kind, leave)
         files.release(parts)  # the pages between the columns that were read together
     return panels
 
@@ -535,25 +542,24 @@ def _weights_of_columns(matrix: Grouped, first: int, stop: int) -> Float32[np.nd
     return matrix.columns(first, stop).weights()
 
 
-def _columns_of(
-    parts: Sequence[Tensor], kind: Kind, files: MappedFiles, first: int, stop: int
-) -> Shaped[np.ndarray, "some depth"]:
-    """Return a copy of some columns of a matrix, as `write_panels` takes them; those in a file leave memory."""
+def _pieces_of(parts: Sequence[Tensor], first: int, stop: int) -> list[Tensor]:
+    """Return what some columns of a matrix have of each of its parts."""
     starts = accumulate((len(part) for part in parts), initial=0)
     pieces = [
         part.detach()[max(first - start, 0) : max(stop - start, 0)] for part, start in zip(parts, starts, strict=False)
     ]
-    pieces = [piece for piece in pieces if len(piece)]
+    return [piece for piece in pieces if len(piece)]
+
+
+def _columns_of(parts: Sequence[Tensor], kind: Kind, first: int, stop: int) -> Shaped[np.ndarray, "some depth"]:
+    """Return some columns of a matrix, as `write_panels` takes them: without a copy if one part holds them so."""
     in_words = [
         piece.view(torch.int16).numpy().view(np.uint16)
         if piece.dtype == _TYPE_IN_WORDS.get(kind)
         else piece.float().numpy()
-        for piece in pieces
+        for piece in _pieces_of(parts, first, stop)
     ]
-    was_widened = pieces[0].dtype not in (torch.float32, _TYPE_IN_WORDS.get(kind))  # which has copied it
-    columns = in_words[0] if len(pieces) == 1 and was_widened else np.concatenate(in_words)
-    files.release(pieces)
-    return columns
+    return in_words[0] if len(in_words) == 1 else np.concatenate(in_words)
 
 
 def weights_of(

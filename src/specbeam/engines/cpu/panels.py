@@ -16,15 +16,17 @@ The functions above `_source_of` stand for several compiled forms: numba chooses
 
 import inspect
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Float32, Int8, Shaped
+from jaxtyping import Float, Shaped
 
 from specbeam import kernels
 from specbeam.engines.cpu import tiles
+from specbeam.engines.cpu.laying import lay_out_bytes, lay_out_groups, lay_out_words
 from specbeam.engines.cpu.nibbles import nibbles_as_float32, rounded_nibbles, write_nibbles
-from specbeam.engines.cpu.rounding import BYTES_PER_WORD, GROUP, ZERO, Scales, rounded, rounded_groups, rounded_row
+from specbeam.engines.cpu.rounding import BYTES_PER_WORD, GROUP, ZERO, rounded_row
 from specbeam.engines.cpu.shares import (
     COLUMNS,
     COUNT,
@@ -49,6 +51,7 @@ from specbeam.engines.cpu.shares import (
 from specbeam.engines.cpu.sums import FLOAT16_SCALE, MOST, STEP, WIDTH, write_sums
 from specbeam.kernels.atomics import carray, pointer_to
 from specbeam.kernels.compiling import compiled, compiled_only
+from specbeam.kernels.threads import allowed_threads
 from specbeam.kernels.uncounted import chosen_without_counts, compiled_without_counts
 
 if kernels.AVAILABLE:
@@ -64,9 +67,6 @@ _TILES_FROM = 6  # rows of bytes; fewer are multiplied by vectors as soon, and n
 _SHARED_FROM = 300_000  # numbers of the dtype of the panels, from which on they are shared among threads
 
 _LAID_OUT_TOGETHER = 1 << 22  # numbers of a matrix; what lies between the matrix and its panels has room for as many
-_ROUNDED_TOGETHER = 1 << 16  # numbers that are rounded in several steps, between which they stay in a processor's cache
-
-_ROUNDED_KINDS = ("int8", "int8 tiles", "int4", "nibbles")
 
 Kind = Literal["float32", "bfloat16", "float16", "tiles", "int8", "int8 tiles", "int4", "nibbles"]
 Array = Any  # numba finds the types by itself
@@ -552,7 +552,7 @@ def in_panels(matrix: Float[np.ndarray, "columns depth"], kind: Kind = "float32"
             "tiles", the same as "bfloat16" as uint16, for processors with tile registers (engines/cpu/tiles.py); "int8", a
             rounded matrix (`rounded`), four steps of depth in each int32, followed by the scales and 128 times the sums of
             the columns; "int8 tiles", the same as int8, for tile registers; "int4", a matrix rounded in groups
-            (`rounded_groups`), eight steps of depth in a word, as int16, see `_panels_of_nibbles`; "nibbles", the same
+            (`rounded_groups`), eight steps of depth in a word, as int16, see `lay_out_groups`; "nibbles", the same
             numbers and scales as uint64, which stand for weights that rows are multiplied with unrounded.
 
     Raises `ValueError` if the depth is no multiple of `STEP`, for int4 and nibbles of `GROUP`.
@@ -580,51 +580,69 @@ def write_panels(
     columns: int,
     depth: int,
     kind: Kind,
+    done: Callable[[int, int], None] = lambda first, stop: None,
 ) -> None:
     """Lay a matrix out in its panels, some columns at a time, so that nothing else takes much memory.
 
+    Large matrices are laid out by as many threads as compiled code may use.
+
     Args:
         panels: written; see `empty_panels`.
-        columns_of: returns the columns first .. stop of the matrix: float32; of kinds of two bytes also uint16, their bits.
+        columns_of: returns the columns first .. stop of the matrix: float32; of kinds of two bytes also uint16, their bits;
+            of rounded kinds also uint16, the bits of bfloat16 numbers.
+        done: called with first and stop when these columns are laid out.
     """
     each = max(_LAID_OUT_TOGETHER // (depth * WIDTH), 1)
-    together = max(_ROUNDED_TOGETHER // (depth * WIDTH), 1) if kind in _ROUNDED_KINDS else each
-    for first in range(0, len(panels), each):
+
+    def write(first: int) -> None:
         goal = panels[first : first + each]
         stop = min((first + len(goal)) * WIDTH, columns)
         some = np.ascontiguousarray(columns_of(first * WIDTH, stop))
         if some.dtype != np.uint16:
             some = some.astype(np.float32, copy=False)
-        missing = len(goal) * WIDTH - len(some)
-        if missing:
-            some = np.concatenate([some, np.zeros((missing, depth), dtype=some.dtype)])
-        words = goal.view(_WORDS[kind].stored)
-        for panel in range(0, len(goal), together):
-            stop = panel + together
-            _lay_out(words[panel:stop], some[panel * WIDTH : stop * WIDTH], kind)
+        _lay_out(goal.view(_WORDS[kind].stored), some, kind)
+        done(first * WIDTH, stop)
+
+    pieces = range(0, len(panels), each)
+    threads = min(allowed_threads(), len(pieces))
+    if threads > 1:
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in pool.map(write, pieces):
+                pass  # an error of a piece is raised here
+        return
+    for first in pieces:
+        write(first)
 
 
 def _lay_out(
     panels: Shaped[np.ndarray, "panels words"], matrix: Shaped[np.ndarray, "columns depth"], kind: Kind
 ) -> None:
-    """Write whole panels; see `write_panels`."""
-    count = len(panels)
+    """Write whole panels; see `write_panels`. The matrix may have fewer columns than they do: the others are zeros."""
+    if kind == "int4":
+        lay_out_groups(matrix, panels)
+        return
+    if kind in ("int8", "int8 tiles"):
+        lay_out_bytes(matrix, panels)
+        return
     if kind == "nibbles":
         write_nibbles(panels, rounded_nibbles(matrix))
         return
-    if kind == "int4":
-        panels[...] = _panels_of_nibbles(*rounded_groups(matrix))
+    if kind == "float16":
+        _lay_out_halves(panels, matrix if matrix.dtype == np.uint16 else matrix.astype(np.float16).view(np.uint16))
         return
-    if kind in ("int8", "int8 tiles"):
-        panels[...] = _panels_of_bytes(*rounded(matrix))
-        return
-    if kind == "float16" and matrix.dtype != np.uint16:
-        matrix = matrix.astype(np.float16).view(np.uint16)
     if kind in ("bfloat16", "tiles"):
         bits = matrix if matrix.dtype == np.uint16 else (matrix.view(np.uint32) >> 16).astype(np.uint16)
         matrix = bits.view(np.uint32)  # the earlier of two steps is in the lower half
-    by_column = matrix.reshape(count, WIDTH, -1)
-    panels.reshape(count, -1, WIDTH)[...] = by_column.transpose(0, 2, 1)
+    lay_out_words(matrix.view(np.int32), panels.view(np.int32))  # one compiled form for all words of four bytes
+
+
+def _lay_out_halves(panels: Shaped[np.ndarray, "panels words"], matrix: Shaped[np.ndarray, "columns depth"]) -> None:
+    """Write whole panels of words of two bytes; see `_lay_out`."""
+    missing = len(panels) * WIDTH - len(matrix)
+    if missing:
+        matrix = np.concatenate([matrix, np.zeros((missing, matrix.shape[1]), dtype=matrix.dtype)])
+    by_column = matrix.reshape(len(panels), WIDTH, -1)
+    panels.reshape(len(panels), -1, WIDTH)[...] = by_column.transpose(0, 2, 1)
 
 
 def steps_in(kind: Kind) -> int:
@@ -638,34 +656,3 @@ def empty_in_lines(shape: tuple[int, ...], dtype: Any) -> Shaped[np.ndarray, "..
     room = np.empty(size + LINE, dtype=np.uint8)
     start = -room.ctypes.data % LINE
     return room[start : start + size].view(dtype).reshape(shape)
-
-
-def _panels_of_bytes(numbers: Int8[np.ndarray, "columns depth"], scales: Scales) -> Shaped[np.ndarray, "panels words"]:
-    """Return the panels of a matrix rounded to int8, each followed by its columns' scales and 128 times their sums."""
-    count = len(numbers) // WIDTH
-    words = np.ascontiguousarray(numbers).view(np.int32).reshape(count, WIDTH, -1).transpose(0, 2, 1)
-    offsets = ZERO * numbers.sum(1, dtype=np.int32)
-    after = [values.reshape(count, WIDTH) for values in (scales.view(np.int32), offsets)]
-    return np.concatenate([words.reshape(count, -1), *after], 1)
-
-
-def _panels_of_nibbles(
-    numbers: Int8[np.ndarray, "columns depth"], scales: Float32[np.ndarray, "columns groups"]
-) -> Shaped[np.ndarray, "panels words"]:
-    """Return the panels of a matrix rounded to 4 bits: for each group its words, and then the scales, two in a word.
-
-    The numbers are 8 larger, so that none is negative. Of the eight steps in a word, the first four are in the lower halves
-    of its bytes. A scale is the upper half of its bits,
-    as the others are 0. Those of the first half of a panel's columns are the lower halves of the words.
-    """
-    count = len(numbers) // WIDTH
-    groups = scales.shape[1]
-    halves = (numbers + SIGN_OF_NIBBLES).view(np.uint8).reshape(count, WIDTH, groups, -1, 2, STEP)
-    both = halves[..., 0, :] | (halves[..., 1, :] << 4)
-    words = np.ascontiguousarray(both).view(np.int32)[..., 0]  # panel, column, group, word
-    bits = np.ascontiguousarray(scales).view(np.uint32).reshape(count, WIDTH, groups)
-    first = bits[:, : WIDTH // 2] >> 16
-    second = bits[:, WIDTH // 2 :] & np.uint32(0xFFFF0000)
-    pairs = (first | second).view(np.int32)
-    in_groups = words.transpose(0, 2, 3, 1).reshape(count, groups, -1)
-    return np.concatenate([in_groups, pairs.transpose(0, 2, 1)], 2).reshape(count, -1)

@@ -20,6 +20,8 @@ OF_ZERO = 0x1FFF
 
 # What is added to it is rounded to a whole number, which is in the lowest bits of the sum.
 _LAST_BIT_IS_1 = np.float32(1.5 * 2**23)
+_BITS_OF_ZERO = _LAST_BIT_IS_1.view(np.int32)  # of the sum of 0 and that
+_SIGN = np.int32(-(2**31))
 _WITHOUT_SIGN = np.int32(0x7FFFFFFF)
 _LEAST_BITS = np.float32(LEAST).view(np.int32)
 
@@ -31,8 +33,10 @@ def rounded(matrix: Float[np.ndarray, "columns depth"]) -> tuple[Int8[np.ndarray
 
     A number of the matrix is rounded to the nearest multiple of its column's scale.
     """
-    scales = np.maximum(np.abs(matrix).max(1), LEAST).astype(np.float32) / np.float32(LARGEST)
-    return np.rint(matrix / scales[:, None]).astype(np.int8), scales
+    numbers = np.empty(matrix.shape, dtype=np.int8)
+    scales = np.empty(len(matrix), dtype=np.float32)
+    _round_columns(np.ascontiguousarray(matrix, dtype=np.float32), numbers, scales)
+    return numbers, scales
 
 
 def rounded_groups(
@@ -43,12 +47,11 @@ def rounded_groups(
     The number of a group that is farthest from 0 becomes -8, so that its scale has the other sign; scales are bfloat16
     numbers. The depth must be a multiple of `GROUP`.
     """
-    groups = matrix.reshape(len(matrix), -1, GROUP)
-    farthest = np.take_along_axis(groups, np.abs(groups).argmax(2)[..., None], 2)[..., 0]
-    scales = in_bfloat16(farthest / np.float32(LOWEST))
-    divisors = np.where(np.abs(scales) < LEAST, np.float32(1), scales)  # a group of zeros is zeros times anything
-    numbers = np.clip(np.rint(groups / divisors[..., None]), LOWEST, -LOWEST - 1)
-    return numbers.astype(np.int8).reshape(matrix.shape), scales
+    columns, depth = matrix.shape
+    numbers = np.empty((columns, depth), dtype=np.int8)
+    scales = np.empty((columns, depth // GROUP), dtype=np.float32)
+    _round_columns_in_groups(np.ascontiguousarray(matrix, dtype=np.float32), numbers, scales)
+    return numbers, scales
 
 
 def in_bfloat16(numbers: Float[np.ndarray, "..."]) -> Float32[np.ndarray, "..."]:
@@ -56,6 +59,85 @@ def in_bfloat16(numbers: Float[np.ndarray, "..."]) -> Float32[np.ndarray, "..."]
     bits = np.ascontiguousarray(numbers, dtype=np.float32).view(np.uint32)
     half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     return ((bits + half) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+@compiled
+def _round_columns(matrix: Array, numbers: Array, scales: Array) -> None:
+    """Write what `rounded` returns."""
+    for column in range(len(matrix)):
+        scales[column] = round_column(matrix[column], numbers[column])
+
+
+@compiled
+def _round_columns_in_groups(matrix: Array, numbers: Array, scales: Array) -> None:
+    """Write what `rounded_groups` returns."""
+    for column in range(len(matrix)):
+        round_column_in_groups(matrix[column], numbers[column], scales[column])
+
+
+@compiled
+def round_column(source: Array, numbers: Array) -> float:
+    """Write a column, float32[depth], rounded to 8 bits, to `numbers`, int8[depth], and return its scale; see `rounded`."""
+    bits = source.view(np.int32)
+    top = np.int32(_LEAST_BITS)
+    for step in range(len(bits)):
+        size = np.int32(bits[step] & _WITHOUT_SIGN)
+        top = size if size > top else top
+    found = np.empty(1, dtype=np.int32)
+    found[0] = top
+    scale = found.view(np.float32)[0] / np.float32(LARGEST)
+    shifted = np.empty(len(source), dtype=np.float32)
+    for step in range(len(source)):
+        shifted[step] = source[step] / scale + _LAST_BIT_IS_1
+    whole = shifted.view(np.int32)
+    for step in range(len(source)):
+        numbers[step] = np.int8(whole[step])
+    return scale
+
+
+@compiled
+def round_column_in_groups(source: Array, numbers: Array, scales: Array) -> None:
+    """Write a column, float32[depth], rounded to 4 bits in groups; see `rounded_groups`.
+
+    Args:
+        numbers: int8[depth], written.
+        scales: float32[groups], written.
+    """
+    bits = source.view(np.int32)
+    scale_bits = scales.view(np.uint32)
+    farthest = np.empty(1, dtype=np.int32)
+    farthest_number = farthest.view(np.float32)
+    shifted = np.empty(GROUP, dtype=np.float32)
+    whole = shifted.view(np.int32)
+    lowest = np.int32(LOWEST)
+    for group in range(len(scales)):
+        first = group * GROUP
+        # The bits of numbers that are not negative have the order of the numbers, and those of all others are less than 0.
+        above = np.int32(_SIGN)
+        below = np.int32(_SIGN)
+        for step in range(GROUP):
+            number_bits = bits[first + step]
+            turned = np.int32(number_bits ^ _SIGN)
+            above = number_bits if number_bits > above else above
+            below = turned if turned > below else below
+        farthest[0] = above if above > below else below ^ _SIGN
+        if above == below:  # both signs have it: the first of them counts
+            place = first
+            while (bits[place] & _WITHOUT_SIGN) != above:
+                place += 1
+            farthest[0] = bits[place]
+        scales[group] = farthest_number[0] / np.float32(LOWEST)
+        half = np.uint32(0x7FFF) + ((scale_bits[group] >> np.uint32(16)) & np.uint32(1))
+        scale_bits[group] = (scale_bits[group] + half) & np.uint32(0xFFFF0000)
+        divisor = scales[group]
+        if abs(divisor) < np.float32(LEAST):  # a group of zeros is zeros times anything
+            divisor = np.float32(1)
+        for step in range(GROUP):
+            shifted[step] = source[first + step] / divisor + _LAST_BIT_IS_1
+        for step in range(GROUP):
+            number = np.int32(whole[step] - _BITS_OF_ZERO)
+            number = lowest if number < lowest else number
+            numbers[first + step] = np.int8(-lowest - 1 if number > -lowest - 1 else number)
 
 
 @compiled
