@@ -567,7 +567,8 @@ def check_scores_forests(lm: HuggingFaceLM) -> None:
         is_kept(lm.model) and lm.engine in COMPILED and source is None
     )  # the engine computes in float32, whatever the weights are in
     try:
-        found = lm.extend([owner], [forest])[0].logits.float()
+        found = lm.extend([owner], [forest])[0].logits.float().clone()
+        lm.close(owner)  # so that no path needs another row of the store
         plain = _logits_of_nodes(lm, prompt, forest, source, widened)
     except SpecbeamError:
         raise

@@ -245,6 +245,7 @@ def test_the_check_bears_what_rounding_does_to_a_tree_and_no_more(engine, off_by
     monkeypatch.setattr(HuggingFaceLM, "extend", off)
     if off_by == 0.06 and engine != "auto":
         check_scores_forests(lm)
+        assert lm.runner.store.keys_by_panel.shape[1] == 1  # one text at a time, and no room for two
         return
     with pytest.raises(UnsupportedModel, match="does not honour masks and positions"):
         check_scores_forests(lm)
