@@ -277,6 +277,9 @@ def test_chains_are_planned_by_cost_where_a_pass_of_the_draft_reads_much(models,
         controller = sb.speculative_sampling().parts(models.target, models.draft).controller
         assert isinstance(controller, DraftsIfFaster)
         assert type(controller.planned) is plans
+        monkeypatch.setattr(models.target, "engine", "int4")
+        assert isinstance(sb.speculative_sampling().parts(models.target, models.draft).controller.planned, DepthByCost)
+        monkeypatch.setattr(models.target, "engine", "compiled")
         fixed = sb.speculative_sampling(controller="fixed").parts(models.target, models.draft).controller
         assert fixed == FixedShape(5, 1)
     without_size = sb.opt_tree().parts(models.target, models.draft).controller  # layers have no size of their own

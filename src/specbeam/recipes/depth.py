@@ -127,13 +127,15 @@ def cost_of_layer(target: LM | None, draft: LM | None, rows: int, depth: int) ->
 
 
 def is_dear(draft: LM, target: LM | None) -> bool:
-    """Return whether a pass of a draft model reads more than `DEAR` of what one of the target reads.
+    """Return whether drafts may cost more than they save.
 
-    It looks at weights and how they are kept, and at no clock: so the answer is the same on every machine.
+    So it is where a pass of the draft model reads more than `DEAR` of what one of the target reads; and where the target is
+    in 4 bits, whose passes read so little that the arithmetic of each drafted row counts. It looks at weights and how they
+    are kept, and at no clock: so the answer is the same on every machine.
     """
     if not isinstance(target, HuggingFaceLM) or not isinstance(draft, HuggingFaceLM):
         return False
-    return draft.bytes_read > DEAR * target.bytes_read
+    return target.engine == "int4" or draft.bytes_read > DEAR * target.bytes_read
 
 
 def _cheap_rows(curve: CostCurve, beams: int) -> int:
