@@ -30,6 +30,8 @@ def forgetful(request):
             patch.setattr("specbeam.control.needs.OddsMemory.add", lambda *given: None)
             patch.setattr("specbeam.control.pace.PaceMemory.leave", lambda *given: None)
             patch.setattr("specbeam.lm.skip_search.SkipMemory.end", lambda *given: None)
+        for name in ("ALONE_S", "QUICK_S"):  # costs of tiny models are measured in a moment
+            patch.setattr(f"specbeam.tuning.costs.{name}", 0.02)
         yield
 
 

@@ -272,6 +272,9 @@ def test_chains_are_planned_by_cost_where_a_pass_of_the_draft_reads_much(models,
     monkeypatch.setattr("specbeam.recipes.depth.host_cost", lambda *given: HostCost())
     sizes = {models.target: 1000, models.draft: 100}
     monkeypatch.setattr(type(models.target), "bytes_read", property(sizes.__getitem__))
+    sizes[models.draft] = 900
+    assert isinstance(sb.speculative_sampling().parts(models.target, models.draft).controller.planned, FixedShape)
+    monkeypatch.setattr(type(models.target), "is_small", False)
     for read, plans in ((100, FixedShape), (250, FixedShape), (251, DepthByCost)):
         sizes[models.draft] = read
         controller = sb.speculative_sampling().parts(models.target, models.draft).controller

@@ -130,10 +130,11 @@ def is_dear(draft: LM, target: LM | None) -> bool:
     """Return whether drafts may cost more than they save.
 
     So it is where a pass of the draft model reads more than `DEAR` of what one of the target reads; and where the target is
-    in 4 bits, whose passes read so little that the arithmetic of each drafted row counts. It looks at weights and how they
-    are kept, and at no clock: so the answer is the same on every machine.
+    in 4 bits, whose passes read so little that the arithmetic of each drafted row counts. Not where the target is so small
+    that reading is not what takes the time. It looks at weights and how they are kept, and at no clock: so the answer is the
+    same on every machine.
     """
-    if not isinstance(target, HuggingFaceLM) or not isinstance(draft, HuggingFaceLM):
+    if not isinstance(target, HuggingFaceLM) or not isinstance(draft, HuggingFaceLM) or target.is_small:
         return False
     return target.engine == "int4" or draft.bytes_read > DEAR * target.bytes_read
 

@@ -76,7 +76,7 @@ def curves_in_turns(target: HuggingFaceLM, draft: HuggingFaceLM) -> tuple[CostCu
         key = [_key(target, context), _key(draft, context)]
         record = kept_figures.load("turns", key)
         if record is None:
-            curves = measure_in_turns(target, draft, context)
+            curves = measure_in_turns(target, draft, context, least_s=QUICK_S)
             record = {"target": asdict(curves[0]), "draft": asdict(curves[1])}
             kept_figures.keep("turns", key, record)
         target.curves[place] = tuple(
