@@ -856,8 +856,8 @@ class PausedRun:
         """Return what a run leaves that was kept."""
         session = run.session
         return cls(
-            session.parts, session.limits, session.warp, run.spec, run.models, run.room, run.fresh, run.live, run.start, run.run_turns, run.has_room,
-            run.target_cache,
+            session.parts, session.limits, session.warp, run.spec, run.models, run.room, run.fresh, run.live, run.start,
+            run.run_turns, run.has_room, run.target_cache,
         )  # fmt: skip
 
     def fits(self, session: Session, most_turns: int) -> bool:

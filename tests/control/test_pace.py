@@ -27,6 +27,7 @@ from specbeam.kernels.forms import forms_made
 from specbeam.measure import kept_figures
 from specbeam.options.settings import Settings
 from specbeam.request import Request
+from specbeam.verify.walk import PathRule
 from tests.support.loops import pair
 
 __all__ = ["pair"]  # a fixture
@@ -245,6 +246,23 @@ def test_no_clock_decides_what_a_seed_draws(rule, pair, monkeypatch):
     fixed, _ = texts_and_draft_passes(pair, sb.speculative_sampling(3, rule, "fixed"), count, slow, monkeypatch)
     assert texts == fixed
     assert (passes[-1] == 0) == (rule == "match")
+
+
+def test_a_rule_that_judges_in_another_way_does_not_inherit_that_drafts_may_be_left_out(pair, monkeypatch):
+    class Lenient(PathRule):
+        def verify(self, session, forest, scored):
+            return super().verify(session, forest, scored)
+
+    class Named(PathRule):
+        """The same rule."""
+
+    controller = DraftsIfFaster(FixedShape(3, 1), "chains")
+    monkeypatch.setattr(controller.paces, "enter", lambda kind: Phase(0, False, True))
+    settings = Settings.given({"max_new_tokens": 3, "temperature": 0}, None)
+    for rule, drafts in ((PathRule(), False), (Named(), False), (Lenient(), True)):
+        method = sb.speculative_sampling(3, rule).with_parts(controller=controller)
+        (session,) = Request(pair, [[3, 1, 4]], method, settings, seed=5).sessions
+        assert controller.enter(session, 1) == drafts
 
 
 @pytest.mark.parametrize("audit", [True, False])

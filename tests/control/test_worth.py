@@ -17,7 +17,7 @@ from specbeam.control.worth import DepthByCost, PassOdds
 from specbeam.draft.beams import BeamDrafter
 from specbeam.errors import BadSetting
 from specbeam.lm.table import TableLM
-from specbeam.recipes.depth import depth_control
+from specbeam.recipes.depth import ROWS, depth_by_bytes, depth_control
 from specbeam.records import Shape
 from specbeam.session import Parts
 from specbeam.tuning.costs import (
@@ -34,6 +34,7 @@ from specbeam.tuning.idle_model import IdleLM
 from specbeam.tuning.stored_prompt import StoredPrompt, TurnCost, seconds_of
 from specbeam.verify.beams import BeamRule
 from specbeam.verify.search import SearchRule
+from specbeam.verify.walk import MatchRule
 from tests.support import words
 from tests.support.programs import run, session_of
 from tests.support.tiny_models import tiny
@@ -266,27 +267,63 @@ def models():
     return sb.load(tiny("llama", seed=1), tiny("llama", seed=2, num_hidden_layers=1), check=False)
 
 
-def test_chains_are_planned_by_cost_where_a_pass_of_the_draft_reads_much(models, monkeypatch):
-    flat = CostCurve((1, 8), (1.0, 1.0))
-    monkeypatch.setattr("specbeam.recipes.depth.curves_in_turns", lambda target, draft: (flat, flat))
-    monkeypatch.setattr("specbeam.recipes.depth.host_cost", lambda *given: HostCost())
+@pytest.fixture
+def sized(models, monkeypatch):
+    """What a pass of each model reads, by model: as if the target were larger than the caches."""
     sizes = {models.target: 1000, models.draft: 100}
     monkeypatch.setattr(type(models.target), "bytes_read", property(sizes.__getitem__))
-    sizes[models.draft] = 900
-    assert isinstance(sb.speculative_sampling().parts(models.target, models.draft).controller.planned, FixedShape)
     monkeypatch.setattr(type(models.target), "is_small", False)
+    return sizes
+
+
+def planned(models, method):
+    controller = method.parts(models.target, models.draft).controller
+    assert isinstance(controller, DraftsIfFaster)
+    return controller.planned
+
+
+def test_chains_are_planned_by_cost_where_a_pass_of_the_draft_reads_much(models, sized, monkeypatch):
     for read, plans in ((100, FixedShape), (250, FixedShape), (251, DepthByCost)):
-        sizes[models.draft] = read
-        controller = sb.speculative_sampling().parts(models.target, models.draft).controller
-        assert isinstance(controller, DraftsIfFaster)
-        assert type(controller.planned) is plans
+        sized[models.draft] = read
+        assert type(planned(models, sb.speculative_sampling())) is plans
         monkeypatch.setattr(models.target, "engine", "int4")
-        assert isinstance(sb.speculative_sampling().parts(models.target, models.draft).controller.planned, DepthByCost)
+        assert isinstance(planned(models, sb.speculative_sampling()), DepthByCost)
         monkeypatch.setattr(models.target, "engine", "compiled")
         fixed = sb.speculative_sampling(controller="fixed").parts(models.target, models.draft).controller
         assert fixed == FixedShape(5, 1)
-    without_size = sb.opt_tree().parts(models.target, models.draft).controller  # layers have no size of their own
-    assert isinstance(without_size.planned, FixedShape)
+    assert isinstance(planned(models, sb.opt_tree()), FixedShape)  # its layers have no size of their own
+    monkeypatch.setattr(type(models.target), "is_small", True)
+    assert isinstance(planned(models, sb.speculative_sampling()), FixedShape)
+
+
+@pytest.mark.parametrize("rule", ["path", "traversal", MatchRule("dice"), "match"])
+def test_no_clock_is_asked_where_texts_depend_on_the_depth(rule, models, sized, monkeypatch):
+    """Nor how many sessions are decoded side by side: a seed gives the same text in every batch."""
+    asked = []
+    flat = CostCurve((1, 8), (1.0, 1.0))
+    monkeypatch.setattr("specbeam.recipes.depth.curves_in_turns", lambda *given: asked.append(given) or (flat, flat))
+    monkeypatch.setattr("specbeam.recipes.depth.host_cost", lambda *given: asked.append(given) or HostCost())
+    sized[models.draft] = 563
+    plan = planned(models, sb.speculative_sampling(5, rule))
+    assert bool(asked) == (rule == "match")
+    assert plan.alone == (rule != "match")
+    if rule != "match":
+        assert plan == DepthByCost(ROWS, CostCurve((1,), (0.6,)), 1, (1,), 5, alone=True)
+
+
+def test_depths_by_what_passes_read_are_those_that_pay(models, sized, monkeypatch):
+    """Relative to a text without drafts, by the costs that are assumed: a draft that costs too much is left out."""
+    for engine, read, agreement, least, most in (
+        ("compiled", 50, 0.9, 0.3, 0.5),
+        ("compiled", 500, 0.9, 0.7, 1.0),
+        ("compiled", 1000, 0.6, 0.99, 1.15),
+        ("int4", 40, 0.6, 0.8, 1.08),
+        ("int4", 600, 0.6, 0.99, 1.15),
+    ):
+        sized[models.draft] = read
+        monkeypatch.setattr(models.target, "engine", engine)
+        plan = depth_by_bytes((1,), 5, models.target, models.draft)
+        assert least < seconds_of_chain(plan, plan.target, plan.draft, agreement) < most
 
 
 def test_a_pass_reads_the_matrices_that_the_engine_keeps(models):
@@ -318,7 +355,7 @@ def test_curves_in_turns_know_that_models_drive_each_other_from_the_caches(model
     assert target_s.pass_s(8) == pytest.approx(1.08 + 2.0 + 2.0)
     assert draft_s.pass_s(4) == pytest.approx(0.14)
     count = len(passes)
-    del models.target.curves["in turns", models.draft]
+    del models.target.curves_in_turns[models.draft]
     assert curves_in_turns(models.target, models.draft) == (target_s, draft_s)
     assert len(passes) == count
 

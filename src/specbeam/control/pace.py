@@ -187,9 +187,8 @@ class DraftsIfFaster:
 
     def enter(self, session: Session, beside: int) -> bool:
         """Return whether a new session drafts, one of `beside` side by side. One that is audited always does."""
-        rule = session.parts.rule
-        ignores_drafts = getattr(rule, "ignores_drafts", None)
-        if ignores_drafts is None or not ignores_drafts(session) or session.audited:
+        rule: Any = session.parts.rule
+        if not _speaks_for_itself(rule) or not rule.ignores_drafts(session) or session.audited:
             return True
         warp = session.warp
         laws = f"{rule!r}, {warp.greedy=}, cuts={warp.cut.cuts}"
@@ -218,6 +217,12 @@ class DraftsIfFaster:
     def _has_drafts(self, session: Session) -> bool:
         entered: Entered | None = session.state.get((self, Entered))
         return entered is None or entered.phase.drafts
+
+
+def _speaks_for_itself(rule: object) -> bool:
+    """Return whether the class that judges drafts says itself whether texts depend on them, and not one above it."""
+    judging = next((kind for kind in type(rule).__mro__ if "verify" in vars(kind)), None)
+    return judging is not None and "ignores_drafts" in vars(judging)
 
 
 def leave_pace(paces: PaceMemory, entered: Entered, session: Session) -> None:

@@ -144,6 +144,7 @@ class HuggingFaceLM:
         self.device = model.get_input_embeddings().weight.device
         self.passes = 0
         self.curves: dict[int, Any] = {}  # cost of a pass by the length of the context; see `tune`
+        self.curves_in_turns: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # the same of both, by draft model
         self.skipping: dict[
             Any, Any
         ] = {}  # draft models that are this one without some sublayers; see `skipping_model`

@@ -6,7 +6,7 @@ A combination that cannot work is refused with the reason when the method is mad
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from specbeam.control.confidence import SureDraft, TrackedThreshold, stops_between_layers
 from specbeam.control.fixed import FixedShape
@@ -14,10 +14,20 @@ from specbeam.control.pace import DraftsIfFaster
 from specbeam.control.size import SizeByLatency
 from specbeam.control.survival import Survival
 from specbeam.control.thompson import Thompson
+from specbeam.control.worth import DepthByCost
 from specbeam.draft.tree import Growth, TreeDrafter
 from specbeam.errors import BadSetting, LostLaw
 from specbeam.lm.base import LM
-from specbeam.recipes.depth import ANY_MODEL, DrafterOf, cost_of_layer, depth_by_cost, is_dear, paces_of
+from specbeam.recipes.depth import (
+    ANY_MODEL,
+    DrafterOf,
+    cost_of_layer,
+    depth_by_bytes,
+    depth_by_cost,
+    is_dear,
+    paces_of,
+    text_depends_on_depth,
+)
 from specbeam.recipes.method import Method
 from specbeam.session import Controller, Parts, Rule, is_part, law_of
 from specbeam.verify.traversal import TraversalRule
@@ -91,8 +101,8 @@ def controller_maker(
         choice: a controller (a part), or the name of one.
         drafts: the drafts that it controls.
         fixed: the controller that the name "fixed" stands for; None: `drafts.depth` layers of `drafts.width` nodes. "auto"
-            plans as it does, or by cost if a pass of the draft model is dear; and no drafts at all where the clock says so
-            and no text depends on it.
+            plans as it does; if a pass of the draft model is dear by cost, or by what passes read where texts depend on
+            the depth; and no drafts at all where the clock says so and no text depends on it.
         drafter_of: makes the drafter whose layers "cost" weighs; None: drafts cost nothing.
         rule: the rule that judges the drafts, also for "cost".
     """
@@ -117,6 +127,7 @@ def controller_maker(
     part = controllers[choice] if isinstance(choice, str) else _with_width(choice, width)
     _check_controller(choice, part, drafts)
     by_cost = partial(depth_by_cost, drafts.layers, depth, drafter=drafter_of, rule=rule)
+    by_bytes: Any = partial(depth_by_bytes, drafts.layers, depth)
     if part is None:
         return by_cost
     if choice == "auto":
@@ -125,7 +136,10 @@ def controller_maker(
         def make(target: LM | None, draft: LM | None) -> Controller:
             if draft is None:
                 return in_one_shape
-            planned = by_cost(target, draft) if drafts.layers and is_dear(draft, target) else in_one_shape
+            planned: FixedShape | DepthByCost = in_one_shape
+            if drafts.layers and is_dear(draft, target):
+                may_be_timed = not text_depends_on_depth(rule)
+                planned = (by_cost if may_be_timed else by_bytes)(target, draft)
             return DraftsIfFaster(planned, drafting, paces_of(target, draft))
 
         return make

@@ -36,6 +36,10 @@ MOST_PER_BEAM = 4  # drafts per layer and beam
 MEASURED = (HuggingFaceLM, ExitLM, SkippingLM)  # draft models of which it is known what they depend on
 DEAR = 0.25  # of the bytes of a target's pass; a draft model that reads more drafts as many layers as pay
 FREE = CostCurve((1,), (0.0,))  # cost of drafts that no model makes
+# What a pass over some rows takes where one over a single row takes 1: about what was measured of 1 B in 16 and 8 bits, and
+# of 97 M in 4 bits behind passes of a draft model (docs/speed.md).
+ROWS = CostCurve((1, 8), (1.0, 1.2))
+ROWS_IN_4_BITS = CostCurve((1, 2, 4, 6), (1.0, 1.4, 1.9, 2.3))
 
 
 def check_depth(depth: Depth) -> None:
@@ -101,8 +105,26 @@ def depth_by_cost(
         curves = curves_in_turns(target, draft)
     else:
         curves = (_target_curve(target, draft), _curve(draft, "draft"))
-    text_depends_on_depth = not isinstance(rule, MatchRule)
-    return DepthByCost(*curves, 1, layers, most, host, alone=text_depends_on_depth)
+    return DepthByCost(*curves, 1, layers, most, host, alone=text_depends_on_depth(rule))
+
+
+def text_depends_on_depth(rule: Rule | None) -> bool:
+    """Return whether a seed gives another text where drafts are deeper: by every rule but the one that matches noise."""
+    return not (isinstance(rule, MatchRule) and rule.coupling == "noise")
+
+
+def depth_by_bytes(layers: tuple[int, ...], most: int, target: HuggingFaceLM, draft: HuggingFaceLM) -> DepthByCost:
+    """Return the controller that chooses the depth of drafts by what passes read, and asks no clock.
+
+    So a seed gives the same text whatever the machine is doing, in the same engine; see `depth_by_cost`.
+    """
+    rows = ROWS_IN_4_BITS if target.engine == "int4" else ROWS
+    return DepthByCost(rows, CostCurve((1,), (share_read(draft, target),)), 1, layers, most, alone=True)
+
+
+def share_read(draft: HuggingFaceLM, target: HuggingFaceLM) -> float:
+    """Return what a pass of a draft model reads, as a share of what one of the target reads, in one digit."""
+    return float(f"{draft.bytes_read / target.bytes_read:.1g}")
 
 
 def cost_of_layer(target: LM | None, draft: LM | None, rows: int, depth: int) -> float | None:
@@ -131,12 +153,11 @@ def is_dear(draft: LM, target: LM | None) -> bool:
 
     So it is where a pass of the draft model reads more than `DEAR` of what one of the target reads; and where the target is
     in 4 bits, whose passes read so little that the arithmetic of each drafted row counts. Not where the target is so small
-    that reading is not what takes the time. It looks at weights and how they are kept, and at no clock: so the answer is the
-    same on every machine.
+    that reading is not what takes the time. It looks at weights and how the engines keep them, and at no clock.
     """
     if not isinstance(target, HuggingFaceLM) or not isinstance(draft, HuggingFaceLM) or target.is_small:
         return False
-    return target.engine == "int4" or draft.bytes_read > DEAR * target.bytes_read
+    return target.engine == "int4" or share_read(draft, target) > DEAR
 
 
 def _cheap_rows(curve: CostCurve, beams: int) -> int:

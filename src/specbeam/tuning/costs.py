@@ -70,19 +70,21 @@ def curves_in_turns(target: HuggingFaceLM, draft: HuggingFaceLM) -> tuple[CostCu
     chains of one sequence: the target's pass over one node is that of a turn without drafts, after another such turn. What
     the first pass of a draft takes longer than the next ones is counted with the target's passes over several nodes.
     """
-    place = ("in turns", draft)
-    if place not in target.curves:
-        context = max(min(CONTEXT, *(lm.max_positions // 2 for lm in (target, draft) if lm.max_positions)), 1)
+    found: tuple[CostCurve, CostCurve] | None = target.curves_in_turns.get(draft)
+    if found is None:
+        context = max(min([CONTEXT, *(lm.max_positions // 2 for lm in (target, draft) if lm.max_positions)]), 1)
         key = [_key(target, context), _key(draft, context)]
         record = kept_figures.load("turns", key)
         if record is None:
             curves = measure_in_turns(target, draft, context, least_s=QUICK_S)
             record = {"target": asdict(curves[0]), "draft": asdict(curves[1])}
             kept_figures.keep("turns", key, record)
-        target.curves[place] = tuple(
-            CostCurve(tuple(record[role]["nodes"]), tuple(record[role]["seconds"])) for role in ("target", "draft")
+        of_target, of_draft = record["target"], record["draft"]
+        found = (
+            CostCurve(tuple(of_target["nodes"]), tuple(of_target["seconds"])),
+            CostCurve(tuple(of_draft["nodes"]), tuple(of_draft["seconds"])),
         )
-    found: tuple[CostCurve, CostCurve] = target.curves[place]
+        target.curves_in_turns[draft] = found
     return found
 
 

@@ -553,13 +553,12 @@ def _pieces_of(parts: Sequence[Tensor], first: int, stop: int) -> list[Tensor]:
 
 def _columns_of(parts: Sequence[Tensor], kind: Kind, first: int, stop: int) -> Shaped[np.ndarray, "some depth"]:
     """Return some columns of a matrix, as `write_panels` takes them: without a copy if one part holds them so."""
-    in_words = [
-        piece.view(torch.int16).numpy().view(np.uint16)
-        if piece.dtype == _TYPE_IN_WORDS.get(kind)
-        else piece.float().numpy()
-        for piece in _pieces_of(parts, first, stop)
-    ]
-    return in_words[0] if len(in_words) == 1 else np.concatenate(in_words)
+    pieces = _pieces_of(parts, first, stop)
+    if all(piece.dtype == _TYPE_IN_WORDS.get(kind) for piece in pieces):
+        found = [piece.view(torch.int16).numpy().view(np.uint16) for piece in pieces]
+    else:
+        found = [piece.float().numpy() for piece in pieces]
+    return found[0] if len(found) == 1 else np.concatenate(found)
 
 
 def weights_of(

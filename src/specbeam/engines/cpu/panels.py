@@ -584,7 +584,7 @@ def write_panels(
 ) -> None:
     """Lay a matrix out in its panels, some columns at a time, so that nothing else takes much memory.
 
-    Large matrices are laid out by as many threads as compiled code may use.
+    Large matrices are laid out by as many threads as compiled code may use, which call `columns_of` and `done`.
 
     Args:
         panels: written; see `empty_panels`.
@@ -592,7 +592,7 @@ def write_panels(
             of rounded kinds also uint16, the bits of bfloat16 numbers.
         done: called with first and stop when these columns are laid out.
     """
-    each = max(_LAID_OUT_TOGETHER // (depth * WIDTH), 1)
+    each = max(_LAID_OUT_TOGETHER // (depth * WIDTH * allowed_threads()), 1)
 
     def write(first: int) -> None:
         goal = panels[first : first + each]
