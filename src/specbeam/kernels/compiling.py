@@ -20,7 +20,7 @@ else:
         from specbeam.kernels.linking import add_python_entry, calling, link_by_name, take_any_number
     except ImportError:
         warnings.warn(
-            f"numba {numba.__version__} is too old for specbeam's steps, which need 0.62 (pip install 'numba>=0.62'); "
+            f"numba {numba.__version__} is too old for specbeam's steps, which need 0.63 (pip install 'numba>=0.63'); "
             "Python runs their source, which is much slower",
             stacklevel=2,
         )

@@ -13,7 +13,10 @@ from importlib import import_module
 from typing import Any
 
 from llvmlite import binding, ir
-from numba import types
+from numba import types, version_info
+
+if version_info[:2] < (0, 63):
+    raise ImportError("older libraries of numba do not say what is loaded with them")
 
 _FUNCTIONS: dict[tuple[str, str], Any] = {}  # all compiled functions, by module and qualified name
 LONG = 400  # lines of LLVM code from which on the cost of a call does not matter

@@ -676,8 +676,8 @@ def misfit_of_shape(model: "PreTrainedModel", rounding: Rounding | None) -> str:
     """Do `misfit` for a model without looking at its weights, which may not be there yet."""
     if not kernels.AVAILABLE:
         if find_spec("numba") is None:
-            return "numba is missing (pip install 'numba>=0.62')"
-        return "numba is older than 0.62, or switched off (SPECBEAM_KERNELS=off)"
+            return "numba is missing (pip install 'numba>=0.63')"
+        return "numba is older than 0.63, or switched off (SPECBEAM_KERNELS=off)"
     family = family_of(model)
     if rounding is not None and family is not None and family.mixture:
         return f"its experts are not rounded to {rounding} here"
