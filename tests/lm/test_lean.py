@@ -192,7 +192,7 @@ def test_int8_is_refused_where_it_cannot_be(monkeypatch):
     with pytest.raises(NotSupported, match=r"32, 48, 32 deep.*multiples of 32"):
         sb.load(tiny("llama"), quantize="int4")
     monkeypatch.setattr(kernels, "AVAILABLE", False)
-    with pytest.raises(NotSupported, match=r"numba is older than 0.62, or switched off"):
+    with pytest.raises(NotSupported, match=r"numba is older than 0.63, or switched off"):
         language_model(tiny("llama"), quantize="int8")
 
 

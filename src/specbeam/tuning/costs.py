@@ -79,13 +79,14 @@ def curves_in_turns(target: HuggingFaceLM, draft: HuggingFaceLM) -> tuple[CostCu
             curves = measure_in_turns(target, draft, context, least_s=QUICK_S)
             record = {"target": asdict(curves[0]), "draft": asdict(curves[1])}
             kept_figures.keep("turns", key, record)
-        of_target, of_draft = record["target"], record["draft"]
-        found = (
-            CostCurve(tuple(of_target["nodes"]), tuple(of_target["seconds"])),
-            CostCurve(tuple(of_draft["nodes"]), tuple(of_draft["seconds"])),
-        )
+        found = (_curve_in(record["target"]), _curve_in(record["draft"]))
         target.curves_in_turns[draft] = found
     return found
+
+
+def _curve_in(kept: dict[str, Any]) -> CostCurve:
+    """Return a curve that was kept on disk."""
+    return CostCurve(tuple(kept["nodes"]), tuple(kept["seconds"]))
 
 
 def measure_in_turns(
@@ -173,7 +174,7 @@ def rest_curve(whole: CostCurve, early: CostCurve, layers: int, after: int) -> C
 def known_curve(lm: HuggingFaceLM, context: int = CONTEXT) -> CostCurve | None:
     """Return the curve that was measured before; None if there is none."""
     record = kept_figures.load("pass", _key(lm, context))
-    return None if record is None else CostCurve(tuple(record["nodes"]), tuple(record["seconds"]))
+    return None if record is None else _curve_in(record)
 
 
 def measure(
