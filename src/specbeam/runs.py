@@ -70,6 +70,7 @@ from specbeam.draft.stems import StemSpec
 from specbeam.draft.tree import TreeSpec, finish_growth, grow_tree, most_nodes, start_growth
 from specbeam.engines.answers import LOGITS
 from specbeam.engines.cpu.cache_steps import has_unfinished, keep_given, settle_cache
+from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.kv.steps import KNOWN, SIZE, STORED
 from specbeam.engines.pass_steps import SettledTurn, any_has_room, any_waits, rewind_any_cache, run_pass, settle_draft
 from specbeam.errors import BrokenProcessor
@@ -996,7 +997,7 @@ def run_together(target: LM, sessions: Sequence[Session], most_turns: int = TURN
 def _with_room(runs: Sequence[Run], stack: ExitStack) -> list[tuple[Run, Any]]:
     """Do `_targets_of`, after room was made for all runs."""
     ready = _targets_of(runs, stack)
-    if any(_have_moved(cache, ready[-1][1]) for _, cache in ready):
+    if any(_has_moved(cache, run.models[0]) for run, cache in ready):
         return _targets_of(runs, stack)
     return ready
 
@@ -1014,9 +1015,15 @@ def _targets_of(runs: Sequence[Run], stack: ExitStack) -> list[tuple[Run, Any]]:
     return found
 
 
-def _have_moved(before: Any, last: Any) -> bool:
-    """Return whether what a session's arrays are views of was moved when the last session was given room."""
-    return before.keys is not last.keys or before.sources.keys is not last.sources.keys
+def _has_moved(cache: Any, target: RunLM) -> bool:
+    """Return whether what a session's arrays are views of was moved when another session was given room."""
+    runner: Any = getattr(target, "runner", None)
+    if not isinstance(runner, PackedPasses):
+        return False
+    sources = getattr(runner, "cross", None)
+    return cache.keys is not runner.store.keys_by_panel or (
+        sources is not None and cache.sources.keys is not sources.keys
+    )
 
 
 def _turns_with_room(ready: Sequence[tuple[Run, Any]]) -> int:

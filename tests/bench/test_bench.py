@@ -11,6 +11,7 @@ import specbeam as sb
 from specbeam.bench.acceptance import acceptance
 from specbeam.bench.efficiency import as_markdown, contenders, efficiency, halves, of_paper, plot
 from specbeam.bench.head_cost import head_cost
+from specbeam.control.pace import DraftsIfFaster
 from specbeam.errors import BadPrompt
 from specbeam.generation import turns_of
 from specbeam.heads.lm import TrunkLM
@@ -43,6 +44,8 @@ def test_no_contender_scores_more_nodes_than_the_budget(budget):
     pair = words.pair()
     for recipe, shapes in contenders(budget).items():
         for shape, make in shapes.items():
+            controller = make().parts(pair.target, pair.draft).controller
+            assert not isinstance(controller, DraftsIfFaster), recipe  # which would measure the clock
             for turn in turns_of(pair, "abc", make(), seed=1, max_new_tokens=6):
                 assert turn.forest.size - 1 <= budget, (recipe, shape)
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import specbeam as sb
+from specbeam.control.pace import DraftsIfFaster
 from specbeam.core.forest import CHOSEN, DISTINCT, INDEPENDENT, LOST, siblings
 from specbeam.decode import decode
 from specbeam.errors import BadPrompt, NotSupported
@@ -194,3 +195,9 @@ def test_what_cannot_be_compared_is_refused():
         theory(pair, [])
     with pytest.raises(sb.SpecbeamError, match="depth"):
         theory(pair, ["abc"], depth=0)
+
+
+def test_drafts_have_the_shape_that_is_compared_whatever_they_cost():
+    pair = words.pair()
+    for name, method in verifiers().items():
+        assert not isinstance(method.parts(pair.target, pair.draft).controller, DraftsIfFaster), name

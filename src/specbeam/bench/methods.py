@@ -40,7 +40,7 @@ def contenders(beams: int = 4, depth: int = 4, threshold: float = 0.5) -> dict[s
     return {
         "greedy": MethodContender(greedy(), {}),
         SAMPLING: MethodContender(sampling(), {}),
-        SPECULATIVE: MethodContender(speculative_sampling(depth), {}),
+        SPECULATIVE: MethodContender(speculative_sampling(depth, controller="fixed"), {}),
         "beam search": MethodContender(beam_search(beams), {}),
         f"speculative beam search, depth {depth}": MethodContender(
             speculative_beam_search(beams, beams + 2, depth), {}

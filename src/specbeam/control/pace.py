@@ -98,7 +98,9 @@ class Pace:
 class PaceMemory:
     """The paces of the sessions of a pair, by their kind and by how many go side by side.
 
-    They are kept on disk for later processes, if there is a key. They change how fast texts come, never which texts.
+    They are kept on disk for later processes, if there is a key. They change how fast texts come, and not which texts; but
+    where rows of a pass depend in their last bits on how many there are, as in transformers' forward and on GPUs, a near
+    tie can go the other way.
 
     Args:
         key: JSON values that name the pair; None: keep nothing on disk.

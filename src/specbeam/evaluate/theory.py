@@ -106,16 +106,17 @@ def theory(
             if on_progress is not None:
                 on_progress(row)
 
-    whole = runs(speculative_sampling(length), seed)
+    chain = speculative_sampling(length, controller="fixed")
+    whole = runs(chain, seed)
     add(_acceptance_rows(whole))
-    add(_rejection_rows(whole, runs(speculative_sampling(length), seed + 1)))
+    add(_rejection_rows(whole, runs(chain, seed + 1)))
     add(_relaxed_rows(whole, seed))
-    for method in (speculative_sampling(depth), block_verification(depth)):
+    for method in (speculative_sampling(depth, controller="fixed"), block_verification(depth, "fixed")):
         add(_chain_rows(runs(method, seed)))
     for name, method in verifiers().items():
         add(_optimum_rows(runs(method, seed), name))
     for count in BATCHES:
-        chains = specinfer((count, *[1] * (depth - 1)))
+        chains = specinfer((count, *[1] * (depth - 1)), controller="fixed")
         add(_batch_rows(runs(chains, seed), f"specinfer, {count} chains"))
     return found
 
@@ -123,13 +124,13 @@ def theory(
 def verifiers() -> dict[str, Method]:
     """Return the methods whose acceptance is compared with the optimum for their drafts: two drafts under each node."""
     return {
-        "specinfer": specinfer((2, 2)),
+        "specinfer": specinfer((2, 2), controller="fixed"),
         "multi_draft": multi_draft([], (1, 1)),
-        "rsd_c": rsd_c((2, 2)),
-        "traversal": traversal((2, 2)),
-        "spechub": spechub(2),
-        "traversal, best and one": traversal((2, 2), "best_and_one"),
-        "opt_tree": opt_tree(6, 2),
+        "rsd_c": rsd_c((2, 2), controller="fixed"),
+        "traversal": traversal((2, 2), controller="fixed"),
+        "spechub": spechub(2, controller="fixed"),
+        "traversal, best and one": traversal((2, 2), "best_and_one", "fixed"),
+        "opt_tree": opt_tree(6, 2, controller="fixed"),
     }
 
 

@@ -11,6 +11,7 @@ import torch
 
 from specbeam.core.beams import Beams, Layers
 from specbeam.core.forest import Forest
+from specbeam.kernels.threads import allowed_threads
 from specbeam.lm.base import LM
 from specbeam.lm.encoder_decoder import EncoderDecoderLM
 from specbeam.lm.huggingface import HuggingFaceLM
@@ -67,9 +68,10 @@ class StoredPrompt:
         nodes = np.arange(rows, dtype=np.int64)
         forest = made_up_rows(self.root, rows, self.lm.vocab)
         turn = _turn(forest, np.append(0, np.full(rows, -1)), np.append(0, 1 + nodes // 2))
-        pass_s = seconds_of(self.lm.device, lambda: self.lm.extend([self.session], [forest]), self.lm.is_compiled)
+        works_alone = self.lm.is_compiled and allowed_threads() == 1
+        pass_s = seconds_of(self.lm.device, lambda: self.lm.extend([self.session], [forest]), works_alone)
         kv_tokens = self.lm.held(self.session)
-        settle_s = seconds_of(self.lm.device, lambda: self.lm.settle(self.session, turn), self.lm.is_compiled)
+        settle_s = seconds_of(self.lm.device, lambda: self.lm.settle(self.session, turn), works_alone)
         self._keep_only(Forest.rooted(turn.verdict.beams.tokens))
         return TurnCost(pass_s, settle_s, kv_tokens)
 
@@ -108,8 +110,8 @@ def seconds_of(device: torch.device, work: Callable[[], object], is_of_thread: b
     """Return the seconds that the work takes, from an idle device to an idle device.
 
     Args:
-        is_of_thread: whether the current thread works all the time, alone or beside others. Then moments in which other
-            programs had its processor do not count.
+        is_of_thread: whether the current thread does all the work. Then moments in which other programs had its processor
+            do not count.
     """
     _wait(device)
     began = time.perf_counter()

@@ -49,7 +49,7 @@ _FIELDS = 56
 
 
 @compiled_without_counts
-def largest(x: Array, scratch: Array) -> Array:
+def largest(x: Array, scratch: Array) -> np.float32:
     """Return the maximum of float32[n], by integers that have the order of the numbers; NaN if any is a positive NaN.
 
     Args:
@@ -57,7 +57,8 @@ def largest(x: Array, scratch: Array) -> Array:
     """
     _, high = extremes(x.view(np.int32))
     scratch[0] = rank_of(high)
-    return scratch.view(np.float32)[0]
+    top: np.float32 = scratch.view(np.float32)[0]
+    return top
 
 
 @compiled_without_counts
