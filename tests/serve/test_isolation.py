@@ -70,7 +70,9 @@ async def together(server, app, bodies):
     goes_on = threading.Event()
     server.engine.call(lambda: goes_on.wait(30))
     asked = [asyncio.ensure_future(told(app, body)) for body in bodies]
-    while server.engine.waiting < len(bodies):
+    while server.engine.waiting < len(bodies) and not all(
+        one.done() for one in asked
+    ):  # a slow machine: side by side or not
         await asyncio.sleep(0.002)
     goes_on.set()
     return await asyncio.gather(*asked)
