@@ -16,13 +16,12 @@ import numpy as np
 from jaxtyping import Float64
 
 from specbeam.control.cost import CostCurve, HostCost
-from specbeam.control.pace import NO_DRAFTS, Entered, PaceMemory, leave_pace, side_by_side
+from specbeam.control.pace import NO_DRAFTS, PaceMemory, enter_pace, has_drafts, leave_pace
 from specbeam.control.planning import Plan, plan_of_shape
 from specbeam.core.beams import Beams, Layers, depth_of
 from specbeam.core.forest import Forest, depths_of, find_child, nodes_without, start_of, unknown_nodes
 from specbeam.core.steps import Array, borrowed, step
 from specbeam.kernels.copies import copy_numbers
-from specbeam.kernels.threads import allowed_threads
 from specbeam.laws.ranking import sorted_places
 from specbeam.measure import kept_figures
 from specbeam.records import Shape, Turn
@@ -536,23 +535,16 @@ class NodesByNeed:
         if not _says(rule, "ignores_drafts", session) or getattr(rule, "trace", False):
             return True
         shape = f"{self.most} layers of {self.width} by {type(session.parts.drafter).__name__}"
-        kind = f"{self._kind(session)}, {shape}, {side_by_side(beside)}, {allowed_threads()} threads"
-        phase = self.paces.enter(kind)
-        session.state[self, Entered] = Entered(kind, beside, phase)
-        return phase.drafts
+        return enter_pace(self, session, f"{self._kind(session)}, {shape}", beside)
 
     def plan(self, session: Session) -> Shape:
-        if not self._drafts(session):
+        if not has_drafts(self, session):
             return Shape(0, 0)
         return Shape(min(self.most, session.remaining - 1), self.width)
 
     def numbers(self, session: Session) -> Plan:
         """Return the plan as numbers for steps."""
-        return self._plan if self._drafts(session) else NO_DRAFTS
-
-    def _drafts(self, session: Session) -> bool:
-        entered: Entered | None = session.state.get((self, Entered))
-        return entered is None or entered.phase.drafts
+        return self._plan if has_drafts(self, session) else NO_DRAFTS
 
     @cached_property
     def _plan(self) -> Plan:
@@ -595,9 +587,7 @@ class NodesByNeed:
 
     def remember(self, session: Session) -> None:
         """Add what a session has learnt, which is over, to the memory, and how fast it was."""
-        entered: Entered | None = session.state.pop((self, Entered), None)
-        if entered is not None:
-            leave_pace(self.paces, entered, session)
+        leave_pace(self, session)
         learning = session.state.pop(self, None)
         if learning is not None:
             self.memory.add(learning.kind, learning.begun, learning.odds)

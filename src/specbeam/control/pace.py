@@ -160,7 +160,7 @@ def side_by_side(beside: int) -> str:
 
 @dataclass(frozen=True)
 class Entered:
-    """How a session goes: what was decided when it began."""
+    """How a session goes: what `enter_pace` decided."""
 
     kind: str
     beside: int  # sessions side by side when it began, itself included
@@ -193,32 +193,22 @@ class DraftsIfFaster:
         if not _speaks_for_itself(rule) or not rule.ignores_drafts(session) or session.audited:
             return True
         warp = session.warp
-        laws = f"{rule!r}, {warp.greedy=}, cuts={warp.cut.cuts}"
-        kind = f"{self.drafts}, {laws}, {side_by_side(beside)}, {allowed_threads()} threads"
-        phase = self.paces.enter(kind)
-        session.state[self, Entered] = Entered(kind, beside, phase)
-        return phase.drafts
+        return enter_pace(self, session, f"{self.drafts}, {rule!r}, {warp.greedy=}, cuts={warp.cut.cuts}", beside)
 
     def plan(self, session: Session) -> Shape:
-        return self.planned.plan(session) if self._has_drafts(session) else Shape(0, 0)
+        return self.planned.plan(session) if has_drafts(self, session) else Shape(0, 0)
 
     def numbers(self, session: Session) -> Plan:
         """Return the plan as numbers for steps."""
-        return self.planned.numbers(session) if self._has_drafts(session) else NO_DRAFTS
+        return self.planned.numbers(session) if has_drafts(self, session) else NO_DRAFTS
 
     def settle(self, session: Session, turn: Turn) -> None:
-        if self._has_drafts(session):
+        if has_drafts(self, session):
             self.planned.settle(session, turn)
 
     def remember(self, session: Session) -> None:
         """Note how fast a session was, which is over."""
-        entered: Entered | None = session.state.pop((self, Entered), None)
-        if entered is not None:
-            leave_pace(self.paces, entered, session)
-
-    def _has_drafts(self, session: Session) -> bool:
-        entered: Entered | None = session.state.get((self, Entered))
-        return entered is None or entered.phase.drafts
+        leave_pace(self, session)
 
 
 def _speaks_for_itself(rule: object) -> bool:
@@ -227,8 +217,29 @@ def _speaks_for_itself(rule: object) -> bool:
     return judging is not None and "ignores_drafts" in vars(judging)
 
 
-def leave_pace(paces: PaceMemory, entered: Entered, session: Session) -> None:
+def enter_pace(controller: Any, session: Session, kind: str, beside: int) -> bool:
+    """Return whether a new session drafts, as a controller with `paces` has found it faster for sessions of this kind.
+
+    Args:
+        beside: sessions side by side, itself included.
+    """
+    kind = f"{kind}, {side_by_side(beside)}, {allowed_threads()} threads"
+    phase: Phase = controller.paces.enter(kind)
+    session.state[controller, Entered] = Entered(kind, beside, phase)
+    return phase.drafts
+
+
+def has_drafts(controller: Any, session: Session) -> bool:
+    """Return whether a session drafts; one that no pace was asked for does."""
+    entered: Entered | None = session.state.get((controller, Entered))
+    return entered is None or entered.phase.drafts
+
+
+def leave_pace(controller: Any, session: Session) -> None:
     """Note the pace of a session that is over, however it ended; only that of a whole text counts."""
+    entered: Entered | None = session.state.pop((controller, Entered), None)
+    if entered is None:
+        return
     is_whole = session.over and session.failure is None
     layers = len(session.count.widths) if is_whole else 0
-    paces.leave(entered.kind, entered.phase, session.count.seconds, layers, entered.beside)
+    controller.paces.leave(entered.kind, entered.phase, session.count.seconds, layers, entered.beside)
