@@ -1,6 +1,6 @@
 """What the encoder of a model reads for a prompt: the source, with the states that encoders have made of it."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
@@ -112,3 +112,27 @@ def in_line(sources: Sequence[Source], more: int) -> Iterator[Source]:
             seen[following] = None
             yield following
         following = following.after
+
+
+def grouped(line: Iterable[tuple[Source, int]], asked: Collection[Source], most: int) -> Iterator[list[Source]]:
+    """Yield the sources of a line in groups that are read together, of up to `most` rows, or one source that has more.
+
+    What room the last group has is for those that are read later: none of them begins a group.
+
+    Args:
+        line: sources with their numbers of rows.
+        asked: those that are read now.
+    """
+    group: list[Source] = []
+    rows = 0
+    for source, own in line:
+        if group and rows + own > most:
+            yield group
+            group = []
+            rows = 0
+        if not group and source not in asked:
+            return
+        group.append(source)
+        rows += own
+    if group:
+        yield group

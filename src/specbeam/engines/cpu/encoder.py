@@ -1,6 +1,6 @@
 """The encoder of a model by the compiled layers: the tokens of a source look at each other both ways."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,7 +41,7 @@ from specbeam.engines.families import (
     unplaced_in,
 )
 from specbeam.engines.mapped import mapped_files
-from specbeam.engines.source import Source, in_line
+from specbeam.engines.source import Source, grouped, in_line
 from specbeam.kernels.repeated import Repeated
 
 if TYPE_CHECKING:
@@ -158,26 +158,18 @@ class CompiledEncoder(nn.Module):
         What room the last pass has is for those that are read after them.
         """
         asked = {*sources}
-        group: list[Source] = []
-        rows = 0
+        for group in grouped(self._unread(sources, asked), asked, TOGETHER):
+            self._read_group(group)
+
+    def _unread(self, sources: Sequence[Source], asked: Collection[Source]) -> Iterator[tuple[Source, int]]:
+        """Yield sources, and texts after them, that this encoder has not read yet, with their numbers of tokens."""
         for source in in_line(sources, TOGETHER):
             if self in source.states:
                 continue
-            if not self._is_text(source):
-                if source in asked:
-                    continue
-                break
-            length = _tokens_of(source).size
-            if group and rows + length > TOGETHER:
-                self._read_group(group)
-                group = []
-                rows = 0
-            if not group and source not in asked:
-                break
-            group.append(source)
-            rows += length
-        if group:
-            self._read_group(group)
+            if self._is_text(source):
+                yield source, _tokens_of(source).size
+            elif source not in asked:
+                return
 
     def _is_text(self, source: Source) -> bool:
         """Return whether a source holds tokens that are read here; what holds others is left to whoever reads it alone."""

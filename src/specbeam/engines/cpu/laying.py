@@ -70,6 +70,15 @@ def lay_out_words(matrix: Array, panels: Array) -> None:
 
 
 @compiled
+def _read_column(matrix: Array, place: int, row: Array) -> None:
+    """Write a column of a matrix to a row, float32[depth]; one that only the panels have is zeros."""
+    if place < len(matrix):
+        look_up(matrix, place, row)
+    else:
+        row[:] = 0
+
+
+@compiled
 def lay_out_bytes(matrix: Array, panels: Array) -> None:
     """Round a matrix to 8 bits and write its panels, int32[panels, words].
 
@@ -79,7 +88,7 @@ def lay_out_bytes(matrix: Array, panels: Array) -> None:
         matrix: float32[columns, depth], or uint16, the bits of bfloat16 numbers. Columns that panels have beyond it are
             zeros.
     """
-    columns, depth = matrix.shape
+    depth = matrix.shape[1]
     words = depth // BYTES_PER_WORD
     row = np.empty(depth, dtype=np.float32)
     room = _room_for(words)
@@ -89,11 +98,7 @@ def lay_out_bytes(matrix: Array, panels: Array) -> None:
         scales = goal[words].view(np.float32)
         sums = goal[words + 1]
         for column in range(WIDTH):
-            place = panel * WIDTH + column
-            if place < columns:
-                look_up(matrix, place, row)
-            else:
-                row[:] = 0
+            _read_column(matrix, panel * WIDTH + column, row)
             numbers = bytes_of_room[column, :depth]
             scales[column] = round_column(row, numbers)
             total = np.int32(0)
@@ -115,7 +120,7 @@ def lay_out_groups(matrix: Array, panels: Array) -> None:
     Args:
         matrix: as in `lay_out_bytes`.
     """
-    columns, depth = matrix.shape
+    depth = matrix.shape[1]
     groups = depth // GROUP
     words = GROUP // _STEPS
     each = words * WIDTH + WIDTH // 2
@@ -126,11 +131,7 @@ def lay_out_groups(matrix: Array, panels: Array) -> None:
     bits = scales.view(np.uint32)
     for panel in range(len(panels)):
         for column in range(WIDTH):
-            place = panel * WIDTH + column
-            if place < columns:
-                look_up(matrix, place, row)
-            else:
-                row[:] = 0
+            _read_column(matrix, panel * WIDTH + column, row)
             round_column_in_groups(row, numbers[column], scales[column])
         goal = panels[panel].reshape(groups, each)
         pairs = goal.view(np.uint32)

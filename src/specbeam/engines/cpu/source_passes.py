@@ -1,6 +1,6 @@
 """Passes of the compiled forward of decoders that look at a source."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from specbeam.engines.cpu.sources import Sources
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.kv.cross import CrossPanels, ReadsSources
 from specbeam.engines.kv.trie import Feed
-from specbeam.engines.source import Source, in_line
+from specbeam.engines.source import Source, grouped, in_line
 from specbeam.engines.torch.source_passes import plain_logits
 
 if TYPE_CHECKING:
@@ -54,23 +54,15 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
         return self.cross.add(read.reshape(len(read), layers, 2, heads, size))
 
     def read_ahead(self, sources: Sequence[Source], encoder: Any) -> None:
+        for group in grouped(self._read_but_not_stored(sources, encoder), {*sources}, TOGETHER):
+            self._read_group(group, encoder)
+
+    def _read_but_not_stored(self, sources: Sequence[Source], encoder: Any) -> Iterator[tuple[Source, int]]:
+        """Yield sources, and those after them, whose keys and values are still to be made, with their numbers of frames."""
         held = {source for source, _ in self.readers}
-        asked = {*sources}
-        group: list[Source] = []
-        rows = 0
         for source in in_line(sources, TOGETHER):
-            if source in held or self in source.ahead or encoder not in source.states:
-                continue
-            frames = source.states[encoder].shape[1]
-            if rows + frames > TOGETHER:
-                self._read_group(group, encoder)
-                group = []
-                rows = 0
-            if not group and source not in asked:
-                break
-            group.append(source)
-            rows += frames
-        self._read_group(group, encoder)
+            if source not in held and self not in source.ahead and encoder in source.states:
+                yield source, source.states[encoder].shape[1]
 
     def _read_group(self, group: list[Source], encoder: Any) -> None:
         """Make keys and values of several sources by one product; those of one alone are made as they are stored."""
