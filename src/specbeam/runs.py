@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -834,56 +834,44 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class PausedRun:
-    """What a run of a session leaves to its next run, where nothing drafts and Python makes no rows: all but the session.
+    """What a run of a session leaves to its next run, where nothing drafts and Python makes no rows: itself.
 
     To find out anew how the turns of a session go, and to make room for its texts, takes as long as a turn of a small model.
     """
 
+    run: Run
     parts: Parts
     limits: Limits
     warp: Warp
-    spec: RunSpec
-    models: list[RunLM]
-    room: RunRoom
-    fresh: int
-    live: Beams
-    start: Start
-    run_turns: Repeated
-    has_room: Repeated
-    target_cache: Any
 
     @classmethod
     def of(cls, run: Run) -> "PausedRun":
-        """Return what a run leaves that was kept."""
+        """Return what a run leaves that was kept, and what it was made of."""
         session = run.session
-        return cls(
-            session.parts, session.limits, session.warp, run.spec, run.models, run.room, run.fresh, run.live, run.start,
-            run.run_turns, run.has_room, run.target_cache,
-        )  # fmt: skip
+        return cls(run, session.parts, session.limits, session.warp)
 
     def fits(self, session: Session, most_turns: int) -> bool:
-        """Return whether a session is as the run left it, and there is room for so many turns more."""
-        texts = self.room.texts
-        is_as_before = session.beams is self.live and session.start is self.start
+        """Return whether the session is as the run left it, and there is room for so many turns more."""
+        run = self.run
+        texts = run.room.texts
+        is_as_before = session.beams is run.live and session.start is run.start
         goes_as_before = session.parts is self.parts and session.limits is self.limits and session.warp is self.warp
-        if not is_as_before or not goes_as_before or session.texts is not texts or most_turns != self.spec.most_turns:
+        if not is_as_before or not goes_as_before or session.texts is not texts or most_turns != run.spec.most_turns:
             return False
-        draws = most_turns * self.spec.most_beams
+        draws = most_turns * run.spec.most_beams
         has_room = session.length + most_turns <= texts.tokens.shape[1]
-        return has_room and session.finished_with_room(2 * draws) is self.room.finished
+        return has_room and session.finished_with_room(2 * draws) is run.room.finished
 
     def run_of(self, session: Session) -> Run:
         """Return the next run of the session."""
-        room = self.room
+        run = self.run
+        room = run.room
         if session.audited:
             room = room._replace(evidence=no_evidence(not session.warp.greedy))
         for written in (room.ended.sizes, room.numbers, room.passed, room.cycles):
             written[:] = 0
-        dice = session.dice.ready(_uniforms_of(self.spec, self.fresh, deepest_of(self.spec.plan)))
-        return Run(
-            session, self.spec, self.models, room, self.fresh, dice, self.live, self.start, run_turns=self.run_turns,
-            has_room=self.has_room, target_cache=self.target_cache,
-        )  # fmt: skip
+        dice = session.dice.ready(_uniforms_of(run.spec, run.fresh, deepest_of(run.spec.plan)))
+        return replace(run, room=room, dice=dice)
 
 
 def run_ahead(target: LM, session: Session, most_turns: int = TURNS) -> bool:
