@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from specbeam.core.forest import Forest
+from specbeam.engines.cpu.audio_encoder import AudioEncoder
 from specbeam.engines.cpu.cache_words import KeptAs
-from specbeam.engines.cpu.encoder import CompiledEncoder
+from specbeam.engines.cpu.encoder import CompiledEncoder, TextEncoder
 from specbeam.engines.eligibility import reads_sources
 from specbeam.engines.mapped import is_kept, mapped_files, mark_kept
 from specbeam.engines.source import Source
@@ -605,14 +606,23 @@ def _check_encoder(lm: EncoderDecoderLM, limit: float) -> None:
     encoder = lm.encoder
     if not isinstance(encoder, CompiledEncoder) or encoder.kind.startswith("int"):
         return
-    vocab = min(lm.vocab, len(encoder.embedding))
-    tokens = np.random.default_rng(0).integers(0, vocab, CHECKED_SOURCE).tolist()
-    error = encoder.error_on(np.array(_without_padding(tokens, lm)))
+    error = encoder.error_on(_checked_inputs(lm, encoder))
     if not error <= limit:
         raise UnsupportedModel(
             f"the encoder of {type(lm.model).__name__} is not that of its family: what it makes of a source is off by "
             f"{error:.2g} of its spread; SPECBEAM_KERNELS=off lets transformers run the model"
         )
+
+
+def _checked_inputs(lm: EncoderDecoderLM, encoder: CompiledEncoder) -> np.ndarray:
+    """Return what a compiled encoder is tried on: tokens, or features of a short window."""
+    rng = np.random.default_rng(0)
+    if isinstance(encoder, TextEncoder):
+        tokens = rng.integers(0, min(lm.vocab, len(encoder.embedding)), CHECKED_SOURCE).tolist()
+        return np.array(_without_padding(tokens, lm))
+    assert isinstance(encoder, AudioEncoder)
+    channels, frames = encoder.shape
+    return rng.standard_normal((channels, min(2 * CHECKED_SOURCE, frames)), dtype=np.float32)
 
 
 def _without_padding(tokens: list[int], lm: EncoderDecoderLM) -> list[int]:

@@ -650,8 +650,6 @@ def misfit_of_encoder(model: "PreTrainedModel") -> str:
     body = body_of(model, encoder_family(family))
     if body is None:
         return "it is a decoder without its encoder"
-    if getattr(body, "main_input_name", "input_ids") != "input_ids":
-        return "it hears, and does not read"
     return _misfit_of_these(list(body.modules()), family)
 
 

@@ -39,7 +39,7 @@ class EncoderDecoderLM(HuggingFaceLM):
         encoder: an encoder that makes the states of a source, whose output is then shared with other models; None: the
             model's own.
         engine: what runs the decoder: "gpu", "compiled", "int8", "int4", "plain" or "auto"; see `HuggingFaceLM`. A compiled
-            one runs an encoder of text, too; transformers runs all others.
+            one runs the encoder, too, unless it has hooks or modules that are not those of its family.
 
     Attributes:
         encoder: the encoder that reads sources for this model.

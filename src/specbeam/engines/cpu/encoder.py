@@ -1,11 +1,12 @@
-"""The encoder of a model by the compiled layers: the tokens of a source look at each other both ways."""
+"""The encoder of a model by the compiled layers: the rows of a source look at each other both ways."""
 
+from abc import abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Int64
+from jaxtyping import Float, Float32, Int64, Shaped
 from torch import nn
 
 from specbeam.engines.cpu import tiles
@@ -53,13 +54,6 @@ _NO_DISTANCES = no_distances()
 _NO_SOURCES = no_sources()
 
 
-def _tokens_of(source: Source) -> Int64[np.ndarray, " length"]:
-    """Return the tokens of a source, which has some."""
-    assert source.inputs is not None
-    found: Int64[np.ndarray, " length"] = source.inputs[0].numpy()
-    return found
-
-
 def misfit(model: "PreTrainedModel") -> str:
     """Return the reason why the compiled layers cannot run the encoder of a model whose decoder they run; "" if they can."""
     if why := misfit_of_encoder(model):
@@ -77,16 +71,17 @@ def _family_of_encoder(model: "PreTrainedModel") -> ModelFamily:
 class CompiledEncoder(nn.Module):
     """The encoder of a model that `misfit` has no reason against, in place of transformers', and called as that is.
 
-    Where the decoder's matrices are rounded, those of the encoder are rounded to 8 bits, to 4 too few: what it makes of a
-    source is read by every token of the text. What a source becomes does not depend on which others are read with it.
+    Where the decoder's matrices are rounded, those of the encoder's layers are rounded to 8 bits, to 4 too few: what it
+    makes of a source is read by every token of the text. What a source becomes does not depend on which others are read
+    with it.
 
     Args:
         decoder: the compiled decoder of the same model.
 
     Attributes:
-        module: transformers' encoder. It reads sources that hold padding, or are longer than the positions that are known
-            here.
+        module: transformers' encoder, which reads what is not known here.
         rounding: of its matrices; None: they are as they were.
+        places: float32[positions, hidden], what is added to rows by position; of no positions: nothing.
     """
 
     def __init__(self, model: "PreTrainedModel", decoder: CompiledDecoder) -> None:
@@ -107,18 +102,12 @@ class CompiledEncoder(nn.Module):
         self.heads = of.heads
         self.size = of.size
         self.eps = of.eps
-        self.embedding = table_of(body.embed_tokens.weight)
-        self.embedding_scale = np.float32(own_scale(body.embed_tokens)) * np.float32(of.numbers.embedding)
         self.places = numbers_of(places_of(body, of))
-        self.unplaced = unplaced_in(body, family)
-        self.first_norm = numbers_of(norm_at(body, of.family.first_norm, of.family))
         self.last_norm = numbers_of(norm_at(body, of.family.final_norm, of.family))
         self.angles = angles_of_model(model, of)
         self.kind = kind
-        self.layers = [layers_of_weights(weights, number, number + 1) for number in range(len(layers))]
-        # Where the biases of distance 0 are, see `families.biases_by_distance`; -1: there are none.
-        self.middle = of.biases[0].shape[1] // 2 if of.biases else -1
-        self.all_layers = Repeated(all_layers, slice(0))
+        self.weights = weights
+        self.architecture = of
         if self.threads > 1:
             for panels in (weights.qkv, weights.out, weights.gate_up, weights.down):
                 TEAM.learn(panels)
@@ -127,6 +116,103 @@ class CompiledEncoder(nn.Module):
         """Return the embeddings of tokens, as transformers' encoder does."""
         module: Any = self.module
         return module.get_input_embeddings()
+
+    @abstractmethod
+    def inputs_of(self, source: Source) -> Shaped[np.ndarray, "..."] | None:
+        """Return what a source holds for `read`; None if it is left to whoever reads it alone."""
+
+    @abstractmethod
+    def rows_of(self, inputs: Shaped[np.ndarray, "..."]) -> int:
+        """Return the number of rows that the inputs of a source are read as, known before they are read."""
+
+    @abstractmethod
+    def entering(self, sources: Sequence[Shaped[np.ndarray, "..."]]) -> list[Float32[np.ndarray, "_ hidden"]]:
+        """Return what the first layer reads of sources, given their inputs."""
+
+    @abstractmethod
+    def run_layers(
+        self,
+        x: Float32[np.ndarray, "n hidden"],
+        places: Int64[np.ndarray, " n"],
+        lengths: Int64[np.ndarray, " sources"],
+    ) -> None:
+        """Run all layers on the rows of sources, x, in place.
+
+        Args:
+            places: the position of each row in its source.
+            lengths: the number of rows of each source.
+        """
+
+    @abstractmethod
+    def states_by_transformers(self, inputs: Shaped[np.ndarray, "..."]) -> Float[torch.Tensor, "rows hidden"]:
+        """Return the states of a source by transformers' encoder, given its inputs."""
+
+    @torch.inference_mode()
+    def error_on(self, inputs: Shaped[np.ndarray, "..."]) -> float:
+        """Return the largest difference of the states of a source from those of transformers, as a share of their spread."""
+        expected = self.states_by_transformers(inputs).float()
+        (found,) = self.read([inputs])
+        return float((torch.from_numpy(found) - expected).abs().max() / expected.std().clamp_min(1e-6))
+
+    def read_together(self, sources: Sequence[Source]) -> None:
+        """Store the states of sources that this encoder has not read yet: several short ones are read in one pass.
+
+        What room the last pass has is for those that are read after them.
+        """
+        asked = {*sources}
+        for group in grouped(self._unread(sources, asked), asked, TOGETHER):
+            self._read_group(group)
+
+    def _unread(self, sources: Sequence[Source], asked: Collection[Source]) -> Iterator[tuple[Source, int]]:
+        """Yield sources, and those after them, that this encoder has not read yet, with their numbers of rows."""
+        for source in in_line(sources, TOGETHER):
+            if self in source.states:
+                continue
+            inputs = self.inputs_of(source)
+            if inputs is not None:
+                yield source, self.rows_of(inputs)
+            elif source not in asked:
+                return
+
+    def _read_group(self, group: list[Source]) -> None:
+        states = self.read([inputs for source in group if (inputs := self.inputs_of(source)) is not None])
+        for source, one in zip(group, states, strict=True):
+            source.states[self] = torch.from_numpy(one.copy())[None]  # without those of the others
+
+    def read(self, sources: Sequence[Shaped[np.ndarray, "..."]]) -> list[Float32[np.ndarray, "_ hidden"]]:
+        """Return the states of sources, given their inputs, in one pass over all their rows."""
+        each = self.entering(sources)
+        x = np.concatenate(each)
+        lengths = np.array([len(rows) for rows in each])
+        places = np.concatenate([np.arange(length) for length in lengths])
+        self.run_layers(x, places, lengths)
+        normalise(x, self.last_norm, self.eps, x)
+        return np.split(x, np.cumsum(lengths)[:-1])
+
+
+class TextEncoder(CompiledEncoder):
+    """The encoder of texts; see `CompiledEncoder`.
+
+    Transformers' reads sources that hold padding where positions are counted without it, or are longer than the positions
+    that are known here.
+    """
+
+    def __init__(self, model: "PreTrainedModel", decoder: CompiledDecoder) -> None:
+        super().__init__(model, decoder)
+        family = self.architecture.family
+        body: Any = self.module
+        scale = self.architecture.numbers.embedding
+        self.embedding = table_of(body.embed_tokens.weight)
+        self.embedding_scale = np.float32(own_scale(body.embed_tokens)) * np.float32(scale)
+        self.unplaced = unplaced_in(body, family)
+        self.first_norm = numbers_of(norm_at(body, family.first_norm, family))
+        self.layers = [layers_of_weights(self.weights, number, number + 1) for number in range(len(self.weights.qkv))]
+        # Where the biases of distance 0 are, see `families.biases_by_distance`; -1: there are none.
+        biases = self.architecture.biases
+        self.middle = biases[0].shape[1] // 2 if biases else -1
+        self.all_layers = Repeated(all_layers, slice(0))
+        if self.threads > 1:
+            TEAM.learn_attention(np.dtype(np.float32))
 
     def forward(self, input_ids: torch.Tensor) -> tuple[Float[torch.Tensor, "1 length hidden"]]:
         """Return the states of one source, given its tokens, int64[1, length].
@@ -139,58 +225,44 @@ class CompiledEncoder(nn.Module):
         (states,) = self.read([tokens])
         return (torch.from_numpy(states)[None],)
 
-    @torch.inference_mode()
-    def error_on(self, tokens: Int64[np.ndarray, " length"]) -> float:
-        """Return the largest difference of the states of a source from those of transformers, as a share of their spread."""
-        expected = self.module(input_ids=torch.from_numpy(tokens)[None])[0][0].float()
-        (found,) = self.read([tokens])
-        return float((torch.from_numpy(found) - expected).abs().max() / expected.std().clamp_min(1e-6))
-
     def knows(self, tokens: Int64[np.ndarray, " length"]) -> bool:
         """Return whether all positions of a source are known, without asking transformers."""
         if len(self.places) == 0:
             return True
         return len(tokens) <= len(self.places) and not (tokens == self.unplaced).any()
 
-    def read_together(self, sources: Sequence[Source]) -> None:
-        """Store the states of sources that this encoder has not read yet: several short ones are read in one pass.
-
-        What room the last pass has is for those that are read after them.
-        """
-        asked = {*sources}
-        for group in grouped(self._unread(sources, asked), asked, TOGETHER):
-            self._read_group(group)
-
-    def _unread(self, sources: Sequence[Source], asked: Collection[Source]) -> Iterator[tuple[Source, int]]:
-        """Yield sources, and texts after them, that this encoder has not read yet, with their numbers of tokens."""
-        for source in in_line(sources, TOGETHER):
-            if self in source.states:
-                continue
-            if self._is_text(source):
-                yield source, _tokens_of(source).size
-            elif source not in asked:
-                return
-
-    def _is_text(self, source: Source) -> bool:
-        """Return whether a source holds tokens that are read here; what holds others is left to whoever reads it alone."""
+    def inputs_of(self, source: Source) -> Int64[np.ndarray, " length"] | None:
         if source.name != "input_ids" or source.inputs is None:
-            return False
-        tokens = _tokens_of(source)
-        return self.knows(tokens) and tokens.size > 0 and tokens.min() >= 0 and tokens.max() < len(self.embedding)
+            return None
+        tokens: Int64[np.ndarray, " length"] = source.inputs[0].numpy()
+        is_read = self.knows(tokens) and tokens.size > 0 and tokens.min() >= 0 and tokens.max() < len(self.embedding)
+        return tokens if is_read else None
 
-    def _read_group(self, group: list[Source]) -> None:
-        states = self.read([_tokens_of(source) for source in group])
-        for source, one in zip(group, states, strict=True):
-            source.states[self] = torch.from_numpy(one.copy())[None]  # without those of the others
+    def rows_of(self, inputs: Int64[np.ndarray, " length"]) -> int:
+        return inputs.size
 
-    def read(self, sources: Sequence[Int64[np.ndarray, " _"]]) -> list[Float32[np.ndarray, "_ hidden"]]:
-        """Return the states of sources, in one pass over all their tokens."""
-        lengths = np.array([len(tokens) for tokens in sources])
-        ends = np.cumsum(lengths)
-        starts = ends - lengths
+    def states_by_transformers(self, inputs: Int64[np.ndarray, " length"]) -> Float[torch.Tensor, "length hidden"]:
+        states: torch.Tensor = self.module(input_ids=torch.from_numpy(inputs)[None])[0]
+        return states[0]
+
+    def entering(self, sources: Sequence[Int64[np.ndarray, " _"]]) -> list[Float32[np.ndarray, "_ hidden"]]:
+        lengths = [len(tokens) for tokens in sources]
         places = np.concatenate([np.arange(length) for length in lengths])
-        which = np.column_stack([np.arange(len(sources)), starts, ends])
-        x = self._embedded(np.concatenate(sources), places)
+        x = embedded_rows(self.embedding, np.concatenate(sources)) * self.embedding_scale
+        if len(self.places):
+            x += self.places[places]
+        if len(self.first_norm):
+            normalise(x, self.first_norm, self.eps, x)
+        return np.split(x, np.cumsum(lengths)[:-1])
+
+    def run_layers(
+        self,
+        x: Float32[np.ndarray, "n hidden"],
+        places: Int64[np.ndarray, " n"],
+        lengths: Int64[np.ndarray, " sources"],
+    ) -> None:
+        ends = np.cumsum(lengths)
+        which = np.column_stack([np.arange(len(lengths)), ends - lengths, ends])
         panels = -(-int(lengths.max()) // WIDTH)
         slots = np.arange(panels * WIDTH)
         seen = slots[None, None] < np.repeat(lengths, lengths)[None, :, None]
@@ -199,8 +271,8 @@ class CompiledEncoder(nn.Module):
             back = (places[:, None] - slots[None] + self.middle).astype(np.int32)
         # Layers store their keys and values one after the other in the same place.
         width = -(-self.size // WIDTH) * WIDTH
-        keys = np.zeros((1, len(sources), self.heads, panels, self.size, WIDTH), dtype=np.float32)
-        values = np.zeros((1, len(sources), self.heads, panels * WIDTH, width), dtype=np.float32)
+        keys = np.zeros((1, len(lengths), self.heads, panels, self.size, WIDTH), dtype=np.float32)
+        values = np.zeros((1, len(lengths), self.heads, panels * WIDTH, width), dtype=np.float32)
         kinds = np.zeros(1, dtype=np.int64)
         no_taps = np.zeros(0, dtype=np.int64)
         tapped = np.empty((len(x), 0), dtype=np.float32)
@@ -210,16 +282,3 @@ class CompiledEncoder(nn.Module):
                     x, weights, self.angles, self.eps, self.heads, places, which, places, seen, back, kinds, keys, values,
                     _NO_SOURCES, no_taps, tapped, threads,
                 )  # fmt: skip
-        normalise(x, self.last_norm, self.eps, x)
-        return np.split(x, ends[:-1])
-
-    def _embedded(
-        self, tokens: Int64[np.ndarray, " n"], places: Int64[np.ndarray, " n"]
-    ) -> Float32[np.ndarray, "n hidden"]:
-        """Return what the first layer reads."""
-        x = embedded_rows(self.embedding, tokens) * self.embedding_scale
-        if len(self.places):
-            x += self.places[places]
-        if len(self.first_norm):
-            normalise(x, self.first_norm, self.eps, x)
-        return x

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from jaxtyping import Float, Float32, Int32, Int64
 
+from specbeam.engines.cpu.audio_encoder import AudioEncoder, misfit_of_convolutions
 from specbeam.engines.cpu.cache import CpuCache
 from specbeam.engines.cpu.cache_steps import CacheArrays
 from specbeam.engines.cpu.decoder import CompiledDecoder, Rows, SourceReader
-from specbeam.engines.cpu.encoder import TOGETHER, CompiledEncoder, misfit
+from specbeam.engines.cpu.encoder import TOGETHER, TextEncoder, misfit
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.cpu.sources import Sources
 from specbeam.engines.cpu.sums import WIDTH
@@ -76,7 +77,12 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
 
     @torch.inference_mode()
     def own_encoder(self) -> Any:
-        return super().own_encoder() if misfit(self.model) else CompiledEncoder(self.model, self.decoder)
+        theirs = super().own_encoder()
+        if misfit(self.model):
+            return theirs
+        if theirs.main_input_name == "input_ids":
+            return TextEncoder(self.model, self.decoder)
+        return theirs if misfit_of_convolutions(theirs) else AudioEncoder(self.model, self.decoder)
 
     def plain_logits(self, states: torch.Tensor, path: list[int]) -> torch.Tensor:
         return plain_logits(self.model, states, path)

@@ -65,6 +65,11 @@ class Team:
         if self.memory[shares.FORMS + form] == 0:
             self.memory[shares.FORMS + form] = address_of(attention_functions[words.name], 0, 0)
 
+    def learn_function(self, form: int, function: Any) -> None:
+        """Make what this compiled function does be shared, which takes the address of the memory and a share's number."""
+        if self.memory[shares.FORMS + form] == 0:
+            self.memory[shares.FORMS + form] = address_of(function, 0, 0)
+
     @contextmanager
     def threads(self, most: int) -> Iterator[int]:
         """Yield what compiled code takes for its threads: 1, or the address of the team, whose helpers are there meanwhile.

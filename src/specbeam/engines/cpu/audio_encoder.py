@@ -1,0 +1,165 @@
+"""The encoder of audio by the compiled layers: two convolutions make rows of a window's features, which layers then read."""
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float32, Int64
+from torch import nn
+
+from specbeam.engines.cpu.decoder import CompiledDecoder, kind_of_panels, numbers_of, panels_of
+from specbeam.engines.cpu.encoder import CompiledEncoder
+from specbeam.engines.cpu.extras import GELU, Extras
+from specbeam.engines.cpu.layers import activate, add_bias
+from specbeam.engines.cpu.panels import multiply, steps_in
+from specbeam.engines.cpu.sums import WIDTH
+from specbeam.engines.cpu.team import TEAM
+from specbeam.engines.cpu.window_attention import FORM, do_window_share
+from specbeam.engines.cpu.window_layers import ROWS_TOGETHER, all_window_layers
+from specbeam.engines.mapped import MappedFiles, mapped_files
+from specbeam.engines.source import Source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+KERNEL = 3  # neighbouring rows that a convolution reads for each of its own
+STRIDES = (1, 2)  # rows between those that the first and the second convolution begin with
+
+
+def misfit_of_convolutions(encoder: Any) -> str:
+    """Return the reason why the convolutions of an encoder of audio are not those that are known here; "" if they are."""
+    for name, stride in zip(("conv1", "conv2"), STRIDES, strict=True):
+        found = getattr(encoder, name, None)
+        if type(found) is not nn.Conv1d or found.padding_mode != "zeros":
+            return f"its module {name} is no plain convolution of one dimension"
+        shape = found.kernel_size, found.stride, found.padding, found.dilation, found.groups
+        if shape != ((KERNEL,), (stride,), (1,), (1,), 1):
+            return f"its convolution {name} has another kernel, stride, padding, dilation or number of groups"
+        if (deep := KERNEL * found.in_channels) % steps_in("float32"):
+            return f"its convolution {name} is {deep} deep, and that must be a multiple of {steps_in('float32')}"
+    return ""
+
+
+class Convolution:
+    """A convolution over rows, followed by GELU, as one product of neighbouring rows, side by side, with a matrix.
+
+    Its weights are never rounded: they are few, and what it makes of a window is read by all that follows.
+
+    Args:
+        module: that of transformers.
+        extras: of layers; what they say of the inner layer is not looked at.
+        tiled: see `kind_of_panels`.
+        files: what leaves memory once it was laid out.
+    """
+
+    def __init__(self, module: Any, extras: Extras, tiled: bool, files: MappedFiles) -> None:
+        matrix = module.weight.detach().permute(0, 2, 1).flatten(1)
+        self.panels = panels_of([[matrix]], kind_of_panels([matrix], None, tiled, files), files)[0]
+        self.bias = numbers_of(module.weight.new_zeros(0) if module.bias is None else module.bias)
+        self.columns = int(module.out_channels)
+        self.stride = int(module.stride[0])
+        self.extras = extras._replace(activation=GELU, gated=False)
+
+    def made_of(
+        self, padded: Float32[np.ndarray, "rows width"], threads: int
+    ) -> Float32[np.ndarray, "made_rows columns"]:
+        """Return what the convolution makes of rows, float32, with a row of zeros at either end, as `padded` has them.
+
+        Args:
+            threads: see `panels.multiply`.
+        """
+        width = padded.shape[1]
+        count = (len(padded) - KERNEL) // self.stride + 1
+        step = padded.itemsize
+        beside = np.lib.stride_tricks.as_strided(
+            padded, (count, KERNEL * width), (self.stride * width * step, step), writeable=False
+        )
+        made = np.zeros((count + 2, self.columns), dtype=np.float32)
+        for first in range(0, count, ROWS_TOGETHER):
+            some = beside[first : first + ROWS_TOGETHER].copy()
+            both = np.empty((len(some), len(self.panels) * WIDTH), dtype=np.float32)
+            multiply(some, self.panels, both, threads)
+            add_bias(both, self.bias)
+            activate(both, self.columns, self.extras, made[1 + first : 1 + first + len(some)])
+        return made
+
+
+class AudioEncoder(CompiledEncoder):
+    """The encoder of windows of audio; see `CompiledEncoder`. Windows of another length are left to transformers' encoder.
+
+    Its convolutions stay as they are where the matrices of its layers are rounded.
+    """
+
+    def __init__(self, model: "PreTrainedModel", decoder: CompiledDecoder) -> None:
+        super().__init__(model, decoder)
+        body: Any = self.module
+        files = mapped_files(model)
+        tiled = "tiles" in decoder.kind
+        self.dtype = body.conv1.weight.dtype
+        self.shape = int(body.conv1.in_channels), len(self.places) * STRIDES[1]
+        self.convolutions = [
+            Convolution(module, self.weights.extras, tiled, files) for module in (body.conv1, body.conv2)
+        ]
+        if self.threads > 1:
+            for convolution in self.convolutions:
+                TEAM.learn(convolution.panels)
+            TEAM.learn_function(FORM, do_window_share)
+
+    def forward(self, input_features: torch.Tensor) -> tuple[Float[torch.Tensor, "1 frames hidden"]]:
+        """Return the states of one window, given its features, float[1, channels, frames].
+
+        Raises `ValueError` if the window is not as long as the model's.
+        """
+        if input_features.shape[1:] != self.shape:
+            return (self.module(input_features=input_features)[0],)
+        (states,) = self.read([self._as_read(input_features[0])])
+        return (torch.from_numpy(states)[None],)
+
+    def _as_read(self, features: Float[torch.Tensor, "channels frames"]) -> Float32[np.ndarray, "channels frames"]:
+        """Return features in float32, rounded to the type of the model as transformers rounds them."""
+        found: Float32[np.ndarray, "channels frames"] = features.to(self.dtype).float().numpy()
+        return found
+
+    def inputs_of(self, source: Source) -> Float32[np.ndarray, "channels frames"] | None:
+        if source.name != "input_features" or source.inputs is None or source.inputs.shape[1:] != self.shape:
+            return None
+        return self._as_read(source.inputs[0])
+
+    def rows_of(self, inputs: Float32[np.ndarray, "channels frames"]) -> int:
+        return inputs.shape[1] // STRIDES[1]
+
+    def states_by_transformers(
+        self, inputs: Float32[np.ndarray, "channels frames"]
+    ) -> Float[torch.Tensor, "rows hidden"]:
+        """See `CompiledEncoder`; a window may be shorter than those of the model, and then has its first positions."""
+        short: Any = copy.deepcopy(self.module, {id(weight): weight for weight in self.module.parameters()})
+        rows = self.rows_of(inputs)
+        short.config.max_source_positions = rows
+        short.embed_positions = nn.Embedding.from_pretrained(short.embed_positions.weight[:rows])
+        states: torch.Tensor = short(input_features=torch.from_numpy(inputs)[None].to(self.dtype))[0]
+        return states[0]
+
+    def entering(
+        self, sources: Sequence[Float32[np.ndarray, "channels frames"]]
+    ) -> list[Float32[np.ndarray, "_ hidden"]]:
+        first, second = self.convolutions
+        each = []
+        with TEAM.threads(self.threads) as threads:
+            for features in sources:
+                padded = np.zeros((features.shape[1] + 2, len(features)), dtype=np.float32)
+                padded[1:-1] = features.T
+                made = second.made_of(first.made_of(padded, threads), threads)
+                each.append(made[1:-1] + self.places[: len(made) - 2])
+        return each
+
+    def run_layers(
+        self,
+        x: Float32[np.ndarray, "n hidden"],
+        places: Int64[np.ndarray, " n"],
+        lengths: Int64[np.ndarray, " sources"],
+    ) -> None:
+        ends = np.cumsum(lengths)
+        with TEAM.threads(self.threads) as threads:
+            all_window_layers(x, self.weights, self.angles, self.eps, self.heads, self.size, places, ends, threads)

@@ -1,0 +1,265 @@
+"""Attention of the rows of long windows to all rows of their window, alone or with a team of threads.
+
+Every row looks at every other, so nothing is masked, and the rows of a window are its keys, too. Queries are taken `WIDTH`
+at a time, side by side in registers: their scores of all keys are one product, with keys as its rows; softmax goes down the
+keys for all of these queries at once; and what they mix is a second product, with the dimensions of values as its rows. Only
+the scores of these queries are ever there, float32[frames, WIDTH], in the processor's cache.
+
+A task is such a block of queries of one head. Tasks share nothing that they write, and each is done by one thread: so the
+numbers are the same with any number of threads, and whatever other windows are in the pass.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from specbeam.engines.cpu.attention import ATTENTION_FORM_OF
+from specbeam.engines.cpu.odds import write_odds
+from specbeam.engines.cpu.panels import has_form, part_count
+from specbeam.engines.cpu.shares import (
+    COUNT,
+    FORMS,
+    FUNCTION,
+    PANELS,
+    SHARES,
+    THREADS,
+    WORDS,
+    finish,
+    publish,
+    take,
+    wait_for_all,
+)
+from specbeam.engines.cpu.sums import STEP, WIDTH, write_sums
+from specbeam.kernels.atomics import carray, pointer_to
+from specbeam.kernels.compiling import Array, compiled
+from specbeam.kernels.uncounted import compiled_without_counts
+
+FORM = max(ATTENTION_FORM_OF.values()) + 1  # its number in the memory of a team, after those of attention to caches
+_SHARES_EACH = 4  # of tasks for each thread
+# Places in the description of a call, int64[`_FIELDS`].
+_QKV, _ROWS, _COLUMNS, _ENDS, _WINDOWS, _OUT, _WIDE, _HEADS, _SIZE, _SCALE, _FIELDS = range(11)
+
+
+class WindowRoom(NamedTuple):
+    """Arrays that the tasks of a thread write into one after the other."""
+
+    queries: Array  # float32[size * WIDTH]: step by step, those of a task side by side
+    keys: Array  # float32[frames * size] of a head, in the parts that `write_sums` takes
+    values: Array  # the same, of more frames if `STEP` does not divide them
+    scores: Array  # float32[frames, WIDTH], or odds
+    mixed: Array  # float32[size, WIDTH]
+    total: Array  # float32[WIDTH]: the sum of the odds of each query
+
+
+@compiled_without_counts
+def _in_steps(frames: int) -> int:
+    """Return a number of frames, rounded up to what a product may be deep."""
+    return -(-frames // STEP) * STEP
+
+
+@compiled_without_counts
+def _gather_keys(qkv: Array, first: int, frames: int, column: int, size: int, keys: Array) -> None:
+    """Write the keys of a head to `keys`: part by part, each with a row for each dimension."""
+    parts = part_count(frames)
+    for part in range(parts):
+        start = part * frames // parts
+        count = (part + 1) * frames // parts - start
+        for row in range(count):
+            source = qkv[first + start + row]
+            for place in range(size):
+                keys[start * size + place * count + row] = source[column + place]
+
+
+@compiled_without_counts
+def _gather_values(qkv: Array, first: int, frames: int, column: int, size: int, values: Array) -> None:
+    """Write the values of a head to `values`: dimensions part by part, each with a row for each frame."""
+    deep = _in_steps(frames)
+    parts = part_count(size)
+    for part in range(parts):
+        start = part * size // parts
+        count = (part + 1) * size // parts - start
+        for frame in range(frames):
+            source = qkv[first + frame]
+            for row in range(count):
+                values[start * deep + frame * count + row] = source[column + start + row]
+        for place in range(start * deep + frames * count, start * deep + deep * count):
+            values[place] = np.float32(0)
+
+
+@compiled_without_counts
+def _gather_queries(
+    qkv: Array, first: int, count: int, column: int, size: int, scale: np.float32, queries: Array
+) -> None:
+    """Write `count` queries of a head, scaled, to `queries`; those that are missing from a block are zeros."""
+    for row in range(WIDTH):
+        if row < count:
+            source = qkv[first + row]
+            for place in range(size):
+                queries[place * WIDTH + row] = source[column + place] * scale
+        else:
+            for place in range(size):
+                queries[place * WIDTH + row] = np.float32(0)
+
+
+@compiled_without_counts
+def _attend_block(room: WindowRoom, frames: int, size: int) -> None:
+    """Write what the queries of `room` mix of the values there, times the sums of their odds, to `room.mixed`."""
+    parts = part_count(frames)
+    flat = room.scores.reshape(-1)
+    for part in range(parts):
+        start = part * frames // parts
+        count = (part + 1) * frames // parts - start
+        write_sums(count, room.queries, 0, WIDTH, room.keys, start * size, flat, start * WIDTH, WIDTH, size, 0, 0)
+    write_odds(room.scores, frames, room.total)
+    deep = _in_steps(frames)
+    flat[frames * WIDTH : deep * WIDTH] = np.float32(0)
+    mixed = room.mixed.reshape(-1)
+    parts = part_count(size)
+    for part in range(parts):
+        start = part * size // parts
+        count = (part + 1) * size // parts - start
+        write_sums(count, flat, 0, WIDTH, room.values, start * deep, mixed, start * WIDTH, WIDTH, deep, 0, 0)
+
+
+@compiled_without_counts
+def _do_tasks_in(
+    room: WindowRoom,
+    begin: int,
+    end: int,
+    qkv: Array,
+    ends: Array,
+    heads: int,
+    size: int,
+    scale: np.float32,
+    out: Array,
+) -> None:
+    """Do the tasks begin .. end of `attend_within` in a room that has been made."""
+    task = 0
+    first = 0
+    for window in range(len(ends)):
+        frames = ends[window] - first
+        blocks = -(-frames // WIDTH)
+        for head in range(heads):
+            known = False
+            for block in range(blocks):
+                is_here = begin <= task < end
+                task += 1
+                if not is_here:
+                    continue
+                if not known:
+                    _gather_keys(qkv, first, frames, (heads + head) * size, size, room.keys)
+                    _gather_values(qkv, first, frames, (2 * heads + head) * size, size, room.values)
+                    known = True
+                start = first + block * WIDTH
+                count = min(WIDTH, first + frames - start)
+                _gather_queries(qkv, start, count, head * size, size, scale, room.queries)
+                _attend_block(room, frames, size)
+                for query in range(count):
+                    goal = out[start + query]
+                    share = np.float32(1) / room.total[query]
+                    for place in range(size):
+                        goal[head * size + place] = room.mixed[place, query] * share
+        first = ends[window]
+
+
+@compiled
+def _do_tasks(
+    begin: int, end: int, qkv: Array, ends: Array, heads: int, size: int, scale: np.float32, out: Array
+) -> None:
+    """Do the tasks begin .. end of `attend_within`."""
+    longest = 0
+    first = 0
+    for window in range(len(ends)):
+        longest = max(longest, ends[window] - first)
+        first = ends[window]
+    deep = _in_steps(longest)
+    room = WindowRoom(
+        np.empty(size * WIDTH, dtype=np.float32),
+        np.empty(longest * size, dtype=np.float32),
+        np.empty(deep * size, dtype=np.float32),
+        np.empty((deep, WIDTH), dtype=np.float32),
+        np.empty((size, WIDTH), dtype=np.float32),
+        np.empty(WIDTH, dtype=np.float32),
+    )
+    _do_tasks_in(room, begin, end, qkv, ends, heads, size, scale, out)
+
+
+@compiled
+def attend_within(qkv: Array, ends: Array, heads: int, size: int, scale: np.float32, out: Array, threads: int) -> None:
+    """Write the attention of all rows to all rows of their windows to `out`, float32[rows, heads * size].
+
+    Args:
+        qkv: float32[rows, ...], contiguous: queries, keys and values of all heads, as `write_qkv` writes them.
+        ends: int64[windows]: one past the last row of each window; they follow each other.
+        size: of a head, a multiple of `STEP`.
+        scale: what scores are multiplied with.
+        threads: see `panels.multiply`.
+    """
+    tasks = 0
+    first = 0
+    for window in range(len(ends)):
+        tasks += heads * -(-(ends[window] - first) // WIDTH)
+        first = ends[window]
+    if threads > 1 and tasks > 1 and has_form(threads, FORM):
+        _attend_with_team(qkv, ends, heads, size, scale, out, tasks, threads)
+    else:
+        _do_tasks(0, tasks, qkv, ends, heads, size, scale, out)
+
+
+@compiled
+def _attend_with_team(
+    qkv: Array, ends: Array, heads: int, size: int, scale: np.float32, out: Array, tasks: int, address: int
+) -> None:
+    """Do all tasks of `attend_within`, with the team whose memory is at this address."""
+    team = carray(pointer_to(address), (WORDS,), np.int64)
+    scales = np.array([scale])
+    call = np.empty(_FIELDS, dtype=np.int64)
+    call[_QKV] = qkv.ctypes.data
+    call[_ROWS] = qkv.shape[0]
+    call[_COLUMNS] = qkv.shape[1]
+    call[_ENDS] = ends.ctypes.data
+    call[_WINDOWS] = len(ends)
+    call[_OUT] = out.ctypes.data
+    call[_WIDE] = out.shape[1]
+    call[_HEADS] = heads
+    call[_SIZE] = size
+    call[_SCALE] = scales.ctypes.data
+    team[FUNCTION] = team[FORMS + FORM]
+    team[PANELS] = call.ctypes.data
+    team[COUNT] = tasks
+    _share_tasks(team, call, scales, qkv, ends, heads, size, scale, out, tasks)
+
+
+@compiled
+def _share_tasks(
+    team: Array, call: Array, scales: Array, qkv: Array, ends: Array, heads: int, size: int, scale: np.float32, out: Array,
+    tasks: int,
+) -> None:  # fmt: skip
+    """Do the tasks that `call` describes, with whoever helps. The caller keeps all arrays until then.
+
+    They are arguments for that reason alone; see `attention._share_tasks`.
+    """
+    shares = min(team[THREADS] * _SHARES_EACH, tasks)
+    publish(team, shares)
+    share = take(team)
+    while share >= 0:
+        _do_tasks(share * tasks // shares, (share + 1) * tasks // shares, qkv, ends, heads, size, scale, out)
+        finish(team)
+        share = take(team)
+    wait_for_all(team, shares)
+
+
+@compiled
+def do_window_share(address: int, share: int) -> None:
+    """Do a share of the attention that the memory of a team describes."""
+    team = carray(pointer_to(address), (WORDS,), np.int64)
+    call = carray(pointer_to(team[PANELS]), (_FIELDS,), np.int64)
+    qkv = carray(pointer_to(call[_QKV]), (call[_ROWS], call[_COLUMNS]), np.float32)
+    ends = carray(pointer_to(call[_ENDS]), (call[_WINDOWS],), np.int64)
+    out = carray(pointer_to(call[_OUT]), (call[_ROWS], call[_WIDE]), np.float32)
+    scales = carray(pointer_to(call[_SCALE]), (1,), np.float32)
+    tasks = team[COUNT]
+    shares = team[SHARES]
+    _do_tasks(
+        share * tasks // shares, (share + 1) * tasks // shares, qkv, ends, call[_HEADS], call[_SIZE], scales[0], out
+    )
