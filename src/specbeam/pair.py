@@ -173,9 +173,9 @@ def load(
             (docs/guides/scale.md). Only that of rank 0 returns; the others do as it says until it ends, and end then
             (`SystemExit`). The draft is whole, and in rank 0 alone. `check` is not done.
         kv: "bfloat16" keeps the target's keys and values rounded to bfloat16, for long texts in half the memory, in the
-            compiled forward of a CPU. It is another model: the output has the law of the target with rounded keys and
-            values, and reports say so. So does a draft that is the target with rounded weights. None: as the engine
-            computes, in float32 on a CPU.
+            compiled forward of a CPU; those of sources, too. It is another model: the output has the law of the target with
+            rounded keys and values, and reports say so. So does a draft that is the target with rounded weights. None: as
+            the engine computes, in float32 on a CPU.
 
     Raises:
         BadSetting: an option is wrong.
@@ -230,7 +230,8 @@ def load(
     else:
         target_lm = language_model(target_model, check, _own(quantize), compile, share_from, rounded_kv)
     if draft_model is not None and reads_sources(draft_model):
-        draft_lm: LM | None = _reading_draft(draft_model, target_lm, check, _own(quantize_draft))
+        own_kv: KeptAs = rounded_kv if draft_model is target_model else "float32"
+        draft_lm: LM | None = _reading_draft(draft_model, target_lm, check, _own(quantize_draft), own_kv)
     elif draft_model is target_model:  # a model may draft for itself, but it needs a second cache for that
         engine = _own(quantize_draft) or ("torch" if target_lm.engine == "torch" else "auto")
         draft_lm = HuggingFaceLM(draft_model, engine=engine, share_from=share_from, kv=rounded_kv)
@@ -334,7 +335,7 @@ def _check_draft_of_sources(model: "PreTrainedModel", draft: Any, share_from: Sh
 
 
 def _reading_draft(
-    model: "PreTrainedModel", target: HuggingFaceLM, check: bool, quantize: "Quantize | None"
+    model: "PreTrainedModel", target: HuggingFaceLM, check: bool, quantize: "Quantize | None", kv: KeptAs = "float32"
 ) -> EncoderDecoderLM:
     """Return the language model of a draft that reads sources. Raises `NotSupported` if the target does not."""
     if not isinstance(target, EncoderDecoderLM):
@@ -353,7 +354,7 @@ def _reading_draft(
     _use_a_backend_with_masks(model)
     model.eval()
     # It needs a cache of its own for each target.
-    lm = EncoderDecoderLM(model, encoder=target.encoder, engine=quantize or "auto")
+    lm = EncoderDecoderLM(model, encoder=target.encoder, engine=quantize or "auto", kv=kv)
     if check and model is not target.model:
         check_scores_forests(lm)
     return lm
@@ -452,11 +453,7 @@ def _cached_language_model(model: "PreTrainedModel", check: bool, options: tuple
         if reads_sources(model):
             if compile:
                 raise _not_compiled(model)
-            if kv != "float32":
-                raise NotSupported(
-                    f"kv={kv!r} is for decoder-only models, and {type(model).__name__} has an encoder; leave it out"
-                )
-            lm = EncoderDecoderLM(model, engine=quantize or "auto")
+            lm = EncoderDecoderLM(model, engine=quantize or "auto", kv=kv)
         else:
             lm = HuggingFaceLM(model, engine=quantize or "auto", share_from=share_from, kv=kv)
         if compile and lm.engine == "plain":

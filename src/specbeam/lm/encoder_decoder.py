@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 
 from specbeam.core.forest import Forest
 from specbeam.engines.answers import LOGITS
+from specbeam.engines.cpu.cache_words import WORDS, KeptAs
 from specbeam.engines.cpu.encoder import CompiledEncoder
 from specbeam.engines.cpu.source_passes import CompiledSourcePasses
 from specbeam.engines.eligibility import has_own_encoder
@@ -40,6 +42,8 @@ class EncoderDecoderLM(HuggingFaceLM):
             model's own.
         engine: what runs the decoder: "gpu", "compiled", "int8", "int4", "plain" or "auto"; see `HuggingFaceLM`. A compiled
             one runs the encoder, too, unless it has hooks or modules that are not those of its family.
+        kv: "bfloat16" rounds the decoder's keys and values, its own and those of sources, as they are stored; see
+            `HuggingFaceLM`.
 
     Attributes:
         encoder: the encoder that reads sources for this model.
@@ -55,13 +59,14 @@ class EncoderDecoderLM(HuggingFaceLM):
         chunk: int = CHUNK,
         encoder: nn.Module | None = None,
         engine: str = "auto",
+        kv: KeptAs = "float32",
     ) -> None:
         if encoder is None and not has_own_encoder(model):
             raise NotSupported(
                 f"{type(model).__name__} is a decoder without its encoder; it can only draft for a model that has one: "
                 "load(target, draft=...)"
             )
-        super().__init__(model, chunk, engine, None)
+        super().__init__(model, chunk, engine, None, kv)
         self.encoder: Any = self.runner.own_encoder() if encoder is None else encoder
         module = self.encoder.module if isinstance(self.encoder, CompiledEncoder) else self.encoder
         self.input_name: Literal["input_ids", "input_features"] = "input_features" if _hears(module) else "input_ids"
@@ -74,7 +79,7 @@ class EncoderDecoderLM(HuggingFaceLM):
         config = self.model.config
         heads = int(getattr(config, "decoder_attention_heads", None) or config.num_attention_heads)
         size = int(getattr(config, "d_kv", None) or config.d_model // heads)
-        number = 4 if self.engine in COMPILED else int(self.model.dtype.itemsize)
+        number = np.dtype(WORDS[self.kv]).itemsize if self.engine in COMPILED else int(self.model.dtype.itemsize)
         return 2 * decoder_layers(self.model) * heads * size * number
 
     @property

@@ -427,6 +427,16 @@ class CompiledDecoder:
         normalise(x, self.last_norm, self.eps, out)
         return out
 
+    @property
+    def _no_sources(self) -> Sources:
+        """What stands for sources where there are none yet, with keys and values of the type that they are kept as."""
+        if not self.architecture.family.cross:
+            return _NO_SOURCES
+        words = WORDS[self.kv]
+        keys = np.zeros((0,) * _NO_SOURCES.keys.ndim, dtype=words)
+        values = np.zeros((0,) * _NO_SOURCES.values.ndim, dtype=words)
+        return _NO_SOURCES._replace(keys=keys, values=values)
+
     @cached_property
     def addresses(self) -> tuple[int, int]:
         """The addresses of `all_layers` and `score_rows`, in their forms for the types of this model's arrays."""
@@ -436,7 +446,7 @@ class CompiledDecoder:
         layers = address_of(
             all_layers, floats, self.weights, self.angles, self.eps, self.heads, numbers, numbers[None], numbers,
             np.zeros((1, 1, 1), dtype=bool), _NO_DISTANCES, self.kinds, store.keys_by_panel, store.values_by_slot,
-            _NO_SOURCES, numbers, floats, 1,
+            self._no_sources, numbers, floats, 1,
         )  # fmt: skip
         return layers, address_of(score_rows, floats, self.last_norm, self.eps, self.head, floats, 1)
 

@@ -11,6 +11,7 @@ from jaxtyping import Float, Float32, Int32, Int64
 from specbeam.engines.cpu.audio_encoder import AudioEncoder, misfit_of_convolutions
 from specbeam.engines.cpu.cache import CpuCache
 from specbeam.engines.cpu.cache_steps import CacheArrays
+from specbeam.engines.cpu.cache_words import WORDS, KeptAs
 from specbeam.engines.cpu.decoder import CompiledDecoder, Rows, SourceReader
 from specbeam.engines.cpu.encoder import TOGETHER, TextEncoder, misfit
 from specbeam.engines.cpu.passes import PackedPasses
@@ -33,10 +34,18 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
 
     def __init__(self, model: "PreTrainedModel", decoder: CompiledDecoder, caches: list[CpuCache]) -> None:
         super().__init__(model, decoder, caches)
-        layers = len(decoder.kinds)
-        self.cross = CrossPanels(layers, decoder.heads, decoder.size, WIDTH)
+        self.cross = self._new_cross()
         self.readers = []
         self.reader = SourceReader(model, decoder)
+
+    def _new_cross(self) -> CrossPanels:
+        """Return an empty store of sources, whose keys and values are kept as those of the decoder's own are."""
+        decoder = self.decoder
+        return CrossPanels(len(decoder.kinds), decoder.heads, decoder.size, WIDTH, WORDS[decoder.kv])
+
+    def keep_kv_as(self, kv: KeptAs) -> None:
+        super().keep_kv_as(kv)
+        self.cross = self._new_cross()
 
     @property
     def most_positions(self) -> int | None:

@@ -173,16 +173,18 @@ class CrossPanels:
     Args:
         layers, heads, size: of the decoder.
         width: frames of a panel; the columns of values are padded with zeros to a multiple of it.
+        words: dtype of the buffers: float32, or uint16 for the bits of bfloat16 numbers, to which all are then rounded.
 
     Attributes:
-        keys: float32[layers, rows, heads, panels, size, frames of a panel].
-        values: float32[layers, rows, heads, frames, padded size].
+        keys: words[layers, rows, heads, panels, size, frames of a panel].
+        values: words[layers, rows, heads, frames, padded size].
         lengths: number of frames of each row in use.
     """
 
-    def __init__(self, layers: int, heads: int, size: int, width: int) -> None:
+    def __init__(self, layers: int, heads: int, size: int, width: int, words: Any = np.float32) -> None:
         self.shape = layers, heads, size
         self.width = width
+        self.words = np.dtype(words)
         self.lengths: list[int] = []
         self.clear()
 
@@ -202,7 +204,8 @@ class CrossPanels:
         frames = len(both)
         self._reserve(row + 1, frames)
         panels = -(-frames // self.width)
-        keys = np.zeros((panels * self.width, *both.shape[1:2], *both.shape[3:]), dtype=np.float32)
+        both = _in_words(both, self.words)
+        keys = np.zeros((panels * self.width, *both.shape[1:2], *both.shape[3:]), dtype=self.words)
         keys[:frames] = both[:, :, 0]
         by_panel = keys.reshape(panels, self.width, *keys.shape[1:])
         self.keys[:, row, :, :panels] = by_panel.transpose(2, 3, 0, 4, 1)
@@ -240,8 +243,16 @@ class CrossPanels:
     def _allocate(self, rows: int, panels: int) -> None:
         layers, heads, size = self.shape
         padded = -(-size // self.width) * self.width
-        self.keys = np.zeros((layers, rows, heads, panels, size, self.width), dtype=np.float32)
-        self.values = np.zeros((layers, rows, heads, panels * self.width, padded), dtype=np.float32)
+        self.keys = np.zeros((layers, rows, heads, panels, size, self.width), dtype=self.words)
+        self.values = np.zeros((layers, rows, heads, panels * self.width, padded), dtype=self.words)
+
+
+def _in_words(numbers: Float32[np.ndarray, "..."], words: np.dtype) -> np.ndarray:
+    """Return numbers as buffers of this dtype hold them: themselves, or the bits of the nearest bfloat16 numbers."""
+    if words == np.float32:
+        return numbers
+    rounded = torch.from_numpy(np.ascontiguousarray(numbers)).to(torch.bfloat16)
+    return rounded.view(torch.int16).numpy().view(words)
 
 
 class ReadsSources(ABC):
