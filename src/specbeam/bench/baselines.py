@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from specbeam.bench.outcome import Contender, Outcome
+from specbeam.engines.eligibility import reads_sources
 from specbeam.errors import BadSetting, MissingPackage, NotSupported
 from specbeam.generation import Prompt
 from specbeam.pair import Pair
@@ -64,7 +65,8 @@ def transformers(pair: Pair, mode: str, beams: int = 4, **options: Any) -> Conte
 def _answers(pair: Pair, prompts: list[Prompt], arguments: dict[str, Any]) -> list[list[int]]:
     """Return the new tokens of each prompt, from one call of transformers' `generate`."""
     tokenizer: Any = pair.tokenizer
-    tokenizer.padding_side = "left"
+    reads = reads_sources(pair.target_model)
+    tokenizer.padding_side = "right" if reads else "left"
     starts = [_tokens_of(pair, prompt) for prompt in prompts]
     masks = [[1] * len(start) for start in starts]
     batch = tokenizer.pad(
@@ -73,7 +75,8 @@ def _answers(pair: Pair, prompts: list[Prompt], arguments: dict[str, Any]) -> li
     with torch.inference_mode():
         sequences = pair.target_model.generate(**batch, **arguments)
     ends = _end_tokens(pair)
-    new_tokens = sequences[:, batch["input_ids"].shape[1] :].tolist()
+    before = 1 if reads else batch["input_ids"].shape[1]  # the decoder's start token, or the prompt
+    new_tokens = sequences[:, before:].tolist()
     return [_without_padding(row, ends, tokenizer.pad_token_id) for row in new_tokens]
 
 
@@ -121,9 +124,14 @@ def ctranslate2(
     Raises:
         BadSetting: the mode is unknown.
         MissingPackage: ctranslate2 is not installed.
+        NotSupported: the target reads sources.
     """
     if mode not in ("greedy", "sampling", "beam_search"):
         raise BadSetting(f"ctranslate2/{mode} is not known; it is greedy, sampling or beam_search")
+    if reads_sources(pair.target_model):
+        raise NotSupported(
+            f"the baseline runs decoder-only models in CTranslate2, and {type(pair.target_model).__name__} has an encoder"
+        )
     try:
         from ctranslate2 import Generator
         from ctranslate2.converters import TransformersConverter

@@ -125,10 +125,8 @@ def grown(model: "PreTrainedModel", to: Size | int, seed: int = 0) -> "PreTraine
     config.rms_norm_eps = model.config.rms_norm_eps * own.hidden / size.hidden
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[number % own.layers] for number in range(size.layers)]
-    large = _random_model(type(model), config, model, seed)
-    if _holds_bfloat16(model) and large.dtype != torch.bfloat16:
-        for weight in _matrices(large):
-            weight.copy_(weight.bfloat16())
+    large = random_model(type(model), config, model, seed)
+    keep_short(large, model)
     norm_scale = math.sqrt(own.hidden / size.hidden)  # a norm over more width divides by less
     large.model.embed_tokens.weight.zero_()
     insert(large.model.embed_tokens.weight, model.model.embed_tokens.weight)
@@ -145,7 +143,7 @@ def grown(model: "PreTrainedModel", to: Size | int, seed: int = 0) -> "PreTraine
     return large.eval()
 
 
-def _random_model(kind: Any, config: Any, like: "PreTrainedModel", seed: int) -> Any:
+def random_model(kind: Any, config: Any, like: "PreTrainedModel", seed: int) -> Any:
     """Return a model with random weights, of the class `kind`.
 
     It has the dtype of the model `like` and is made on the same device, so that billions of numbers for a GPU are not
@@ -160,6 +158,13 @@ def _random_model(kind: Any, config: Any, like: "PreTrainedModel", seed: int) ->
             return kind(config)  # is not cast afterwards: rotary frequencies have to stay float32
     finally:
         torch.set_default_dtype(before)
+
+
+def keep_short(large: "PreTrainedModel", model: "PreTrainedModel") -> None:
+    """Round the matrices of a new model to bfloat16 numbers if those of the model it grows from are such."""
+    if _holds_bfloat16(model) and large.dtype != torch.bfloat16:
+        for weight in _matrices(large):
+            weight.copy_(weight.bfloat16())
 
 
 def _holds_bfloat16(model: nn.Module) -> bool:
@@ -190,11 +195,16 @@ def insert(new: torch.Tensor, old: torch.Tensor) -> None:
     new[tuple(slice(length) for length in old.shape)] = old
 
 
+def check_no_less(own: Any, size: Any) -> None:
+    """Raise `BadSetting` if a dimension of a size is smaller than in `own`, of the same dataclass."""
+    for name, has in vars(own).items():
+        if getattr(size, name) < has:
+            raise BadSetting(f"{name} is {getattr(size, name)}; a model does not shrink, it has {has}")
+
+
 def _check(own: Size, size: Size) -> None:
     """Raise `BadSetting` if a dimension is smaller than in `own`, or if heads per key-value head differ."""
-    for name in ("hidden", "layers", "inner", "heads", "kv_heads"):
-        if getattr(size, name) < getattr(own, name):
-            raise BadSetting(f"{name} is {getattr(size, name)}; a model does not shrink, it has {getattr(own, name)}")
+    check_no_less(own, size)
     if size.heads * own.kv_heads != size.kv_heads * own.heads:
         raise BadSetting(
             f"{size.heads} heads on {size.kv_heads} key-value heads; keep the model's {own.heads} on {own.kv_heads}"

@@ -16,6 +16,7 @@ from specbeam.bench.speed import speed
 from specbeam.bench.speed_report import as_markdown, plot
 from specbeam.cli.common import method_from
 from specbeam.cli.widening import grown_pair
+from specbeam.engines.eligibility import reads_sources
 from specbeam.errors import BadSetting
 from specbeam.pair import BUNDLED, Pair
 from specbeam.prompts import PromptRow, read, spread
@@ -49,8 +50,12 @@ def run(
     if threads is not None:
         torch.set_num_threads(threads)
     given = [*map(PromptRow, texts), *(row for file in files for row in read(str(file), None, columns))]
+    pair = grown_pair(model, draft, grow, grow_draft, quantize, grow_vocab, sources=True)
+    if not given and reads_sources(pair.target_model):
+        raise BadSetting(
+            f"{type(pair.target_model).__name__} reads sources of its own kind; give some by --prompt or --file"
+        )
     prompts = spread(given or demo_rows(), rows)
-    pair = grown_pair(model, draft, grow, grow_draft, quantize, grow_vocab)
     running = [_contender(pair, text, options) for text in contenders or [*DEFAULT, *_of_head(pair)]]
     console = Console(stderr=True, highlight=False)
     tables = []

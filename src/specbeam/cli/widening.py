@@ -6,8 +6,10 @@ from typing import Any
 
 from specbeam.bench.widen_head import grown_head
 from specbeam.bench.widen_model import grown
+from specbeam.bench.widen_reader import grown_reader
 from specbeam.bench.widen_vocabulary import with_words
 from specbeam.cli.common import quiet_load
+from specbeam.engines.eligibility import reads_sources
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.heads.head import Head
 from specbeam.heads.read import head_model
@@ -18,7 +20,7 @@ from specbeam.pair import Pair, load
 
 def grown_pair(
     model: str, draft: str | None, grow: str | None, grow_draft: str | None = None, quantize: Any = None,
-    grow_vocab: str | None = None,
+    grow_vocab: str | None = None, sources: bool = False,
 ) -> Pair:  # fmt: skip
     """Load a pair, and enlarge its models without changing what they compute.
 
@@ -27,11 +29,16 @@ def grown_pair(
         grow, grow_draft: numbers of parameters like "100M"; None: the model stays as it is. Those of the new words count.
         quantize: as for `specbeam.load`.
         grow_vocab: the number of words of both models, like "128K"; None: it stays as it is.
+        sources: whether the command takes encoder-decoder models; see `quiet_load`.
     """
     if grow is None and grow_draft is None and grow_vocab is None:
-        return quiet_load(model, draft, quantize=quantize)
-    pair = quiet_load(model, draft)
+        return quiet_load(model, draft, quantize=quantize, sources=sources)
+    pair = quiet_load(model, draft, sources=sources)
     target = pair.target_model
+    if grow_vocab is not None and reads_sources(target):
+        raise BadSetting(
+            f"--grow-vocab is for decoder-only models, and {type(target).__name__} has an encoder; leave it out"
+        )
     draft_model: Any = pair.draft_model
     if is_rounding(draft):
         if grow_draft is not None:
@@ -46,7 +53,7 @@ def grown_pair(
     if grow_draft is not None:
         if draft_model is None:
             raise BadSetting("--grow-draft enlarges the draft model, and there is none; give --draft")
-        draft_model = grown(draft_model, parameters(grow_draft, "--grow-draft"))
+        draft_model = _grown(draft_model, parameters(grow_draft, "--grow-draft"))
     return load(target, draft_model, pair.tokenizer, quantize=quantize)
 
 
@@ -77,8 +84,13 @@ def _enlarged(target: Any, grow: str | None, grow_vocab: str | None) -> Any:
     if grow_vocab is not None:
         target = with_words(target, parameters(grow_vocab, "--grow-vocab"))
     if grow is not None:
-        target = grown(target, parameters(grow))
+        target = _grown(target, parameters(grow))
     return target
+
+
+def _grown(model: Any, count: int) -> Any:
+    """Return a model of about this many weights with the same function."""
+    return grown_reader(model, count) if reads_sources(model) else grown(model, count)
 
 
 def parameters(text: str, option: str = "--grow") -> int:

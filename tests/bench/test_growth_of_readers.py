@@ -1,0 +1,192 @@
+"""A grown T5 has more weights and the same function; so beam search on it can be timed beside transformers'."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import T5Config
+
+import specbeam as sb
+from specbeam.bench.baselines import ctranslate2, transformers
+from specbeam.bench.outcome import specbeam
+from specbeam.bench.speed import speed
+from specbeam.bench.widen_model import grown
+from specbeam.bench.widen_reader import ReaderSize, grown_reader, reader_size_for
+from specbeam.cli.bench_speed import run
+from specbeam.cli.widening import grown_pair
+from specbeam.errors import BadSetting, NotSupported
+from specbeam.prompts import PromptRow
+from tests.support import words
+from tests.support.tiny_models import tiny
+from tests.support.tiny_sources import VOCAB, tiny_reader
+
+GATED = {"feed_forward_proj": "gated-gelu"}
+MODELS = {
+    "t5": ("t5", {}),
+    "t5 1.1": ("t5", GATED | {"tie_word_embeddings": False}),
+    "t5 gated and tied": ("t5", GATED),
+    "mt5": ("mt5", {}),
+    "umt5": ("umt5", {}),
+}
+CLOSE = 3e-4  # of the spread of logits: large weights make much of what float32 rounds
+EPS = 0.03  # so large that a norm which forgets to scale it is found
+
+
+def model_of(name, **changes):
+    family, known = MODELS[name]
+    return tiny_reader(family, layer_norm_epsilon=EPS, **(known | changes))
+
+
+def text_of(length, rows, seed):
+    return torch.randint(3, VOCAB, (rows, length), generator=torch.manual_seed(seed))
+
+
+@torch.inference_mode()
+def logits(model):
+    mask = torch.ones(3, 11, dtype=torch.long)
+    mask[1, 7:] = 0  # a shorter source
+    return model(input_ids=text_of(11, 3, 0), attention_mask=mask, decoder_input_ids=text_of(20, 3, 1)).logits
+
+
+def spreads_off(found, expected):
+    return float((found - expected).abs().max() / expected.std())
+
+
+def enlarged(model, **factors):
+    own = ReaderSize.of(model.config)
+    return replace(own, **{name: getattr(own, name) * factor for name, factor in factors.items()})
+
+
+ALL = {"hidden": 3, "encoder_layers": 2, "decoder_layers": 3, "inner": 2, "heads": 2}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_function_stays_whatever_grows(name):
+    model = model_of(name)
+    expected = logits(model)
+    for factors in [{one: factor} for one, factor in ALL.items()] + [{"hidden": 4}, ALL]:
+        size = enlarged(model, **factors)
+        large = grown_reader(model, size)
+        assert ReaderSize.of(large.config) == size
+        assert large.num_parameters() > model.num_parameters()
+        assert spreads_off(logits(large), expected) < CLOSE, factors
+
+
+def without_what_logits_are_divided_by(model, large):
+    weight = large.decoder.final_layer_norm.weight
+    weight.mul_((model.config.d_model / large.config.d_model) ** 0.5)
+
+
+def with_the_former_eps(model, large):
+    for module in large.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = EPS
+
+
+def with_new_heads_that_write(model, large):
+    attention = large.encoder.block[0].layer[0].SelfAttention
+    attention.o.weight[: model.config.d_model, -1] = 0.3
+
+
+def with_new_layers_that_write(model, large):
+    large.decoder.block[-1].layer[-1].DenseReluDense.wo.weight[0] = 0.3
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        without_what_logits_are_divided_by,
+        with_the_former_eps,
+        with_new_heads_that_write,
+        with_new_layers_that_write,
+    ],
+)
+@torch.no_grad()
+def test_each_thing_that_growth_takes_care_of_counts(mistake):
+    model = model_of("t5")
+    large = grown_reader(model, enlarged(model, **ALL))
+    mistake(model, large)
+    assert spreads_off(logits(large), logits(model)) > 5 * CLOSE
+
+
+@pytest.mark.parametrize("name", ["t5", "t5 1.1"])
+def test_texts_are_those_of_the_small_model(name):
+    model = model_of(name)
+    large = grown_reader(model, enlarged(model, **ALL))
+    given = [one.tolist() for one in text_of(9, 3, 2)]
+    found = [
+        sb.generate(sb.load(one), given, sb.beam_search(5), max_new_tokens=12, eos_token_id=[])
+        for one in (model, large)
+    ]
+    for small, same in zip(*found, strict=True):
+        assert [beam.tokens for beam in same.beams] == [beam.tokens for beam in small.beams]
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_numbers_are_as_short_as_those_of_the_model(short):
+    model = model_of("t5")
+    if short:
+        model = model.bfloat16().float()
+    large = grown_reader(model, enlarged(model, **ALL))
+    matrices = [one.weight for one in large.modules() if isinstance(one, torch.nn.Linear | torch.nn.Embedding)]
+    assert all(torch.equal(weight, weight.bfloat16().float()) for weight in matrices) == short
+
+
+def test_a_number_of_parameters_becomes_a_usual_shape():
+    config = T5Config(
+        vocab_size=6144, d_model=256, d_kv=64, d_ff=512, num_layers=4, num_decoder_layers=2, num_heads=4, **GATED
+    )
+    size = reader_size_for(config, 100_000_000)
+    assert abs(size.parameters(config) - 100e6) < 10e6
+    assert 512 <= size.hidden <= 1024
+    assert size.heads * config.d_kv == size.hidden
+    assert abs(size.encoder_layers - 2 * size.decoder_layers) <= 1
+
+
+def test_a_model_does_not_shrink_and_others_are_refused():
+    model = model_of("t5")
+    own = ReaderSize.of(model.config)
+    with pytest.raises(BadSetting, match="heads is 3; a model does not shrink, it has 4"):
+        grown_reader(model, replace(own, heads=3))
+    with pytest.raises(BadSetting, match="already"):
+        grown_reader(model, 10)
+    with pytest.raises(NotSupported, match="this is MarianMTModel"):
+        grown_reader(tiny_reader("marian"), 10**7)
+    with pytest.raises(NotSupported, match="this is LlamaForCausalLM"):
+        grown_reader(tiny("llama"), 10**7)
+    with pytest.raises(NotSupported, match="T5ForConditionalGeneration is t5"):
+        grown(model, 10**7)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    model = tiny_reader("t5", vocab_size=len(words.tokenizer()), pad_token_id=2, eos_token_id=1)
+    model.save_pretrained(tmp_path)
+    words.tokenizer().save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_the_speed_of_a_grown_reader_is_measured_beside_transformers(folder):
+    pair = grown_pair(folder, None, "300K", sources=True)
+    assert abs(pair.target_model.num_parameters() - 300_000) < 100_000
+    running = [
+        transformers(pair, "beam_search", 5, max_new_tokens=8),
+        specbeam(pair, "beams", sb.beam_search(5), max_new_tokens=8),
+    ]
+    given = ["abc", "Hello you"]
+    theirs, ours = (one.run(given, 0).tokens for one in running)
+    assert ours == theirs
+    assert max(map(len, ours)) > 1
+    lines = speed(pair, running, [PromptRow(text) for text in given], batch_size=2, repeats=1)
+    assert lines[0].logp_per_token == pytest.approx(lines[1].logp_per_token, rel=1e-4)
+
+
+def test_what_does_not_take_sources_says_so(folder):
+    with pytest.raises(NotSupported, match="this command continues prompts"):
+        grown_pair(folder, None, "300K")
+    with pytest.raises(BadSetting, match="--grow-vocab is for decoder-only models"):
+        grown_pair(folder, None, None, grow_vocab="128K", sources=True)
+    with pytest.raises(NotSupported, match="has an encoder"):
+        ctranslate2(sb.load(folder), "beam_search")
+    with pytest.raises(BadSetting, match="reads sources of its own kind; give some by --prompt or --file"):
+        run([], [], [], (1, 2), folder, None, None, None, None, None, 3, [1], 1, None, {}, None, True)
