@@ -1,5 +1,6 @@
 """Baselines that run the same target model: transformers' own `generate`, and CTranslate2."""
 
+import copy
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -112,7 +113,7 @@ def _end_tokens(pair: Pair) -> set[int]:
 def ctranslate2(
     pair: Pair, mode: str, beams: int = 4, compute_type: str = "float32", threads: int | None = None, **options: Any
 ) -> Contender:
-    """Return a contender that answers with CTranslate2's generator. The target is converted for it here, once.
+    """Return a contender that answers with CTranslate2. The target is converted for it here, once.
 
     Args:
         mode: "greedy", "sampling" or "beam_search".
@@ -124,16 +125,11 @@ def ctranslate2(
     Raises:
         BadSetting: the mode is unknown.
         MissingPackage: ctranslate2 is not installed.
-        NotSupported: the target reads sources.
     """
     if mode not in ("greedy", "sampling", "beam_search"):
         raise BadSetting(f"ctranslate2/{mode} is not known; it is greedy, sampling or beam_search")
-    if reads_sources(pair.target_model):
-        raise NotSupported(
-            f"the baseline runs decoder-only models in CTranslate2, and {type(pair.target_model).__name__} has an encoder"
-        )
     try:
-        from ctranslate2 import Generator
+        from ctranslate2 import Generator, Translator
         from ctranslate2.converters import TransformersConverter
     except ImportError as error:
         raise MissingPackage("the baseline needs ctranslate2: pip install ctranslate2") from error
@@ -141,30 +137,31 @@ def ctranslate2(
     folder = tempfile.TemporaryDirectory(prefix="specbeam-")  # kept alive by `run`
     source = Path(folder.name) / "source"
     pair.target_model.save_pretrained(source)
-    tokenizer.save_pretrained(source)
+    reads = reads_sources(pair.target_model)
+    written = copy.deepcopy(tokenizer)
+    if reads and written.unk_token is None:
+        written.unk_token = written.eos_token  # without one the converted model cannot be read
+    written.save_pretrained(source)
     converted = str(Path(folder.name) / "converted")
     TransformersConverter(str(source)).convert(converted, quantization=compute_type)
-    engine = Generator(converted, compute_type=compute_type, intra_threads=threads or torch.get_num_threads())
+    kind = Translator if reads else Generator
+    engine = kind(converted, compute_type=compute_type, intra_threads=threads or torch.get_num_threads())
     max_new_tokens = options.get("max_new_tokens") or DEFAULT_NEW_TOKENS
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = {"end_token": list(_end_tokens(pair)), "return_end_token": True, "beam_size": 1}
     if mode == "sampling":
         arguments["sampling_topk"] = options.get("top_k") or 0
         arguments["sampling_topp"] = options.get("top_p") or 1.0
         arguments["sampling_temperature"] = options.get("temperature") or 1.0
     elif mode == "beam_search":
         arguments["beam_size"] = beams
-    ends = list(_end_tokens(pair))
 
     def run(prompts: Sequence[Prompt], seed: int, _folder: Any = folder) -> Outcome:
         starts = [tokenizer.convert_ids_to_tokens(_tokens_of(pair, prompt)) for prompt in prompts]
-        results = engine.generate_batch(
-            starts,
-            max_length=max_new_tokens,
-            include_prompt_in_result=False,
-            end_token=ends,
-            return_end_token=True,
-            **arguments,
-        )
+        if reads:
+            lengths = {"min_decoding_length": 0, "max_decoding_length": max_new_tokens}
+            results = engine.translate_batch(starts, **lengths, **arguments)
+            return Outcome([tokenizer.convert_tokens_to_ids(result.hypotheses[0]) for result in results])
+        results = engine.generate_batch(starts, max_length=max_new_tokens, include_prompt_in_result=False, **arguments)
         return Outcome([list(result.sequences_ids[0]) for result in results])
 
     name = f"ctranslate2 {compute_type} {mode.replace('_', ' ')}"
