@@ -314,6 +314,42 @@ def test_files_and_arrays_give_the_same_text(ears, tmp_path, capsys, monkeypatch
 # What is refused.
 
 
+def test_the_command_hands_over_how_weights_are_kept(ears, tmp_path, capsys, monkeypatch):
+    from specbeam.cli.main import main
+
+    ears.target_model.save_pretrained(tmp_path)
+    monkeypatch.setattr("sys.argv", ["specbeam", "transcribe", "a.wav", "-m", str(tmp_path), "--quantize", "fp8"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code != 0
+    assert "engine 'fp8' runs decoder-only models" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_command_hands_over_how_keys_and_values_are_kept(ears, tmp_path, capsys, monkeypatch):
+    soundfile = pytest.importorskip("soundfile")
+    from specbeam.cli.main import main
+
+    sound = noise(4, seed=2)
+    soundfile.write(tmp_path / "one.wav", sound, RATE, subtype="FLOAT")
+    ears.target_model.save_pretrained(tmp_path / "model")
+    words.tokenizer().save_pretrained(tmp_path / "model")
+    arguments = [
+        "transcribe", str(tmp_path / "one.wav"), "-m", str(tmp_path / "model"), "--quantize", "int8", "--kv", "bfloat16",
+        "--method", "greedy", "--language", "en", "--max-new-tokens", "8", "--temperature", "0", "--format", "verbose_json",
+        "--log-prob-threshold", "-99", "--compression-ratio-threshold", "99",
+    ]  # fmt: skip
+    monkeypatch.setattr("sys.argv", ["specbeam", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    shown = capsys.readouterr()
+    assert ended.value.code == 0, shown.err
+    pair = sb.load(tmp_path / "model", quantize="int8", kv="bfloat16")
+    (expected,) = sb.transcribe(pair, sound, sb.greedy(), language="en", max_new_tokens=8, **UNCHECKED)
+    record = json.loads(shown.out)
+    assert [one["tokens"] for one in record["segments"]] == [one.tokens for one in expected.segments]
+
+
 def test_what_a_model_does_not_know_is_refused(ears):
     sound = noise(1)
     for options, message in (

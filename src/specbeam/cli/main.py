@@ -245,6 +245,8 @@ def transcribe(
     device: Annotated[
         str | None, typer.Option(help="Device of the models: cpu, cuda, ...; by default a GPU if there is one.")
     ] = None,
+    quantize: QuantizeTarget = None,
+    kv: KeysAndValues = None,
 ) -> None:
     """Write down what is said in audio files, by a Whisper model."""
     from specbeam.cli.transcribe import run
@@ -256,7 +258,8 @@ def transcribe(
     }  # fmt: skip
     if max_new_tokens is not None:
         options["max_new_tokens"] = max_new_tokens
-    raise typer.Exit(run(audio, model, draft, device, method, setting, options, format, output))
+    loaded = {"device": device, "quantize": quantize, "kv": kv}
+    raise typer.Exit(run(audio, model, draft, loaded, method, setting, options, format, output))
 
 
 @app.command()

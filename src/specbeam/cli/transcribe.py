@@ -16,7 +16,7 @@ def run(
     files: list[Path],
     model: str,
     draft: str | None,
-    device: str | None,
+    loaded: dict[str, Any],
     method_name: str | None,
     settings: list[str],
     options: dict[str, Any],
@@ -26,6 +26,7 @@ def run(
     """Transcribe files one after the other, and return the exit code: 0, or 1 if a file could not be read.
 
     Args:
+        loaded: options of `quiet_load` besides the models.
         options: as for `specbeam.transcribe`.
         output: a folder for a file per audio; None: standard output.
     """
@@ -35,7 +36,7 @@ def run(
         raise BadSetting("--set is for the settings of a method; give --method too")
     method = None if method_name is None else method_from(method_name, settings)
     targets = [] if output is None else _targets(files, output, format)
-    pair = quiet_load(model, draft, device, sources=True)
+    pair = quiet_load(model, draft, sources=True, **loaded)
     failed = 0
     for number, file in enumerate(files):
         try:
