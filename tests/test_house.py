@@ -28,6 +28,7 @@ FLOORS = [
     {"decode"},
     {"tuning"},
     {"recipes"},
+    {"loading"},
     {"pair"},
     {"sources"},
     {"chats", "fastest", "prompts", "request", "with_memory"},

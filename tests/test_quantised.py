@@ -10,7 +10,7 @@ import specbeam as sb
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.lm import quantised
 from specbeam.lm.quantised import rounding_of
-from specbeam.pair import language_model
+from specbeam.loading.language_models import language_model
 from tests.support import words
 from tests.support.checking import refused
 from tests.support.steps import needs_numba

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 from specbeam.errors import BadSetting
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.loading.models import load_model
 from specbeam.memory.files import backbone_of, holds_memory, read_memory, warn_of_other_model
 from specbeam.memory.lm import MemoryLM
 from specbeam.memory.plan import MemoryPlan, Query
 from specbeam.memory.recall import Recall
-from specbeam.pair import Pair, load, load_model
+from specbeam.pair import Pair, load
 from specbeam.sources import require_prompts
 
 if TYPE_CHECKING:

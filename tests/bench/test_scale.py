@@ -18,7 +18,7 @@ from specbeam.bench.scale import (
 from specbeam.bench.scale_passes import scale_passes
 from specbeam.cli.bench_scale import DRAFT_1B, TARGET_70B, read_samples
 from specbeam.errors import BadSetting, MissingFile
-from specbeam.pair import load_model
+from specbeam.loading.models import load_model
 from tests.cli.test_commands import specbeam
 from tests.support import words
 

@@ -20,7 +20,9 @@ from specbeam.engines.families import ACTIVATIONS, FAMILIES, family_of, known_fa
 from specbeam.errors import BadPrompt, NotSupported
 from specbeam.lm.engines import ENGINES
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.pair import Pair, check_scores_forests, language_model
+from specbeam.loading.checks import check_scores_forests
+from specbeam.loading.language_models import language_model
+from specbeam.pair import Pair
 from tests.lm.test_huggingface import check_random_turns
 from tests.lm.test_lean import in_steps, scored
 from tests.support.seats import plain_logits, seat

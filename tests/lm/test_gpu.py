@@ -26,7 +26,9 @@ from specbeam.engines.torch.sizes import rounded_up
 from specbeam.errors import NotSupported
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.lm.quantised import rounding_of
-from specbeam.pair import Pair, check_scores_forests, language_model
+from specbeam.loading.checks import check_scores_forests
+from specbeam.loading.language_models import language_model
+from specbeam.pair import Pair
 from tests.lm.test_families import MODELS as FAMILY_MODELS
 from tests.lm.test_families import model_of
 from tests.lm.test_huggingface import check_random_turns

@@ -20,7 +20,8 @@ from specbeam.engines.kv.cross_pool import CrossPool
 from specbeam.engines.source import Source
 from specbeam.errors import NotSupported
 from specbeam.lm.encoder_decoder import EncoderDecoderLM
-from specbeam.pair import Pair, check_scores_forests
+from specbeam.loading.checks import check_scores_forests
+from specbeam.pair import Pair
 from specbeam.records import Needs
 from tests.lm.test_families import CLOSE, spreads_off
 from tests.lm.test_gpu import (

@@ -15,7 +15,8 @@ from specbeam import kernels
 from specbeam.core.forest import Forest
 from specbeam.errors import UnsupportedModel
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.pair import check_scores_forests, language_model
+from specbeam.loading.checks import check_scores_forests
+from specbeam.loading.language_models import language_model
 from tests.support.seats import check_rows_and_settle, moved, node_paths, plain_logits, random_forest, random_turn, seat
 from tests.support.tiny_models import FAMILIES, NO_SDPA, tiny
 

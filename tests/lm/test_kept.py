@@ -18,7 +18,8 @@ from specbeam.engines.mapped import is_kept, mapped_files
 from specbeam.engines.torch.in_float32 import InFloat32
 from specbeam.errors import UnsupportedModel
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.pair import check_scores_forests, language_model
+from specbeam.loading.checks import check_scores_forests
+from specbeam.loading.language_models import language_model
 from tests.lm.test_lean import scored
 from tests.support.tiny_models import tiny
 from tests.support.tiny_sources import sources, tiny_reader

@@ -14,7 +14,7 @@ from specbeam.core.forest import Forest
 from specbeam.engines.cpu.rounding import GROUP, rounded, rounded_groups
 from specbeam.errors import NotSupported
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.pair import language_model
+from specbeam.loading.language_models import language_model
 from tests.lm.test_huggingface import check_random_turns
 from tests.support import words
 from tests.support.checking import refused

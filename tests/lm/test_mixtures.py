@@ -15,7 +15,7 @@ from dataclasses import replace
 from specbeam.engines.cpu import decoder as compiled
 from specbeam.errors import NotSupported
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.pair import check_scores_forests
+from specbeam.loading.checks import check_scores_forests
 from tests.lm.test_families import CLOSE, check_bits_in_company, last_row, spreads_off
 from tests.lm.test_huggingface import check_random_turns
 from tests.support.seats import plain_logits

@@ -18,7 +18,7 @@ from specbeam.engines.mapped import is_kept
 from specbeam.engines.packed import Grouped, PackedLinear, packed_in_words, weights_in
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.lm.quantised import rounding_of
-from specbeam.pair import check_scores_forests
+from specbeam.loading.checks import check_scores_forests
 from tests.lm.test_huggingface import check_random_turns
 from tests.lm.test_lean import scored
 from tests.support import words

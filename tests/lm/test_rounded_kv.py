@@ -14,7 +14,7 @@ if not kernels.AVAILABLE:
 from specbeam.core.forest import Forest
 from specbeam.errors import NotSupported
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.pair import check_scores_forests
+from specbeam.loading.checks import check_scores_forests
 from tests.lm.test_lean import scored
 from tests.support import words
 from tests.support.checking import refused

@@ -11,7 +11,7 @@ from specbeam import kernels
 from specbeam.core.forest import Forest
 from specbeam.errors import NotSupported
 from specbeam.lm.encoder_decoder import EncoderDecoderLM
-from specbeam.pair import check_scores_forests
+from specbeam.loading.checks import check_scores_forests
 from tests.lm.test_rounded_kv import RoundedCache
 from tests.lm.test_source_families import model_of, state_sources
 from tests.support.seats import seat

@@ -22,7 +22,8 @@ from specbeam.errors import NotSupported
 from specbeam.lm.encoder_decoder import EncoderDecoderLM
 from specbeam.lm.live_layers import LiveLayers, first_layers
 from specbeam.lm.skipping import Skipping, SkippingLM
-from specbeam.pair import check_scores_forests, language_model
+from specbeam.loading.checks import check_scores_forests
+from specbeam.loading.language_models import language_model
 from tests.lm.test_families import CLOSE, mistaken, other_family, other_numbers, spreads_off
 from tests.lm.test_lean import in_steps
 from tests.support.seats import check_rows_and_settle, plain_logits, seat

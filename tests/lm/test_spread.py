@@ -145,7 +145,9 @@ def test_a_target_is_spread_by_torchrun_alone_and_from_files(tmp_path, monkeypat
 def test_what_cannot_be_is_refused_before_weights_are_spread(tmp_path, monkeypatch):
     """Other ranks would wait for that of rank 0. Without torchrun, spreading weights is refused in words of its own."""
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr("specbeam.pair.find_spec", lambda name: True)  # nothing here gets as far as accelerate
+    monkeypatch.setattr(
+        "specbeam.loading.spread.find_spec", lambda name: True
+    )  # nothing here gets as far as accelerate
     target, _ = words.saved(tmp_path)
     reader = tmp_path / "reader"
     tiny_reader("bart").save_pretrained(reader)

@@ -9,7 +9,7 @@ import specbeam as sb
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.heads.hidden_transfer import HiddenTransfer
 from specbeam.heads.trees import chain_of
-from specbeam.pair import language_model
+from specbeam.loading.language_models import language_model
 from specbeam.train import DrawPlan, MemorySchedule, Schedule, train_coral
 from specbeam.train.coral import LearntWindow
 from tests.support import words

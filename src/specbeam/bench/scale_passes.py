@@ -8,7 +8,8 @@ from specbeam.bench.scale import ModelSize, PassSample
 from specbeam.bench.speed import Spread
 from specbeam.bench.transformers_cache import token_bytes
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.pair import Pair, load, load_model
+from specbeam.loading.models import load_model
+from specbeam.pair import Pair, load
 from specbeam.tuning.stored_prompt import StoredPrompt
 
 

@@ -12,7 +12,7 @@ from specbeam.heads.head import Head
 from specbeam.heads.mtp import is_own_modules
 from specbeam.heads.probe import Overlap, Probed, probed
 from specbeam.heads.read import is_head, read_head
-from specbeam.pair import first_tokens
+from specbeam.loading.tokenizers import first_tokens
 
 
 def run_inspect(path: str, model: str | None, probe: bool, json: bool) -> int:

@@ -1,0 +1,185 @@
+"""The check that a model scores token trees as it scores texts."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from specbeam.core.forest import Forest
+from specbeam.engines.cpu.audio_encoder import AudioEncoder
+from specbeam.engines.cpu.encoder import CompiledEncoder, TextEncoder
+from specbeam.engines.mapped import is_kept
+from specbeam.engines.source import Source
+from specbeam.engines.torch.in_float32 import as_loaded
+from specbeam.errors import NotSupported, SpecbeamError, UnsupportedModel
+from specbeam.lm.encoder_decoder import EncoderDecoderLM
+from specbeam.lm.engines import COMPILED
+from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.lm.quantised import OWN
+
+CHECKED_SOURCE = 24  # tokens of the source on which a compiled encoder is tried
+
+
+def check_scores_forests(lm: HuggingFaceLM) -> None:
+    """Raise an error unless the logits of a small token tree equal those of plain forwards on its paths.
+
+    The largest difference may be 1e-3 of the standard deviation of the logits in float32; 0.3 of it in other types, and
+    where numbers are rounded: sums over a tree have another order than those over a path, so that a number between two
+    steps may go to the other one.
+
+    Raises:
+        UnsupportedModel: the model cannot score the tree, or scores it wrong.
+        NotSupported: torch could not compile the model.
+    """
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, lm.vocab, 5).tolist()
+    tokens = rng.integers(0, lm.vocab, 6).tolist()
+    source = None
+    if isinstance(lm, EncoderDecoderLM):
+        source = lm.made_up_source()
+        prompt = _without_padding(prompt, lm)
+        tokens = _without_padding(tokens, lm)
+    forest = Forest.rooted([prompt[-1]]).grown(tokens, [0, 0, 1, 2, 2, 4])
+    owner: Any = SimpleNamespace(
+        prompt=prompt, state={}, context={lm: source} if source else {}
+    )  # in place of a session
+    name = type(lm.model).__name__
+    widened = (
+        is_kept(lm.model) and lm.engine in COMPILED and source is None
+    )  # the engine computes in float32, whatever the weights are in
+    try:
+        found = lm.extend([owner], [forest])[0].logits.float().clone()
+        lm.close(owner)  # so that no path needs another row of the store
+        plain = _logits_of_nodes(lm, prompt, forest, source, widened)
+    except SpecbeamError:
+        raise
+    except Exception as error:
+        if lm.engine == "torch":
+            raise NotSupported(
+                f"torch could not compile {name}: {type(error).__name__}: {error}. Leave compile out"
+            ) from error
+        raise UnsupportedModel(
+            f"{name} could not score a token tree: {type(error).__name__}: {error}. It must take a 4-dimensional "
+            "attention mask, position_ids and a transformers Cache"
+        ) from error
+    finally:
+        lm.close(owner)
+    expected = torch.stack(plain).float().to(found.device)
+    spread = expected.std().clamp_min(1e-6)
+    error_in_spreads = float((found - expected).abs().max() / spread)
+    is_in_float32 = widened or lm.model.dtype == torch.float32
+    limit = 1e-3 if is_in_float32 and not _rounds(lm) else 0.3
+    if not error_in_spreads <= limit:
+        raise UnsupportedModel(
+            f"{name} does not honour masks and positions: on a token tree its logits are off by {error_in_spreads:.2g} of "
+            "their spread; specbeam needs a decoder whose attention takes both from the caller"
+        )
+    if isinstance(lm, EncoderDecoderLM):
+        _check_encoder(lm, 1e-3 if is_in_float32 else 0.3)
+
+
+def _check_encoder(lm: EncoderDecoderLM, limit: float) -> None:
+    """Raise `UnsupportedModel` unless what a compiled encoder makes of a source is what transformers' does, up to `limit`.
+
+    One whose matrices are rounded is another encoder, and is not compared.
+    """
+    encoder = lm.encoder
+    if not isinstance(encoder, CompiledEncoder) or encoder.kind.startswith("int"):
+        return
+    error = encoder.error_on(_checked_inputs(lm, encoder))
+    if not error <= limit:
+        raise UnsupportedModel(
+            f"the encoder of {type(lm.model).__name__} is not that of its family: what it makes of a source is off by "
+            f"{error:.2g} of its spread; SPECBEAM_KERNELS=off lets transformers run the model"
+        )
+
+
+def _checked_inputs(lm: EncoderDecoderLM, encoder: CompiledEncoder) -> np.ndarray:
+    """Return what a compiled encoder is tried on: tokens, or features of a short window."""
+    rng = np.random.default_rng(0)
+    if isinstance(encoder, TextEncoder):
+        tokens = rng.integers(0, min(lm.vocab, len(encoder.embedding)), CHECKED_SOURCE).tolist()
+        return np.array(_without_padding(tokens, lm))
+    assert isinstance(encoder, AudioEncoder)
+    channels, frames = encoder.shape
+    return rng.standard_normal((channels, min(2 * CHECKED_SOURCE, frames)), dtype=np.float32)
+
+
+def _without_padding(tokens: list[int], lm: EncoderDecoderLM) -> list[int]:
+    """Return the tokens with another one in place of padding, after which some decoders count positions in other ways."""
+    padding = lm.model.config.pad_token_id
+    return [(token + 1) % lm.vocab if token == padding else token for token in tokens]
+
+
+def _logits_of_nodes(
+    lm: HuggingFaceLM, prompt: list[int], forest: Forest, source: Source | None, widened: bool
+) -> list[torch.Tensor]:
+    """Return the logits of each node of a tree, float[vocab], without a tree; see `_plain_logits`.
+
+    Where a pass reads much or takes long, one goes over each leaf's path for all nodes on it.
+
+    Args:
+        widened: whether the model object is kept as its files are, and called in float32.
+    """
+    if source is not None or not (widened or _rounds(lm)):
+        return [_plain_logits(lm, prompt + forest.path(node), source) for node in range(forest.size)]
+    leaves = sorted(set(range(forest.size)) - set(forest.parents.tolist()))
+    paths = [forest.path(leaf) for leaf in leaves]
+    along = [_own_logits(lm, prompt, path) for path in paths] if _rounds(lm) else _kept_logits(lm, prompt, paths)
+    found = []
+    for node in range(forest.size):
+        path = forest.path(node)
+        rows = next(rows for rows, whole in zip(along, paths, strict=True) if whole[: len(path)] == path)
+        found.append(rows[len(path)])
+    if _rounds(lm):  # one as a prompt of its own, which has nothing in common with the tree
+        found[leaves[-1]] = _plain_logits(lm, prompt + paths[-1])
+    return found
+
+
+@torch.inference_mode()
+def _plain_logits(lm: HuggingFaceLM, path: list[int], source: Source | None = None) -> torch.Tensor:
+    """Return the logits after a path, float[vocab], without a tree.
+
+    They are those of the model object itself; with weights, or keys and values, that the engine rounds those of `lm`, as
+    that is another model.
+    """
+    if source is not None and not _rounds(lm):
+        assert isinstance(lm, EncoderDecoderLM)
+        return lm.plain_logits(source, path)
+    if not _rounds(lm):
+        return lm.model(input_ids=torch.tensor([path], device=lm.device)).logits[0, -1]
+    context = {lm: source} if source is not None else {}
+    owner: Any = SimpleNamespace(prompt=path, state={}, context=context)  # of the cache, in place of a session
+    try:
+        return lm.extend([owner], [Forest.rooted([path[-1]])])[0].logits[0].clone()
+    finally:
+        lm.close(owner)
+
+
+def _own_logits(lm: HuggingFaceLM, prompt: list[int], path: list[int]) -> torch.Tensor:
+    """Return the logits of the engine itself after a prompt and after each token of a path, float[1 + path, vocab]."""
+    owner: Any = SimpleNamespace(prompt=prompt, state={}, context={})  # of the cache, in place of a session
+    try:
+        forest = Forest.rooted([prompt[-1]]).grown(path, range(len(path)))
+        return lm.extend([owner], [forest])[0].logits.clone()
+    finally:
+        lm.close(owner)
+
+
+def _rounds(lm: HuggingFaceLM) -> bool:
+    """Return whether the engine of a language model rounds what the model object does not."""
+    return lm.engine in OWN or lm.kv != "float32"
+
+
+@torch.inference_mode()
+def _kept_logits(lm: HuggingFaceLM, prompt: list[int], paths: list[list[int]]) -> list[torch.Tensor]:
+    """Return the logits after a prompt and after each token of each path, of a model that is kept as its files are.
+
+    The model object is called once, in float32 as the engine computes, so that its files are read once.
+    """
+    longest = max(len(path) for path in paths)
+    rows = [prompt + path + [prompt[-1]] * (longest - len(path)) for path in paths]  # no row looks at what follows it
+    with as_loaded(lm.model):
+        logits = lm.model(input_ids=torch.tensor(rows, device=lm.device), use_cache=False).logits
+    return list(logits[:, len(prompt) - 1 :])

@@ -1,0 +1,152 @@
+"""Language models of model objects: one per object, checked once."""
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from specbeam.engines.cpu.cache_words import KeptAs
+from specbeam.engines.eligibility import reads_sources
+from specbeam.engines.mapped import mapped_files
+from specbeam.errors import BadSetting, NotSupported
+from specbeam.lm.encoder_decoder import EncoderDecoderLM
+from specbeam.lm.huggingface import HuggingFaceLM, check_keeps_tokens
+from specbeam.lm.quantised import BY_LIBRARY, OWN, Quantize, check_rounding
+from specbeam.loading.checks import check_scores_forests
+from specbeam.loading.models import ONE_AT_A_TIME, cannot_round, use_a_backend_with_masks
+from specbeam.options.checks import is_integer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ShareFrom = int | Literal["auto"] | None
+_SAMPLED = 64  # number of values of each weight that are sampled, or up to twice as many
+
+
+def language_model(
+    model: "PreTrainedModel",
+    check: bool = True,
+    quantize: "Quantize | None" = None,
+    compile: bool = False,
+    share_from: ShareFrom = "auto",
+    kv: KeptAs = "float32",
+) -> HuggingFaceLM:
+    """Return the language model that scores forests with a model object.
+
+    There is one per model object, cached on it and checked once. A new one is made if the model has changed since, or if
+    `quantize`, `compile`, `share_from` or `kv` differ. The arguments are those of `load`, but no library can round a model
+    object.
+    """
+    check_options(quantize, share_from)
+    if quantize in BY_LIBRARY:
+        raise cannot_round(quantize)
+    options = (quantize, compile, share_from, kv)
+    with ONE_AT_A_TIME:
+        return _cached_language_model(model, check, options)
+
+
+def _cached_language_model(model: "PreTrainedModel", check: bool, options: tuple[Any, ...]) -> HuggingFaceLM:
+    quantize, compile, share_from, kv = options
+    cached = vars(model).get("_specbeam")
+    if cached is None or cached.state != (_fingerprint(model), options):
+        check_keeps_tokens(model)
+        use_a_backend_with_masks(model)
+        model.eval()
+        lm: HuggingFaceLM
+        if reads_sources(model):
+            if compile:
+                raise _not_compiled(model)
+            lm = EncoderDecoderLM(model, engine=quantize or "auto", kv=kv)
+        else:
+            lm = HuggingFaceLM(model, engine=quantize or "auto", share_from=share_from, kv=kv)
+        if compile and lm.engine == "plain":
+            lm = HuggingFaceLM(model, engine="torch", share_from=share_from)
+        if check:
+            check_scores_forests(lm)
+        # The fingerprint is taken again, because an engine may have changed the layout of the weights.
+        cached = _CachedLM((_fingerprint(model), options), lm)
+        object.__setattr__(model, "_specbeam", cached)
+        mapped_files(model).release(model.parameters())
+    assert cached.lm is not None
+    return cached.lm
+
+
+def placed_language_model(model: "PreTrainedModel", check: bool, share_from: ShareFrom) -> HuggingFaceLM:
+    """Return the language model of a target whose layers are on several devices, which transformers has to run."""
+    check_keeps_tokens(model)
+    use_a_backend_with_masks(model)
+    model.eval()
+    lm = HuggingFaceLM(model, engine="plain", share_from=share_from)
+    if check:
+        check_scores_forests(lm)
+    return lm
+
+
+def _not_compiled(model: "PreTrainedModel") -> NotSupported:
+    return NotSupported(
+        f"compile=True is for decoder-only models, and {type(model).__name__} has an encoder; leave it out"
+    )
+
+
+def check_options(quantize: Any, share_from: Any, name: str = "quantize") -> None:
+    """Raise `BadSetting` if one of these options of `load` is wrong."""
+    check_rounding(quantize, name)
+    is_count = isinstance(share_from, int) and is_integer(share_from) and share_from >= 1
+    if share_from not in (None, "auto") and not is_count:
+        raise BadSetting(f"share_from is {share_from!r}; it must be a number of tokens of at least 1, 'auto' or None")
+
+
+def by_engine(quantize: "Quantize | None") -> Any:
+    """Return how an engine of our own rounds a model, None if none does: what a library rounds was loaded so."""
+    return quantize if quantize in OWN else None
+
+
+class _CachedLM:
+    """The language model of a model object, stored on the object so that both are freed together.
+
+    A copy of the model object starts without it.
+    """
+
+    def __init__(self, state: Any = None, lm: HuggingFaceLM | None = None) -> None:
+        self.state = state  # fingerprint and options that `lm` was made for
+        self.lm = lm
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _CachedLM, ()
+
+
+def _fingerprint(model: "PreTrainedModel") -> Any:
+    """Return a hash that changes if a model is moved, cast, trained, given other weights, hooked or patched."""
+    weights = [
+        (_place(weight), 0 if weight.is_inference() else weight._version, weight.dtype, weight.device)
+        for weight in model.parameters()
+    ]
+    hooks = [
+        len(module._forward_hooks) + len(module._forward_pre_hooks) + ("forward" in vars(module))
+        for module in model.modules()
+    ]
+    return hash((tuple(weights), tuple(hooks), _sample(model)))
+
+
+def _place(weight: torch.Tensor) -> int:
+    """Return the address of a weight; of one that a library has rounded, which may have none, that of the object."""
+    return weight.data_ptr() if type(weight) is torch.nn.Parameter else id(weight)
+
+
+@torch.no_grad()
+def _sample(model: "PreTrainedModel") -> bytes:
+    """Return the sums of some values of each weight on a CPU, as bytes.
+
+    They detect changes through `.data`, as merged adapters make them, which do not increase the version of a tensor. Weights
+    on a GPU are left out, because engines for GPUs keep no copy of the weights, and so are those that a library has rounded.
+    """
+    weights = [
+        weight.reshape(-1)
+        for weight in model.parameters()
+        if type(weight) is torch.nn.Parameter and weight.device.type == "cpu" and weight.is_floating_point()
+    ]
+    files = mapped_files(model)
+    sums = []
+    for weight in weights:
+        sums.append(weight[:: max(len(weight) // _SAMPLED, 1)].sum(dtype=torch.float64))
+        files.release([weight])
+    return torch.stack(sums).numpy().tobytes() if sums else b""

@@ -1,0 +1,171 @@
+"""Model objects, from files or hub ids: their class, their type of numbers and their device."""
+
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from specbeam.engines.mapped import mark_kept
+from specbeam.errors import BadSetting, MissingFile, NotSupported, SpecbeamError
+from specbeam.lm.kept import kept_type
+from specbeam.lm.quantised import BY_LIBRARY, Quantize, library_config, unknown_method
+from specbeam.lm.rounded_files import read_rounded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# transformers' from_pretrained changes torch's defaults while it runs: two threads at a time leave models without weights.
+ONE_AT_A_TIME = threading.RLock()
+
+
+def device_of(name: str | torch.device | None) -> torch.device:
+    """Return the device of that name; None: the GPU if there is one, or else the CPU.
+
+    Raises `BadSetting` if torch does not know the name, or if there is no such GPU.
+    """
+    gpus = torch.cuda.device_count()
+    try:
+        device = torch.device(name or ("cuda" if gpus else "cpu"))
+    except RuntimeError as error:
+        raise BadSetting(
+            f"device is {name!r}; it must be 'cpu', 'cuda', 'cuda:1' or another device of torch"
+        ) from error
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        gpus_here = f"has {gpus} GPUs" if gpus else "has no GPU that it can use"
+        raise BadSetting(
+            f"device is {str(name)!r}, and torch {torch.__version__} {gpus_here} here; leave it out, or say 'cpu'"
+        )
+    return device
+
+
+def load_model(
+    name: str, dtype: "str | torch.dtype" = "auto", device: str | torch.device | None = None
+) -> "PreTrainedModel":
+    """Return the model at a path or hub id, loaded as `load` loads it; see there for the arguments and errors."""
+    return model_of(name, dtype, device_of(device))
+
+
+def model_of(
+    source: Any,
+    dtype: "str | torch.dtype",
+    device: torch.device,
+    quantize: "Quantize | None" = None,
+    may_keep: bool = False,
+    device_map: Any = None,
+) -> "PreTrainedModel":
+    """Return a model object as it is, or load the model at a path or hub id; see `load`.
+
+    Args:
+        may_keep: whether a large model on a CPU may stay in the type of its files (lm/kept.py), for the compiled forward.
+    """
+    by_library = quantize if quantize in BY_LIBRARY else None
+    if isinstance(source, torch.nn.Module):
+        if by_library is not None and vars(source).get("_specbeam_rounding") != by_library:
+            raise cannot_round(by_library)
+        return source
+    from transformers import AutoConfig
+
+    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise BadSetting(f"dtype is {dtype!r}; it must be 'auto' or a type of torch, like 'float32' or 'bfloat16'")
+    name = name_or_path(source)
+    unread = ""
+    try:
+        config = AutoConfig.from_pretrained(name)
+        is_stored_rounded = getattr(config, "quantization_config", None) is not None
+        wanted = dtype
+        kept = None
+        if dtype == "auto" and device.type == "cpu":
+            if may_keep and by_library is None and not is_stored_rounded:
+                with ONE_AT_A_TIME:  # it makes a model without weights
+                    kept = kept_type(name, config, _class_for(config))
+            dtype = kept or torch.float32
+        if by_library is not None and is_stored_rounded:
+            raise BadSetting(f"the weights of {source} are rounded in its files already; leave {by_library!r} out")
+        options: dict[str, Any] = {}
+        if by_library is not None:
+            options["quantization_config"] = library_config(by_library, dtype)
+        if by_library is not None or is_stored_rounded:
+            options["device_map"] = {"": device}  # such models are made on their device, and stay there
+        if device_map is not None:
+            options["device_map"] = device_map
+        if is_stored_rounded and device_map is None:
+            with ONE_AT_A_TIME:
+                read = _read_here(name, config, wanted, device)
+            if not isinstance(read, str):
+                return read
+            unread = f" ({read})"
+        with ONE_AT_A_TIME:
+            model = _class_for(config).from_pretrained(name, dtype=dtype, **options)
+    except (OSError, ValueError) as error:
+        if isinstance(error, SpecbeamError):
+            raise
+        raise MissingFile(f"could not load a language model from {source}: {error}{unread}") from error
+    except (ImportError, RuntimeError, NotImplementedError) as error:
+        if by_library is None and not is_stored_rounded:
+            raise
+        how = repr(by_library) if by_library is not None else "the rounded weights of its files"
+        raise NotSupported(f"{source} could not be loaded with {how} on {device}: {error}{unread}") from error
+    if by_library is not None:
+        object.__setattr__(model, "_specbeam_rounding", by_library)
+    if kept is not None:
+        mark_kept(model)
+    return model if options else model.to(device)
+
+
+def _read_here(name: str, config: Any, dtype: "str | torch.dtype", device: torch.device) -> "PreTrainedModel | str":
+    """Return a model whose files hold rounded weights, or the reason why a library has to read them.
+
+    Raises `NotSupported` if transformers knows no library for them either: it would make weights up.
+    """
+    read: PreTrainedModel | str = "specbeam itself reads rounded weights on a CPU alone"
+    if device.type == "cpu" and not getattr(config, "is_encoder_decoder", False):
+        read = read_rounded(name, config, dtype)
+    if isinstance(read, str) and (method := unknown_method(config)):
+        raise NotSupported(
+            f"{name} holds weights that were rounded by {method!r}, which transformers does not know; {read}"
+        )
+    return read
+
+
+def _class_for(config: Any) -> Any:
+    """Return the class of transformers that loads a model of this kind: causal, encoder-decoder, or one that hears."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
+
+    if not getattr(config, "is_encoder_decoder", False):
+        return AutoModelForCausalLM
+    hears = config.model_type in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
+    return AutoModelForSpeechSeq2Seq if hears else AutoModelForSeq2SeqLM
+
+
+def cannot_round(quantize: str) -> BadSetting:
+    return BadSetting(
+        f"{quantize!r} rounds weights while transformers loads them from files, and the model is an object already; give "
+        "its folder or hub id, or 'int8', 'int4' or 'fp8'"
+    )
+
+
+def name_or_path(source: "str | Path") -> str:
+    """Return what transformers loads from: a hub id as it is, or the path of a folder that holds a model.
+
+    Raises `MissingFile` if there is no such folder, or if it has no config.json.
+    """
+    path = Path(source).expanduser()
+    looks_local = isinstance(source, Path) or path.is_absolute() or str(source).startswith((".", "~"))
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise MissingFile(f"{path} has no config.json; give the folder that save_pretrained wrote")
+        return str(path)
+    if looks_local:
+        raise MissingFile(f"there is no folder {path}; give a folder that save_pretrained wrote, or a hub id")
+    return str(source)
+
+
+def use_a_backend_with_masks(model: "PreTrainedModel") -> None:
+    """Switch the model to SDPA unless its attention takes a mask per node, which token trees need.
+
+    SDPA and eager attention take one; flash and flex kernels do not.
+    """
+    if model.config._attn_implementation not in ("sdpa", "eager"):
+        model.set_attn_implementation("sdpa")

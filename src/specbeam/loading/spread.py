@@ -1,0 +1,64 @@
+"""What is checked before a target is spread over devices or processes."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specbeam.errors import BadSetting, MissingFile, MissingPackage, NotSupported
+from specbeam.heads.read import is_head
+from specbeam.lm.quantised import OWN, Quantize, is_rounding
+from specbeam.lm.skipping import Skipping
+from specbeam.loading.drafts import not_for_heads
+from specbeam.loading.models import name_or_path
+from specbeam.loading.tokenizers import read_tokenizer
+
+
+def check_spread(
+    target: Any, quantize: Any, compile: bool, device_map: Any, tensor_parallel: bool, kv: Any = None
+) -> None:
+    """Raise `BadSetting` if a target cannot be spread over devices or processes with these options."""
+    name = "tensor_parallel" if tensor_parallel else "device_map"
+    if device_map is not None and tensor_parallel:
+        raise BadSetting("device_map and tensor_parallel both say where weights are; give one of them")
+    if isinstance(target, torch.nn.Module):
+        raise BadSetting(f"{name} is for models that are loaded from files, and the target is an object already")
+    if compile or quantize is not None or kv is not None:
+        given = "compile" if compile else "quantize" if quantize is not None else "kv"
+        raise BadSetting(f"{name} is for targets that transformers runs as they are; leave {given} out")
+    if find_spec("accelerate") is None:
+        raise MissingPackage(f"{name} needs accelerate: pip install accelerate")
+
+
+def check_before_spreading(target: Any, draft: Any, tokenizer: Any, quantize_draft: "Quantize | None") -> Any:
+    """Return the tokenizer; raise what `load` raises otherwise only when all processes have loaded their weights.
+
+    The other processes do as that of rank 0 says from then on, and would wait for it.
+    """
+    from transformers import AutoConfig
+
+    name = name_or_path(target)
+    try:
+        config: Any = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise MissingFile(f"could not load a language model from {target}: {error}") from error
+    if getattr(config, "is_encoder_decoder", False):
+        raise has_encoder(f"the model in {target}")
+    if isinstance(draft, Skipping) or (isinstance(draft, str) and (draft == "swift" or draft in OWN)):
+        raise NotSupported(
+            f"draft={draft!r} is the target run by specbeam itself, which cannot run one whose weights are spread; give a "
+            "draft model of its own"
+        )
+    if draft is not None and not is_rounding(draft) and is_head(draft):
+        if quantize_draft is not None:
+            raise not_for_heads()
+    elif isinstance(draft, (str, Path)) and not is_rounding(draft):
+        name_or_path(draft)
+    return read_tokenizer(tokenizer if tokenizer is not None else target)
+
+
+def has_encoder(what: str) -> NotSupported:
+    return NotSupported(
+        f"device_map and tensor_parallel are for decoder-only models, and {what} has an encoder; leave them out"
+    )

@@ -1,0 +1,90 @@
+"""Tokenizers, from files, hub ids or the folder of a model object."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from specbeam.errors import MissingFile, MissingPackage
+from specbeam.loading.models import name_or_path
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Files of SentencePiece models in the folders of Marian, T5 and M2M100 as they were published, and what reads them.
+_PIECES = ("source.spm", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "tokenizer.model")
+_READ_PIECES = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}  # package: its module
+
+
+def read_tokenizer(source: Any) -> "PreTrainedTokenizerBase | None":
+    """Return a tokenizer object as it is, or load the tokenizer at a path or hub id, or of a model object.
+
+    Returns None if a model object does not name a folder with a tokenizer. Raises `MissingFile` if loading fails,
+    `MissingPackage` if it does as a package is missing.
+    """
+    if isinstance(source, (str, Path)):
+        from transformers import AutoTokenizer
+
+        name = name_or_path(source)
+        try:
+            return AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError, ImportError) as error:
+            _check_reads_pieces(name, error)
+            raise MissingFile(
+                f"could not load a tokenizer from {source}: {_beginning(error)}; give load(tokenizer=...)"
+            ) from error
+    if isinstance(source, torch.nn.Module):
+        folder = getattr(source, "name_or_path", "")
+        has_tokenizer = folder and (Path(folder) / "tokenizer_config.json").is_file()
+        return read_tokenizer(folder) if has_tokenizer else None
+    return source
+
+
+def _check_reads_pieces(name: str, error: Exception) -> None:
+    """Raise `MissingPackage` if a tokenizer is a SentencePiece model alone and no package reads it.
+
+    Transformers then says what else it tried, not what is missing.
+
+    Args:
+        name: path or hub id of the tokenizer.
+        error: what transformers raised.
+    """
+    from transformers.utils import cached_file
+
+    def has(file: str) -> bool:
+        try:
+            found = cached_file(name, file, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+        except OSError:  # the hub's cache has nothing of this name
+            return False
+        return found is not None
+
+    missing = [package for package, module in _READ_PIECES.items() if not _is_there(module)]
+    if not missing or has("tokenizer.json"):
+        return
+    file = next(filter(has, _PIECES), None)
+    if file is not None:
+        raise MissingPackage(
+            f"the tokenizer of {name} is a SentencePiece model ({file}), which {' and '.join(missing)} must read: "
+            f"pip install {' '.join(_READ_PIECES)}; transformers says: {_beginning(error)}"
+        ) from error
+
+
+def _beginning(error: Exception) -> str:
+    """Return what an error says, at most 300 letters of it: transformers lists all models that it knows."""
+    said = str(error)
+    return said if len(said) <= 300 else f"{said[:300]} ..."
+
+
+def _is_there(module: str) -> bool:
+    """Return whether a module can be imported, which may be inside of a package."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def first_tokens(tokenizer: "PreTrainedTokenizerBase | None", vocab: int) -> list[int]:
+    """Return the tokens that a text begins with on which a head is tried."""
+    tokens = [] if tokenizer is None else list(tokenizer("A dog is running.")["input_ids"])
+    return tokens[:8] if len(tokens) > 1 else [min(3, vocab - 1), min(4, vocab - 1)]
