@@ -12,6 +12,7 @@ from specbeam.engines.cpu.audio_encoder import AudioEncoder
 from specbeam.engines.source import Source
 from specbeam.errors import UnsupportedModel
 from specbeam.lm.encoder_decoder import EncoderDecoderLM
+from specbeam.lm.quantised import rounding_of
 from tests.lm.test_compiled_encoder import CLOSE, on_the_grid, spreads_off, without
 from tests.lm.test_families import mistaken, other_family
 from tests.lm.test_source_families import model_of
@@ -52,11 +53,33 @@ def test_states_are_those_of_transformers_and_the_same_bits_in_every_company():
         alone = states_of(encoder, features)
         assert spreads_off(alone, states_of(model.get_encoder(), features)) < CLOSE
         assert np.array_equal(alone.numpy(), found)
+    with torch.inference_mode():
+        (called,) = encoder(input_features=torch.cat(windows))
+    assert np.array_equal(called.numpy(), np.stack(together))
     sources = [Source.of_features(one[0]) for one in windows]
     encoder.read_together(sources)
     assert [np.array_equal(one.states[encoder][0], found) for one, found in zip(sources, together, strict=True)] == [
         True
     ] * 3
+
+
+def test_an_encoder_of_16_bits_is_tried_against_transformers_in_float32():
+    """In 16 bits transformers rounds every layer's output, by more than a mistake might change."""
+    model = hearing(init_std=0.3, encoder_layers=6).to(torch.bfloat16)
+    encoder = EncoderDecoderLM(model, engine="compiled").encoder
+    assert encoder.error_on(window()[0].numpy()) < 1e-3
+    assert next(encoder.module.parameters()).dtype == torch.bfloat16
+
+
+def test_notes_and_laws_say_that_an_encoder_is_left_to_transformers():
+    model = hearing()
+    assert EncoderDecoderLM(model, engine="int8").engine_note == ""
+    assert rounding_of(EncoderDecoderLM(model, engine="int8")) == "int8"
+    model.get_encoder().conv1.register_forward_hook(lambda *given: None)
+    lm = EncoderDecoderLM(model, engine="int8")
+    assert lm.encoder is model.get_encoder()
+    assert "the encoder of WhisperForConditionalGeneration: " in lm.engine_note
+    assert rounding_of(lm) == "int8 (encoder not rounded)"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])

@@ -68,6 +68,9 @@ class EncoderDecoderLM(HuggingFaceLM):
             )
         super().__init__(model, chunk, engine, None, kv)
         self.encoder: Any = self.runner.own_encoder() if encoder is None else encoder
+        if encoder is None and (why := self.runner.misfit_of_encoder()):
+            note = f"transformers' own forward runs the encoder of {self.model_name}: {why}"
+            self.engine_note = f"{self.engine_note}; {note}" if self.engine_note else note
         module = self.encoder.module if isinstance(self.encoder, CompiledEncoder) else self.encoder
         self.input_name: Literal["input_ids", "input_features"] = "input_features" if _hears(module) else "input_ids"
         self.max_positions = self.runner.most_positions

@@ -32,8 +32,8 @@ def kept_type(name: str, config: Any, kind: Any) -> torch.dtype | None:
     """Return the type that the weights of a model keep; None if they become float32.
 
     They keep the type of their files, if that is one for all of them, if they are more than `lean.LARGEST`, and if the
-    compiled forward runs the model. Those of a model that reads sources keep float32 alone, in which transformers runs its
-    encoder.
+    compiled forward runs the model. Those of a model that reads sources keep float32 alone, in which
+    transformers runs an encoder that is left to it.
 
     Args:
         name: a folder or hub id.

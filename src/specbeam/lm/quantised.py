@@ -109,8 +109,11 @@ def _rounding_of_weights(lm: Any) -> str:
     stored = _stored_method(getattr(model, "config", None))
     if engine in OWN:
         named = f"{stored} and {engine}" if stored else str(engine)
-        of_encoder = getattr(getattr(lm, "encoder", None), "rounding", None)
-        return f"{named} (encoder in {of_encoder})" if of_encoder not in (None, engine) else named
+        encoder = getattr(lm, "encoder", None)
+        of_encoder = getattr(encoder, "rounding", None)
+        if encoder is None or of_encoder == engine:
+            return named
+        return f"{named} (encoder in {of_encoder})" if of_encoder is not None else f"{named} (encoder not rounded)"
     name = vars(model).get("_specbeam_rounding") if model is not None else None
     return str(name) if name is not None else stored
 

@@ -107,15 +107,15 @@ class AudioEncoder(CompiledEncoder):
                 TEAM.learn(convolution.panels)
             TEAM.learn_function(FORM, do_window_share)
 
-    def forward(self, input_features: torch.Tensor) -> tuple[Float[torch.Tensor, "1 frames hidden"]]:
-        """Return the states of one window, given its features, float[1, channels, frames].
+    def forward(self, input_features: torch.Tensor) -> tuple[Float[torch.Tensor, "windows frames hidden"]]:
+        """Return the states of windows, given their features, float[windows, channels, frames].
 
-        Raises `ValueError` if the window is not as long as the model's.
+        Raises `ValueError` if the windows are not as long as the model's.
         """
         if input_features.shape[1:] != self.shape:
             return (self.module(input_features=input_features)[0],)
-        (states,) = self.read([self._as_read(input_features[0])])
-        return (torch.from_numpy(states)[None],)
+        states = self.read([self._as_read(features) for features in input_features])
+        return (torch.from_numpy(np.stack(states)),)
 
     def _as_read(self, features: Float[torch.Tensor, "channels frames"]) -> Float32[np.ndarray, "channels frames"]:
         """Return features in float32, rounded to the type of the model as transformers rounds them."""
@@ -134,11 +134,12 @@ class AudioEncoder(CompiledEncoder):
         self, inputs: Float32[np.ndarray, "channels frames"]
     ) -> Float[torch.Tensor, "rows hidden"]:
         """See `CompiledEncoder`; a window may be shorter than those of the model, and then has its first positions."""
-        short: Any = copy.deepcopy(self.module, {id(weight): weight for weight in self.module.parameters()})
+        whole = self.module_in_float32()
+        short: Any = copy.deepcopy(whole, {id(weight): weight for weight in whole.parameters()})
         rows = self.rows_of(inputs)
         short.config.max_source_positions = rows
         short.embed_positions = nn.Embedding.from_pretrained(short.embed_positions.weight[:rows])
-        states: torch.Tensor = short(input_features=torch.from_numpy(inputs)[None].to(self.dtype))[0]
+        states: torch.Tensor = short(input_features=torch.from_numpy(inputs)[None])[0]
         return states[0]
 
     def entering(

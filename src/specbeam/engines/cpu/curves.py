@@ -8,10 +8,10 @@ from specbeam.kernels.sums import exp_near_0
 from specbeam.kernels.uncounted import compiled_without_counts
 
 _F1 = np.float32(1)
-_LOG2E = np.float32(1.4426950408889634)
-_LN2_HEAD = np.float32(0.693359375)  # has few bits, so that its multiples are exact
-_LN2_REST = np.float32(-2.12194440e-4)
-_HALF, _LEAST, _MOST = (np.float32(n) for n in (0.5, -87, 87))
+LOG2E = np.float32(1.4426950408889634)
+LN2_HEAD = np.float32(0.693359375)  # has few bits, so that its multiples are exact
+LN2_REST = np.float32(-2.12194440e-4)
+_HALF, LEAST, _MOST = (np.float32(n) for n in (0.5, -87, 87))
 _TANH_3, _TANH_5, _TANH_7, _TANH_9 = (np.float32(n) for n in (-1 / 3, 2 / 15, -17 / 315, 62 / 2835))
 _TANH_NEAR = np.float32(0.0625)  # the square of what is near 0
 
@@ -24,10 +24,10 @@ def exponential(x: Array, powers: Array) -> None:
         powers: int32[n], overwritten.
     """
     for place in range(len(x)):
-        y = _LEAST if x[place] < _LEAST else x[place]
+        y = LEAST if x[place] < LEAST else x[place]
         y = _MOST if y > _MOST else y
-        whole = np.floor(fused(y, _LOG2E, _HALF))
-        f = fused(-whole, _LN2_REST, fused(-whole, _LN2_HEAD, y))
+        whole = np.floor(fused(y, LOG2E, _HALF))
+        f = fused(-whole, LN2_REST, fused(-whole, LN2_HEAD, y))
         x[place] = exp_near_0(f)
         powers[place] = (np.int32(whole) + 127) << 23
     scale = powers.view(np.float32)

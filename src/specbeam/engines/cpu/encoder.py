@@ -1,6 +1,7 @@
 """The encoder of a model by the compiled layers: the rows of a source look at each other both ways."""
 
-from abc import abstractmethod
+import copy
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +69,7 @@ def _family_of_encoder(model: "PreTrainedModel") -> ModelFamily:
     return encoder_family(family)
 
 
-class CompiledEncoder(nn.Module):
+class CompiledEncoder(nn.Module, ABC):
     """The encoder of a model that `misfit` has no reason against, in place of transformers', and called as that is.
 
     Where the decoder's matrices are rounded, those of the encoder's layers are rounded to 8 bits, to 4 too few: what it
@@ -145,12 +146,17 @@ class CompiledEncoder(nn.Module):
 
     @abstractmethod
     def states_by_transformers(self, inputs: Shaped[np.ndarray, "..."]) -> Float[torch.Tensor, "rows hidden"]:
-        """Return the states of a source by transformers' encoder, given its inputs."""
+        """Return the states of a source by transformers' encoder in float32, given its inputs."""
+
+    def module_in_float32(self) -> Any:
+        """Return transformers' encoder computing in float32, as the compiled layers do: a copy if it has another type."""
+        is_in_float32 = all(weight.dtype == torch.float32 for weight in self.module.parameters())
+        return self.module if is_in_float32 else copy.deepcopy(self.module).float()
 
     @torch.inference_mode()
     def error_on(self, inputs: Shaped[np.ndarray, "..."]) -> float:
         """Return the largest difference of the states of a source from those of transformers, as a share of their spread."""
-        expected = self.states_by_transformers(inputs).float()
+        expected = self.states_by_transformers(inputs)
         (found,) = self.read([inputs])
         return float((torch.from_numpy(found) - expected).abs().max() / expected.std().clamp_min(1e-6))
 
@@ -242,7 +248,7 @@ class TextEncoder(CompiledEncoder):
         return inputs.size
 
     def states_by_transformers(self, inputs: Int64[np.ndarray, " length"]) -> Float[torch.Tensor, "length hidden"]:
-        states: torch.Tensor = self.module(input_ids=torch.from_numpy(inputs)[None])[0]
+        states: torch.Tensor = self.module_in_float32()(input_ids=torch.from_numpy(inputs)[None])[0]
         return states[0]
 
     def entering(self, sources: Sequence[Int64[np.ndarray, " _"]]) -> list[Float32[np.ndarray, "_ hidden"]]:

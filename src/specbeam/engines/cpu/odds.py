@@ -5,14 +5,13 @@ Each query has a lane of its own, so nothing is added up across lanes, and the s
 
 from typing import Any
 
+import numpy as np
+
 from specbeam import kernels
+from specbeam.engines.cpu.curves import LEAST, LN2_HEAD, LN2_REST, LOG2E
 from specbeam.engines.cpu.sums import WIDTH
 
 # exp(y) is 2^n exp(f) with the whole number n nearest to y / log(2), and f = y - n log(2), by a polynomial of degree 6.
-_LOG2E = 1.4426950408889634
-_LN2_HEAD = 0.693359375  # has few bits, so that its multiples are exact
-_LN2_REST = -2.12194440e-4
-_LEAST = -87.0
 _OF_EXP = (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0)  # from the highest power on
 _BIAS = 127
 _FRACTION = 23
@@ -56,11 +55,11 @@ class _Odds:
     def _exponential(self, y: Any) -> Any:
         """Return exp(y) for y up to 0, with a relative error below 2e-7."""
         b = self.builder
-        least = self._all(_LEAST)
+        least = self._all(LEAST)
         y = b.select(b.fcmp_ordered("<", y, least), least, y)
-        whole = self._called("floor", self._fused(y, self._all(_LOG2E), self._all(0.5)))
+        whole = self._called("floor", self._fused(y, self._all(LOG2E), self._all(0.5)))
         minus = b.fneg(whole)
-        f = self._fused(minus, self._all(_LN2_REST), self._fused(minus, self._all(_LN2_HEAD), y))
+        f = self._fused(minus, self._all(LN2_REST), self._fused(minus, self._all(LN2_HEAD), y))
         first, *others = _OF_EXP
         found = self._all(first)
         for factor in others:
@@ -88,8 +87,8 @@ class _Odds:
         start = b.mul(number, ir.Constant(self.index, WIDTH))
         return b.bitcast(b.gep(array, [start]), self.floats.as_pointer())
 
-    def _all(self, number: float) -> Any:
-        return ir.Constant(self.floats, [number] * WIDTH)
+    def _all(self, number: float | np.float32) -> Any:
+        return ir.Constant(self.floats, [float(number)] * WIDTH)
 
     def _all_words(self, number: int) -> Any:
         return ir.Constant(self.words, [number] * WIDTH)

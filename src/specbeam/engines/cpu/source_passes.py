@@ -84,14 +84,20 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
         for source, own in zip(group, np.split(read, ends[:-1]), strict=True):
             source.ahead[self] = own.copy()  # without those of the others
 
+    def misfit_of_encoder(self) -> str:
+        why = misfit(self.model)
+        theirs = super().own_encoder()
+        if not why and theirs.main_input_name != "input_ids":
+            why = misfit_of_convolutions(theirs)
+        return why
+
     @torch.inference_mode()
     def own_encoder(self) -> Any:
         theirs = super().own_encoder()
-        if misfit(self.model):
+        if self.misfit_of_encoder():
             return theirs
-        if theirs.main_input_name == "input_ids":
-            return TextEncoder(self.model, self.decoder)
-        return theirs if misfit_of_convolutions(theirs) else AudioEncoder(self.model, self.decoder)
+        kind = TextEncoder if theirs.main_input_name == "input_ids" else AudioEncoder
+        return kind(self.model, self.decoder)
 
     def plain_logits(self, states: torch.Tensor, path: list[int]) -> torch.Tensor:
         return plain_logits(self.model, states, path)

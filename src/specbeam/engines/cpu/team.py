@@ -55,18 +55,14 @@ class Team:
     def learn(self, panels: np.ndarray) -> None:
         """Make products with panels of this kind be shared: compile what helpers call, or load it from disk."""
         for dtype in {panels.dtype, np.dtype(np.int32) if panels.dtype == np.int8 else panels.dtype}:
-            form = FORM_OF[dtype.name]
-            if self.memory[shares.FORMS + form] == 0:
-                self.memory[shares.FORMS + form] = address_of(share_functions[dtype.name], 0, 0)
+            self.learn_function(FORM_OF[dtype.name], share_functions[dtype.name])
 
     def learn_attention(self, words: np.dtype) -> None:
         """Make attention to caches of these numbers be shared, in the same way."""
-        form = ATTENTION_FORM_OF[words.name]
-        if self.memory[shares.FORMS + form] == 0:
-            self.memory[shares.FORMS + form] = address_of(attention_functions[words.name], 0, 0)
+        self.learn_function(ATTENTION_FORM_OF[words.name], attention_functions[words.name])
 
     def learn_function(self, form: int, function: Any) -> None:
-        """Make what this compiled function does be shared, which takes the address of the memory and a share's number."""
+        """Let helpers call a compiled function for shares of a form, with the address of the memory and a share's number."""
         if self.memory[shares.FORMS + form] == 0:
             self.memory[shares.FORMS + form] = address_of(function, 0, 0)
 

@@ -289,6 +289,10 @@ class ReadsSources(ABC):
     def most_positions(self) -> int | None:
         """The number of positions of the decoder; None if there is no limit."""
 
+    def misfit_of_encoder(self) -> str:
+        """Return the reason why an engine that runs encoders leaves that of the model to transformers; "" if it does not."""
+        return ""
+
     def own_encoder(self) -> Any:
         """Return what reads sources for the model: a module that is called as transformers' encoder of the model."""
         return self.model.get_encoder()
