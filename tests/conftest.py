@@ -85,3 +85,4 @@ def packed(monkeypatch):
 
 
 os.environ["SPECBEAM_CACHE"] = tempfile.mkdtemp(prefix="specbeam-tests-")  # nothing measured here is kept, or used
+os.environ.setdefault("SPECBEAM_COMPILERS", "1")  # the tests are given their processes by pytest

@@ -5,9 +5,11 @@ constants that it names come from other files. After an upgrade numba would run 
 classes which no longer exist.
 """
 
+import gc
 import logging
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -20,11 +22,16 @@ from numba.core.caching import (
     UserProvidedCacheLocator,
     UserWideCacheLocator,
 )
+from numba.core.compiler_lock import global_compiler_lock
 
+from specbeam.kernels import ahead
+from specbeam.kernels.claims import LOCKS, Claim, alone, claimed, wait_for
 from specbeam.kernels.forms import count_form
+from specbeam.kernels.libraries import LateLibrary
 
 LOG = logging.getLogger("specbeam.kernels")
 _ROOT = Path(__file__).parents[2]
+_RARELY = 200  # collections of younger objects for one of all
 _IMPORT = re.compile(r"^\s*from (specbeam[\w.]*) import (\([^)]*\)|.*)$", re.MULTILINE)
 _COMPILES = re.compile(
     r"^\s*(from specbeam\.(kernels\.compiling|core\.steps)|import numba|from numba|from llvmlite)", re.MULTILINE
@@ -96,32 +103,114 @@ class _Files(CompileResultCacheImpl):
 
 
 class CodeCache(FunctionCache):
-    """The cache that numba asks for the machine code of a function, in place of its own `FunctionCache`."""
+    """The cache that numba asks for the machine code of a function, in place of its own `FunctionCache`.
+
+    Of several processes that find a form missing one compiles it, and the others read what it keeps.
+    """
 
     _impl_class = _Files
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(function)
+        self._claims: dict[Any, Claim] = {}  # by signature, of the forms that this process compiles
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         """Return the key of a form, with the field names of its records: numba knows a record by class and types alone."""
         return super()._index_key(sig, codegen), _fields(sig)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Load this form of the function from disk; return None, and log it, if it has to be compiled."""
+        """Load this form of the function from disk; return None, and log it, if it has to be compiled.
+
+        Waits while another process compiles it. Whoever gets None calls `save_overload`, or `give_up` if that fails.
+        """
         count_form()
         loaded = super().load_overload(sig, target_context)
+        if loaded is None and self._claim(sig, waits=True):
+            loaded = super().load_overload(sig, target_context)  # another process may have kept it meanwhile
         if loaded is None:
             LOG.info("compiling %s", self._py_func.__qualname__)
+            if sig in self._claims:  # what others compile can be kept
+                ahead.begin(self._py_func)
+        else:
+            self.give_up(sig)
         return loaded
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Save this form of the function, and delete what older sources left for the same version of Python."""
-        super().save_overload(sig, data)
-        LOG.info("compiled %s", self._py_func.__qualname__)
+        place = Path(self._cache_path)
         base = self._impl.filename_base
         (name, _, _) = base.partition("-")
         (_, _, version) = base.rpartition(".")
-        for path in Path(self._cache_path).glob(f"{name}-*.{version}.*nb[ic]"):
+        with alone(place / f"{base}.saving"):  # the index of a function names all of its forms
+            super().save_overload(sig, data)
+        self.give_up(sig)
+        LOG.info("compiled %s", self._py_func.__qualname__)
+        for path in place.glob(f"{name}-*.{version}.*nb[ic]"):
             if not path.name.startswith(base):
                 path.unlink(missing_ok=True)
+
+    def give_up(self, sig: Any) -> None:
+        """End the claim of this process on a form, if it has one."""
+        claim = self._claims.pop(sig, None)
+        if claim is not None:
+            claim.end()
+
+    def keeps(self, sig: Any, target_context: Any) -> bool:
+        """Return whether this form of the function is on disk."""
+        return self._index_key(sig, target_context.codegen()) in self._cache_file._load_index()
+
+    def claim(self, sig: Any) -> bool:
+        """Claim a form that this process is going to compile. Returns whether no other process is at it."""
+        return self._claim(sig, waits=False)
+
+    def _claim(self, sig: Any, waits: bool) -> bool:
+        """Claim a form. Returns whether this process has the claim, and not another one for too long."""
+        if sig in self._claims:
+            return True
+        if not LOCKS:
+            return False
+        form = sha256(str(sig).encode()).hexdigest()[:16]
+        try:
+            self._impl.locator.ensure_cache_path()
+            path = Path(self._cache_path) / f"{self._impl.filename_base}.{form}.claim"
+            claim = wait_for(path) if waits else claimed(path)
+        except OSError:  # nothing can be kept there, and numba says so
+            return False
+        if claim is not None:
+            self._claims[sig] = claim
+        return claim is not None
+
+
+def compile_in_turn(function: Any) -> None:
+    """Make a compiled function be compiled late (`kernels.libraries`), and end its claims where that fails."""
+    compile_form = function.compile
+    codegen = function.targetctx.codegen()
+
+    def compile_late(sig: Any) -> Any:
+        with global_compiler_lock, _rarely_collected():
+            before = codegen._library_class
+            codegen._library_class = LateLibrary
+            try:
+                return compile_form(sig)
+            finally:
+                codegen._library_class = before
+                function._cache.give_up(sig)
+
+    function.compile = compile_late
+
+
+@contextmanager
+def _rarely_collected() -> Iterator[None]:
+    """Let Python look through all objects for garbage more rarely: numba makes millions, and most of them live on.
+
+    In a first text that took a ninth of the time.
+    """
+    (young, middle, old) = gc.get_threshold()
+    gc.set_threshold(young, middle, max(old, _RARELY))
+    try:
+        yield
+    finally:
+        gc.set_threshold(young, middle, old)
 
 
 def _fields(kind: Any) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ except ImportError:
 else:
     try:
         from specbeam.kernels.borrowed import borrow, views_of
-        from specbeam.kernels.code_cache import CodeCache
+        from specbeam.kernels.code_cache import CodeCache, compile_in_turn
         from specbeam.kernels.linking import add_python_entry, calling, link_by_name, take_any_number
     except ImportError:
         warnings.warn(
@@ -61,6 +61,8 @@ def compiled(function: Compiled, **options: Any) -> Compiled:
     link_by_name(made)
     take_any_number(made)
     add_python_entry(made, entry)
+    compile_in_turn(made)
+    compile_in_turn(entry)
     return cast(Compiled, made)
 
 

@@ -18,6 +18,8 @@ from numba import types, version_info
 if version_info[:2] < (0, 63):
     raise ImportError("older libraries of numba do not say what is loaded with them")
 
+from specbeam.kernels.libraries import LateLibrary
+
 _FUNCTIONS: dict[tuple[str, str], Any] = {}  # all compiled functions, by module and qualified name
 LONG = 400  # lines of LLVM code from which on the cost of a call does not matter
 
@@ -32,7 +34,7 @@ def link_by_name(function: Any) -> None:
         result.library._reload_init.update(result.reload_init or ())
         function.overloads[tuple(result.signature.args)] = result  # Python calls it through `add_python_entry`
         is_found_by_name = "<locals>" not in function.py_func.__qualname__
-        if is_found_by_name and is_long(result.library):
+        if is_found_by_name and _is_called_by_name(result.library):
             _replace_by_call(function, result)
 
     function.add_overload = add_overload
@@ -64,6 +66,11 @@ def is_long(library: Any) -> bool:
         if lines > LONG:
             return True
     return False
+
+
+def _is_called_by_name(library: LateLibrary) -> bool:
+    """Return whether callers of a function call it by name: it is long, and so there was machine code of it to be kept."""
+    return library.is_made if library.was_kept else is_long(library)
 
 
 def _replace_by_call(function: Any, result: Any) -> None:

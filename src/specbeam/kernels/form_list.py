@@ -1,0 +1,105 @@
+"""The list of the forms of steps that a first text needs, so that several processes can compile them at once.
+
+One step is compiled for the types that another one gives it, and those are known only when that one is compiled: so without
+a list there is one order, one form after the other. A list that does not fit, as after a change of a step, costs nothing but
+the time of processes that had nothing else to do: whatever is compiled by it is what its name says.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from numba import types
+
+from specbeam.kernels.borrowed import RecordKind
+
+PLACE = Path(__file__).with_name("first_text.jsonl")
+_ARRAY = re.compile(r"(readonly )?array\((\w+), (\d)d, ([CFA])\)")
+
+
+class StepForm(NamedTuple):
+    """One form of a step, or of the entry through which Python calls it."""
+
+    module: str
+    name: str  # qualified, in its module
+    is_entry: bool
+    kinds: tuple[Any, ...]  # the numba types of its arguments
+    needs: list[int]  # the numbers of the forms in the list that it calls
+
+    def function(self) -> Any:
+        """Return the compiled function that this is a form of. Raises an error where there is none of this name."""
+        found = getattr(import_module(self.module), self.name)
+        return found.python_entry if self.is_entry else found
+
+
+def text_of(forms: list[StepForm]) -> str:
+    """Return the lines of a list of forms: first those of its records, each of which names only earlier ones.
+
+    Raises:
+        TypeError: a form has an argument of a kind that lists do not have.
+    """
+    numbers: dict[Any, int] = {}
+    lines: list[Any] = []
+
+    def written(kind: Any) -> Any:
+        if isinstance(kind, types.BaseNamedTuple):
+            if kind not in numbers:
+                record = kind.instance_class
+                inside = [written(one) for one in kind.types]
+                lines.append(["record", record.__module__, record.__qualname__, isinstance(kind, RecordKind), inside])
+                numbers[kind] = len(numbers)
+            return numbers[kind]
+        if isinstance(kind, types.BaseTuple):
+            return [written(one) for one in kind.types]
+        if _kind_named(str(kind)) != kind:
+            raise TypeError(f"a list of forms has no words for {kind}")
+        return str(kind)
+
+    for form in forms:
+        kinds = [written(kind) for kind in form.kinds]
+        lines.append(["entry" if form.is_entry else "step", form.module, form.name, kinds, form.needs])
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def forms_in(text: str) -> list[StepForm]:
+    """Return the forms in the lines of `text_of`. Imports the modules of their records."""
+    records: list[Any] = []
+    forms = []
+
+    def read(kind: Any) -> Any:
+        if isinstance(kind, int):
+            return records[kind]
+        if isinstance(kind, list):
+            return types.BaseTuple.from_types([read(one) for one in kind])
+        return _kind_named(kind)
+
+    for line in text.splitlines():
+        (what, module, name, *rest) = json.loads(line)
+        if what == "record":
+            (is_borrowed, inside) = rest
+            record = getattr(import_module(module), name)
+            kinds = [read(one) for one in inside]
+            make: Callable[..., Any] = RecordKind if is_borrowed else types.BaseTuple.from_types
+            records.append(make(kinds, record))
+        else:
+            (kinds, needs) = rest
+            forms.append(StepForm(module, name, what == "entry", tuple(read(one) for one in kinds), needs))
+    return forms
+
+
+def names_in(text: str) -> frozenset[tuple[str, str]]:
+    """Return the module and the name of each step in the lines of `text_of`; nothing is imported."""
+    lines = (json.loads(line) for line in text.splitlines())
+    return frozenset((module, name) for what, module, name, *_ in lines if what != "record")
+
+
+def _kind_named(name: str) -> Any:
+    """Return the numba type of an array or a number by its name; None if it has none."""
+    array = _ARRAY.fullmatch(name)
+    if array:
+        (readonly, of, dimensions, layout) = array.groups()
+        return types.Array(_kind_named(of), int(dimensions), layout, readonly=bool(readonly))
+    return {"bool": types.boolean, "none": types.none}.get(name) or getattr(types, name, None)

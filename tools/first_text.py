@@ -1,0 +1,58 @@
+"""Write the list of the forms of steps that a first text needs: `python tools/first_text.py`, when a slow test says so.
+
+Compiles all of them, which takes a minute.
+"""
+
+import os
+import tempfile
+
+os.environ["NUMBA_CACHE_DIR"] = tempfile.mkdtemp(prefix="specbeam-first-text-")
+os.environ["SPECBEAM_COMPILERS"] = "1"
+
+from typing import Any
+
+from numba.core.dispatcher import Dispatcher
+
+import specbeam as sb
+from specbeam.kernels.code_cache import CodeCache
+from specbeam.kernels.form_list import PLACE, StepForm, text_of
+
+
+class Recorder:
+    """What is compiled, and what each form calls."""
+
+    def __init__(self) -> None:
+        self.forms: list[StepForm] = []
+        self.numbers: dict[Any, int] = {}  # of the forms, by function and kinds
+        self.needs: list[list[int]] = []  # of the forms that are being compiled, the outermost first
+
+    def compile(self, dispatcher: Any, kinds: Any) -> Any:
+        """Compile a form, in place of numba's method."""
+        kept = isinstance(dispatcher._cache, CodeCache)
+        if not kept:
+            return COMPILE(dispatcher, kinds)
+        key = (dispatcher, tuple(kinds))
+        if key not in self.numbers:
+            self.needs.append([])
+            found = COMPILE(dispatcher, kinds)
+            needs = sorted(set(self.needs.pop()))
+            source = dispatcher.py_func
+            name = source.__qualname__.removeprefix("call_")
+            form = StepForm(source.__module__, name, name != source.__qualname__, tuple(kinds), needs)
+            assert form.function() is dispatcher, form
+            self.numbers[key] = len(self.forms)
+            self.forms.append(form)
+        else:
+            found = COMPILE(dispatcher, kinds)
+        if self.needs:
+            self.needs[-1].append(self.numbers[key])
+        return found
+
+
+COMPILE = Dispatcher.compile
+recorder = Recorder()
+Dispatcher.compile = lambda dispatcher, kinds: recorder.compile(dispatcher, kinds)
+pair = sb.load("bundled")
+print(sb.generate(pair, "Die Katze schläft.", seed=1)[0].text)
+PLACE.write_text(text_of(recorder.forms))
+print(f"{PLACE}: {len(recorder.forms)} forms")
