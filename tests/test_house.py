@@ -11,6 +11,7 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "specbeam"
 FLOORS = [
+    {"garbage"},
     {"errors", "kernels", "lazy", "measure", "whole_files"},
     {"core"},
     {"laws"},

@@ -39,7 +39,7 @@ class Recorder:
             source = dispatcher.py_func
             name = source.__qualname__.removeprefix("call_")
             form = StepForm(source.__module__, name, name != source.__qualname__, tuple(kinds), needs)
-            assert form.function() is dispatcher, form
+            assert form.function().py_func is source, form
             self.numbers[key] = len(self.forms)
             self.forms.append(form)
         else:

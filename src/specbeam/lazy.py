@@ -11,6 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from specbeam.garbage import rarely_collected
+
 
 def homes_in(stub: Path) -> dict[str, tuple[str, str]]:
     """Return the home of each name that a stub file imports: name -> (module, name there), in the order of the file."""
@@ -36,7 +38,8 @@ def attached(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[]
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module, there = homes[name]
-        value = import_module(f"{package}.{there}") if module == package else getattr(import_module(module), there)
+        with rarely_collected():
+            value = import_module(f"{package}.{there}") if module == package else getattr(import_module(module), there)
         setattr(sys.modules[package], name, value)
         return value
 

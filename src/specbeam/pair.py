@@ -9,6 +9,7 @@ import torch
 from specbeam.engines.cpu.cache_words import KeptAs
 from specbeam.engines.eligibility import reads_sources
 from specbeam.errors import BadSetting, NotSupported
+from specbeam.garbage import rarely_collected
 from specbeam.lm.base import LM
 from specbeam.lm.encoder_decoder import EncoderDecoderLM
 from specbeam.lm.huggingface import HuggingFaceLM
@@ -74,6 +75,7 @@ class Pair:
         return min(limits) - prompt_tokens if limits else None
 
 
+@rarely_collected()
 def load(
     target: "str | Path | PreTrainedModel",
     draft: "str | Path | PreTrainedModel | Skipping | None" = None,

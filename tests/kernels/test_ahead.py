@@ -53,6 +53,7 @@ def package(tmp_path):
     """The kernels in a package of their own, with three steps; a first text needs `asked` and then `later`, of integers."""
     kernels = tmp_path / "specbeam" / "kernels"
     shutil.copytree(PLACE.parent, kernels, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(PLACE.parent.parent / "garbage.py", tmp_path / "specbeam")
     (tmp_path / "specbeam" / "__init__.py").touch()
     (tmp_path / "specbeam" / "three.py").write_text(STEPS)
     lines = [

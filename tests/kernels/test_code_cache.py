@@ -50,6 +50,7 @@ def takes(record):
 @pytest.fixture
 def package(tmp_path):
     shutil.copytree(SOURCE / "kernels", tmp_path / "specbeam" / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(SOURCE / "garbage.py", tmp_path / "specbeam")
     (tmp_path / "specbeam" / "__init__.py").touch()
     return tmp_path / "specbeam"
 

@@ -5,11 +5,8 @@ constants that it names come from other files. After an upgrade numba would run 
 classes which no longer exist.
 """
 
-import gc
 import logging
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -24,6 +21,7 @@ from numba.core.caching import (
 )
 from numba.core.compiler_lock import global_compiler_lock
 
+from specbeam.garbage import rarely_collected
 from specbeam.kernels import ahead
 from specbeam.kernels.claims import LOCKS, Claim, alone, claimed, wait_for
 from specbeam.kernels.forms import count_form
@@ -31,7 +29,6 @@ from specbeam.kernels.libraries import LateLibrary
 
 LOG = logging.getLogger("specbeam.kernels")
 _ROOT = Path(__file__).parents[2]
-_RARELY = 200  # collections of younger objects for one of all
 _IMPORT = re.compile(r"^\s*from (specbeam[\w.]*) import (\([^)]*\)|.*)$", re.MULTILINE)
 _COMPILES = re.compile(
     r"^\s*(from specbeam\.(kernels\.compiling|core\.steps)|import numba|from numba|from llvmlite)", re.MULTILINE
@@ -55,16 +52,19 @@ def sources(path: Path) -> frozenset[Path]:
     return frozenset(known)
 
 
-def _imported(path: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Yield the files of this package that a file imports from, each with the names that it imports."""
+@cache
+def _imported(path: Path) -> list[tuple[Path, list[str]]]:
+    """Return the files of this package that a file imports from, each with the names that it imports."""
+    found = []
     for module, names in _IMPORT.findall(_text(path)):
         place = _ROOT.joinpath(*module.split("."))
         each = re.findall(r"\w+", names.split("#")[0])
         if place.is_dir():
-            yield from ((place / f"{name}.py", [name]) for name in each if (place / f"{name}.py").exists())
+            found += [(place / f"{name}.py", [name]) for name in each if (place / f"{name}.py").exists()]
             place /= "__init__"
         if place.with_suffix(".py").exists():
-            yield place.with_suffix(".py"), each
+            found.append((place.with_suffix(".py"), each))
+    return found
 
 
 @cache
@@ -105,14 +105,23 @@ class _Files(CompileResultCacheImpl):
 class CodeCache(FunctionCache):
     """The cache that numba asks for the machine code of a function, in place of its own `FunctionCache`.
 
-    Of several processes that find a form missing one compiles it, and the others read what it keeps.
+    Of several processes that find a form missing one compiles it, and the others read what it keeps. The sources are read at
+    once; what numba prepares, which is a third of the time that the decorator takes, waits for the first use.
     """
 
     _impl_class = _Files
 
     def __init__(self, function: Any) -> None:
-        super().__init__(function)
+        digest(Path(function.__code__.co_filename))
+        self._function = function
         self._claims: dict[Any, Claim] = {}  # by signature, of the forms that this process compiles
+
+    def __getattr__(self, name: str) -> Any:
+        """Prepare the cache, when an attribute is asked for that it has only then."""
+        if name.startswith("__") or "_impl" in vars(self):
+            raise AttributeError(name)
+        super().__init__(self._function)
+        return getattr(self, name)
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         """Return the key of a form, with the field names of its records: numba knows a record by class and types alone."""
@@ -187,7 +196,7 @@ def compile_in_turn(function: Any) -> None:
     codegen = function.targetctx.codegen()
 
     def compile_late(sig: Any) -> Any:
-        with global_compiler_lock, _rarely_collected():
+        with global_compiler_lock, rarely_collected():
             before = codegen._library_class
             codegen._library_class = LateLibrary
             try:
@@ -197,20 +206,6 @@ def compile_in_turn(function: Any) -> None:
                 function._cache.give_up(sig)
 
     function.compile = compile_late
-
-
-@contextmanager
-def _rarely_collected() -> Iterator[None]:
-    """Let Python look through all objects for garbage more rarely: numba makes millions, and most of them live on.
-
-    In a first text that took a ninth of the time.
-    """
-    (young, middle, old) = gc.get_threshold()
-    gc.set_threshold(young, middle, max(old, _RARELY))
-    try:
-        yield
-    finally:
-        gc.set_threshold(young, middle, old)
 
 
 def _fields(kind: Any) -> tuple[Any, ...]:

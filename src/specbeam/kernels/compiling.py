@@ -17,7 +17,13 @@ else:
     try:
         from specbeam.kernels.borrowed import borrow, views_of
         from specbeam.kernels.code_cache import CodeCache, compile_in_turn
-        from specbeam.kernels.linking import add_python_entry, calling, link_by_name, take_any_number
+        from specbeam.kernels.linking import (
+            PythonEntry,
+            add_python_entry,
+            calling,
+            link_by_name,
+            take_any_number,
+        )
     except ImportError:
         warnings.warn(
             f"numba {numba.__version__} is too old for specbeam's steps, which need 0.63 (pip install 'numba>=0.63'); "
@@ -56,13 +62,17 @@ def compiled(function: Compiled, **options: Any) -> Compiled:
     fixed = {"nogil": True, "error_model": "numpy", "boundscheck": False, "no_cfunc_wrapper": True, **_COUNTED}
     made = numba.njit(no_cpython_wrapper=True, **{**fixed, **options})(source)
     made._cache = CodeCache(source)
-    entry = numba.njit(**fixed)(calling(made))
-    entry._cache = CodeCache(entry.py_func)
     link_by_name(made)
     take_any_number(made)
-    add_python_entry(made, entry)
     compile_in_turn(made)
-    compile_in_turn(entry)
+
+    def make_entry() -> Any:
+        entry = numba.njit(**fixed)(calling(made))
+        entry._cache = CodeCache(entry.py_func)
+        compile_in_turn(entry)
+        return entry
+
+    add_python_entry(made, PythonEntry(make_entry))
     return cast(Compiled, made)
 
 

@@ -7,6 +7,7 @@ is kept once.
 
 import copy
 import inspect
+from collections.abc import Callable
 from functools import partial
 from hashlib import sha256
 from importlib import import_module
@@ -122,7 +123,19 @@ def calling(function: Any) -> Any:
     return call
 
 
-def add_python_entry(function: Any, python_entry: Any) -> None:
+class PythonEntry:
+    """The function through which Python calls a compiled one, made when it is first needed: most never are."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+
+    def __getattr__(self, name: str) -> Any:
+        if "_made" not in vars(self):
+            self._made = self._make()
+        return getattr(self._made, name)
+
+
+def add_python_entry(function: Any, python_entry: PythonEntry) -> None:
     """Make Python call a compiled function through `python_entry`, which is compiled only for forms that Python calls."""
 
     def compile_for_python(*values: Any) -> Any:  # numba has put keyword arguments into their positions
