@@ -7,6 +7,9 @@ import os
 import tempfile
 
 os.environ["NUMBA_CACHE_DIR"] = tempfile.mkdtemp(prefix="specbeam-first-text-")
+os.environ["SPECBEAM_CACHE"] = tempfile.mkdtemp(
+    prefix="specbeam-first-text-"
+)  # nothing is known of the costs of the pair
 os.environ["SPECBEAM_COMPILERS"] = "1"
 
 from typing import Any

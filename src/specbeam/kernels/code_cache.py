@@ -25,7 +25,7 @@ from specbeam.garbage import rarely_collected
 from specbeam.kernels import ahead
 from specbeam.kernels.claims import LOCKS, Claim, alone, claimed, wait_for
 from specbeam.kernels.forms import count_form
-from specbeam.kernels.libraries import LateLibrary
+from specbeam.kernels.libraries import KeptLibrary
 
 LOG = logging.getLogger("specbeam.kernels")
 _ROOT = Path(__file__).parents[2]
@@ -191,21 +191,21 @@ class CodeCache(FunctionCache):
 
 
 def compile_in_turn(function: Any) -> None:
-    """Make a compiled function be compiled late (`kernels.libraries`), and end its claims where that fails."""
+    """Make a compiled function be compiled into a library of `kernels.libraries`, and end its claims where that fails."""
     compile_form = function.compile
     codegen = function.targetctx.codegen()
 
-    def compile_late(sig: Any) -> Any:
+    def compile_once(sig: Any) -> Any:
         with global_compiler_lock, rarely_collected():
             before = codegen._library_class
-            codegen._library_class = LateLibrary
+            codegen._library_class = KeptLibrary
             try:
                 return compile_form(sig)
             finally:
                 codegen._library_class = before
                 function._cache.give_up(sig)
 
-    function.compile = compile_late
+    function.compile = compile_once
 
 
 def _fields(kind: Any) -> tuple[Any, ...]:

@@ -19,8 +19,6 @@ from numba import types, version_info
 if version_info[:2] < (0, 63):
     raise ImportError("older libraries of numba do not say what is loaded with them")
 
-from specbeam.kernels.libraries import LateLibrary
-
 _FUNCTIONS: dict[tuple[str, str], Any] = {}  # all compiled functions, by module and qualified name
 LONG = 400  # lines of LLVM code from which on the cost of a call does not matter
 
@@ -34,8 +32,11 @@ def link_by_name(function: Any) -> None:
         # A form that was loaded from disk may be compiled into callers, which then need whatever it needs at loading.
         result.library._reload_init.update(result.reload_init or ())
         function.overloads[tuple(result.signature.args)] = result  # Python calls it through `add_python_entry`
-        is_found_by_name = "<locals>" not in function.py_func.__qualname__
-        if is_found_by_name and _is_called_by_name(result.library):
+        library = result.library
+        if library.is_called_by_name is None:
+            is_found_by_name = "<locals>" not in function.py_func.__qualname__
+            library.is_called_by_name = is_found_by_name and is_long(library)
+        if library.is_called_by_name:
             _replace_by_call(function, result)
 
     function.add_overload = add_overload
@@ -67,11 +68,6 @@ def is_long(library: Any) -> bool:
         if lines > LONG:
             return True
     return False
-
-
-def _is_called_by_name(library: LateLibrary) -> bool:
-    """Return whether callers of a function call it by name: it is long, and so there was machine code of it to be kept."""
-    return library.is_made if library.was_kept else is_long(library)
 
 
 def _replace_by_call(function: Any, result: Any) -> None:
