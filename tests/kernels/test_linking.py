@@ -1,10 +1,14 @@
 """The linking of compiled functions, and copies that they make."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
 import numpy as np
 import pytest
 
 from specbeam.core.steps import step
-from specbeam.kernels.compiling import AVAILABLE, Array
+from specbeam.kernels.compiling import AVAILABLE, Array, compiled
 from specbeam.kernels.copies import copy_numbers, copy_rows
 from specbeam.kernels.linking import LONG, is_long
 
@@ -35,6 +39,32 @@ def _sorted_copy(x: Array) -> Array:
 def test_constants_do_not_make_forms_of_their_own():
     assert _added_often(np.arange(3), 5).tolist() == [19, 20, 21]
     assert len(_added.overloads) == 1
+
+
+def test_threads_may_call_a_step_for_the_first_time_together():
+    """It has one entry for Python, and each of its forms is there once."""
+    together = Barrier(3)
+    sources = [
+        lambda x: x + 1,
+        lambda x: x + 2,
+        lambda x: x + 3,
+        lambda x: x + 4,
+    ]
+
+    def first_call(function):
+        together.wait()
+        return function(1)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            for source in sources:
+                function = compiled(source)
+                assert list(threads.map(first_call, [function] * 3)) == [source(1)] * 3
+                assert len(function.python_entry.overloads) == 1
+    finally:
+        sys.setswitchinterval(before)
 
 
 @pytest.mark.parametrize("run", [lambda *these: _copied(*these), _copied.py_func if AVAILABLE else None])

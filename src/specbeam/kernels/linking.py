@@ -15,6 +15,7 @@ from typing import Any
 
 from llvmlite import binding, ir
 from numba import types, version_info
+from numba.core.compiler_lock import global_compiler_lock
 
 if version_info[:2] < (0, 63):
     raise ImportError("older libraries of numba do not say what is loaded with them")
@@ -126,19 +127,24 @@ class PythonEntry:
         self._make = make
 
     def __getattr__(self, name: str) -> Any:
-        if "_made" not in vars(self):
-            self._made = self._make()
+        with global_compiler_lock:  # of several threads that come here first one makes it
+            if "_made" not in vars(self):
+                self._made = self._make()
         return getattr(self._made, name)
 
 
 def add_python_entry(function: Any, python_entry: PythonEntry) -> None:
     """Make Python call a compiled function through `python_entry`, which is compiled only for forms that Python calls."""
 
+    inserted = set()
+
     def compile_for_python(*values: Any) -> Any:  # numba has put keyword arguments into their positions
         kinds = tuple(function.typeof_pyval(value) for value in values)
-        python_entry.compile(kinds)
-        address = python_entry.overloads[kinds].entry_point
-        function._insert([kind._code for kind in kinds], address, False)
+        with global_compiler_lock:  # numba finds no form that threads have inserted twice
+            address = python_entry.compile(kinds)
+            if kinds not in inserted:
+                function._insert([kind._code for kind in kinds], address, False)
+                inserted.add(kinds)
         return address
 
     function._compile_for_args = compile_for_python
