@@ -45,6 +45,25 @@ from specbeam.kernels.compiling import compiled
 def takes(record):
     return 10 * record.tens + record.ones
 """
+OTHERS = """
+import numba
+@numba.njit(cache=True)
+def twice(x):
+    return 2 * x
+@numba.njit(cache=True)
+def thrice(x):
+    return 3 * x
+"""
+CALLS_OTHERS = """
+from others import thrice, twice
+from specbeam.kernels.compiling import compiled
+@compiled
+def calls_twice(x):
+    return twice(x) + 1
+@compiled
+def calls_thrice(x):
+    return thrice(x) + 1
+"""
 
 
 @pytest.fixture
@@ -84,6 +103,16 @@ def test_a_record_goes_by_its_fields_wherever_it_comes_from(package):
     for fields, expected in ((("tens", "ones"), 12), (("ones", "tens"), 21), (("tens", "ones"), 12)):
         (package / "record.py").write_text(RECORD.format(first=fields[0], second=fields[1]) + "#" * expected)
         assert printed(package, program) == (expected,)
+
+
+def test_functions_that_numba_keeps_are_kept_and_read_alike_in_steps_and_outside(package):
+    """Of two functions of somebody else one is compiled and kept for a step, the other one outside; then the other way."""
+    (package.parent / "others.py").write_text(OTHERS)
+    (package / "calls.py").write_text(CALLS_OTHERS)
+    imports = "from others import thrice, twice; from specbeam.calls import calls_thrice, calls_twice; "
+    hits = "; print(*(sum(one._cache_hits.values()) for one in (twice, thrice)))"
+    assert printed(package, imports + "print(calls_twice(5), thrice(5))" + hits) == (11, 15, 0, 0)
+    assert printed(package, imports + "print(twice(5), calls_thrice(5))" + hits) == (10, 16, 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,11 @@ class _UserWide(_BySources, UserWideCacheLocator): ...
 class _Files(CompileResultCacheImpl):
     _locator_classes = (_Provided, _InTree, _UserWide)
 
+    def reduce(self, cres: Any) -> Any:
+        """Return what numba keeps of a form, with the names in its machine code beside that."""
+        (state, *others) = super().reduce(cres)
+        return (cres.library.with_names(state), *others)
+
 
 class CodeCache(FunctionCache):
     """The cache that numba asks for the machine code of a function, in place of its own `FunctionCache`.

@@ -9,9 +9,15 @@ from typing import Any
 from llvmlite import binding
 from numba.core.codegen import JITCodeLibrary
 
+_WITH_NAMES = "with names"  # the kind of what is kept, beside numba's own kinds
+
 
 class KeptLibrary(JITCodeLibrary):
-    """A library that is kept with the names in its machine code, and with whether its callers call it by name."""
+    """A library that is kept with the names in its machine code, and with whether its callers call it by name.
+
+    While a step is compiled all libraries are of this class, also those of other people's functions that it calls. numba
+    keeps and loads these in its own way.
+    """
 
     _shared_module: Any
 
@@ -25,17 +31,20 @@ class KeptLibrary(JITCodeLibrary):
             self._shared_module = binding.parse_bitcode(self._bitcode)
         return super()._get_module_for_linking()
 
-    def serialize_using_object_code(self) -> tuple[str, str, Any]:
-        """Return what is kept: machine code, LLVM code, the names in it, and whether callers call it by name."""
-        (name, kind, (machine_code, bitcode)) = super().serialize_using_object_code()
+    def with_names(self, state: Any) -> Any:
+        """Return what is kept: numba's machine code and LLVM code, the names in it, and whether callers call it by name."""
+        (name, _, (machine_code, bitcode)) = state
         module = self._get_module_for_linking()
         every = [*module.functions, *module.global_variables]
         names = [one.name for one in every if not one.is_declaration]
-        return name, kind, (machine_code, bitcode, names, self.is_called_by_name)
+        return name, _WITH_NAMES, (machine_code, bitcode, names, self.is_called_by_name)
 
     @classmethod
     def _unserialize(cls, codegen: Any, state: Any) -> Any:
-        (name, _, (machine_code, bitcode, names, is_called_by_name)) = state
+        (name, kind, data) = state
+        if kind != _WITH_NAMES:  # of a function that a step calls and numba itself has kept
+            return super()._unserialize(codegen, state)
+        (machine_code, bitcode, names, is_called_by_name) = data
         library = cls(codegen, name)
         library._bitcode = bitcode
         library.is_called_by_name = is_called_by_name
