@@ -1,11 +1,15 @@
 """Several processes compile what a first text needs, and none does what another one has done or is at."""
 
+import errno
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +18,7 @@ from specbeam.kernels import AVAILABLE
 if not AVAILABLE:
     pytest.skip("numba is not installed", allow_module_level=True)
 
+import numba
 from numba import types
 
 from specbeam.kernels import ahead, claims, code_cache
@@ -39,10 +44,25 @@ def asked(x):
 def later(x):
     return asked(x) - 1
 """
+# A program that asks for one step, and goes on until its stdin is closed.
+WAITS = "from specbeam.three import asked; print(asked(3)); from specbeam.kernels import ahead; "
+WAITS += "print('begun', ahead._BEGUN[1].pid, flush=True); import sys; sys.stdin.read()"
+# The same with a copy of it, which has all that it has open.
+FORKS = WAITS.replace(
+    "print('begun',", "import os, time; copy = os.fork(); copy or time.sleep(60); print('begun', copy,"
+)
 
 
 def _nothing():
     return None
+
+
+def _refuse(*given, **settings):
+    raise PermissionError(given)
+
+
+def _adding(number):
+    return lambda x: x + number
 
 
 _compiled_nothing = compiled(_nothing)
@@ -71,6 +91,44 @@ def started(package, program, compilers, **settings):
     environment = {"PYTHONPATH": str(package.parent), "SPECBEAM_COMPILERS": str(compilers), **settings}
     command = [sys.executable, "-c", program]
     return subprocess.Popen(command, cwd=package.parent, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+@contextmanager
+def helped(package, program):
+    """A program that a second process helps; the numbers of processes that it says, and the lines before."""
+    environment = {"PYTHONPATH": str(package.parent), "SPECBEAM_COMPILERS": "2"}
+    command = [sys.executable, "-c", program]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=package.parent, env=environment, stdin=pipe, stdout=pipe, text=True)
+    lines = []
+    try:
+        while not lines or not lines[-1].startswith("begun"):
+            lines.append(process.stdout.readline())
+            assert lines[-1], "the program has ended"
+        numbers = [int(number) for number in lines[-1].split()[1:]]
+        yield process, numbers, "".join(lines)
+    finally:
+        process.stdin.close()
+        process.wait(60)
+        process.stdout.close()
+
+
+def runs(number):
+    """Whether there is a process of this number, a zombie included."""
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def is_alive(number):
+    """Whether a process of this number has not ended."""
+    try:
+        (_, _, state) = Path(f"/proc/{number}/stat").read_text().rpartition(")")
+    except FileNotFoundError:
+        return False
+    return not state.startswith(" Z")
 
 
 def output(process):
@@ -102,7 +160,7 @@ def test_a_claim_ends_with_its_process_however_that_ends(tmp_path):
     finally:
         other.send_signal(signal.SIGKILL)
         other.communicate()
-    mine = claims.wait_for(path)
+    mine = claims.wait_for(path, 30)
     assert mine is not None
     assert claims.claimed(path) is None
     mine.end()
@@ -111,35 +169,150 @@ def test_a_claim_ends_with_its_process_however_that_ends(tmp_path):
     claims.claimed(path).end()
 
 
-def test_nobody_waits_for_ever(tmp_path, monkeypatch):
-    monkeypatch.setattr(claims, "PATIENCE", 0.05)
+def test_who_has_waited_in_vain_waits_no_more(tmp_path, monkeypatch):
+    """Nor does anybody save while another process does not end it."""
+    monkeypatch.setattr(claims, "PATIENCE", 0.2)
+    monkeypatch.setattr(claims, "SAVING", 0.02)
+    monkeypatch.setattr(claims, "_is_patient", True)
     path = tmp_path / "one.claim"
     mine = claims.claimed(path)
-    assert claims.wait_for(path) is None
-    with claims.alone(path):  # goes on without
-        pass
+    took = []
+    for _ in range(2):
+        begun = time.monotonic()
+        assert claims.wait_patiently(path) is None
+        took.append(time.monotonic() - begun)
+    assert took[0] >= 0.2 > took[1]
+    with claims.alone(path) as is_free:
+        assert not is_free
     mine.end()
+    with claims.alone(path) as is_free:
+        assert is_free
+        assert claims.claimed(path) is None
+    claims.wait_patiently(path).end()
+
+
+def test_a_claim_ends_where_its_file_can_no_longer_be_deleted(tmp_path, monkeypatch):
+    path = tmp_path / "one.claim"
+    mine = claims.claimed(path)
+    with monkeypatch.context() as here:
+        here.setattr(Path, "unlink", _refuse)
+        mine.end()
+    claims.claimed(path).end()
+    assert not path.exists()
+
+
+def test_where_files_cannot_be_locked_none_is_left(tmp_path, monkeypatch):
+    """As on some shared disks."""
+
+    def refuse(number, what):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(claims.fcntl, "flock", refuse)
+    with pytest.raises(OSError, match="no locks"):
+        claims.claimed(tmp_path / "one.claim")
+    with claims.alone(tmp_path / "one.saving") as is_free:  # each does it on its own, as numba does
+        assert is_free
+    assert not list(tmp_path.iterdir())
+
+
+def test_who_leaves_ends_its_claims(tmp_path):
+    for name in ("one", "other"):
+        claims.claimed(tmp_path / name)
+    claims.end_all()
+    assert not list(tmp_path.iterdir())
+    assert not claims._HELD
+
+
+@pytest.fixture
+def apart(tmp_path, monkeypatch):
+    """A folder in which the code of steps is kept."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def test_a_form_is_kept_when_its_code_is(apart):
+    """numba writes first that it is there."""
+    step = compiled(_nothing)
+    step.compile(())
+    assert step._cache.keeps((), step.targetctx)
+    (code,) = apart.rglob("*.nbc")
+    code.unlink()
+    assert not step._cache.keeps((), step.targetctx)
+
+
+def test_a_form_that_cannot_be_saved_alone_is_compiled_all_the_same(apart, monkeypatch):
+    monkeypatch.setattr(claims, "SAVING", 0.02)
+    step = compiled(_nothing)
+    cache = step._cache
+    other = claims.claimed(Path(cache.cache_path) / f"{cache._impl.filename_base}.saving")
+    step.compile(())
+    other.end()
+    assert () in step.overloads
+    assert not [path for path in apart.rglob("*") if path.is_file()]
+
+
+def test_what_older_sources_and_killed_processes_left_is_deleted(apart):
+    step = compiled(_nothing)
+    place = Path(step._cache.cache_path)
+    (name, _, _) = step._cache._impl.filename_base.partition("-")
+    (_, _, version) = step._cache._impl.filename_base.rpartition(".")
+    older = [f"{name}-3-0123.{version}.{end}" for end in ("nbi", "1.nbc", "4567.claim", "saving")]
+    others = [f"{name}-3-0123.py27.nbi", f"{name}_more-3-0123.{version}.nbi", f"{name}-3-0123.{version}.nbi.tmp.89"]
+    for file in (*older, *others):
+        (place / file).touch()
+    step.compile(())
+    left = {path.name for path in place.iterdir()}
+    assert not left & set(older)
+    assert left >= set(others)
+
+
+def test_functions_around_different_values_are_claimed_apart(apart):
+    caches = [code_cache.CodeCache(_adding(number)) for number in (1, 2, 1)]
+    context = _compiled_nothing.targetctx
+    assert [cache.claim((types.int64,), context) for cache in caches] == [True, True, False]
+    for cache in caches:
+        cache.give_up((types.int64,))
 
 
 def test_another_process_compiles_what_comes_later(package):
-    program = "from specbeam.three import asked; print(asked(3)); import sys; sys.stdin.read()"
-    environment = {"PYTHONPATH": str(package.parent), "SPECBEAM_COMPILERS": "2"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", program],
-        cwd=package.parent,
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    try:
+    """It ends when all is done, and leaves nothing, no zombie either."""
+    with helped(package, WAITS) as (process, (other,), text):
+        assert "7\n" in text
         assert eventually(lambda: kept(package, "later") and kept(package, "call_later"))
-    finally:
-        (text, _) = process.communicate(b"", timeout=60)
+        assert eventually(lambda: not runs(other))
+        assert process.poll() is None
     assert process.returncode == 0
-    lines = text.decode().split("\n")
-    assert "7" in lines
-    assert "compiling later" not in lines
     assert not list(package.rglob("*.claim")) + list(package.rglob("*.saving"))
+
+
+def test_a_program_that_is_set_up_in_python_is_helped_likewise(package):
+    """The others keep code where this one does. What is no text in the path of modules is passed over, as Python does."""
+    place = package.parent / "elsewhere"
+    program = (
+        f"import pathlib, sys, numba; numba.config.CACHE_DIR = {str(place)!r}; sys.path.append(pathlib.Path('odd')); "
+    )
+    with helped(package, program + WAITS):
+        assert eventually(lambda: list(place.rglob("three.call_later-*.nbi")))
+    assert not kept(package, "later")
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no state of processes in /proc")
+def test_others_work_for_one_program_at_a_time_and_end_with_it_even_if_it_has_a_copy(package):
+    place = package / "kernels" / "__pycache__"
+    place.mkdir(exist_ok=True)
+    busy = claims.claimed(place / f"{PLACE.stem}.claim")  # as if others worked for another program
+    with helped(package, FORKS) as (process, (copy, other), _):
+        time.sleep(1.5)
+        assert not kept(package, "later")
+        assert is_alive(other)
+        process.kill()
+        process.wait()
+        try:
+            assert is_alive(copy)
+            assert eventually(lambda: not is_alive(other), seconds=10)
+        finally:
+            os.kill(copy, signal.SIGKILL)
+    busy.end()
 
 
 def test_two_processes_compile_each_form_once(package):
@@ -173,12 +346,21 @@ except ValueError as error:
 
 
 def test_a_list_of_other_sources_harms_nobody(package):
+    """What is in the list and still there is compiled all the same."""
     place = package / "kernels" / PLACE.name
-    place.write_text(
-        place.read_text()
-        + '\n["step", "specbeam.three", "gone", ["int64"], []]\n["entry", "specbeam.three", "asked", [], []]'
-    )
-    assert "7" in output(started(package, "from specbeam.three import asked; print(asked(3))", 3))
+    stale = [
+        '["record", "specbeam.three", "Gone", false, ["int64"]]',
+        '["step", "specbeam.three", "gone", ["int64"], []]',
+        '["step", "specbeam.gone", "gone", [0, [0, "int64"], "int128"], []]',
+        '["step", "specbeam.three", "twice", [0], []]',
+        '["entry", "specbeam.three", "asked", [], []]',
+        '["step", "specbeam.three", "sys", ["int64"], []]',
+    ]
+    place.write_text("\n".join([place.read_text(), *stale]))
+    with helped(package, WAITS) as (_, (other,), text):
+        assert "7\n" in text
+        assert eventually(lambda: kept(package, "later"))
+        assert eventually(lambda: not runs(other))
 
 
 def test_on_one_processor_one_process_compiles(package):
@@ -189,13 +371,10 @@ def test_on_one_processor_one_process_compiles(package):
 
 
 def test_where_nothing_can_be_kept_nothing_is_claimed(monkeypatch):
-    def refuse(path):
-        raise PermissionError(path)
-
-    monkeypatch.setattr(code_cache, "claimed", refuse)
-    monkeypatch.setattr(code_cache, "wait_for", refuse)
+    monkeypatch.setattr(code_cache, "claimed", _refuse)
+    monkeypatch.setattr(code_cache, "wait_patiently", _refuse)
     cache = code_cache.CodeCache(_nothing)
-    assert not cache.claim(())
+    assert not cache.claim((), _compiled_nothing.targetctx)
     assert cache.load_overload((), _compiled_nothing.targetctx) is None
     assert not cache._claims
 
@@ -205,6 +384,78 @@ def test_how_many_processes_compile_can_be_set(monkeypatch):
     assert ahead.processes_wanted() == 5
     monkeypatch.setenv("SPECBEAM_COMPILERS", "")
     assert 1 <= ahead.processes_wanted() <= ahead.MOST
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 6),
+        ({"_QUOTA": "max 100000"}, 6),
+        ({"_QUOTA": "250000 100000"}, 2),
+        ({"_QUOTA": "50000 100000"}, 1),
+        ({"_MEMORY": "MemTotal: 90000000 kB\nMemAvailable: 5000000 kB\nBuffers: 1 kB\n"}, 3),
+        ({"_MEMORY": "MemAvailable: 90000000 kB\n", "_MOST_MEMORY": "2000000000"}, 1),
+        ({"_MEMORY": "MemAvailable: 90000000 kB\n", "_MOST_MEMORY": "max"}, 6),
+    ],
+)
+def test_no_more_processes_compile_than_the_machine_or_its_container_has_room_for(
+    tmp_path, monkeypatch, files, expected
+):
+    monkeypatch.delenv("SPECBEAM_COMPILERS", raising=False)
+    monkeypatch.setattr(numba.config, "NUMBA_NUM_THREADS", 6)
+    for name in ("_QUOTA", "_MEMORY", "_MOST_MEMORY"):
+        monkeypatch.setattr(ahead, name, tmp_path / name)
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert ahead.processes_wanted() == expected
+
+
+@pytest.fixture
+def first(monkeypatch):
+    """A process that finds the first form missing, with two processors. Returns what is called then."""
+    monkeypatch.setattr(ahead, "_BEGUN", [])
+    monkeypatch.setattr(ahead, "_names", lambda: {(__name__, "_nothing")})
+    monkeypatch.setenv("SPECBEAM_COMPILERS", "2")
+    return lambda: ahead.begin(_nothing)
+
+
+@pytest.mark.parametrize(
+    ("executable", "is_frozen"), [("/usr/bin/uwsgi", False), ("", False), (None, False), (sys.executable, True)]
+)
+def test_a_program_that_has_python_inside_is_not_started_again(first, monkeypatch, executable, is_frozen):
+    monkeypatch.setattr(sys, "executable", executable)
+    monkeypatch.setattr(sys, "frozen", is_frozen, raising=False)
+    monkeypatch.setattr(subprocess, "Popen", _refuse)
+    first()
+    assert ahead._BEGUN == []
+
+
+def test_a_program_that_is_about_to_end_begins_no_other(first, monkeypatch):
+    def refuse(*given, **settings):
+        raise RuntimeError("can't create new process at interpreter shutdown")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    first()
+    assert ahead._BEGUN == [None]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, BrokenPipeError, KeyboardInterrupt])
+def test_a_process_that_cannot_be_begun_with_is_ended(first, monkeypatch, error):
+    begun = []
+
+    def fail(process, line):
+        begun.append(process)
+        raise error
+
+    monkeypatch.setattr(ahead, "_begin_with", fail)
+    if error is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            first()
+    else:
+        first()
+    assert ahead._BEGUN == [None]
+    assert begun[0].returncode is not None
+    assert "-I" in begun[0].args
 
 
 @pytest.mark.slow
@@ -238,6 +489,14 @@ def test_the_list_names_steps_that_exist_and_calls_that_come_before():
         assert all(need < number for need in form.needs)
         assert form.function().py_func.__module__ == form.module
     assert {("specbeam.runs", "run_turns"), ("specbeam.engines.cpu.layers", "all_layers")} <= names_in(text)
+
+
+def test_what_is_no_more_has_no_kind():
+    records = [["record", __name__, "Gone", True, ["int64"]], ["record", "collections", "OrderedDict", False, []]]
+    of_other_fields = ["record", "specbeam.kernels.form_list", "StepForm", False, ["int64"]]
+    form = ["step", __name__, "_nothing", [0, 1, 2, [1, "int64"], "int64"], []]
+    (read,) = forms_in("\n".join(json.dumps(line) for line in [*records, of_other_fields, form]))
+    assert read.kinds == (None, None, None, None, types.int64)
 
 
 def test_a_kind_that_a_list_has_no_words_for_is_said():

@@ -13,8 +13,13 @@ except ImportError:  # where processes cannot lock files, each makes its own
 else:
     LOCKS = True
 
-PATIENCE = 30.0  # seconds that a process waits for another one; longer than any function takes to compile
+# Seconds that a process waits for what another one makes: longer than nearly any form takes, with all that it calls. A
+# process that was stopped keeps its claims, so whoever has waited in vain does not do it again.
+PATIENCE = 30.0
+SAVING = 5.0  # seconds that a process waits until another one has saved something, which takes milliseconds
 _PAUSE = 0.01  # seconds between two looks
+_HELD: set["Claim"] = set()  # the claims of this process
+_is_patient = True
 
 
 class Claim:
@@ -23,13 +28,24 @@ class Claim:
     def __init__(self, path: Path, number: int) -> None:
         self._path = path
         self._number = number  # of the open file whose lock is the claim
+        _HELD.add(self)
 
     def end(self) -> None:
         """Give the claim up, so that others go on. Does nothing the second time."""
-        if self._number >= 0:
-            self._path.unlink(missing_ok=True)
-            os.close(self._number)
-            self._number = -1
+        number = self._number
+        if number < 0:
+            return
+        self._number = -1
+        _HELD.discard(self)
+        with suppress(OSError):  # the folder may have become read-only since
+            self._path.unlink()
+        os.close(number)
+
+
+def end_all() -> None:
+    """Give up all claims of this process, which is about to end: so it leaves no files."""
+    for claim in list(_HELD):
+        claim.end()
 
 
 def claimed(path: Path) -> Claim | None:
@@ -47,6 +63,8 @@ def claimed(path: Path) -> Claim | None:
             return None
         except OSError:
             os.close(number)
+            with suppress(OSError):
+                path.unlink()
             raise
         if _is_at(path, number):
             return Claim(path, number)
@@ -60,23 +78,37 @@ def _is_at(path: Path, number: int) -> bool:
     return False
 
 
-def wait_for(path: Path) -> Claim | None:
-    """Return a claim as `claimed` does, after any other process has ended its own; None if it has not in `PATIENCE`."""
-    latest = time.monotonic() + PATIENCE
+def wait_for(path: Path, seconds: float, pause: float = _PAUSE) -> Claim | None:
+    """Return a claim as `claimed` does, after any other process has ended its own; None if it has not in so many seconds."""
+    latest = time.monotonic() + seconds
     while (claim := claimed(path)) is None and time.monotonic() < latest:
-        time.sleep(_PAUSE)
+        time.sleep(pause)
+    return claim
+
+
+def wait_patiently(path: Path) -> Claim | None:
+    """Return a claim as `wait_for` does in `PATIENCE`; at once, when this process has waited so long in vain before."""
+    global _is_patient
+    claim = wait_for(path, PATIENCE if _is_patient else 0)
+    if claim is None:
+        _is_patient = False
     return claim
 
 
 @contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """Let no other process do what is done inside, as far as locks on files are to be had."""
+def alone(path: Path) -> Iterator[bool]:
+    """Let no other process do what is done inside, as far as locks on files are to be had.
+
+    Yields whether it may be done: not if another process has been at it for `SAVING` seconds.
+    """
     claim = None
+    is_free = True
     if LOCKS:
-        with suppress(OSError):
-            claim = wait_for(path)
+        with suppress(OSError):  # nothing can be locked there
+            claim = wait_for(path, SAVING)
+            is_free = claim is not None
     try:
-        yield
+        yield is_free
     finally:
         if claim is not None:
             claim.end()

@@ -7,6 +7,7 @@ classes which no longer exist.
 
 import logging
 import re
+from collections.abc import Callable
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -23,11 +24,12 @@ from numba.core.compiler_lock import global_compiler_lock
 
 from specbeam.garbage import rarely_collected
 from specbeam.kernels import ahead
-from specbeam.kernels.claims import LOCKS, Claim, alone, claimed, wait_for
+from specbeam.kernels.claims import LOCKS, Claim, alone, claimed, wait_patiently
 from specbeam.kernels.forms import count_form
 from specbeam.kernels.libraries import KeptLibrary
 
 LOG = logging.getLogger("specbeam.kernels")
+_ENDINGS = (".nbi", ".nbc", ".claim", ".saving")  # of the files of a function
 _ROOT = Path(__file__).parents[2]
 _IMPORT = re.compile(r"^\s*from (specbeam[\w.]*) import (\([^)]*\)|.*)$", re.MULTILINE)
 _COMPILES = re.compile(
@@ -139,7 +141,7 @@ class CodeCache(FunctionCache):
         """
         count_form()
         loaded = super().load_overload(sig, target_context)
-        if loaded is None and self._claim(sig, waits=True):
+        if loaded is None and self._claim(sig, target_context, wait_patiently):
             loaded = super().load_overload(sig, target_context)  # another process may have kept it meanwhile
         if loaded is None:
             LOG.info("compiling %s", self._py_func.__qualname__)
@@ -150,17 +152,27 @@ class CodeCache(FunctionCache):
         return loaded
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Save this form of the function, and delete what older sources left for the same version of Python."""
-        place = Path(self._cache_path)
+        """Save this form of the function, and delete what older sources left for the same version of Python.
+
+        Nothing is saved while another process does not end saving another form: this one can be called all the same.
+        """
+        base = self._impl.filename_base
+        with alone(
+            Path(self._cache_path) / f"{base}.saving"
+        ) as is_free:  # the index of a function names all of its forms
+            if is_free:
+                super().save_overload(sig, data)
+                self._delete_older()
+        self.give_up(sig)
+        LOG.info("compiled %s", self._py_func.__qualname__)
+
+    def _delete_older(self) -> None:
+        """Delete what other sources of this function left, claims of processes that were killed included."""
         base = self._impl.filename_base
         (name, _, _) = base.partition("-")
         (_, _, version) = base.rpartition(".")
-        with alone(place / f"{base}.saving"):  # the index of a function names all of its forms
-            super().save_overload(sig, data)
-        self.give_up(sig)
-        LOG.info("compiled %s", self._py_func.__qualname__)
-        for path in place.glob(f"{name}-*.{version}.*nb[ic]"):
-            if not path.name.startswith(base):
+        for path in Path(self._cache_path).glob(f"{name}-*.{version}.*"):
+            if path.suffix in _ENDINGS and not path.name.startswith(base):
                 path.unlink(missing_ok=True)
 
     def give_up(self, sig: Any) -> None:
@@ -171,23 +183,23 @@ class CodeCache(FunctionCache):
 
     def keeps(self, sig: Any, target_context: Any) -> bool:
         """Return whether this form of the function is on disk."""
-        return self._index_key(sig, target_context.codegen()) in self._cache_file._load_index()
+        name = self._cache_file._load_index().get(self._index_key(sig, target_context.codegen()))
+        return name is not None and (Path(self._cache_path) / name).exists()  # numba writes the index first
 
-    def claim(self, sig: Any) -> bool:
+    def claim(self, sig: Any, target_context: Any) -> bool:
         """Claim a form that this process is going to compile. Returns whether no other process is at it."""
-        return self._claim(sig, waits=False)
+        return self._claim(sig, target_context, claimed)
 
-    def _claim(self, sig: Any, waits: bool) -> bool:
+    def _claim(self, sig: Any, target_context: Any, claim_on: Callable[[Path], Claim | None]) -> bool:
         """Claim a form. Returns whether this process has the claim, and not another one for too long."""
         if sig in self._claims:
             return True
         if not LOCKS:
             return False
-        form = sha256(str(sig).encode()).hexdigest()[:16]
+        key = repr(self._index_key(sig, target_context.codegen()))
+        form = sha256(key.encode()).hexdigest()[:16]
         try:
-            self._impl.locator.ensure_cache_path()
-            path = Path(self._cache_path) / f"{self._impl.filename_base}.{form}.claim"
-            claim = wait_for(path) if waits else claimed(path)
+            claim = claim_on(Path(self._cache_path) / f"{self._impl.filename_base}.{form}.claim")
         except OSError:  # nothing can be kept there, and numba says so
             return False
         if claim is not None:

@@ -1,13 +1,15 @@
 """The list of the forms of steps that a first text needs, so that several processes can compile them at once.
 
 One step is compiled for the types that another one gives it, and those are known only when that one is compiled: so without
-a list there is one order, one form after the other. A list that does not fit, as after a change of a step, costs nothing but
-the time of processes that had nothing else to do: whatever is compiled by it is what its name says.
+a list there is one order, one form after the other. A list that does not fit, as after a change of a step, spoils no text:
+whatever is compiled by it is what its name says, and what it lacks is compiled when it is needed. It costs the time and the
+memory of the processes that compile, at low priority, what nobody asks for.
 """
 
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,7 +67,10 @@ def text_of(forms: list[StepForm]) -> str:
 
 
 def forms_in(text: str) -> list[StepForm]:
-    """Return the forms in the lines of `text_of`. Imports the modules of their records."""
+    """Return the forms in the lines of `text_of`. Imports the modules of their records.
+
+    Where a record is no more, None takes its place in the kinds of forms, as it does where numba has no type of a name.
+    """
     records: list[Any] = []
     forms = []
 
@@ -73,17 +78,15 @@ def forms_in(text: str) -> list[StepForm]:
         if isinstance(kind, int):
             return records[kind]
         if isinstance(kind, list):
-            return types.BaseTuple.from_types([read(one) for one in kind])
+            inside = [read(one) for one in kind]
+            return None if None in inside else types.BaseTuple.from_types(inside)
         return _kind_named(kind)
 
     for line in text.splitlines():
         (what, module, name, *rest) = json.loads(line)
         if what == "record":
             (is_borrowed, inside) = rest
-            record = getattr(import_module(module), name)
-            kinds = [read(one) for one in inside]
-            make: Callable[..., Any] = RecordKind if is_borrowed else types.BaseTuple.from_types
-            records.append(make(kinds, record))
+            records.append(_record_kind(module, name, is_borrowed, [read(one) for one in inside]))
         else:
             (kinds, needs) = rest
             forms.append(StepForm(module, name, what == "entry", tuple(read(one) for one in kinds), needs))
@@ -94,6 +97,16 @@ def names_in(text: str) -> frozenset[tuple[str, str]]:
     """Return the module and the name of each step in the lines of `text_of`; nothing is imported."""
     lines = (json.loads(line) for line in text.splitlines())
     return frozenset((module, name) for what, module, name, *_ in lines if what != "record")
+
+
+def _record_kind(module: str, name: str, is_borrowed: bool, kinds: list[Any]) -> Any:
+    """Return the numba type of the records of a class; None where no class of this name has so many fields."""
+    with suppress(ImportError, AttributeError):
+        record = getattr(import_module(module), name)
+        if None not in kinds and len(record._fields) == len(kinds):
+            make: Callable[..., Any] = RecordKind if is_borrowed else types.BaseTuple.from_types
+            return make(kinds, record)
+    return None
 
 
 def _kind_named(name: str) -> Any:
