@@ -266,6 +266,11 @@ def test_what_older_sources_and_killed_processes_left_is_deleted(apart):
     assert left >= set(others)
 
 
+def test_functions_around_different_values_are_kept_apart(apart):
+    for _ in range(2):
+        assert [compiled(_adding(number))(5) for number in (1, 2)] == [6, 7]
+
+
 def test_functions_around_different_values_are_claimed_apart(apart):
     caches = [code_cache.CodeCache(_adding(number)) for number in (1, 2, 1)]
     context = _compiled_nothing.targetctx

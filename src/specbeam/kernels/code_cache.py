@@ -114,13 +114,18 @@ class CodeCache(FunctionCache):
 
     Of several processes that find a form missing one compiles it, and the others read what it keeps. The sources are read at
     once; what numba prepares, which is a third of the time that the decorator takes, waits for the first use.
+
+    Args:
+        function: the source of the compiled function.
+        called: the cache of the function that this one only calls, if values around that one are compiled into it.
     """
 
     _impl_class = _Files
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Any, called: "CodeCache | None" = None) -> None:
         digest(Path(function.__code__.co_filename))
         self._function = function
+        self._called = called
         self._claims: dict[Any, Claim] = {}  # by signature, of the forms that this process compiles
 
     def __getattr__(self, name: str) -> Any:
@@ -132,7 +137,8 @@ class CodeCache(FunctionCache):
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         """Return the key of a form, with the field names of its records: numba knows a record by class and types alone."""
-        return super()._index_key(sig, codegen), _fields(sig)
+        inside = self._called and self._called._index_key(sig, codegen)
+        return super()._index_key(sig, codegen), _fields(sig), inside
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Load this form of the function from disk; return None, and log it, if it has to be compiled.

@@ -68,7 +68,7 @@ def compiled(function: Compiled, **options: Any) -> Compiled:
 
     def make_entry() -> Any:
         entry = numba.njit(**fixed)(calling(made))
-        entry._cache = CodeCache(entry.py_func)
+        entry._cache = CodeCache(entry.py_func, made._cache if source.__closure__ else None)
         compile_in_turn(entry)
         return entry
 
