@@ -39,7 +39,7 @@ _BEGUN: list[Any] = []  # the processes that were begun, at most once in a proce
 def processes_wanted() -> int:
     """Return how many processes may compile at once, with this one.
 
-    SPECBEAM_COMPILERS, or one for each processor that this process may use, as far as they have memory.
+    SPECBEAM_COMPILERS, or one for each processor that this process may use, as far as the memory goes.
     """
     asked = os.environ.get("SPECBEAM_COMPILERS", "")
     if asked.isdecimal():

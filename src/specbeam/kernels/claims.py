@@ -13,8 +13,9 @@ except ImportError:  # where processes cannot lock files, each makes its own
 else:
     LOCKS = True
 
-# Seconds that a process waits for what another one makes: longer than nearly any form takes, with all that it calls. A
-# process that was stopped keeps its claims, so whoever has waited in vain does not do it again.
+# Seconds that a process waits for what another one makes. A claim is held while all that its form calls is compiled, too;
+# where that takes longer, both make it. A process that was stopped keeps its claims: so who has waited in vain once waits for
+# nobody any more.
 PATIENCE = 30.0
 SAVING = 5.0  # seconds that a process waits until another one has saved something, which takes milliseconds
 _PAUSE = 0.01  # seconds between two looks
