@@ -14,8 +14,8 @@ else:
     LOCKS = True
 
 # Seconds that a process waits for what another one makes. A claim is held while all that its form calls is compiled, too;
-# where that takes longer, both make it. A process that was stopped keeps its claims: so who has waited in vain once waits for
-# nobody any more.
+# where that takes longer, both make it. A process that was stopped keeps its claims: so whoever has waited in vain once does
+# not wait any more.
 PATIENCE = 30.0
 SAVING = 5.0  # seconds that a process waits until another one has saved something, which takes milliseconds
 _PAUSE = 0.01  # seconds between two looks
