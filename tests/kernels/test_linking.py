@@ -2,15 +2,20 @@
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from threading import Barrier
 
 import numpy as np
 import pytest
 
 from specbeam.core.steps import step
+from specbeam.kernels import compiling
 from specbeam.kernels.compiling import AVAILABLE, Array, compiled
 from specbeam.kernels.copies import copy_numbers, copy_rows
 from specbeam.kernels.linking import LONG, is_long
+
+if AVAILABLE:
+    from numba import typeof
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="numba is missing")
 
@@ -32,13 +37,37 @@ def _copied(goal: Array, source: Array, rows: Array, row: Array) -> None:
 
 
 @step
+def _set_first(x: Array, number: int) -> None:
+    if number > 100:
+        raise ValueError("too many")
+    x[0] = number
+
+
+@step
+def _set_first_by_name(x: Array, number: int) -> None:
+    _set_first(x, number)
+
+
+@step
+def _set_first_by_address(address: int, x: Array, number: int) -> None:
+    compiling.call_at(address, (x, number))
+
+
+@step
 def _sorted_copy(x: Array) -> Array:
     return np.sort(x)
 
 
+def form_of(function, *arguments):
+    """The form of a step for arguments of these types."""
+    kinds = tuple(typeof(argument) for argument in arguments)
+    function.compile(kinds)
+    return function.overloads[kinds]
+
+
 def test_constants_do_not_make_forms_of_their_own():
     assert _added_often(np.arange(3), 5).tolist() == [19, 20, 21]
-    assert len(_added.overloads) == 1
+    assert len(_added._cache._cache_file._load_index()) == 1
 
 
 def test_threads_may_call_a_step_for_the_first_time_together():
@@ -67,6 +96,22 @@ def test_threads_may_call_a_step_for_the_first_time_together():
         sys.setswitchinterval(before)
 
 
+def test_a_step_that_is_only_compiled_into_others_has_machine_code_once_somebody_asks_for_its_address():
+    x = np.zeros(1, dtype=np.int64)
+    _set_first_by_name(x, 3)
+    form = form_of(_set_first, x, 3)
+    assert not form.library._has_machine_code
+    assert form_of(_set_first_by_name.python_entry, x, 3).library._has_machine_code
+    assert x.tolist() == [3]
+    address = compiling.address_of(_set_first, x, 3)
+    assert form.library._has_machine_code
+    _set_first_by_address(address, x, 7)
+    assert x.tolist() == [7]
+    for run in (_set_first_by_name, partial(_set_first_by_address, address)):
+        with pytest.raises(ValueError, match="too many"):
+            run(x, 101)
+
+
 @pytest.mark.parametrize("run", [lambda *these: _copied(*these), _copied.py_func if AVAILABLE else None])
 def test_copies_change_the_places_that_they_are_of_and_no_others(run):
     goal = np.zeros((4, 2), dtype=np.float32)
@@ -77,10 +122,6 @@ def test_copies_change_the_places_that_they_are_of_and_no_others(run):
 
 
 def test_functions_are_long_by_the_code_that_was_compiled_into_them():
-    _added_often(np.arange(3), 5)
-    _sorted_copy(np.arange(3.0))
-    (short,) = _added.overloads.values()
-    (with_sorting,) = _sorted_copy.overloads.values()
-    assert not is_long(short.library)
-    assert is_long(with_sorting.library)
+    assert not is_long(form_of(_added, np.arange(3), 5, True).library)
+    assert is_long(form_of(_sorted_copy, np.arange(3.0)).library)
     assert LONG == 400
