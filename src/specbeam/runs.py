@@ -75,6 +75,7 @@ from specbeam.engines.kv.steps import KNOWN, SIZE, STORED
 from specbeam.engines.pass_steps import SettledTurn, any_has_room, any_waits, rewind_any_cache, run_pass, settle_draft
 from specbeam.errors import BrokenProcessor
 from specbeam.heads.lm import HeadLM
+from specbeam.kernels.copies import copy_numbers
 from specbeam.kernels.repeated import Repeated
 from specbeam.kernels.threads import allowed_threads, torch_on_one_thread
 from specbeam.laws.edits import NO_EDITS, Edits, ban, edited_rows
@@ -529,7 +530,7 @@ def run_turns(
         if turn.condition != SOUND:
             dice.used[0] = used
             keep_tosses(spec.drafts, tosses)
-            room.evidence.numbers[:] = known
+            copy_numbers(room.evidence.numbers, known)
             rewind_any_cache(target, len(start.tokens))
             if spec.drafting:
                 rewind_any_cache(draft, len(start.tokens))

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specbeam.laws.ranking import INSERTED, largest, rank_pairs, sorted_places
+from specbeam.laws.ranking import INSERTED, ascending, largest, rank_pairs, sorted_places
 from specbeam.laws.warp import best_places
 from tests.oracles import noise
 from tests.support.steps import source_of_steps
@@ -57,6 +57,17 @@ def test_of_nothing_nothing_is_largest():
 def test_sorting_keeps_the_order_of_equals(seed, size, values):
     x = np.random.default_rng(seed).integers(0, values, size).astype(np.float64)
     assert sorted_places(x).tolist() == np.argsort(-x, kind="stable").tolist()
+
+
+@pytest.mark.parametrize("run", [ascending, getattr(ascending, "py_func", ascending)])
+def test_whole_numbers_are_sorted_upwards_whichever_are_equal_and_stay_where_they_were_given(run):
+    rng = np.random.default_rng(5)
+    for size in (0, 1, 2, 3, 4, 7, 8, 100):
+        for most in (2, 1000):
+            numbers = rng.integers(-most, most, size)
+            given_ones = numbers.tolist()
+            assert run(numbers).tolist() == sorted(given_ones)
+            assert numbers.tolist() == given_ones
 
 
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 9), noisy=st.booleans())

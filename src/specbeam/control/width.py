@@ -22,7 +22,7 @@ from specbeam.laws.joint import (
     odds_at,
     support_of,
 )
-from specbeam.laws.ranking import Truncation, cuts, sorted_places
+from specbeam.laws.ranking import Truncation, ascending, cuts, sorted_places
 
 UNDECIDED = -1  # in place of a width that depends on rows that are not at hand
 MARGIN = 1e-4  # more than rounding adds to a share of a law, compared with the same share without rounding
@@ -430,7 +430,7 @@ def odds_when_shared(
         if row >= 0 and token < own_vocab:
             q[place] = _odds_at(draft_pairs, draft_odds, row * own_vocab + token)
     if count > ENTRANTS:
-        entrants = np.sort(sorted_places(p)[:ENTRANTS])
+        entrants = ascending(sorted_places(p)[:ENTRANTS])
         p = p[entrants]
         q = q[entrants]
     return odds_by_drafts(p, q, drafts, most, 0.0, np.arange(len(p)), noise)
@@ -443,7 +443,7 @@ def _odds_of_whole_laws(law: JointLaw, draft: JointLaw, row_of: Array, drafts: i
     own_vocab = draft.logits.shape[1]
     pairs = likeliest_pairs(law, ENTRANTS)
     p = odds_at(law, pairs)
-    near = np.sort(pairs[p >= p[0] * np.exp(-HEAD)])
+    near = ascending(pairs[p >= p[0] * np.exp(-HEAD)])
     p = odds_at(law, near)
     q = np.zeros(len(near))
     known = np.full(len(near), -1, dtype=np.int64)

@@ -13,6 +13,7 @@ from specbeam.core.steps import Array, step
 from specbeam.kernels.copies import copy_numbers
 from specbeam.laws.ranking import (
     Truncation,
+    ascending,
     best_pairs,
     cuts,
     insert,
@@ -175,7 +176,7 @@ def support_of(law: JointLaw) -> Array:
 def all_pairs(law: JointLaw) -> Array:
     """Return all pairs of probability above 0, ascending."""
     if cuts(law.truncation):
-        return np.sort(support_of(law))
+        return ascending(support_of(law))
     beams, vocab = law.logits.shape
     pairs = np.empty(beams * vocab, dtype=np.int64)
     held = 0

@@ -203,7 +203,9 @@ def _with_equals(x: Array, near: Array, pairs: Array, values: Array, edge: float
     for beam in range(beams):
         for token in range(vocab):
             equals += x[beam, token] + near[beam] == edge
-    better = np.searchsorted(-values, -edge)
+    better = 0
+    while better < len(values) and values[better] > edge:
+        better += 1
     every = np.empty(better + equals, dtype=np.int64)
     copy_numbers(every, pairs[:better])
     if better + equals == len(pairs):
@@ -287,6 +289,40 @@ def sorted_places(values: Array) -> Array:
             places[place] = room[place]
         width *= 2
     return places
+
+
+@step
+def ascending(numbers: Array) -> Array:
+    """Return whole numbers, int64[n], in ascending order.
+
+    For `np.sort`, which numba compiles from five functions, longer than most steps.
+    """
+    heap = numbers.copy()
+    for root in range(len(heap) // 2 - 1, -1, -1):
+        _sink(heap, root, len(heap))
+    for last in range(len(heap) - 1, 0, -1):
+        largest = heap[0]
+        heap[0] = heap[last]
+        heap[last] = largest
+        _sink(heap, 0, last)
+    return heap
+
+
+@step
+def _sink(heap: Array, root: int, size: int) -> None:
+    """Let a number sink in a heap of `size` numbers, below whose place `root` none is larger than what it is below."""
+    sinking = heap[root]
+    place = root
+    child = 2 * root + 1
+    while child < size:
+        if child + 1 < size and heap[child + 1] > heap[child]:
+            child += 1
+        if heap[child] <= sinking:
+            break
+        heap[place] = heap[child]
+        place = child
+        child = 2 * place + 1
+    heap[place] = sinking
 
 
 class Truncation(NamedTuple):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specbeam.core.steps import Array, step
-from specbeam.laws.ranking import Truncation, cuts, kept_pairs
+from specbeam.laws.ranking import Truncation, ascending, cuts, kept_pairs
 from specbeam.laws.reduce import BROKEN, condition_of_row, exponentials, log_norm
 
 NO_SHIFT = np.zeros(1)
@@ -99,7 +99,7 @@ def row_law(row: Array, truncation: Truncation) -> RowLaw:
     log_total = np.nan
     if truncation.top_k == 0:
         log_total = log_norm(scaled)[0]
-    tokens = np.sort(kept_pairs(rows, NO_SHIFT, 0.0, truncation, log_total))
+    tokens = ascending(kept_pairs(rows, NO_SHIFT, 0.0, truncation, log_total))
     logp = np.empty(len(tokens))
     for place in range(len(tokens)):
         logp[place] = np.float64(row[tokens[place]]) / temperature

@@ -513,7 +513,7 @@ def score_rows(x: Array, weight: Array, eps: float, head: Array, logits: Array, 
     if whole < len(head):
         left = np.empty((len(x), WIDTH), dtype=np.float32)
         multiply(h, head[whole : whole + 1], left, threads)
-        logits[:, whole * WIDTH :] = left[:, : logits.shape[1] - whole * WIDTH]
+        copy_rows(logits[:, whole * WIDTH :], left[:, : logits.shape[1] - whole * WIDTH])
 
 
 @compiled
