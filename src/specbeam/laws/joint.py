@@ -25,7 +25,6 @@ from specbeam.laws.ranking import (
 )
 from specbeam.laws.reduce import BROKEN, DEAD, SOUND, exponentials, log_norm, log_sum, norms_left_out
 
-NO_KEYS = np.zeros(0, dtype=np.uint64)
 HEAD = 14.0  # pairs whose probability is below exp(-14) times the best pair's do not change a width
 
 
@@ -232,7 +231,8 @@ def head_of(law: JointLaw) -> tuple[Array, Array]:
 def likeliest_pairs(law: JointLaw, count: int) -> Array:
     """Return the `count` most probable pairs before top-k, top-p and min-p, best first."""
     every = np.ones(len(law.scores), dtype=np.bool_)
-    return best_pairs(law.logits, shift_of(law), law.truncation.temperature, law.log_counts, NO_KEYS, every, count)
+    no_keys = np.empty(0, dtype=np.uint64)
+    return best_pairs(law.logits, shift_of(law), law.truncation.temperature, law.log_counts, no_keys, every, count)
 
 
 @step

@@ -187,7 +187,7 @@ def largest(x: Array, near: Array, count: int) -> Array:
             for token in range(start, stop):
                 value = row[token] + base
                 if value > edge:
-                    held = insert(values, pairs, held, value, beam * vocab + token)
+                    held = insert(values, pairs, held, np.float64(value), beam * vocab + token)
                     if held == count:
                         edge = x.dtype.type(values[count - 1])
     if held < count:

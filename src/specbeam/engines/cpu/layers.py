@@ -361,7 +361,7 @@ def run_experts(reads: Array, weights: Any, layer: int, room: LayerRoom, threads
     extras = weights.extras
     count = len(reads)
     shares = np.zeros((count, extras.experts), dtype=np.float32)
-    choose_experts(reads, extras.router[layer], extras.chosen, extras.divides, shares, threads)
+    choose_experts(reads, extras.router[layer], extras.chosen, extras.divides, shares)
     up = weights.gate_up[layer]
     down = weights.down[layer]
     each_up = len(up) // extras.experts
@@ -394,7 +394,7 @@ def run_experts(reads: Array, weights: Any, layer: int, room: LayerRoom, threads
 
 
 @compiled
-def choose_experts(reads: Array, router: Array, chosen: int, divides: bool, shares: Array, threads: int) -> None:
+def choose_experts(reads: Array, router: Array, chosen: int, divides: bool, shares: Array) -> None:
     """Write the weights of the experts that each row chooses to `shares`, float32[rows, experts] of zeros.
 
     A row chooses the experts that its softmax over all of them has most odds for, of equal ones the first.
@@ -406,7 +406,7 @@ def choose_experts(reads: Array, router: Array, chosen: int, divides: bool, shar
     """
     experts = shares.shape[1]
     scores = np.empty((len(reads), len(router) * WIDTH), dtype=np.float32)
-    multiply(reads, router, scores, threads)
+    _score_experts(reads, router, scores)
     powers = np.empty(experts, dtype=np.int32)
     for row in range(len(reads)):
         odds = scores[row][:experts]
@@ -427,6 +427,23 @@ def choose_experts(reads: Array, router: Array, chosen: int, divides: bool, shar
             kept += odds[best]
         for expert in range(experts):
             shares[row, expert] /= kept if divides else np.float32(total)
+
+
+@compiled
+def _score_experts(reads: Array, router: Array, scores: Array) -> None:
+    """Write the products of rows and the router's panels to `scores`, float32[rows, columns of the panels].
+
+    For `multiply`, which would be compiled for numbers of this type in every model, as experts are in all layers' code.
+    """
+    for row in range(len(reads)):
+        for panel in range(len(router)):
+            columns = router[panel]
+            sums = scores[row, panel * WIDTH : (panel + 1) * WIDTH]
+            for column in range(WIDTH):
+                sums[column] = 0
+            for place in range(reads.shape[1]):
+                for column in range(WIDTH):
+                    sums[column] += reads[row, place] * columns[place * WIDTH + column]
 
 
 @compiled
