@@ -5,6 +5,7 @@ have been compiled, and a form that one of them is compiling is waited for (`ker
 """
 
 import atexit
+import gc
 import json
 import mmap
 import os
@@ -161,6 +162,7 @@ def work(processes: int, program: int) -> None:
     from specbeam.kernels.form_list import PLACE, forms_in
 
     os.nice(10)  # whatever else runs has something to do for somebody
+    gc.disable()  # what is left over is freed when the process ends, soon; to look for it would take a twentieth of the time
     _leave_with(program)
     place = Path(CodeCache(work).cache_path)
     # Of several programs one has it compiled, and then the next one what is left.
