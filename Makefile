@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: help demo serve quick test test-all test-processors coverage lint docs audit bench clean
+.PHONY: help demo serve quick test test-all test-processors coverage lint first-text docs audit bench clean
 help:
 	@echo "make demo      install, then translate German sentences by sampling, beam sampling and DSBD"
 	@echo "make serve     install, then serve the bundled pair: OpenAI's API with beams, and a page that shows forests"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-processors  the tests as compiled for other processors, with each index checked, and without numba"
 	@echo "make coverage  the tests, and how much of the source they run"
 	@echo "make lint      formatting, lint, types, hygiene of files"
+	@echo "make first-text  the list of what a first text needs, anew after a change of steps (a minute)"
 	@echo "make docs      the documentation as a site, in build/site"
 	@echo "make audit     known weaknesses of what it depends on"
 	@echo "make bench     the figures of the README"
@@ -98,6 +99,10 @@ coverage: $(VENV)/dev
 lint: $(VENV)/dev
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pre-commit run --all-files
 	@echo "Clean. Next: make test."
+
+first-text: $(VENV)/dev
+	@OMP_NUM_THREADS=1 $(BIN)/python tools/first_text.py
+	@echo "The list is made. Next: make test."
 
 $(VENV)/docs: $(VENV)/demo
 	@echo "Installing what makes the site ..."

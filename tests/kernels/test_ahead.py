@@ -465,7 +465,7 @@ def test_a_process_that_cannot_be_begun_with_is_ended(first, monkeypatch, error)
 
 @pytest.mark.slow
 def test_the_list_has_what_a_first_text_needs(tmp_path):
-    """`python tools/first_text.py` writes it anew. What is known of the costs of a pair changes what its texts need."""
+    """`make first-text` writes it anew. What is known of the costs of a pair changes what its texts need."""
     program = """
 import specbeam as sb
 from specbeam.kernels import code_cache

@@ -42,7 +42,7 @@ class KeptLibrary(JITCodeLibrary):
         module.data_layout = self._codegen._data_layout
 
     def _optimize_final_module(self) -> None:
-        """Optimise once, all together; numba does it with less before, so that it finds more references to leave out."""
+        """Optimise once, all together; numba does it with less before, and so leaves out a few more counts of references."""
         (manager, builder) = self._codegen._module_pass_manager()
         manager.run(self._final_module, builder)
 
