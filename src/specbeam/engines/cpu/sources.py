@@ -10,8 +10,8 @@ from specbeam.kernels.compiling import Array, compiled
 class Sources(NamedTuple):
     """The keys and values of sources, laid out as `attention.attend` reads, and which each session of a pass reads."""
 
-    keys: Array  # float32[layers, sources, heads, panels, size, WIDTH]
-    values: Array  # float32[layers, sources, heads, frames, width]
+    keys: Array  # float32 or uint16[layers, sources, heads, panels, size, WIDTH], see engines/cpu/cache_words.py
+    values: Array  # the same numbers[layers, sources, heads, frames, width]
     lengths: Array  # int64[sources]: frames of each; those behind them are not looked at
     rows: Array  # int64[sessions]: the source of each session of a pass
 
