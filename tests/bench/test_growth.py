@@ -1,7 +1,10 @@
 """A grown model has more weights and the same function."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import specbeam as sb
 from specbeam.bench.widen_head import grown_head
@@ -41,6 +44,24 @@ def test_the_function_stays(family, change):
     torch.testing.assert_close(logits(large, ids), logits(model, ids), atol=2e-5, rtol=1e-4)
 
 
+def test_a_head_of_its_own_is_kept_whatever_the_config_says(tmp_path):
+    model = tiny("llama", tie_word_embeddings=True)
+    other = torch.randn(model.lm_head.weight.shape, generator=torch.Generator().manual_seed(7))
+    model.lm_head.weight = torch.nn.Parameter(other * model.lm_head.weight.std())
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.tie_word_embeddings
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+    own = Size.of(loaded.config)
+    ids = torch.randint(0, loaded.config.vocab_size, (3, 20), generator=torch.manual_seed(0))
+    expected = logits(loaded, ids)
+    large = grown(loaded, replace(own, hidden=2 * own.hidden, layers=own.layers + 1))
+    torch.testing.assert_close(logits(large, ids), expected, atol=2e-5, rtol=1e-4)
+    wider = with_words(loaded, 4 * loaded.config.vocab_size)
+    own_words = slice(loaded.config.vocab_size)
+    torch.testing.assert_close(logits(wider, ids)[..., own_words], expected, atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("short", [True, False])
 def test_numbers_are_as_short_as_those_of_the_model(short):
     model = tiny("llama")
@@ -55,7 +76,7 @@ def test_numbers_are_as_short_as_those_of_the_model(short):
 @pytest.mark.skipif(not (BUNDLED / "target").is_dir(), reason="needs the bundled pair")
 def test_a_number_of_parameters_becomes_a_usual_shape():
     bundled = sb.load("bundled")
-    size = size_for(bundled.target_model.config, 100_000_000)
+    size = size_for(bundled.target_model, 100_000_000)
     model = grown(bundled.target_model, size)
     assert abs(model.num_parameters() - 100e6) < 10e6
     assert 512 <= size.hidden <= 1280

@@ -1,10 +1,12 @@
 """A grown T5 has more weights and the same function; so beam search on it can be timed beside transformers'."""
 
 from dataclasses import replace
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from transformers import T5Config
+from torch import nn
+from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
 
 import specbeam as sb
 from specbeam.bench.baselines import ctranslate2, transformers
@@ -21,12 +23,19 @@ from tests.support.tiny_models import tiny
 from tests.support.tiny_sources import VOCAB, tiny_reader
 
 GATED = {"feed_forward_proj": "gated-gelu"}
+UNSCALED = {
+    "tie_word_embeddings": False
+}  # transformers reads it as this, and still ties what a checkpoint does not untie
 MODELS = {
     "t5": ("t5", {}),
-    "t5 1.1": ("t5", GATED | {"tie_word_embeddings": False}),
-    "t5 gated and tied": ("t5", GATED),
+    "t5 with its own head": ("t5", {}),
+    "t5 1.1 with its own head": ("t5", GATED | UNSCALED),
+    "t5 1.1, tied": ("t5", GATED | UNSCALED),
+    "t5 gated": ("t5", GATED),
     "mt5": ("mt5", {}),
+    "mt5 with its own head": ("mt5", {}),
     "umt5": ("umt5", {}),
+    "umt5 with its own head": ("umt5", {}),
 }
 CLOSE = 3e-4  # of the spread of logits: large weights make much of what float32 rounds
 EPS = 0.03  # so large that a norm which forgets to scale it is found
@@ -34,7 +43,21 @@ EPS = 0.03  # so large that a norm which forgets to scale it is found
 
 def model_of(name, **changes):
     family, known = MODELS[name]
-    return tiny_reader(family, layer_norm_epsilon=EPS, **(known | changes))
+    model = tiny_reader(family, layer_norm_epsilon=EPS, **(known | changes))
+    return with_its_own_head(model) if name.endswith("with its own head") else model
+
+
+def with_its_own_head(model):
+    """The model as transformers loads it from a checkpoint whose head is not the embedding, whatever its config says."""
+    other = torch.randn(model.lm_head.weight.shape, generator=torch.Generator().manual_seed(7))
+    model.lm_head.weight = nn.Parameter(other * model.lm_head.weight.std())
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        loaded = AutoModelForSeq2SeqLM.from_pretrained(folder)
+    assert loaded.config.tie_word_embeddings
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+    assert not torch.equal(loaded.lm_head.weight, loaded.shared.weight)
+    return loaded
 
 
 def text_of(length, rows, seed):
@@ -109,7 +132,7 @@ def test_each_thing_that_growth_takes_care_of_counts(mistake):
     assert spreads_off(logits(large), logits(model)) > 5 * CLOSE
 
 
-@pytest.mark.parametrize("name", ["t5", "t5 1.1"])
+@pytest.mark.parametrize("name", ["t5", *(name for name in MODELS if name.endswith("with its own head"))])
 def test_texts_are_those_of_the_small_model(name):
     model = model_of(name)
     large = grown_reader(model, enlarged(model, **ALL))
@@ -136,11 +159,19 @@ def test_a_number_of_parameters_becomes_a_usual_shape():
     config = T5Config(
         vocab_size=6144, d_model=256, d_kv=64, d_ff=512, num_layers=4, num_decoder_layers=2, num_heads=4, **GATED
     )
-    size = reader_size_for(config, 100_000_000)
-    assert abs(size.parameters(config) - 100e6) < 10e6
+    model = T5ForConditionalGeneration(config)
+    size = reader_size_for(model, 100_000_000)
+    assert abs(size.parameters(config, tied=True) - 100e6) < 10e6
     assert 512 <= size.hidden <= 1024
     assert size.heads * config.d_kv == size.hidden
     assert abs(size.encoder_layers - 2 * size.decoder_layers) <= 1
+
+
+@pytest.mark.parametrize("name", ["t5", "t5 with its own head"])
+def test_the_words_of_a_head_of_its_own_count(name):
+    model = model_of(name, vocab_size=30_000)
+    large = grown_reader(model, 5_000_000)
+    assert abs(large.num_parameters() - 5e6) < 0.5e6
 
 
 def test_a_model_does_not_shrink_and_others_are_refused():

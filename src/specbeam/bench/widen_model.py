@@ -62,14 +62,25 @@ class Size:
         return (1 if tied else 2) * vocab * self.hidden + self.layers * (attention + 3 * self.hidden * self.inner)
 
 
-def size_for(config: Any, parameters: int) -> Size:
+def is_tied(model: "PreTrainedModel") -> bool:
+    """Return whether the embedding and the output head of a model share their weights.
+
+    Its configuration does not say: a model whose checkpoint has another head is loaded with it, tied or not.
+    """
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    return head.weight is embedding.weight
+
+
+def size_for(model: "PreTrainedModel", parameters: int) -> Size:
     """Return a size of about `parameters` weights with usual proportions; no dimension is below the model's own.
 
     Raises `BadSetting` if the model has more weights already.
     """
+    config = model.config
     own = Size.of(config)
     head = head_size(config)
-    tied = bool(config.tie_word_embeddings)
+    tied = is_tied(model)
     own_parameters = own.parameters(head, config.vocab_size, tied)
     if own_parameters > parameters:
         raise BadSetting(f"cannot grow to {parameters:,} parameters: the model has {own_parameters:,} already")
@@ -112,7 +123,7 @@ def grown(model: "PreTrainedModel", to: Size | int, seed: int = 0) -> "PreTraine
         raise NotSupported(f"growth knows {', '.join(FAMILIES)}; {type(model).__name__} is {model.config.model_type}")
     if matrices_of(model):
         raise NotSupported("growth copies weights, and the matrices of this model have 4 bits in its files")
-    size = size_for(model.config, to) if isinstance(to, int) else to
+    size = size_for(model, to) if isinstance(to, int) else to
     own = Size.of(model.config)
     _check(own, size)
     config = copy.deepcopy(model.config)
@@ -123,6 +134,7 @@ def grown(model: "PreTrainedModel", to: Size | int, seed: int = 0) -> "PreTraine
     config.num_attention_heads = size.heads
     config.num_key_value_heads = size.kv_heads
     config.rms_norm_eps = model.config.rms_norm_eps * own.hidden / size.hidden
+    config.tie_word_embeddings = is_tied(model)
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[number % own.layers] for number in range(size.layers)]
     large = random_model(type(model), config, model, seed)

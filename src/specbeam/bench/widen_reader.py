@@ -1,7 +1,7 @@
 """Growth of a T5, whose decoder looks at a source, into a larger one with the same function; see `widen_model`.
 
 The encoder and the decoder grow alike. New heads have biases of distances that are 0, and write nothing. Norms over more
-width, most of which carries zeros, find a smaller mean square, and the logits of a tied head are divided by the root of the
+width, most of which carries zeros, find a smaller mean square, and the logits of some models are divided by the root of the
 width: the weights of the norms take both back, without any rounding where the width grows by a power of four.
 """
 
@@ -19,6 +19,7 @@ from specbeam.bench.widen_model import (
     WIDTH_PER_LAYER,
     check_no_less,
     insert,
+    is_tied,
     keep_short,
     random_model,
 )
@@ -49,28 +50,30 @@ class ReaderSize:
         """Return the size of a model with this config of transformers."""
         return cls(config.d_model, config.num_layers, config.num_decoder_layers, config.d_ff, config.num_heads)
 
-    def parameters(self, config: Any) -> int:
+    def parameters(self, config: Any, tied: bool) -> int:
         """Return the number of weights, without norms and biases of distances, which are negligible.
 
         Args:
-            config: what says the size of a head, the number of tokens, whether head and embeddings share their weights, and
-                whether feed-forward layers have a gate.
+            config: what says the size of a head, the number of tokens, and whether feed-forward layers have a gate.
+            tied: whether the embedding and the output head share their weights.
         """
         attention = 4 * self.hidden * self.heads * config.d_kv
         inner = (3 if config.is_gated_act else 2) * self.hidden * self.inner
-        words = (1 if config.tie_word_embeddings else 2) * config.vocab_size * self.hidden
+        words = (1 if tied else 2) * config.vocab_size * self.hidden
         return words + self.encoder_layers * (attention + inner) + self.decoder_layers * (2 * attention + inner)
 
 
-def reader_size_for(config: Any, parameters: int) -> ReaderSize:
+def reader_size_for(model: "PreTrainedModel", parameters: int) -> ReaderSize:
     """Return a size of about `parameters` weights with usual proportions; no dimension is below the model's own.
 
     Encoder and decoder keep the ratio of their numbers of layers.
 
     Raises `BadSetting` if the model has more weights already.
     """
+    config = model.config
+    tied = is_tied(model)
     own = ReaderSize.of(config)
-    if (has := own.parameters(config)) > parameters:
+    if (has := own.parameters(config, tied)) > parameters:
         raise BadSetting(f"cannot grow to {parameters:,} parameters: the model has {has:,} already")
     units = INNER_PER_WIDTH if config.is_gated_act else WITHOUT_GATE
     best = own
@@ -79,8 +82,8 @@ def reader_size_for(config: Any, parameters: int) -> ReaderSize:
         hidden = own.hidden * factor
         heads = max(own.heads, hidden // config.d_kv)
         inner = max(own.inner, round(units * hidden / 64) * 64)
-        no_layer = ReaderSize(hidden, 0, 0, inner, heads).parameters(config)
-        all_layers = ReaderSize(hidden, own.encoder_layers, own.decoder_layers, inner, heads).parameters(config)
+        no_layer = ReaderSize(hidden, 0, 0, inner, heads).parameters(config, tied)
+        all_layers = ReaderSize(hidden, own.encoder_layers, own.decoder_layers, inner, heads).parameters(config, tied)
         times = (parameters - no_layer) / (all_layers - no_layer)
         if times < 1:
             continue
@@ -113,7 +116,7 @@ def grown_reader(model: "PreTrainedModel", to: ReaderSize | int, seed: int = 0) 
         raise NotSupported(
             f"growth knows {', '.join(READERS)} of those that read sources; this is {type(model).__name__}"
         )
-    size = reader_size_for(model.config, to) if isinstance(to, int) else to
+    size = reader_size_for(model, to) if isinstance(to, int) else to
     own = ReaderSize.of(model.config)
     check_no_less(own, size)
     config = copy.deepcopy(model.config)
@@ -124,6 +127,8 @@ def grown_reader(model: "PreTrainedModel", to: ReaderSize | int, seed: int = 0) 
     config.num_heads = size.heads
     config.layer_norm_epsilon = model.config.layer_norm_epsilon * own.hidden / size.hidden
     large = random_model(type(model), config, model, seed)
+    if not is_tied(model):  # whatever the configuration says, which transformers sets to "tied" for each of these
+        large.lm_head.weight = nn.Parameter(large.lm_head.weight.clone())
     keep_short(large, model)
     norm_scale = math.sqrt(own.hidden / size.hidden)  # a norm over more width divides by less
     of_logits = family.numbers(config).logits_divisor / family.numbers(model.config).logits_divisor
