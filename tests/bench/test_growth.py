@@ -11,6 +11,7 @@ from specbeam.bench.widen_head import grown_head
 from specbeam.bench.widen_model import Size, grown, size_for, with_positions
 from specbeam.bench.widen_vocabulary import SHIFT, with_words
 from specbeam.cli.widening import grown_pair
+from specbeam.engines.families import head_size
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.heads.exit import ExitHead
 from specbeam.heads.head import Head
@@ -83,6 +84,18 @@ def test_a_number_of_parameters_becomes_a_usual_shape():
     assert 10 <= size.layers <= 24
     ids = bundled.tokenizer("Ein Hund läuft über die Straße.", return_tensors="pt").input_ids
     torch.testing.assert_close(logits(model, ids), logits(bundled.target_model, ids), atol=1e-3, rtol=1e-4)
+
+
+def test_a_number_little_above_the_own_is_not_ignored():
+    model = tiny("llama", hidden_size=256, intermediate_size=256, num_hidden_layers=3)
+    own = Size.of(model.config)
+    has = own.parameters(head_size(model.config), model.config.vocab_size, tied=False)
+    assert size_for(model, has) == own
+    for times in (1.1, 1.2):
+        large = grown(model, round(times * has))
+        assert large.num_parameters() == pytest.approx(times * model.num_parameters(), rel=0.06)
+    with pytest.raises(BadSetting, match=f"the model has {has:,}, and the next larger size {has + 3 * 3 * 256 * 64:,}"):
+        grown(model, has + 1000)
 
 
 def test_a_model_does_not_shrink():

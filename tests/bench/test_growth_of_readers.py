@@ -12,7 +12,7 @@ import specbeam as sb
 from specbeam.bench.baselines import ctranslate2, transformers
 from specbeam.bench.outcome import specbeam
 from specbeam.bench.speed import speed
-from specbeam.bench.widen_model import grown
+from specbeam.bench.widen_model import check_no_less, grown
 from specbeam.bench.widen_reader import ReaderSize, grown_reader, reader_size_for
 from specbeam.cli.bench_speed import run
 from specbeam.cli.widening import grown_pair
@@ -165,6 +165,26 @@ def test_a_number_of_parameters_becomes_a_usual_shape():
     assert 512 <= size.hidden <= 1024
     assert size.heads * config.d_kv == size.hidden
     assert abs(size.encoder_layers - 2 * size.decoder_layers) <= 1
+
+
+@pytest.mark.parametrize("inner", [512, 1024])
+def test_a_number_little_above_the_own_is_not_ignored(inner):
+    config = T5Config(
+        vocab_size=6144, d_model=256, d_kv=64, d_ff=inner, num_layers=4, num_decoder_layers=2, num_heads=4
+    )
+    with torch.device("meta"):
+        model = T5ForConditionalGeneration(config)
+    own = ReaderSize.of(config)
+    has = own.parameters(config, tied=True)
+    assert reader_size_for(model, has) == own
+    for times in (1.05, 1.1, 1.2, 1.3):
+        size = reader_size_for(model, round(times * has))
+        check_no_less(own, size)
+        assert size != own
+        assert size.parameters(config, tied=True) == pytest.approx(times * has, rel=0.1)  # half a layer, or half a step
+    next_larger = replace(own, inner=inner + 64).parameters(config, tied=True)
+    with pytest.raises(BadSetting, match=f"the model has {has:,}, and the next larger size {next_larger:,}"):
+        reader_size_for(model, has + 1000)
 
 
 @pytest.mark.parametrize("name", ["t5", "t5 with its own head"])

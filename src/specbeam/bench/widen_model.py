@@ -11,7 +11,8 @@ quality that of the small one. Positions can be added too.
 
 import copy
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,7 @@ NARROW = 1024
 # Width divided by layers in usual models: 64 up to NARROW (768 wide with 12 layers), 128 above it (4,096 with 32).
 WIDTH_PER_LAYER = (64, 128)
 INNER_PER_WIDTH = 8 / 3  # feed-forward units per unit of width
+UNITS = 64  # their numbers are multiples of this, or differ from the model's own by one
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,9 @@ def is_tied(model: "PreTrainedModel") -> bool:
 def size_for(model: "PreTrainedModel", parameters: int) -> Size:
     """Return a size of about `parameters` weights with usual proportions; no dimension is below the model's own.
 
-    Raises `BadSetting` if the model has more weights already.
+    If that is too few for usual proportions, the model's own size gets more feed-forward units.
+
+    Raises `BadSetting` if the model has more weights already, or has almost as many.
     """
     config = model.config
     own = Size.of(config)
@@ -90,7 +94,7 @@ def size_for(model: "PreTrainedModel", parameters: int) -> Size:
         hidden = own.hidden * factor
         heads = max(own.heads, hidden // head // own.heads * own.heads)
         kv_heads = own.kv_heads * heads // own.heads
-        inner = max(own.inner, round(INNER_PER_WIDTH * hidden / 64) * 64)
+        inner = max(own.inner, round(INNER_PER_WIDTH * hidden / UNITS) * UNITS)
         one_layer = Size(hidden, 1, inner, heads, kv_heads).parameters(head, config.vocab_size, tied)
         no_layer = Size(hidden, 0, inner, heads, kv_heads).parameters(head, config.vocab_size, tied)
         layers = round((parameters - one_layer) / (one_layer - no_layer)) + 1
@@ -100,7 +104,29 @@ def size_for(model: "PreTrainedModel", parameters: int) -> Size:
         if deviation < least_deviation:
             best = Size(hidden, layers, inner, heads, kv_heads)
             least_deviation = deviation
+    if best == own:
+        return with_more_units(own, parameters, lambda size: size.parameters(head, config.vocab_size, tied))
     return best
+
+
+def with_more_units(own: Any, parameters: int, count: Callable[[Any], int]) -> Any:
+    """Return a size with more feed-forward units than `own`, and about this number of weights.
+
+    Args:
+        own: a dataclass with a field `inner`.
+        parameters: number of weights, not below that of `own`. If they are equal, the size is `own`.
+        count: returns the number of weights of a size.
+
+    Raises `BadSetting` if the number is nearer to that of `own` than to that of the next larger size.
+    """
+    has = count(own)
+    step = count(replace(own, inner=own.inner + UNITS)) - has
+    steps = round((parameters - has) / step)
+    if steps == 0 and parameters > has:
+        raise BadSetting(
+            f"cannot grow to {parameters:,} parameters: the model has {has:,}, and the next larger size {has + step:,}"
+        )
+    return replace(own, inner=own.inner + steps * UNITS)
 
 
 @torch.no_grad()

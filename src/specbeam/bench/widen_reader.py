@@ -16,12 +16,14 @@ from torch import nn
 from specbeam.bench.widen_model import (
     INNER_PER_WIDTH,
     NARROW,
+    UNITS,
     WIDTH_PER_LAYER,
     check_no_less,
     insert,
     is_tied,
     keep_short,
     random_model,
+    with_more_units,
 )
 from specbeam.engines.families import family_of
 from specbeam.errors import BadSetting, NotSupported
@@ -66,9 +68,10 @@ class ReaderSize:
 def reader_size_for(model: "PreTrainedModel", parameters: int) -> ReaderSize:
     """Return a size of about `parameters` weights with usual proportions; no dimension is below the model's own.
 
-    Encoder and decoder keep the ratio of their numbers of layers.
+    Encoder and decoder keep the ratio of their numbers of layers. If that is too few weights for usual proportions, the
+    model's own size gets more feed-forward units.
 
-    Raises `BadSetting` if the model has more weights already.
+    Raises `BadSetting` if the model has more weights already, or has almost as many.
     """
     config = model.config
     tied = is_tied(model)
@@ -81,7 +84,7 @@ def reader_size_for(model: "PreTrainedModel", parameters: int) -> ReaderSize:
     for factor in range(1, 65):
         hidden = own.hidden * factor
         heads = max(own.heads, hidden // config.d_kv)
-        inner = max(own.inner, round(units * hidden / 64) * 64)
+        inner = max(own.inner, round(units * hidden / UNITS) * UNITS)
         no_layer = ReaderSize(hidden, 0, 0, inner, heads).parameters(config, tied)
         all_layers = ReaderSize(hidden, own.encoder_layers, own.decoder_layers, inner, heads).parameters(config, tied)
         times = (parameters - no_layer) / (all_layers - no_layer)
@@ -93,6 +96,8 @@ def reader_size_for(model: "PreTrainedModel", parameters: int) -> ReaderSize:
         if deviation < least_deviation:
             best = ReaderSize(hidden, encoder_layers, decoder_layers, inner, heads)
             least_deviation = deviation
+    if best == own:
+        return with_more_units(own, parameters, lambda size: size.parameters(config, tied))
     return best
 
 
