@@ -1,6 +1,8 @@
 """Baselines that run the same target model: transformers' own `generate`, and CTranslate2."""
 
 import copy
+import json
+import math
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,6 +12,7 @@ import torch
 
 from specbeam.bench.outcome import Contender, Outcome
 from specbeam.engines.eligibility import reads_sources
+from specbeam.engines.families import family_of
 from specbeam.errors import BadSetting, MissingPackage, NotSupported
 from specbeam.generation import Prompt
 from specbeam.pair import Pair
@@ -18,6 +21,7 @@ MODES = ("greedy", "sampling", "beam_search", "beam_sampling", "assisted", "assi
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p")  # for modes that sample
 COMMON_OPTIONS = ("repetition_penalty", "min_new_tokens", "stop_strings", "streamer")  # for every mode
 DEFAULT_NEW_TOKENS = 64
+SCALED_IF_TIED = ("t5", "mt5", "umt5")  # kinds whose logits CTranslate2 scales where their configurations say "tied"
 
 
 def transformers(pair: Pair, mode: str, beams: int = 4, **options: Any) -> Contender:
@@ -115,6 +119,8 @@ def ctranslate2(
 ) -> Contender:
     """Return a contender that answers with CTranslate2. The target is converted for it here, once.
 
+    Sources of any length are read whole, and texts begin with the model's forced first token, if it has one.
+
     Args:
         mode: "greedy", "sampling" or "beam_search".
         beams: number of beams of "beam_search".
@@ -130,20 +136,12 @@ def ctranslate2(
         raise BadSetting(f"ctranslate2/{mode} is not known; it is greedy, sampling or beam_search")
     try:
         from ctranslate2 import Generator, Translator
-        from ctranslate2.converters import TransformersConverter
     except ImportError as error:
         raise MissingPackage("the baseline needs ctranslate2: pip install ctranslate2") from error
     tokenizer: Any = pair.tokenizer
     folder = tempfile.TemporaryDirectory(prefix="specbeam-")  # kept alive by `run`
-    source = Path(folder.name) / "source"
-    pair.target_model.save_pretrained(source)
+    converted = _converted(pair, Path(folder.name), compute_type)
     reads = reads_sources(pair.target_model)
-    written = copy.deepcopy(tokenizer)
-    if reads and written.unk_token is None:
-        written.unk_token = written.eos_token  # without one the converted model cannot be read
-    written.save_pretrained(source)
-    converted = str(Path(folder.name) / "converted")
-    TransformersConverter(str(source)).convert(converted, quantization=compute_type)
     kind = Translator if reads else Generator
     engine = kind(converted, compute_type=compute_type, intra_threads=threads or torch.get_num_threads())
     max_new_tokens = options.get("max_new_tokens") or DEFAULT_NEW_TOKENS
@@ -154,12 +152,15 @@ def ctranslate2(
         arguments["sampling_temperature"] = options.get("temperature") or 1.0
     elif mode == "beam_search":
         arguments["beam_size"] = beams
+    forced = pair.target_model.generation_config.forced_bos_token_id
+    first = [] if forced is None else tokenizer.convert_ids_to_tokens([forced])
 
     def run(prompts: Sequence[Prompt], seed: int, _folder: Any = folder) -> Outcome:
         starts = [tokenizer.convert_ids_to_tokens(_tokens_of(pair, prompt)) for prompt in prompts]
         if reads:
-            lengths = {"min_decoding_length": 0, "max_decoding_length": max_new_tokens}
-            results = engine.translate_batch(starts, **lengths, **arguments)
+            # An input length of 0 stands for any length: by default, longer sources are cut.
+            lengths = {"max_input_length": 0, "min_decoding_length": 0, "max_decoding_length": max_new_tokens}
+            results = engine.translate_batch(starts, target_prefix=[first] * len(starts), **lengths, **arguments)
             return Outcome([tokenizer.convert_tokens_to_ids(result.hypotheses[0]) for result in results])
         results = engine.generate_batch(starts, max_length=max_new_tokens, include_prompt_in_result=False, **arguments)
         return Outcome([list(result.sequences_ids[0]) for result in results])
@@ -168,6 +169,46 @@ def ctranslate2(
     if mode == "beam_search":
         name += f" {beams}"
     return Contender(name, run)
+
+
+def _converted(pair: Pair, folder: Path, compute_type: str) -> str:
+    """Convert the target of a pair for CTranslate2 in this folder, and return the folder of the converted model."""
+    from ctranslate2.converters import TransformersConverter
+
+    model: Any = pair.target_model
+    reads = reads_sources(model)
+    source = folder / "source"
+    model.save_pretrained(source, state_dict=_weights_to_convert(model))
+    written: Any = copy.deepcopy(pair.tokenizer)
+    if reads and written.unk_token is None:
+        written.unk_token = written.eos_token  # without one the converted model cannot be read
+    written.save_pretrained(source)
+    converted = folder / "converted"
+    TransformersConverter(str(source)).convert(str(converted), quantization=compute_type)
+    start = model.generation_config.decoder_start_token_id
+    if reads and start is not None:
+        path = converted / "config.json"
+        numbers = json.loads(path.read_text(encoding="utf-8"))
+        if numbers.get("decoder_start_token") is None:  # the converter leaves it to the caller, of mBART
+            numbers["decoder_start_token"] = written.convert_ids_to_tokens(start)
+            path.write_text(json.dumps(numbers), encoding="utf-8")
+    return str(converted)
+
+
+def _weights_to_convert(model: Any) -> dict[str, torch.Tensor] | None:
+    """Return weights with which the logits of a model are the same in CTranslate2; None: its own.
+
+    CTranslate2 divides those of any T5, mT5 or umT5 whose configuration says "tied" by the root of the width. transformers
+    says so of each of them, and divides those of some. The weight of the last norm of the others takes it back.
+    """
+    family = family_of(model)
+    if family is None or family.kind not in SCALED_IF_TIED or not model.config.tie_word_embeddings:
+        return None
+    divisor = family.numbers(model.config).logits_divisor
+    weights: dict[str, torch.Tensor] = model.state_dict()
+    name = "decoder.final_layer_norm.weight"
+    weights[name] = weights[name] * (math.sqrt(model.config.d_model) / divisor)
+    return weights
 
 
 MAKERS: dict[str, Callable[..., Contender]] = {"transformers": transformers, "ctranslate2": ctranslate2}
