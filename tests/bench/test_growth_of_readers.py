@@ -243,6 +243,16 @@ def test_ctranslate2_reads_sources_too(folder):
         assert theirs == specbeam(pair, mode, method, max_new_tokens=8).run(given, 0).tokens
 
 
+@pytest.mark.parametrize("given", [[], ["abc"]])
+def test_a_model_that_hears_is_refused_before_anything_runs(tmp_path, given):
+    tiny_reader("whisper", vocab_size=len(words.tokenizer())).save_pretrained(tmp_path)
+    words.tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(
+        NotSupported, match="bench speed reads text, and WhisperForConditionalGeneration hears audio; give"
+    ):
+        run([], given, [], (1, 2), str(tmp_path), None, None, None, None, None, 3, [1], 1, None, {}, None, True)
+
+
 def test_what_does_not_take_sources_says_so(folder):
     with pytest.raises(NotSupported, match="this command continues prompts"):
         grown_pair(folder, None, "300K")

@@ -17,10 +17,11 @@ from specbeam.bench.speed_report import as_markdown, plot
 from specbeam.cli.common import method_from
 from specbeam.cli.widening import grown_pair
 from specbeam.engines.eligibility import reads_sources
-from specbeam.errors import BadSetting
+from specbeam.errors import BadSetting, NotSupported
 from specbeam.pair import BUNDLED, Pair
 from specbeam.prompts import PromptRow, read, spread
 from specbeam.recipes.heads import paper_of
+from specbeam.sources import hears
 
 DEFAULT = [
     "transformers/sampling",
@@ -51,6 +52,11 @@ def run(
         torch.set_num_threads(threads)
     given = [*map(PromptRow, texts), *(row for file in files for row in read(str(file), None, columns))]
     pair = grown_pair(model, draft, grow, grow_draft, quantize, grow_vocab, sources=True)
+    if hears(pair):
+        raise NotSupported(
+            f"bench speed reads text, and {type(pair.target_model).__name__} hears audio; give a model that reads text "
+            "(specbeam transcribe runs this one)"
+        )
     if not given and reads_sources(pair.target_model):
         raise BadSetting(
             f"{type(pair.target_model).__name__} reads sources of its own kind; give some by --prompt or --file"
