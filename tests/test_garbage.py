@@ -11,6 +11,9 @@ from specbeam.garbage import rarely_collected
 def threshold():
     before = gc.get_threshold()
     gc.set_threshold(600, 7, 8)
+    if gc.get_threshold() != (600, 7, 8):
+        gc.set_threshold(*before)
+        pytest.skip("this version of Python keeps no third number")
     yield
     gc.set_threshold(*before)
 

@@ -3,6 +3,7 @@
 Compiles all of them, which takes a minute.
 """
 
+import atexit
 import os
 import shutil
 import tempfile
@@ -36,8 +37,10 @@ class Recorder:
         key = (dispatcher, tuple(kinds))
         if key not in self.numbers:
             self.needs.append([])
-            found = COMPILE(dispatcher, kinds)
-            needs = sorted(set(self.needs.pop()))
+            try:
+                found = COMPILE(dispatcher, kinds)
+            finally:
+                needs = sorted(set(self.needs.pop()))
             source = dispatcher.py_func
             name = source.__qualname__.removeprefix("call_")
             form = StepForm(source.__module__, name, name != source.__qualname__, tuple(kinds), needs)
@@ -51,6 +54,7 @@ class Recorder:
         return found
 
 
+atexit.register(shutil.rmtree, os.environ["NUMBA_CACHE_DIR"], ignore_errors=True)
 COMPILE = Dispatcher.compile
 recorder = Recorder()
 Dispatcher.compile = lambda dispatcher, kinds: recorder.compile(dispatcher, kinds)
@@ -58,4 +62,3 @@ pair = sb.load("bundled")
 print(sb.generate(pair, "Die Katze schläft.", seed=1)[0].text)
 PLACE.write_text(text_of(recorder.forms))
 print(f"{PLACE}: {len(recorder.forms)} forms")
-shutil.rmtree(os.environ["NUMBA_CACHE_DIR"])

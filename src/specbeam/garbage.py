@@ -16,8 +16,8 @@ _ours = _before  # as the first of them set it
 def rarely_collected() -> Iterator[None]:
     """Let Python look through all objects for garbage more rarely: in imports, and while steps are compiled.
 
-    In a first text that took a ninth of the time, and a sixth where all code was kept. The last of several threads to leave
-    sets the threshold back, unless somebody else has set it meanwhile.
+    docs/speed.md says what that saves. The last of several threads to leave sets the threshold back, unless somebody else
+    has set it meanwhile.
     """
     _enter()
     try:
@@ -34,8 +34,8 @@ def _enter() -> None:
         if _inside == 1:
             _before = gc.get_threshold()
             (young, middle, old) = _before
-            _ours = (young, middle, max(old, _RARELY))
-            gc.set_threshold(*_ours)
+            gc.set_threshold(young, middle, max(old, _RARELY))
+            _ours = gc.get_threshold()  # some versions of Python keep no third number
 
 
 def _leave() -> None:

@@ -399,7 +399,8 @@ def test_how_many_processes_compile_can_be_set(monkeypatch):
         ({"_QUOTA": "250000 100000"}, 2),
         ({"_QUOTA": "50000 100000"}, 1),
         ({"_MEMORY": "MemTotal: 90000000 kB\nMemAvailable: 5000000 kB\nBuffers: 1 kB\n"}, 3),
-        ({"_MEMORY": "MemAvailable: 90000000 kB\n", "_MOST_MEMORY": "2000000000"}, 1),
+        ({"_MEMORY": "MemAvailable: 90000000 kB\n", "_MOST_MEMORY": "2000000000", "_USED_MEMORY": "100000"}, 1),
+        ({"_MOST_MEMORY": "8000000000", "_USED_MEMORY": "3000000000"}, 3),
         ({"_MEMORY": "MemAvailable: 90000000 kB\n", "_MOST_MEMORY": "max"}, 6),
     ],
 )
@@ -408,7 +409,7 @@ def test_no_more_processes_compile_than_the_machine_or_its_container_has_room_fo
 ):
     monkeypatch.delenv("SPECBEAM_COMPILERS", raising=False)
     monkeypatch.setattr(numba.config, "NUMBA_NUM_THREADS", 6)
-    for name in ("_QUOTA", "_MEMORY", "_MOST_MEMORY"):
+    for name in ("_QUOTA", "_MEMORY", "_MOST_MEMORY", "_USED_MEMORY"):
         monkeypatch.setattr(ahead, name, tmp_path / name)
     for name, text in files.items():
         (tmp_path / name).write_text(text)

@@ -1,6 +1,9 @@
 """The linking of compiled functions, and copies that they make."""
 
+import os
+import subprocess
 import sys
+from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Barrier
@@ -15,7 +18,7 @@ from specbeam.kernels.copies import copy_numbers, copy_rows
 from specbeam.kernels.linking import LONG, is_long
 
 if AVAILABLE:
-    from numba import typeof
+    from numba import njit, typeof
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="numba is missing")
 
@@ -125,3 +128,31 @@ def test_functions_are_long_by_the_code_that_was_compiled_into_them():
     assert not is_long(form_of(_added, np.arange(3), 5, True).library)
     assert is_long(form_of(_sorted_copy, np.arange(3.0)).library)
     assert LONG == 400
+
+
+_Two = namedtuple("_Two", "a b")
+
+
+@step
+def _printed(x: int) -> int:
+    print(_Two(x, 2.5))  # noqa: T201
+    return x + 1
+
+
+def test_functions_of_others_may_call_steps_that_need_an_environment(capfd):
+    """What a step prints, or a record that it makes of constants, is found by an environment of numba's."""
+
+    @njit
+    def theirs(x):
+        return _printed(x)
+
+    assert theirs(5) == 6
+    assert "5" in capfd.readouterr().out
+
+
+def test_numba_that_is_told_not_to_compile_leaves_steps_to_python():
+    program = "from specbeam.kernels.compiling import AVAILABLE; import specbeam.laws.ranking; print(AVAILABLE)"
+    found = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "NUMBA_DISABLE_JIT": "1"}, capture_output=True, text=True
+    )
+    assert found.stdout.strip() == "False", found.stderr

@@ -27,6 +27,7 @@ _MEMORY_OF_ONE = 1.5e9  # bytes; what was measured is 0.9
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of processors in a period, and the period
 _MEMORY = Path("/proc/meminfo")
 _MOST_MEMORY = Path("/sys/fs/cgroup/memory.max")  # of a container: bytes
+_USED_MEMORY = Path("/sys/fs/cgroup/memory.current")
 _PAUSE = 0.02  # seconds between two looks at what is ready; longer and longer while nothing is,
 _LONGEST_PAUSE = 0.2  # up to this
 _PATIENCE = 60.0  # seconds without anything to do after which a process ends
@@ -63,7 +64,7 @@ def _memory() -> float:
     """Return how many bytes may be used; infinity where nothing says so."""
     sizes = []
     with suppress(OSError, ValueError):  # "max" is no number
-        sizes.append(float(int(_MOST_MEMORY.read_text())))
+        sizes.append(float(int(_MOST_MEMORY.read_text()) - int(_USED_MEMORY.read_text())))
     with suppress(OSError, ValueError):
         (_, _, available) = _MEMORY.read_text().partition("MemAvailable:")
         (kilobytes, *_) = available.split()
@@ -162,7 +163,6 @@ def work(processes: int, program: int) -> None:
     from specbeam.kernels.form_list import PLACE, forms_in
 
     os.nice(10)  # whatever else runs has something to do for somebody
-    gc.disable()  # what is left over is freed when the process ends, soon; to look for it would take a twentieth of the time
     _leave_with(program)
     place = Path(CodeCache(work).cache_path)
     # Of several programs one has it compiled, and then the next one what is left.
@@ -173,6 +173,7 @@ def work(processes: int, program: int) -> None:
     for form in forms:
         with suppress(Exception):  # the list may be of other sources
             form.function()  # imports its module
+    gc.freeze()  # what was imported stays: to look through it for garbage would take a seventh of the time
     states = mmap.mmap(-1, len(forms))  # _OPEN, _TAKEN or _DONE; all processes see it
     first = os.getpid()
     others = []

@@ -37,7 +37,7 @@ if numba is not None:
     from numba import types
     from numba.extending import intrinsic, overload
 
-AVAILABLE = numba is not None and os.environ.get("SPECBEAM_KERNELS") != "off"
+AVAILABLE = numba is not None and not numba.config.DISABLE_JIT and os.environ.get("SPECBEAM_KERNELS") != "off"
 Array = Any  # numba finds the types by itself
 BLOCK = 64  # values that are summed or compared together
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])  # a compiled function is called as its source is

@@ -2,7 +2,7 @@
 
 A program that finds all code kept calls a few functions by their machine code, and links nothing. numba reads the LLVM code
 of each nonetheless, to know the names in it; here they are kept beside it. And most functions are only compiled into others,
-numba's own above all: numba makes machine code of these, too, a sixth of the time that a first text takes.
+numba's own above all: numba makes machine code of these, too (docs/speed.md says what that takes).
 """
 
 from typing import Any
@@ -19,8 +19,8 @@ _ENVIRONMENT = "_ZN08NumbaEnv"  # numba's names of variables that hold the addre
 class KeptLibrary(JITCodeLibrary):
     """A library that is kept with the names in its machine code, and with whether its callers call it by name.
 
-    While a step is compiled all libraries are of this class, also those of other people's functions that it calls. numba
-    keeps and loads these in its own way.
+    While a step is compiled all libraries are of this class, also those of other people's functions that it calls, which
+    are then optimised as steps are. numba keeps and loads these in its own way.
     """
 
     _final_module: Any
@@ -87,6 +87,8 @@ class KeptLibrary(JITCodeLibrary):
                     self._codegen.set_env(name, environment)
 
     def _get_module_for_linking(self) -> Any:
+        if self._codegen._library_class is not KeptLibrary:
+            self._make_machine_code()  # a library of numba's own links this one: nobody else tells it the environments here
         if self._bitcode is not None and self._shared_module is None:
             self._shared_module = binding.parse_bitcode(self._bitcode)
         return super()._get_module_for_linking()

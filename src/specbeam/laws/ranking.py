@@ -295,7 +295,7 @@ def sorted_places(values: Array) -> Array:
 def ascending(numbers: Array) -> Array:
     """Return whole numbers, int64[n], in ascending order.
 
-    For `np.sort`, which numba compiles from five functions, longer than most steps.
+    In place of `np.sort`, which numba compiles from five functions, longer than most steps.
     """
     heap = numbers.copy()
     for root in range(len(heap) // 2 - 1, -1, -1):
@@ -310,7 +310,7 @@ def ascending(numbers: Array) -> Array:
 
 @step
 def _sink(heap: Array, root: int, size: int) -> None:
-    """Let a number sink in a heap of `size` numbers, below whose place `root` none is larger than what it is below."""
+    """Let the number at `root` sink in a heap of `size` numbers; below it the heap is in order."""
     sinking = heap[root]
     place = root
     child = 2 * root + 1

@@ -17,7 +17,7 @@ from specbeam.engines.cpu.curves import cap_scores, exponential
 from specbeam.engines.cpu.extras import GELU, GELU_TANH, SILU, Extras
 from specbeam.engines.cpu.panels import multiply
 from specbeam.engines.cpu.sources import SeenSources, Sources, seen_sources
-from specbeam.engines.cpu.sums import WIDTH
+from specbeam.engines.cpu.sums import STEP, WIDTH
 from specbeam.kernels.compiling import Array, compiled
 from specbeam.kernels.copies import copy_numbers, copy_rows
 from specbeam.kernels.ordered_sums import sum_of, sum_of_squares
@@ -433,7 +433,8 @@ def choose_experts(reads: Array, router: Array, chosen: int, divides: bool, shar
 def _score_experts(reads: Array, router: Array, scores: Array) -> None:
     """Write the products of rows and the router's panels to `scores`, float32[rows, columns of the panels].
 
-    For `multiply`, which would be compiled for numbers of this type in every model, as experts are in all layers' code.
+    In place of `multiply`, which would be compiled for numbers of this type in every model, as experts are in all layers'
+    code. Sums go over the depth in order, and are written every fourth step.
     """
     for row in range(len(reads)):
         for panel in range(len(router)):
@@ -441,9 +442,17 @@ def _score_experts(reads: Array, router: Array, scores: Array) -> None:
             sums = scores[row, panel * WIDTH : (panel + 1) * WIDTH]
             for column in range(WIDTH):
                 sums[column] = 0
-            for place in range(reads.shape[1]):
+            for place in range(0, reads.shape[1], STEP):
+                some = columns[place * WIDTH : (place + STEP) * WIDTH]
+                first = reads[row, place]
+                second = reads[row, place + 1]
+                third = reads[row, place + 2]
+                fourth = reads[row, place + 3]
                 for column in range(WIDTH):
-                    sums[column] += reads[row, place] * columns[place * WIDTH + column]
+                    total = sums[column] + first * some[column]
+                    total += second * some[WIDTH + column]
+                    total += third * some[2 * WIDTH + column]
+                    sums[column] = total + fourth * some[3 * WIDTH + column]
 
 
 @compiled
