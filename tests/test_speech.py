@@ -280,6 +280,25 @@ def test_files_that_are_no_audio_are_refused(tmp_path):
         read_audio(tmp_path / "nowhere.wav")
 
 
+def save_ears(ears, folder):
+    ears.target_model.save_pretrained(folder)
+    words.tokenizer().save_pretrained(folder)
+
+
+def transcribed(monkeypatch, *arguments):
+    """Run `specbeam transcribe` on these; return its exit code."""
+    from specbeam.cli.main import main
+
+    options = [
+        "--method", "greedy", "--language", "en", "--max-new-tokens", "8", "--temperature", "0", "--format", "verbose_json",
+        "--log-prob-threshold", "-99", "--compression-ratio-threshold", "99",
+    ]  # fmt: skip
+    monkeypatch.setattr("sys.argv", ["specbeam", "transcribe", *map(str, arguments), *options])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
+
+
 def test_files_and_arrays_give_the_same_text(ears, tmp_path, capsys, monkeypatch):
     soundfile = pytest.importorskip("soundfile")
     sound = noise(4, seed=2)
@@ -291,63 +310,39 @@ def test_files_and_arrays_give_the_same_text(ears, tmp_path, capsys, monkeypatch
     assert array == file
     (flac,) = sb.transcribe(ears, [tmp_path / "two.flac"], sb.greedy(), **UNCHECKED, **options)
     assert flac.duration == file.duration
-    from specbeam.cli.main import main
-
-    ears.target_model.save_pretrained(tmp_path / "model")
-    words.tokenizer().save_pretrained(tmp_path / "model")
+    save_ears(ears, tmp_path / "model")
     (tmp_path / "broken.wav").write_bytes(b"no audio")
-    arguments = [
-        "transcribe", str(tmp_path / "one.wav"), str(tmp_path / "broken.wav"), "-m", str(tmp_path / "model"),
-        "--method", "greedy", "--language", "en", "--max-new-tokens", "8", "--temperature", "0", "--format", "verbose_json",
-        "--log-prob-threshold", "-99", "--compression-ratio-threshold", "99",
-    ]  # fmt: skip
-    monkeypatch.setattr("sys.argv", ["specbeam", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
+    code = transcribed(monkeypatch, tmp_path / "one.wav", tmp_path / "broken.wav", "-m", tmp_path / "model")
     shown = capsys.readouterr()
-    assert ended.value.code == 1, shown.err
+    assert code == 1, shown.err
     assert "broken.wav cannot be read as audio" in shown.err
     record = json.loads(shown.out)
     assert [one["tokens"] for one in record["segments"]] == [one.tokens for one in array.segments]
 
 
-# What is refused.
-
-
-def test_the_command_hands_over_how_weights_are_kept(ears, tmp_path, capsys, monkeypatch):
-    from specbeam.cli.main import main
-
-    ears.target_model.save_pretrained(tmp_path)
-    monkeypatch.setattr("sys.argv", ["specbeam", "transcribe", "a.wav", "-m", str(tmp_path), "--quantize", "fp8"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code != 0
-    assert "engine 'fp8' runs decoder-only models" in capsys.readouterr().err
-
-
 @pytest.mark.slow
-def test_the_command_hands_over_how_keys_and_values_are_kept(ears, tmp_path, capsys, monkeypatch):
+def test_the_command_hands_over_how_weights_keys_and_values_are_kept(ears, tmp_path, capsys, monkeypatch):
     soundfile = pytest.importorskip("soundfile")
-    from specbeam.cli.main import main
-
     sound = noise(4, seed=2)
     soundfile.write(tmp_path / "one.wav", sound, RATE, subtype="FLOAT")
-    ears.target_model.save_pretrained(tmp_path / "model")
-    words.tokenizer().save_pretrained(tmp_path / "model")
-    arguments = [
-        "transcribe", str(tmp_path / "one.wav"), "-m", str(tmp_path / "model"), "--quantize", "int8", "--kv", "bfloat16",
-        "--method", "greedy", "--language", "en", "--max-new-tokens", "8", "--temperature", "0", "--format", "verbose_json",
-        "--log-prob-threshold", "-99", "--compression-ratio-threshold", "99",
-    ]  # fmt: skip
-    monkeypatch.setattr("sys.argv", ["specbeam", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
+    save_ears(ears, tmp_path / "model")
+    rounded = ("--quantize", "int8", "--kv", "bfloat16")
+    code = transcribed(monkeypatch, tmp_path / "one.wav", "-m", tmp_path / "model", *rounded)
     shown = capsys.readouterr()
-    assert ended.value.code == 0, shown.err
+    assert code == 0, shown.err
     pair = sb.load(tmp_path / "model", quantize="int8", kv="bfloat16")
     (expected,) = sb.transcribe(pair, sound, sb.greedy(), language="en", max_new_tokens=8, **UNCHECKED)
     record = json.loads(shown.out)
     assert [one["tokens"] for one in record["segments"]] == [one.tokens for one in expected.segments]
+
+
+# What is refused.
+
+
+def test_the_command_refuses_roundings_of_decoder_only_models(ears, tmp_path, capsys, monkeypatch):
+    save_ears(ears, tmp_path)
+    assert transcribed(monkeypatch, "a.wav", "-m", tmp_path, "--quantize", "fp8") != 0
+    assert "engine 'fp8' runs decoder-only models" in capsys.readouterr().err
 
 
 def test_what_a_model_does_not_know_is_refused(ears):
