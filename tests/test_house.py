@@ -23,6 +23,7 @@ FLOORS = [
     {"control", "grammar", "heads", "memory"},
     {"draft"},
     {"verify"},
+    {"growing_text"},
     {"runs"},
     {"turn"},
     {"decoder"},

@@ -12,6 +12,7 @@ from specbeam.decode import decode, decode_live
 from specbeam.engines.source import line_up, part
 from specbeam.errors import AuditWarning, BadSetting, NotSupported, SomeFailed, SpecbeamError, TooFewAnswers
 from specbeam.fastest import FastestMethod, fastest, tokens_per_second
+from specbeam.growing_text import unsent
 from specbeam.measure.energy import EnergyMeter
 from specbeam.options.checks import is_integer, require
 from specbeam.options.generation_config import contradiction
@@ -103,7 +104,10 @@ def generate(
 
 
 def stream(pair: Pair | str, prompt: Prompt, method: Method | str = "dsbd", **options: Any) -> Iterator[str]:
-    """Yield pieces of text as soon as no live beam can change them; with several beams they are the common prefix.
+    """Yield pieces of text as soon as no live beam and no further token can change them.
+
+    With several beams they are the common prefix. Together they are exactly the text of `generate`. With a tokenizer whose
+    decoder is not known the whole text comes at the end, because any token could change it (`growing_text.py`).
 
     The arguments and errors are those of `generate`, for one prompt with one return sequence.
     """
@@ -112,16 +116,24 @@ def stream(pair: Pair | str, prompt: Prompt, method: Method | str = "dsbd", **op
     if pair.tokenizer is None:
         raise NotSupported("streaming text needs a tokenizer; give load(tokenizer=...)")
     request = _single_request(pair, prompt, method, options)
+    yield from pieces_of(request)
+
+
+def pieces_of(request: Request) -> Iterator[str]:
+    """Decode the only session of a request, and yield pieces of its text. Raises the error that ended it."""
     session = request.sessions[0]
-    yielded = ""
-    for _ in decode_live(pair.target, session):
-        text = request.text_of(settled_tokens(session))
-        if text.startswith(yielded) and len(text) > len(yielded) and not text.endswith("\ufffd"):
-            yield text[len(yielded) :]
-            yielded = text
+    growing = request.growing_text()
+    sent = ""
+    for _ in decode_live(request.pair.target, session):
+        text = growing.settled(settled_tokens(session))
+        if text != sent:
+            yield text[len(sent) :]
+            sent = text
     if session.failure is not None:
         raise session.failure
-    yield request.answers(session)[0].text[len(yielded) :]
+    rest = unsent(request.answers(session)[0].text, sent)
+    if rest:
+        yield rest
 
 
 def turns_of(pair: Pair, prompt: Prompt, method: Method | str = "dsbd", **options: Any) -> Iterator[Turn]:

@@ -14,6 +14,7 @@ from specbeam.engines.families import most_before_angles_change
 from specbeam.errors import BadPrompt, BadSetting, NotSupported, SpecbeamError, TooFewAnswers
 from specbeam.grammar.compiled import compiled
 from specbeam.grammar.spelling import closing_tokens, text_of_tokens
+from specbeam.growing_text import GrowingText
 from specbeam.lm.encoder_decoder import EncoderDecoderLM
 from specbeam.lm.quantised import rounding_of
 from specbeam.memory.lm import MemoryLM
@@ -178,16 +179,24 @@ class Request:
         )
         return Session(prompt, self.parts, warp, limits, key, len(self.prompt_of), self.audit, number)
 
-    def text_of(self, tokens: list[int]) -> str:
-        """Return the text of new tokens, without special tokens; "" without a tokenizer.
+    def text_of(self, tokens: list[int], shows_special: bool = False) -> str:
+        """Return the text of new tokens; "" without a tokenizer.
 
         Under a constraint it is the exact text, without the end token.
+
+        Args:
+            tokens: token ids.
+            shows_special: whether the text has special tokens; without effect under a constraint.
         """
         if self.pair.tokenizer is None:
             return ""
         if self.constraint is None:
-            return self.pair.tokenizer.decode(tokens, skip_special_tokens=True)
+            return str(self.pair.tokenizer.decode(tokens, skip_special_tokens=not shows_special))
         return text_of_tokens(self.pair.tokenizer, tokens[:-1] if self._is_complete(tokens) else tokens)
+
+    def growing_text(self, shows_special: bool = False) -> GrowingText:
+        """Return the text of tokens that become more, as far as it begins `text_of` of all of them."""
+        return GrowingText(self.pair.tokenizer, shows_special, self.constraint is not None)
 
     def _is_complete(self, tokens: list[int]) -> bool:
         """Return whether a text has its end token; under a constraint it then has the required form."""

@@ -11,9 +11,8 @@ from rich.console import Console
 
 from specbeam.chats import BUNDLED_TEMPLATE, prompt_of_messages
 from specbeam.cli.common import method_from, quiet_load
-from specbeam.decode import decode_live
 from specbeam.errors import MissingFile, MissingPackage, NotSupported, SpecbeamError
-from specbeam.generation import settled_tokens
+from specbeam.generation import pieces_of
 from specbeam.options.settings import Settings
 from specbeam.pair import Pair
 from specbeam.recipes.method import Method
@@ -119,20 +118,12 @@ class PairSpeaker:
         for error in request.refused.values():
             raise error
         (session,) = request.sessions
-        sent = ""
-        for _ in decode_live(self.pair.target, session):
-            text = request.text_of(settled_tokens(session))
-            if text.startswith(sent) and not text.endswith("\ufffd"):
-                yield text[len(sent) :]
-                sent = text
-        if session.failure is not None:
-            raise session.failure
+        yield from pieces_of(request)
         best = request.answers(session)[0]
         cost.tokens = len(best.tokens)
         cost.passes = session.count.target_passes
         cost.prompt_tokens = len(ids)
         cost.known_tokens = session.recalled.get(self.pair.target, 0)
-        yield best.text[len(sent) :]
 
 
 class ServerSpeaker:

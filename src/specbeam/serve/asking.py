@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from specbeam.errors import Cancelled, SpecbeamError
-from specbeam.options.checks import as_texts
+from specbeam.growing_text import GrowingText, unsent
 from specbeam.records import Generation, Turn
 from specbeam.request import Request
 from specbeam.serve.answers import (
@@ -24,12 +24,11 @@ from specbeam.serve.answers import (
     choice_json,
     choices_of,
     completion_logprobs,
-    cut_at,
     extras_of,
-    full_text,
     generations_of,
-    held_back,
     metrics_json,
+    sendable,
+    shows_special,
     specbeam_json,
     token_text,
     tool_call,
@@ -39,7 +38,6 @@ from specbeam.serve.auth import Client
 from specbeam.serve.engine import Engine, Job
 from specbeam.serve.mapping import Order, Served
 from specbeam.serve.refusals import Refusal, invalid, refusal_of
-from specbeam.serve.running_text import RunningText
 from specbeam.serve.scoring import TokenScore
 from specbeam.serve.trace import turn_record
 from specbeam.session import Session
@@ -85,7 +83,7 @@ class Asking:
         self._turns = 0
         self._last_turn = time.monotonic()
         self._last_live = 0.0
-        self._texts: dict[int, RunningText] = {}  # of what was streamed, by place of a session
+        self._texts: dict[int, GrowingText] = {}  # of what was streamed, by place of a session
 
     @property
     def request(self) -> Request:
@@ -333,7 +331,9 @@ class Asking:
     async def _echo(self, number: int) -> tuple[str, list[TokenScore | None]]:
         """Return the text of a prompt, and the scores of its tokens if they are asked for."""
         ids = self.order.prompts[number]
-        text = self.order.texts[number] or await self._in_pool(lambda: full_text(self.request, self.order, ids))
+        text = self.order.texts[number] or await self._in_pool(
+            lambda: self.request.text_of(ids, shows_special(self.order))
+        )
         if self.order.top is None:
             return text, []
         rest = await self._score(ids[:1], [ids[1:]]) if len(ids) > 1 else [[]]
@@ -444,29 +444,22 @@ class Asking:
         tokens = job.settled
         if not tokens:
             return ""
-        running = self._texts.setdefault(
-            job.session.place, RunningText(lambda some: full_text(self.request, self.order, some))
-        )
-
-        def shown() -> str:
-            text = running.text_of(tokens)
-            cut, stop = cut_at(self.order, text)
-            return (
-                text[: len(text) - held_back(text, as_texts(self.order.settings.stop_strings))] if stop is None else cut
-            )
-
-        return await self._in_pool(shown)
+        place = job.session.place
+        if place not in self._texts:
+            self._texts[place] = self.request.growing_text(shows_special(self.order))
+        growing = self._texts[place]
+        return await self._in_pool(lambda: sendable(self.order, growing.settled(tokens)))
 
     def _new_deltas(self, text: str, indices: list[int], sent: dict[int, str]) -> list[dict[str, Any]]:
         """Return what of a text is not sent yet, for each of its choices; and note that it is sent."""
         if not indices or not text:
             return []
         before = sent[indices[0]]
-        if len(text) <= len(before) or not text.startswith(before):
+        if len(text) <= len(before):
             return []
         for index in indices:
             sent[index] = text
-        return [self._delta(index, text[len(before) :]) for index in indices]
+        return [self._delta(index, unsent(text, before)) for index in indices]
 
     @property
     def _kind(self) -> str:
@@ -487,8 +480,7 @@ class Asking:
     def _last_delta(self, choice: ReturnedText, sent: str) -> dict[str, Any]:
         """Return what is left of a choice, with its end."""
         order = self.order
-        rest = choice.text[len(sent) :]
-        last = self._delta(choice.index, rest)
+        last = self._delta(choice.index, unsent(choice.text, sent))
         if order.is_chat and order.forced_tool is not None and choice.finish_reason == "tool_calls":
             last["delta"] = {"tool_calls": [{"index": 0, **tool_call(order, choice)}]}
         if choice.scores is not None:
