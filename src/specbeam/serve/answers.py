@@ -232,16 +232,27 @@ def completion_logprobs(
     for text in texts:
         offsets.append(before)
         before += len(text)
-    tops = [
-        None if score is None else {_named(pair, order, token)[0]: _finite(value) for token, value in score.top}
-        for score in scores
-    ]
+    tops = [None if score is None else _likeliest(pair, order, score) for score in scores]
     return {
         "tokens": names,
         "token_logprobs": [None if score is None else _finite(score.logprob) for score in scores],
         "top_logprobs": tops if order.top else None,
         "text_offset": offsets,
     }
+
+
+def _likeliest(pair: Pair, order: Order, score: TokenScore) -> dict[str, float]:
+    """Return the likeliest tokens by name. Of those that are spelled alike, all but the likeliest have their number."""
+    found: dict[str, float] = {}
+    for token, value in score.top:
+        name = _named(pair, order, token)[0]
+        found[f"token_id:{token}" if name in found else name] = _finite(value)
+    return found
+
+
+def length_in_offsets(pair: Pair, tokens: Sequence[int]) -> int:
+    """Return the number of characters that tokens take in the offsets of log-probabilities."""
+    return sum(len(token_text(pair, token)[0]) for token in tokens)
 
 
 # The answer.

@@ -26,6 +26,7 @@ from specbeam.serve.answers import (
     completion_logprobs,
     extras_of,
     generations_of,
+    length_in_offsets,
     metrics_json,
     sendable,
     shows_special,
@@ -45,6 +46,7 @@ from specbeam.session import Session
 PING_S = 15.0  # seconds of silence after which a stream shows that it lives
 MOST_EVENTS = 256  # turns that wait for a slow reader
 LIVE_S = 0.05  # seconds between two looks at live beams
+ENDED_ECHO = {"finish_reason": "length", "stop_reason": None}  # of a prompt that no text follows
 Result = TypeVar("Result")
 
 
@@ -83,6 +85,7 @@ class Asking:
         self._turns = 0
         self._last_turn = time.monotonic()
         self._last_live = 0.0
+        self._live_text: GrowingText | None = None  # of what is settled of a text whose live beams are shown
         self._texts: dict[int, GrowingText] = {}  # of what was streamed, by place of a session
 
     @property
@@ -226,7 +229,9 @@ class Asking:
         ]
         beams.sort(key=lambda beam: -beam[1])
         best = beams[0] if beams else ("", 0.0, False)
-        return {"text": best[0], "score": best[1], "beams": beams[:32], "settled": self.request.text_of(settled)}
+        if self._live_text is None:
+            self._live_text = self.request.growing_text()
+        return {"text": best[0], "score": best[1], "beams": beams[:32], "settled": self._live_text.settled(settled)}
 
     def cancel(self) -> None:
         """End what is still decoded; the answer is not wanted any more."""
@@ -319,7 +324,11 @@ class Asking:
                     one["logprobs"] = self._echoed(choice, scores)
             choices.append(one)
         if not self.jobs:
-            choices = [self._only_echo(number, *echoes[number]) for number in range(len(order.prompts))]
+            choices = [
+                echo | ENDED_ECHO
+                for number in range(len(order.prompts))
+                for echo in self._only_echoes(number, *echoes[number])
+            ]
         usage = usage_of(order, outcome.choices, cached_tokens(self.request, self.jobs))
         return self._head("chat.completion" if order.is_chat else "text_completion") | {
             "choices": choices,
@@ -343,11 +352,14 @@ class Asking:
         tokens = [*self.order.prompts[choice.prompt], *choice.tokens]
         return completion_logprobs(self.served.pair, self.order, [*before, *(choice.scores or [])], tokens)
 
-    def _only_echo(self, number: int, text: str, scores: list[TokenScore | None]) -> dict[str, Any]:
+    def _only_echoes(self, number: int, text: str, scores: list[TokenScore | None]) -> list[dict[str, Any]]:
+        """Return a prompt as the beginning of each of its choices."""
+        order = self.order
         logprobs = None
-        if self.order.top is not None:
-            logprobs = completion_logprobs(self.served.pair, self.order, scores, self.order.prompts[number])
-        return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": "length", "stop_reason": None}
+        if order.top is not None:
+            logprobs = completion_logprobs(self.served.pair, order, scores, order.prompts[number])
+        indices = range(number * order.count, (number + 1) * order.count)
+        return [{"index": index, "text": text, "logprobs": logprobs} for index in indices]
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
@@ -377,9 +389,10 @@ class Asking:
                 )
         if order.echo:
             for number in range(len(order.prompts)):
-                text, _ = await self._echo(number)
-                for index in range(number * order.count, (number + 1) * order.count):
-                    yield self._chunk([self._delta(index, text)])
+                text, scores = await self._echo(number)
+                end: dict[str, Any] = {"finish_reason": None} if self.jobs else ENDED_ECHO
+                for echo in await self._in_pool(partial(self._only_echoes, number, text, scores)):
+                    yield self._chunk([echo | end])
         async for chunk in self._growing(indices, sent):
             yield chunk
         if await self._begins_again(sent.values()):
@@ -485,11 +498,11 @@ class Asking:
             last["delta"] = {"tool_calls": [{"index": 0, **tool_call(order, choice)}]}
         if choice.scores is not None:
             pair = self.served.pair
-            last["logprobs"] = (
-                chat_logprobs(pair, order, choice.scores)
-                if order.is_chat
-                else completion_logprobs(pair, order, choice.scores, choice.tokens)
-            )
+            if order.is_chat:
+                last["logprobs"] = chat_logprobs(pair, order, choice.scores)
+            else:
+                before = length_in_offsets(pair, order.prompts[choice.prompt]) if order.echo else 0
+                last["logprobs"] = completion_logprobs(pair, order, choice.scores, choice.tokens, before)
         last["finish_reason"] = choice.finish_reason
         return last | extras_of(order, choice)
 
