@@ -138,7 +138,7 @@ def order_of(body: Body, served: Served) -> Order:
             "n",
             "too_large_beams",
         )
-    warnings: list[str] = []
+    warnings = _without_effect(body)
     given = _settings(body, options, served, method, warnings)
     given |= form
     given["max_new_tokens"] = max(most, 1)
@@ -157,6 +157,16 @@ def order_of(body: Body, served: Served) -> Order:
     )  # fmt: skip
 
 
+def _without_effect(body: Body) -> list[str]:
+    """Return in words which wishes of a body have no effect, though not upon the text alone."""
+    found = []
+    if body.store:
+        found.append("store is true, and this server stores no answers")
+    if isinstance(body, ChatBody) and body.verbosity not in (None, "medium"):
+        found.append(f"verbosity is {body.verbosity!r}, which the model is not told; say it in a message")
+    return found
+
+
 def check_model(name: str | None, served: Served) -> None:
     """Raise `Refusal` if a request names another model than there is."""
     if name is not None and name != served.name:
@@ -166,7 +176,7 @@ def check_model(name: str | None, served: Served) -> None:
 
 
 def _check_streaming(body: Body, options: SpecbeamOptions) -> None:
-    if body.stream_options is not None and not body.stream:
+    if body.stream_options is not None and body.stream_options.include_usage and not body.stream:
         raise invalid("stream_options is for streams; leave it out, or set stream to true", "stream_options")
     shows = options.trace or options.stream == "live"
     if options.trace and options.stream == "live":
@@ -243,7 +253,7 @@ def chat_ids(body: Any, served: Served) -> list[int]:
     further = dict(getattr(body, "chat_template_kwargs", None) or {})
     goes_on = bool(getattr(body, "continue_final_message", None))
     starts = getattr(body, "add_generation_prompt", None)
-    tools = getattr(body, "tools", None)
+    tools = [_plain_tool(tool) for tool in getattr(body, "tools", None) or []]
     if goes_on and starts:
         raise invalid("continue_final_message and add_generation_prompt contradict each other", "add_generation_prompt")
     if wrong := {"tools", "chat_template", "tokenize", "conversation", "return_dict"} & set(further):
@@ -262,8 +272,16 @@ def _message(message: Message) -> dict[str, Any]:
         content = "".join(part.text for part in content)
     given = {"role": message.role, "content": content or ""}
     for name in ("name", "tool_calls", "tool_call_id"):
-        if (value := getattr(message, name)) is not None:
+        value = getattr(message, name)
+        if value:
             given[name] = value
+    reasoning = message.reasoning or message.reasoning_content
+    if message.reasoning_content and message.reasoning_content != reasoning:
+        raise invalid(
+            "a message has reasoning and reasoning_content, and they differ; give one of them", "messages", "bad_prompt"
+        )
+    if reasoning:  # templates know it by either name
+        given |= {"reasoning": reasoning, "reasoning_content": reasoning}
     return given
 
 
@@ -516,7 +534,7 @@ def _top(body: Body) -> int | None:
     if isinstance(body, CompletionBody):
         return body.logprobs
     assert isinstance(body, ChatBody)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs is given without logprobs; set logprobs to true", "top_logprobs")
     return body.top_logprobs or 0 if body.logprobs else None
 
@@ -644,9 +662,7 @@ def _forced_tool(body: ChatBody) -> str | None:
     choice = body.tool_choice
     tools = body.tools or []
     names = [_function_of(tool)["name"] for tool in tools]
-    if choice is None and not tools:
-        return None
-    if choice == "none":
+    if choice == "none" or (choice in (None, "auto") and not tools):
         return None
     if isinstance(choice, dict):
         name = choice.get("function", {}).get("name") if isinstance(choice.get("function"), dict) else None
@@ -676,3 +692,12 @@ def _parameters_of(tools: Sequence[Mapping[str, Any]], name: str) -> Any:
         if function["name"] == name:
             return function.get("parameters") or {"type": "object"}
     raise invalid(f"tools has no function {name!r}", "tools")
+
+
+def _plain_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool as templates show it: without what it says to caches."""
+    found = {name: value for name, value in tool.items() if name != "cache_control"}
+    function = found.get("function")
+    if isinstance(function, dict):
+        found["function"] = {name: value for name, value in function.items() if name != "cache_control"}
+    return found
