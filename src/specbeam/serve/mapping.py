@@ -31,6 +31,7 @@ RECIPE_OF = {make.__name__: make for make in (*RECIPES, *HEAD_RECIPES) if make._
 LARGEST_SETTING = 64  # of a method, where the server has no limit of its own
 DEEPEST_SCHEMA = 32
 MOST_PROPERTIES = 1000
+ANY_OBJECT = {"type": "object"}  # the schema of every JSON object
 
 
 @dataclass(frozen=True)
@@ -569,7 +570,7 @@ def _form(body: Body, tool: str | None, config: ServerConfig) -> tuple[str | Non
 
 def _json_form(kind: str, schema: JsonSchema | None) -> dict[str, Any]:
     if kind == "json_object":
-        return {"json_schema": True}
+        return {"json_schema": ANY_OBJECT}
     if schema is None:
         raise invalid("response_format is a json_schema without json_schema.schema", "response_format", "bad_grammar")
     if schema.strict is False:
@@ -590,7 +591,7 @@ def _structured(asked: StructuredOutputs) -> dict[str, Any]:
         )
     ((name, value),) = given.items()
     if name == "json_object":
-        return {"json_schema": True}
+        return {"json_schema": ANY_OBJECT}
     if name == "json":
         return {"json_schema": value}
     if name == "choice":
@@ -690,8 +691,19 @@ def _parameters_of(tools: Sequence[Mapping[str, Any]], name: str) -> Any:
     for tool in tools:
         function = _function_of(tool)
         if function["name"] == name:
-            return function.get("parameters") or {"type": "object"}
+            return ANY_OBJECT | _checked_parameters(function.get("parameters") or {}, name)
     raise invalid(f"tools has no function {name!r}", "tools")
+
+
+def _checked_parameters(parameters: Any, name: str) -> dict[str, Any]:
+    """Return the schema of the arguments of a function, which are an object. Raises `Refusal` if it says otherwise."""
+    if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
+        raise invalid(
+            f"the parameters of function {name!r} are {shown(parameters)}; they must be a schema of type 'object'",
+            "tools",
+            "bad_grammar",
+        )
+    return parameters
 
 
 def _plain_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
