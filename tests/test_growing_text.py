@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import TextIteratorStreamer
@@ -12,7 +13,7 @@ from transformers import TextIteratorStreamer
 import specbeam as sb
 from specbeam.errors import BrokenPart
 from specbeam.grammar.spelling import text_of_tokens
-from specbeam.growing_text import GrowingText, cleaned_length, unsent
+from specbeam.growing_text import GrowingText, OpenEnd, cleaned_length, open_end_of, unsent
 from tests.support.tiny_models import tiny
 from tests.support.tokenizer_kinds import KINDS, tokenizer_of
 
@@ -116,6 +117,23 @@ def test_a_tokenizer_with_a_decode_of_its_own_gives_its_text_at_the_end():
     assert GrowingText(patched).settled([5, 6, 7]) != ""
     patched.decode = lambda tokens, **more: str(sum(tokens))
     assert GrowingText(patched).settled([5, 6, 7]) == ""
+
+
+def test_the_tokenizers_of_usual_models_are_known():
+    """As transformers makes them without files; Whisper's and CLIP's do more to a text than their decoders."""
+    expected = {
+        "Llama": OpenEnd(has_byte_runs=True),
+        "Gemma": OpenEnd(has_byte_runs=True),
+        "GPT2": OpenEnd(has_half_characters=True),
+        "Qwen2": OpenEnd(has_half_characters=True),
+        "T5": OpenEnd(),
+        "Nllb": OpenEnd(),
+        "Bert": OpenEnd(),
+        "OpenAIGPT": OpenEnd(marks_last=True),
+        "Whisper": OpenEnd(is_known=False),
+        "CLIP": OpenEnd(is_known=False),
+    }
+    assert {name: open_end_of(getattr(transformers, f"{name}Tokenizer")()) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -222,6 +240,19 @@ def test_a_form_streams_exactly(monkeypatch):
         pieces = [*sb.stream(pair, [3], method, **options)]
         assert "".join(pieces) == whole.text
         assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_form_that_ends_with_a_token_of_text_streams_without_it(monkeypatch):
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr("specbeam.decode.DELAY_S", 0.0)
+    pair = pair_of("byte level")
+    (end,) = spelled("byte level", "!")
+    for seed in range(4):
+        options = {"max_new_tokens": 12, "regex": "[abc]{2,6}", "eos_token_id": end, "seed": seed}
+        (whole,) = sb.generate(pair, [3], "sampling", **options)
+        assert whole.tokens[-1] == end
+        assert "!" not in whole.text
+        assert "".join(sb.stream(pair, [3], "sampling", **options)) == whole.text
 
 
 def test_stop_strings_and_special_tokens_stream_exactly(monkeypatch):

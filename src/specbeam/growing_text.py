@@ -5,8 +5,9 @@ the last token in its own way, or take spaces away before punctuation. All of th
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import BuiltinMethodType
 from typing import Any
 
 from specbeam.errors import BrokenPart
@@ -72,10 +73,14 @@ class GrowingText:
         tokenizer: decodes.
         shows_special: whether the text has special tokens.
         is_exact: whether the text is that of `text_of_tokens`, as under a constraint.
+        ends: tokens that end a text and are no part of it.
     """
 
-    def __init__(self, tokenizer: Any, shows_special: bool = False, is_exact: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Any, shows_special: bool = False, is_exact: bool = False, ends: Collection[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
+        self._ends = ends
         self._shows_special = shows_special
         self._is_exact = is_exact
         self._end = open_end_of(tokenizer)
@@ -92,6 +97,8 @@ class GrowingText:
         Args:
             tokens: token ids, the first of which are those of the call before.
         """
+        if tokens and tokens[-1] in self._ends:
+            tokens = tokens[:-1]
         closed = [*tokens[: self._closed(tokens)]]
         if len(closed) > self._length:
             self._raw = self._raw_text(closed)
@@ -227,8 +234,8 @@ def open_end_of(tokenizer: Any) -> OpenEnd:
         methods.append("convert_ids_to_tokens")
     if not all(_name_of(tokenizer, method) in DECODING for method in methods):
         return UNKNOWN_END
-    if backend is not None:
-        return _end_of_stages(backend.decoder)
+    if backend is not None:  # some classes put a function of their own in place of its method
+        return _end_of_stages(backend.decoder) if isinstance(backend.decode, BuiltinMethodType) else UNKNOWN_END
     is_known = _name_of(tokenizer, "convert_tokens_to_string") in SPELLING
     return OpenEnd(has_half_characters=True) if is_known else UNKNOWN_END
 

@@ -196,7 +196,9 @@ class Request:
 
     def growing_text(self, shows_special: bool = False) -> GrowingText:
         """Return the text of tokens that become more, as far as it begins `text_of` of all of them."""
-        return GrowingText(self.pair.tokenizer, shows_special, self.constraint is not None)
+        if self.constraint is None:
+            return GrowingText(self.pair.tokenizer, shows_special)
+        return GrowingText(self.pair.tokenizer, is_exact=True, ends=self.eos)
 
     def _is_complete(self, tokens: list[int]) -> bool:
         """Return whether a text has its end token; under a constraint it then has the required form."""
