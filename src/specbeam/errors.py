@@ -44,6 +44,10 @@ class MissingFile(SpecbeamError, FileNotFoundError):
     """A file or folder is missing, or does not hold what was expected."""
 
 
+class CannotWrite(SpecbeamError, OSError):
+    """A file cannot be written: its folder is missing, it is a folder itself, permission or space is missing."""
+
+
 class BadHead(SpecbeamError, ValueError):
     """The files of a draft head cannot be read, or the head does not fit the target."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specbeam.errors import BadPrompt, BadSetting, MissingFile, MissingPackage
+from specbeam.plain import as_json
 from specbeam.prompts import OPENERS
 
 # What is raised for a packed file that is cut off, spoilt, or not packed at all.
@@ -45,8 +46,7 @@ def read_table(path: Path) -> Iterator[TableRow]:
         MissingPackage: the table is in Parquet, and pyarrow is not installed.
         BadPrompt: the file is no such table. A single row that cannot be read has an error instead.
     """
-    if not path.is_file():
-        raise MissingFile(f"there is no file {path}; give a table of prompts: {', '.join(KINDS)}")
+    _require_file(path)
     readers: dict[str, Callable[[Path], Iterator[TableRow]]] = {
         ".jsonl": _read_jsonl,
         ".csv": _read_csv,
@@ -55,12 +55,32 @@ def read_table(path: Path) -> Iterator[TableRow]:
     return _undamaged(path, readers[kind_of(path)](path))
 
 
+def _require_file(path: Path) -> None:
+    """Raise `MissingFile` unless there is a file that can be opened."""
+    wanted = f"give a table of prompts: {', '.join(KINDS)}"
+    try:
+        if path.is_dir():
+            raise MissingFile(f"{path} is a folder; {wanted}")
+        if not path.exists():
+            raise MissingFile(f"there is no file {path}; {wanted}")
+        if not path.is_file():
+            raise MissingFile(f"{path} is a pipe or a device, and a table is read twice; {wanted}")
+        with path.open("rb"):
+            pass
+    except OSError as error:
+        if isinstance(error, MissingFile):
+            raise
+        raise MissingFile(f"{path} cannot be read: {error.strerror or error}; {wanted}") from error
+
+
 def _undamaged(path: Path, rows: Iterator[TableRow]) -> Iterator[TableRow]:
-    """Yield rows. Raises `BadPrompt` if the file cannot be unpacked so far."""
+    """Yield rows. Raises `BadPrompt` if the file cannot be unpacked so far, or cannot be read to its end."""
     try:
         yield from rows
     except DAMAGE as error:
         raise BadPrompt(f"{path} is damaged, or not packed as its name says: {error}; pack it anew") from error
+    except OSError as error:
+        raise BadPrompt(f"{path} cannot be read: {error.strerror or error}; look at the disk, or write it anew") from error
 
 
 def _read_jsonl(path: Path) -> Iterator[TableRow]:
@@ -120,8 +140,8 @@ def _read_parquet(path: Path) -> Iterator[TableRow]:
     arrow, parquet = _pyarrow()
     try:
         file = parquet.ParquetFile(path)
-    except arrow.ArrowInvalid as error:
-        raise BadPrompt(f"{path} is no Parquet: {error}") from error
+    except (arrow.ArrowException, OSError, ValueError) as error:
+        raise BadPrompt(f"{path} is no Parquet, or damaged: {error}; write it anew") from error
     with file:
         batches = iter(file.iter_batches(batch_size=ROWS_AT_ONCE))
         while True:
@@ -135,40 +155,35 @@ def _read_parquet(path: Path) -> Iterator[TableRow]:
                 yield TableRow(row)
 
 
-def write_table(path: Path, kind: str, columns: dict[str, str], rows: Iterable[dict[str, Any]]) -> None:
+def write_table(
+    path: Path, kind: str, columns: dict[str, str], rows: Iterable[dict[str, Any]], packing: str | None = None
+) -> None:
     """Write rows to a file, without holding them.
 
     Args:
         kind: one of `KINDS`.
         columns: the type of each column: "text", "integer", "number" or "beams".
+        packing: ".gz" or ".xz"; others: the file is not packed. By default the end of its name.
     """
-    writers = {".jsonl": _write_jsonl, ".csv": _write_csv, ".parquet": _write_parquet}
-    writers[kind](path, columns, rows)
+    if kind == ".parquet":
+        _write_parquet(path, columns, rows)
+        return
+    opener = OPENERS.get(path.suffix if packing is None else packing, open)
+    with opener(path, "wt", encoding="utf-8", errors="backslashreplace", newline="") as file:
+        write = {".jsonl": _write_jsonl, ".csv": _write_csv}[kind]
+        write(file, columns, rows)
 
 
-def _write_jsonl(path: Path, columns: dict[str, str], rows: Iterable[dict[str, Any]]) -> None:
-    with _opened(path) as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+def _write_jsonl(file: Any, columns: dict[str, str], rows: Iterable[dict[str, Any]]) -> None:
+    for row in rows:
+        file.write(as_json(row) + "\n")
 
 
-def _write_csv(path: Path, columns: dict[str, str], rows: Iterable[dict[str, Any]]) -> None:
-    with _opened(path) as file:
-        writer = csv.DictWriter(file, list(columns))
-        writer.writeheader()
-        for row in rows:
-            texts = {
-                name: json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
-                for name, value in row.items()
-            }
-            writer.writerow(texts)
-
-
-def _opened(path: Path) -> Any:
-    """Open the part of a file to write text to, packed if the name of the whole file says so."""
-    name = path.name.removesuffix(".part")
-    opener = OPENERS.get(Path(name).suffix, open)
-    return opener(path, "wt", encoding="utf-8", newline="")
+def _write_csv(file: Any, columns: dict[str, str], rows: Iterable[dict[str, Any]]) -> None:
+    writer = csv.DictWriter(file, list(columns))
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({name: as_json(value) if isinstance(value, list) else value for name, value in row.items()})
 
 
 def _write_parquet(path: Path, columns: dict[str, str], rows: Iterable[dict[str, Any]]) -> None:
