@@ -14,6 +14,7 @@ from specbeam.errors import BadPrompt, BadSetting, MissingFile
 from specbeam.evaluate.intervals import ratio_interval
 from specbeam.generation import generate, turns_of
 from specbeam.pair import Pair
+from specbeam.plain import as_json
 from specbeam.prompts import spread
 from specbeam.recipes.beams import sampling
 from specbeam.recipes.method import Method
@@ -275,7 +276,7 @@ def write_answers(
             }
             record = {"question_id": question.id, "category": question.category, "answer_id": f"{name}-{question.id}",
                       "model_id": name, "choices": [choice], "tstamp": time.time()}  # fmt: skip
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            file.write(as_json(record) + "\n")
 
 
 def as_records(lines: Sequence[SpecBenchLine]) -> list[dict[str, Any]]:

@@ -1,10 +1,9 @@
 """The command `specbeam batch`: answers to the prompts of a table, which survive the end of the process."""
 
-import json as json_format
 from pathlib import Path
 from typing import Any
 
-from specbeam.cli.common import ProgressBar, complain, follow_rank_0, method_from, quiet_load, text_or_file
+from specbeam.cli.common import ProgressBar, complain, follow_rank_0, method_from, print_json, quiet_load, text_or_file
 from specbeam.errors import NotSupported
 from specbeam.jobs.answering import Work, work_of
 from specbeam.jobs.batch import batch, settings_described
@@ -68,7 +67,7 @@ def run(
             complain(f"interrupted; {shown.done} of {shown.rows} rows are kept: go on with --resume")
             return 130
     if json:
-        print(json_format.dumps({"rows": shown.rows, "failed": shown.failed, "out": str(out)}))
+        print_json({"rows": shown.rows, "failed": shown.failed, "out": str(out)})
     else:
         print(f"{out}: {shown.rows} rows, {shown.failed} of them with an error")
     return int(shown.failed > 0)

@@ -1,14 +1,13 @@
 """The commands `specbeam bench efficiency` and `specbeam bench acceptance`."""
 
 import dataclasses
-import json as json_format
 from pathlib import Path
 
 from specbeam.bench.acceptance import acceptance
 from specbeam.bench.efficiency import TreeCell, as_markdown, efficiency, halves, plot
 from specbeam.bench.head_cost import head_cost
 from specbeam.bench.pictures import check_picture
-from specbeam.cli.common import quiet_load
+from specbeam.cli.common import print_json, quiet_load
 from specbeam.cli.generate import gather
 from specbeam.pair import BUNDLED
 from specbeam.prompts import spread
@@ -29,7 +28,7 @@ def acceptance_by_rank(
     options = {"temperature": temperature, "max_new_tokens": max_new_tokens}
     measured = acceptance(pair, spread(texts_of(prompts, files), rows), children, seed, **options)
     if json:
-        print(json_format.dumps(dataclasses.asdict(measured)))
+        print_json(dataclasses.asdict(measured))
         return 0
     for place, (odds, error) in enumerate(zip(measured.odds, measured.error, strict=True)):
         print(f"child {place + 1}: accepted at {odds:.3f} of {measured.nodes} steps (standard error {error:.3f})")
@@ -49,13 +48,13 @@ def block_efficiency(
     rows: int, max_new_tokens: int, seed: int, picture: Path | None, json: bool,
 ) -> int:  # fmt: skip
     """Print the tokens per target pass of each recipe at each budget of nodes; return the exit code."""
-    from rich.console import Console
+    from specbeam.cli.screen import Screen
 
     if picture is not None:
         check_picture(picture)
     reported, choosing = halves(spread(texts_of(prompts, files), 2 * rows))
     pair = quiet_load(model, draft)
-    console = Console(stderr=True, highlight=False)
+    console = Screen(stderr=True)
 
     def on_progress(cell: TreeCell) -> None:
         console.print(f"{cell.budget:3} nodes  {cell.recipe:<24} {cell.efficiency:.2f}  ({cell.shape})")
@@ -64,7 +63,7 @@ def block_efficiency(
     cells = efficiency(pair, reported, choosing, budgets, seed, on_progress, **options)
     if json:
         for cell in cells:
-            print(json_format.dumps(dataclasses.asdict(cell)))
+            print_json(dataclasses.asdict(cell))
     else:
         print(as_markdown(cells))
         if cost := head_cost(pair):

@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from rich.console import Console
+from rich.text import Text
 
 from specbeam.chats import BUNDLED_TEMPLATE, prompt_of_messages
 from specbeam.cli.common import method_from, quiet_load
+from specbeam.cli.screen import Screen
 from specbeam.decode import decode_live
 from specbeam.errors import MissingFile, MissingPackage, NotSupported, SpecbeamError
 from specbeam.generation import settled_tokens
 from specbeam.options.settings import Settings
 from specbeam.pair import Pair
+from specbeam.plain import for_terminal
 from specbeam.recipes.method import Method
 from specbeam.request import Request
 
@@ -325,15 +328,17 @@ class Chat:
             self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
 
     def _show(self, piece: str) -> None:
-        """Show a piece of an answer: of its control characters only ends of lines and tabs reach the terminal."""
-        clean = "".join(letter for letter in piece if letter.isprintable() or letter in "\n\t")
-        self.console.print(clean, end="", markup=False, highlight=False, soft_wrap=True)
+        """Show a piece of an answer: control characters but ends of lines and tabs are written out."""
+        self._print(piece, end="")
 
     def _note(self, text: str) -> None:
-        self.console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+        self._print(text, style="dim")
 
     def _complain(self, error: Exception) -> None:
-        self.console.print(f"specbeam: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        self._print(f"specbeam: {error}", style="red")
+
+    def _print(self, text: str, end: str = "\n", style: str | None = None) -> None:
+        self.console.print(Text(for_terminal(text)), end=end, style=style, soft_wrap=True)
 
 
 def run(
@@ -347,12 +352,12 @@ def run(
     options: ChatOptions,
 ) -> int:
     """Talk with a pair, or with the server at `url`, and return the exit code."""
-    console = Console()
+    console = Screen()
     speaker: Speaker
+    template = None if chat_template is None else _read(chat_template)
     if url is not None:
         speaker = ServerSpeaker(url, key)
     else:
-        template = None if chat_template is None else _read(chat_template)
         speaker = PairSpeaker(quiet_load(model, draft, quantize=quantize), model, template)
     Chat(speaker, options, console, lambda: console.input("[bold]>[/bold] "), system).run()
     return 0

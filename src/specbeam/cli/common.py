@@ -1,12 +1,12 @@
 """Functions that several commands share: settings from text, loading without progress bars, records as JSON."""
 
 import dataclasses
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from specbeam import plain
 from specbeam.errors import BadSetting, MissingFile
 from specbeam.pair import Pair
 from specbeam.recipes.settings_text import method_from as method_from
@@ -105,17 +105,34 @@ def as_json(number: int, prompt: str, generation: Generation) -> str:
     record = {"index": number, "prompt": prompt, **dataclasses.asdict(generation)}
     record["prompt_tokens"] = len(generation.prompt)
     record["prompt"] = prompt  # the text, where `asdict` has put the token ids
-    return json.dumps(record, ensure_ascii=False)
+    return _line_of(record)
+
+
+def print_json(record: Any) -> None:
+    """Print a record as a line of JSON."""
+    print(_line_of(record), flush=True)
+
+
+def _line_of(record: Any) -> str:
+    """Return a line of JSON for standard output, in ASCII where that takes no other letters."""
+    encoding = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().replace("-", "")
+    return plain.as_json(record, is_ascii=encoding != "utf8")
+
+
+def say(text: str) -> None:
+    """Print a text of a model. On a terminal, which control characters would steer, these are written out."""
+    print(plain.for_terminal(text) if sys.stdout.isatty() else text, flush=True)
 
 
 class ProgressBar:
     """A progress bar on standard error, shown if that is a terminal and there is more than one prompt."""
 
     def __enter__(self) -> "ProgressBar":
-        from rich.console import Console
         from rich.progress import Progress
 
-        self.console = Console(stderr=True)
+        from specbeam.cli.screen import Screen
+
+        self.console = Screen(stderr=True)
         self.bar = Progress(console=self.console, transient=True, disable=not self.console.is_terminal)
         self.task = self.bar.add_task("prompts", total=None)
         return self
@@ -132,4 +149,4 @@ class ProgressBar:
 
 def complain(text: str) -> None:
     """Print a message on standard error."""
-    print(f"specbeam: {text}", file=sys.stderr, flush=True)
+    print(f"specbeam: {plain.for_terminal(text)}", file=sys.stderr, flush=True)

@@ -32,9 +32,9 @@ class _Spinner(logging.Handler):
 @contextmanager
 def showing_compilation() -> Iterator[None]:
     """Show a spinner whenever a step is compiled inside, if standard error is a terminal."""
-    from rich.console import Console
+    from specbeam.cli.screen import Screen
 
-    console = Console(stderr=True)
+    console = Screen(stderr=True)
     if not console.is_terminal:
         yield
         return

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from specbeam.audit import ALARM, Audit
-from specbeam.cli.common import ProgressBar, as_json, complain, follow_rank_0, method_from, quiet_load, text_or_file
+from specbeam.cli.common import (
+    ProgressBar,
+    as_json,
+    complain,
+    follow_rank_0,
+    method_from,
+    quiet_load,
+    say,
+    text_or_file,
+)
 from specbeam.cli.profile import profile_if
 from specbeam.errors import BadPrompt, SpecbeamError, TooFewAnswers
 from specbeam.evaluate.lines import lines_of
@@ -73,7 +82,7 @@ class Writer:
     def _write(self, number: int) -> None:
         if not self.json:
             for generation in self.done.get(number, []):
-                print(generation.text, flush=True)
+                say(generation.text)
 
     def close(self) -> None:
         """Write the finished answers that wait for an earlier unfinished prompt, so that an interrupt loses none."""

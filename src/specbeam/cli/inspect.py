@@ -1,15 +1,15 @@
 """The command `specbeam inspect`: a picture of one turn's forest."""
 
 import dataclasses
-import json as json_format
 from pathlib import Path
 from typing import Any
 
 from specbeam import render
-from specbeam.cli.common import method_from, quiet_load
+from specbeam.cli.common import method_from, print_json, quiet_load
 from specbeam.cli.generate import gather
 from specbeam.errors import BadPrompt, BadSetting
 from specbeam.generation import turns_of
+from specbeam.outputs import write_output
 
 
 def run(
@@ -29,18 +29,20 @@ def run(
     chosen = turns[turn - 1]
     nodes = render.picture(chosen, pair.word)
     if svg is not None:
-        svg.write_text(render.as_svg(nodes), encoding="utf-8")
+        write_output(svg, render.as_svg(nodes))
     if json:
-        print(json_format.dumps({"turn": turn, "turns": len(turns), "nodes": [dataclasses.asdict(n) for n in nodes]}))
+        print_json({"turn": turn, "turns": len(turns), "nodes": [dataclasses.asdict(n) for n in nodes]})
     else:
         _show(nodes, turn, len(turns), chosen.verdict.accepted, [step.width for step in chosen.verdict.steps])
     return 0
 
 
 def _show(nodes: list[render.Leaf], turn: int, turns: int, accepted: int, widths: list[int]) -> None:
-    from rich.console import Console
+    from rich.text import Text
 
-    console = Console(highlight=False)
+    from specbeam.cli.screen import Screen
+
+    console = Screen()
     console.print(
         f"turn {turn} of {turns}: {accepted} layers of drafts accepted in one pass of the target; widths {widths}\n"
     )
@@ -48,5 +50,5 @@ def _show(nodes: list[render.Leaf], turn: int, turns: int, accepted: int, widths
         console.print(tree)
     console.print()
     for fate, meaning in render.MEANINGS.items():
-        console.print(f"[{render.STYLES[fate]}]{render.MARKS[fate]}[/] {meaning}")
-    console.print("[dim]p, q: odds under the target's and the draft's joint law over all beams[/]")
+        console.print(Text.assemble((render.MARKS[fate], render.STYLES[fate]), f" {meaning}"))
+    console.print("p, q: odds under the target's and the draft's joint law over all beams", style="dim")

@@ -88,8 +88,8 @@ def batch(
             progress = journal.progress
         if progress.done < progress.rows:
             raise BadPrompt(
-                f"{source} was changed while its rows were decoded, and {progress.rows - progress.done} of them have no answer; "
-                "go on with --resume"
+                f"{source} was changed while its rows were decoded, and {progress.rows - progress.done} of them have no "
+                "answer; go on with --resume"
             )
         types = ANSWER_COLUMNS | {"id": "integer" if journal.has_integer_ids else "text"}
         with writing(out, f"make room, and go on with --resume: the answers are kept in {path}"), whole(out) as part:

@@ -117,8 +117,8 @@ class Journal:
         found = self._one("pragma user_version")
         if found != FORMAT:
             raise BadSetting(
-                f"{self.path} is a journal of format {found}, and this version of specbeam writes format {FORMAT}; go on with "
-                "the version that began it, or delete the file"
+                f"{self.path} is a journal of format {found}, and this version of specbeam writes format {FORMAT}; go on "
+                "with the version that began it, or delete the file"
             )
 
     def _check_seals(self) -> None:
@@ -156,7 +156,9 @@ class Journal:
                 self._lock()
             finally:
                 damaged.close()
-        LOG.warning("%s was damaged: the %s answers that could be read are kept, others are decoded again", self.path, kept)
+        LOG.warning(
+            "%s was damaged: the %s answers that could be read are kept, others are decoded again", self.path, kept
+        )
 
     def _description(self) -> dict[str, Any]:
         """Return what the answers depend on. Raises `BadSetting` if it does not have its seal."""
@@ -323,7 +325,15 @@ def _seal(*content: Any) -> str:
 
 
 # What SQLite says where the system is at fault, and not what is in the file.
-_SYSTEM = ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_PERM", "SQLITE_NOMEM", "SQLITE_NOLFS")
+_SYSTEM = (
+    "SQLITE_FULL",
+    "SQLITE_IOERR",
+    "SQLITE_CANTOPEN",
+    "SQLITE_READONLY",
+    "SQLITE_PERM",
+    "SQLITE_NOMEM",
+    "SQLITE_NOLFS",
+)
 
 
 def _is_of_the_system(error: Exception) -> bool:

@@ -80,7 +80,9 @@ def _undamaged(path: Path, rows: Iterator[TableRow]) -> Iterator[TableRow]:
     except DAMAGE as error:
         raise BadPrompt(f"{path} is damaged, or not packed as its name says: {error}; pack it anew") from error
     except OSError as error:
-        raise BadPrompt(f"{path} cannot be read: {error.strerror or error}; look at the disk, or write it anew") from error
+        raise BadPrompt(
+            f"{path} cannot be read: {error.strerror or error}; look at the disk, or write it anew"
+        ) from error
 
 
 def _read_jsonl(path: Path) -> Iterator[TableRow]:

@@ -1,6 +1,5 @@
 """The state of a training on disk, from which a killed one goes on, and its curve beside it."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -8,8 +7,9 @@ from typing import Any
 
 import torch
 
+from specbeam.plain import as_json
 from specbeam.train.trees import read_or_refuse
-from specbeam.whole_files import whole
+from specbeam.whole_files import whole, write_whole
 
 STATE_S = 60.0  # seconds between two states on disk
 STATE = "state.pt"
@@ -32,5 +32,5 @@ def resume_from(folder: Path, device: torch.device, restore: Callable[[dict[str,
 
 def write_curve(folder: Path, points: Sequence[Any]) -> None:
     """Write the curve of a training, a line of JSON for each point, which is a dataclass."""
-    lines = [json.dumps(asdict(point)) for point in points]
-    (folder / "curve.jsonl").write_text("\n".join(lines) + "\n")
+    lines = [as_json(asdict(point)) for point in points]
+    write_whole(folder / "curve.jsonl", ("\n".join(lines) + "\n").encode())
