@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "specbeam"
 FLOORS = [
     {"garbage"},
     {"errors", "kernels", "lazy", "measure", "plain", "whole_files"},
-    {"outputs"},
+    {"places"},
     {"core"},
     {"laws"},
     {"audit"},

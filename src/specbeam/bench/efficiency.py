@@ -8,6 +8,7 @@ that were measured on the reported prompts would be too good.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from specbeam.heads.head import Head
 from specbeam.pair import Pair
 from specbeam.recipes.heads import paper_of
 from specbeam.recipes.method import Method
+from specbeam.render import save_figure
 from specbeam.tuning.acceptance import with_guess
 
 BUDGETS = (5, 10, 21, 30)
@@ -225,7 +227,7 @@ def as_markdown(cells: Sequence[TreeCell]) -> str:
     return "\n".join(lines)
 
 
-def plot(cells: Sequence[TreeCell], path: str) -> None:
+def plot(cells: Sequence[TreeCell], path: Path) -> None:
     """Write a plot of efficiency against budget to `path`, with a line per recipe and 95 % intervals."""
     import matplotlib
 
@@ -249,4 +251,4 @@ def plot(cells: Sequence[TreeCell], path: str) -> None:
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path)

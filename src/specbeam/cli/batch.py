@@ -3,7 +3,16 @@
 from pathlib import Path
 from typing import Any
 
-from specbeam.cli.common import ProgressBar, complain, follow_rank_0, method_from, print_json, quiet_load, text_or_file
+from specbeam.cli.common import (
+    ProgressBar,
+    check_options,
+    complain,
+    follow_rank_0,
+    method_from,
+    print_json,
+    quiet_load,
+    text_or_file,
+)
 from specbeam.errors import NotSupported
 from specbeam.jobs.answering import Work, work_of
 from specbeam.jobs.batch import batch, settings_described
@@ -39,6 +48,7 @@ def run(
     method = method_from(method_name, settings)
     for name, mark in (("json_schema", "{"), ("grammar", ":")):
         options[name] = text_or_file(options[name], mark, name)
+    check_options(options, batch_size)
     languages = {"source_language": source_language, "target_language": target_language}
     described = settings_described(
         {**models, "method": method_name, "settings": sorted(settings), **options, **languages, "seed": seed}

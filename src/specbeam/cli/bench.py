@@ -6,8 +6,7 @@ from pathlib import Path
 from specbeam.bench.acceptance import acceptance
 from specbeam.bench.efficiency import TreeCell, as_markdown, efficiency, halves, plot
 from specbeam.bench.head_cost import head_cost
-from specbeam.bench.pictures import check_picture
-from specbeam.cli.common import print_json, quiet_load
+from specbeam.cli.common import check_options, print_json, quiet_load
 from specbeam.cli.generate import gather
 from specbeam.pair import BUNDLED
 from specbeam.prompts import spread
@@ -24,9 +23,11 @@ def acceptance_by_rank(
     rows: int, max_new_tokens: int, seed: int, json: bool,
 ) -> int:  # fmt: skip
     """Print how often the k-th draft token tried is the accepted one; return the exit code."""
-    pair = quiet_load(model, draft)
     options = {"temperature": temperature, "max_new_tokens": max_new_tokens}
-    measured = acceptance(pair, spread(texts_of(prompts, files), rows), children, seed, **options)
+    check_options(options)
+    texts = spread(texts_of(prompts, files), rows)
+    pair = quiet_load(model, draft)
+    measured = acceptance(pair, texts, children, seed, **options)
     if json:
         print_json(dataclasses.asdict(measured))
         return 0
@@ -50,8 +51,8 @@ def block_efficiency(
     """Print the tokens per target pass of each recipe at each budget of nodes; return the exit code."""
     from specbeam.cli.screen import Screen
 
-    if picture is not None:
-        check_picture(picture)
+    options = {"temperature": temperature, "max_new_tokens": max_new_tokens}
+    check_options(options)
     reported, choosing = halves(spread(texts_of(prompts, files), 2 * rows))
     pair = quiet_load(model, draft)
     console = Screen(stderr=True)
@@ -59,7 +60,6 @@ def block_efficiency(
     def on_progress(cell: TreeCell) -> None:
         console.print(f"{cell.budget:3} nodes  {cell.recipe:<24} {cell.efficiency:.2f}  ({cell.shape})")
 
-    options = {"temperature": temperature, "max_new_tokens": max_new_tokens}
     cells = efficiency(pair, reported, choosing, budgets, seed, on_progress, **options)
     if json:
         for cell in cells:
@@ -69,5 +69,5 @@ def block_efficiency(
         if cost := head_cost(pair):
             print(f"\n{cost}.")
     if picture is not None:
-        plot(cells, str(picture))
+        plot(cells, picture)
     return 0

@@ -11,7 +11,7 @@ from specbeam.bench.provenance import provenance
 from specbeam.cli.bench_speed import demo_rows
 from specbeam.cli.widening import grown_pair
 from specbeam.errors import BadSetting, one_of
-from specbeam.outputs import write_output
+from specbeam.places import write_output
 from specbeam.plain import as_json
 
 

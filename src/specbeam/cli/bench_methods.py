@@ -8,14 +8,14 @@ from pathlib import Path
 from specbeam.bench.method_figures import METRICS, Task
 from specbeam.bench.methods import contenders, measure
 from specbeam.bench.methods_report import as_markdown, plot
-from specbeam.bench.pictures import check_picture
 from specbeam.bench.provenance import provenance
 from specbeam.cli.common import print_json
 from specbeam.cli.widening import grown_pair
-from specbeam.errors import BadPrompt, BadSetting, MissingFile, one_of
+from specbeam.errors import BadPrompt, BadSetting, one_of
 from specbeam.evaluate.lines import lines_of
 from specbeam.evaluate.task import check_bleu
 from specbeam.pair import BUNDLED
+from specbeam.places import require_file
 
 
 def run(
@@ -37,8 +37,6 @@ def run(
         one_of("--metric", metric, METRICS)
         if not pairs:
             raise BadSetting("--metric is of files, and the bundled tasks have their own; give files or leave it out")
-    if picture is not None:
-        check_picture(picture)
     if rows < 1 or seeds < 1:
         raise BadSetting(f"--rows is {rows}, --seeds is {seeds}; both must be at least 1")
     tasks = tasks_of(pairs, metric or "BLEU") or bundled_tasks()
@@ -91,8 +89,7 @@ def tasks_of(files: list[Path], metric: str) -> list[Task]:
 
 def _rows(file: Path) -> list[tuple[str, str]]:
     """Read the prompts and answers of a TSV file; raise `MissingFile` or `BadPrompt` if it has none."""
-    if not file.is_file():
-        raise MissingFile(f"there is no file {file}; give a TSV with a prompt and its answer per line")
+    require_file(file, "give a TSV with a prompt and its answer per line")
     rows = []
     for number, line in enumerate(lines_of(file), 1):
         fields = line.split("\t")

@@ -1,5 +1,6 @@
 """The command `specbeam bench specbench`: Spec-Bench's questions, its numbers and ours."""
 
+import re
 import time
 from pathlib import Path
 
@@ -7,6 +8,7 @@ from specbeam.bench.provenance import provenance
 from specbeam.bench.specbench import as_records, lines_of_specbench, read_questions, specbench, write_answers
 from specbeam.cli.common import ProgressBar, method_from, print_json, quiet_load
 from specbeam.errors import BadSetting
+from specbeam.places import writing
 
 USUAL = ["speculative_sampling", "traversal", "sequoia", "prompt_lookup", "opt_tree", "token_recycling"]
 
@@ -50,9 +52,10 @@ def run(
 
         replies = specbench(pair, asked, methods, seed, max_new_tokens, temperature, clock, show)
     if answers is not None:
-        answers.mkdir(parents=True, exist_ok=True)
+        with writing(answers):
+            answers.mkdir(parents=True, exist_ok=True)
         for name, method in methods.items():
-            path = answers / f"{name.replace(' ', '_')}.jsonl"
+            path = answers / f"{re.sub('[ /]', '_', name)}.jsonl"
             write_answers(path, pair, asked, replies[name], name, method, seed, max_new_tokens, temperature)
     lines = lines_of_specbench(asked, replies)
     if json:

@@ -11,13 +11,14 @@ from rich.console import Console
 from rich.text import Text
 
 from specbeam.chats import BUNDLED_TEMPLATE, prompt_of_messages
-from specbeam.cli.common import method_from, quiet_load
+from specbeam.cli.common import check_options, method_from, quiet_load
 from specbeam.cli.screen import Screen
 from specbeam.decode import decode_live
-from specbeam.errors import MissingFile, MissingPackage, NotSupported, SpecbeamError
+from specbeam.errors import MissingPackage, NotSupported, SpecbeamError
 from specbeam.generation import settled_tokens
 from specbeam.options.settings import Settings
 from specbeam.pair import Pair
+from specbeam.places import text_of
 from specbeam.plain import for_terminal
 from specbeam.recipes.method import Method
 from specbeam.request import Request
@@ -354,17 +355,13 @@ def run(
     """Talk with a pair, or with the server at `url`, and return the exit code."""
     console = Screen()
     speaker: Speaker
-    template = None if chat_template is None else _read(chat_template)
+    template = None if chat_template is None else text_of(chat_template, "give a file with a chat template")
+    check_options(dict(options.settings))
+    if options.method:
+        method_from(options.method, options.method_settings)
     if url is not None:
         speaker = ServerSpeaker(url, key)
     else:
         speaker = PairSpeaker(quiet_load(model, draft, quantize=quantize), model, template)
     Chat(speaker, options, console, lambda: console.input("[bold]>[/bold] "), system).run()
     return 0
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise MissingFile(f"could not read the chat template: {error}") from error

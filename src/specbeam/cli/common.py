@@ -8,6 +8,7 @@ from typing import Any
 
 from specbeam import plain
 from specbeam.errors import BadSetting, MissingFile
+from specbeam.options.settings import Settings
 from specbeam.pair import Pair
 from specbeam.recipes.settings_text import method_from as method_from
 from specbeam.records import Generation
@@ -64,6 +65,17 @@ def follow_rank_0(models: dict[str, Any]) -> None:
     """
     if models.get("tensor_parallel") and os.environ.get("RANK", "0") != "0":
         quiet_load(**models)
+
+
+def check_options(options: dict[str, Any], batch_size: int = 1) -> None:
+    """Raise `BadSetting` for an option of `specbeam.generate` that is wrong for any model, before one is loaded.
+
+    Args:
+        options: by name; None: not given.
+    """
+    Settings.given({name: value for name, value in options.items() if value is not None})
+    if batch_size < 1:
+        raise BadSetting(f"--batch-size is {batch_size}; it must be at least 1")
 
 
 def text_or_file(value: str | None, mark: str, name: str) -> str | None:

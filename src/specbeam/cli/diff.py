@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from specbeam.cli.common import method_from, print_json, quiet_load, say
+from specbeam.cli.common import check_options, method_from, print_json, quiet_load, say
 from specbeam.cli.generate import gather
 from specbeam.errors import BadPrompt, BadSetting
 from specbeam.evaluate.against_transformers import Comparison, Difference, comparisons
@@ -38,6 +38,8 @@ def run(
     sources, unreadable = gather(prompts, files)
     if not sources:
         raise BadPrompt("there is no prompt; give one as an argument, with --prompt or --file, or on standard input")
+    check_options({"max_new_tokens": max_new_tokens})
+    method_from("speculative_beam_search", [f"beams={beams}", *settings])
     pair = quiet_load(model, draft, dtype=dtype)
     methods = _methods(pair, beams, settings)
     sources = sources[:rows]

@@ -4,9 +4,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from specbeam.bench.pictures import check_picture
 from specbeam.cli.bench import texts_of
-from specbeam.cli.common import method_from, print_json, quiet_load
+from specbeam.cli.common import check_options, method_from, print_json, quiet_load
 from specbeam.cli.generate import gather
 from specbeam.errors import BadPrompt
 from specbeam.evaluate.outputs import read_outputs
@@ -29,8 +28,9 @@ def same_beams(
     sources, _ = gather(prompts, files)
     if not sources:
         raise BadPrompt("there is no prompt; give one as an argument, with --file, or on standard input")
-    pair = quiet_load(model, draft)
     method = method_from("dsbd", ["width=fixed", *settings])
+    check_options(options, batch_size)
+    pair = quiet_load(model, draft)
     texts = [source.text for source in sources]
     found = differences(pair, texts, method, seed, batch_size, **options)
     for difference in found:
@@ -87,20 +87,20 @@ def theory(
     """Print each figure of the theory of rejections beside what was counted, and return the exit code."""
     from specbeam.cli.screen import Screen
 
-    if picture is not None:
-        check_picture(picture)
+    check_options(options)
+    texts = spread(texts_of(prompts, files), rows)
     pair = quiet_load(model, draft)
     console = Screen(stderr=True)
 
     def on_progress(row: TheoryRow) -> None:
         console.print(f"{row.check:<26} {row.method:<34} {row.bucket:<11} {row.measured:.3f} of {row.predicted:.3f}")
 
-    found = measure(pair, spread(texts_of(prompts, files), rows), seed, depth, on_progress, **options)
+    found = measure(pair, texts, seed, depth, on_progress, **options)
     if json:
         for row in found:
             print_json(dataclasses.asdict(row))
     else:
         print(as_markdown(found))
     if picture is not None:
-        plot(found, str(picture))
+        plot(found, picture)
     return 0

@@ -11,6 +11,7 @@ from specbeam.audit import ALARM, Audit
 from specbeam.cli.common import (
     ProgressBar,
     as_json,
+    check_options,
     complain,
     follow_rank_0,
     method_from,
@@ -22,7 +23,8 @@ from specbeam.cli.profile import profile_if
 from specbeam.errors import BadPrompt, SpecbeamError, TooFewAnswers
 from specbeam.evaluate.lines import lines_of
 from specbeam.generation import generate
-from specbeam.prompts import OPENERS, of_record, read
+from specbeam.places import OPENERS
+from specbeam.prompts import of_record, read
 from specbeam.records import Generation
 from specbeam.sources import set_languages
 
@@ -119,6 +121,7 @@ def run(
     method = method_from(method_name, settings)
     for name, mark in (("json_schema", "{"), ("grammar", ":")):
         options[name] = text_or_file(options[name], mark, name)
+    check_options(options, batch_size)
     if not method.lossless:
         complain(f"note: {method.name} is {method.law}")
     sources, unreadable = gather(prompts, files)
@@ -182,8 +185,7 @@ def gather(prompts: list[str], files: list[Path]) -> tuple[list[PromptSource], i
     unreadable = 0
     if not prompts and not files and not sys.stdin.isatty():
         sources += [
-            PromptSource(line, f"standard input, line {number}")
-            for number, line in _numbered_lines(sys.stdin.read().split("\n"))
+            PromptSource(line, f"standard input, line {number}") for number, line in _numbered_lines(_standard_input())
         ]
     for file in files:
         if not file.is_file() or file.suffix in (".tsv", *OPENERS):
@@ -198,6 +200,18 @@ def gather(prompts: list[str], files: list[Path]) -> tuple[list[PromptSource], i
                 unreadable += 1
                 complain(f"{place}: {error}")
     return sources, unreadable
+
+
+def _standard_input() -> list[str]:
+    """Return the lines of standard input. Raises `BadPrompt` if they are no text in its encoding."""
+    try:
+        text = sys.stdin.read()
+        text.encode("utf-8")  # where Python lets bytes through that are no text
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise BadPrompt(
+            f"standard input is no text in {sys.stdin.encoding}: {error.reason}; give it as UTF-8"
+        ) from error
+    return text.split("\n")
 
 
 def _numbered_lines(lines: list[str]) -> Iterator[tuple[int, str]]:

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from specbeam import render
-from specbeam.cli.common import method_from, print_json, quiet_load
+from specbeam.cli.common import check_options, method_from, print_json, quiet_load
 from specbeam.cli.generate import gather
 from specbeam.errors import BadPrompt, BadSetting
 from specbeam.generation import turns_of
-from specbeam.outputs import write_output
+from specbeam.places import write_output
 
 
 def run(
@@ -20,9 +20,12 @@ def run(
     sources, _ = gather(prompts, files)
     if len(sources) != 1:
         raise BadPrompt(f"inspect draws the forest of one prompt, and there are {len(sources)}; give one")
-    pair = quiet_load(model, draft, sources=True)
     # With a fixed depth every machine draws the same forest; a depth by cost depends on the machine.
     method = method_from("dsbd", ["trace=true", "depth=4", *settings])
+    check_options(options)
+    if turn < 1:
+        raise BadSetting(f"--turn is {turn}; turns are counted from 1")
+    pair = quiet_load(model, draft, sources=True)
     turns = list(turns_of(pair, sources[0].text, method, seed=seed, **options))
     if not 1 <= turn <= len(turns):
         raise BadSetting(f"--turn is {turn}, but the generation has turns 1 to {len(turns)}")

@@ -1,9 +1,57 @@
 """Options that several commands have."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from specbeam.places import require_file, require_folder_place, require_place
+
+
+def existing_files(files: list[Path] | None) -> list[Path] | None:
+    """Return the files of an option. Raises `MissingFile` if one cannot be read."""
+    for file in files or []:
+        require_file(file)
+    return files
+
+
+def _place(file: Path | None) -> Path | None:
+    """Return the file that an option names. Raises `CannotWrite` if it cannot be written."""
+    if file is not None:
+        require_place(file)
+    return file
+
+
+def _folder_place(folder: Path | None) -> Path | None:
+    """Return the folder that an option names. Raises `CannotWrite` if nothing can be written to it."""
+    if folder is not None:
+        require_folder_place(folder)
+    return folder
+
+
+def _picture_place(file: Path | None) -> Path | None:
+    """Return the picture that an option names. Raises `CannotWrite` or `MissingPackage` if it cannot be written."""
+    if file is not None:
+        from specbeam.bench.pictures import check_picture
+
+        check_picture(file)
+    return file
+
+
+def files_to_read(help: str, *flags: str) -> Any:
+    """Return an option for files that are read, each of which has to be there."""
+    return typer.Option(*flags, help=help, callback=existing_files)
+
+
+def file_to_write(help: str) -> Any:
+    """Return an option for a file that is written, whose place is looked at before any model is loaded."""
+    return typer.Option(help=help, callback=_place)
+
+
+def folder_to_write(help: str, *flags: str) -> Any:
+    """Return an option for a folder that is written, whose place is looked at before any model is loaded."""
+    return typer.Option(*flags, help=help, callback=_folder_place)
+
 
 Model = Annotated[
     str, typer.Option("--model", "-m", help="Target model: a path, a hub id, or 'bundled' for the bundled pair.")
@@ -76,7 +124,7 @@ Threads = Annotated[int | None, typer.Option(min=1, help="Number of CPU threads;
 StopTexts = Annotated[list[str], typer.Option(help="End an answer after this text. May be given several times.")]
 PassRows = Annotated[list[int], typer.Option(help="Number of rows of a pass. May be given several times.")]
 Lengths = Annotated[list[int], typer.Option(help="Number of tokens in the KV cache. May be given several times.")]
-Plot = Annotated[Path | None, typer.Option(help="Also write a plot to this file.")]
+Plot = Annotated[Path | None, typer.Option(help="Also write a plot to this file.", callback=_picture_place)]
 Rounds = Annotated[int, typer.Option(help="Number of rounds that count; a warm-up runs before them.")]
 MostNewTokens = Annotated[
     int | None,

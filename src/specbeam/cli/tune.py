@@ -58,13 +58,13 @@ def run(
         raise BadSetting(
             f"--task {skipping[1]!r} names texts that --skip-ratio searches for; give both, or leave it out"
         )
+    texts = _prompts(model, prompts, files)
     pair = quiet_load(model, draft)
     models = {"target": pair.forgetful_target} | (
         {"draft": pair.draft} if isinstance(pair.draft, HuggingFaceLM) else {}
     )
     console = Screen()
     curves = {name: {context: _cost_curve(lm, context) for context in contexts} for name, lm in models.items()}
-    texts = _prompts(model, prompts, files)
     by_rank = _measured_acceptance(pair, texts)
     found = _found_sublayers(pair, texts, *skipping)
     if json:

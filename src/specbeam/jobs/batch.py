@@ -14,7 +14,7 @@ from specbeam.jobs.journal import Journal, Progress
 from specbeam.jobs.rows import USUAL_COLUMNS, Columns, JobRow, row_of
 from specbeam.jobs.tables import kind_of, read_table, write_table
 from specbeam.measure.kept_figures import weights_key
-from specbeam.outputs import require_place, writing
+from specbeam.places import require_place, writing
 from specbeam.whole_files import whole
 
 COMMIT_S = 1.0  # seconds after which an answer is on the disk, and one more step

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from specbeam.errors import BadPrompt, BadSetting, CannotWrite
 from specbeam.jobs.rows import JobRow
-from specbeam.outputs import require_place, writing
+from specbeam.places import require_place, writing
 
 LOG = logging.getLogger("specbeam.jobs")
 APPLICATION = 0x5BEA3  # in the header of the file, so that no other database is taken for a journal

@@ -1,21 +1,16 @@
 """Tables of rows in files, read and written row by row: lines of JSON, CSV and Parquet."""
 
 import csv
-import gzip
 import json
-import lzma
 import sys
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from specbeam.errors import BadPrompt, BadSetting, MissingFile, MissingPackage
+from specbeam.places import DAMAGE, OPENERS, require_file
 from specbeam.plain import as_json
-from specbeam.prompts import OPENERS
 
-# What is raised for a packed file that is cut off, spoilt, or not packed at all.
-DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError)
 KINDS = (".jsonl", ".csv", ".parquet")
 ROWS_AT_ONCE = 256  # of Parquet, in memory
 
@@ -46,31 +41,16 @@ def read_table(path: Path) -> Iterator[TableRow]:
         MissingPackage: the table is in Parquet, and pyarrow is not installed.
         BadPrompt: the file is no such table. A single row that cannot be read has an error instead.
     """
-    _require_file(path)
+    wanted = f"give a table of prompts: {', '.join(KINDS)}"
+    require_file(path, wanted)
+    if not path.is_file():
+        raise MissingFile(f"{path} is a pipe or a device, and a table is read twice; {wanted}")
     readers: dict[str, Callable[[Path], Iterator[TableRow]]] = {
         ".jsonl": _read_jsonl,
         ".csv": _read_csv,
         ".parquet": _read_parquet,
     }
     return _undamaged(path, readers[kind_of(path)](path))
-
-
-def _require_file(path: Path) -> None:
-    """Raise `MissingFile` unless there is a file that can be opened."""
-    wanted = f"give a table of prompts: {', '.join(KINDS)}"
-    try:
-        if path.is_dir():
-            raise MissingFile(f"{path} is a folder; {wanted}")
-        if not path.exists():
-            raise MissingFile(f"there is no file {path}; {wanted}")
-        if not path.is_file():
-            raise MissingFile(f"{path} is a pipe or a device, and a table is read twice; {wanted}")
-        with path.open("rb"):
-            pass
-    except OSError as error:
-        if isinstance(error, MissingFile):
-            raise
-        raise MissingFile(f"{path} cannot be read: {error.strerror or error}; {wanted}") from error
 
 
 def _undamaged(path: Path, rows: Iterator[TableRow]) -> Iterator[TableRow]:

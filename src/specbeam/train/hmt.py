@@ -20,7 +20,7 @@ from specbeam.memory.plan import MemoryPlan
 from specbeam.memory.recall import new_recall
 from specbeam.options.checks import is_integer, require
 from specbeam.pair import Pair, load
-from specbeam.prompts import OPENERS
+from specbeam.places import OPENERS, text_of
 from specbeam.train.folders import keep_options, open_folder
 from specbeam.train.lessons import Report, warn_of_rounding
 from specbeam.train.remembering import MemoryDocument, MemoryPoint, MemorySchedule, MemoryTraining
@@ -252,19 +252,12 @@ def read_documents(files: Sequence[Path], tokenizer: Any, prompt_weight: float =
     """
     documents = []
     for path in files:
-        if not path.is_file():
-            raise MissingFile(f"there is no file {path}; give a text, or JSON lines with a text in each")
-        opener = OPENERS.get(path.suffix, open)
         kind = path.with_suffix("").suffix if path.suffix in OPENERS else path.suffix
-        try:
-            with opener(path, "rt", encoding="utf-8") as file:
-                content = file.read()
-        except (OSError, EOFError, ValueError) as error:
-            raise BadPrompt(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        content = text_of(path, "give a text, or JSON lines with a text in each")
         if kind != ".jsonl":
             documents.append(MemoryDocument(_tokens_of(content, tokenizer)))
             continue
-        for number, line in enumerate(content.splitlines(), 1):
+        for number, line in enumerate(content.split("\n"), 1):
             if line.strip():
                 documents.append(_document_of(line, f"{path}, line {number}", tokenizer, prompt_weight))
     return documents

@@ -25,6 +25,9 @@ from specbeam.cli.options import (
     Threads,
     TopK,
     TopP,
+    file_to_write,
+    files_to_read,
+    folder_to_write,
 )
 
 bench = typer.Typer(no_args_is_help=True, help="Measure methods side by side.")
@@ -110,7 +113,7 @@ def spec_bench(
     ] = False,
     answers: Annotated[
         Path | None,
-        typer.Option(help="Also write a file per method that Spec-Bench's own scripts read to this folder."),
+        folder_to_write("Also write a file per method that Spec-Bench's own scripts read to this folder."),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -261,8 +264,8 @@ def speed_cliffs(
     draft: Draft = None,
     grow: Grow = None,
     threads: Threads = None,
-    markdown: Annotated[Path | None, typer.Option(help="Also write the Markdown page to this file.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write a JSON line per cell to this file.")] = None,
+    markdown: Annotated[Path | None, file_to_write("Also write the Markdown page to this file.")] = None,
+    json: Annotated[Path | None, file_to_write("Write a JSON line per cell to this file.")] = None,
 ) -> None:
     """Find where speed falls off: time methods with each option and batch size, beside transformers with the same."""
     from specbeam.cli.bench_cliffs import run
@@ -341,7 +344,7 @@ def scale(
         typer.Option(help="A folder of a model whose passes are timed; start it by torchrun to spread them, too."),
     ] = None,
     samples: Annotated[
-        list[Path] | None, typer.Option(help="A file that --measure has printed; may be given several times.")
+        list[Path] | None, files_to_read("A file that --measure has printed; may be given several times.")
     ] = None,
     rows: Annotated[list[int], typer.Option(help="Rows of a pass that is timed; may be given several times.")] = [
         1,

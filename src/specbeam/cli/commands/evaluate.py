@@ -20,6 +20,7 @@ from specbeam.cli.options import (
     Temperature,
     TopK,
     TopP,
+    existing_files,
 )
 
 evaluate = typer.Typer(no_args_is_help=True, help="Check and score the outputs of methods.")
@@ -119,7 +120,10 @@ def diff_by_its_older_name(
 @evaluate.command()
 def perplexity(
     files: Annotated[
-        list[Path], typer.Argument(help="JSON lines with 'prompt', 'tokens' or 'text', and perhaps 'reference'.")
+        list[Path],
+        typer.Argument(
+            help="JSON lines with 'prompt', 'tokens' or 'text', and perhaps 'reference'.", callback=existing_files
+        ),
     ],
     model: Model = "bundled",
     ended: Annotated[

@@ -1,12 +1,35 @@
-"""Files that users ask for: their places are looked at before the work, and an error of writing names the file."""
+"""Files that users name: looked at before the work, and named by the errors of reading and writing."""
 
+import gzip
+import lzma
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from specbeam.errors import CannotWrite, SpecbeamError
+from specbeam.errors import BadPrompt, CannotWrite, MissingFile, SpecbeamError
 from specbeam.whole_files import write_whole
+
+OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
+# What is raised for a packed file that is cut off, spoilt, or not packed at all.
+DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError)
+
+
+def require_file(path: Path, wanted: str = "give the name of a file") -> None:
+    """Raise `MissingFile` unless there is a file at `path` that this user can open.
+
+    Args:
+        wanted: what to do if there is none.
+    """
+    with reading(path, wanted):
+        if path.is_dir():
+            raise MissingFile(f"{path} is a folder; {wanted}")
+        if not path.exists():
+            raise MissingFile(f"there is no file {path}; {wanted}")
+        if not os.access(path, os.R_OK):
+            raise MissingFile(f"{path} may not be read by this user; change its permissions, or {wanted}")
 
 
 def require_place(path: Path) -> None:
@@ -39,6 +62,36 @@ def _require_folder(folder: Path, path: Path) -> None:
             f"this user may not write into the folder {folder}, so {path} cannot be written; change its permissions, or "
             "give another name"
         )
+
+
+def text_of(path: Path, wanted: str = "give the name of a file") -> str:
+    """Return the text of a UTF-8 file, which may be packed (.gz, .xz).
+
+    Raises `MissingFile` if it cannot be read, and `BadPrompt`, which names the line, if it is not UTF-8, or damaged.
+    """
+    require_file(path, wanted)
+    try:
+        with reading(path, wanted), OPENERS.get(path.suffix, open)(path, "rb") as file:
+            raw: bytes = file.read()
+        return raw.decode("utf-8-sig")
+    except DAMAGE as error:
+        raise BadPrompt(f"{path} is damaged, or not packed as its name says: {error}; pack it anew") from error
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise BadPrompt(
+            f"{path}, line {line}: byte {error.object[error.start]:#x} is no UTF-8; save it as UTF-8"
+        ) from error
+
+
+@contextmanager
+def reading(path: Path, wanted: str = "give the name of a file") -> Iterator[None]:
+    """Raise `MissingFile`, which names the file, in place of an error of the system inside."""
+    try:
+        yield
+    except (SpecbeamError, gzip.BadGzipFile):
+        raise
+    except OSError as error:
+        raise MissingFile(f"{path} cannot be read: {error.strerror or error}; {wanted}") from error
 
 
 @contextmanager
