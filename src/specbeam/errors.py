@@ -86,6 +86,10 @@ class TimedOut(SpecbeamError, TimeoutError):
     """A session had no token by its deadline, or no place to decode."""
 
 
+class ServerRefused(SpecbeamError):
+    """A server that was asked did not answer, or refused; the message is its own."""
+
+
 class AuditWarning(UserWarning):
     """The output of an audited run does not look like the law that its method declares."""
 

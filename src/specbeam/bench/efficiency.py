@@ -15,7 +15,7 @@ import numpy as np
 
 import specbeam as sb
 from specbeam.bench.acceptance import acceptance
-from specbeam.errors import BadPrompt
+from specbeam.errors import BadPrompt, BadSetting
 from specbeam.generation import Prompt, turns_of
 from specbeam.heads.head import Head
 from specbeam.pair import Pair
@@ -106,6 +106,13 @@ def of_paper(name: str, budget: int) -> dict[str, dict[str, Callable[[], Method]
     return {}
 
 
+def check_budgets(budgets: Sequence[int]) -> None:
+    """Raise `BadSetting` for a budget for which there are no shapes."""
+    for budget in budgets:
+        if budget not in BRANCHING:
+            raise BadSetting(f"the budget is {budget}; it must be one of {', '.join(map(str, BRANCHING))}")
+
+
 def efficiency(
     pair: Pair,
     prompts: Sequence[Prompt],
@@ -127,8 +134,10 @@ def efficiency(
         on_progress: called with each cell as soon as it is measured.
         options: as for `specbeam.generate`.
 
-    Raises `BadPrompt` if there is no prompt of one kind, or if a prompt is of both kinds.
+    Raises `BadPrompt` if there is no prompt of one kind, or if a prompt is of both kinds, and `BadSetting` for a budget for
+    which there are no shapes.
     """
+    check_budgets(budgets)
     _check_apart(prompts, choosing)
     head = getattr(pair.draft, "head", None)
     by_rank = acceptance(pair, choosing, seed=seed, **options)

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from specbeam.bench.acceptance import acceptance
-from specbeam.bench.efficiency import TreeCell, as_markdown, efficiency, halves, plot
+from specbeam.bench.efficiency import TreeCell, as_markdown, check_budgets, efficiency, halves, plot
 from specbeam.bench.head_cost import head_cost
 from specbeam.cli.common import check_options, print_json, quiet_load
 from specbeam.cli.generate import gather
@@ -53,6 +53,7 @@ def block_efficiency(
 
     options = {"temperature": temperature, "max_new_tokens": max_new_tokens}
     check_options(options)
+    check_budgets(budgets)
     reported, choosing = halves(spread(texts_of(prompts, files), 2 * rows))
     pair = quiet_load(model, draft)
     console = Screen(stderr=True)

@@ -14,7 +14,7 @@ from specbeam.chats import BUNDLED_TEMPLATE, prompt_of_messages
 from specbeam.cli.common import check_options, method_from, quiet_load
 from specbeam.cli.screen import Screen
 from specbeam.decode import decode_live
-from specbeam.errors import MissingPackage, NotSupported, SpecbeamError
+from specbeam.errors import MissingPackage, NotSupported, ServerRefused, SpecbeamError
 from specbeam.generation import settled_tokens
 from specbeam.options.settings import Settings
 from specbeam.pair import Pair
@@ -33,10 +33,6 @@ HELP = """\
 /quit             end (also Ctrl-D); Ctrl-C ends an answer
 """
 Message = dict[str, str]
-
-
-class ServerRefused(SpecbeamError):
-    """A server did not answer; the message is its own."""
 
 
 @dataclass
@@ -150,8 +146,12 @@ class ServerSpeaker:
         except ImportError as error:
             raise MissingPackage("a server is asked with httpx2: pip install httpx2") from error
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._http = httpx2.Client(base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=TIMEOUT_S)
-        self._broken = httpx2.HTTPError
+        self._broken = (httpx2.HTTPError, httpx2.InvalidURL)
+        place = url.rstrip("/").removesuffix("/v1")
+        try:
+            self._http = httpx2.Client(base_url=place, headers=headers, timeout=TIMEOUT_S)
+        except self._broken as error:
+            raise ServerRefused(f"{url} is no address of a server: {error}") from error
         self.name = self._model()
 
     def _model(self) -> str:
@@ -160,7 +160,12 @@ class ServerSpeaker:
         except self._broken as error:
             raise ServerRefused(f"no server answers at {self._http.base_url}: {error}") from error
         self._raise_if_refused(found)
-        return str(found.json()["data"][0]["id"])
+        try:
+            return str(found.json()["data"][0]["id"])
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise ServerRefused(
+                f"{self._http.base_url} does not answer as OpenAI's API does: {found.text[:80]!r}"
+            ) from error
 
     @staticmethod
     def _raise_if_refused(answer: Any) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specbeam import plain
-from specbeam.errors import BadSetting, MissingFile
+from specbeam.errors import BadPrompt, BadSetting, MissingFile
 from specbeam.options.settings import Settings
 from specbeam.pair import Pair
 from specbeam.recipes.settings_text import method_from as method_from
@@ -73,9 +73,23 @@ def check_options(options: dict[str, Any], batch_size: int = 1) -> None:
     Args:
         options: by name; None: not given.
     """
+    for name, value in options.items():
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str):
+                require_text(f"--{name.replace('_', '-')}", text)
     Settings.given({name: value for name, value in options.items() if value is not None})
     if batch_size < 1:
         raise BadSetting(f"--batch-size is {batch_size}; it must be at least 1")
+
+
+def require_text(name: str, text: str) -> None:
+    """Raise `BadPrompt` if a text of the command line holds bytes that are no text in its encoding."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadPrompt(
+            f"{name} is {text!r}, which is no text in {sys.getfilesystemencoding()}; give it as UTF-8"
+        ) from error
 
 
 def text_or_file(value: str | None, mark: str, name: str) -> str | None:

@@ -16,6 +16,7 @@ from specbeam.cli.common import (
     follow_rank_0,
     method_from,
     quiet_load,
+    require_text,
     say,
     text_or_file,
 )
@@ -181,6 +182,8 @@ def gather(prompts: list[str], files: list[Path]) -> tuple[list[PromptSource], i
     Without arguments and files, prompts are read from standard input unless that is a terminal. Empty lines are
     skipped, and each line that cannot be read is reported on standard error.
     """
+    for number, text in enumerate(prompts, 1):
+        require_text(f"argument {number}", text)
     sources = [PromptSource(text, f"argument {number}") for number, text in enumerate(prompts, 1)]
     unreadable = 0
     if not prompts and not files and not sys.stdin.isatty():

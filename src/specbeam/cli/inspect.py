@@ -31,12 +31,12 @@ def run(
         raise BadSetting(f"--turn is {turn}, but the generation has turns 1 to {len(turns)}")
     chosen = turns[turn - 1]
     nodes = render.picture(chosen, pair.word)
-    if svg is not None:
-        write_output(svg, render.as_svg(nodes))
     if json:
         print_json({"turn": turn, "turns": len(turns), "nodes": [dataclasses.asdict(n) for n in nodes]})
     else:
         _show(nodes, turn, len(turns), chosen.verdict.accepted, [step.width for step in chosen.verdict.steps])
+    if svg is not None:
+        write_output(svg, render.as_svg(nodes))
     return 0
 
 

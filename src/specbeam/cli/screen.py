@@ -14,6 +14,10 @@ class Screen(Console):
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"highlight": False, "markup": False, "emoji": False} | options)
 
+    def on_broken_pipe(self) -> None:
+        """Let the error reach `main`, where rich would end the process by itself."""
+        raise BrokenPipeError
+
     def render_str(self, text: str, **options: Any) -> Text:
         """Return a text as rich renders it: that of a line, a cell or a title."""
         return super().render_str(for_terminal(text), **options)

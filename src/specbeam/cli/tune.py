@@ -58,7 +58,13 @@ def run(
         raise BadSetting(
             f"--task {skipping[1]!r} names texts that --skip-ratio searches for; give both, or leave it out"
         )
+    for context in contexts:
+        if context < 1:
+            raise BadSetting(f"--context is {context}; it must be at least 1")
+    dsbd(beams, width, width="fixed")  # raises what is wrong with them
     texts = _prompts(model, prompts, files)
+    if skipping[0] is not None and not texts:
+        raise BadSetting("--skip-ratio searches on prompts; give them with --file")
     pair = quiet_load(model, draft)
     models = {"target": pair.forgetful_target} | (
         {"draft": pair.draft} if isinstance(pair.draft, HuggingFaceLM) else {}
@@ -126,8 +132,6 @@ def _found_sublayers(pair: Pair, prompts: list[str], ratio: float | None, task: 
     """Search for sublayers that drafts do without, and keep what is found; None without a share of them."""
     if ratio is None:
         return None
-    if not prompts:
-        raise BadSetting("--skip-ratio searches on prompts; give them with --file")
     return best_sublayers(pair, prompts, Skipping("bayes", ratio, task=task))
 
 

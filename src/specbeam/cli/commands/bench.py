@@ -77,7 +77,7 @@ def acceptance(
     draft: Draft = None,
     prompt: PromptTexts = [],
     file: PromptFiles = [],
-    children: Annotated[int, typer.Option(help="Number of draft tokens tried per step.")] = 8,
+    children: Annotated[int, typer.Option(min=1, max=1024, help="Number of draft tokens tried per step.")] = 8,
     temperature: Temperature = None,
     rows: SpacedRows = 60,
     max_new_tokens: MaxNewTokens = 48,
