@@ -45,6 +45,15 @@ def for_terminal(text: str) -> str:
     return _escaped(text, _STEERING)
 
 
+def without_control(text: str) -> str:
+    r"""Return a text without control characters but ends of lines and tabs; other marks and spaces stay.
+
+    >>> without_control("\x1b[1mwide\xa0\u3000space\u200d")
+    '[1mwide\xa0\u3000space\u200d'
+    """
+    return _STEERING.sub("", text)
+
+
 def for_xml(text: str) -> str:
     r"""Return a text in which characters that XML 1.0 forbids or changes are written out; markup is not escaped.
 

@@ -8,6 +8,7 @@ from specbeam.bench.efficiency import TreeCell, as_markdown, check_budgets, effi
 from specbeam.bench.head_cost import head_cost
 from specbeam.cli.common import check_options, print_json, quiet_load
 from specbeam.cli.generate import gather
+from specbeam.errors import BadPrompt
 from specbeam.pair import BUNDLED
 from specbeam.prompts import spread
 
@@ -41,7 +42,10 @@ def texts_of(prompts: list[str], files: list[Path]) -> list[str]:
     """Return the prompts of arguments and files; without any, the demo's sentences."""
     if not prompts and not files:
         return demo_sentences()
-    return [prompt.text for prompt in gather(prompts, files)[0]]
+    texts = [prompt.text for prompt in gather(prompts, files)[0]]
+    if not texts:
+        raise BadPrompt("there is no prompt; give one as an argument or with --file")
+    return texts
 
 
 def block_efficiency(

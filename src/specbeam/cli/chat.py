@@ -19,7 +19,7 @@ from specbeam.generation import settled_tokens
 from specbeam.options.settings import Settings
 from specbeam.pair import Pair
 from specbeam.places import text_of
-from specbeam.plain import for_terminal
+from specbeam.plain import for_terminal, without_control
 from specbeam.recipes.method import Method
 from specbeam.request import Request
 
@@ -334,8 +334,8 @@ class Chat:
             self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
 
     def _show(self, piece: str) -> None:
-        """Show a piece of an answer: control characters but ends of lines and tabs are written out."""
-        self._print(piece, end="")
+        """Show a piece of an answer: of its control characters only ends of lines and tabs reach the terminal."""
+        self._print(without_control(piece), end="")
 
     def _note(self, text: str) -> None:
         self._print(text, style="dim")

@@ -76,7 +76,7 @@ def check_options(options: dict[str, Any], batch_size: int = 1) -> None:
     for name, value in options.items():
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str):
-                require_text(f"--{name.replace('_', '-')}", text)
+                require_text(name, text)
     Settings.given({name: value for name, value in options.items() if value is not None})
     if batch_size < 1:
         raise BadSetting(f"--batch-size is {batch_size}; it must be at least 1")

@@ -171,6 +171,8 @@ def expected(
     values = (scores - middle) / spread
     between = _distances(tried, tried)
     best = -np.inf
+    mean = np.zeros(len(asked))
+    variance = np.ones(len(asked))
     for scale in SCALES:
         factor = np.linalg.cholesky(np.exp(-between / scale) + NOISE * np.eye(len(values)))
         white = np.linalg.solve(factor, values)
