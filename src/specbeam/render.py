@@ -84,11 +84,11 @@ def as_label(text: str) -> str:
     return for_xml(text).replace("$", r"\$")
 
 
-def save_figure(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: str | Path) -> None:
     """Write a figure of matplotlib to a file, in the format that its name ends in."""
     raw = BytesIO()
-    figure.savefig(raw, dpi=130, format=path.suffix[1:].lower())
-    write_output(path, raw.getvalue())
+    figure.savefig(raw, dpi=130, format=Path(path).suffix[1:].lower())
+    write_output(Path(path), raw.getvalue())
 
 
 class Svg(str):

@@ -322,7 +322,9 @@ def test_what_can_be_read_of_a_damaged_journal_is_kept(folder, monkeypatch, capl
 def test_a_journal_of_another_job_is_refused(folder, other):
     (name,) = other
     with pytest.raises(BadSetting, match=rf"out\.jsonl\.job was begun with {name} "):
-        jobs.batch(no_models, folder / "in.jsonl", folder / "out.jsonl", {"model": "tiny", "seed": 3} | other, resume=True)
+        jobs.batch(
+            no_models, folder / "in.jsonl", folder / "out.jsonl", {"model": "tiny", "seed": 3} | other, resume=True
+        )
     assert run(folder).done == ROWS
 
 
@@ -334,7 +336,9 @@ def test_a_table_that_changes_while_it_is_decoded_loses_no_row_silently(folder, 
         write_rows(source, ROWS - 5)
         return no_models()
 
-    with pytest.raises(BadPrompt, match=r"in\.jsonl was changed while its rows were decoded, and 5 of them have no answer"):
+    with pytest.raises(
+        BadPrompt, match=r"in\.jsonl was changed while its rows were decoded, and 5 of them have no answer"
+    ):
         jobs.batch(changing, source, folder / "new.jsonl")
     assert not (folder / "new.jsonl").exists()
     assert jobs.batch(no_models, source, folder / "new.jsonl", resume=True).done == ROWS - 5
@@ -523,7 +527,9 @@ def test_answers_that_cannot_be_written_stay_in_the_journal(folder, monkeypatch)
 
     with monkeypatch.context() as patch:
         patch.setattr(jobs, "write_table", full)
-        with pytest.raises(CannotWrite, match=r"out\.jsonl cannot be written: No space left on device; make room, and go on"):
+        with pytest.raises(
+            CannotWrite, match=r"out\.jsonl cannot be written: No space left on device; make room, and go on"
+        ):
             run(folder)
     monkeypatch.setattr(jobs, "answer_rows", lambda *given: pytest.fail("a row is decoded again"))
     assert run(folder).done == ROWS
@@ -532,7 +538,9 @@ def test_answers_that_cannot_be_written_stay_in_the_journal(folder, monkeypatch)
 
 def test_a_file_is_packed_by_the_name_of_the_whole_one(folder):
     jobs.batch(no_models, folder / "in.jsonl", folder / "new.jsonl.gz")
-    assert gzip.decompress((folder / "new.jsonl.gz").read_bytes()).decode() == (folder / "undisturbed.jsonl").read_text()
+    assert (
+        gzip.decompress((folder / "new.jsonl.gz").read_bytes()).decode() == (folder / "undisturbed.jsonl").read_text()
+    )
 
 
 def test_the_journal_takes_any_text(tmp_path, monkeypatch):

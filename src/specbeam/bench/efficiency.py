@@ -236,7 +236,7 @@ def as_markdown(cells: Sequence[TreeCell]) -> str:
     return "\n".join(lines)
 
 
-def plot(cells: Sequence[TreeCell], path: Path) -> None:
+def plot(cells: Sequence[TreeCell], path: str | Path) -> None:
     """Write a plot of efficiency against budget to `path`, with a line per recipe and 95 % intervals."""
     import matplotlib
 

@@ -3,16 +3,19 @@
 from importlib.util import find_spec
 from pathlib import Path
 
-from specbeam.errors import CannotWrite, MissingPackage
+from specbeam.errors import CannotWrite, MissingFile, MissingPackage
 from specbeam.places import require_place
 
 KINDS = (".png", ".svg", ".pdf", ".jpg", ".webp")
 
 
 def check_picture(path: Path) -> None:
-    """Raise `CannotWrite` if a plot cannot be written to `path`, `MissingPackage` if matplotlib is missing."""
-    require_place(path)
+    """Raise `MissingFile` if a plot cannot be written to `path`, `MissingPackage` if matplotlib is missing."""
+    try:
+        require_place(path)
+    except CannotWrite as error:
+        raise MissingFile(f"a plot cannot be written to {path}: {error}") from error
     if path.suffix.lower() not in KINDS:
-        raise CannotWrite(f"{path} is no kind of picture that plots have; its name must end in {', '.join(KINDS)}")
+        raise MissingFile(f"a plot cannot be written to {path}; its name must end in {', '.join(KINDS)}")
     if find_spec("matplotlib") is None:
         raise MissingPackage("plots are drawn by matplotlib: pip install matplotlib")

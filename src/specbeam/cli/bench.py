@@ -6,6 +6,7 @@ from pathlib import Path
 from specbeam.bench.acceptance import acceptance
 from specbeam.bench.efficiency import TreeCell, as_markdown, check_budgets, efficiency, halves, plot
 from specbeam.bench.head_cost import head_cost
+from specbeam.bench.pictures import check_picture
 from specbeam.cli.common import check_options, print_json, quiet_load
 from specbeam.cli.generate import gather
 from specbeam.errors import BadPrompt
@@ -55,6 +56,8 @@ def block_efficiency(
     """Print the tokens per target pass of each recipe at each budget of nodes; return the exit code."""
     from specbeam.cli.screen import Screen
 
+    if picture is not None:
+        check_picture(picture)
     options = {"temperature": temperature, "max_new_tokens": max_new_tokens}
     check_options(options)
     check_budgets(budgets)

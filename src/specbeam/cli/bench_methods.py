@@ -8,6 +8,7 @@ from pathlib import Path
 from specbeam.bench.method_figures import METRICS, Task
 from specbeam.bench.methods import contenders, measure
 from specbeam.bench.methods_report import as_markdown, plot
+from specbeam.bench.pictures import check_picture
 from specbeam.bench.provenance import provenance
 from specbeam.cli.common import print_json
 from specbeam.cli.widening import grown_pair
@@ -37,6 +38,8 @@ def run(
         one_of("--metric", metric, METRICS)
         if not pairs:
             raise BadSetting("--metric is of files, and the bundled tasks have their own; give files or leave it out")
+    if picture is not None:
+        check_picture(picture)
     if rows < 1 or seeds < 1:
         raise BadSetting(f"--rows is {rows}, --seeds is {seeds}; both must be at least 1")
     tasks = tasks_of(pairs, metric or "BLEU") or bundled_tasks()

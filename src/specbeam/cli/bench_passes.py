@@ -6,6 +6,7 @@ from typing import Any
 
 from specbeam.bench.passes import PassPlan, fits, passes
 from specbeam.bench.passes_report import as_markdown, as_records, plot
+from specbeam.bench.pictures import check_picture
 from specbeam.bench.provenance import provenance
 from specbeam.bench.widen_model import with_positions
 from specbeam.cli.common import print_json
@@ -26,6 +27,8 @@ def run(
     from specbeam.cli.screen import Screen
 
     plan = _plan(rows, beams, lengths, copies_gb, repeats)
+    if picture is not None:
+        check_picture(picture)
     if threads is not None:
         torch.set_num_threads(threads)
     lm, positions = _model(model, grow, grow_vocab, quantize, max(plan.lengths) + 1)

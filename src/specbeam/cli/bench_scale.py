@@ -18,6 +18,7 @@ from specbeam.bench.scale import (
 )
 from specbeam.cli.common import complain, print_json
 from specbeam.errors import BadSetting, MissingFile
+from specbeam.places import require_file
 
 TARGET_70B = ModelSize(layers=80, width=8192, weight_bytes=140e9, kv_bytes=2 * 80 * 8 * 128 * 2)
 DRAFT_1B = ModelSize(layers=16, width=2048, weight_bytes=2e9, kv_bytes=2 * 16 * 8 * 64 * 2)
@@ -70,6 +71,7 @@ def check(files: list[Path]) -> int:
 
 def read_samples(path: Path) -> list[PassSample]:
     """Return the passes in a file that `measure` wrote. Raises `MissingFile` if it holds none."""
+    require_file(path, "give a file of passes that `bench scale --measure` has printed")
     found = []
     try:
         for line in path.read_text(encoding="utf-8").splitlines():

@@ -9,6 +9,7 @@ from typing import Any
 from specbeam.bench.baselines import MAKERS
 from specbeam.bench.head_cost import head_cost
 from specbeam.bench.outcome import Contender, specbeam
+from specbeam.bench.pictures import check_picture
 from specbeam.bench.provenance import provenance
 from specbeam.bench.speed import speed
 from specbeam.bench.speed_report import as_markdown, plot
@@ -46,7 +47,7 @@ def run(
 
     from specbeam.cli.screen import Screen
 
-    _check(rows, batch_sizes, repeats)
+    _check(rows, batch_sizes, repeats, picture)
     check_options(options)
     if threads is not None:
         torch.set_num_threads(threads)
@@ -89,11 +90,13 @@ def run(
     return 0
 
 
-def _check(rows: int, batch_sizes: list[int], repeats: int) -> None:
-    """Raise an error if a number is below 1."""
+def _check(rows: int, batch_sizes: list[int], repeats: int, picture: Path | None) -> None:
+    """Raise an error if a number is below 1 or the plot cannot be written."""
     for name, value in (("--rows", rows), ("--repeats", repeats), *(("--batch-size", size) for size in batch_sizes)):
         if value < 1:
             raise BadSetting(f"{name} is {value}; it must be at least 1")
+    if picture is not None:
+        check_picture(picture)
 
 
 def _of_head(pair: Pair) -> list[str]:

@@ -32,9 +32,9 @@ class _Spinner(logging.Handler):
 @contextmanager
 def showing_compilation() -> Iterator[None]:
     """Show a spinner whenever a step is compiled inside, if standard error is a terminal."""
-    from specbeam.cli.screen import Screen
+    from rich.console import Console
 
-    console = Screen(stderr=True)
+    console = Console(stderr=True)
     if not console.is_terminal:
         yield
         return

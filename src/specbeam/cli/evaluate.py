@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from specbeam.bench.pictures import check_picture
 from specbeam.cli.bench import texts_of
 from specbeam.cli.common import check_options, method_from, print_json, quiet_load
 from specbeam.cli.generate import gather
@@ -87,6 +88,8 @@ def theory(
     """Print each figure of the theory of rejections beside what was counted, and return the exit code."""
     from specbeam.cli.screen import Screen
 
+    if picture is not None:
+        check_picture(picture)
     check_options(options)
     texts = spread(texts_of(prompts, files), rows)
     pair = quiet_load(model, draft)

@@ -29,15 +29,6 @@ def _folder_place(folder: Path | None) -> Path | None:
     return folder
 
 
-def _picture_place(file: Path | None) -> Path | None:
-    """Return the picture that an option names. Raises `CannotWrite` or `MissingPackage` if it cannot be written."""
-    if file is not None:
-        from specbeam.bench.pictures import check_picture
-
-        check_picture(file)
-    return file
-
-
 def files_to_read(help: str, *flags: str) -> Any:
     """Return an option for files that are read, each of which has to be there."""
     return typer.Option(*flags, help=help, callback=existing_files)
@@ -124,7 +115,7 @@ Threads = Annotated[int | None, typer.Option(min=1, help="Number of CPU threads;
 StopTexts = Annotated[list[str], typer.Option(help="End an answer after this text. May be given several times.")]
 PassRows = Annotated[list[int], typer.Option(help="Number of rows of a pass. May be given several times.")]
 Lengths = Annotated[list[int], typer.Option(help="Number of tokens in the KV cache. May be given several times.")]
-Plot = Annotated[Path | None, typer.Option(help="Also write a plot to this file.", callback=_picture_place)]
+Plot = Annotated[Path | None, typer.Option(help="Also write a plot to this file.")]
 Rounds = Annotated[int, typer.Option(help="Number of rounds that count; a warm-up runs before them.")]
 MostNewTokens = Annotated[
     int | None,

@@ -553,7 +553,7 @@ def as_markdown(rows: Sequence[TheoryRow]) -> str:
     return "\n".join(lines)
 
 
-def plot(rows: Sequence[TheoryRow], path: Path) -> None:
+def plot(rows: Sequence[TheoryRow], path: str | Path) -> None:
     """Write a plot to `path`: acceptance against total variation, and the distance of each rule from the best one."""
     import matplotlib
 

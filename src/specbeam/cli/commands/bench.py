@@ -26,7 +26,6 @@ from specbeam.cli.options import (
     TopK,
     TopP,
     file_to_write,
-    files_to_read,
     folder_to_write,
 )
 
@@ -344,7 +343,7 @@ def scale(
         typer.Option(help="A folder of a model whose passes are timed; start it by torchrun to spread them, too."),
     ] = None,
     samples: Annotated[
-        list[Path] | None, files_to_read("A file that --measure has printed; may be given several times.")
+        list[Path] | None, typer.Option(help="A file that --measure has printed; may be given several times.")
     ] = None,
     rows: Annotated[list[int], typer.Option(help="Rows of a pass that is timed; may be given several times.")] = [
         1,
