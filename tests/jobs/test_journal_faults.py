@@ -13,6 +13,7 @@ import sys
 import time
 from contextlib import closing
 from functools import cache
+from importlib.util import find_spec
 
 import pytest
 
@@ -22,6 +23,7 @@ from specbeam.errors import BadPrompt, BadSetting, CannotWrite, SpecbeamError
 from specbeam.jobs import journal
 from specbeam.jobs.answering import ANSWER_COLUMNS, AnsweredRow, Work
 from specbeam.jobs.journal import Journal
+from specbeam.jobs.tables import read_table
 from tests.support import words
 
 ROWS = 60
@@ -417,7 +419,7 @@ def test_files_that_cannot_grow_are_named(folder):
         (lambda folder: journal_of(folder).chmod(0), "out.jsonl.job may not be written by this user"),
         (lambda folder: folder.chmod(0o555), "this user may not write into the folder"),
         (lambda folder: folder.chmod(0), "Permission denied"),
-        (lambda folder: (folder / "in.jsonl").chmod(0), "in.jsonl cannot be read: Permission denied"),
+        (lambda folder: (folder / "in.jsonl").chmod(0), "in.jsonl may not be read by this user"),
     ],
 )
 def test_files_of_others_are_named(folder, change, found):
@@ -458,6 +460,32 @@ def test_a_job_under_way_keeps_others_out_until_its_process_ends(folder):
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     assert outcome(folder)[0] == (folder / "undisturbed.jsonl").read_text()
+
+
+@needs_fork
+def test_processes_that_begin_one_job_together_write_it_once(folder):
+    """Each is refused, or finds the answers of the one that was first."""
+    journal_of(folder).unlink()
+    told, tell = os.pipe()
+    children = []
+    for _ in range(8):
+        children.append(os.fork())
+        if children[-1] == 0:
+            try:
+                _, error = outcome(folder)
+                os.write(tell, f"{error or 'done'}\n".encode())
+            finally:
+                os._exit(0)
+    os.close(tell)
+    with open(told, encoding="utf-8") as file:
+        said = file.read().splitlines()
+    for child in children:
+        os.waitpid(child, 0)
+    assert len(said) == 8
+    assert "done" in said
+    for one in said:
+        assert one == "done" or "another process works on the job" in one or "locked" in one, one
+    assert (folder / "out.jsonl").read_text() == (folder / "undisturbed.jsonl").read_text()
 
 
 def test_an_output_that_appears_while_the_job_begins_is_kept(folder, monkeypatch):
@@ -549,10 +577,13 @@ def test_the_journal_takes_any_text(tmp_path, monkeypatch):
     odd = "\ud800 \x00 \u2028 \ufffe ä"
     record = dict.fromkeys(ANSWER_COLUMNS) | {"id": "a", "text": odd, "score": float("nan")}
     monkeypatch.setattr(jobs, "answer_rows", lambda work, rows, _: (AnsweredRow(row, dict(record)) for row in rows))
-    for end in (".jsonl", ".csv"):
+    kinds = [".jsonl", ".csv", ".parquet"] if find_spec("pyarrow") else [".jsonl", ".csv"]
+    for end in kinds:
         jobs.batch(no_models, tmp_path / "in.jsonl", tmp_path / f"out{end}")
     (line,) = (tmp_path / "out.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
     found = json.loads(line, parse_constant=pytest.fail)
     assert found["text"] == odd
     assert found["score"] is None
-    assert "\\ud800" in (tmp_path / "out.csv").read_text(encoding="utf-8")
+    for end in kinds[1:]:
+        (row,) = read_table(tmp_path / f"out{end}")
+        assert row.fields["text"] == odd.replace("\ud800", "\\ud800")

@@ -187,7 +187,16 @@ def _write_parquet(path: Path, columns: dict[str, str], rows: Iterable[dict[str,
     schema = arrow.schema([(name, types[kind]) for name, kind in columns.items()])
     with parquet.ParquetWriter(path, schema) as writer:
         for chunk in _chunks(rows, ROWS_AT_ONCE):
-            writer.write_table(arrow.Table.from_pylist(chunk, schema))
+            writer.write_table(arrow.Table.from_pylist([_proper(row) for row in chunk], schema))
+
+
+def _proper(value: Any) -> Any:
+    """Return a value in which halves of characters, which no encoding has, are escapes."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, list):
+        return [_proper(one) for one in value]
+    return {name: _proper(one) for name, one in value.items()} if isinstance(value, dict) else value
 
 
 def _chunks(rows: Iterable[dict[str, Any]], size: int) -> Iterator[list[dict[str, Any]]]:
