@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from specbeam.caches.folders import lend_folder
 from specbeam.engines.by_layer import layer_decoder
 from specbeam.engines.cpu.cache_words import KeptAs
 from specbeam.engines.cpu.decoder import CompiledDecoder, Rounding, misfit
@@ -249,6 +250,7 @@ def _compiled_kind(name: str, described: str, rounding: Rounding | None) -> Engi
 
 def _gpu_passes(model: "PreTrainedModel", caches: list[Any], rounded: bool = False) -> "GpuPasses | None":
     """Return passes on a GPU, or None, with a warning, if Triton does not work here."""
+    lend_folder("TRITON_CACHE_DIR", "triton")  # its own is below the home folder, and it does not run without one
     from specbeam.engines.gpu.decoder import GpuDecoder
     from specbeam.engines.gpu.passes import GpuPasses
     from specbeam.engines.gpu.source_passes import GpuSourcePasses
