@@ -5,7 +5,7 @@ It is measured once and kept on disk.
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from specbeam.lm.base import LM
 from specbeam.lm.quantised import rounding_of
 from specbeam.lm.skipping import SkippingLM
 from specbeam.measure import kept_figures as measured
+from specbeam.measure.kept_figures import ChoiceField, Figures, NumberField, RecordFields
 from specbeam.memory.lm import MemoryLM
 from specbeam.options.settings import Settings
 from specbeam.pair import Pair
@@ -70,8 +71,9 @@ def fastest(pair: Pair, settings: Settings, measure: Measure, repeats: int = 3) 
     """
     recipes = candidates(pair.draft is not None)
     key = _key(pair, settings)
-    record = measured.load("auto", key)
-    if record is not None and record["name"] in recipes:
+    figures = _figures_of(recipes)
+    record = figures.load(key)
+    if record is not None:
         return recipes[record["name"]](), FastestMethod(record["name"], record["tokens_per_second"], measured_now=False)
     methods = {name: make() for name, make in recipes.items()}
     rounds: dict[str, list[float]] = {name: [] for name in methods}
@@ -82,8 +84,14 @@ def fastest(pair: Pair, settings: Settings, measure: Measure, repeats: int = 3) 
                 rounds[name].append(speed)
     speeds = {name: round(statistics.median(values), 2) for name, values in rounds.items()}
     best = max(speeds, key=lambda name: speeds[name])
-    measured.keep("auto", key, {"name": best, "tokens_per_second": speeds})
+    figures.keep(key, {"name": best, "tokens_per_second": speeds})
     return methods[best], FastestMethod(best, speeds, measured_now=True)
+
+
+def _figures_of(names: Iterable[str]) -> Figures:
+    """Return the kind of figures of a choice of one of these candidates."""
+    speeds = RecordFields({name: NumberField() for name in names})
+    return Figures("auto", RecordFields({"name": ChoiceField(tuple(names)), "tokens_per_second": speeds}))
 
 
 def tokens_per_second(run: Callable[[], Sequence[object]]) -> float:
