@@ -19,9 +19,10 @@ from specbeam.train.batches import TreeBatch
 from specbeam.train.course import Trained, take_course
 from specbeam.train.drawing import DrawPlan, Prompt
 from specbeam.train.fitting import Schedule, check_optimizers
-from specbeam.train.folders import keep_options, open_folder
+from specbeam.train.folders import keep_options, work_folder
 from specbeam.train.lessons import Report, check_prompts, drawn_lessons, lesson_options
 from specbeam.train.losses import draft_loss, overlap
+from specbeam.whole_files import whole_files_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,11 +91,11 @@ def train_draft(
         **lesson_options(pair, prompts, draws, schedule.seed),
         **{f"schedule.{name}": value for name, value in asdict(schedule).items()},
     }
-    open_folder(training, options, "state.pt")
-    lessons = drawn_lessons(pair, prompts, draws, schedule.seed, Path(trees or training / "trees"), report)
-    keep_options(training, options)
-    model.to(pair.target.device)
-    return take_course(DraftStudent(model, variation), lessons, schedule, folder, pair.target.device, report)
+    with work_folder(training, options, "state.pt"):
+        lessons = drawn_lessons(pair, prompts, draws, schedule.seed, Path(trees or training / "trees"), report)
+        keep_options(training, options)
+        model.to(pair.target.device)
+        return take_course(DraftStudent(model, variation), lessons, schedule, folder, pair.target.device, report)
 
 
 class DraftStudent:
@@ -119,7 +120,8 @@ class DraftStudent:
 
         The bundled draft lost 0.00001 of its held-out acceptance by that.
         """
-        copy.deepcopy(self.module).to(torch.bfloat16).save_pretrained(folder)
+        with whole_files_in(folder) as parts:
+            copy.deepcopy(self.module).to(torch.bfloat16).save_pretrained(parts)
 
 
 def _check(prompts: Sequence[Prompt], layers: int, hidden: int | None, variation: float) -> None:

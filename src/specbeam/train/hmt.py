@@ -21,9 +21,10 @@ from specbeam.memory.recall import new_recall
 from specbeam.options.checks import is_integer, require
 from specbeam.pair import Pair, load
 from specbeam.prompts import OPENERS
-from specbeam.train.folders import keep_options, open_folder
+from specbeam.train.folders import keep_options, work_folder
 from specbeam.train.lessons import Report, warn_of_rounding
 from specbeam.train.remembering import MemoryDocument, MemoryPoint, MemorySchedule, MemoryTraining
+from specbeam.whole_files import whole_files_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -101,26 +102,27 @@ def train_hmt(
         **{f"plan.{name}": value for name, value in asdict(plan).items()},
         **{f"schedule.{name}": value for name, value in asdict(schedule).items()},
     }
-    open_folder(training, options, "state.pt")
-    model = pair.target_model if schedule.frozen else _student(pair.target_model)
-    recall = new_recall(pair.target_model.get_input_embeddings().weight, width, schedule.seed)
-    recall.to(pair.target.device)
-    _check_fits(pair.target, plan, recall)
-    _check_head(model)
-    keep_options(training, options)
-    fit = MemoryTraining(model, recall, plan, schedule, learnt, held_out, training)
-    fit.resume()
-    report("remembering", fit.step, schedule.steps)
-    with _without_gradients(pair.target_model, schedule.frozen):
-        for done in fit.run():
-            report("remembering", done, schedule.steps)
-    if schedule.frozen:
-        save_memory(folder, recall, plan, model, getattr(model, "name_or_path", "") or None)
-    else:
-        model.save_pretrained(folder / BACKBONE)
-        if pair.tokenizer is not None:
-            pair.tokenizer.save_pretrained(folder / BACKBONE)
-        save_memory(folder, recall, plan, model, None)
+    with work_folder(training, options, "state.pt"):
+        model = pair.target_model if schedule.frozen else _student(pair.target_model)
+        recall = new_recall(pair.target_model.get_input_embeddings().weight, width, schedule.seed)
+        recall.to(pair.target.device)
+        _check_fits(pair.target, plan, recall)
+        _check_head(model)
+        keep_options(training, options)
+        fit = MemoryTraining(model, recall, plan, schedule, learnt, held_out, training)
+        fit.resume()
+        report("remembering", fit.step, schedule.steps)
+        with _without_gradients(pair.target_model, schedule.frozen):
+            for done in fit.run():
+                report("remembering", done, schedule.steps)
+        if schedule.frozen:
+            save_memory(folder, recall, plan, model, getattr(model, "name_or_path", "") or None)
+        else:
+            with whole_files_in(folder / BACKBONE) as parts:
+                model.save_pretrained(parts)
+                if pair.tokenizer is not None:
+                    pair.tokenizer.save_pretrained(parts)
+            save_memory(folder, recall, plan, model, None)
     weights = sum(weight.numel() for group in fit.optimizer.param_groups for weight in group["params"])
     return TrainedMemory(folder, weights, tuple(fit.curve))
 
