@@ -438,6 +438,22 @@ def test_locks_that_fail_hold_nothing_up(root, monkeypatch):
         assert USERS["code"].run() == (True, True)
 
 
+def test_another_library_keeps_its_files_below_the_root_or_for_one_process(root, monkeypatch):
+    monkeypatch.setenv("A_CACHE_DIR", "set by the user")
+    folders.lend_folder("A_CACHE_DIR", "a")
+    assert os.environ["A_CACHE_DIR"] == "set by the user"
+    monkeypatch.setenv("A_CACHE_DIR", "")
+    folders.lend_folder("A_CACHE_DIR", "a")
+    assert os.environ["A_CACHE_DIR"] == str(root / "a")
+    root.chmod(0o777)
+    monkeypatch.setenv("A_CACHE_DIR", "")
+    with warned("can be written by other users"):
+        folders.lend_folder("A_CACHE_DIR", "a")
+    lent = Path(os.environ["A_CACHE_DIR"])
+    assert root not in lent.parents
+    assert stat.S_IMODE(lent.stat().st_mode) == 0o700
+
+
 def test_kept_files_are_for_their_user_alone(root, user):
     for path in (root, *root.rglob("*")):
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)

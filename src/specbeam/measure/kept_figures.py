@@ -5,6 +5,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,13 +30,24 @@ def machine() -> list[Any]:
     vectors = torch.backends.cpu.get_cpu_capability()
     return [
         platform.machine(),
-        platform.processor(),
+        _processor(),
         vectors,
         os.cpu_count(),
         torch.get_num_threads(),
         torch.__version__,
         gpu,
     ]
+
+
+@cache
+def _processor() -> str:
+    """Return the name of the processor, as far as the system knows it."""
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            (name, _, value) = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor()
 
 
 def model_key(model: "PreTrainedModel | None") -> list[str] | None:
