@@ -151,7 +151,7 @@ class CodeCache(_Cache):
     """
 
     def __init__(self, function: Any, called: "CodeCache | None" = None) -> None:
-        self._function = function
+        self._py_func = function
         self._called = called
         self._sources = digest(Path(function.__code__.co_filename))
         self._claims: dict[Any, Claim] = {}  # by signature, of the forms that this process compiles
@@ -189,9 +189,9 @@ class CodeCache(_Cache):
         if loaded is None and self._claim(sig, place, wait_patiently):
             loaded = _load(place, target_context)  # another process may have kept it meanwhile
         if loaded is None:
-            LOG.info("compiling %s", self._function.__qualname__)
+            LOG.info("compiling %s", self._py_func.__qualname__)
             if sig in self._claims:  # so that other processes can read and keep files, too
-                ahead.begin(self._function)
+                ahead.begin(self._py_func)
         else:
             self.give_up(sig)
         return loaded
@@ -205,7 +205,7 @@ class CodeCache(_Cache):
             keep_sealed(*place, dumps((data.library.with_names(state), *others)))
             clean(place.path.parent)
         self.give_up(sig)
-        LOG.info("compiled %s", self._function.__qualname__)
+        LOG.info("compiled %s", self._py_func.__qualname__)
 
     def give_up(self, sig: Any) -> None:
         """End the claim of this process on a form, if it has one."""
@@ -248,15 +248,15 @@ class CodeCache(_Cache):
 
     def _name(self) -> str:
         """Return the name of the function, as the names of files begin with it."""
-        (*_, module) = self._function.__module__.split(".")
-        return re.sub(r"[^\w.]", "", f"{module}.{self._function.__qualname__}")[:100]
+        (*_, module) = self._py_func.__module__.split(".")
+        return re.sub(r"[^\w.]", "", f"{module}.{self._py_func.__qualname__}")[:100]
 
     def _key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
         """Return the key of a form: its source, its types, the processor, and the values around the function.
 
         numba knows a record by the name of its class and the types of its fields alone.
         """
-        function = self._function
+        function = self._py_func
         code = function.__code__
         around = tuple(cell.cell_contents for cell in function.__closure__ or ())
         names = (function.__module__, function.__qualname__, code.co_firstlineno, self._sources)
