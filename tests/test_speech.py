@@ -188,9 +188,6 @@ def test_timestamps_cut_a_window_into_slices(tokens, slices, frames):
     assert slices_of(tokens, 100, 200, 2) == (expected, frames)
 
 
-# Formats.
-
-
 def transcript():
     segments = [
         Segment(0.0, 2.5, " Hello --> you", [1], 0.0, -0.5, 1.0, math.nan),
@@ -199,20 +196,12 @@ def transcript():
     return Transcript("Hello --> you Bye", "en", 3663.0, segments)
 
 
-def test_formats_are_those_that_players_read():
+def test_texts_and_records_hold_what_was_said():
     assert formatted(transcript(), "text") == "Hello --> you\nBye\n"
     assert json.loads(formatted(transcript(), "json")) == {"text": "Hello --> you Bye"}
     record = json.loads(formatted(transcript(), "verbose_json"))
     assert record["segments"][0]["no_speech_prob"] is None
     assert record["segments"][1]["no_speech_prob"] == 0.25
-    assert formatted(transcript(), "srt") == (
-        "1\n00:00:00,000 --> 00:00:02,500\nHello -> you\n\n2\n01:01:01,500 --> 01:01:02,250\nBye\n"
-    )
-    assert formatted(transcript(), "vtt") == (
-        "WEBVTT\n\n00:00.000 --> 00:02.500\nHello -> you\n\n01:01:01.500 --> 01:01:02.250\nBye\n"
-    )
-    with pytest.raises(errors.BadSetting, match="format is 'doc'; it must be text, json, verbose_json, srt, vtt"):
-        formatted(transcript(), "doc")
 
 
 # Audio.
