@@ -97,8 +97,9 @@ def test_tokens_and_times_are_those_of_transformers(ears, seconds, beams, langua
         task=task, num_beams=beams, do_sample=False, **options,
     )["segments"][0]  # fmt: skip
     assert [one.tokens for one in ours.segments] == [one["tokens"].tolist() for one in theirs]
-    assert [one.start for one in ours.segments] == pytest.approx([float(one["start"]) for one in theirs])
-    assert [one.end for one in ours.segments] == pytest.approx([float(one["end"]) for one in theirs])
+    for name in ("start", "end"):  # their times go on to the end of the window
+        inside = [min(float(one[name]), ours.duration) for one in theirs]
+        assert [getattr(one, name) for one in ours.segments] == pytest.approx(inside)
     assert len(ours.segments) > 1
     assert ours.language in ("en", "de")
     assert ours.text == "".join(one.text for one in ours.segments).strip()
