@@ -197,7 +197,9 @@ def batch(
 
 @app.command()
 def transcribe(
-    audio: Annotated[list[Path], typer.Argument(help="Audio files: WAV, FLAC, OGG, MP3 and others.")],
+    audio: Annotated[
+        list[Path], typer.Argument(help="Files with sound: WAV, FLAC, MP3, OGG, M4A, MP4, WebM and others.")
+    ],
     model: Annotated[str, typer.Option("--model", "-m", help="Whisper model: a path or a hub id.")],
     draft: Draft = None,
     method: Annotated[
@@ -210,13 +212,35 @@ def transcribe(
     language: Annotated[
         str | None, typer.Option(help="Language of the speech, like 'de' or 'german'; by default the model detects it.")
     ] = None,
-    task: Annotated[str, typer.Option(help="'transcribe', or 'translate' for English text.")] = "transcribe",
+    task: Annotated[
+        str | None,
+        typer.Option(
+            help="'transcribe', or 'translate' for English text; by default the model's own, or 'transcribe'."
+        ),
+    ] = None,
     prompt: Annotated[
-        str | None, typer.Option(help="A text that the model takes for what was said before, for names and spelling.")
+        str | None,
+        typer.Option(
+            "--prompt",
+            "--initial-prompt",
+            help="A text that the model takes for what was said before, for names and spelling.",
+        ),
+    ] = None,
+    condition_on_previous_text: Annotated[
+        bool | None,
+        typer.Option(
+            help="Whether each window has the text before it as its prompt; by default the model's own, or not."
+        ),
     ] = None,
     format: Annotated[
         str, typer.Option("--format", "-f", help="Format of the output: text, json, verbose_json, srt or vtt.")
     ] = "text",
+    max_line_width: Annotated[
+        int | None, typer.Option(help="Maximum number of characters in a line of subtitles.")
+    ] = None,
+    max_line_count: Annotated[
+        int | None, typer.Option(help="Maximum number of lines of a cue; a segment that has more becomes several cues.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option(help="Folder for one file per audio; by default all is written to standard output.")
     ] = None,
@@ -229,14 +253,23 @@ def transcribe(
     ] = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0],
     best_of: Annotated[int, typer.Option(help="Number of texts drawn above temperature 0.")] = 5,
     compression_ratio_threshold: Annotated[
-        float, typer.Option(help="Texts that zlib makes smaller than by this factor are decoded again.")
-    ] = 2.4,
+        float | None,
+        typer.Option(help="Texts that zlib makes smaller than by this factor are decoded again; by default 2.4."),
+    ] = None,
     log_prob_threshold: Annotated[
-        float, typer.Option(help="Texts of less average log-likelihood per token are decoded again.")
-    ] = -1.0,
+        float | None,
+        typer.Option(
+            "--log-prob-threshold",
+            "--logprob-threshold",
+            help="Texts of less average log-likelihood per token are decoded again; by default the model's own, or -1.",
+        ),
+    ] = None,
     no_speech_threshold: Annotated[
-        float, typer.Option(help="Unlikely texts of windows with more probability of silence are left out.")
-    ] = 0.6,
+        float | None,
+        typer.Option(
+            help="Unlikely texts of windows with more odds of silence are left out; by default the model's own, or 0.6."
+        ),
+    ] = None,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(help="Maximum number of tokens per window; by default as many as the model has room for."),
@@ -251,15 +284,18 @@ def transcribe(
     """Write down what is said in audio files, by a Whisper model."""
     from specbeam.cli.transcribe import run
 
-    options = {
+    options: dict[str, Any] = {
         "language": language, "task": task, "prompt": prompt, "timestamps": timestamps, "temperature": temperature,
-        "best_of": best_of, "compression_ratio_threshold": compression_ratio_threshold,
-        "log_prob_threshold": log_prob_threshold, "no_speech_threshold": no_speech_threshold, "seed": seed,
+        "best_of": best_of, "seed": seed, "condition_on_previous_text": condition_on_previous_text,
     }  # fmt: skip
-    if max_new_tokens is not None:
-        options["max_new_tokens"] = max_new_tokens
+    numbers = {
+        "compression_ratio_threshold": compression_ratio_threshold, "log_prob_threshold": log_prob_threshold,
+        "no_speech_threshold": no_speech_threshold, "max_new_tokens": max_new_tokens,
+    }  # fmt: skip
+    options.update({name: value for name, value in numbers.items() if value is not None})
+    lines = {"max_line_width": max_line_width, "max_line_count": max_line_count}
     loaded = {"device": device, "quantize": quantize, "kv": kv}
-    raise typer.Exit(run(audio, model, draft, loaded, method, setting, options, format, output))
+    raise typer.Exit(run(audio, model, draft, loaded, method, setting, options, format, lines, output))
 
 
 @app.command()
