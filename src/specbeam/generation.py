@@ -68,8 +68,9 @@ def generate(
             have, with grammar_backend.
 
     Returns:
-        One `Generation` per prompt and return sequence, in the order of the prompts. Its `beams` are all hypotheses at the
-        end, best first: finished ones, and live ones that were cut off. They can be more than the method's beams.
+        One `Generation` per prompt and return sequence, in the order of the prompts. Its `beams` are the best texts, at most
+        as many as the method's beams, best first: finished ones before live ones that were given up; texts that the length
+        limit cut off compete with finished ones by score, as in transformers. `report.other_beams` has the rest.
 
     Raises:
         BadSetting, NotSupported: an option is wrong or not supported; raised before decoding.

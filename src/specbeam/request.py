@@ -77,6 +77,8 @@ class Request:
         also = OF_ENCODER_DECODERS if isinstance(pair.target, EncoderDecoderLM) else ()
         settings = settings.completed(config, not method.greedy, also)
         require(seed is None or is_integer(seed), "seed", seed, "an integer, or None for a random seed")
+        if settings.num_return_sequences > 1 and method.keeping is not None:
+            method = method.keeping(settings.num_return_sequences)
         self.audit = audit
         self.pair = pair
         self.method = method
@@ -206,8 +208,7 @@ class Request:
             return answers
         return TooFewAnswers(
             f"prompt {self.prompt_of[session.place]} has {len(answers)} answers, num_return_sequences is {wanted}: a "
-            "constraint, top-k, top-p or a chosen width left fewer beams (width='fixed' or min_beams keeps more); they "
-            "are in .generations",
+            "constraint, top-k, top-p, a ban or a collapse left fewer beams; they are in .generations",
             answers,
         )
 
@@ -219,20 +220,23 @@ class Request:
             return limits.normalised(text.loglik, len(text.tokens))
 
         texts = sorted(session.hypotheses(), key=score, reverse=True)
-        if session.remaining > 0 and any(text.finished for text in texts):
-            # The session was over before its limit, so its live beams were given up: finished ones come first.
+        if session.remaining > 0:
+            # The session was over before its limit, so its live beams were given up: finished ones come first. Texts that
+            # reach the limit compete with the finished ones by their scores, as in transformers.
             texts.sort(key=lambda text: not text.finished)
         if self.constraint is not None and not self.method.search:
             # A text that was cut off does not have the required form: complete ones come first.
             texts.sort(key=lambda text: not self._is_complete(text.tokens))
-        beams = [Beam(text.tokens, score(text), self.text_of(text.tokens), text.finished) for text in texts]
+        found = [Beam(text.tokens, score(text), self.text_of(text.tokens), text.finished) for text in texts]
+        beams = found[: self.method.beams]
+        others = found[self.method.beams :]
         count = min(self.answers_per_session, len(beams))
-        return [self._generation(session, beams, number) for number in range(count)]
+        return [self._generation(session, beams, others, number) for number in range(count)]
 
-    def _generation(self, session: Session, beams: list[Beam], number: int) -> Generation:
-        """Return the answer that is beam `number` of all beams of the session."""
+    def _generation(self, session: Session, beams: list[Beam], others: list[Beam], number: int) -> Generation:
+        """Return the answer that is beam `number` of the best beams of the session; `others` are the rest."""
         answer = beams[number]
-        report = session.report(len(answer.tokens))
+        report = replace(session.report(len(answer.tokens)), other_beams=others)
         return Generation(answer.text, answer.tokens, beams, report, session.prompt)
 
 
