@@ -15,6 +15,7 @@ from specbeam.lm.quantised import rounding_of
 from specbeam.lm.skipping import SkippingLM
 from specbeam.measure import kept_figures as measured
 from specbeam.memory.lm import MemoryLM
+from specbeam.options.generation_config import WARPERS
 from specbeam.options.settings import Settings
 from specbeam.pair import Pair
 from specbeam.recipes.beams import sampling
@@ -103,12 +104,10 @@ def _key(pair: Pair, settings: Settings) -> list[Any]:
         str(pair.draft.settings) if isinstance(pair.draft, SkippingLM) else None,
         [[getattr(lm, "engine", None), rounding_of(lm)] for lm in (pair.target, pair.draft)],
         [_memory_key(lm) for lm in (pair.target, pair.draft)],
-        settings.temperature,
-        settings.top_k,
-        settings.top_p,
-        settings.min_p,
+        [getattr(settings, name) for name in WARPERS],
         settings.repetition_penalty,
         settings.no_repeat_ngram_size,
+        settings.guidance_scale,
         settings.form_kind
         and [settings.form_kind, settings.grammar_backend],  # without its text, or each form would be measured anew
     ]

@@ -59,13 +59,15 @@ def generate(
         streamer: a streamer of transformers, for one prompt. It receives tokens as soon as no live beam can change them.
         on_result: called with (prompt number, result) as soon as a prompt is done, in the order of finishing. The result is
             a `Generation`, or the error of the prompt.
-        options: the fields of `Settings`: max_new_tokens (default: 256, or fewer if the models have fewer positions left),
-            max_length, min_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, no_repeat_ngram_size,
-            bad_words_ids, prefix_allowed_tokens_fn, num_return_sequences, eos_token_id, stop_strings, length_penalty,
-            early_stopping, logits_processor, min_length, forced_bos_token_id, forced_eos_token_id, suppress_tokens,
-            begin_suppress_tokens, renormalize_logits; decoder_start_token_id and decoder_input_ids, what the decoder of an
-            encoder-decoder model begins with; and one of json_schema, regex and grammar, the form that every text must
-            have, with grammar_backend.
+        options: the fields of `Settings`: max_new_tokens (default: what the model's generation_config says, otherwise 256;
+            fewer if the models have fewer positions left), max_length, min_new_tokens, temperature, top_k, top_p, min_p,
+            repetition_penalty, no_repeat_ngram_size, bad_words_ids, prefix_allowed_tokens_fn, num_return_sequences,
+            eos_token_id, stop_strings, length_penalty, early_stopping, logits_processor, min_length, forced_bos_token_id,
+            forced_eos_token_id, suppress_tokens, begin_suppress_tokens, renormalize_logits, sequence_bias,
+            exponential_decay_length_penalty, encoder_repetition_penalty, encoder_no_repeat_ngram_size,
+            remove_invalid_values, guidance_scale, watermarking_config, top_h, typical_p, epsilon_cutoff, eta_cutoff;
+            decoder_start_token_id and decoder_input_ids, what the decoder of an encoder-decoder model begins with; and one
+            of json_schema, regex and grammar, the form that every text must have, with grammar_backend.
 
     Returns:
         One `Generation` per prompt and return sequence, in the order of the prompts. Its `beams` are the best texts, at most

@@ -80,7 +80,9 @@ Plot = Annotated[Path | None, typer.Option(help="Also write a plot to this file.
 Rounds = Annotated[int, typer.Option(help="Number of rounds that count; a warm-up runs before them.")]
 MostNewTokens = Annotated[
     int | None,
-    typer.Option(help="Maximum number of new tokens per answer; by default 256, or fewer if the model has no room."),
+    typer.Option(
+        help="Maximum number of new tokens per answer; by default the model's own, else 256, or fewer if it has no room."
+    ),
 ]
 MinP = Annotated[
     float | None,

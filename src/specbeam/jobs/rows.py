@@ -14,7 +14,9 @@ from specbeam.prompts import of_record
 OF_ROWS = (
     "max_new_tokens", "max_length", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
     "no_repeat_ngram_size", "bad_words_ids", "eos_token_id", "stop_strings", "num_return_sequences", "length_penalty",
-    "early_stopping", "json_schema", "regex", "grammar", "seed",
+    "early_stopping", "json_schema", "regex", "grammar", "seed", "min_length", "suppress_tokens", "begin_suppress_tokens",
+    "sequence_bias", "exponential_decay_length_penalty", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size",
+    "guidance_scale", "watermarking_config", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff",
 )  # fmt: skip
 MOST_TEXTS = 1024  # of a row: all of them are begun at once
 
