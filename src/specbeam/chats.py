@@ -28,7 +28,8 @@ def prompt_of_messages(
         template: in Jinja; None: the tokenizer's own.
         goes_on: whether the last message is to be continued.
         starts: whether the template begins an answer; None: unless the last message is continued.
-        adds_special: whether the tokenizer adds special tokens; None: unless the template has written them already.
+        adds_special: whether the tokenizer adds special tokens; None: not to its own template, which writes all of them, as
+            in transformers, and to another template unless it has written the first one.
         further: what else the template is given.
 
     Raises:
@@ -44,10 +45,11 @@ def prompt_of_messages(
             tokenize=False,
             **(further or {}),
         )
-        start = tokenizer.bos_token
-        is_written = start is not None and text.startswith(start)
-        adds = not is_written if adds_special is None else adds_special
-        ids = list(tokenizer(text, add_special_tokens=adds)["input_ids"])
+        if adds_special is None:
+            start = tokenizer.bos_token
+            is_written = start is not None and text.startswith(start)
+            adds_special = template is not None and not is_written
+        ids = list(tokenizer(text, add_special_tokens=adds_special)["input_ids"])
     except Exception as error:  # of the template: anything may be wrong with what it was given
         raise BadPrompt(f"the chat template refuses these messages: {str(error)[:200]}") from error
     if not ids:

@@ -86,7 +86,8 @@ class PairSpeaker:
     """A pair in this process. What messages begin with is computed once for the whole conversation."""
 
     def __init__(self, pair: Pair, name: str, template: str | None) -> None:
-        chosen = template or getattr(pair.tokenizer, "chat_template", None)
+        own = getattr(pair.tokenizer, "chat_template", None)
+        chosen = template or own
         if chosen is None and name == "bundled":
             chosen = BUNDLED_TEMPLATE
         if chosen is None:
@@ -95,7 +96,7 @@ class PairSpeaker:
             )
         self.pair = pair
         self.name = name
-        self.template: str = chosen
+        self.template = chosen if chosen != own else None
         self.holds_conversation = chosen != BUNDLED_TEMPLATE
         models = [lm for lm in (pair.target, pair.draft) if lm is not None and hasattr(lm, "remember_prompts")]
         for lm in models:
