@@ -340,7 +340,7 @@ def test_bad_prompts_fail_alone(pair):
     assert "prompt 1 is empty" in text
     assert "token id 99" in text
     with pytest.raises(errors.BadPrompt, match="is empty"):
-        sb.generate(pair, "  ", "greedy")
+        sb.generate(pair, "", "greedy")
     with pytest.raises(errors.BadPrompt, match="256 positions"):
         sb.generate(pair, "a" * 200, "greedy", max_new_tokens=100)
 

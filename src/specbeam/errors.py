@@ -28,6 +28,10 @@ class BadPrompt(SpecbeamError, ValueError):
     """A prompt is empty, too long, or holds tokens that the model does not know."""
 
 
+class NoPrompts(BadPrompt, BadSetting):
+    """What is given as prompts is no prompt, and holds none."""
+
+
 class BadAudio(SpecbeamError, ValueError):
     """Audio is no audio, too short, or holds numbers that are no samples."""
 

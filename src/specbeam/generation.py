@@ -23,12 +23,12 @@ from specbeam.records import Generation, Report, Turn
 from specbeam.request import Request
 from specbeam.runs import TURNS
 from specbeam.session import Session
-from specbeam.sources import as_sources, source_length, sources_in
+from specbeam.sources import as_prompts, source_length, sources_in
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int]  # as files and tokenizers give them; `generate` takes many more forms
 
 
 def generate(
@@ -48,8 +48,9 @@ def generate(
 
     Args:
         pair: the models, from `load`; or "bundled", the pair that comes with specbeam.
-        prompts: one prompt or many; each is a string, or a list, array or tensor of token ids. For an encoder-decoder model
-            these are sources: what its encoder reads. A speech model reads features, float[channels, frames].
+        prompts: one prompt or many: texts, token ids in lists, arrays or tensors, what a tokenizer returns, the messages of
+            chats, or rows of data sets (docs/start.md has all forms). For an encoder-decoder model these are sources: what
+            its encoder reads. A speech model reads features, float[channels, frames].
         method: a recipe (`sb.dsbd(beams=4)`) or its name; `sb.methods()` lists them.
         seed: the same seed gives the same answers, whatever else is in the batch. None: a random seed.
         batch_size: maximum number of prompts, or of independent return sequences, that are decoded side by side.
@@ -80,6 +81,7 @@ def generate(
         pair = load(pair)
     require(isinstance(audit, bool), "audit", audit, "True or False")
     settings = Settings.given(options, generation_config)
+    prompts = as_prompts(prompts)  # once: an iterator is at its end then
     method = resolved_method(pair, prompts, method, settings, generation_config)
     request = Request(pair, prompts, method, settings, seed, audit)
     if streamer is not None:
@@ -102,7 +104,7 @@ def generate(
     return in_prompt_order(request, results, meter.joules)
 
 
-def stream(pair: Pair | str, prompt: Prompt, method: Method | str = "dsbd", **options: Any) -> Iterator[str]:
+def stream(pair: Pair | str, prompt: Any, method: Method | str = "dsbd", **options: Any) -> Iterator[str]:
     """Yield pieces of text as soon as no live beam can change them; with several beams they are the common prefix.
 
     The arguments and errors are those of `generate`, for one prompt with one return sequence.
@@ -124,7 +126,7 @@ def stream(pair: Pair | str, prompt: Prompt, method: Method | str = "dsbd", **op
     yield request.answers(session)[0].text[len(yielded) :]
 
 
-def turns_of(pair: Pair, prompt: Prompt, method: Method | str = "dsbd", **options: Any) -> Iterator[Turn]:
+def turns_of(pair: Pair, prompt: Any, method: Method | str = "dsbd", **options: Any) -> Iterator[Turn]:
     """Yield the turns of one generation: the drafts, scores and verdict of each pass of the target. For pictures and study.
 
     The arguments and errors are those of `generate`, for one prompt with one return sequence. The logits in a turn are valid
@@ -137,7 +139,7 @@ def turns_of(pair: Pair, prompt: Prompt, method: Method | str = "dsbd", **option
         raise session.failure
 
 
-def _single_request(pair: Pair, prompt: Prompt, method: Method | str, options: dict[str, Any]) -> Request:
+def _single_request(pair: Pair, prompt: Any, method: Method | str, options: dict[str, Any]) -> Request:
     """Return the request of a single session. Raises the error of the prompt, if there is one.
 
     Removes "seed" and "generation_config" from `options`.
@@ -145,7 +147,8 @@ def _single_request(pair: Pair, prompt: Prompt, method: Method | str, options: d
     seed = options.pop("seed", None)
     config = options.pop("generation_config", None)
     settings = Settings.given(options, config)
-    request = Request(pair, prompt, resolved_method(pair, prompt, method, settings, config), settings, seed)
+    prompts = as_prompts(prompt)
+    request = Request(pair, prompts, resolved_method(pair, prompts, method, settings, config), settings, seed)
     _check_single(request)
     for error in request.refused.values():
         raise error
@@ -180,7 +183,7 @@ def chosen_by_speed(pair: Pair, prompts: Any, settings: Settings, tokens: int = 
 
     If it is not known yet, the candidates are measured on the first two prompts with up to `tokens` new tokens each.
     """
-    sample = as_sources(prompts)[:2]
+    sample = as_prompts(prompts)[:2]
     short = replace(settings, max_new_tokens=tokens, num_return_sequences=1, stop_strings=None)
 
     def measure(method: Method) -> float:

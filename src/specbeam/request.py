@@ -26,7 +26,6 @@ from specbeam.records import Beam, Generation
 from specbeam.session import Session
 from specbeam.sources import (
     as_prompts,
-    as_sources,
     check_decoder_prompt,
     copied_tokens,
     decoder_prompt,
@@ -62,7 +61,7 @@ class Request:
 
         Args:
             pair: the models.
-            prompts: one prompt or many; each is a text, or a list, array or tensor of token ids.
+            prompts: one prompt or many, in any form that `inputs` lists.
             method: the method that decodes.
             settings: the options of the caller.
             seed: the same seed gives the same answers; None: a random seed.
@@ -125,7 +124,7 @@ class Request:
         """Add the sessions of each prompt; a prompt that cannot be decoded takes one place, and its error is stored."""
         earlier: Counter[tuple[int, ...]] = Counter()  # number of sessions so far, by prompt
         reads = isinstance(self.pair.target, EncoderDecoderLM)
-        given = as_sources(prompts) if reads else as_prompts(prompts)
+        given = as_prompts(prompts)
         check_decoder_prompt(self.pair, self.settings, len(given))
         for number, prompt in enumerate(given):
             source = None

@@ -100,11 +100,15 @@ def _is_there(name: str) -> bool:
         return False
 
 
-def as_json(number: int, prompt: str, generation: Generation) -> str:
-    """Return an answer as a line of JSON; `number` and `prompt` are those of its prompt."""
+def as_json(number: int, prompt: Any, generation: Generation) -> str:
+    """Return an answer as a line of JSON; `number` and `prompt` are those of its prompt.
+
+    A prompt that was no text, such as a chat, is written as its token ids.
+    """
     record = {"index": number, "prompt": prompt, **dataclasses.asdict(generation)}
     record["prompt_tokens"] = len(generation.prompt)
-    record["prompt"] = prompt  # the text, where `asdict` has put the token ids
+    if isinstance(prompt, str):
+        record["prompt"] = prompt  # where `asdict` has put the token ids
     return json.dumps(record, ensure_ascii=False)
 
 

@@ -2,7 +2,7 @@
 
 import json as json_format
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from specbeam.sources import set_languages
 class PromptSource:
     """A prompt, and the place that it comes from."""
 
-    text: str
+    text: Any  # or another form that `specbeam.generate` takes: token ids, a chat, an encoding
     place: str  # for messages, such as "argument 1" or a file and a line
 
 
@@ -112,7 +112,7 @@ def run(
         options[name] = text_or_file(options[name], mark, name)
     if not method.lossless:
         complain(f"note: {method.name} is {method.law}")
-    sources, unreadable = gather(prompts, files)
+    sources, unreadable = gather(prompts, files, _prompt_of)
     if not sources and not unreadable:
         raise BadPrompt("there is no prompt; give one as an argument, with --file, or on standard input")
     pair = quiet_load(**models, sources=True)
@@ -163,12 +163,19 @@ def _print_audit(audit: Audit) -> None:
     )
 
 
-def gather(prompts: list[str], files: list[Path]) -> tuple[list[PromptSource], int]:
+def gather(
+    prompts: list[str], files: list[Path], of_json: Callable[[str], Any] | None = None
+) -> tuple[list[PromptSource], int]:
     """Return the prompts of arguments and files, and the number of lines that could not be read.
 
-    Without arguments and files, prompts are read from standard input unless that is a terminal. Empty lines are
-    skipped, and each line that cannot be read is reported on standard error.
+    Without arguments and files, prompts are read from standard input unless that is a terminal. Lines of white space alone
+    are skipped (a prompt of white space is an argument, or stands in JSON), and each line that cannot be read is reported
+    on standard error.
+
+    Args:
+        of_json: returns the prompt in a line of JSON, or raises `ValueError`; None: only texts are prompts.
     """
+    of_json = of_json or _text_of
     sources = [PromptSource(text, f"argument {number}") for number, text in enumerate(prompts, 1)]
     unreadable = 0
     if not prompts and not files and not sys.stdin.isatty():
@@ -184,7 +191,7 @@ def gather(prompts: list[str], files: list[Path]) -> tuple[list[PromptSource], i
         for number, line in _numbered_lines(lines_of(file)):
             place = f"{file}, line {number}"
             try:
-                sources.append(PromptSource(_prompt_of(line) if file.suffix == ".jsonl" else line, place))
+                sources.append(PromptSource(of_json(line) if file.suffix == ".jsonl" else line, place))
             except ValueError as error:
                 unreadable += 1
                 complain(f"{place}: {error}")
@@ -197,16 +204,33 @@ def _numbered_lines(lines: list[str]) -> Iterator[tuple[int, str]]:
 
 
 _NO_PROMPT = 'expected a JSON string or an object with a text field "prompt"'
+_NO_TEXTS = ("input_ids", "prompt_token_ids", "messages")  # fields with prompts that are no texts
 
 
-def _prompt_of(line: str) -> str:
-    """Return the prompt in a line of JSON; raise `ValueError` if there is none."""
+def _prompt_of(line: str) -> Any:
+    """Return the prompt in a line of JSON: a text, or the object itself if it holds token ids or a chat.
+
+    Raises `ValueError` if there is none.
+    """
+    record = _loaded(line)
+    if isinstance(record, dict) and any(record.get(name) is not None for name in _NO_TEXTS):
+        return record
+    return _text_of(line)
+
+
+def _text_of(line: str) -> str:
+    """Return the text that is the prompt in a line of JSON; raise `ValueError` if there is none."""
     try:
-        text = of_record(json_format.loads(line)).prompt
-    except json_format.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error}") from error
+        text = of_record(_loaded(line)).prompt
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(_NO_PROMPT) from error
     if not isinstance(text, str):
         raise ValueError(_NO_PROMPT)
     return text
+
+
+def _loaded(line: str) -> Any:
+    try:
+        return json_format.loads(line)
+    except json_format.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}") from error

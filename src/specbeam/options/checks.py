@@ -6,7 +6,8 @@ from numbers import Integral, Real
 from pathlib import PurePath
 from typing import Any
 
-from specbeam.errors import BadSetting
+from specbeam.errors import BadPrompt, BadSetting
+from specbeam.inputs import token_lists
 
 LARGEST_LENGTH_PENALTY = 32  # beyond it the scores of long texts leave the range of floats
 LARGEST_INTEGER = 2**31 - 1  # the compiled loops count in integers that a larger setting would leave
@@ -32,6 +33,14 @@ def as_list(tokens: Any) -> list[Any]:
     """Return the list of token ids in one id, a sequence, an array or a tensor."""
     ids = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     return list(ids) if isinstance(ids, Iterable) and not isinstance(ids, str) else [ids]
+
+
+def as_decoder_prompts(given: Any) -> list[int] | list[list[int]]:
+    """Return what decoders begin with as a list of token ids, or as several. Raises `BadSetting` if it is neither."""
+    try:
+        return token_lists(given, "decoder_input_ids")
+    except BadPrompt as error:
+        raise BadSetting(f"{error}; it must be a list of token ids, or one such list for each source") from error
 
 
 def as_texts(stops: Any) -> tuple[Any, ...]:
@@ -86,13 +95,6 @@ def _are_tokens(tokens: object) -> bool:
     return isinstance(tokens, (list, tuple)) and all(map(is_token, tokens))
 
 
-def _are_prompts(prompts: object) -> bool:
-    """Return whether `prompts` is a list of at least one token id, or a list of such lists."""
-    if not isinstance(prompts, (list, tuple)) or not prompts:
-        return False
-    return _is_word(prompts) or all(map(_is_word, prompts))
-
-
 def _are_callables(processors: object) -> bool:
     return isinstance(processors, (list, tuple)) and all(map(callable, processors))
 
@@ -143,7 +145,6 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("suppress_tokens", _are_tokens, "a list of token ids"),
     ("begin_suppress_tokens", _are_tokens, "a list of token ids"),
     ("renormalize_logits", lambda value: isinstance(value, bool), "True or False"),
-    ("decoder_input_ids", _are_prompts, "a list of token ids, or one such list for each source"),
     ("prefix_allowed_tokens_fn", callable, "a callable that takes the number of a prompt and its tokens"),
     ("logits_processor", _are_callables, "a list of callables that take input_ids and scores"),
     ("grammar_backend", lambda name: name in GRAMMAR_BACKENDS, " or ".join(map(repr, GRAMMAR_BACKENDS))),

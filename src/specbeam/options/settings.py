@@ -11,7 +11,7 @@ from specbeam.core.limits import Decode, Limits
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.laws.ranking import NO_TRUNCATION, Truncation
 from specbeam.laws.warp import Warp
-from specbeam.options.checks import FORMS, as_list, as_texts, check, require
+from specbeam.options.checks import FORMS, as_decoder_prompts, as_list, as_texts, check, require
 from specbeam.options.generation_config import OF_MODELS, WARPERS, read
 
 if TYPE_CHECKING:
@@ -56,13 +56,15 @@ class Settings:
     begin_suppress_tokens: Sequence[int] | None = None
     renormalize_logits: bool | None = None
     decoder_start_token_id: int | None = None
-    decoder_input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None
+    decoder_input_ids: Any = None  # in any container of integers; kept as lists
     json_schema: str | bool | Mapping[str, Any] | None = None
     regex: str | None = None
     grammar: str | None = None
     grammar_backend: str = "llguidance"
 
     def __post_init__(self) -> None:
+        if self.decoder_input_ids is not None:
+            object.__setattr__(self, "decoder_input_ids", as_decoder_prompts(self.decoder_input_ids))
         check({name: getattr(self, name) for name in _names()})
 
     @property

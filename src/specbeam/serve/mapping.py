@@ -9,6 +9,7 @@ from typing import Any
 
 from specbeam.chats import prompt_of_messages
 from specbeam.errors import BadPrompt, SpecbeamError
+from specbeam.inputs import PromptReader, prompts_in
 from specbeam.options.settings import Settings
 from specbeam.pair import Pair
 from specbeam.recipes.catalogue import HEAD_RECIPES, RECIPES
@@ -189,45 +190,29 @@ def _prompts(body: Body, served: Served) -> tuple[list[list[int]], list[str]]:
     if isinstance(body, ChatBody):
         return [chat_ids(body, served)], [""]
     assert isinstance(body, CompletionBody)
-    given: Any = body.prompt
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
-        given = [given]
+    given = prompts_in(body.prompt, "prompt")
     if len(given) > served.config.max_prompts:
         raise invalid(f"there are {len(given)} prompts; this server takes {served.config.max_prompts}", "prompt")
-    vocab = served.pair.target.vocab
-    ids: list[list[int]] = []
-    texts: list[str] = []
-    for number, prompt in enumerate(given):
-        if isinstance(prompt, str):
-            if not prompt.strip():
-                raise invalid(f"prompt {number} is empty; it must hold some text", "prompt", "bad_prompt")
-            ids.append(text_ids(prompt, served, body.add_special_tokens is not False))
-            texts.append(prompt)
-        else:
-            if max(prompt) >= vocab:
-                raise invalid(
-                    f"prompt {number} holds token {max(prompt)}; the model knows 0 to {vocab - 1}",
-                    "prompt",
-                    "bad_prompt",
-                )
-            ids.append(list(prompt))
-            texts.append("")
+    special = body.add_special_tokens is not False
+    ids = [prompt_ids(prompt, served, special, f"prompt {number}") for number, prompt in enumerate(given)]
+    texts = [prompt if isinstance(prompt, str) else "" for prompt in given]
     return ids, texts
 
 
-def text_ids(text: str, served: Served, special: bool = True) -> list[int]:
-    """Return the token ids of a text. Raises `Refusal` if it has none, or if there is no tokenizer."""
+def prompt_ids(prompt: str | list[int], served: Served, special: bool = True, name: str = "the prompt") -> list[int]:
+    """Return the token ids of a prompt. Raises `Refusal` if it has none, or if it is a text and there is no tokenizer.
+
+    Args:
+        special: whether a text gets the special tokens that the tokenizer adds.
+        name: of the prompt, for messages.
+    """
     tokenizer = served.pair.tokenizer
-    if tokenizer is None:
+    if tokenizer is None and isinstance(prompt, str):
         raise invalid("this server has no tokenizer; give token ids", "prompt", "not_supported")
     try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise invalid("the text holds half a character; send proper Unicode", "prompt", "bad_prompt") from error
-    ids = list(tokenizer(text, add_special_tokens=special)["input_ids"])
-    if not ids:
-        raise invalid("the prompt has no tokens; it must hold some text", "prompt", "bad_prompt")
-    return ids
+        return PromptReader(tokenizer, served.pair.target.vocab, adds_special=special).ids(prompt, name)
+    except BadPrompt as error:
+        raise invalid(str(error), "prompt", "bad_prompt") from error
 
 
 def chat_ids(body: Any, served: Served) -> list[int]:
@@ -251,7 +236,9 @@ def chat_ids(body: Any, served: Served) -> list[int]:
     messages = [_message(one) for one in body.messages]
     adds_special = getattr(body, "add_special_tokens", None)
     try:
-        return prompt_of_messages(tokenizer, template, messages, tools, goes_on, starts, adds_special, further)
+        return prompt_of_messages(
+            tokenizer, served.template or None, messages, tools, goes_on, starts, adds_special, further
+        )
     except BadPrompt as error:
         raise invalid(str(error), "messages", "bad_prompt") from error
 
