@@ -1,5 +1,6 @@
 """The pair of a target and a draft model, with their tokenizer, and `load`, which makes it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,11 +17,13 @@ from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.lm.quantised import Quantize, check_is_model, check_kv
 from specbeam.lm.skipping import Skipping
 from specbeam.lm.spread import TIMEOUT_S, end_together, spread_model
-from specbeam.loading.drafts import check_draft_of_sources, check_same_vocabulary, draft_of, given_draft
+from specbeam.loading.drafts import check_draft_of_sources, draft_of, given_draft
+from specbeam.loading.further import FurtherDrafts
 from specbeam.loading.language_models import ShareFrom, by_engine, check_options, language_model, placed_language_model
 from specbeam.loading.models import device_of, model_of, name_or_path
 from specbeam.loading.spread import check_before_spreading, check_spread, has_encoder
 from specbeam.loading.tokenizers import read_tokenizer
+from specbeam.loading.vocabularies import tokens_in_common
 from specbeam.memory.lm import MemoryLM
 
 if TYPE_CHECKING:
@@ -68,9 +71,13 @@ class Pair:
         """Return the text of one token; its number if there is no tokenizer."""
         return self.tokenizer.decode([token]) if self.tokenizer is not None else str(token)
 
-    def room(self, prompt_tokens: int) -> int | None:
-        """Return the number of new tokens for which both target and draft have positions; None if there is no limit."""
-        models = [lm for lm in (self.target, self.draft) if lm is not None]
+    def room(self, prompt_tokens: int, further: Sequence[LM] = ()) -> int | None:
+        """Return the number of new tokens for which target and draft have positions; None if there is no limit.
+
+        Args:
+            further: other models that draft.
+        """
+        models = [lm for lm in (self.target, self.draft, *further) if lm is not None]
         limits = [lm.max_positions for lm in models if lm.max_positions is not None]
         return min(limits) - prompt_tokens if limits else None
 
@@ -179,8 +186,9 @@ def load(
     if given.model is not None:
         draft_model = model_of(given.model, dtype, torch_device, given.quantize, may_keep=True)
     own_tokenizer = None if tokenizer is False else read_tokenizer(tokenizer if tokenizer is not None else target)
+    shared = None
     if draft_model is not None:
-        check_same_vocabulary(target_model, draft_model, own_tokenizer, given.model)
+        shared = tokens_in_common(target_model, draft_model, own_tokenizer, target, given.model)
     if tensor_parallel:
         target_lm = HuggingFaceLM(target_model, engine="parallel", share_from=share_from)
         end_together(target_lm.runner.channel)  # type: ignore[union-attr]
@@ -188,7 +196,10 @@ def load(
         target_lm = placed_language_model(target_model, check, share_from)
     else:
         target_lm = language_model(target_model, check, by_engine(quantize), compile, share_from, rounded_kv)
-    draft_lm = draft_of(given, draft_model, target_lm, own_tokenizer, check, compile, share_from, probe, rounded_kv)
+    target_lm.further_draft = FurtherDrafts(target_lm, own_tokenizer, target, dtype, torch_device, check, share_from)
+    draft_lm = draft_of(
+        given, draft_model, target_lm, own_tokenizer, check, compile, share_from, probe, rounded_kv, shared
+    )
     models = [lm for lm in (target_lm, draft_lm) if isinstance(lm, HuggingFaceLM)]
     if compile and "torch" not in {lm.engine for lm in models}:
         raise BadSetting(

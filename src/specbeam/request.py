@@ -1,6 +1,7 @@
 """The checked input of one call: prompts as token ids, completed settings, and the sessions that decode them."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +11,12 @@ from jaxtyping import Bool
 from specbeam.core.constraint import Constraint
 from specbeam.core.limits import Ended
 from specbeam.core.noise import request_key
+from specbeam.draft.batch import models_of
 from specbeam.engines.families import most_before_angles_change
 from specbeam.errors import BadPrompt, BadSetting, NotSupported, SpecbeamError, TooFewAnswers
 from specbeam.grammar.compiled import compiled
 from specbeam.grammar.spelling import closing_tokens, text_of_tokens
+from specbeam.lm.base import LM
 from specbeam.lm.encoder_decoder import EncoderDecoderLM
 from specbeam.lm.quantised import rounding_of
 from specbeam.memory.lm import MemoryLM
@@ -88,6 +91,8 @@ class Request:
         self.constraint = self._compiled_constraint()
         self.parts = replace(parts, law=self._full_law(parts.law))
         self._closing = self._closing_tokens()
+        self._drafting = models_of(self.parts.drafter) or ()
+        self._readers = readers(pair, self._drafting)
         self.answers_per_session = settings.num_return_sequences if method.beams > 1 else 1
         self.sessions: list[Session] = []
         self.refused: dict[int, SpecbeamError] = {}
@@ -129,14 +134,16 @@ class Request:
         check_decoder_prompt(self.pair, self.settings, len(given))
         for number, prompt in enumerate(given):
             source = None
+            context: dict[Any, Any] = {}
             try:
                 if reads:
-                    source, read = source_of(self.pair, prompt, number)
+                    source, read = source_of(self.pair, prompt, number, self._readers)
+                    context = {lm: lm.own_source(source) for lm in self._readers}
                     start = decoder_prompt(self.pair, self.settings, number)
                     ids = [*read, *start]
                 else:
                     start = ids = token_ids(self.pair, prompt, number, self.pair.target.vocab)
-                room = _room(self.pair, self.method, start, self.settings, number)
+                room = _room(self.pair, self.method, start, self.settings, number, self._drafting)
             except BadPrompt as error:
                 self.refused[len(self.prompt_of)] = error
                 self.prompt_of.append(number)
@@ -146,7 +153,7 @@ class Request:
                 earlier[tuple(ids)] += 1
                 session = self._session(start, number, room, key)
                 if source is not None:
-                    session.context = dict.fromkeys(readers(self.pair), source)
+                    session.context = context
                     session.read = copied_tokens(self.pair, source)
                 self.sessions.append(session)
                 self.prompt_of.append(number)
@@ -269,13 +276,15 @@ def _check_tokens(settings: Settings, vocab: int) -> None:
             raise BadSetting(f"{name} holds {unknown[0]}; the model knows 0 to {vocab - 1}")
 
 
-def _room(pair: Pair, method: Method, prompt: list[int], settings: Settings, number: int) -> int | None:
+def _room(
+    pair: Pair, method: Method, prompt: list[int], settings: Settings, number: int, drafting: Sequence[LM]
+) -> int | None:
     """Return the number of new tokens for which the models have positions; None if there is no limit.
 
     Raises `BadPrompt` if prompt `number` is too long for the settings or for the models.
     """
     models = pair if method.needs_draft else Pair(pair.target_model, None, None, pair.target, None)
-    room = models.room(len(prompt))
+    room = models.room(len(prompt), drafting)
     wanted = settings.new_tokens(len(prompt))
     if wanted is not None and wanted < 1:
         raise BadPrompt(

@@ -1,12 +1,13 @@
 """What a caller gives for each text: prompts, or the sources of models whose encoder reads them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from specbeam.engines.source import Source
 from specbeam.errors import BadPrompt, BadSetting, NotSupported
+from specbeam.lm.base import LM
 from specbeam.lm.encoder_decoder import EncoderDecoderLM
 from specbeam.options.checks import as_list, is_integer
 from specbeam.options.settings import Settings
@@ -80,9 +81,14 @@ def _are_features(value: Any) -> bool:
     return bool(torch.as_tensor(value).is_floating_point())
 
 
-def readers(pair: Pair) -> list[EncoderDecoderLM]:
-    """Return the models of a pair that read sources."""
-    return [lm for lm in (pair.target, pair.draft) if isinstance(lm, EncoderDecoderLM)]
+def readers(pair: Pair, further: Sequence[LM] = ()) -> list[EncoderDecoderLM]:
+    """Return the models of a pair that read sources, each once.
+
+    Args:
+        further: other models that draft for it.
+    """
+    every = dict.fromkeys((pair.target, pair.draft, *further))
+    return [lm for lm in every if isinstance(lm, EncoderDecoderLM)]
 
 
 def hears(pair: Pair) -> bool:
@@ -101,8 +107,11 @@ def source_length(session: Session) -> int:
     return max(lengths, default=0)
 
 
-def source_of(pair: Pair, given: Any, number: int) -> tuple[Source, list[int]]:
+def source_of(pair: Pair, given: Any, number: int, reading: Sequence[EncoderDecoderLM]) -> tuple[Source, list[int]]:
     """Return source `number`, and integers that stand for it, from which the chance of its sessions is made.
+
+    Args:
+        reading: the models that read it.
 
     Raises `BadPrompt` if it is empty, too long or not what the encoder reads. Nothing is cut off.
     """
@@ -110,20 +119,20 @@ def source_of(pair: Pair, given: Any, number: int) -> tuple[Source, list[int]]:
     assert isinstance(target, EncoderDecoderLM)
     if isinstance(given, Source):
         if given.name == "input_ids" and given.inputs is not None:
-            _check_length(pair, int(given.inputs.shape[1]), number)
+            _check_length(reading, int(given.inputs.shape[1]), number)
         return given, _digest(given)
     if target.input_name == "input_features":
         source = Source.of_features(_features(target, given, number))
         return source, _digest(source)
-    vocab = min(_encoder_vocab(lm) for lm in readers(pair))
+    vocab = min(_encoder_vocab(lm) for lm in reading if lm.shared is None)
     ids = token_ids(pair, given, number, vocab)
-    _check_length(pair, len(ids), number)
+    _check_length(reading, len(ids), number)
     return Source.of_tokens(ids), ids
 
 
-def _check_length(pair: Pair, length: int, number: int) -> None:
+def _check_length(reading: Sequence[EncoderDecoderLM], length: int, number: int) -> None:
     """Raise `BadPrompt` if an encoder has too few positions for the tokens of source `number`."""
-    for lm in readers(pair):
+    for lm in reading:
         if lm.most_source is not None and length > lm.most_source:
             raise BadPrompt(
                 f"prompt {number} has {length} tokens, and the encoder of {lm.model_name} has {lm.most_source} positions; "

@@ -10,6 +10,7 @@ from specbeam.core.forest import Forest
 from specbeam.engines.cpu.audio_encoder import AudioEncoder
 from specbeam.engines.cpu.encoder import CompiledEncoder, TextEncoder
 from specbeam.engines.mapped import is_kept
+from specbeam.engines.shared_tokens import readable
 from specbeam.engines.source import Source
 from specbeam.engines.torch.in_float32 import as_loaded
 from specbeam.errors import NotSupported, SpecbeamError, UnsupportedModel
@@ -65,6 +66,10 @@ def check_scores_forests(lm: HuggingFaceLM) -> None:
         ) from error
     finally:
         lm.close(owner)
+    if lm.shared is not None:  # what it never drafts is -inf, which has no difference
+        is_drafted = torch.from_numpy(lm.shared.known)
+        found = found[:, is_drafted.to(found.device)]
+        plain = [row[is_drafted.to(row.device)] for row in plain]
     expected = torch.stack(plain).float().to(found.device)
     spread = expected.std().clamp_min(1e-6)
     error_in_spreads = float((found - expected).abs().max() / spread)
@@ -148,7 +153,7 @@ def _plain_logits(lm: HuggingFaceLM, path: list[int], source: Source | None = No
         assert isinstance(lm, EncoderDecoderLM)
         return lm.plain_logits(source, path)
     if not _rounds(lm):
-        return lm.model(input_ids=torch.tensor([path], device=lm.device)).logits[0, -1]
+        return _called(lm, [path])[0, -1]
     context = {lm: source} if source is not None else {}
     owner: Any = SimpleNamespace(prompt=path, state={}, context=context)  # of the cache, in place of a session
     try:
@@ -181,5 +186,12 @@ def _kept_logits(lm: HuggingFaceLM, prompt: list[int], paths: list[list[int]]) -
     longest = max(len(path) for path in paths)
     rows = [prompt + path + [prompt[-1]] * (longest - len(path)) for path in paths]  # no row looks at what follows it
     with as_loaded(lm.model):
-        logits = lm.model(input_ids=torch.tensor(rows, device=lm.device), use_cache=False).logits
+        logits = _called(lm, rows, use_cache=False)
     return list(logits[:, len(prompt) - 1 :])
+
+
+def _called(lm: HuggingFaceLM, rows: list[list[int]], **options: Any) -> torch.Tensor:
+    """Return the logits of the model object itself for texts of equal length, float[texts, length, vocab]."""
+    tokens = torch.from_numpy(readable(lm.shared, np.array(rows))).to(lm.device)
+    logits: torch.Tensor = lm.model(input_ids=tokens, **options).logits
+    return logits if lm.shared is None else lm.shared.fitted_logits(logits)

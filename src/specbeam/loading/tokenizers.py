@@ -14,11 +14,15 @@ if TYPE_CHECKING:
 
 # Files of SentencePiece models in the folders of Marian, T5 and M2M100 as they were published, and what reads them.
 _PIECES = ("source.spm", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "tokenizer.model")
+_TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", *_PIECES, "vocab.json")
 _READ_PIECES = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}  # package: its module
 
 
-def read_tokenizer(source: Any) -> "PreTrainedTokenizerBase | None":
+def read_tokenizer(source: Any, fetch: bool = True) -> "PreTrainedTokenizerBase | None":
     """Return a tokenizer object as it is, or load the tokenizer at a path or hub id, or of a model object.
+
+    Args:
+        fetch: whether what the hub's cache lacks is fetched.
 
     Returns None if a model object does not name a folder with a tokenizer. Raises `MissingFile` if loading fails,
     `MissingPackage` if it does as a package is missing.
@@ -28,7 +32,7 @@ def read_tokenizer(source: Any) -> "PreTrainedTokenizerBase | None":
 
         name = name_or_path(source)
         try:
-            return AutoTokenizer.from_pretrained(name)
+            return AutoTokenizer.from_pretrained(name, local_files_only=not fetch)
         except (OSError, ValueError, ImportError) as error:
             _check_reads_pieces(name, error)
             raise MissingFile(
@@ -41,6 +45,28 @@ def read_tokenizer(source: Any) -> "PreTrainedTokenizerBase | None":
     return source
 
 
+def has_tokenizer_files(name: str, fetch: bool) -> bool:
+    """Return whether there are files of a tokenizer in a folder, or of a hub id in the hub's cache.
+
+    Args:
+        fetch: whether to look on the hub for what its cache does not have.
+    """
+    if Path(name).expanduser().is_dir():
+        return any((Path(name).expanduser() / file).is_file() for file in _TOKENIZER_FILES)
+    return any(_is_on_hub(name, file, fetch) for file in _TOKENIZER_FILES)
+
+
+def _is_on_hub(name: str, file: str, fetch: bool) -> bool:
+    """Return whether a repository of the hub has a file; False if there is no such repository, or no way to it."""
+    from transformers.utils import cached_file
+
+    try:
+        found = cached_file(name, file, local_files_only=not fetch, _raise_exceptions_for_missing_entries=False)
+    except (OSError, ValueError):
+        return False
+    return found is not None
+
+
 def _check_reads_pieces(name: str, error: Exception) -> None:
     """Raise `MissingPackage` if a tokenizer is a SentencePiece model alone and no package reads it.
 
@@ -50,19 +76,10 @@ def _check_reads_pieces(name: str, error: Exception) -> None:
         name: path or hub id of the tokenizer.
         error: what transformers raised.
     """
-    from transformers.utils import cached_file
-
-    def has(file: str) -> bool:
-        try:
-            found = cached_file(name, file, local_files_only=True, _raise_exceptions_for_missing_entries=False)
-        except OSError:  # the hub's cache has nothing of this name
-            return False
-        return found is not None
-
     missing = [package for package, module in _READ_PIECES.items() if not _is_there(module)]
-    if not missing or has("tokenizer.json"):
+    if not missing or _is_on_hub(name, "tokenizer.json", fetch=False):
         return
-    file = next(filter(has, _PIECES), None)
+    file = next((file for file in _PIECES if _is_on_hub(name, file, fetch=False)), None)
     if file is not None:
         raise MissingPackage(
             f"the tokenizer of {name} is a SentencePiece model ({file}), which {' and '.join(missing)} must read: "

@@ -117,6 +117,11 @@ class MemoryLM:
         return self.lm.caches
 
     @property
+    def further_draft(self) -> Any:
+        """What loads further drafts for the model; see `HuggingFaceLM.further_draft`."""
+        return self.lm.further_draft
+
+    @property
     def slot_bytes(self) -> int:
         """The bytes of the keys and values of one row that a window stores."""
         return self.lm.slot_bytes

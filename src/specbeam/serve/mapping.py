@@ -412,7 +412,8 @@ def named_method(
     return method, repr((name, sorted(chosen.items())))
 
 
-_OBJECTS = ("trace", "task", "search")  # settings that are not for requests: objects, and names of what is kept on disk
+# Settings that are not for requests: objects, names of what is kept on disk, and models, which would be loaded by name.
+_OBJECTS = ("trace", "task", "search", "others")
 
 
 def _check_skipping(method: str, chosen: Mapping[str, Any]) -> None:

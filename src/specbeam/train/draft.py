@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from specbeam.errors import MissingFile, UnsupportedModel
+from specbeam.lm.huggingface import vocab_of
 from specbeam.measure import kept_figures
 from specbeam.options.checks import is_integer, require
 from specbeam.options.head_kinds import DRAFT_SCHEDULE
@@ -197,6 +198,8 @@ def started_draft(pair: Pair, start: str | Path) -> "PreTrainedModel":
     if loaded.draft_model is None:
         raise MissingFile(f"{start} is not a model")
     model = copy.deepcopy(loaded.draft_model).float().eval()  # learns without dropout
+    if vocab_of(model) != pair.target.vocab:  # `load` has compared what they have in common
+        model.resize_token_embeddings(pair.target.vocab, mean_resizing=False)
     for weight in model.parameters():
         weight.requires_grad_(True)
     tokens = torch.arange(8, device=next(model.parameters()).device)[None]
