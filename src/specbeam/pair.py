@@ -104,13 +104,15 @@ def load(
     Args:
         target: a path, a hub id, a model object, or "bundled" (the pair that comes with specbeam, draft included). A causal
             language model; or an encoder-decoder model for translation, summaries or speech, whose prompts are sources.
-        draft: the same kinds of values; None for methods that need no draft model. It must have the target's vocabulary.
-            Or a draft head for the target (docs/heads.md lists the kinds); "mtp": the modules of multi-token prediction that
-            the target's own files hold (a folder of this name is "./mtp"). "swift", or a `Skipping`: the target without some
-            of its sublayers (docs/methods/swift.md; a folder of this name is "./swift"). Or one of the names of `quantize`:
-            the target itself with rounded weights, and a cache of its own. The draft of an encoder-decoder model is another
-            one, which shares the target's encoder if its own has the same weights; the decoder of one without an encoder
-            (`WhisperForCausalLM`); or a causal language model, which does not see the source.
+        draft: the same kinds of values; None for methods that need no draft model. It must have the target's tokens, as
+            far as both have any: a padded vocabulary may be larger or smaller, and tokens of one model alone are never
+            drafted (docs/models.md). Or a draft head for the target (docs/heads.md lists the kinds); "mtp": the modules of
+            multi-token prediction that the target's own files hold (a folder of this name is "./mtp"). "swift", or a
+            `Skipping`: the target without some of its sublayers (docs/methods/swift.md; a folder of this name is
+            "./swift"). Or one of the names of `quantize`: the target itself with rounded weights, and a cache of its own.
+            The draft of an encoder-decoder model is another one, which shares the target's encoder if its own has the same
+            weights; the decoder of one without an encoder (`WhisperForCausalLM`); or a causal language model, which does
+            not see the source.
         tokenizer: a path, a hub id or an object; None: the target's tokenizer. False: none, for prompts of token ids.
         dtype: "auto" is the checkpoint's own type on a GPU. On a CPU it is float32: in arithmetic for every model, and in
             memory up to 300 M parameters. A larger one that the compiled forward runs stays in the type of its files, mapped
@@ -154,7 +156,7 @@ def load(
         MissingFile: a model or tokenizer cannot be loaded.
         BadHead: a draft head cannot be read, or does not fit the target.
         UnsupportedModel: a model cannot score a token tree.
-        VocabularyMismatch: draft and target do not have the same tokens.
+        VocabularyMismatch: draft and target have other tokens at the same ids.
         NotSupported: a package is missing, the weights of this model cannot be rounded so, or those of its files were
             rounded in a way that cannot be read.
     """

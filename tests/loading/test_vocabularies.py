@@ -75,7 +75,10 @@ def test_equal_vocabularies_are_left_alone(quiet, tmp_path):
 @pytest.mark.parametrize("larger", ["target", "draft", "both"])
 def test_added_tokens_of_one_model_are_never_drafted(quiet, tmp_path, larger):
     """Those of both, in rows that both have, differ in no ordinary token: they are other names of special ones."""
-    more = {"target": (with_added("<a>", "<b>"), words.tokenizer()), "draft": (words.tokenizer(), with_added("<a>", "<b>"))}
+    more = {
+        "target": (with_added("<a>", "<b>"), words.tokenizer()),
+        "draft": (words.tokenizer(), with_added("<a>", "<b>")),
+    }
     own, other = more.get(larger, (with_added("<a>", "<b>"), with_added("<a>")))
     target = saved(tmp_path / "target", 64, own)
     pair = sb.load(target, saved(tmp_path / "draft", 64, other, seed=1))
@@ -101,7 +104,9 @@ def test_ordinary_tokens_that_differ_are_refused(tmp_path, form, draft_rows):
         "paths": lambda: (tmp_path / "target", tmp_path / "draft"),
         "objects": lambda: (sb.load(target).target_model, sb.load(draft).target_model),
     }
-    with pytest.raises(errors.VocabularyMismatch, match=r"not the same ones .*token 4 is 'a' for the target and 'b' for"):
+    with pytest.raises(
+        errors.VocabularyMismatch, match=r"not the same ones .*token 4 is 'a' for the target and 'b' for"
+    ):
         sb.load(*given[form]())
 
 
@@ -120,7 +125,9 @@ def test_special_tokens_with_other_names_warn(tmp_path, form, other):
     if form == "objects":
         target, draft = (sb.load(folder).target_model for folder in (target, draft))
     for _ in range(2):
-        with pytest.warns(UserWarning, match=r"1 of the target's special tokens .*token 61 is '<\|im_end\|>' .*'<\|eot\|>'"):
+        with pytest.warns(
+            UserWarning, match=r"1 of the target's special tokens .*token 61 is '<\|im_end\|>' .*'<\|eot\|>'"
+        ):
             pair = sb.load(target, draft)
         assert pair.draft.shared is None
 

@@ -52,6 +52,12 @@ def transformers(pair: Pair, mode: str, beams: int = 4, **options: Any) -> Conte
     if mode.startswith("assisted"):
         if pair.draft_model is None:
             raise BadSetting(f"transformers/{mode} needs a draft model")
+        sizes = [model.config.get_text_config().vocab_size for model in (pair.target_model, pair.draft_model)]
+        if sizes[0] != sizes[1]:
+            raise NotSupported(
+                f"transformers/{mode} takes drafts with as many tokens as the target, and these have {sizes[1]} and "
+                f"{sizes[0]}; leave it out"
+            )
         arguments["assistant_model"] = pair.draft_model
     arguments["max_new_tokens"] = options.get("max_new_tokens") or DEFAULT_NEW_TOKENS
 

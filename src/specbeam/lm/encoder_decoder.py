@@ -81,7 +81,9 @@ class EncoderDecoderLM(HuggingFaceLM):
         self.most_source = _most_source(module)
 
     def _new_twin(self) -> "EncoderDecoderLM":
-        return EncoderDecoderLM(self.model, CHUNK, self.encoder, self.engine, self.kv, self.shared)
+        twin = EncoderDecoderLM(self.model, CHUNK, self.encoder, self.engine, self.kv, self.shared)
+        twin._reads_by_itself = self._reads_by_itself
+        return twin
 
     @property
     def slot_bytes(self) -> int:

@@ -245,8 +245,8 @@ class GpuDecoder:
         more = normed(multiplied(read, matrix, bias), norm, self.eps)
         x.add_(more, alpha=self.numbers.residual)
 
-    def _shaped(self, logits: Float[Tensor, "wanted vocab"]) -> Float[Tensor, "wanted vocab"]:
-        """Return logits divided and capped as the family has it, with the model's biases."""
+    def _shaped(self, logits: Float[Tensor, "wanted own"]) -> Float[Tensor, "wanted vocab"]:
+        """Return logits divided and capped as the family has it, of all tokens, with their biases."""
         if self.numbers.logits_divisor != 1:
             logits = logits / self.numbers.logits_divisor
         cap = self.numbers.logits_cap
