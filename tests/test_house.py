@@ -41,7 +41,7 @@ FLOORS = [
     {"__main__"},
 ]
 INSIDE_ENGINES = [
-    {"answers", "mapped", "packed", "source"},
+    {"answers", "mapped", "packed", "shared_tokens", "source"},
     {"families"},
     {"eligibility"},
     {"kv"},

@@ -59,7 +59,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ComparedTokens:
     """What the comparison of a draft's tokens with a target's has found.
 
     Attributes:
@@ -104,7 +104,7 @@ def tokens_in_common(
 class _Compared:
     """A comparison with a target, stored on the object of the draft model. A copy of this object starts without it."""
 
-    def __init__(self, target: Any = None, key: Any = None, found: Comparison | None = None) -> None:
+    def __init__(self, target: Any = None, key: Any = None, found: ComparedTokens | None = None) -> None:
         self.target = target  # a weak reference
         self.key = key
         self.found = found
@@ -115,7 +115,7 @@ class _Compared:
 
 def _compared(
     target: "PreTrainedModel", draft: "PreTrainedModel", tokenizer: Any, target_source: Any, draft_source: Any
-) -> Comparison:
+) -> ComparedTokens:
     """Compare the tokens of a draft with those of its target; see `tokens_in_common`."""
     own_tokenizer = _tokenizer_beside(target, target_source) if tokenizer is None else tokenizer
     own = Vocabulary(vocab_of(target), _with_words(own_tokenizer))
@@ -123,7 +123,7 @@ def _compared(
     both_spell = own.tokenizer is not None and other.tokenizer is not None
     known, warning = _known_by_words(own, other) if both_spell else _known_by_size(own, other)
     is_whole = known.all() and len(known) == vocab_of(draft)
-    return Comparison(None if is_whole else SharedTokens(known, _stand_in(other, draft)), warning)
+    return ComparedTokens(None if is_whole else SharedTokens(known, _stand_in(other, draft)), warning)
 
 
 def _is_same_name(first: Any, second: Any) -> bool:
