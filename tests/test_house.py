@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "specbeam"
 FLOORS = [
     {"garbage"},
     {"errors", "kernels", "lazy", "measure", "whole_files"},
-    {"core"},
+    {"checkpoints", "core"},
     {"laws"},
     {"audit"},
     {"records"},

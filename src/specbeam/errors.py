@@ -44,6 +44,10 @@ class MissingFile(SpecbeamError, FileNotFoundError):
     """A file or folder is missing, or does not hold what was expected."""
 
 
+class BadCheckpoint(SpecbeamError, ValueError):
+    """The files of a model are broken, do not fit each other, or hold weights that are no numbers."""
+
+
 class BadHead(SpecbeamError, ValueError):
     """The files of a draft head cannot be read, or the head does not fit the target."""
 

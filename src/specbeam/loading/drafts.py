@@ -26,6 +26,8 @@ from specbeam.options.checks import is_integer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+_ROLE = "the draft model "  # before the name of a draft model in errors
+
 
 @dataclass(frozen=True)
 class GivenDraft:
@@ -96,7 +98,7 @@ def draft_of(
     if model is target.model:  # it may draft for itself, but it needs a second cache for that
         engine = rounding or ("torch" if target.engine == "torch" else "auto")
         return HuggingFaceLM(model, engine=engine, share_from=share_from, kv=own_kv)
-    return language_model(model, check, rounding, compile, share_from)
+    return language_model(model, check, rounding, compile, share_from, role=_ROLE)
 
 
 def check_draft_of_sources(model: "PreTrainedModel", draft: Any, share_from: ShareFrom) -> None:
@@ -126,7 +128,7 @@ def _reading_draft(
         )
     encoder = encoder_for(model, target)
     if encoder is None and model is not target.model:
-        own = language_model(model, check, quantize)
+        own = language_model(model, check, quantize, role=_ROLE)
         assert isinstance(own, EncoderDecoderLM)
         if own.input_name != target.input_name:
             raise NotSupported(f"the draft reads {own.input_name}, and the target reads {target.input_name}")
@@ -137,7 +139,7 @@ def _reading_draft(
     # It needs a cache of its own for each target.
     lm = EncoderDecoderLM(model, encoder=target.encoder, engine=quantize or "auto", kv=kv)
     if check and model is not target.model:
-        check_scores_forests(lm)
+        check_scores_forests(lm, _ROLE)
     return lm
 
 

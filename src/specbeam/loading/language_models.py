@@ -29,22 +29,25 @@ def language_model(
     compile: bool = False,
     share_from: ShareFrom = "auto",
     kv: KeptAs = "float32",
+    role: str = "",
 ) -> HuggingFaceLM:
     """Return the language model that scores forests with a model object.
 
     There is one per model object, cached on it and checked once. A new one is made if the model has changed since, or if
     `quantize`, `compile`, `share_from` or `kv` differ. The arguments are those of `load`, but no library can round a model
-    object.
+    object; `role` is what errors say before the name of the model.
     """
     check_options(quantize, share_from)
     if quantize in BY_LIBRARY:
         raise cannot_round(quantize)
     options = (quantize, compile, share_from, kv)
     with ONE_AT_A_TIME:
-        return _cached_language_model(model, check, options)
+        return _cached_language_model(model, check, options, role)
 
 
-def _cached_language_model(model: "PreTrainedModel", check: bool, options: tuple[Any, ...]) -> HuggingFaceLM:
+def _cached_language_model(
+    model: "PreTrainedModel", check: bool, options: tuple[Any, ...], role: str
+) -> HuggingFaceLM:
     quantize, compile, share_from, kv = options
     cached = vars(model).get("_specbeam")
     if cached is None or cached.state != (_fingerprint(model), options):
@@ -61,7 +64,7 @@ def _cached_language_model(model: "PreTrainedModel", check: bool, options: tuple
         if compile and lm.engine == "plain":
             lm = HuggingFaceLM(model, engine="torch", share_from=share_from)
         if check:
-            check_scores_forests(lm)
+            check_scores_forests(lm, role)
         # The fingerprint is taken again, because an engine may have changed the layout of the weights.
         cached = _CachedLM((_fingerprint(model), options), lm)
         object.__setattr__(model, "_specbeam", cached)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specbeam.checkpoints.boundary import beginning, reading
 from specbeam.errors import MissingFile, MissingPackage
 from specbeam.loading.models import name_or_path
 
@@ -14,13 +15,14 @@ if TYPE_CHECKING:
 
 # Files of SentencePiece models in the folders of Marian, T5 and M2M100 as they were published, and what reads them.
 _PIECES = ("source.spm", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "tokenizer.model")
+_FEW = 64  # tokens, up to which it is looked whether any of them is a word
 _READ_PIECES = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}  # package: its module
 
 
 def read_tokenizer(source: Any) -> "PreTrainedTokenizerBase | None":
     """Return a tokenizer object as it is, or load the tokenizer at a path or hub id, or of a model object.
 
-    Returns None if a model object does not name a folder with a tokenizer. Raises `MissingFile` if loading fails,
+    Returns None if a model object does not name a folder with a tokenizer. Raises `MissingFile` if loading fails or it has no words,
     `MissingPackage` if it does as a package is missing.
     """
     if isinstance(source, (str, Path)):
@@ -28,17 +30,28 @@ def read_tokenizer(source: Any) -> "PreTrainedTokenizerBase | None":
 
         name = name_or_path(source)
         try:
-            return AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError, ImportError) as error:
+            with reading(f"could not load a tokenizer from {source}", MissingFile, "; give load(tokenizer=...)"):
+                tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        except MissingFile as error:
             _check_reads_pieces(name, error)
-            raise MissingFile(
-                f"could not load a tokenizer from {source}: {_beginning(error)}; give load(tokenizer=...)"
-            ) from error
+            raise
+        _check_has_words(tokenizer, name)
+        return tokenizer
     if isinstance(source, torch.nn.Module):
         folder = getattr(source, "name_or_path", "")
         has_tokenizer = folder and (Path(folder) / "tokenizer_config.json").is_file()
         return read_tokenizer(folder) if has_tokenizer else None
     return source
+
+
+def _check_has_words(tokenizer: Any, name: str) -> None:
+    """Raise `MissingFile` if a tokenizer knows special tokens alone: transformers makes one so if its words are missing."""
+    if len(tokenizer) <= _FEW and set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise MissingFile(
+            f"the tokenizer of {name} has no words, only {', '.join(tokenizer.all_special_tokens)}: its tokenizer.json (or "
+            "vocab.json with merges.txt, or tokenizer.model) is missing or empty; copy or download it, or give "
+            "load(tokenizer=...)"
+        )
 
 
 def _check_reads_pieces(name: str, error: Exception) -> None:
@@ -66,14 +79,8 @@ def _check_reads_pieces(name: str, error: Exception) -> None:
     if file is not None:
         raise MissingPackage(
             f"the tokenizer of {name} is a SentencePiece model ({file}), which {' and '.join(missing)} must read: "
-            f"pip install {' '.join(_READ_PIECES)}; transformers says: {_beginning(error)}"
+            f"pip install {' '.join(_READ_PIECES)}; transformers says: {beginning(error)}"
         ) from error
-
-
-def _beginning(error: Exception) -> str:
-    """Return what an error says, at most 300 letters of it: transformers lists all models that it knows."""
-    said = str(error)
-    return said if len(said) <= 300 else f"{said[:300]} ..."
 
 
 def _is_there(module: str) -> bool:

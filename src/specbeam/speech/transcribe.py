@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from specbeam.engines.source import Source
+from specbeam.checkpoints.boundary import reading
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.generation import generate
 from specbeam.lm.encoder_decoder import EncoderDecoderLM
@@ -457,7 +458,8 @@ def extractor_of(pair: Pair) -> Any:
     lm = listener_of(pair)
     folder = Path(pair.target_model.name_or_path or "")
     if pair.target_model.name_or_path and (not folder.exists() or (folder / "preprocessor_config.json").is_file()):
-        return WhisperFeatureExtractor.from_pretrained(pair.target_model.name_or_path)
+        with reading(f"the preprocessor_config.json of {folder} cannot be read"):
+            return WhisperFeatureExtractor.from_pretrained(pair.target_model.name_or_path)
     assert lm.most_source is not None
     channels = int(lm.model.config.num_mel_bins)
     return WhisperFeatureExtractor(feature_size=channels, chunk_length=lm.most_source // 100)

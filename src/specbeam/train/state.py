@@ -26,7 +26,7 @@ def resume_from(folder: Path, device: torch.device, restore: Callable[[dict[str,
     path = folder / STATE
     if not path.exists():
         return False
-    read_or_refuse(path, lambda: restore(torch.load(path, map_location=device)))
+    read_or_refuse(path, lambda: restore(torch.load(path, map_location=device, weights_only=True)))
     return True
 
 

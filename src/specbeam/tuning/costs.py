@@ -17,6 +17,7 @@ from specbeam.control.cost import CostCurve, HostCost
 from specbeam.core.limits import Limits
 from specbeam.decode import decode
 from specbeam.engines.cpu.tiles import available as uses_tiles
+from specbeam.errors import BrokenLaw
 from specbeam.heads.lm import HeadLM
 from specbeam.laws.ranking import Truncation
 from specbeam.laws.warp import Warp
@@ -232,7 +233,10 @@ def host_cost(vocab: int, parts: PartsOf, key: list[Any], models: tuple[LM, LM] 
         if record is not None:
             known = HostCost(**record)
         else:
-            known = measure_host(vocab, parts) if models is None else measure_loops(*models, parts)
+            measured = measure_host(vocab, parts) if models is None else measure_loops(*models, parts)
+            if measured is None:  # made-up texts do not tell whether the prompt's own can be decoded
+                return measure_host(vocab, parts)
+            known = measured
         kept_figures.keep("host", full_key, asdict(known))
     return _HOST.setdefault(repr(full_key), known)
 
@@ -258,8 +262,10 @@ def measure_host(vocab: int, parts: PartsOf, rounds: int = 3) -> HostCost:
     return HostCost(max(undrafted - judge_s, 0.0), draft_s, judge_s)
 
 
-def measure_loops(target: LM, draft: LM, parts: PartsOf, budget_s: float = 1.0) -> HostCost:
+def measure_loops(target: LM, draft: LM, parts: PartsOf, budget_s: float = 1.0) -> HostCost | None:
     """Measure the cost of turns in compiled runs outside the models, by the spans that the runs record.
+
+    Returns None if a model has no law on some of the made-up texts, where its logits are NaN or infinite.
 
     The runs decode with the models themselves. The times are the least of up to four rounds after a warm-up.
 
@@ -276,6 +282,10 @@ def measure_loops(target: LM, draft: LM, parts: PartsOf, budget_s: float = 1.0) 
         with profiled() as profile:
             for _ in decode(target, [session], ahead=TURNS):
                 pass
+        if session.failure is not None:
+            if isinstance(session.failure, BrokenLaw):
+                return None
+            raise session.failure
         turns = session.count.target_passes
         layers = len(session.count.widths)
         drafted = session.count.draft_passes * (DEEP if getattr(draft, "drafts_blocks", False) else 1)
