@@ -31,6 +31,7 @@ _TASKS = {  # ends of names of classes that write no texts, and what they do
 }
 _READS_MASKED = "ForMaskedLM"
 _PACKED = 16  # numbers that a stored one may stand for where weights are rounded
+_MOST_EXPERTS = 1024  # that a configuration may name of a model that has none
 _SLACK = 2**26  # numbers that a model may have beyond twice those of its files: positions that are computed
 _NO_MATRIX = ("vocab", "position", "token", "window", "max_", "length", "ctx")  # in names of fields that multiply no layer
 
@@ -41,7 +42,10 @@ def described_by(name: str) -> dict[str, Any]:
     if path is None:
         if (of_adapter := file_of(name, ADAPTER)) is not None:
             raise adapter(name, json_object(of_adapter))
-        raise MissingFile(f"{name} has no {CONFIG}; give a model in transformers' format")
+        raise MissingFile(
+            f"there is no folder {name} here, and no {CONFIG} of a model of this name can be had from the hub or its cache; give "
+            "a folder that save_pretrained wrote, or the id of a model on the hub"
+        )
     described = json_object(path)
     kind = described.get("model_type")
     if not isinstance(kind, str) or not kind:
@@ -80,7 +84,8 @@ def config_of(name: str, described: Mapping[str, Any]) -> Any:
             raise BadCheckpoint(f"the {CONFIG} of {name} says {field} {size!r}; it must be a whole number of at least 1")
     heads = sizes["num_attention_heads"]
     shared = sizes["num_key_value_heads"]
-    if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
+    is_causal = not getattr(config, "is_encoder_decoder", False)
+    if is_causal and isinstance(heads, int) and isinstance(shared, int) and heads % shared:
         raise BadCheckpoint(
             f"the {CONFIG} of {name} says num_attention_heads {heads} and num_key_value_heads {shared}; the second must "
             "divide the first"
@@ -139,8 +144,9 @@ def check_fits_files(name: str, config: Any, stored: Mapping[str, StoredTensor],
     described = config.to_dict()
     largest = max([len(stored), *(one.shape[0] for one in stored.values() if one.shape)])
     for field, value in _whole_numbers(described):
-        counts_modules = ("layers" in field and "window" not in field) or "experts" in field or field == "n_layer"
-        if counts_modules and value > largest:
+        counts_layers = ("layers" in field and "window" not in field) or field == "n_layer"
+        counts_experts = "experts" in field and value > _MOST_EXPERTS
+        if (counts_layers or counts_experts) and value > largest:
             raise BadCheckpoint(
                 f"the {CONFIG} of {name} says {field} {value}, and its files hold {len(stored)} tensors; it is that of "
                 "another model"

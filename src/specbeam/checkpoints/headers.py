@@ -1,7 +1,9 @@
 """The files of a model's weights, and the names, types and shapes of the tensors in them, without their numbers."""
 
+import json
 import math
 import zipfile
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
@@ -89,7 +91,9 @@ def weight_map(index: Path, error: type[SpecbeamError] = BadCheckpoint) -> dict[
 
     Raises `error` if the index is broken, or names files outside of the folder.
     """
-    found = json_object(index, error).get("weight_map")
+    held = json_object(index, error)
+    with reading_file(index, error):
+        found = held["weight_map"]
     if not isinstance(found, dict) or not found:
         raise error(f"{index} cannot be read: weight_map is {type(found).__name__}; it must name the file of each tensor")
     for tensor, file in found.items():
@@ -143,7 +147,18 @@ def _header(path: Path, error: type[SpecbeamError]) -> dict[str, StoredTensor]:
         for name in file.keys():  # noqa: SIM118, it is no dictionary
             part = file.get_slice(name)
             found[name] = StoredTensor(path, str(part.get_dtype()), tuple(part.get_shape()))
+    _check_names(path, error)
     return found
+
+
+def _check_names(path: Path, error: type[SpecbeamError]) -> None:
+    """Raise `error` if the header of a safetensors file, which was read before, holds a name twice: the last would count."""
+    with reading_file(path, error), path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        pairs: list[tuple[str, Any]] = json.loads(file.read(size), object_pairs_hook=list)
+    counts = Counter(name for name, _ in pairs)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise error(f"{path} cannot be read: its header holds {twice[0]} twice")
 
 
 def _unpickled(path: Path, device: str, error: type[SpecbeamError]) -> Any:

@@ -14,7 +14,7 @@ from specbeam.checkpoints.configs import (
 )
 from specbeam.checkpoints.folders import without_weights
 from specbeam.checkpoints.headers import StoredTensor, tensors_in, weight_files
-from specbeam.checkpoints.report import check_report, check_types
+from specbeam.checkpoints.report import check_report, check_types, lacking_experts
 from specbeam.errors import BadCheckpoint, SpecbeamError
 
 
@@ -78,7 +78,7 @@ def pretrained(
         end: the end of its message.
         options: of `from_pretrained`.
     """
-    with reading(what, error, end):
+    with reading(what, error, end + lacking_experts(checkpoint.stored)):
         model, report = checkpoint.kind.from_pretrained(
             checkpoint.name,
             config=checkpoint.config,

@@ -30,7 +30,9 @@ _SENSES = re.compile(
 )
 _SENSE_FIELDS = ("vision_config", "audio_config", "vision_tower", "mm_vision_tower", "visual")
 _SINUSOIDS = re.compile(r"(^|\.)embed_positions\.weights?$")
-_SINUSOIDAL = ("whisper", "marian", "m2m_100", "nllb-moe", "pegasus", "speech_to_text", "xglm", "fsmt")
+_SINUSOIDAL = ("marian", "m2m_100", "nllb-moe", "pegasus", "speech_to_text", "xglm", "fsmt")
+_OF_WHISPER = "encoder.embed_positions.weight"  # those of its decoder are learnt
+_EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..+)")
 
 
 def check_report(
@@ -82,8 +84,25 @@ def check_types(where: str, stored: Mapping[str, StoredTensor], model: nn.Module
         )
 
 
+def lacking_experts(stored: Mapping[str, StoredTensor]) -> str:
+    """Return which tensors of experts files lack that hold others of their kind, as a sentence's end; "" if none."""
+    found: dict[tuple[str, str], set[int]] = {}
+    for name in stored:
+        if match := _EXPERT.fullmatch(name):
+            found.setdefault((match[1], match[3]), set()).add(int(match[2]))
+    most: dict[str, int] = {}
+    for (above, _), numbers in found.items():
+        most[above] = max(most.get(above, 0), *numbers)
+    lacking = []
+    for (above, below), numbers in found.items():
+        lacking += [f"{above}{number}{below}" for number in range(most[above] + 1) if number not in numbers]
+    return f"; the files lack {_some(sorted(lacking))}" if lacking else ""
+
+
 def _is_made(name: str, kind: str) -> bool:
     """Return whether transformers computes a weight that is missing in the files, as the model's training did."""
+    if kind == "whisper":
+        return name.endswith(_OF_WHISPER)
     return bool(_COMPUTED.search(name)) or (kind in _SINUSOIDAL and bool(_SINUSOIDS.search(name)))
 
 

@@ -1,12 +1,14 @@
 """Tokenizers, from files, hub ids or the folder of a model object."""
 
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbeam.checkpoints.boundary import beginning, reading
+from specbeam.checkpoints.boundary import beginning, json_object, reading
+from specbeam.checkpoints.headers import file_of
 from specbeam.errors import MissingFile, MissingPackage
 from specbeam.loading.models import name_or_path
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
 # Files of SentencePiece models in the folders of Marian, T5 and M2M100 as they were published, and what reads them.
 _PIECES = ("source.spm", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "tokenizer.model")
+_SETTINGS = ("config.json", "tokenizer_config.json")
 _FEW = 64  # tokens, up to which it is looked whether any of them is a word
 _READ_PIECES = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}  # package: its module
 
@@ -22,21 +25,23 @@ _READ_PIECES = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}
 def read_tokenizer(source: Any) -> "PreTrainedTokenizerBase | None":
     """Return a tokenizer object as it is, or load the tokenizer at a path or hub id, or of a model object.
 
-    Returns None if a model object does not name a folder with a tokenizer. Raises `MissingFile` if loading fails or it has no words,
+    Returns None if a model object does not name a folder with a tokenizer, or, with a warning, if it has no words. Raises
+    `MissingFile` if loading fails,
     `MissingPackage` if it does as a package is missing.
     """
     if isinstance(source, (str, Path)):
         from transformers import AutoTokenizer
 
         name = name_or_path(source)
+        # Where files name code of their own, transformers asks on the terminal whether it may run, if nothing is said.
+        options = {"trust_remote_code": False} if _names_code(name) else {}
         try:
             with reading(f"could not load a tokenizer from {source}", MissingFile, "; give load(tokenizer=...)"):
-                tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+                tokenizer = AutoTokenizer.from_pretrained(name, **options)
         except MissingFile as error:
             _check_reads_pieces(name, error)
             raise
-        _check_has_words(tokenizer, name)
-        return tokenizer
+        return tokenizer if _has_words(tokenizer, name) else None
     if isinstance(source, torch.nn.Module):
         folder = getattr(source, "name_or_path", "")
         has_tokenizer = folder and (Path(folder) / "tokenizer_config.json").is_file()
@@ -44,14 +49,26 @@ def read_tokenizer(source: Any) -> "PreTrainedTokenizerBase | None":
     return source
 
 
-def _check_has_words(tokenizer: Any, name: str) -> None:
-    """Raise `MissingFile` if a tokenizer knows special tokens alone: transformers makes one so if its words are missing."""
-    if len(tokenizer) <= _FEW and set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise MissingFile(
-            f"the tokenizer of {name} has no words, only {', '.join(tokenizer.all_special_tokens)}: its tokenizer.json (or "
-            "vocab.json with merges.txt, or tokenizer.model) is missing or empty; copy or download it, or give "
-            "load(tokenizer=...)"
-        )
+def _names_code(name: str) -> bool:
+    """Return whether files of a tokenizer or its model name code of their own. Raises `MissingFile` if they are broken."""
+    held = [json_object(path, MissingFile) for file in _SETTINGS if (path := file_of(name, file)) is not None]
+    return any("auto_map" in settings for settings in held)
+
+
+def _has_words(tokenizer: Any, name: str) -> bool:
+    """Return whether a tokenizer knows more than special tokens, and warn if not.
+
+    If the files of its words are missing, transformers makes one without words of some classes.
+    """
+    if len(tokenizer) > _FEW or not set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        return True
+    warnings.warn(
+        f"the tokenizer of {name} has no words, only {', '.join(tokenizer.all_special_tokens)}: its tokenizer.json (or "
+        "vocab.json with merges.txt, or tokenizer.model) is missing or empty. The model is loaded without a tokenizer, for "
+        "prompts of token ids; give load(tokenizer=...) for prompts of text",
+        stacklevel=4,
+    )
+    return False
 
 
 def _check_reads_pieces(name: str, error: Exception) -> None:

@@ -59,7 +59,10 @@ def classifier_value(folder: str | Path, batch_size: int = 16, device: str | Non
     from transformers import AutoModelForSequenceClassification
 
     what = f"{folder} holds no sequence classifier with its tokenizer"
-    name = name_or_path(folder)
+    try:
+        name = name_or_path(folder)
+    except MissingFile as error:
+        raise MissingFile(f"{what}: {error}") from error
     model: Any = pretrained(open_checkpoint(name, AutoModelForSequenceClassification), what, MissingFile)
     check_weights(name, model)
     tokenizer: Any = read_tokenizer(name)
