@@ -30,7 +30,7 @@ from specbeam.lm.engines import COMPILED, choose_engine
 from specbeam.lm.guard import ThreadGuard
 from specbeam.measure.profiler import record_share
 from specbeam.records import ExtraInputs, Needs, Scored, Turn
-from specbeam.session import CacheOwner
+from specbeam.session import CacheOwner, is_broken
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -455,7 +455,8 @@ class HuggingFaceLM:
     def close(self, session: CacheOwner) -> None:
         """Free the session's cache.
 
-        If its row of the store becomes empty, the sessions of the last row move there: rows in use stay side by side.
+        If its row of the store becomes empty, the sessions of the last row move there: rows in use stay side by side. The row
+        of a session that failed as its logits are no numbers is cleared before another one gets it.
         """
         cache = session.state.pop(self, None)
         if cache is None:
@@ -466,6 +467,8 @@ class HuggingFaceLM:
         self._replace_leader([other for other in cache.company if other.leader is cache])
         if cache.company:
             return
+        if is_broken(session) and cache.row < self.runner.store.caches:
+            self.runner.store.clear_cache(cache.row)
         last = self.caches.pop()
         if last is cache.company:
             return

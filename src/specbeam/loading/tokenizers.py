@@ -25,14 +25,15 @@ _READ_PIECES = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}
 def read_tokenizer(source: Any) -> "PreTrainedTokenizerBase | None":
     """Return a tokenizer object as it is, or load the tokenizer at a path or hub id, or of a model object.
 
-    Returns None if a model object does not name a folder with a tokenizer, or, with a warning, if it has no words. Raises
-    `MissingFile` if loading fails,
-    `MissingPackage` if it does as a package is missing.
+    Returns None if a model object does not name a folder with a tokenizer, or, with a warning, if it has no words.
+
+    Raises `MissingFile` if loading fails, `MissingPackage` if it does as a package is missing.
     """
     if isinstance(source, (str, Path)):
         from transformers import AutoTokenizer
 
-        name = name_or_path(source)
+        folder = Path(source).expanduser()
+        name = str(folder) if folder.is_dir() else name_or_path(source)  # it need not hold a model
         # Where files name code of their own, transformers asks on the terminal whether it may run, if nothing is said.
         options = {"trust_remote_code": False} if _names_code(name) else {}
         try:

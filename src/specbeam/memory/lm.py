@@ -218,6 +218,7 @@ class MemoryLM:
         tree = session.state.pop(self, None)
         if tree is not None:
             for window in tree.windows:
+                window.owner.failure = session.failure
                 self._close_window(window)
 
     def _close_window(self, window: Window) -> None:
