@@ -144,9 +144,12 @@ def load(
 
     Raises:
         BadSetting: an option is wrong.
-        MissingFile: a model or tokenizer cannot be loaded.
+        MissingFile: a model or tokenizer is missing, or is something else.
+        BadCheckpoint: a model's files are broken, lack tensors, hold others than its configuration says, or weights that are
+            not finite.
         BadHead: a draft head cannot be read, or does not fit the target.
-        UnsupportedModel: a model cannot score a token tree.
+        UnsupportedModel: a model cannot score a token tree, or writes no texts.
+        BrokenLaw: a model's logits are NaN or infinite.
         VocabularyMismatch: draft and target do not have the same tokens.
         NotSupported: a package is missing, the weights of this model cannot be rounded so, or those of its files were
             rounded in a way that cannot be read.

@@ -129,9 +129,13 @@ def sharded(change=None):
     def damage(folder):
         held = load_file(folder / WEIGHTS)
         names = sorted(held)
-        files = {name: f"model-0000{1 + (2 * place // len(names))}-of-00002.safetensors" for place, name in enumerate(names)}
+        files = {
+            name: f"model-0000{1 + (2 * place // len(names))}-of-00002.safetensors" for place, name in enumerate(names)
+        }
         for file in {*files.values()}:
-            save_file({name: held[name] for name in names if files[name] == file}, folder / file, metadata={"format": "pt"})
+            save_file(
+                {name: held[name] for name in names if files[name] == file}, folder / file, metadata={"format": "pt"}
+            )
         (folder / WEIGHTS).unlink()
         index = {"metadata": {}, "weight_map": files}
         changed = index if change is None else change(index)

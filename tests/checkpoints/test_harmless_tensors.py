@@ -118,7 +118,13 @@ def test_what_looks_like_it_is_refused(name, tmp_path):
 
 
 def test_an_expert_that_is_missing_is_named(tmp_path):
-    sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1, "num_local_experts": 3}
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 16,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_local_experts": 3,
+    }
     made = AutoConfig.for_model("mixtral", num_attention_heads=2, num_key_value_heads=2, **sizes)
     AutoModelForCausalLM.from_config(made).save_pretrained(tmp_path)
     check = sb.load(tmp_path, tokenizer=False, check=False).target_model

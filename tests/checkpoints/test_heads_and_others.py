@@ -86,7 +86,7 @@ def test_two_files_of_a_head_that_hold_the_same_tensor_are_refused(target, tmp_p
 def test_a_map_of_tokens_holds_whole_numbers(target, tmp_path):
     folder = copied(GOLDEN / "two_layers", tmp_path / "head")
     as_type(torch.float32, "d2t")(folder)
-    with pytest.raises(BadHead, match="d2t is stored as torch.float32"):
+    with pytest.raises(BadHead, match=r"d2t is stored as torch\.float32"):
         sb.load(target, draft=folder, tokenizer=False, probe=False, check=False)
 
 
@@ -126,7 +126,11 @@ Q_PROJ = "model.layers.1.self_attn.q_proj"
 ROUNDED = {
     "NaN in scales": (number(NAN, f"{Q_PROJ}.scales"), BadCheckpoint, f"{Q_PROJ}.scales holds NaN"),
     "NaN in the rest": (number(NAN, "model.norm.weight"), BadCheckpoint, "model.norm.weight holds NaN"),
-    "integers in the rest": (as_type(torch.int16, "model.norm.weight"), BadCheckpoint, "model.norm.weight is stored as int16"),
+    "integers in the rest": (
+        as_type(torch.int16, "model.norm.weight"),
+        BadCheckpoint,
+        "model.norm.weight is stored as int16",
+    ),
     "another vocabulary": (config(vocab_size=72), BadCheckpoint, r"\[61, 32\] in the files, and \[72, 32\] by config"),
     "no zero points": (without(f"{Q_PROJ}.qzeros"), NotSupported, f"{Q_PROJ}.qzeros is missing"),
     "no norm": (without("model.norm.weight"), NotSupported, "lack model.norm.weight"),

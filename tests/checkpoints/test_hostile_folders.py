@@ -24,7 +24,6 @@ from tests.checkpoints.damage import (
     runs_code,
     shard_at,
     sharded,
-    tensors,
     text,
     twice,
     without,
@@ -42,7 +41,10 @@ MLX = {"group_size": 64, "bits": 4}
 WEIGHTS_TABLE = {
     "no head": (without("lm_head.weight"), ["lacks lm_head.weight"]),
     "no layer's matrix": (without(UP), [f"lacks {UP}"]),
-    "a bias too many": (also(model__layers__0__self_attn__q_proj__bias=ONES), ["holds model.layers.0.self_attn.q_proj.bias"]),
+    "a bias too many": (
+        also(model__layers__0__self_attn__q_proj__bias=ONES),
+        ["holds model.layers.0.self_attn.q_proj.bias"],
+    ),
     "a classifier's head": (also(score__weight=ONES[None]), ["holds score.weight"]),
     "a tower without a configuration": (also(vision_tower__x__weight=ONES), ["holds vision_tower.x.weight"]),
     "more layers than it says": (config(num_hidden_layers=1), ["holds model.layers.1"]),
@@ -69,7 +71,10 @@ WEIGHTS_TABLE = {
     "cut in its length": (cut(WEIGHTS, 5), [f"{WEIGHTS} cannot be read"]),
     "empty": (cut(WEIGHTS, 0), [f"{WEIGHTS} cannot be read", "it is empty"]),
     "junk": (text(WEIGHTS, b"\x93\x01" * 999), [f"{WEIGHTS} cannot be read"]),
-    "a pointer of Git LFS": (text(WEIGHTS, "version https://git-lfs.github.com/spec/v1\noid x"), ["Git LFS", "git lfs pull"]),
+    "a pointer of Git LFS": (
+        text(WEIGHTS, "version https://git-lfs.github.com/spec/v1\noid x"),
+        ["Git LFS", "git lfs pull"],
+    ),
     "a web page": (text(WEIGHTS, "<!DOCTYPE html><html>"), ["web page"]),
     "a header of 2**63 bytes": (header_size(2**63), [f"{WEIGHTS} cannot be read"]),
     "a header of a gigabyte": (header_size(2**30), [f"{WEIGHTS} cannot be read"]),
@@ -96,7 +101,10 @@ WEIGHTS_TABLE = {
     "a pickle cut short": (all_of(pickled(), cut("pytorch_model.bin", 900)), ["pytorch_model.bin cannot be read"]),
     "a pickle of a list": (pickled(lambda held: [*held.values()]), ["does not hold tensors by name"]),
     "the state of a training": (pickled(lambda held: {"model": held, "step": 3}), ["'model' is dict", "training"]),
-    "weights that the configuration names elsewhere": (config(transformers_weights="../x.safetensors"), ["inside of the folder"]),
+    "weights that the configuration names elsewhere": (
+        config(transformers_weights="../x.safetensors"),
+        ["inside of the folder"],
+    ),
 }
 
 CONFIG_TABLE = {
@@ -116,7 +124,10 @@ CONFIG_TABLE = {
     "a width of text": (config(hidden_size="wide"), ["config.json", "hidden_size"]),
     "no words": (config(vocab_size=0), ["vocab_size 0"]),
     "heads that do not divide": (config(num_attention_heads=6), ["config.json", "32", "6"]),
-    "heads that are not shared evenly": (config(num_key_value_heads=3), ["num_attention_heads 4 and num_key_value_heads 3"]),
+    "heads that are not shared evenly": (
+        config(num_key_value_heads=3),
+        ["num_attention_heads 4 and num_key_value_heads 3"],
+    ),
     "a head of no numbers": (config(head_dim=0), ["head_dim 0"]),
     "positions beyond all memory": (config(model_type="opt", max_position_embeddings=10**12), ["config.json"]),
     "a width of a billion": (config(hidden_size=10**9), ["config.json"]),
@@ -129,20 +140,32 @@ CONFIG_TABLE = {
     "rounding by a method of no name": (config(quantization_config={"quant_method": "nonesuch"}), ["'nonesuch'"]),
     "MLX": (config(quantization=MLX), ["MLX", "4 bits"]),
     "MLX in another field": (config(quantization_config=MLX), ["MLX", "4 bits"]),
-    "a generation_config.json that is no JSON": (text("generation_config.json", "{"), ["generation_config.json cannot"]),
-    "a generation_config.json that is a list": (text("generation_config.json", "[]"), ["generation_config.json holds list"]),
+    "a generation_config.json that is no JSON": (
+        text("generation_config.json", "{"),
+        ["generation_config.json cannot"],
+    ),
+    "a generation_config.json that is a list": (
+        text("generation_config.json", "[]"),
+        ["generation_config.json holds list"],
+    ),
     "a classifier": (config(architectures=["LlamaForSequenceClassification"]), ["classifies texts"]),
     "an encoder": (
         config(model_type="bert", architectures=["BertModel"], num_key_value_heads=...),
         ["an encoder", "'bert'"],
     ),
-    "a model of pictures": (config(model_type="vit", architectures=["ViTModel"]), ["'vit'", "no class that writes texts"]),
+    "a model of pictures": (
+        config(model_type="vit", architectures=["ViTModel"]),
+        ["'vit'", "no class that writes texts"],
+    ),
 }
 
 FOLDER_TABLE = {
     "an empty folder": (gone(WEIGHTS, "config.json", "generation_config.json"), ["config.json", "it is empty"]),
     "no weights": (NO_WEIGHTS, ["no weights", WEIGHTS]),
-    "an adapter": (all_of(NOTHING, text("adapter_config.json", LORA)), ["LoRA adapter", "some/base", "merge_and_unload"]),
+    "an adapter": (
+        all_of(NOTHING, text("adapter_config.json", LORA)),
+        ["LoRA adapter", "some/base", "merge_and_unload"],
+    ),
     "an adapter in its model's folder": (text("adapter_config.json", LORA), ["LoRA adapter", "merge_and_unload"]),
     "an adapter that is no JSON": (text("adapter_config.json", "{"), ["adapter_config.json cannot be read"]),
     "GGUF": (all_of(NOTHING, text("m-Q4_K_M.gguf", "GGUF")), ["GGUF", "m-Q4_K_M.gguf"]),
@@ -203,7 +226,12 @@ def test_a_draft_is_refused_by_name(name, folder):
 
 
 def test_a_model_in_good_order_is_loaded(folder):
-    damaged = {"shards": sharded(), "a pickle": pickled(), "links": as_links, "a list of codes": text("codes.json", "[")}
+    damaged = {
+        "shards": sharded(),
+        "a pickle": pickled(),
+        "links": as_links,
+        "a list of codes": text("codes.json", "["),
+    }
     wanted = tiny("llama").state_dict()
     for name, damage in damaged.items():
         here = copied(folder, folder.parent / name)
@@ -216,9 +244,9 @@ def as_links(folder):
     """Files that are links into another folder, as those of the hub's cache are."""
     blobs = folder.parent / "blobs"
     blobs.mkdir()
-    for number, file in enumerate(sorted(folder.iterdir())):
-        file.rename(blobs / str(number))
-        file.symlink_to(blobs / str(number))
+    for place, file in enumerate(sorted(folder.iterdir())):
+        file.rename(blobs / str(place))
+        file.symlink_to(blobs / str(place))
 
 
 PATHS = {
@@ -253,7 +281,11 @@ def test_nobody_is_asked_whether_code_may_run(folder, monkeypatch):
     sb.load(folder, tokenizer=False, check=False)  # transformers has code of its own for this kind
     check_says(refusal_of(lambda: sb.load(folder)), ["could not load a tokenizer", "custom code"])
     config(model_type="own")(folder)
-    for load in (lambda: sb.load(folder), lambda: sb.load(tiny("llama"), folder), lambda: sb.load(folder, device_map="cpu")):
+    for load in (
+        lambda: sb.load(folder),
+        lambda: sb.load(tiny("llama"), folder),
+        lambda: sb.load(folder, device_map="cpu"),
+    ):
         refusal_of(load)
 
 

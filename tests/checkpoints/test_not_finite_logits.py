@@ -77,7 +77,9 @@ def test_a_draft_whose_row_is_not_finite_is_named(name, engine):
 @pytest.mark.parametrize("engine", ["compiled", "plain"])
 @pytest.mark.parametrize("value", [NAN, torch.inf, -torch.inf])
 def test_load_says_that_logits_are_not_finite_and_in_which_weight(value, engine):
-    with pytest.raises(BrokenLaw, match=r"logits of \w+ForCausalLM are (NaN|infinite) .* lm_head\.weight holds") as raised:
+    with pytest.raises(
+        BrokenLaw, match=r"logits of \w+ForCausalLM are (NaN|infinite) .* lm_head\.weight holds"
+    ) as raised:
         sb.load(with_broken_head(made(engine), value))
     assert "honour" not in str(raised.value)
     with pytest.raises(BrokenLaw, match=r"logits of the draft model \w+ForCausalLM are (NaN|infinite)"):

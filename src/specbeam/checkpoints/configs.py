@@ -1,7 +1,6 @@
 """Configurations of models: read, and refused if no model of theirs can be loaded, before any memory is taken for one."""
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from specbeam.checkpoints.boundary import json_object, reading
@@ -33,7 +32,15 @@ _READS_MASKED = "ForMaskedLM"
 _PACKED = 16  # numbers that a stored one may stand for where weights are rounded
 _MOST_EXPERTS = 1024  # that a configuration may name of a model that has none
 _SLACK = 2**26  # numbers that a model may have beyond twice those of its files: positions that are computed
-_NO_MATRIX = ("vocab", "position", "token", "window", "max_", "length", "ctx")  # in names of fields that multiply no layer
+_NO_MATRIX = (
+    "vocab",
+    "position",
+    "token",
+    "window",
+    "max_",
+    "length",
+    "ctx",
+)  # in names of fields that multiply no layer
 
 
 def described_by(name: str) -> dict[str, Any]:
@@ -43,8 +50,8 @@ def described_by(name: str) -> dict[str, Any]:
         if (of_adapter := file_of(name, ADAPTER)) is not None:
             raise adapter(name, json_object(of_adapter))
         raise MissingFile(
-            f"there is no folder {name} here, and no {CONFIG} of a model of this name can be had from the hub or its cache; give "
-            "a folder that save_pretrained wrote, or the id of a model on the hub"
+            f"there is no folder {name} here, and no {CONFIG} of a model of this name on the hub or in its cache; give a "
+            "folder that save_pretrained wrote, or the id of a model on the hub"
         )
     described = json_object(path)
     kind = described.get("model_type")
@@ -59,8 +66,8 @@ def described_by(name: str) -> dict[str, Any]:
         raise BadCheckpoint(f"{path} says quantization_config {rounded!r}; it must be a JSON object")
     if isinstance(rounded, Mapping) and "quant_method" not in rounded and {"group_size", "bits"} <= rounded.keys():
         raise NotSupported(
-            f"{name} holds weights that MLX rounded to {rounded['bits']} bits, which only MLX reads; give the original model, "
-            "and quantize='int8' or 'int4' if it was to be small"
+            f"{name} holds weights that MLX rounded to {rounded['bits']} bits, which only MLX reads; give the original "
+            "model, and quantize='int8' or 'int4' if it was to be small"
         )
     return described
 
@@ -81,7 +88,9 @@ def config_of(name: str, described: Mapping[str, Any]) -> Any:
         if size is None or isinstance(size, (list, tuple)):
             continue
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise BadCheckpoint(f"the {CONFIG} of {name} says {field} {size!r}; it must be a whole number of at least 1")
+            raise BadCheckpoint(
+                f"the {CONFIG} of {name} says {field} {size!r}; it must be a whole number of at least 1"
+            )
     heads = sizes["num_attention_heads"]
     shared = sizes["num_key_value_heads"]
     is_causal = not getattr(config, "is_encoder_decoder", False)
@@ -122,8 +131,8 @@ def class_for_texts(name: str, described: Mapping[str, Any], config: Any) -> Any
     reads_sources = getattr(config, "is_encoder_decoder", False)
     if fills_gaps and not config.is_decoder and not reads_sources and kind in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UnsupportedModel(
-            f"{name} is an encoder ({kind!r}, is_decoder false), which reads texts in both directions and continues none; give "
-            "a causal language model"
+            f"{name} is an encoder ({kind!r}, is_decoder false), which reads texts in both directions and continues none; "
+            "give a causal language model"
         )
     if not reads_sources:
         return AutoModelForCausalLM
@@ -160,8 +169,8 @@ def check_fits_files(name: str, config: Any, stored: Mapping[str, StoredTensor],
     wanted = sum(weight.numel() for weight in model.parameters())
     if wanted > 2 * numbers + _SLACK:
         raise BadCheckpoint(
-            f"the {CONFIG} of {name} describes {wanted:,} weights, and its files hold {numbers:,}{_misfit(model, stored)}; it is "
-            "that of another model"
+            f"the {CONFIG} of {name} describes {wanted:,} weights, and its files hold {numbers:,}{_misfit(model, stored)}; "
+            "it is that of another model"
         )
 
 
@@ -173,7 +182,7 @@ def check_generation_config(name: str) -> None:
 
 
 def _check_needs_no_code(name: str, described: Mapping[str, Any]) -> None:
-    """Raise `NotSupported` if a model can be loaded by code of its own alone, `UnsupportedModel` if it is not known at all."""
+    """Raise `NotSupported` if a model needs code of its own, `UnsupportedModel` if transformers does not know it."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = described["model_type"]

@@ -21,7 +21,9 @@ _FOREIGN = {  # patterns of files that other programs read, and what they are
     "onnx/*.onnx": "an ONNX model ({file})" + _CONVERT,
     "tf_model*.h5": "weights of TensorFlow alone ({file})" + _CONVERT + "; older releases of transformers convert them",
     "saved_model.pb": "a model of TensorFlow ({file})" + _CONVERT,
-    "flax_model*.msgpack": "weights of Flax alone ({file})" + _CONVERT + "; older releases of transformers convert them",
+    "flax_model*.msgpack": "weights of Flax alone ({file})"
+    + _CONVERT
+    + "; older releases of transformers convert them",
     "*.ckpt": "a training's checkpoint ({file})" + _CONVERT,
 }
 _OF_FILES = {

@@ -4,7 +4,7 @@ import json
 import math
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
@@ -95,7 +95,9 @@ def weight_map(index: Path, error: type[SpecbeamError] = BadCheckpoint) -> dict[
     with reading_file(index, error):
         found = held["weight_map"]
     if not isinstance(found, dict) or not found:
-        raise error(f"{index} cannot be read: weight_map is {type(found).__name__}; it must name the file of each tensor")
+        raise error(
+            f"{index} cannot be read: weight_map is {type(found).__name__}; it must name the file of each tensor"
+        )
     for tensor, file in found.items():
         if not isinstance(file, str):
             raise error(f"{index} cannot be read: the file of {tensor} is {file!r}; it must be a name")
@@ -168,7 +170,7 @@ def _unpickled(path: Path, device: str, error: type[SpecbeamError]) -> Any:
         return torch.load(path, map_location=device, weights_only=True, mmap=mmap)
 
 
-def _tensors_of(path: Path, found: Any, error: type[SpecbeamError]) -> Mapping[str, Tensor]:
+def _tensors_of(path: Path, found: Any, error: type[SpecbeamError]) -> dict[str, Tensor]:
     """Return what a file in torch's own format holds. Raises `error` if that is not tensors by name."""
     said = f"{path} cannot be read: it does not hold tensors by name"
     if not isinstance(found, dict):

@@ -1,7 +1,7 @@
-"""The judgement of transformers' report on a model that it loaded: which tensors were missing, unexpected or of another shape.
+"""The judgement of transformers' report on a loaded model: tensors that were missing, unexpected or of another shape.
 
-transformers makes missing weights up and leaves unexpected ones out, with a warning. Here both are errors, unless the tensor
-is known to change no text.
+transformers makes missing weights up and leaves unexpected ones out, with a warning. Here both are errors, unless the
+tensor is known to change no text.
 """
 
 import re
@@ -26,7 +26,8 @@ _MASK = re.compile(r"(^|\.)\w*att\w*\.(bias|masked_bias)$")  # a causal mask is 
 _MODULES = re.compile(r"^(model\.|language_model\.)*(mtp|mtp_\w+|nextn\w*)\.")
 _LAYER = re.compile(r"^(?:model\.|language_model\.)*layers\.(\d+)\.(.+)")
 _SENSES = re.compile(
-    r"^(model\.)?(vision\w*|visual\w*|image\w*|multi_modal_projector|mm_projector|audio\w*|embed_vision|embed_audio|aligner)\."
+    r"^(model\.)?(vision\w*|visual\w*|image\w*|multi_modal_projector|mm_projector|audio\w*|embed_vision|embed_audio"
+    r"|aligner)\."
 )
 _SENSE_FIELDS = ("vision_config", "audio_config", "vision_tower", "mm_vision_tower", "visual")
 _SINUSOIDS = re.compile(r"(^|\.)embed_positions\.weights?$")
@@ -124,7 +125,7 @@ def _is_mask(name: str, stored: Mapping[str, StoredTensor]) -> bool:
 
 
 def _is_in_module(name: str, described: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> bool:
-    """Return whether a tensor is in a layer of multi-token prediction behind the model's own, as DeepSeek and GLM have it."""
+    """Return whether a tensor is in a layer of multi-token prediction behind the model's own, as in DeepSeek and GLM."""
     match = _LAYER.match(name)
     inner = described.get("text_config")
     among = {**described, **(inner if isinstance(inner, Mapping) else {})}

@@ -224,8 +224,8 @@ def _tensor(files: HeadFiles, name: str, *shape: int) -> Tensor:
     found = files.tensors[name]
     if fault := fault_of(found):
         raise BadHead(
-            f"{files.where}: {name} {fault}; modules of rounded weights cannot be read, nor such that are not finite: convert "
-            "them to bfloat16, or download them again"
+            f"{files.where}: {name} {fault}; modules of rounded weights cannot be read, nor such that are not finite: "
+            "convert them to bfloat16, or download them again"
         )
     if shape and tuple(found.shape) != shape:
         raise BadHead(f"{files.where}: {name} is {[*found.shape]}, and {[*shape]} was expected")
@@ -315,7 +315,7 @@ def _read(target: "PreTrainedModel", folder: Path, stored: Mapping[str, str]) ->
     from safetensors import safe_open
 
     folder = _folder(str(target.name_or_path), "*.json", *sorted({*stored.values()}))
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for shard in sorted({*stored.values()}):
         if not (folder / shard).is_file():
             raise MissingFile(f"{folder} holds no {shard}, which {INDEX} names")

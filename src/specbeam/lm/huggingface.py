@@ -455,8 +455,8 @@ class HuggingFaceLM:
     def close(self, session: CacheOwner) -> None:
         """Free the session's cache.
 
-        If its row of the store becomes empty, the sessions of the last row move there: rows in use stay side by side. The row
-        of a session that failed as its logits are no numbers is cleared before another one gets it.
+        If its row of the store becomes empty, the sessions of the last row move there: rows in use stay side by side. If the
+        session failed because logits were not finite, its row is cleared before another one gets it.
         """
         cache = session.state.pop(self, None)
         if cache is None:

@@ -106,7 +106,11 @@ def _check_finite(lm: HuggingFaceLM, logits: torch.Tensor, name: str) -> None:
     else:
         return
     fault = broken_weight(lm.model)
-    why = f"its weight {fault}" if fault else f"its weights are finite, and sums overflow in {lm.model.dtype}; try float32"
+    why = (
+        f"its weight {fault}"
+        if fault
+        else f"its weights are finite, and sums overflow in {lm.model.dtype}; try float32"
+    )
     raise BrokenLaw(f"the logits of {name} are {what} for usual tokens: {why}")
 
 

@@ -45,9 +45,7 @@ def language_model(
         return _cached_language_model(model, check, options, role)
 
 
-def _cached_language_model(
-    model: "PreTrainedModel", check: bool, options: tuple[Any, ...], role: str
-) -> HuggingFaceLM:
+def _cached_language_model(model: "PreTrainedModel", check: bool, options: tuple[Any, ...], role: str) -> HuggingFaceLM:
     quantize, compile, share_from, kv = options
     cached = vars(model).get("_specbeam")
     if cached is None or cached.state != (_fingerprint(model), options):

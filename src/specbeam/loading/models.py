@@ -115,9 +115,7 @@ def _as_loaded(
     return f"{source} could not be loaded with {how} on {device}", NotSupported
 
 
-def _read_here(
-    checkpoint: Checkpoint, dtype: "str | torch.dtype", device: torch.device
-) -> "PreTrainedModel | str":
+def _read_here(checkpoint: Checkpoint, dtype: "str | torch.dtype", device: torch.device) -> "PreTrainedModel | str":
     """Return a model whose files hold rounded weights, or the reason why a library has to read them.
 
     Raises `NotSupported` if transformers knows no library for them either: it would make weights up.

@@ -32,8 +32,8 @@ def read_tokenizer(source: Any) -> "PreTrainedTokenizerBase | None":
     if isinstance(source, (str, Path)):
         from transformers import AutoTokenizer
 
-        folder = Path(source).expanduser()
-        name = str(folder) if folder.is_dir() else name_or_path(source)  # it need not hold a model
+        path = Path(source).expanduser()
+        name = str(path) if path.is_dir() else name_or_path(source)  # it need not hold a model
         # Where files name code of their own, transformers asks on the terminal whether it may run, if nothing is said.
         options = {"trust_remote_code": False} if _names_code(name) else {}
         try:

@@ -72,9 +72,6 @@ def read_memory(folder: "str | Path") -> tuple[MemoryPlan, Recall, str | None]:
 
     Raises `MissingFile` if files are missing, `BadHead` if they cannot be read or do not fit each other.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     path = Path(folder).expanduser()
     config = _config(path)
     if not (path / WEIGHTS).is_file():
@@ -102,7 +99,9 @@ def read_memory(folder: "str | Path") -> tuple[MemoryPlan, Recall, str | None]:
         raise BadHead(f"{path / WEIGHTS} holds {found}; by {CONFIG} it must hold {expected}")
     for name, tensor in tensors.items():
         if fault := fault_of(tensor):
-            raise BadHead(f"{path / WEIGHTS}: {name} {fault}; it must hold finite floats: train again, or copy it again")
+            raise BadHead(
+                f"{path / WEIGHTS}: {name} {fault}; it must hold finite floats: train again, or copy it again"
+            )
     recall = Recall(size, width)
     recall.load_state_dict(tensors)
     return plan, recall.requires_grad_(False), config.get("weights")

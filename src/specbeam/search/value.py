@@ -54,7 +54,8 @@ def classifier_value(folder: str | Path, batch_size: int = 16, device: str | Non
     itself, which is cut to [0, 1], for regressions overshoot a little. Any other model with one output gives the log-odds.
     One with two outputs gives the odds of the second.
 
-    Raises `MissingFile` if there is no such model, `BadCheckpoint` if it is broken, `BrokenValue` if it has more than two outputs.
+    Raises `MissingFile` if there is no such model, `BadCheckpoint` if it is broken, `BrokenValue` if it has more than two
+    outputs.
     """
     from transformers import AutoModelForSequenceClassification
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from specbeam.engines.source import Source
 from specbeam.checkpoints.boundary import reading
+from specbeam.engines.source import Source
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.generation import generate
 from specbeam.lm.encoder_decoder import EncoderDecoderLM

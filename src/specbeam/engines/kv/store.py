@@ -191,7 +191,7 @@ class KVStore(Cache):
 
     @torch.inference_mode()
     def clear_cache(self, cache: int) -> None:
-        """Write zeros to one row of the store: a masked slot still enters products, where NaN of another text would spread."""
+        """Write zeros to one row of the store: masked slots enter products, too, and NaN of another text would spread."""
         for layer in self.layers:
             layer.clear_cache(cache)
 
