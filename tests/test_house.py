@@ -36,7 +36,7 @@ FLOORS = [
     {"generation"},
     {"hf", "evaluate", "jobs", "search", "speech"},
     {"bench", "train", "serve"},
-    {"ray"},
+    {"fuzz", "ray"},
     {"cli"},
     {"__main__"},
 ]
