@@ -56,7 +56,8 @@ def _of_tokens(world: World, call: Call, answer: Generation) -> Iterator[str]:
     if early:
         yield f"end token {early[0]} is not the last one"
     least = min(call.options.get("min_new_tokens", 0), most)
-    if len(answer.tokens) <= least - 1 and "stop_strings" not in call.options and answer.tokens[-1] in ends:
+    may_end_early = "stop_strings" in call.options or "prefix_allowed_tokens_fn" in call.options
+    if len(answer.tokens) < least and not may_end_early:
         yield f"ended after {len(answer.tokens)} tokens, and min_new_tokens is {least}"
 
 
@@ -156,6 +157,6 @@ def differs_by_more_than_rounding(first: Sequence[Generation], second: Sequence[
 
 def plain_method(method: Method) -> "specbeam.Method | None":
     """Return the method without drafts that a lossless method must equal at temperature 0; None if there is none."""
-    if method.beams == 1:
-        return specbeam.greedy()
-    return specbeam.beam_search(method.beams) if method.search else None
+    if method.search:
+        return specbeam.beam_search(method.beams)
+    return specbeam.greedy() if method.beams == 1 else None
