@@ -8,7 +8,7 @@ import pytest
 import specbeam as sb
 from specbeam.errors import BadSetting, BrokenPart
 from specbeam.fuzz import campaign as campaigns
-from specbeam.fuzz.calls import Call, random_call
+from specbeam.fuzz.calls import RandomCall, random_call
 from specbeam.fuzz.campaign import CRASHED, HUNG, campaign
 from specbeam.fuzz.invariants import broken_invariants
 from specbeam.fuzz.trying import BROKEN, REFUSED, tried
@@ -21,7 +21,7 @@ def alone():
     return world("no draft")
 
 
-CALL = Call("beam_search", {"beams": 3}, [[5, 6, 7]], {"max_new_tokens": 5, "seed": 1}, "generate")
+CALL = RandomCall("beam_search", {"beams": 3}, [[5, 6, 7]], {"max_new_tokens": 5, "seed": 1}, "generate")
 
 
 def test_a_seed_gives_the_same_calls(alone):

@@ -67,7 +67,7 @@ _ODDS_OF_OPTION = 0.12
 
 
 @dataclass(frozen=True)
-class Call:
+class RandomCall:
     """A random call.
 
     Attributes:
@@ -94,7 +94,7 @@ class Call:
         return recipe(**self.settings)
 
 
-def random_call(world: World, name: str, seed: int, number: int) -> Call:
+def random_call(world: World, name: str, seed: int, number: int) -> RandomCall:
     """Return call `number` of a world: the same for the same name and seed."""
     rng = np.random.default_rng([seed, crc32(name.encode()), number])
     method = _one_of(rng, world.methods)
@@ -107,7 +107,7 @@ def random_call(world: World, name: str, seed: int, number: int) -> Call:
     prompts = [world.prompt(rng) for _ in range(count)]
     settings = _random_settings(rng, world, method)
     options = _random_options(rng, world, method, single, settings.get("beams", 4))
-    return Call(method, settings, prompts, options, door)
+    return RandomCall(method, settings, prompts, options, door)
 
 
 def _one_of(rng: np.random.Generator, values: Any) -> Any:

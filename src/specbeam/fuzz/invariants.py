@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import specbeam
-from specbeam.fuzz.calls import Call
+from specbeam.fuzz.calls import RandomCall
 from specbeam.fuzz.worlds import World
 from specbeam.options.checks import as_list, as_texts
 from specbeam.recipes.method import Method
@@ -24,7 +24,7 @@ _CHANGE_SCORES = (
 _TRUNCATE = ("top_k", "top_p", "min_p")
 
 
-def broken_invariants(world: World, call: Call, method: Method, answers: Sequence[Generation]) -> Iterator[str]:
+def broken_invariants(world: World, call: RandomCall, method: Method, answers: Sequence[Generation]) -> Iterator[str]:
     """Yield a sentence for each invariant that the answers of a call do not hold."""
     wanted = len(call.prompts) * call.options.get("num_return_sequences", 1)
     if len(answers) != wanted:
@@ -43,7 +43,7 @@ def broken_invariants(world: World, call: Call, method: Method, answers: Sequenc
         yield f"the target still holds {len(caches)} caches"
 
 
-def _of_tokens(world: World, call: Call, answer: Generation) -> Iterator[str]:
+def _of_tokens(world: World, call: RandomCall, answer: Generation) -> Iterator[str]:
     vocab = world.pair.target.vocab
     most = call.options["max_new_tokens"]
     strange = [token for token in answer.tokens if not isinstance(token, int) or not 0 <= token < vocab]
@@ -61,12 +61,12 @@ def _of_tokens(world: World, call: Call, answer: Generation) -> Iterator[str]:
         yield f"ended after {len(answer.tokens)} tokens, and min_new_tokens is {least}"
 
 
-def _ends(world: World, call: Call) -> set[int]:
+def _ends(world: World, call: RandomCall) -> set[int]:
     given = call.options.get("eos_token_id")
     return set(world.pair.eos if given is None else as_list(given))
 
 
-def _of_beams(call: Call, method: Method, answer: Generation) -> Iterator[str]:
+def _of_beams(call: RandomCall, method: Method, answer: Generation) -> Iterator[str]:
     beams = answer.beams
     if not any(beam.tokens == answer.tokens for beam in beams):
         yield "the answer is not among its beams"
@@ -94,7 +94,7 @@ def _of_report(answer: Generation) -> Iterator[str]:
         yield f"the report says {report.seconds} s and law {report.law!r}"
 
 
-def _of_options(world: World, call: Call, answer: Generation) -> Iterator[str]:
+def _of_options(world: World, call: RandomCall, answer: Generation) -> Iterator[str]:
     options = call.options
     forced = {options.get("forced_eos_token_id"), options.get("forced_bos_token_id")}
     banned = set(options.get("suppress_tokens", ())) - forced
@@ -117,7 +117,7 @@ def _of_options(world: World, call: Call, answer: Generation) -> Iterator[str]:
             yield f"stop string {early[0]!r} is not at the end"
 
 
-def _of_scores(world: World, call: Call, method: Method, answer: Generation) -> Iterator[str]:
+def _of_scores(world: World, call: RandomCall, method: Method, answer: Generation) -> Iterator[str]:
     """Compare scores with log-likelihoods from plain forwards of the model object, where nothing changes the law."""
     if not world.is_plain or any(name in call.options for name in _CHANGE_SCORES):
         return

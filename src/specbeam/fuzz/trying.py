@@ -8,17 +8,20 @@ from typing import Any
 
 import specbeam
 from specbeam.errors import BrokenPart, SomeFailed, SpecbeamError
-from specbeam.fuzz.calls import Call
+from specbeam.fuzz.calls import RandomCall
 from specbeam.fuzz.invariants import broken_invariants, differs_by_more_than_rounding, plain_method
 from specbeam.fuzz.worlds import World
 from specbeam.recipes.method import Method
 from specbeam.records import Generation
 
-ANSWERED, REFUSED, BROKEN, CRASHED = "answered", "refused", "broken", "crashed"
+ANSWERED = "answered"
+REFUSED = "refused"
+BROKEN = "broken"
+CRASHED = "crashed"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CallOutcome:
     """The outcome of a call: its kind, and the sentence of a refusal, invariant or fault."""
 
     kind: str
@@ -28,7 +31,7 @@ class Outcome:
         return asdict(self)
 
 
-def tried(world: World, call: Call) -> Outcome:
+def tried(world: World, call: RandomCall) -> CallOutcome:
     """Make a call, and return its outcome. Catches everything."""
     try:
         with warnings.catch_warnings():
@@ -36,16 +39,16 @@ def tried(world: World, call: Call) -> Outcome:
             warnings.simplefilter("error", RuntimeWarning)  # of numbers that are not finite
             return _outcome(world, call)
     except BrokenPart as error:
-        return Outcome(CRASHED, _trace(error))
+        return CallOutcome(CRASHED, _trace(error))
     except SomeFailed as error:
         crashes = [one for one in error.failures if isinstance(one, BrokenPart)]
-        return Outcome(CRASHED, _trace(crashes[0])) if crashes else Outcome(REFUSED, str(error.failures[0]))
+        return CallOutcome(CRASHED, _trace(crashes[0])) if crashes else CallOutcome(REFUSED, str(error.failures[0]))
     except SpecbeamError as error:
-        return Outcome(REFUSED, f"{type(error).__name__}: {error}")
+        return CallOutcome(REFUSED, f"{type(error).__name__}: {error}")
     except BaseException as error:
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
-        return Outcome(CRASHED, _trace(error))
+        return CallOutcome(CRASHED, _trace(error))
 
 
 def _trace(error: BaseException) -> str:
@@ -53,7 +56,7 @@ def _trace(error: BaseException) -> str:
     return "".join(whole)[-3000:]
 
 
-def _outcome(world: World, call: Call) -> Outcome:
+def _outcome(world: World, call: RandomCall) -> CallOutcome:
     method = call.make()
     if call.door == "streamer":
         streamer = _Streamer()
@@ -73,14 +76,14 @@ def _outcome(world: World, call: Call) -> Outcome:
         answers = _answers(world, call, method)
         faults = [*broken_invariants(world, call, method, answers)]
         faults += _faults_of_comparisons(world, call, method, answers)
-    return Outcome(BROKEN, "; ".join(faults[:3])) if faults else Outcome(ANSWERED)
+    return CallOutcome(BROKEN, "; ".join(faults[:3])) if faults else CallOutcome(ANSWERED)
 
 
-def _answers(world: World, call: Call, method: Method, **more: Any) -> list[Generation]:
+def _answers(world: World, call: RandomCall, method: Method, **more: Any) -> list[Generation]:
     return specbeam.generate(world.pair, call.prompts, method, **call.options, **more)
 
 
-def _faults_of_comparisons(world: World, call: Call, method: Method, answers: Sequence[Generation]) -> list[str]:
+def _faults_of_comparisons(world: World, call: RandomCall, method: Method, answers: Sequence[Generation]) -> list[str]:
     """Decode once more, in another way that must give the same texts."""
     faults = []
     same_method = call.make()  # with a memory of its own
@@ -111,7 +114,7 @@ def _faults_of_comparisons(world: World, call: Call, method: Method, answers: Se
 _WARPERS = ("temperature", "top_k", "top_p", "min_p")
 
 
-def _faults_of_stream(world: World, call: Call, method: Method) -> list[str]:
+def _faults_of_stream(world: World, call: RandomCall, method: Method) -> list[str]:
     options = {name: value for name, value in call.options.items() if name != "batch_size"}
     pieces = []
     for number, piece in enumerate(specbeam.stream(world.pair, call.prompts[0], method, **options)):
@@ -127,7 +130,7 @@ def _faults_of_stream(world: World, call: Call, method: Method) -> list[str]:
     return []
 
 
-def _faults_of_turns(world: World, call: Call, method: Method) -> list[str]:
+def _faults_of_turns(world: World, call: RandomCall, method: Method) -> list[str]:
     options = {name: value for name, value in call.options.items() if name != "batch_size"}
     turns = specbeam.turns_of(world.pair, call.prompts[0], method, **options)
     for number, _ in enumerate(turns):
