@@ -83,7 +83,7 @@ test-processors: $(VENV)/dev
 		fi; \
 	done
 	@echo "Tests with each index checked ..."
-	@NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$(VENV)/checked OMP_NUM_THREADS=1 \
+	@NUMBA_BOUNDSCHECK=1 OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu"
 	@echo "Tests without numba ..."
 	@SPECBEAM_KERNELS=off OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu"

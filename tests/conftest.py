@@ -3,11 +3,13 @@ some, unless SPECBEAM_TYPES=off: the slow tests draw millions of tokens and are 
 
 import os
 import tempfile
+from contextlib import suppress
 
 import hypothesis
 import pytest
 import torch
 from jaxtyping import install_import_hook
+from platformdirs import user_cache_path
 
 import tests.support.checking  # the hook looks it up by name
 
@@ -84,5 +86,8 @@ def packed(monkeypatch):
         monkeypatch.setattr(place, fits_bfloat16)
 
 
-os.environ["SPECBEAM_CACHE"] = tempfile.mkdtemp(prefix="specbeam-tests-")  # nothing measured here is kept, or used
+# Machine code is kept from one run of the tests to the next, where it is kept for users. Figures are neither kept nor used.
+with suppress(RuntimeError):  # this user has no home folder
+    os.environ.setdefault("NUMBA_CACHE_DIR", os.environ.get("SPECBEAM_CACHE") or str(user_cache_path("specbeam")))
+os.environ["SPECBEAM_CACHE"] = tempfile.mkdtemp(prefix="specbeam-tests-")
 os.environ.setdefault("SPECBEAM_COMPILERS", "1")  # the tests are given their processes by pytest

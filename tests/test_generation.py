@@ -262,8 +262,8 @@ def test_the_models_own_generation_config_completes_the_options():
     assert sb.generate(pair, "abc", "sampling", seed=1, max_new_tokens=12)[0].tokens == cold
     assert sb.generate(pair, "abc", "sampling", seed=1, max_new_tokens=12, temperature=1, top_k=0)[0].tokens == plain
     assert sb.generate(pair, "abc", "greedy", max_new_tokens=12)[0].tokens == greedy  # draws nothing, warps nothing
-    config.epsilon_cutoff = 0.1
-    with pytest.warns(UserWarning, match="epsilon_cutoff, which specbeam does not honour"):
+    config.penalty_alpha = 0.6
+    with pytest.raises(errors.NotSupported, match=r"penalty_alpha=0\.6 .*, which specbeam does not honour"):
         sb.generate(pair, "abc", "sampling", seed=1, max_new_tokens=2)
 
 
@@ -284,8 +284,8 @@ def test_a_generation_config_is_honoured_or_refused(pair):
     config = GenerationConfig(max_new_tokens=4, temperature=0.7, top_k=5)
     direct = sb.generate(pair, "abc", "sampling", seed=1, max_new_tokens=4, temperature=0.7, top_k=5)
     assert sb.generate(pair, "abc", "sampling", seed=1, generation_config=config)[0].tokens == direct[0].tokens
-    with pytest.raises(errors.NotSupported, match="encoder_no_repeat_ngram_size"):
-        sb.generate(pair, "abc", "sampling", generation_config=GenerationConfig(encoder_no_repeat_ngram_size=2))
+    with pytest.raises(errors.NotSupported, match="dola_layers"):
+        sb.generate(pair, "abc", "sampling", generation_config=GenerationConfig(dola_layers="high"))
 
 
 class Bad(LogitsProcessor):
@@ -340,7 +340,7 @@ def test_bad_prompts_fail_alone(pair):
     assert "prompt 1 is empty" in text
     assert "token id 99" in text
     with pytest.raises(errors.BadPrompt, match="is empty"):
-        sb.generate(pair, "  ", "greedy")
+        sb.generate(pair, "", "greedy")
     with pytest.raises(errors.BadPrompt, match="256 positions"):
         sb.generate(pair, "a" * 200, "greedy", max_new_tokens=100)
 

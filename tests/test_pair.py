@@ -80,7 +80,7 @@ def test_a_broken_tokenizer_is_not_blamed_on_sentencepiece(pieces, monkeypatch, 
         sb.load(tmp_path)
 
 
-def _fail(name):
+def _fail(name, **options):
     """Fail as transformers does for a tokenizer whose package is missing."""
     raise ValueError("Unrecognized configuration class")
 

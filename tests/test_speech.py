@@ -10,12 +10,11 @@ from transformers import AutoConfig, AutoModelForSpeechSeq2Seq, WhisperFeatureEx
 
 import specbeam as sb
 from specbeam import errors
-from specbeam.speech import audio
 from specbeam.speech.audio import RATE, read_audio, resampled
 from specbeam.speech.formats import formatted
 from specbeam.speech.records import Segment, Transcript
 from specbeam.speech.windows import Slice, slices_of
-from tests.support import words
+from tests.support import media, words
 
 WORDS = len(words.tokenizer())
 END, BEGIN, ENGLISH, GERMAN, TRANSLATE, TRANSCRIBE, BEFORE, NO_SPEECH, NO_TIMES = range(WORDS, WORDS + 9)
@@ -97,8 +96,9 @@ def test_tokens_and_times_are_those_of_transformers(ears, seconds, beams, langua
         task=task, num_beams=beams, do_sample=False, **options,
     )["segments"][0]  # fmt: skip
     assert [one.tokens for one in ours.segments] == [one["tokens"].tolist() for one in theirs]
-    assert [one.start for one in ours.segments] == pytest.approx([float(one["start"]) for one in theirs])
-    assert [one.end for one in ours.segments] == pytest.approx([float(one["end"]) for one in theirs])
+    for name in ("start", "end"):  # their times go on to the end of the window
+        inside = [min(float(one[name]), ours.duration) for one in theirs]
+        assert [getattr(one, name) for one in ours.segments] == pytest.approx(inside)
     assert len(ours.segments) > 1
     assert ours.language in ("en", "de")
     assert ours.text == "".join(one.text for one in ours.segments).strip()
@@ -188,9 +188,6 @@ def test_timestamps_cut_a_window_into_slices(tokens, slices, frames):
     assert slices_of(tokens, 100, 200, 2) == (expected, frames)
 
 
-# Formats.
-
-
 def transcript():
     segments = [
         Segment(0.0, 2.5, " Hello --> you", [1], 0.0, -0.5, 1.0, math.nan),
@@ -199,36 +196,21 @@ def transcript():
     return Transcript("Hello --> you Bye", "en", 3663.0, segments)
 
 
-def test_formats_are_those_that_players_read():
+def test_texts_and_records_hold_what_was_said():
     assert formatted(transcript(), "text") == "Hello --> you\nBye\n"
     assert json.loads(formatted(transcript(), "json")) == {"text": "Hello --> you Bye"}
     record = json.loads(formatted(transcript(), "verbose_json"))
     assert record["segments"][0]["no_speech_prob"] is None
     assert record["segments"][1]["no_speech_prob"] == 0.25
-    assert formatted(transcript(), "srt") == (
-        "1\n00:00:00,000 --> 00:00:02,500\nHello -> you\n\n2\n01:01:01,500 --> 01:01:02,250\nBye\n"
-    )
-    assert formatted(transcript(), "vtt") == (
-        "WEBVTT\n\n00:00.000 --> 00:02.500\nHello -> you\n\n01:01:01.500 --> 01:01:02.250\nBye\n"
-    )
-    with pytest.raises(errors.BadSetting, match="format is 'doc'; it must be text, json, verbose_json, srt, vtt"):
-        formatted(transcript(), "doc")
 
 
 # Audio.
 
 
-@pytest.mark.parametrize("rate", [8_000, 11_025, 44_100])
-def test_phases_in_blocks_are_the_phases(rate, monkeypatch):
-    sound = np.random.default_rng(3).uniform(-1, 1, rate // 4 + 7).astype(np.float32)
-    whole = resampled(sound, rate, RATE)
-    monkeypatch.setattr(audio, "MOST_WEIGHTS", 400)
-    np.testing.assert_allclose(resampled(sound, rate, RATE), whole, atol=1e-5)  # sums of some hundred float32
-
-
 @pytest.mark.parametrize("rate", [8_000, 22_050, 44_100, 44_101, 48_000])
 def test_a_tone_is_the_same_tone_at_another_rate(rate):
     """Within the band of both rates to 1e-3; a tone that 16 kHz cannot hold is gone."""
+    pytest.importorskip("soxr")
     times = np.arange(rate) / rate
     there = np.arange(RATE) / RATE
     found = resampled(np.sin(2 * np.pi * 1000 * times).astype(np.float32), rate, RATE)
@@ -268,7 +250,7 @@ def test_audio_that_is_none_is_refused(ears, audio, message):
 
 
 def test_files_that_are_no_audio_are_refused(tmp_path):
-    pytest.importorskip("soundfile")
+    pytest.importorskip("av")
     broken = tmp_path / "broken.wav"
     broken.write_bytes(b"RIFF\x00\x00\x00\x00WAVEfmt nothing")
     text = tmp_path / "text.mp3"
@@ -285,25 +267,25 @@ def save_ears(ears, folder):
     words.tokenizer().save_pretrained(folder)
 
 
-def transcribed(monkeypatch, *arguments):
-    """Run `specbeam transcribe` on these; return its exit code."""
+def transcribed(monkeypatch, *arguments, last=False):
+    """Run `specbeam transcribe` on these, before or after the usual options; return its exit code."""
     from specbeam.cli.main import main
 
     options = [
         "--method", "greedy", "--language", "en", "--max-new-tokens", "8", "--temperature", "0", "--format", "verbose_json",
         "--log-prob-threshold", "-99", "--compression-ratio-threshold", "99",
     ]  # fmt: skip
-    monkeypatch.setattr("sys.argv", ["specbeam", "transcribe", *map(str, arguments), *options])
+    given = [str(one) for one in arguments]
+    monkeypatch.setattr("sys.argv", ["specbeam", "transcribe", *([*options, *given] if last else [*given, *options])])
     with pytest.raises(SystemExit) as ended:
         main()
     return ended.value.code
 
 
 def test_files_and_arrays_give_the_same_text(ears, tmp_path, capsys, monkeypatch):
-    soundfile = pytest.importorskip("soundfile")
     sound = noise(4, seed=2)
-    soundfile.write(tmp_path / "one.wav", np.stack([sound, sound], 1), RATE, subtype="FLOAT")
-    soundfile.write(tmp_path / "two.flac", resampled(sound, RATE, 48_000), 48_000)
+    (tmp_path / "one.wav").write_bytes(media.encoded(np.stack([sound, sound], 1)))
+    (tmp_path / "two.flac").write_bytes(media.encoded(resampled(sound, RATE, 48_000), 48_000, "flac", "flac"))
     options = {"language": "en", "max_new_tokens": 8}
     (array,) = sb.transcribe(ears, sound, sb.greedy(), **UNCHECKED, **options)
     (file,) = sb.transcribe(ears, str(tmp_path / "one.wav"), sb.greedy(), **UNCHECKED, **options)
@@ -322,9 +304,8 @@ def test_files_and_arrays_give_the_same_text(ears, tmp_path, capsys, monkeypatch
 
 @pytest.mark.slow
 def test_the_command_hands_over_how_weights_keys_and_values_are_kept(ears, tmp_path, capsys, monkeypatch):
-    soundfile = pytest.importorskip("soundfile")
     sound = noise(4, seed=2)
-    soundfile.write(tmp_path / "one.wav", sound, RATE, subtype="FLOAT")
+    (tmp_path / "one.wav").write_bytes(media.encoded(sound))
     save_ears(ears, tmp_path / "model")
     rounded = ("--quantize", "int8", "--kv", "bfloat16")
     code = transcribed(monkeypatch, tmp_path / "one.wav", "-m", tmp_path / "model", *rounded)
@@ -334,6 +315,32 @@ def test_the_command_hands_over_how_weights_keys_and_values_are_kept(ears, tmp_p
     (expected,) = sb.transcribe(pair, sound, sb.greedy(), language="en", max_new_tokens=8, **UNCHECKED)
     record = json.loads(shown.out)
     assert [one["tokens"] for one in record["segments"]] == [one.tokens for one in expected.segments]
+
+
+def test_the_command_refuses_files_before_it_loads_a_model(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("av")
+    (tmp_path / "text.mp3").write_text("no audio")
+    code = transcribed(monkeypatch, tmp_path / "text.mp3", tmp_path / "none.wav", "-m", tmp_path / "nowhere")
+    shown = capsys.readouterr().err
+    assert code == 1
+    assert "text.mp3 cannot be read as audio" in shown
+    assert "there is no file" in shown
+    assert "nowhere" not in shown
+
+
+def test_the_command_breaks_lines_of_subtitles_alone(ears, tmp_path, capsys, monkeypatch):
+    sound = noise(2, seed=2)
+    (tmp_path / "one.wav").write_bytes(media.encoded(sound))
+    save_ears(ears, tmp_path / "model")
+    code = transcribed(monkeypatch, tmp_path / "one.wav", "-m", tmp_path / "model", "--max-line-width", "4")
+    assert code != 0
+    assert "max_line_width is for subtitles" in capsys.readouterr().err
+    lines = ("--format", "srt", "--max-line-width", "4", "--max-line-count", "1", "--logprob-threshold", "-99")
+    code = transcribed(monkeypatch, tmp_path / "one.wav", "-m", tmp_path / "model", *lines, last=True)
+    shown = capsys.readouterr()
+    assert code == 0, shown.err
+    (found,) = sb.transcribe(ears, sound, sb.greedy(), language="en", max_new_tokens=8, **UNCHECKED)
+    assert shown.out == formatted(found, "srt", 4, 1)
 
 
 # What is refused.

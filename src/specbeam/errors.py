@@ -28,6 +28,10 @@ class BadPrompt(SpecbeamError, ValueError):
     """A prompt is empty, too long, or holds tokens that the model does not know."""
 
 
+class NoPrompts(BadPrompt, BadSetting):
+    """What is given as prompts is no prompt, and holds none."""
+
+
 class BadAudio(SpecbeamError, ValueError):
     """Audio is no audio, too short, or holds numbers that are no samples."""
 
@@ -42,6 +46,14 @@ class VocabularyMismatch(SpecbeamError, ValueError):
 
 class MissingFile(SpecbeamError, FileNotFoundError):
     """A file or folder is missing, or does not hold what was expected."""
+
+
+class CannotWrite(SpecbeamError, OSError):
+    """A file cannot be written: its folder is missing, it is a folder itself, permission or space is missing."""
+
+
+class BadCheckpoint(SpecbeamError, ValueError):
+    """The files of a model are broken, do not fit each other, or hold weights that are no numbers."""
 
 
 class BadHead(SpecbeamError, ValueError):
@@ -80,6 +92,10 @@ class Cancelled(SpecbeamError):
 
 class TimedOut(SpecbeamError, TimeoutError):
     """A session had no token by its deadline, or no place to decode."""
+
+
+class ServerRefused(SpecbeamError):
+    """A server that was asked did not answer, or refused; the message is its own."""
 
 
 class AuditWarning(UserWarning):

@@ -5,7 +5,7 @@ It is measured once and kept on disk.
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,7 +14,9 @@ from specbeam.lm.base import LM
 from specbeam.lm.quantised import rounding_of
 from specbeam.lm.skipping import SkippingLM
 from specbeam.measure import kept_figures as measured
+from specbeam.measure.kept_figures import ChoiceField, Figures, NumberField, RecordFields
 from specbeam.memory.lm import MemoryLM
+from specbeam.options.generation_config import WARPERS
 from specbeam.options.settings import Settings
 from specbeam.pair import Pair
 from specbeam.recipes.beams import sampling
@@ -70,8 +72,9 @@ def fastest(pair: Pair, settings: Settings, measure: Measure, repeats: int = 3) 
     """
     recipes = candidates(pair.draft is not None)
     key = _key(pair, settings)
-    record = measured.load("auto", key)
-    if record is not None and record["name"] in recipes:
+    figures = _figures_of(recipes)
+    record = figures.load(key)
+    if record is not None:
         return recipes[record["name"]](), FastestMethod(record["name"], record["tokens_per_second"], measured_now=False)
     methods = {name: make() for name, make in recipes.items()}
     rounds: dict[str, list[float]] = {name: [] for name in methods}
@@ -82,8 +85,14 @@ def fastest(pair: Pair, settings: Settings, measure: Measure, repeats: int = 3) 
                 rounds[name].append(speed)
     speeds = {name: round(statistics.median(values), 2) for name, values in rounds.items()}
     best = max(speeds, key=lambda name: speeds[name])
-    measured.keep("auto", key, {"name": best, "tokens_per_second": speeds})
+    figures.keep(key, {"name": best, "tokens_per_second": speeds})
     return methods[best], FastestMethod(best, speeds, measured_now=True)
+
+
+def _figures_of(names: Iterable[str]) -> Figures:
+    """Return the kind of figures of a choice of one of these candidates."""
+    speeds = RecordFields({name: NumberField() for name in names})
+    return Figures("auto", RecordFields({"name": ChoiceField(tuple(names)), "tokens_per_second": speeds}))
 
 
 def tokens_per_second(run: Callable[[], Sequence[object]]) -> float:
@@ -103,12 +112,10 @@ def _key(pair: Pair, settings: Settings) -> list[Any]:
         str(pair.draft.settings) if isinstance(pair.draft, SkippingLM) else None,
         [[getattr(lm, "engine", None), rounding_of(lm)] for lm in (pair.target, pair.draft)],
         [_memory_key(lm) for lm in (pair.target, pair.draft)],
-        settings.temperature,
-        settings.top_k,
-        settings.top_p,
-        settings.min_p,
+        [getattr(settings, name) for name in WARPERS],
         settings.repetition_penalty,
         settings.no_repeat_ngram_size,
+        settings.guidance_scale,
         settings.form_kind
         and [settings.form_kind, settings.grammar_backend],  # without its text, or each form would be measured anew
     ]

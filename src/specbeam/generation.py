@@ -12,6 +12,7 @@ from specbeam.decode import decode, decode_live
 from specbeam.engines.source import line_up, part
 from specbeam.errors import AuditWarning, BadSetting, NotSupported, SomeFailed, SpecbeamError, TooFewAnswers
 from specbeam.fastest import FastestMethod, fastest, tokens_per_second
+from specbeam.growing_text import unsent
 from specbeam.measure.energy import EnergyMeter
 from specbeam.options.checks import is_integer, require
 from specbeam.options.generation_config import contradiction
@@ -23,12 +24,12 @@ from specbeam.records import Generation, Report, Turn
 from specbeam.request import Request
 from specbeam.runs import TURNS
 from specbeam.session import Session
-from specbeam.sources import as_sources, source_length, sources_in
+from specbeam.sources import as_prompts, source_length, sources_in
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int]  # as files and tokenizers give them; `generate` takes many more forms
 
 
 def generate(
@@ -48,8 +49,9 @@ def generate(
 
     Args:
         pair: the models, from `load`; or "bundled", the pair that comes with specbeam.
-        prompts: one prompt or many; each is a string, or a list, array or tensor of token ids. For an encoder-decoder model
-            these are sources: what its encoder reads. A speech model reads features, float[channels, frames].
+        prompts: one prompt or many: texts, token ids in lists, arrays or tensors, what a tokenizer returns, the messages of
+            chats, or rows of data sets (docs/start.md has all forms). For an encoder-decoder model these are sources: what
+            its encoder reads. A speech model reads features, float[channels, frames].
         method: a recipe (`sb.dsbd(beams=4)`) or its name; `sb.methods()` lists them.
         seed: the same seed gives the same answers, whatever else is in the batch. None: a random seed.
         batch_size: maximum number of prompts, or of independent return sequences, that are decoded side by side.
@@ -59,17 +61,20 @@ def generate(
         streamer: a streamer of transformers, for one prompt. It receives tokens as soon as no live beam can change them.
         on_result: called with (prompt number, result) as soon as a prompt is done, in the order of finishing. The result is
             a `Generation`, or the error of the prompt.
-        options: the fields of `Settings`: max_new_tokens (default: 256, or fewer if the models have fewer positions left),
-            max_length, min_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, no_repeat_ngram_size,
-            bad_words_ids, prefix_allowed_tokens_fn, num_return_sequences, eos_token_id, stop_strings, length_penalty,
-            early_stopping, logits_processor, min_length, forced_bos_token_id, forced_eos_token_id, suppress_tokens,
-            begin_suppress_tokens, renormalize_logits; decoder_start_token_id and decoder_input_ids, what the decoder of an
-            encoder-decoder model begins with; and one of json_schema, regex and grammar, the form that every text must
-            have, with grammar_backend.
+        options: the fields of `Settings`: max_new_tokens (default: what the model's generation_config says, otherwise 256;
+            fewer if the models have fewer positions left), max_length, min_new_tokens, temperature, top_k, top_p, min_p,
+            repetition_penalty, no_repeat_ngram_size, bad_words_ids, prefix_allowed_tokens_fn, num_return_sequences,
+            eos_token_id, stop_strings, length_penalty, early_stopping, logits_processor, min_length, forced_bos_token_id,
+            forced_eos_token_id, suppress_tokens, begin_suppress_tokens, renormalize_logits, sequence_bias,
+            exponential_decay_length_penalty, encoder_repetition_penalty, encoder_no_repeat_ngram_size,
+            remove_invalid_values, guidance_scale, watermarking_config, top_h, typical_p, epsilon_cutoff, eta_cutoff;
+            decoder_start_token_id and decoder_input_ids, what the decoder of an encoder-decoder model begins with; and one
+            of json_schema, regex and grammar, the form that every text must have, with grammar_backend.
 
     Returns:
-        One `Generation` per prompt and return sequence, in the order of the prompts. Its `beams` are all hypotheses at the
-        end, best first: finished ones, and live ones that were cut off. They can be more than the method's beams.
+        One `Generation` per prompt and return sequence, in the order of the prompts. Its `beams` are the best texts, at most
+        as many as the method's beams, best first: finished ones before live ones that were given up; texts that the length
+        limit cut off compete with finished ones by score, as in transformers. `report.other_beams` has the rest.
 
     Raises:
         BadSetting, NotSupported: an option is wrong or not supported; raised before decoding.
@@ -80,6 +85,7 @@ def generate(
         pair = load(pair)
     require(isinstance(audit, bool), "audit", audit, "True or False")
     settings = Settings.given(options, generation_config)
+    prompts = as_prompts(prompts)  # once: an iterator is at its end then
     method = resolved_method(pair, prompts, method, settings, generation_config)
     request = Request(pair, prompts, method, settings, seed, audit)
     if streamer is not None:
@@ -102,8 +108,11 @@ def generate(
     return in_prompt_order(request, results, meter.joules)
 
 
-def stream(pair: Pair | str, prompt: Prompt, method: Method | str = "dsbd", **options: Any) -> Iterator[str]:
-    """Yield pieces of text as soon as no live beam can change them; with several beams they are the common prefix.
+def stream(pair: Pair | str, prompt: Any, method: Method | str = "dsbd", **options: Any) -> Iterator[str]:
+    """Yield pieces of text as soon as no live beam and no further token can change them.
+
+    With several beams they are the common prefix. Together they are exactly the text of `generate`. With a tokenizer whose
+    decoder is not known the whole text comes at the end, because any token could change it (`growing_text.py`).
 
     The arguments and errors are those of `generate`, for one prompt with one return sequence.
     """
@@ -112,19 +121,27 @@ def stream(pair: Pair | str, prompt: Prompt, method: Method | str = "dsbd", **op
     if pair.tokenizer is None:
         raise NotSupported("streaming text needs a tokenizer; give load(tokenizer=...)")
     request = _single_request(pair, prompt, method, options)
+    yield from pieces_of(request)
+
+
+def pieces_of(request: Request) -> Iterator[str]:
+    """Decode the only session of a request, and yield pieces of its text. Raises the error that ended it."""
     session = request.sessions[0]
-    yielded = ""
-    for _ in decode_live(pair.target, session):
-        text = request.text_of(settled_tokens(session))
-        if text.startswith(yielded) and len(text) > len(yielded) and not text.endswith("\ufffd"):
-            yield text[len(yielded) :]
-            yielded = text
+    growing = request.growing_text()
+    sent = ""
+    for _ in decode_live(request.pair.target, session):
+        text = growing.settled(settled_tokens(session))
+        if text != sent:
+            yield text[len(sent) :]
+            sent = text
     if session.failure is not None:
         raise session.failure
-    yield request.answers(session)[0].text[len(yielded) :]
+    rest = unsent(request.answers(session)[0].text, sent)
+    if rest:
+        yield rest
 
 
-def turns_of(pair: Pair, prompt: Prompt, method: Method | str = "dsbd", **options: Any) -> Iterator[Turn]:
+def turns_of(pair: Pair, prompt: Any, method: Method | str = "dsbd", **options: Any) -> Iterator[Turn]:
     """Yield the turns of one generation: the drafts, scores and verdict of each pass of the target. For pictures and study.
 
     The arguments and errors are those of `generate`, for one prompt with one return sequence. The logits in a turn are valid
@@ -137,7 +154,7 @@ def turns_of(pair: Pair, prompt: Prompt, method: Method | str = "dsbd", **option
         raise session.failure
 
 
-def _single_request(pair: Pair, prompt: Prompt, method: Method | str, options: dict[str, Any]) -> Request:
+def _single_request(pair: Pair, prompt: Any, method: Method | str, options: dict[str, Any]) -> Request:
     """Return the request of a single session. Raises the error of the prompt, if there is one.
 
     Removes "seed" and "generation_config" from `options`.
@@ -145,7 +162,8 @@ def _single_request(pair: Pair, prompt: Prompt, method: Method | str, options: d
     seed = options.pop("seed", None)
     config = options.pop("generation_config", None)
     settings = Settings.given(options, config)
-    request = Request(pair, prompt, resolved_method(pair, prompt, method, settings, config), settings, seed)
+    prompts = as_prompts(prompt)
+    request = Request(pair, prompts, resolved_method(pair, prompts, method, settings, config), settings, seed)
     _check_single(request)
     for error in request.refused.values():
         raise error
@@ -180,7 +198,7 @@ def chosen_by_speed(pair: Pair, prompts: Any, settings: Settings, tokens: int = 
 
     If it is not known yet, the candidates are measured on the first two prompts with up to `tokens` new tokens each.
     """
-    sample = as_sources(prompts)[:2]
+    sample = as_prompts(prompts)[:2]
     short = replace(settings, max_new_tokens=tokens, num_return_sequences=1, stop_strings=None)
 
     def measure(method: Method) -> float:

@@ -1,5 +1,6 @@
 """The pair of a target and a draft model, with their tokenizer, and `load`, which makes it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,11 +17,13 @@ from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.lm.quantised import Quantize, check_is_model, check_kv
 from specbeam.lm.skipping import Skipping
 from specbeam.lm.spread import TIMEOUT_S, end_together, spread_model
-from specbeam.loading.drafts import check_draft_of_sources, check_same_vocabulary, draft_of, given_draft
+from specbeam.loading.drafts import check_draft_of_sources, draft_of, given_draft
+from specbeam.loading.further import FurtherDrafts
 from specbeam.loading.language_models import ShareFrom, by_engine, check_options, language_model, placed_language_model
 from specbeam.loading.models import device_of, model_of, name_or_path
 from specbeam.loading.spread import check_before_spreading, check_spread, has_encoder
 from specbeam.loading.tokenizers import read_tokenizer
+from specbeam.loading.vocabularies import tokens_in_common
 from specbeam.memory.lm import MemoryLM
 
 if TYPE_CHECKING:
@@ -68,9 +71,13 @@ class Pair:
         """Return the text of one token; its number if there is no tokenizer."""
         return self.tokenizer.decode([token]) if self.tokenizer is not None else str(token)
 
-    def room(self, prompt_tokens: int) -> int | None:
-        """Return the number of new tokens for which both target and draft have positions; None if there is no limit."""
-        models = [lm for lm in (self.target, self.draft) if lm is not None]
+    def room(self, prompt_tokens: int, further: Sequence[LM] = ()) -> int | None:
+        """Return the number of new tokens for which target and draft have positions; None if there is no limit.
+
+        Args:
+            further: other models that draft.
+        """
+        models = [lm for lm in (self.target, self.draft, *further) if lm is not None]
         limits = [lm.max_positions for lm in models if lm.max_positions is not None]
         return min(limits) - prompt_tokens if limits else None
 
@@ -97,13 +104,15 @@ def load(
     Args:
         target: a path, a hub id, a model object, or "bundled" (the pair that comes with specbeam, draft included). A causal
             language model; or an encoder-decoder model for translation, summaries or speech, whose prompts are sources.
-        draft: the same kinds of values; None for methods that need no draft model. It must have the target's vocabulary.
-            Or a draft head for the target (docs/heads.md lists the kinds); "mtp": the modules of multi-token prediction that
-            the target's own files hold (a folder of this name is "./mtp"). "swift", or a `Skipping`: the target without some
-            of its sublayers (docs/methods/swift.md; a folder of this name is "./swift"). Or one of the names of `quantize`:
-            the target itself with rounded weights, and a cache of its own. The draft of an encoder-decoder model is another
-            one, which shares the target's encoder if its own has the same weights; the decoder of one without an encoder
-            (`WhisperForCausalLM`); or a causal language model, which does not see the source.
+        draft: the same kinds of values; None for methods that need no draft model. It must have the target's tokens, as
+            far as both have any: a padded vocabulary may be larger or smaller, and tokens of one model alone are never
+            drafted (docs/models.md). Or a draft head for the target (docs/heads.md lists the kinds); "mtp": the modules of
+            multi-token prediction that the target's own files hold (a folder of this name is "./mtp"). "swift", or a
+            `Skipping`: the target without some of its sublayers (docs/methods/swift.md; a folder of this name is
+            "./swift"). Or one of the names of `quantize`: the target itself with rounded weights, and a cache of its own.
+            The draft of an encoder-decoder model is another one, which shares the target's encoder if its own has the same
+            weights; the decoder of one without an encoder (`WhisperForCausalLM`); or a causal language model, which does
+            not see the source.
         tokenizer: a path, a hub id or an object; None: the target's tokenizer. False: none, for prompts of token ids.
         dtype: "auto" is the checkpoint's own type on a GPU. On a CPU it is float32: in arithmetic for every model, and in
             memory up to 300 M parameters. A larger one that the compiled forward runs stays in the type of its files, mapped
@@ -144,10 +153,13 @@ def load(
 
     Raises:
         BadSetting: an option is wrong.
-        MissingFile: a model or tokenizer cannot be loaded.
+        MissingFile: a model or tokenizer is missing, or is something else.
+        BadCheckpoint: a model's files are broken, lack tensors, hold others than its configuration says, or weights that are
+            not finite.
         BadHead: a draft head cannot be read, or does not fit the target.
-        UnsupportedModel: a model cannot score a token tree.
-        VocabularyMismatch: draft and target do not have the same tokens.
+        UnsupportedModel: a model cannot score a token tree, or writes no texts.
+        BrokenLaw: a model's logits are NaN or infinite.
+        VocabularyMismatch: draft and target have other tokens at the same ids.
         NotSupported: a package is missing, the weights of this model cannot be rounded so, or those of its files were
             rounded in a way that cannot be read.
     """
@@ -179,8 +191,9 @@ def load(
     if given.model is not None:
         draft_model = model_of(given.model, dtype, torch_device, given.quantize, may_keep=True)
     own_tokenizer = None if tokenizer is False else read_tokenizer(tokenizer if tokenizer is not None else target)
+    shared = None
     if draft_model is not None:
-        check_same_vocabulary(target_model, draft_model, own_tokenizer, given.model)
+        shared = tokens_in_common(target_model, draft_model, own_tokenizer, target, given.model)
     if tensor_parallel:
         target_lm = HuggingFaceLM(target_model, engine="parallel", share_from=share_from)
         end_together(target_lm.runner.channel)  # type: ignore[union-attr]
@@ -188,7 +201,10 @@ def load(
         target_lm = placed_language_model(target_model, check, share_from)
     else:
         target_lm = language_model(target_model, check, by_engine(quantize), compile, share_from, rounded_kv)
-    draft_lm = draft_of(given, draft_model, target_lm, own_tokenizer, check, compile, share_from, probe, rounded_kv)
+    target_lm.further_draft = FurtherDrafts(target_lm, own_tokenizer, target, dtype, torch_device, check, share_from)
+    draft_lm = draft_of(
+        given, draft_model, target_lm, own_tokenizer, check, compile, share_from, probe, rounded_kv, shared
+    )
     models = [lm for lm in (target_lm, draft_lm) if isinstance(lm, HuggingFaceLM)]
     if compile and "torch" not in {lm.engine for lm in models}:
         raise BadSetting(

@@ -1,18 +1,15 @@
 """Prompts from files in the formats in which data sets are published, or by name through `datasets`."""
 
-import gzip
 import io
 import json
-import lzma
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specbeam.errors import BadPrompt, MissingFile, MissingPackage
+from specbeam.errors import BadPrompt, MissingPackage
+from specbeam.places import DAMAGE, OPENERS, require_file
 
-OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 # name of a data set -> (hub id, configuration, split)
 KNOWN = {
     "gsm8k": ("openai/gsm8k", "main", "test"),
@@ -61,12 +58,11 @@ def spread(rows: Sequence[Any], count: int) -> list[Any]:
 
 def _rows(source: str, columns: tuple[int, int]) -> Iterator[PromptRow]:
     path = Path(source)
-    if path.is_file():
-        yield from _rows_of_file(path, columns)
-    elif source in KNOWN:
+    if source in KNOWN and not path.is_file():
         yield from _rows_of_hub(source)
     else:
-        raise MissingFile(f"there is no file {source}; give one, or a name: {', '.join(KNOWN)}")
+        require_file(path, f"give a file, or a name: {', '.join(KNOWN)}")
+        yield from _rows_of_file(path, columns)
 
 
 def _rows_of_file(path: Path, columns: tuple[int, int]) -> Iterator[PromptRow]:
@@ -77,14 +73,14 @@ def _rows_of_file(path: Path, columns: tuple[int, int]) -> Iterator[PromptRow]:
         try:
             for line in io.BufferedReader(file):
                 number += 1
-                text = line.decode("utf-8").rstrip("\r\n")
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
                 if text.strip():
                     yield _row_of_line(text, kind, columns)
         except UnicodeDecodeError as error:
             raise BadPrompt(f"{path}, line {number}, is not UTF-8: {error.reason} at byte {error.start}") from error
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise BadPrompt(f"{path}, line {number}: {type(error).__name__}: {error}") from error
-        except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        except (OSError, *DAMAGE) as error:
             raise BadPrompt(f"{path} cannot be read after line {number}: {error}") from error
 
 

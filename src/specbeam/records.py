@@ -317,6 +317,9 @@ class Report:
     audit: Audit | None = None  # only if audited
     certificate: Certificate | None = None  # only of joint decoding
     rows: RowCounts = RowCounts()  # of methods that decode beams; of others only `scored`
+    other_beams: list[Beam] = field(
+        default_factory=list
+    )  # texts at the end beyond `Generation.beams`, in the same order
 
 
 @dataclass(frozen=True)
@@ -325,6 +328,8 @@ class Generation:
 
     text: str
     tokens: list[int]  # new ones only
-    beams: list[Beam]  # best first
+    # The best texts, at most as many as the method has beams: finished ones before live ones that were given up, each kind
+    # by falling score. At the length limit no text is given up: what it cut off competes with finished ones by score.
+    beams: list[Beam]
     report: Report
     prompt: list[int]

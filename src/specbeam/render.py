@@ -3,10 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from specbeam.places import write_output
+from specbeam.plain import for_xml
 from specbeam.records import Turn
 
 if TYPE_CHECKING:
@@ -75,6 +79,18 @@ def as_trees(nodes: list[Leaf]) -> list["Tree"]:
     return [trees[index] for index, leaf in enumerate(nodes) if leaf.parent < 0]
 
 
+def as_label(text: str) -> str:
+    """Return a text for a plot of matplotlib, in which dollar signs are no formulas."""
+    return for_xml(text).replace("$", r"\$")
+
+
+def save_figure(figure: Any, path: str | Path) -> None:
+    """Write a figure of matplotlib to a file, in the format that its name ends in."""
+    raw = BytesIO()
+    figure.savefig(raw, dpi=130, format=Path(path).suffix[1:].lower())
+    write_output(Path(path), raw.getvalue())
+
+
 class Svg(str):
     """The text of an SVG file, which notebooks show as the picture."""
 
@@ -110,7 +126,8 @@ def as_svg(nodes: list[Leaf]) -> Svg:
         filled = colour if leaf.fate in ("root", "accepted", "resampled") else "white"
         parts.append(f'<circle cx="{x[index]:.0f}" cy="{y[index]:.0f}" r="6" fill="{filled}" stroke="{colour}"/>')
         parts.append(
-            f'<text x="{x[index] + 11:.0f}" y="{y[index] - 3:.0f}" font-size="13" fill="{colour}">{escape(leaf.text)}</text>'
+            f'<text x="{x[index] + 11:.0f}" y="{y[index] - 3:.0f}" font-size="13" fill="{colour}">'
+            f"{escape(for_xml(leaf.text))}</text>"
         )
         if leaf.p is not None:
             parts.append(

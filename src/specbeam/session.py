@@ -31,7 +31,7 @@ from specbeam.core.beams import (
 from specbeam.core.dice import Dice
 from specbeam.core.forest import NO_KNOWN_ROWS, Forest, Start, next_start, start_of_roots, turn_rows
 from specbeam.core.limits import Ended, Limits
-from specbeam.errors import BadSetting, BrokenPart, LostLaw, SpecbeamError
+from specbeam.errors import BadSetting, BrokenLaw, BrokenPart, LostLaw, SpecbeamError
 from specbeam.laws.named import UNKNOWN
 from specbeam.laws.warp import Warp, on_host
 from specbeam.records import Certificate, ExtraInputs, Needs, Report, RowCounts, Shape, Turn, Verdict
@@ -43,6 +43,11 @@ class CacheOwner(Protocol):
 
     prompt: list[int]
     state: dict[Hashable, Any]
+
+
+def is_broken(session: CacheOwner) -> bool:
+    """Return whether a session failed as logits were NaN or infinite: what models store for it may be so, too."""
+    return isinstance(getattr(session, "failure", None), BrokenLaw)
 
 
 @runtime_checkable

@@ -1,12 +1,14 @@
 """What a caller gives for each text: prompts, or the sources of models whose encoder reads them."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from specbeam.engines.source import Source
-from specbeam.errors import BadPrompt, BadSetting, NotSupported
+from specbeam.errors import BadPrompt, BadSetting, NoPrompts, NotSupported
+from specbeam.inputs import PromptReader, features_in, is_array, prompts_in
+from specbeam.lm.base import LM
 from specbeam.lm.encoder_decoder import EncoderDecoderLM
 from specbeam.options.checks import as_list, is_integer
 from specbeam.options.settings import Settings
@@ -14,75 +16,48 @@ from specbeam.pair import Pair
 from specbeam.session import Session
 
 
-def as_prompts(prompts: Any) -> list[Any]:
-    """Return a list of prompts, from one prompt or several. Raises `BadSetting` if `prompts` is neither.
+def as_prompts(given: Any) -> list[Any]:
+    """Return a list of single prompts or sources, from one or several in any form that `inputs` lists, or `Source`s.
 
-    A prompt is a text or a list of token ids. A list of integers is one prompt; so is an array or tensor of one dimension.
+    Raises `NoPrompts` if it holds neither. What comes out may be given again.
     """
-    if isinstance(prompts, str):
-        return [prompts]
-    if hasattr(prompts, "tolist"):  # an array or a tensor of ids
-        prompts = prompts.tolist()
-    if not isinstance(prompts, Iterable):
-        raise BadSetting(f"prompts is {prompts!r}; it must be a text, a list of token ids, or a list of these")
-    prompts = list(prompts)
-    if prompts and all(isinstance(prompt, int) for prompt in prompts):
-        return [prompts]
-    return prompts
+    try:
+        return [given] if isinstance(given, Source) else prompts_in(given)
+    except BadPrompt as error:
+        raise NoPrompts(str(error)) from error
 
 
 def token_ids(pair: Pair, prompt: Any, number: int, vocab: int) -> list[int]:
-    """Return the token ids of prompt `number`. Raises `BadPrompt` if it is empty, or no text or list of token ids.
+    """Return the token ids of prompt `number`, without padding. Raises `BadPrompt` if it is empty or cannot be read.
 
     Args:
         vocab: number of tokens that what reads the prompt knows.
     """
-    if isinstance(prompt, str):
-        if pair.tokenizer is None:
-            raise BadPrompt(
-                f"prompt {number} is text, but there is no tokenizer; give load(tokenizer=...) or token ids"
-            )
-        if not prompt.strip():
-            raise BadPrompt(f"prompt {number} is empty; it must hold some text")
-        ids = list(pair.tokenizer(prompt)["input_ids"])
-    else:
-        prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-        if not isinstance(prompt, (list, tuple, range)) or not all(isinstance(token, int) for token in prompt):
-            raise BadPrompt(f"prompt {number} is {prompt!r}; it must be a text or a list of token ids")
-        ids = list(prompt)
-    if not ids:
-        raise BadPrompt(f"prompt {number} is empty; it must hold at least one token")
-    unknown = [token for token in ids if not 0 <= token < vocab]
-    if unknown:
-        raise BadPrompt(
-            f"prompt {number} holds token id {unknown[0]}; the model knows 0 to {vocab - 1}: "
-            "was it made with another tokenizer?"
-        )
-    return ids
+    pad, unsure = _pad_tokens(pair)
+    return PromptReader(pair.tokenizer, vocab, pad, unsure).ids(prompt, f"prompt {number}")
 
 
-def as_sources(sources: Any) -> list[Any]:
-    """Return a list of sources, from one source or several. Raises `BadSetting` if `sources` is neither.
+def _pad_tokens(pair: Pair) -> tuple[int | None, list[int]]:
+    """Return the token that fills rows for sure, None if there is none, and the tokens that may fill them.
 
-    A source is a text, a list of token ids, the features of a window of audio (two dimensions of floats), or a `Source`.
+    As in transformers the first is the pad token of the target's generation config, unless it is an end token as well. The
+    tokenizer's own stands in if the config has none.
     """
-    if isinstance(sources, Source):
-        return [sources]
-    if _are_features(sources):
-        return [sources] if sources.ndim == 2 else list(sources)
-    return as_prompts(sources)
+    config = getattr(pair.target_model, "generation_config", None)
+    pads = [getattr(holder, "pad_token_id", None) for holder in (config, pair.tokenizer)]
+    known = [int(pad) for pad in pads if pad is not None]
+    sure = next((pad for pad in known[:1] if pad not in pair.eos), None)
+    return sure, [pad for pad in known if pad != sure]
 
 
-def _are_features(value: Any) -> bool:
-    """Return whether a value is the features of one or several windows of audio."""
-    if not hasattr(value, "ndim") or value.ndim not in (2, 3):
-        return False
-    return bool(torch.as_tensor(value).is_floating_point())
+def readers(pair: Pair, further: Sequence[LM] = ()) -> list[EncoderDecoderLM]:
+    """Return the models of a pair that read sources, each once.
 
-
-def readers(pair: Pair) -> list[EncoderDecoderLM]:
-    """Return the models of a pair that read sources."""
-    return [lm for lm in (pair.target, pair.draft) if isinstance(lm, EncoderDecoderLM)]
+    Args:
+        further: other models that draft for it.
+    """
+    every = dict.fromkeys((pair.target, pair.draft, *further))
+    return [lm for lm in every if isinstance(lm, EncoderDecoderLM)]
 
 
 def hears(pair: Pair) -> bool:
@@ -101,8 +76,11 @@ def source_length(session: Session) -> int:
     return max(lengths, default=0)
 
 
-def source_of(pair: Pair, given: Any, number: int) -> tuple[Source, list[int]]:
+def source_of(pair: Pair, given: Any, number: int, reading: Sequence[EncoderDecoderLM]) -> tuple[Source, list[int]]:
     """Return source `number`, and integers that stand for it, from which the chance of its sessions is made.
+
+    Args:
+        reading: the models that read it.
 
     Raises `BadPrompt` if it is empty, too long or not what the encoder reads. Nothing is cut off.
     """
@@ -110,20 +88,20 @@ def source_of(pair: Pair, given: Any, number: int) -> tuple[Source, list[int]]:
     assert isinstance(target, EncoderDecoderLM)
     if isinstance(given, Source):
         if given.name == "input_ids" and given.inputs is not None:
-            _check_length(pair, int(given.inputs.shape[1]), number)
+            _check_length(reading, int(given.inputs.shape[1]), number)
         return given, _digest(given)
     if target.input_name == "input_features":
         source = Source.of_features(_features(target, given, number))
         return source, _digest(source)
-    vocab = min(_encoder_vocab(lm) for lm in readers(pair))
+    vocab = min(_encoder_vocab(lm) for lm in reading if lm.shared is None)
     ids = token_ids(pair, given, number, vocab)
-    _check_length(pair, len(ids), number)
+    _check_length(reading, len(ids), number)
     return Source.of_tokens(ids), ids
 
 
-def _check_length(pair: Pair, length: int, number: int) -> None:
+def _check_length(reading: Sequence[EncoderDecoderLM], length: int, number: int) -> None:
     """Raise `BadPrompt` if an encoder has too few positions for the tokens of source `number`."""
-    for lm in readers(pair):
+    for lm in reading:
         if lm.most_source is not None and length > lm.most_source:
             raise BadPrompt(
                 f"prompt {number} has {length} tokens, and the encoder of {lm.model_name} has {lm.most_source} positions; "
@@ -153,7 +131,8 @@ def _features(lm: EncoderDecoderLM, given: Any, number: int) -> torch.Tensor:
     wanted = (
         f"{lm.model_name} reads features, float[{channels}, {lm.most_source}] (specbeam transcribe makes them of audio)"
     )
-    if not _are_features(given) or given.ndim != 2:
+    given = features_in(given)
+    if not _are_features(given):
         raise BadPrompt(f"prompt {number} is {type(given).__name__}; {wanted}")
     features = torch.as_tensor(given)
     if [*features.shape] != [channels, lm.most_source]:
@@ -161,6 +140,11 @@ def _features(lm: EncoderDecoderLM, given: Any, number: int) -> torch.Tensor:
     if not bool(features.isfinite().all()):
         raise BadPrompt(f"prompt {number} holds numbers that are not finite; {wanted}")
     return features.float()
+
+
+def _are_features(value: Any) -> bool:
+    """Return whether a value is the features of a window of audio."""
+    return is_array(value) and value.ndim == 2 and bool(torch.as_tensor(value).is_floating_point())
 
 
 def _digest(source: Source) -> list[int]:

@@ -127,5 +127,7 @@ def _remembering(lm: HuggingFaceLM, memory: "str | Path | tuple[MemoryPlan, Reca
     elif plan.query == "first_half":
         plan = replace(plan, query="refresh")  # what "first_half" has learnt, without a look ahead
     if not lm.runner.takes_vectors:
-        lm = HuggingFaceLM(lm.model, engine="plain")
+        further_draft = lm.further_draft
+        lm = HuggingFaceLM(lm.model, engine="plain", shared=lm.shared)
+        lm.further_draft = further_draft
     return MemoryLM(lm, plan, recall)

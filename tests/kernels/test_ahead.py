@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from numba import types
 from specbeam.kernels import ahead, claims, code_cache
 from specbeam.kernels.compiling import compiled
 from specbeam.kernels.form_list import PLACE, StepForm, forms_in, names_in, text_of
+from tests.support.kernels_alone import write_kernels
 
 pytestmark = pytest.mark.skipif(not claims.LOCKS, reason="no locks on files")
 HOLDS = "import sys, time; from pathlib import Path; from specbeam.kernels.claims import claimed; "
@@ -71,11 +71,8 @@ _compiled_nothing = compiled(_nothing)
 @pytest.fixture
 def package(tmp_path):
     """The kernels in a package of their own, with three steps; a first text needs `asked` and then `later`, of integers."""
-    kernels = tmp_path / "specbeam" / "kernels"
-    shutil.copytree(PLACE.parent, kernels, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(PLACE.parent.parent / "garbage.py", tmp_path / "specbeam")
-    (tmp_path / "specbeam" / "__init__.py").touch()
-    (tmp_path / "specbeam" / "three.py").write_text(STEPS)
+    package = write_kernels(tmp_path)
+    (package / "three.py").write_text(STEPS)
     lines = [
         '["step", "specbeam.three", "twice", ["int64"], []]',
         '["step", "specbeam.three", "asked", ["int64"], [0]]',
@@ -83,12 +80,16 @@ def package(tmp_path):
         '["step", "specbeam.three", "later", ["int64"], [1]]',
         '["entry", "specbeam.three", "later", ["int64"], [3]]',
     ]
-    (kernels / PLACE.name).write_text("\n".join(lines))
-    return tmp_path / "specbeam"
+    (package / "kernels" / PLACE.name).write_text("\n".join(lines))
+    return package
+
+
+def environment_of(package):
+    return {"PYTHONPATH": str(package.parent), "SPECBEAM_CACHE": str(package / "cache")}
 
 
 def started(package, program, compilers, **settings):
-    environment = {"PYTHONPATH": str(package.parent), "SPECBEAM_COMPILERS": str(compilers), **settings}
+    environment = {**environment_of(package), "SPECBEAM_COMPILERS": str(compilers), **settings}
     command = [sys.executable, "-c", program]
     return subprocess.Popen(command, cwd=package.parent, env=environment, stdout=subprocess.PIPE, text=True)
 
@@ -96,7 +97,7 @@ def started(package, program, compilers, **settings):
 @contextmanager
 def helped(package, program):
     """A program that a second process helps; the numbers of processes that it says, and the lines before."""
-    environment = {"PYTHONPATH": str(package.parent), "SPECBEAM_COMPILERS": "2"}
+    environment = {**environment_of(package), "SPECBEAM_COMPILERS": "2"}
     command = [sys.executable, "-c", program]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, cwd=package.parent, env=environment, stdin=pipe, stdout=pipe, text=True)
@@ -138,7 +139,7 @@ def output(process):
 
 
 def kept(package, name):
-    return list(package.rglob(f"three.{name}-*.nbi"))
+    return list(package.rglob(f"three.{name}-*.nbc"))
 
 
 def eventually(is_so, seconds=60):
@@ -170,9 +171,7 @@ def test_a_claim_ends_with_its_process_however_that_ends(tmp_path):
 
 
 def test_who_has_waited_in_vain_waits_no_more(tmp_path, monkeypatch):
-    """Nor does anybody save while another process does not end it."""
     monkeypatch.setattr(claims, "PATIENCE", 0.2)
-    monkeypatch.setattr(claims, "SAVING", 0.02)
     monkeypatch.setattr(claims, "_is_patient", True)
     path = tmp_path / "one.claim"
     mine = claims.claimed(path)
@@ -182,12 +181,7 @@ def test_who_has_waited_in_vain_waits_no_more(tmp_path, monkeypatch):
         assert claims.wait_patiently(path) is None
         took.append(time.monotonic() - begun)
     assert took[0] >= 0.2 > took[1]
-    with claims.alone(path) as is_free:
-        assert not is_free
     mine.end()
-    with claims.alone(path) as is_free:
-        assert is_free
-        assert claims.claimed(path) is None
     claims.wait_patiently(path).end()
 
 
@@ -210,8 +204,6 @@ def test_where_files_cannot_be_locked_none_is_left(tmp_path, monkeypatch):
     monkeypatch.setattr(claims.fcntl, "flock", refuse)
     with pytest.raises(OSError, match="no locks"):
         claims.claimed(tmp_path / "one.claim")
-    with claims.alone(tmp_path / "one.saving") as is_free:  # each does it on its own, as numba does
-        assert is_free
     assert not list(tmp_path.iterdir())
 
 
@@ -230,40 +222,13 @@ def apart(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_form_is_kept_when_its_code_is(apart):
-    """numba writes first that it is there."""
+def test_a_form_is_kept_when_its_file_is_there(apart):
     step = compiled(_nothing)
     step.compile(())
     assert step._cache.keeps((), step.targetctx)
     (code,) = apart.rglob("*.nbc")
     code.unlink()
     assert not step._cache.keeps((), step.targetctx)
-
-
-def test_a_form_that_cannot_be_saved_alone_is_compiled_all_the_same(apart, monkeypatch):
-    monkeypatch.setattr(claims, "SAVING", 0.02)
-    step = compiled(_nothing)
-    cache = step._cache
-    other = claims.claimed(Path(cache.cache_path) / f"{cache._impl.filename_base}.saving")
-    step.compile(())
-    other.end()
-    assert () in step.overloads
-    assert not [path for path in apart.rglob("*") if path.is_file()]
-
-
-def test_what_older_sources_and_killed_processes_left_is_deleted(apart):
-    step = compiled(_nothing)
-    place = Path(step._cache.cache_path)
-    (name, _, _) = step._cache._impl.filename_base.partition("-")
-    (_, _, version) = step._cache._impl.filename_base.rpartition(".")
-    older = [f"{name}-3-0123.{version}.{end}" for end in ("nbi", "1.nbc", "4567.claim", "saving")]
-    others = [f"{name}-3-0123.py27.nbi", f"{name}_more-3-0123.{version}.nbi", f"{name}-3-0123.{version}.nbi.tmp.89"]
-    for file in (*older, *others):
-        (place / file).touch()
-    step.compile(())
-    left = {path.name for path in place.iterdir()}
-    assert not left & set(older)
-    assert left >= set(others)
 
 
 def test_functions_around_different_values_are_kept_apart(apart):
@@ -287,7 +252,7 @@ def test_another_process_compiles_what_comes_later(package):
         assert eventually(lambda: not runs(other))
         assert process.poll() is None
     assert process.returncode == 0
-    assert not list(package.rglob("*.claim")) + list(package.rglob("*.saving"))
+    assert not list(package.rglob("*.claim"))
 
 
 def test_a_program_that_is_set_up_in_python_is_helped_likewise(package):
@@ -297,15 +262,15 @@ def test_a_program_that_is_set_up_in_python_is_helped_likewise(package):
         f"import pathlib, sys, numba; numba.config.CACHE_DIR = {str(place)!r}; sys.path.append(pathlib.Path('odd')); "
     )
     with helped(package, program + WAITS):
-        assert eventually(lambda: list(place.rglob("three.call_later-*.nbi")))
+        assert eventually(lambda: list(place.rglob("three.call_later-*.nbc")))
     assert not kept(package, "later")
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no state of processes in /proc")
 def test_others_work_for_one_program_at_a_time_and_end_with_it_even_if_it_has_a_copy(package):
-    place = package / "kernels" / "__pycache__"
-    place.mkdir(exist_ok=True)
-    busy = claims.claimed(place / f"{PLACE.stem}.claim")  # as if others worked for another program
+    program = "from specbeam.kernels.ahead import place_of_claim; print(place_of_claim())"
+    (place,) = output(started(package, program, 1))
+    busy = claims.claimed(Path(place))  # as if others worked for another program
     with helped(package, FORKS) as (process, (copy, other), _):
         time.sleep(1.5)
         assert not kept(package, "later")

@@ -183,7 +183,7 @@ def test_wrong_settings_are_refused_before_anything_is_drawn(pair):
     with pytest.raises(BadSetting, match="has no option tokens"):
         sb.lite_search(pair, "abc", by_letters, tokens=3)
     with pytest.raises(sb.SpecbeamError, match="prompt 1 is empty"):
-        sb.lite_search(pair, ["abc", " "], by_letters)
+        sb.lite_search(pair, ["abc", ""], by_letters)
 
 
 def step_law(table, separator, eos, most):

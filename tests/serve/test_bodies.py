@@ -191,6 +191,7 @@ NOT_HONOURED = [
     ({"specbeam": {"method": "swift", "skip": "random", "rule": "traversal"}}, "specbeam"),
     ({"specbeam": {"method": "swift", "skip": "exit", "layers": 1, "task": "mine"}}, "specbeam"),
     ({"specbeam": {"method": "swift", "rule": "match", "search": None, "task": "x"}}, "specbeam"),
+    ({"specbeam": {"method": "multi_draft", "others": ["org/model"]}}, "specbeam"),
 ]
 
 

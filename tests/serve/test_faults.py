@@ -168,7 +168,6 @@ from specbeam.serve.app import BeamServer, make_app  # noqa: E402
 from specbeam.serve.asking import FormPool  # noqa: E402
 from specbeam.serve.config import ServerConfig  # noqa: E402
 from specbeam.serve.refusals import Refusal  # noqa: E402
-from specbeam.serve.running_text import RunningText  # noqa: E402
 
 
 @contextlib.contextmanager
@@ -270,17 +269,3 @@ def test_a_form_that_takes_too_long_keeps_its_place_until_it_is_over():
                 return
 
     asyncio.run(ask())
-
-
-def test_a_text_that_grows_reads_as_all_of_its_tokens(worded):
-    tokens = worded.tokenizer("Ein Hund läuft, und „Žofie“ fragt: „Wo ist mein Hut?“ 東京 🙂 " * 4)["input_ids"]
-    calls = []
-
-    def decode(some):
-        calls.append(len(some))
-        return worded.tokenizer.decode(some, skip_special_tokens=True)
-
-    running = RunningText(decode)
-    for end in range(1, len(tokens) + 1):
-        assert running.text_of(tokens[:end]) == worded.tokenizer.decode(tokens[:end], skip_special_tokens=True)
-    assert sum(calls) < 12 * 50 * len(tokens)

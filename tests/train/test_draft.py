@@ -13,6 +13,7 @@ from specbeam.errors import BadPrompt, BadSetting, MissingFile, VocabularyMismat
 from specbeam.train import DrawPlan, Schedule, drawing, fitting, train_draft
 from specbeam.train.draft import principal_components
 from specbeam.train.lessons import split
+from tests.support import words
 from tests.support.tiny_models import tiny
 
 DRAWS = DrawPlan(beams=2, max_new_tokens=4, seed=2)
@@ -116,6 +117,16 @@ def test_it_goes_on_from_a_model(pair, small_files, tmp_path):
     done = trained(pair, tmp_path / "out", start=tmp_path / "start")
     assert done.curve[0].acceptance == pytest.approx(1, abs=1e-3)
     assert done.weights == sum(weight.numel() for weight in pair.target_model.parameters())
+
+
+@pytest.mark.parametrize("rows", [64, 72])
+def test_it_goes_on_from_a_model_with_a_padded_vocabulary(small_files, tmp_path, rows):
+    target = sb.load(tiny("llama"), tokenizer=words.tokenizer())
+    tiny("llama", seed=4, vocab_size=rows).save_pretrained(tmp_path / "start")
+    words.tokenizer().save_pretrained(tmp_path / "start")
+    done = trained(target, tmp_path / "out", start=tmp_path / "start")
+    assert done.curve[-1].acceptance > done.curve[0].acceptance
+    assert sb.load(target.target_model, tmp_path / "out", tokenizer=target.tokenizer).draft.shared is None
 
 
 def test_a_model_with_other_tokens_is_refused(pair, small_files, tmp_path):

@@ -15,11 +15,13 @@ from specbeam.engines.eligibility import reads_sources
 from specbeam.engines.families import family_of
 from specbeam.errors import BadSetting, MissingPackage, NotSupported
 from specbeam.generation import Prompt
+from specbeam.options.generation_config import OF_MODELS, WARPERS
 from specbeam.pair import Pair
 
 MODES = ("greedy", "sampling", "beam_search", "beam_sampling", "assisted", "assisted_greedy")
-SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p")  # for modes that sample
-COMMON_OPTIONS = ("repetition_penalty", "min_new_tokens", "stop_strings", "streamer")  # for every mode
+SAMPLING_OPTIONS = WARPERS  # for modes that sample
+_LENGTHS = ("max_new_tokens", "max_length")  # of which every mode has the first
+COMMON_OPTIONS = (*(name for name in OF_MODELS if name not in _LENGTHS), "streamer")  # for every mode
 DEFAULT_NEW_TOKENS = 64
 SCALED_IF_TIED = ("t5", "mt5", "umt5")  # kinds whose logits CTranslate2 scales where their configurations say "tied"
 
@@ -42,16 +44,24 @@ def transformers(pair: Pair, mode: str, beams: int = 4, **options: Any) -> Conte
         raise BadSetting(f"transformers/{mode} is not known; it is one of {', '.join(MODES)}")
     if pair.tokenizer is None:
         raise NotSupported("the baselines read text; give a tokenizer")
-    samples = mode in ("sampling", "beam_sampling", "assisted")
+    samples = mode in ("sampling", "beam_sampling", "assisted") and options.get("temperature") != 0
     arguments: dict[str, Any] = {"do_sample": samples, "num_beams": beams if mode.startswith("beam") else 1}
     if samples:
-        arguments |= {"top_k": 0} | {name: options[name] for name in SAMPLING_OPTIONS if options.get(name)}
-    arguments |= {name: options[name] for name in COMMON_OPTIONS if options.get(name)}
+        if pair.target_model.generation_config.top_k is None:
+            arguments["top_k"] = 0  # transformers would take 50
+        arguments |= {name: options[name] for name in SAMPLING_OPTIONS if options.get(name) is not None}
+    arguments |= {name: options[name] for name in COMMON_OPTIONS if options.get(name) not in (None, [])}
     if "stop_strings" in arguments:
         arguments["tokenizer"] = pair.tokenizer
     if mode.startswith("assisted"):
         if pair.draft_model is None:
             raise BadSetting(f"transformers/{mode} needs a draft model")
+        sizes = [model.config.get_text_config().vocab_size for model in (pair.target_model, pair.draft_model)]
+        if sizes[0] != sizes[1]:
+            raise NotSupported(
+                f"transformers/{mode} takes drafts with as many tokens as the target, and these have {sizes[1]} and "
+                f"{sizes[0]}; leave it out"
+            )
         arguments["assistant_model"] = pair.draft_model
     arguments["max_new_tokens"] = options.get("max_new_tokens") or DEFAULT_NEW_TOKENS
 

@@ -8,18 +8,20 @@ that were measured on the reported prompts would be too good.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import specbeam as sb
 from specbeam.bench.acceptance import acceptance
-from specbeam.errors import BadPrompt
+from specbeam.errors import BadPrompt, BadSetting
 from specbeam.generation import Prompt, turns_of
 from specbeam.heads.head import Head
 from specbeam.pair import Pair
 from specbeam.recipes.heads import paper_of
 from specbeam.recipes.method import Method
+from specbeam.render import save_figure
 from specbeam.tuning.acceptance import with_guess
 
 BUDGETS = (5, 10, 21, 30)
@@ -104,6 +106,13 @@ def of_paper(name: str, budget: int) -> dict[str, dict[str, Callable[[], Method]
     return {}
 
 
+def check_budgets(budgets: Sequence[int]) -> None:
+    """Raise `BadSetting` for a budget for which there are no shapes."""
+    for budget in budgets:
+        if budget not in BRANCHING:
+            raise BadSetting(f"the budget is {budget}; it must be one of {', '.join(map(str, BRANCHING))}")
+
+
 def efficiency(
     pair: Pair,
     prompts: Sequence[Prompt],
@@ -125,8 +134,10 @@ def efficiency(
         on_progress: called with each cell as soon as it is measured.
         options: as for `specbeam.generate`.
 
-    Raises `BadPrompt` if there is no prompt of one kind, or if a prompt is of both kinds.
+    Raises `BadPrompt` if there is no prompt of one kind, or if a prompt is of both kinds, and `BadSetting` for a budget for
+    which there are no shapes.
     """
+    check_budgets(budgets)
     _check_apart(prompts, choosing)
     head = getattr(pair.draft, "head", None)
     by_rank = acceptance(pair, choosing, seed=seed, **options)
@@ -225,7 +236,7 @@ def as_markdown(cells: Sequence[TreeCell]) -> str:
     return "\n".join(lines)
 
 
-def plot(cells: Sequence[TreeCell], path: str) -> None:
+def plot(cells: Sequence[TreeCell], path: str | Path) -> None:
     """Write a plot of efficiency against budget to `path`, with a line per recipe and 95 % intervals."""
     import matplotlib
 
@@ -249,4 +260,4 @@ def plot(cells: Sequence[TreeCell], path: str) -> None:
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path)

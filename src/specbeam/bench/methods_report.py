@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from specbeam.bench.method_figures import Figure, MethodLine
+from specbeam.render import as_label, save_figure
 
 HEADS = (
     "output perplexity", "against sampling", None, "ms per token", "J per token", "tokens per target pass",
@@ -76,14 +77,14 @@ def plot(lines: Sequence[MethodLine], path: Path) -> None:
         ):
             _points(axes, rows, cost, scale, value, colours)
             axes.set(xlabel=label, ylabel=name)
-            axes.set_title(task, fontsize=10)
+            axes.set_title(as_label(task), fontsize=10)
     handles, labels = every[0][0].get_legend_handles_labels()
     figure.legend(
         handles, labels, title="open marks, *: changes the law of the output", loc="lower center", ncol=4, fontsize=9,
         frameon=False,
     )  # fmt: skip
     figure.tight_layout(rect=(0, 1.1 / figure.get_figheight(), 1, 1))
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path)
     pyplot.close(figure)
 
 

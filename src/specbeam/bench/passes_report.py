@@ -7,6 +7,7 @@ from typing import Any
 
 from specbeam.bench.passes import OURS, THEIRS, Fits, PassCell, PassPlan
 from specbeam.bench.speed import Spread
+from specbeam.render import save_figure
 
 
 def as_records(cells: Sequence[PassCell], fitted: Fits) -> list[dict[str, Any]]:
@@ -121,7 +122,7 @@ def plot(cells: Sequence[PassCell], fitted: Fits, plan: PassPlan, path: Path) ->
     for axes in (left, right):
         axes.grid(alpha=0.3)
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path)
     pyplot.close(figure)
 
 

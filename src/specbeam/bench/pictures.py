@@ -3,12 +3,19 @@
 from importlib.util import find_spec
 from pathlib import Path
 
-from specbeam.errors import MissingFile, MissingPackage
+from specbeam.errors import CannotWrite, MissingFile, MissingPackage
+from specbeam.places import require_place
+
+KINDS = (".png", ".svg", ".pdf", ".jpg", ".webp")
 
 
 def check_picture(path: Path) -> None:
     """Raise `MissingFile` if a plot cannot be written to `path`, `MissingPackage` if matplotlib is missing."""
-    if path.is_dir() or not path.parent.is_dir():
-        raise MissingFile(f"a plot cannot be written to {path}; name a file in a folder that exists")
+    try:
+        require_place(path)
+    except CannotWrite as error:
+        raise MissingFile(f"a plot cannot be written to {path}: {error}") from error
+    if path.suffix.lower() not in KINDS:
+        raise MissingFile(f"a plot cannot be written to {path}; its name must end in {', '.join(KINDS)}")
     if find_spec("matplotlib") is None:
         raise MissingPackage("plots are drawn by matplotlib: pip install matplotlib")

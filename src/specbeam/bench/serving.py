@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specbeam.errors import BadSetting, MissingPackage
+from specbeam.errors import BadSetting, MissingPackage, ServerRefused
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,13 @@ class Load:
 def measure_load(url: str, load: Load) -> LoadReport:
     """Put a load on the server at this address, and return how it bore it."""
     try:
-        import httpx2  # noqa: F401
+        import httpx2
     except ImportError as error:
         raise MissingPackage("the load is sent with httpx2: pip install httpx2") from error
-    return asyncio.run(_measured(url.rstrip("/"), load))
+    try:
+        return asyncio.run(_measured(url.rstrip("/"), load))
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        raise ServerRefused(f"the server at {url} does not answer, or went away: {error}") from error
 
 
 async def _measured(url: str, load: Load) -> LoadReport:

@@ -1,6 +1,5 @@
 """Spec-Bench: its questions by its six tasks, each method beside plain decoding of the target, with its numbers and ours."""
 
-import gzip
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -10,10 +9,12 @@ from statistics import fmean
 from typing import Any
 
 from specbeam.chats import prompt_of_messages
-from specbeam.errors import BadPrompt, BadSetting, MissingFile
+from specbeam.errors import BadPrompt, BadSetting
 from specbeam.evaluate.intervals import ratio_interval
 from specbeam.generation import generate, turns_of
 from specbeam.pair import Pair
+from specbeam.places import text_of, write_output
+from specbeam.plain import as_json
 from specbeam.prompts import spread
 from specbeam.recipes.beams import sampling
 from specbeam.recipes.method import Method
@@ -87,12 +88,9 @@ def read_questions(path: Path, each: int | None = None) -> list[Question]:
         MissingFile: there is no such file.
         BadPrompt: it holds no questions of Spec-Bench.
     """
-    if not path.is_file():
-        raise MissingFile(f"there is no file {path}; Spec-Bench has it as data/spec_bench/question.jsonl")
-    opener: Any = gzip.open if path.suffix == ".gz" else open
+    content = text_of(path, "Spec-Bench has it as data/spec_bench/question.jsonl")
     try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            found = [json.loads(line) for line in file if line.strip()]
+        found = [json.loads(line) for line in content.split("\n") if line.strip()]
         questions = [Question(one["question_id"], one["category"], tuple(one["turns"])) for one in found]
     except (ValueError, KeyError, TypeError) as error:
         raise BadPrompt(f"{path} does not hold lines with question_id, category and turns: {error}") from error
@@ -254,28 +252,29 @@ def write_answers(
     The tokens that each pass accepted are counted in a run of their own, turn by turn, which is not timed.
     """
     options = _options(method, max_new_tokens, temperature)
-    with path.open("w", encoding="utf-8") as file:
-        for question, reply in zip(questions, replies, strict=True):
-            lengths: list[int] = []
-            chat: list[dict[str, str]] = []
-            for turn, text in zip(question.turns, reply.texts, strict=True):
-                chat.append({"role": "user", "content": turn})
-                prompt = prompt_of(pair, chat)
-                room = _room_for_prompt(pair, prompt, max_new_tokens)
-                turns = turns_of(pair, prompt[-room:], method, seed=seed, **options)
-                lengths += [one.verdict.layers.size for one in turns]
-                chat.append({"role": "assistant", "content": text})
-            choice = {
-                "index": 0,
-                "turns": reply.texts,
-                "decoding_steps": reply.passes,
-                "new_tokens": reply.tokens,
-                "wall_time": reply.seconds,
-                "accept_lengths": lengths,
-            }
-            record = {"question_id": question.id, "category": question.category, "answer_id": f"{name}-{question.id}",
-                      "model_id": name, "choices": [choice], "tstamp": time.time()}  # fmt: skip
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    lines: list[str] = []
+    for question, reply in zip(questions, replies, strict=True):
+        lengths: list[int] = []
+        chat: list[dict[str, str]] = []
+        for turn, text in zip(question.turns, reply.texts, strict=True):
+            chat.append({"role": "user", "content": turn})
+            prompt = prompt_of(pair, chat)
+            room = _room_for_prompt(pair, prompt, max_new_tokens)
+            turns = turns_of(pair, prompt[-room:], method, seed=seed, **options)
+            lengths += [one.verdict.layers.size for one in turns]
+            chat.append({"role": "assistant", "content": text})
+        choice = {
+            "index": 0,
+            "turns": reply.texts,
+            "decoding_steps": reply.passes,
+            "new_tokens": reply.tokens,
+            "wall_time": reply.seconds,
+            "accept_lengths": lengths,
+        }
+        record = {"question_id": question.id, "category": question.category, "answer_id": f"{name}-{question.id}",
+                  "model_id": name, "choices": [choice], "tstamp": time.time()}  # fmt: skip
+        lines.append(as_json(record) + "\n")
+    write_output(path, "".join(lines))
 
 
 def as_records(lines: Sequence[SpecBenchLine]) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specbeam.bench.speed import SpeedLine, Spread
+from specbeam.render import as_label, save_figure
 
 
 def as_markdown(lines: Sequence[SpeedLine]) -> str:
@@ -55,11 +56,11 @@ def plot(lines: Sequence[SpeedLine], path: Path) -> None:
         value = line.quality["BLEU"] if has_bleu else line.logp_per_token
         axes.errorbar(
             speed.median, value, xerr=[[speed.median - speed.low], [speed.high - speed.median]], marker="o", capsize=2,
-            label=line.name, color=pyplot.get_cmap("tab20")(place % 20),
+            label=as_label(line.name), color=pyplot.get_cmap("tab20")(place % 20),
         )  # fmt: skip
     axes.set(xlabel="tokens per second", ylabel="BLEU" if has_bleu else "log p per token", xlim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path)
     pyplot.close(figure)

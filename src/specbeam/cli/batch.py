@@ -1,10 +1,18 @@
 """The command `specbeam batch`: answers to the prompts of a table, which survive the end of the process."""
 
-import json as json_format
 from pathlib import Path
 from typing import Any
 
-from specbeam.cli.common import ProgressBar, complain, follow_rank_0, method_from, quiet_load, text_or_file
+from specbeam.cli.common import (
+    ProgressBar,
+    check_options,
+    complain,
+    follow_rank_0,
+    method_from,
+    print_json,
+    quiet_load,
+    text_or_file,
+)
 from specbeam.errors import NotSupported
 from specbeam.jobs.answering import Work, work_of
 from specbeam.jobs.batch import batch, settings_described
@@ -40,6 +48,7 @@ def run(
     method = method_from(method_name, settings)
     for name, mark in (("json_schema", "{"), ("grammar", ":")):
         options[name] = text_or_file(options[name], mark, name)
+    check_options(options, batch_size)
     languages = {"source_language": source_language, "target_language": target_language}
     described = settings_described(
         {**models, "method": method_name, "settings": sorted(settings), **options, **languages, "seed": seed}
@@ -68,7 +77,7 @@ def run(
             complain(f"interrupted; {shown.done} of {shown.rows} rows are kept: go on with --resume")
             return 130
     if json:
-        print(json_format.dumps({"rows": shown.rows, "failed": shown.failed, "out": str(out)}))
+        print_json({"rows": shown.rows, "failed": shown.failed, "out": str(out)})
     else:
         print(f"{out}: {shown.rows} rows, {shown.failed} of them with an error")
     return int(shown.failed > 0)

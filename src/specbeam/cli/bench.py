@@ -1,15 +1,15 @@
 """The commands `specbeam bench efficiency` and `specbeam bench acceptance`."""
 
 import dataclasses
-import json as json_format
 from pathlib import Path
 
 from specbeam.bench.acceptance import acceptance
-from specbeam.bench.efficiency import TreeCell, as_markdown, efficiency, halves, plot
+from specbeam.bench.efficiency import TreeCell, as_markdown, check_budgets, efficiency, halves, plot
 from specbeam.bench.head_cost import head_cost
 from specbeam.bench.pictures import check_picture
-from specbeam.cli.common import quiet_load
+from specbeam.cli.common import check_options, print_json, quiet_load
 from specbeam.cli.generate import gather
+from specbeam.errors import BadPrompt
 from specbeam.pair import BUNDLED
 from specbeam.prompts import spread
 
@@ -25,11 +25,13 @@ def acceptance_by_rank(
     rows: int, max_new_tokens: int, seed: int, json: bool,
 ) -> int:  # fmt: skip
     """Print how often the k-th draft token tried is the accepted one; return the exit code."""
-    pair = quiet_load(model, draft)
     options = {"temperature": temperature, "max_new_tokens": max_new_tokens}
-    measured = acceptance(pair, spread(texts_of(prompts, files), rows), children, seed, **options)
+    check_options(options)
+    texts = spread(texts_of(prompts, files), rows)
+    pair = quiet_load(model, draft)
+    measured = acceptance(pair, texts, children, seed, **options)
     if json:
-        print(json_format.dumps(dataclasses.asdict(measured)))
+        print_json(dataclasses.asdict(measured))
         return 0
     for place, (odds, error) in enumerate(zip(measured.odds, measured.error, strict=True)):
         print(f"child {place + 1}: accepted at {odds:.3f} of {measured.nodes} steps (standard error {error:.3f})")
@@ -41,7 +43,10 @@ def texts_of(prompts: list[str], files: list[Path]) -> list[str]:
     """Return the prompts of arguments and files; without any, the demo's sentences."""
     if not prompts and not files:
         return demo_sentences()
-    return [prompt.text for prompt in gather(prompts, files)[0]]
+    texts = [prompt.text for prompt in gather(prompts, files)[0]]
+    if not texts:
+        raise BadPrompt("there is no prompt; give one as an argument or with --file")
+    return texts
 
 
 def block_efficiency(
@@ -49,26 +54,28 @@ def block_efficiency(
     rows: int, max_new_tokens: int, seed: int, picture: Path | None, json: bool,
 ) -> int:  # fmt: skip
     """Print the tokens per target pass of each recipe at each budget of nodes; return the exit code."""
-    from rich.console import Console
+    from specbeam.cli.screen import Screen
 
     if picture is not None:
         check_picture(picture)
+    options = {"temperature": temperature, "max_new_tokens": max_new_tokens}
+    check_options(options)
+    check_budgets(budgets)
     reported, choosing = halves(spread(texts_of(prompts, files), 2 * rows))
     pair = quiet_load(model, draft)
-    console = Console(stderr=True, highlight=False)
+    console = Screen(stderr=True)
 
     def on_progress(cell: TreeCell) -> None:
         console.print(f"{cell.budget:3} nodes  {cell.recipe:<24} {cell.efficiency:.2f}  ({cell.shape})")
 
-    options = {"temperature": temperature, "max_new_tokens": max_new_tokens}
     cells = efficiency(pair, reported, choosing, budgets, seed, on_progress, **options)
     if json:
         for cell in cells:
-            print(json_format.dumps(dataclasses.asdict(cell)))
+            print_json(dataclasses.asdict(cell))
     else:
         print(as_markdown(cells))
         if cost := head_cost(pair):
             print(f"\n{cost}.")
     if picture is not None:
-        plot(cells, str(picture))
+        plot(cells, picture)
     return 0

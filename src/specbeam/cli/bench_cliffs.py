@@ -1,7 +1,6 @@
 """The command `specbeam bench cliffs`: speeds by method, option, batch size and kind of prompts."""
 
 import dataclasses
-import json as json_format
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,9 @@ from specbeam.bench.cliffs_report import as_markdown
 from specbeam.bench.provenance import provenance
 from specbeam.cli.bench_speed import demo_rows
 from specbeam.cli.widening import grown_pair
-from specbeam.errors import BadSetting, MissingFile, one_of
+from specbeam.errors import BadSetting, one_of
+from specbeam.places import write_output
+from specbeam.plain import as_json
 
 
 def run(
@@ -21,8 +22,9 @@ def run(
 ) -> int:  # fmt: skip
     """Measure the table of cliffs, print and write it, and return the exit code."""
     import torch
-    from rich.console import Console
     from rich.progress import Progress
+
+    from specbeam.cli.screen import Screen
 
     plan = CliffPlan(
         methods=_words("--methods", methods, list(METHODS)),
@@ -33,13 +35,13 @@ def run(
         repeats=repeats,
         max_new_tokens=max_new_tokens,
     )
-    _check(plan, (markdown, json))
+    _check(plan)
     if threads is not None:
         torch.set_num_threads(threads)
     pair = grown_pair(model, draft, grow)
     sentences = [row.prompt for row in demo_rows()]
     origin = provenance() | {"vocabulary": str(pair.target.vocab)}
-    console = Console(stderr=True, highlight=False)
+    console = Screen(stderr=True)
     cells: list[SpeedCell] = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("cliffs", total=_runs(plan))
@@ -73,10 +75,10 @@ def _write(
 ) -> None:
     """Write the cells to the files that are given: the page in Markdown, a line of JSON per cell."""
     if markdown is not None:
-        markdown.write_text(_page(cells, plan, origin) + "\n", encoding="utf-8")
+        write_output(markdown, _page(cells, plan, origin) + "\n")
     if json is not None:
-        lines = [json_format.dumps({**dataclasses.asdict(cell), "provenance": origin}) for cell in cells]
-        json.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        lines = [as_json({**dataclasses.asdict(cell), "provenance": origin}) for cell in cells]
+        write_output(json, "\n".join(lines) + "\n")
 
 
 def _words(name: str, text: str | None, known: Sequence[str]) -> list[str]:
@@ -100,12 +102,9 @@ def _sizes(text: str) -> list[int]:
     return list(dict.fromkeys(map(int, words)))
 
 
-def _check(plan: CliffPlan, files: Sequence[Path | None]) -> None:
-    """Raise an error if a number is below 1, or if a file cannot be written because its folder is missing."""
+def _check(plan: CliffPlan) -> None:
+    """Raise an error if a number is below 1."""
     numbers = [("--rows", plan.rows), ("--repeats", plan.repeats), ("--max-new-tokens", plan.max_new_tokens)]
     for name, value in (*numbers, *(("--batch-sizes", size) for size in plan.batch_sizes)):
         if value < 1:
             raise BadSetting(f"{name} is {value}; it must be at least 1")
-    for file in files:
-        if file is not None and not file.parent.is_dir():
-            raise MissingFile(f"there is no folder {file.parent} to write {file.name} into")

@@ -1,7 +1,6 @@
 """The command `specbeam bench methods`: a comparison of methods by quality and cost."""
 
 import dataclasses
-import json as json_format
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -11,11 +10,13 @@ from specbeam.bench.methods import contenders, measure
 from specbeam.bench.methods_report import as_markdown, plot
 from specbeam.bench.pictures import check_picture
 from specbeam.bench.provenance import provenance
+from specbeam.cli.common import print_json
 from specbeam.cli.widening import grown_pair
-from specbeam.errors import BadPrompt, BadSetting, MissingFile, one_of
+from specbeam.errors import BadPrompt, BadSetting, one_of
 from specbeam.evaluate.lines import lines_of
 from specbeam.evaluate.task import check_bleu
 from specbeam.pair import BUNDLED
+from specbeam.places import require_file
 
 
 def run(
@@ -28,8 +29,10 @@ def run(
         pairs: TSV files of prompts and answers; empty: the bundled tasks.
         shape: beams, draft depth, and threshold of the methods.
     """
-    from rich.console import Console
+    from rich.markup import escape
     from rich.progress import Progress
+
+    from specbeam.cli.screen import Screen
 
     if metric is not None:
         one_of("--metric", metric, METRICS)
@@ -44,17 +47,17 @@ def run(
         check_bleu()
     methods = contenders(*shape)
     loaded = grown_pair(model, draft, grow)
-    console = Console(stderr=True, highlight=False)
+    console = Screen(stderr=True)
     lines = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         for task in tasks:
             shortened = dataclasses.replace(task, rows=task.rows[:rows])
-            bar = progress.add_task(task.name, total=seeds * len(shortened.rows))
+            bar = progress.add_task(escape(task.name), total=seeds * len(shortened.rows))
             lines += measure(loaded, shortened, methods, seeds, max_new_tokens, partial(progress.advance, bar))
     origin = provenance() | {"vocabulary": str(loaded.target.vocab)}
     if json:
         for line in lines:
-            print(json_format.dumps({**dataclasses.asdict(line), "provenance": origin}))
+            print_json({**dataclasses.asdict(line), "provenance": origin})
     else:
         print(as_markdown(lines))
         print(
@@ -89,8 +92,7 @@ def tasks_of(files: list[Path], metric: str) -> list[Task]:
 
 def _rows(file: Path) -> list[tuple[str, str]]:
     """Read the prompts and answers of a TSV file; raise `MissingFile` or `BadPrompt` if it has none."""
-    if not file.is_file():
-        raise MissingFile(f"there is no file {file}; give a TSV with a prompt and its answer per line")
+    require_file(file, "give a TSV with a prompt and its answer per line")
     rows = []
     for number, line in enumerate(lines_of(file), 1):
         fields = line.split("\t")

@@ -1,6 +1,5 @@
 """The command `specbeam bench passes`: the cost of a pass by rows, tokens in the cache, and beams."""
 
-import json as json_format
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from specbeam.bench.passes_report import as_markdown, as_records, plot
 from specbeam.bench.pictures import check_picture
 from specbeam.bench.provenance import provenance
 from specbeam.bench.widen_model import with_positions
+from specbeam.cli.common import print_json
 from specbeam.cli.widening import grown_pair
 from specbeam.errors import BadSetting
 from specbeam.lm.huggingface import HuggingFaceLM
@@ -22,8 +22,9 @@ def run(
 ) -> int:  # fmt: skip
     """Time passes, print tables of their cost, and return the exit code."""
     import torch
-    from rich.console import Console
     from rich.progress import Progress
+
+    from specbeam.cli.screen import Screen
 
     plan = _plan(rows, beams, lengths, copies_gb, repeats)
     if picture is not None:
@@ -31,7 +32,7 @@ def run(
     if threads is not None:
         torch.set_num_threads(threads)
     lm, positions = _model(model, grow, grow_vocab, quantize, max(plan.lengths) + 1)
-    console = Console(stderr=True, highlight=False)
+    console = Screen(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("passes", total=plan.steps)
         cells = passes(lm, plan, partial(progress.advance, bar))
@@ -40,7 +41,7 @@ def run(
     origin |= {"engine note": lm.engine_note} if lm.engine_note else {}
     if json:
         for record in as_records(cells, fitted):
-            print(json_format.dumps({**record, "provenance": origin}))
+            print_json({**record, "provenance": origin})
     else:
         print(as_markdown(cells, fitted, plan))
         print(f"\nMedian of {plan.repeats} rounds, smallest to largest; fits are through medians. ", end="")

@@ -16,8 +16,9 @@ from specbeam.bench.scale import (
     held_out,
     turn_parts,
 )
-from specbeam.cli.common import complain
+from specbeam.cli.common import complain, print_json
 from specbeam.errors import BadSetting, MissingFile
+from specbeam.places import require_file
 
 TARGET_70B = ModelSize(layers=80, width=8192, weight_bytes=140e9, kv_bytes=2 * 80 * 8 * 128 * 2)
 DRAFT_1B = ModelSize(layers=16, width=2048, weight_bytes=2e9, kv_bytes=2 * 16 * 8 * 64 * 2)
@@ -40,7 +41,7 @@ def measure(model: str, rows: list[int], stored: int, repeats: int) -> int:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     for sample in scale_passes(model, rows, stored, repeats):
-        print(json_format.dumps(asdict(sample) | {"provenance": provenance()}))
+        print_json(asdict(sample) | {"provenance": provenance()})
     return 0
 
 
@@ -70,6 +71,7 @@ def check(files: list[Path]) -> int:
 
 def read_samples(path: Path) -> list[PassSample]:
     """Return the passes in a file that `measure` wrote. Raises `MissingFile` if it holds none."""
+    require_file(path, "give a file of passes that `bench scale --measure` has printed")
     found = []
     try:
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -89,7 +91,7 @@ def assume(ranks: list[int], devices: int, beams: int, plan: TurnPlan, cluster: 
     columns = [turn_parts(TARGET_70B, DRAFT_1B, count, beams, plan, cluster) for count in ranks]
     if json:
         for one in columns:
-            print(json_format.dumps(asdict(one) | {"turn": one.turn, "speedup": one.speedup}))
+            print_json(asdict(one) | {"turn": one.turn, "speedup": one.speedup})
         return 0
     complain("a model, not a measurement: 70 B over devices that nobody has timed here")
     print(f"| per turn of {plan.requests} requests | " + " | ".join(f"70 B on {count}" for count in ranks) + " |")

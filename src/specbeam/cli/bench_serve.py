@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specbeam.bench.serving import Load, LoadReport, measure_load
+from specbeam.cli.common import print_json
 from specbeam.cli.generate import gather
 from specbeam.errors import BadSetting
 from specbeam.pair import BUNDLED
@@ -58,7 +59,7 @@ def run(
     if json:
         record = dataclasses.asdict(report)
         del record["once"]
-        print(json_format.dumps(record))
+        print_json(record)
     else:
         _show(report)
     return 0 if report.answered + report.gone == report.requests else 1
@@ -71,8 +72,9 @@ def _sentences() -> list[str]:
 
 
 def _show(report: LoadReport) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from specbeam.cli.screen import Screen
 
     table = Table("figure", "value", box=None, pad_edge=False)
     table.add_row("answered", f"{report.answered} of {report.requests}, {report.gone} went away as planned")
@@ -86,4 +88,4 @@ def _show(report: LoadReport) -> None:
         table.add_row("seconds per further token", "median {:.4f}, 99 % {:.4f}".format(*report.per_token_s))
     if report.passes_per_token is not None:
         table.add_row("target passes per token", f"{report.passes_per_token:.2f}")
-    Console().print(table)
+    Screen().print(table)

@@ -1,13 +1,14 @@
 """The command `specbeam bench specbench`: Spec-Bench's questions, its numbers and ours."""
 
-import json as json_format
+import re
 import time
 from pathlib import Path
 
 from specbeam.bench.provenance import provenance
 from specbeam.bench.specbench import as_records, lines_of_specbench, read_questions, specbench, write_answers
-from specbeam.cli.common import ProgressBar, method_from, quiet_load
+from specbeam.cli.common import ProgressBar, method_from, print_json, quiet_load
 from specbeam.errors import BadSetting
+from specbeam.places import writing
 
 USUAL = ["speculative_sampling", "traversal", "sequoia", "prompt_lookup", "opt_tree", "token_recycling"]
 
@@ -28,8 +29,9 @@ def run(
 ) -> int:
     """Run the contenders on the questions, print a row per method and task, and return the exit code."""
     import torch
-    from rich.console import Console
     from rich.table import Table
+
+    from specbeam.cli.screen import Screen
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -50,14 +52,15 @@ def run(
 
         replies = specbench(pair, asked, methods, seed, max_new_tokens, temperature, clock, show)
     if answers is not None:
-        answers.mkdir(parents=True, exist_ok=True)
+        with writing(answers):
+            answers.mkdir(parents=True, exist_ok=True)
         for name, method in methods.items():
-            path = answers / f"{name.replace(' ', '_')}.jsonl"
+            path = answers / f"{re.sub('[ /]', '_', name)}.jsonl"
             write_answers(path, pair, asked, replies[name], name, method, seed, max_new_tokens, temperature)
     lines = lines_of_specbench(asked, replies)
     if json:
         for record in as_records(lines):
-            print(json_format.dumps(record))
+            print_json(record)
         return 0
     table = Table("method", "task", box=None, pad_edge=False)
     for head in ("questions", "tokens", "accepted", "their speedup", "speedup", "95 %", "same text"):
@@ -67,7 +70,7 @@ def run(
             line.method, line.task, str(line.questions), str(line.tokens), f"{line.accepted:.2f}",
             f"{line.their_speedup:.2f}", f"{line.speedup:.2f}", f"{line.low:.2f} to {line.high:.2f}", f"{line.same:.0%}",
         )  # fmt: skip
-    Console(width=120).print(table)
+    Screen(width=120).print(table)
     cut = sum(one.cut for one in replies["plain"])
     print(f"{cut} prompts were longer than the models have positions, and were cut at their beginning")
     print(", ".join(f"{name} {value}" for name, value in provenance().items()))

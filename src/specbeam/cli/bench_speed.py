@@ -1,7 +1,6 @@
 """The command `specbeam bench speed`: methods and baselines on the same prompts in one interleaved run."""
 
 import dataclasses
-import json as json_format
 import shlex
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from specbeam.bench.pictures import check_picture
 from specbeam.bench.provenance import provenance
 from specbeam.bench.speed import speed
 from specbeam.bench.speed_report import as_markdown, plot
-from specbeam.cli.common import method_from
+from specbeam.cli.common import check_options, method_from, print_json
 from specbeam.cli.widening import grown_pair
 from specbeam.engines.eligibility import reads_sources
 from specbeam.errors import BadSetting, NotSupported
@@ -44,10 +43,12 @@ def run(
 ) -> int:  # fmt: skip
     """Measure contenders, print a table per batch size, and return the exit code."""
     import torch
-    from rich.console import Console
     from rich.progress import Progress
 
+    from specbeam.cli.screen import Screen
+
     _check(rows, batch_sizes, repeats, picture)
+    check_options(options)
     if threads is not None:
         torch.set_num_threads(threads)
     given = [*map(PromptRow, texts), *(row for file in files for row in read(str(file), None, columns))]
@@ -63,7 +64,7 @@ def run(
         )
     prompts = spread(given or demo_rows(), rows)
     running = [_contender(pair, text, options) for text in contenders or [*DEFAULT, *_of_head(pair)]]
-    console = Console(stderr=True, highlight=False)
+    console = Screen(stderr=True)
     tables = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         for size in batch_sizes:
@@ -73,7 +74,7 @@ def run(
     for table in tables:
         if json:
             for line in table:
-                print(json_format.dumps({**dataclasses.asdict(line), "provenance": origin}))
+                print_json({**dataclasses.asdict(line), "provenance": origin})
         else:
             print(as_markdown(table) + "\n")
     if not json:

@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from rich.console import Console
+from rich.text import Text
 
 from specbeam.chats import BUNDLED_TEMPLATE, prompt_of_messages
-from specbeam.cli.common import method_from, quiet_load
-from specbeam.decode import decode_live
-from specbeam.errors import MissingFile, MissingPackage, NotSupported, SpecbeamError
-from specbeam.generation import settled_tokens
+from specbeam.cli.common import check_options, method_from, quiet_load
+from specbeam.cli.screen import Screen
+from specbeam.errors import MissingPackage, NotSupported, ServerRefused, SpecbeamError
+from specbeam.generation import pieces_of
 from specbeam.options.settings import Settings
 from specbeam.pair import Pair
+from specbeam.places import text_of
+from specbeam.plain import for_terminal, without_control
 from specbeam.recipes.method import Method
 from specbeam.request import Request
 
@@ -29,10 +32,6 @@ HELP = """\
 /quit             end (also Ctrl-D); Ctrl-C ends an answer
 """
 Message = dict[str, str]
-
-
-class ServerRefused(SpecbeamError):
-    """A server did not answer; the message is its own."""
 
 
 @dataclass
@@ -86,7 +85,8 @@ class PairSpeaker:
     """A pair in this process. What messages begin with is computed once for the whole conversation."""
 
     def __init__(self, pair: Pair, name: str, template: str | None) -> None:
-        chosen = template or getattr(pair.tokenizer, "chat_template", None)
+        own = getattr(pair.tokenizer, "chat_template", None)
+        chosen = template or own
         if chosen is None and name == "bundled":
             chosen = BUNDLED_TEMPLATE
         if chosen is None:
@@ -95,7 +95,7 @@ class PairSpeaker:
             )
         self.pair = pair
         self.name = name
-        self.template: str = chosen
+        self.template = chosen if chosen != own else None
         self.holds_conversation = chosen != BUNDLED_TEMPLATE
         models = [lm for lm in (pair.target, pair.draft) if lm is not None and hasattr(lm, "remember_prompts")]
         for lm in models:
@@ -119,20 +119,12 @@ class PairSpeaker:
         for error in request.refused.values():
             raise error
         (session,) = request.sessions
-        sent = ""
-        for _ in decode_live(self.pair.target, session):
-            text = request.text_of(settled_tokens(session))
-            if text.startswith(sent) and not text.endswith("\ufffd"):
-                yield text[len(sent) :]
-                sent = text
-        if session.failure is not None:
-            raise session.failure
+        yield from pieces_of(request)
         best = request.answers(session)[0]
         cost.tokens = len(best.tokens)
         cost.passes = session.count.target_passes
         cost.prompt_tokens = len(ids)
         cost.known_tokens = session.recalled.get(self.pair.target, 0)
-        yield best.text[len(sent) :]
 
 
 class ServerSpeaker:
@@ -146,8 +138,12 @@ class ServerSpeaker:
         except ImportError as error:
             raise MissingPackage("a server is asked with httpx2: pip install httpx2") from error
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._http = httpx2.Client(base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=TIMEOUT_S)
-        self._broken = httpx2.HTTPError
+        self._broken = (httpx2.HTTPError, httpx2.InvalidURL)
+        place = url.rstrip("/").removesuffix("/v1")
+        try:
+            self._http = httpx2.Client(base_url=place, headers=headers, timeout=TIMEOUT_S)
+        except self._broken as error:
+            raise ServerRefused(f"{url} is no address of a server: {error}") from error
         self.name = self._model()
 
     def _model(self) -> str:
@@ -156,7 +152,12 @@ class ServerSpeaker:
         except self._broken as error:
             raise ServerRefused(f"no server answers at {self._http.base_url}: {error}") from error
         self._raise_if_refused(found)
-        return str(found.json()["data"][0]["id"])
+        try:
+            return str(found.json()["data"][0]["id"])
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise ServerRefused(
+                f"{self._http.base_url} does not answer as OpenAI's API does: {found.text[:80]!r}"
+            ) from error
 
     @staticmethod
     def _raise_if_refused(answer: Any) -> None:
@@ -326,14 +327,16 @@ class Chat:
 
     def _show(self, piece: str) -> None:
         """Show a piece of an answer: of its control characters only ends of lines and tabs reach the terminal."""
-        clean = "".join(letter for letter in piece if letter.isprintable() or letter in "\n\t")
-        self.console.print(clean, end="", markup=False, highlight=False, soft_wrap=True)
+        self._print(without_control(piece), end="")
 
     def _note(self, text: str) -> None:
-        self.console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+        self._print(text, style="dim")
 
     def _complain(self, error: Exception) -> None:
-        self.console.print(f"specbeam: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        self._print(f"specbeam: {error}", style="red")
+
+    def _print(self, text: str, end: str = "\n", style: str | None = None) -> None:
+        self.console.print(Text(for_terminal(text)), end=end, style=style, soft_wrap=True)
 
 
 def run(
@@ -347,19 +350,15 @@ def run(
     options: ChatOptions,
 ) -> int:
     """Talk with a pair, or with the server at `url`, and return the exit code."""
-    console = Console()
+    console = Screen()
     speaker: Speaker
+    template = None if chat_template is None else text_of(chat_template, "give a file with a chat template")
+    check_options(dict(options.settings))
+    if options.method:
+        method_from(options.method, options.method_settings)
     if url is not None:
         speaker = ServerSpeaker(url, key)
     else:
-        template = None if chat_template is None else _read(chat_template)
         speaker = PairSpeaker(quiet_load(model, draft, quantize=quantize), model, template)
     Chat(speaker, options, console, lambda: console.input("[bold]>[/bold] "), system).run()
     return 0
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise MissingFile(f"could not read the chat template: {error}") from error

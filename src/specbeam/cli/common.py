@@ -1,13 +1,14 @@
 """Functions that several commands share: settings from text, loading without progress bars, records as JSON."""
 
 import dataclasses
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from specbeam.errors import BadSetting, MissingFile
+from specbeam import plain
+from specbeam.errors import BadPrompt, BadSetting, MissingFile
+from specbeam.options.settings import Settings
 from specbeam.pair import Pair
 from specbeam.recipes.settings_text import method_from as method_from
 from specbeam.records import Generation
@@ -66,6 +67,31 @@ def follow_rank_0(models: dict[str, Any]) -> None:
         quiet_load(**models)
 
 
+def check_options(options: dict[str, Any], batch_size: int = 1) -> None:
+    """Raise `BadSetting` for an option of `specbeam.generate` that is wrong for any model, before one is loaded.
+
+    Args:
+        options: by name; None: not given.
+    """
+    for name, value in options.items():
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str):
+                require_text(name, text)
+    Settings.given({name: value for name, value in options.items() if value is not None})
+    if batch_size < 1:
+        raise BadSetting(f"--batch-size is {batch_size}; it must be at least 1")
+
+
+def require_text(name: str, text: str) -> None:
+    """Raise `BadPrompt` if a text of the command line holds bytes that are no text in its encoding."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadPrompt(
+            f"{name} is {text!r}, which is no text in {sys.getfilesystemencoding()}; give it as UTF-8"
+        ) from error
+
+
 def text_or_file(value: str | None, mark: str, name: str) -> str | None:
     """Return the content of the file named `value`, or `value` itself if there is no such file.
 
@@ -100,22 +126,43 @@ def _is_there(name: str) -> bool:
         return False
 
 
-def as_json(number: int, prompt: str, generation: Generation) -> str:
-    """Return an answer as a line of JSON; `number` and `prompt` are those of its prompt."""
+def as_json(number: int, prompt: Any, generation: Generation) -> str:
+    """Return an answer as a line of JSON; `number` and `prompt` are those of its prompt.
+
+    A prompt that was no text, such as a chat, is written as its token ids.
+    """
     record = {"index": number, "prompt": prompt, **dataclasses.asdict(generation)}
     record["prompt_tokens"] = len(generation.prompt)
-    record["prompt"] = prompt  # the text, where `asdict` has put the token ids
-    return json.dumps(record, ensure_ascii=False)
+    if isinstance(prompt, str):
+        record["prompt"] = prompt  # where `asdict` has put the token ids
+    return _line_of(record)
+
+
+def print_json(record: Any) -> None:
+    """Print a record as a line of JSON."""
+    print(_line_of(record), flush=True)
+
+
+def _line_of(record: Any) -> str:
+    """Return a line of JSON for standard output, in ASCII where that takes no other letters."""
+    encoding = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().replace("-", "")
+    return plain.as_json(record, is_ascii=encoding != "utf8")
+
+
+def say(text: str) -> None:
+    """Print a text of a model. On a terminal, which control characters would steer, these are written out."""
+    print(plain.for_terminal(text) if sys.stdout.isatty() else text, flush=True)
 
 
 class ProgressBar:
     """A progress bar on standard error, shown if that is a terminal and there is more than one prompt."""
 
     def __enter__(self) -> "ProgressBar":
-        from rich.console import Console
         from rich.progress import Progress
 
-        self.console = Console(stderr=True)
+        from specbeam.cli.screen import Screen
+
+        self.console = Screen(stderr=True)
         self.bar = Progress(console=self.console, transient=True, disable=not self.console.is_terminal)
         self.task = self.bar.add_task("prompts", total=None)
         return self
@@ -132,4 +179,4 @@ class ProgressBar:
 
 def complain(text: str) -> None:
     """Print a message on standard error."""
-    print(f"specbeam: {text}", file=sys.stderr, flush=True)
+    print(f"specbeam: {plain.for_terminal(text)}", file=sys.stderr, flush=True)

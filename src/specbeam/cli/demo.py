@@ -1,13 +1,14 @@
 """The command `specbeam demo`: several methods on German sentences, side by side, with the bundled pair."""
 
 import dataclasses
-import json as json_format
 import time
 from dataclasses import dataclass
 from typing import Any
 
+from rich.text import Text
+
 from specbeam import render
-from specbeam.cli.common import quiet_load
+from specbeam.cli.common import print_json, quiet_load
 from specbeam.errors import MissingFile
 from specbeam.generation import generate, turns_of
 from specbeam.measure.energy import EnergyMeter
@@ -44,9 +45,9 @@ def run(beams: int, seed: int, json: bool) -> int:
         import sacrebleu  # noqa: F401
     except ImportError as error:
         raise MissingFile("the demo scores with sacrebleu: pip install sacrebleu") from error
-    from rich.console import Console
+    from specbeam.cli.screen import Screen
 
-    console = Console(highlight=False, stderr=json)
+    console = Screen(stderr=json)
     console.print("Loading the bundled pair ...")
     pair = quiet_load("bundled", None)
     sentences = _rows("sentences.tsv")
@@ -69,12 +70,18 @@ def run(beams: int, seed: int, json: bool) -> int:
         texts[name] = [answer.text for answer in answers]
     if json:
         for line in lines:
-            print(json_format.dumps(dataclasses.asdict(line)))
+            print_json(dataclasses.asdict(line))
         return 0
     _show(console, sentences, texts, lines)
     _draw(console, pair, sentences[0][0], dsbd(beams, beams + 2, 4, width="fixed", trace=True), seed)
-    console.print("\nNext: [bold]specbeam generate 'Wo ist mein Hut?'[/], or give it your own pair: "
-                  "[bold]specbeam generate -m TARGET -d DRAFT 'Once upon'[/]")  # fmt: skip
+    console.print(
+        Text.assemble(
+            "\nNext: ",
+            ("specbeam generate 'Wo ist mein Hut?'", "bold"),
+            ", or give it your own pair: ",
+            ("specbeam generate -m TARGET -d DRAFT 'Once upon'", "bold"),
+        )
+    )
     return 0
 
 
@@ -132,7 +139,8 @@ def _show(console: Any, sentences: list[tuple[str, str]], texts: dict[str, list[
     from rich.table import Table
 
     for number in range(SHOWN):
-        console.print(f"\n[bold]{sentences[number][0]}[/]   [dim]({sentences[number][1]})[/]")
+        source, answer = sentences[number]
+        console.print(Text.assemble("\n", (source, "bold"), "   ", (f"({answer})", "dim")))
         for name, answers in texts.items():
             console.print(f"  {name:<24} {answers[number]}")
     law = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in LAW.items())
@@ -148,15 +156,19 @@ def _show(console: Any, sentences: list[tuple[str, str]], texts: dict[str, list[
         )  # fmt: skip
     console.print(table)
     if any(line.joules_per_token is None for line in lines):
-        console.print("[dim]J/token: this machine has no energy counter that can be read[/]")
+        console.print("J/token: this machine has no energy counter that can be read", style="dim")
     for line in lines:
-        console.print(f"[dim]{line.method}: {line.law}[/]")
+        console.print(f"{line.method}: {line.law}", style="dim")
 
 
 def _draw(console: Any, pair: Pair, source: str, method: Method, seed: int) -> None:
     """Print the forest of the first turn of a sentence, with a legend."""
     turn = next(iter(turns_of(pair, source, method, seed=seed, **LAW)))
-    console.print(f"\nThe first turn's forest for [bold]{source}[/]")
+    console.print(Text.assemble("\nThe first turn's forest for ", (source, "bold")))
     for tree in render.as_trees(render.picture(turn, pair.word)):
         console.print(tree)
-    console.print("   ".join(f"[{render.STYLES[f]}]{render.MARKS[f]}[/] {m}" for f, m in render.MEANINGS.items()))
+    legend = [
+        Text.assemble((render.MARKS[fate], render.STYLES[fate]), f" {meaning}")
+        for fate, meaning in render.MEANINGS.items()
+    ]
+    console.print(Text("   ").join(legend))

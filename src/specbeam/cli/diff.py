@@ -1,13 +1,12 @@
 """The command `specbeam evaluate diff`: the beams of transformers and of specbeam, with the reason for each difference."""
 
 import dataclasses
-import json as json_format
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from specbeam.cli.common import method_from, quiet_load
+from specbeam.cli.common import check_options, method_from, print_json, quiet_load, say
 from specbeam.cli.generate import gather
 from specbeam.errors import BadPrompt, BadSetting
 from specbeam.evaluate.against_transformers import Comparison, Difference, comparisons
@@ -25,8 +24,9 @@ def run(
     Returns exit code 1 if beams differ and rounding does not explain it, if a prompt failed, or if a line could not be
     read; else 0.
     """
-    from rich.console import Console
     from rich.progress import track
+
+    from specbeam.cli.screen import Screen
 
     if any(setting.startswith("beams=") for setting in settings):
         raise BadSetting("--set beams=... would let the methods differ; the number of beams is --beams")
@@ -38,6 +38,8 @@ def run(
     sources, unreadable = gather(prompts, files)
     if not sources:
         raise BadPrompt("there is no prompt; give one as an argument, with --prompt or --file, or on standard input")
+    check_options({"max_new_tokens": max_new_tokens})
+    method_from("speculative_beam_search", [f"beams={beams}", *settings])
     pair = quiet_load(model, draft, dtype=dtype)
     methods = _methods(pair, beams, settings)
     sources = sources[:rows]
@@ -45,12 +47,12 @@ def run(
     runs = _runs(pair, texts, methods, every_option, batch_size, max_new_tokens)
     seen: list[Comparison] = []
     total = None if every_option else len(sources) * len(methods)
-    for run in track(runs, "comparing", total, console=Console(stderr=True), transient=True):
+    for run in track(runs, "comparing", total, console=Screen(stderr=True), transient=True):
         comparison = run.comparison
         place = sources[comparison.prompt].place
         seen.append(comparison)
         if json:
-            print(_as_json(run))
+            print_json(_record(run))
         elif comparison.failure is not None:
             print(f"{place}, {comparison.method}: {comparison.failure}")
         elif comparison.difference is not None:
@@ -93,12 +95,12 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (int, float, str)) or (isinstance(value, list) and all(map(_is_plain, value)))
 
 
-def _as_json(run: ComparedRun) -> str:
-    """Return a comparison with its options as a line of JSON."""
+def _record(run: ComparedRun) -> dict[str, Any]:
+    """Return a comparison with its options, for JSON."""
     record = dataclasses.asdict(run.comparison) | {"options": _printable(run.options)}
     if run.comparison.difference is not None:
         record["difference"]["is_rounding"] = run.comparison.difference.is_rounding
-    return json_format.dumps(record)
+    return record
 
 
 def _show(pair: Pair, place: str, run: ComparedRun, difference: Difference) -> None:
@@ -108,7 +110,7 @@ def _show(pair: Pair, place: str, run: ComparedRun, difference: Difference) -> N
     print(f"{place}, {run.comparison.method}: {where} of beam {difference.beam + 1} differs{gap}: {_why(difference)}; "
           f"{_printable(run.options)}")  # fmt: skip
     for side, tokens in (("transformers", difference.theirs), ("specbeam", difference.ours)):
-        print(f"  {side:12} {pair.tokenizer.decode(tokens) if pair.tokenizer else tokens}")
+        say(f"  {side:12} {pair.tokenizer.decode(tokens) if pair.tokenizer else tokens}")
 
 
 def _why(difference: Difference) -> str:

@@ -1,13 +1,12 @@
 """The commands `specbeam evaluate same-beams`, `perplexity` and `theory`: checks and scores of outputs and of runs."""
 
 import dataclasses
-import json as json_format
 from pathlib import Path
 from typing import Any
 
 from specbeam.bench.pictures import check_picture
 from specbeam.cli.bench import texts_of
-from specbeam.cli.common import method_from, quiet_load
+from specbeam.cli.common import check_options, method_from, print_json, quiet_load
 from specbeam.cli.generate import gather
 from specbeam.errors import BadPrompt
 from specbeam.evaluate.outputs import read_outputs
@@ -30,13 +29,14 @@ def same_beams(
     sources, _ = gather(prompts, files)
     if not sources:
         raise BadPrompt("there is no prompt; give one as an argument, with --file, or on standard input")
-    pair = quiet_load(model, draft)
     method = method_from("dsbd", ["width=fixed", *settings])
+    check_options(options, batch_size)
+    pair = quiet_load(model, draft)
     texts = [source.text for source in sources]
     found = differences(pair, texts, method, seed, batch_size, **options)
     for difference in found:
         if json:
-            print(json_format.dumps(dataclasses.asdict(difference)))
+            print_json(dataclasses.asdict(difference))
         else:
             why = "rounding" if difference.is_rounding else "NOT rounding"
             place = sources[difference.prompt].place
@@ -51,8 +51,9 @@ def same_beams(
 
 def perplexity(files: list[Path], model: str, ended: bool, json: bool) -> int:
     """Score files of outputs by the target, print a row per file, and return the exit code."""
-    from rich.console import Console
     from rich.table import Table
+
+    from specbeam.cli.screen import Screen
 
     pair = quiet_load(model, None, sources=True)
     table = Table("outputs", box=None, pad_edge=False)
@@ -68,14 +69,14 @@ def perplexity(files: list[Path], model: str, ended: bool, json: bool) -> int:
         quality = [metric(outputs.texts, outputs.references) for metric in metrics]
         if json:
             named = dict(zip(("bleu", "exact_match"), quality, strict=False))
-            print(json_format.dumps({"file": str(file), **dataclasses.asdict(scores), **named}))
+            print_json({"file": str(file), **dataclasses.asdict(scores), **named})
         table.add_row(
             str(file), str(scores.outputs), f"{scores.perplexity:.3f}", f"{scores.low:.3f} to {scores.high:.3f}",
             f"{scores.by_token:.3f}", f"{scores.tokens_per_output:.1f}", f"{scores.distinct_2:.3f}",
             f"{scores.repeated:.1%}", *([f"{quality[0]:.1f}", f"{quality[1]:.1%}"] if quality else ["no references", ""]),
         )  # fmt: skip
     if not json:
-        Console(width=140).print(table)
+        Screen(width=140).print(table)
         print("Low perplexity alone proves little: look at length, repetition and the quality beside it.")
     return 0
 
@@ -85,22 +86,24 @@ def theory(
     options: dict[str, Any], picture: Path | None, json: bool,
 ) -> int:  # fmt: skip
     """Print each figure of the theory of rejections beside what was counted, and return the exit code."""
-    from rich.console import Console
+    from specbeam.cli.screen import Screen
 
     if picture is not None:
         check_picture(picture)
+    check_options(options)
+    texts = spread(texts_of(prompts, files), rows)
     pair = quiet_load(model, draft)
-    console = Console(stderr=True, highlight=False)
+    console = Screen(stderr=True)
 
     def on_progress(row: TheoryRow) -> None:
         console.print(f"{row.check:<26} {row.method:<34} {row.bucket:<11} {row.measured:.3f} of {row.predicted:.3f}")
 
-    found = measure(pair, spread(texts_of(prompts, files), rows), seed, depth, on_progress, **options)
+    found = measure(pair, texts, seed, depth, on_progress, **options)
     if json:
         for row in found:
-            print(json_format.dumps(dataclasses.asdict(row)))
+            print_json(dataclasses.asdict(row))
     else:
         print(as_markdown(found))
     if picture is not None:
-        plot(found, str(picture))
+        plot(found, picture)
     return 0

@@ -2,18 +2,30 @@
 
 import json as json_format
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from specbeam.audit import ALARM, Audit
-from specbeam.cli.common import ProgressBar, as_json, complain, follow_rank_0, method_from, quiet_load, text_or_file
+from specbeam.cli.common import (
+    ProgressBar,
+    as_json,
+    check_options,
+    complain,
+    follow_rank_0,
+    method_from,
+    quiet_load,
+    require_text,
+    say,
+    text_or_file,
+)
 from specbeam.cli.profile import profile_if
 from specbeam.errors import BadPrompt, SpecbeamError, TooFewAnswers
 from specbeam.evaluate.lines import lines_of
 from specbeam.generation import generate
-from specbeam.prompts import OPENERS, of_record, read
+from specbeam.places import OPENERS
+from specbeam.prompts import of_record, read
 from specbeam.records import Generation
 from specbeam.sources import set_languages
 
@@ -22,7 +34,7 @@ from specbeam.sources import set_languages
 class PromptSource:
     """A prompt, and the place that it comes from."""
 
-    text: str
+    text: Any  # or another form that `specbeam.generate` takes: token ids, a chat, an encoding
     place: str  # for messages, such as "argument 1" or a file and a line
 
 
@@ -73,7 +85,7 @@ class Writer:
     def _write(self, number: int) -> None:
         if not self.json:
             for generation in self.done.get(number, []):
-                print(generation.text, flush=True)
+                say(generation.text)
 
     def close(self) -> None:
         """Write the finished answers that wait for an earlier unfinished prompt, so that an interrupt loses none."""
@@ -110,9 +122,10 @@ def run(
     method = method_from(method_name, settings)
     for name, mark in (("json_schema", "{"), ("grammar", ":")):
         options[name] = text_or_file(options[name], mark, name)
+    check_options(options, batch_size)
     if not method.lossless:
         complain(f"note: {method.name} is {method.law}")
-    sources, unreadable = gather(prompts, files)
+    sources, unreadable = gather(prompts, files, _prompt_of)
     if not sources and not unreadable:
         raise BadPrompt("there is no prompt; give one as an argument, with --file, or on standard input")
     pair = quiet_load(**models, sources=True)
@@ -163,18 +176,26 @@ def _print_audit(audit: Audit) -> None:
     )
 
 
-def gather(prompts: list[str], files: list[Path]) -> tuple[list[PromptSource], int]:
+def gather(
+    prompts: list[str], files: list[Path], of_json: Callable[[str], Any] | None = None
+) -> tuple[list[PromptSource], int]:
     """Return the prompts of arguments and files, and the number of lines that could not be read.
 
-    Without arguments and files, prompts are read from standard input unless that is a terminal. Empty lines are
-    skipped, and each line that cannot be read is reported on standard error.
+    Without arguments and files, prompts are read from standard input unless that is a terminal. Lines of white space alone
+    are skipped (a prompt of white space is an argument, or stands in JSON), and each line that cannot be read is reported
+    on standard error.
+
+    Args:
+        of_json: returns the prompt in a line of JSON, or raises `ValueError`; None: only texts are prompts.
     """
+    for number, text in enumerate(prompts, 1):
+        require_text(f"argument {number}", text)
+    of_json = of_json or _text_of
     sources = [PromptSource(text, f"argument {number}") for number, text in enumerate(prompts, 1)]
     unreadable = 0
     if not prompts and not files and not sys.stdin.isatty():
         sources += [
-            PromptSource(line, f"standard input, line {number}")
-            for number, line in _numbered_lines(sys.stdin.read().split("\n"))
+            PromptSource(line, f"standard input, line {number}") for number, line in _numbered_lines(_standard_input())
         ]
     for file in files:
         if not file.is_file() or file.suffix in (".tsv", *OPENERS):
@@ -184,11 +205,23 @@ def gather(prompts: list[str], files: list[Path]) -> tuple[list[PromptSource], i
         for number, line in _numbered_lines(lines_of(file)):
             place = f"{file}, line {number}"
             try:
-                sources.append(PromptSource(_prompt_of(line) if file.suffix == ".jsonl" else line, place))
+                sources.append(PromptSource(of_json(line) if file.suffix == ".jsonl" else line, place))
             except ValueError as error:
                 unreadable += 1
                 complain(f"{place}: {error}")
     return sources, unreadable
+
+
+def _standard_input() -> list[str]:
+    """Return the lines of standard input. Raises `BadPrompt` if they are no text in its encoding."""
+    try:
+        text = sys.stdin.read()
+        text.encode("utf-8")  # where Python lets bytes through that are no text
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise BadPrompt(
+            f"standard input is no text in {sys.stdin.encoding}: {error.reason}; give it as UTF-8"
+        ) from error
+    return text.split("\n")
 
 
 def _numbered_lines(lines: list[str]) -> Iterator[tuple[int, str]]:
@@ -197,16 +230,33 @@ def _numbered_lines(lines: list[str]) -> Iterator[tuple[int, str]]:
 
 
 _NO_PROMPT = 'expected a JSON string or an object with a text field "prompt"'
+_NO_TEXTS = ("input_ids", "prompt_token_ids", "messages")  # fields with prompts that are no texts
 
 
-def _prompt_of(line: str) -> str:
-    """Return the prompt in a line of JSON; raise `ValueError` if there is none."""
+def _prompt_of(line: str) -> Any:
+    """Return the prompt in a line of JSON: a text, or the object itself if it holds token ids or a chat.
+
+    Raises `ValueError` if there is none.
+    """
+    record = _loaded(line)
+    if isinstance(record, dict) and any(record.get(name) is not None for name in _NO_TEXTS):
+        return record
+    return _text_of(line)
+
+
+def _text_of(line: str) -> str:
+    """Return the text that is the prompt in a line of JSON; raise `ValueError` if there is none."""
     try:
-        text = of_record(json_format.loads(line)).prompt
-    except json_format.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error}") from error
+        text = of_record(_loaded(line)).prompt
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(_NO_PROMPT) from error
     if not isinstance(text, str):
         raise ValueError(_NO_PROMPT)
     return text
+
+
+def _loaded(line: str) -> Any:
+    try:
+        return json_format.loads(line)
+    except json_format.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}") from error

@@ -1,10 +1,9 @@
 """The command `specbeam heads inspect`: what a draft head is, how it was read, and how well it fits its target."""
 
-import json as json_format
 import warnings
 from typing import Any
 
-from specbeam.cli.common import quiet_load
+from specbeam.cli.common import print_json, quiet_load
 from specbeam.errors import BadSetting
 from specbeam.heads.exit import ExitHead, how_it_runs
 from specbeam.heads.files import folder_of, read_config
@@ -17,8 +16,9 @@ from specbeam.loading.tokenizers import first_tokens
 
 def run_inspect(path: str, model: str | None, probe: bool, json: bool) -> int:
     """Read a head, try it on its target, print what was found, and return the exit code."""
-    from rich.console import Console
     from rich.table import Table
+
+    from specbeam.cli.screen import Screen
 
     if not is_head(path):
         raise BadSetting(f"{path} is no draft head that specbeam knows; docs/heads.md lists them")
@@ -40,9 +40,9 @@ def run_inspect(path: str, model: str | None, probe: bool, json: bool) -> int:
     if isinstance(head, ExitHead):
         about["drafts"] = how_it_runs(head, pair.forgetful_target)
     if json:
-        print(json_format.dumps(about | _as_json(found)))
+        print_json(about | _as_json(found))
         return 0
-    console = Console(highlight=False)
+    console = Screen()
     table = Table(title=path, show_header=False)
     for name, value in about.items():
         table.add_row(name, value)

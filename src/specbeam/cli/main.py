@@ -1,11 +1,14 @@
 """The command line. Each command is a file that reads arguments, calls one public function and prints its record."""
 
+import os
 import sys
+from contextlib import suppress
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from specbeam.cli.commands.bench import bench
 from specbeam.cli.commands.evaluate import diff_by_its_older_name, evaluate
@@ -45,10 +48,31 @@ from specbeam.cli.options import (
     TensorParallel,
     TopK,
     TopP,
+    file_to_write,
 )
 from specbeam.cli.serve_options import given_options, option, server_parameters
+from specbeam.errors import BadPrompt, SpecbeamError
+
+
+class Commands(TyperGroup):
+    """Commands whose errors reach `main`, those included for which typer has an answer of its own."""
+
+    def invoke(self, context: Any) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(context)
+        except BrokenPipeError as error:
+            raise ClosedPipe from error
+        except EOFError as error:  # typer would say "Aborted"
+            raise BadPrompt(f"a file ends too early: {error}") from error
+
+
+class ClosedPipe(Exception):
+    """The reader of standard output is gone."""
+
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -197,7 +221,9 @@ def batch(
 
 @app.command()
 def transcribe(
-    audio: Annotated[list[Path], typer.Argument(help="Audio files: WAV, FLAC, OGG, MP3 and others.")],
+    audio: Annotated[
+        list[Path], typer.Argument(help="Files with sound: WAV, FLAC, MP3, OGG, M4A, MP4, WebM and others.")
+    ],
     model: Annotated[str, typer.Option("--model", "-m", help="Whisper model: a path or a hub id.")],
     draft: Draft = None,
     method: Annotated[
@@ -210,13 +236,35 @@ def transcribe(
     language: Annotated[
         str | None, typer.Option(help="Language of the speech, like 'de' or 'german'; by default the model detects it.")
     ] = None,
-    task: Annotated[str, typer.Option(help="'transcribe', or 'translate' for English text.")] = "transcribe",
+    task: Annotated[
+        str | None,
+        typer.Option(
+            help="'transcribe', or 'translate' for English text; by default the model's own, or 'transcribe'."
+        ),
+    ] = None,
     prompt: Annotated[
-        str | None, typer.Option(help="A text that the model takes for what was said before, for names and spelling.")
+        str | None,
+        typer.Option(
+            "--prompt",
+            "--initial-prompt",
+            help="A text that the model takes for what was said before, for names and spelling.",
+        ),
+    ] = None,
+    condition_on_previous_text: Annotated[
+        bool | None,
+        typer.Option(
+            help="Whether each window has the text before it as its prompt; by default the model's own, or not."
+        ),
     ] = None,
     format: Annotated[
         str, typer.Option("--format", "-f", help="Format of the output: text, json, verbose_json, srt or vtt.")
     ] = "text",
+    max_line_width: Annotated[
+        int | None, typer.Option(help="Maximum number of characters in a line of subtitles.")
+    ] = None,
+    max_line_count: Annotated[
+        int | None, typer.Option(help="Maximum number of lines of a cue; a segment that has more becomes several cues.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option(help="Folder for one file per audio; by default all is written to standard output.")
     ] = None,
@@ -229,14 +277,23 @@ def transcribe(
     ] = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0],
     best_of: Annotated[int, typer.Option(help="Number of texts drawn above temperature 0.")] = 5,
     compression_ratio_threshold: Annotated[
-        float, typer.Option(help="Texts that zlib makes smaller than by this factor are decoded again.")
-    ] = 2.4,
+        float | None,
+        typer.Option(help="Texts that zlib makes smaller than by this factor are decoded again; by default 2.4."),
+    ] = None,
     log_prob_threshold: Annotated[
-        float, typer.Option(help="Texts of less average log-likelihood per token are decoded again.")
-    ] = -1.0,
+        float | None,
+        typer.Option(
+            "--log-prob-threshold",
+            "--logprob-threshold",
+            help="Texts of less average log-likelihood per token are decoded again; by default the model's own, or -1.",
+        ),
+    ] = None,
     no_speech_threshold: Annotated[
-        float, typer.Option(help="Unlikely texts of windows with more probability of silence are left out.")
-    ] = 0.6,
+        float | None,
+        typer.Option(
+            help="Unlikely texts of windows with more odds of silence are left out; by default the model's own, or 0.6."
+        ),
+    ] = None,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(help="Maximum number of tokens per window; by default as many as the model has room for."),
@@ -251,15 +308,18 @@ def transcribe(
     """Write down what is said in audio files, by a Whisper model."""
     from specbeam.cli.transcribe import run
 
-    options = {
+    options: dict[str, Any] = {
         "language": language, "task": task, "prompt": prompt, "timestamps": timestamps, "temperature": temperature,
-        "best_of": best_of, "compression_ratio_threshold": compression_ratio_threshold,
-        "log_prob_threshold": log_prob_threshold, "no_speech_threshold": no_speech_threshold, "seed": seed,
+        "best_of": best_of, "seed": seed, "condition_on_previous_text": condition_on_previous_text,
     }  # fmt: skip
-    if max_new_tokens is not None:
-        options["max_new_tokens"] = max_new_tokens
+    numbers = {
+        "compression_ratio_threshold": compression_ratio_threshold, "log_prob_threshold": log_prob_threshold,
+        "no_speech_threshold": no_speech_threshold, "max_new_tokens": max_new_tokens,
+    }  # fmt: skip
+    options.update({name: value for name, value in numbers.items() if value is not None})
+    lines = {"max_line_width": max_line_width, "max_line_count": max_line_count}
     loaded = {"device": device, "quantize": quantize, "kv": kv}
-    raise typer.Exit(run(audio, model, draft, loaded, method, setting, options, format, output))
+    raise typer.Exit(run(audio, model, draft, loaded, method, setting, options, format, lines, output))
 
 
 @app.command()
@@ -286,7 +346,7 @@ def inspect(
     top_p: TopP = None,
     turn: Annotated[int, typer.Option(help="Number of the turn to draw, counted from 1.")] = 1,
     seed: Annotated[int, typer.Option(help="The same seed gives the same forest.")] = 0,
-    svg: Annotated[Path | None, typer.Option(help="Also write the picture to this SVG file.")] = None,
+    svg: Annotated[Path | None, file_to_write("Also write the picture to this SVG file.")] = None,
     json: Json = False,
 ) -> None:
     """Draw the forest of one turn of DSBD: which drafts were accepted, rejected or resampled, and with what odds."""
@@ -412,19 +472,51 @@ app.add_typer(heads, name="heads")
 def main() -> None:
     """Run the command line.
 
-    Errors that the user can correct are printed as one line on standard error, with exit code 2. An interrupt gives
-    exit code 130, a closed output pipe 141.
+    Errors that the user can correct are printed as a sentence on standard error, with exit code 2; so are those of the
+    system, of a disk that is full for example. An interrupt gives exit code 130, a closed output pipe 141.
     """
-    from specbeam.errors import SpecbeamError
-
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # the caller has closed it: nothing is read, and nothing is shown
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     try:
-        app()
-    except SpecbeamError as error:
-        print(f"specbeam: {error}", file=sys.stderr)
-        sys.exit(2)
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
-        print("specbeam: interrupted", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(141)
+        _end("interrupted", 130)
+    except (BrokenPipeError, ClosedPipe):
+        _end("", 141)
+    except UnicodeEncodeError as error:
+        _end(
+            f"standard output is in {error.encoding}, which has no {error.object[error.start : error.end]!r}; set "
+            "PYTHONIOENCODING=utf-8",
+            2,
+        )
+    except OSError as error:
+        _end(_sentence_of(error), 2)
+    except SpecbeamError as error:
+        _end(str(error), 2)
+
+
+def _sentence_of(error: OSError) -> str:
+    """Return what an error of the system says, and of which file."""
+    if isinstance(error, SpecbeamError):
+        return str(error)
+    what = error.strerror or str(error) or type(error).__name__
+    named = [str(name) for name in (error.filename, error.filename2) if name is not None]
+    return f"{' and '.join(named)}: {what}" if named else f"{what}: standard output, or another file, cannot be used"
+
+
+def _end(said: str, code: int) -> NoReturn:
+    """Print a message on standard error, and end with an exit code; what standard output has not taken is given up."""
+    from specbeam.plain import for_terminal
+
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+    with suppress(OSError, ValueError):  # or Python would try again at its end, and complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with suppress(OSError, ValueError):
+        if said:
+            print(f"specbeam: {for_terminal(said)}", file=sys.stderr, flush=True)
+    sys.exit(code)

@@ -1,8 +1,8 @@
 """The command `specbeam methods`: the catalogue of methods."""
 
 import inspect
-import json as json_format
 
+from specbeam.cli.common import print_json
 from specbeam.recipes.catalogue import methods, resolve
 from specbeam.recipes.method import Recipe
 
@@ -14,7 +14,7 @@ def run(name: str | None, json: bool) -> int:
     listed = [recipe for recipe in methods() if name in (None, recipe.name)]
     if json:
         for recipe in listed:
-            print(json_format.dumps(_record(recipe), ensure_ascii=False))
+            print_json(_record(recipe))
     elif name is not None:
         _explain(listed[0])
     else:
@@ -40,11 +40,12 @@ def _explain(recipe: Recipe) -> None:
 
 
 def _print_table(listed: list[Recipe]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from specbeam.cli.screen import Screen
 
     table = Table("method", "output law", "needs", "paper", box=None, pad_edge=False)
     for recipe in listed:
         table.add_row(recipe.name, recipe.law, recipe.needs, recipe.paper)
-    Console().print(table)
+    Screen().print(table)
     print("\n`specbeam methods NAME` explains a method.")

@@ -1,9 +1,48 @@
 """Options that several commands have."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from specbeam.places import require_file, require_folder_place, require_place
+
+
+def existing_files(files: list[Path] | None) -> list[Path] | None:
+    """Return the files of an option. Raises `MissingFile` if one cannot be read."""
+    for file in files or []:
+        require_file(file)
+    return files
+
+
+def _place(file: Path | None) -> Path | None:
+    """Return the file that an option names. Raises `CannotWrite` if it cannot be written."""
+    if file is not None:
+        require_place(file)
+    return file
+
+
+def _folder_place(folder: Path | None) -> Path | None:
+    """Return the folder that an option names. Raises `CannotWrite` if nothing can be written to it."""
+    if folder is not None:
+        require_folder_place(folder)
+    return folder
+
+
+def files_to_read(help: str, *flags: str) -> Any:
+    """Return an option for files that are read, each of which has to be there."""
+    return typer.Option(*flags, help=help, callback=existing_files)
+
+
+def file_to_write(help: str) -> Any:
+    """Return an option for a file that is written, whose place is looked at before any model is loaded."""
+    return typer.Option(help=help, callback=_place)
+
+
+def folder_to_write(help: str, *flags: str) -> Any:
+    """Return an option for a folder that is written, whose place is looked at before any model is loaded."""
+    return typer.Option(*flags, help=help, callback=_folder_place)
+
 
 Model = Annotated[
     str, typer.Option("--model", "-m", help="Target model: a path, a hub id, or 'bundled' for the bundled pair.")
@@ -80,7 +119,9 @@ Plot = Annotated[Path | None, typer.Option(help="Also write a plot to this file.
 Rounds = Annotated[int, typer.Option(help="Number of rounds that count; a warm-up runs before them.")]
 MostNewTokens = Annotated[
     int | None,
-    typer.Option(help="Maximum number of new tokens per answer; by default 256, or fewer if the model has no room."),
+    typer.Option(
+        help="Maximum number of new tokens per answer; by default the model's own, else 256, or fewer if it has no room."
+    ),
 ]
 MinP = Annotated[
     float | None,

@@ -43,8 +43,9 @@ def show(profile: Profile, whole_s: float, answers: list[Generation]) -> None:
     Args:
         whole_s: seconds of the whole run, with everything around the turns.
     """
-    from rich.console import Console
     from rich.table import Table
+
+    from specbeam.cli.screen import Screen
 
     passes = max(sum(answer.report.target_passes for answer in answers), 1)
     seconds = dict(profile.seconds)
@@ -63,4 +64,4 @@ def show(profile: Profile, whole_s: float, answers: list[Generation]) -> None:
         ("", whole_s - inside, whole_s, "of everything"),
     ):
         table.add_row(name, f"{1e3 * part_s / passes:.2f}", f"{part_s / max(total_s, 1e-9):.1%}", meaning, style="bold")
-    Console(stderr=True, highlight=False).print(table)
+    Screen(stderr=True).print(table)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbeam.cli.common import quiet_load
+from specbeam.cli.common import print_json, quiet_load
 from specbeam.errors import BadSetting
 from specbeam.pair import Pair
 from specbeam.prompts import read, spread
@@ -19,7 +19,7 @@ from specbeam.train.heads import train_head
 from specbeam.train.lessons import Report
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from specbeam.cli.screen import Screen
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,9 @@ def _run(
         draft_folder: that of what drafts for it; None: the one that is written.
     """
     import torch
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from specbeam.cli.screen import Screen
 
     if not options.files:
         raise BadSetting("--data is missing: a file of prompts, like those that the draft will be used for")
@@ -99,7 +100,7 @@ def _run(
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     target = quiet_load(options.model, None)
-    console = Console(stderr=True, highlight=False)
+    console = Screen(stderr=True)
     looks = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*looks, console=console, disable=not console.is_terminal) as progress:
         bars: dict[str, Any] = {}
@@ -112,9 +113,9 @@ def _run(
         trained = train(target, prompts, report)
     if options.json:
         for point in trained.curve:
-            print(json_format.dumps(asdict(point)))
+            print_json(asdict(point))
         return 0
-    printed = Console(highlight=False)
+    printed = Screen()
     _print_exits(printed, trained.folder / "training" / "exits.json")
     _print_curve(printed, trained)
     source = "target" if target_folder is None else f'"{target_folder}"'
@@ -138,7 +139,7 @@ def _columns(text: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[-1])
 
 
-def _print_exits(console: "Console", path: Path) -> None:
+def _print_exits(console: "Screen", path: Path) -> None:
     """Print what a short trial has said of exit layers behind several numbers of layers, if there was one."""
     from rich.table import Table
 
@@ -153,7 +154,7 @@ def _print_exits(console: "Console", path: Path) -> None:
     console.print(table)
 
 
-def _print_curve(console: "Console", trained: Trained) -> None:
+def _print_curve(console: "Screen", trained: Trained) -> None:
     from rich.table import Table
 
     table = Table(title=f"{trained.folder}: {trained.weights / 1e6:.2f} M weights")

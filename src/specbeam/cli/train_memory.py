@@ -1,11 +1,10 @@
 """The command `specbeam train hmt`: a memory for a model, from long texts."""
 
-import json as json_format
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from specbeam.cli.common import quiet_load
+from specbeam.cli.common import print_json, quiet_load
 from specbeam.errors import BadSetting
 from specbeam.memory.plan import MemoryPlan, segment_of_window
 from specbeam.train.hmt import TrainedMemory, read_documents, train_hmt
@@ -81,8 +80,9 @@ def _stages(text: str) -> tuple[tuple[int, int], ...]:
 def run(options: MemoryOptions) -> int:
     """Train with a progress bar, print the curve, and return the exit code."""
     import torch
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from specbeam.cli.screen import Screen
 
     if not options.files:
         raise BadSetting("--data is missing: a file of long texts, like those that are to be remembered")
@@ -90,7 +90,7 @@ def run(options: MemoryOptions) -> int:
         torch.set_num_threads(options.threads)
     target = quiet_load(options.model, None)
     documents = read_documents(options.files, target.tokenizer, options.prompt_weight)
-    console = Console(stderr=True, highlight=False)
+    console = Screen(stderr=True)
     looks = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*looks, console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("steps", total=None)
@@ -109,17 +109,18 @@ def run(options: MemoryOptions) -> int:
         )
     if options.json:
         for point in trained.curve:
-            print(json_format.dumps(asdict(point)))
+            print_json(asdict(point))
         return 0
     _print_curve(trained)
     return 0
 
 
 def _print_curve(trained: TrainedMemory) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    from specbeam.cli.screen import Screen
+
+    console = Screen()
     table = Table(title=f"{trained.folder}: {trained.weights / 1e6:.2f} M weights learnt")
     for name in ("steps", "minutes", "loss", "held out", "later half", "nothing recalled", "answers"):
         table.add_column(name, justify="right")

@@ -1,7 +1,6 @@
 """The command `specbeam tune`: the cost of passes on this machine, and the draft shapes that follow from it."""
 
 import dataclasses
-import json as json_format
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from specbeam.bench.acceptance import Acceptance, acceptance
 from specbeam.bench.sublayers import FoundSublayers, best_sublayers
 from specbeam.cli.bench import demo_sentences
-from specbeam.cli.common import quiet_load
+from specbeam.cli.common import print_json, quiet_load
 from specbeam.control.cost import CostCurve
 from specbeam.control.needs import NodesByNeed
 from specbeam.control.worth import DepthByCost, PassOdds
@@ -23,7 +22,7 @@ from specbeam.tuning.acceptance import keep_acceptance, with_guess
 from specbeam.tuning.costs import NODES, measure
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from specbeam.cli.screen import Screen
 
 
 def run(
@@ -49,8 +48,9 @@ def run(
         skipping: the share of sublayers to search for that drafts do without, and the name of the kind of texts; without
              the share nothing is searched for.
     """
-    from rich.console import Console
     from rich.table import Table
+
+    from specbeam.cli.screen import Screen
 
     if not 0 < odds < 1:
         raise BadSetting(f"--odds is {odds}; it is a probability, in (0, 1)")
@@ -58,13 +58,19 @@ def run(
         raise BadSetting(
             f"--task {skipping[1]!r} names texts that --skip-ratio searches for; give both, or leave it out"
         )
+    for context in contexts:
+        if context < 1:
+            raise BadSetting(f"--context is {context}; it must be at least 1")
+    dsbd(beams, width, width="fixed")  # raises what is wrong with them
+    texts = _prompts(model, prompts, files)
+    if skipping[0] is not None and not texts:
+        raise BadSetting("--skip-ratio searches on prompts; give them with --file")
     pair = quiet_load(model, draft)
     models = {"target": pair.forgetful_target} | (
         {"draft": pair.draft} if isinstance(pair.draft, HuggingFaceLM) else {}
     )
-    console = Console(highlight=False)
+    console = Screen()
     curves = {name: {context: _cost_curve(lm, context) for context in contexts} for name, lm in models.items()}
-    texts = _prompts(model, prompts, files)
     by_rank = _measured_acceptance(pair, texts)
     found = _found_sublayers(pair, texts, *skipping)
     if json:
@@ -76,7 +82,7 @@ def run(
             record["acceptance"] = dataclasses.asdict(by_rank)
         if found is not None:
             record["sublayers"] = {**dataclasses.asdict(found), "skipped": str(found.skipped)}
-        print(json_format.dumps(record))
+        print_json(record)
         return 0
     table = Table(title="milliseconds of a pass, by nodes")
     table.add_column("nodes", justify="right")
@@ -126,8 +132,6 @@ def _found_sublayers(pair: Pair, prompts: list[str], ratio: float | None, task: 
     """Search for sublayers that drafts do without, and keep what is found; None without a share of them."""
     if ratio is None:
         return None
-    if not prompts:
-        raise BadSetting("--skip-ratio searches on prompts; give them with --file")
     return best_sublayers(pair, prompts, Skipping("bayes", ratio, task=task))
 
 
@@ -154,7 +158,7 @@ def _need_controller(pair: Pair, beams: int, width: int | None) -> NodesByNeed:
     return controller
 
 
-def _explain_needs(console: "Console", controller: NodesByNeed) -> None:
+def _explain_needs(console: "Screen", controller: NodesByNeed) -> None:
     """Print from which odds of being needed a draft is worth its row."""
     from rich.table import Table
 
@@ -173,7 +177,7 @@ def _explain_needs(console: "Console", controller: NodesByNeed) -> None:
     console.print("as if the rows of all beams were needed; how likely drafts are needed is learnt while decoding")
 
 
-def _explain_depth(console: "Console", controller: DepthByCost, odds: float) -> None:
+def _explain_depth(console: "Screen", controller: DepthByCost, odds: float) -> None:
     """Print the depths between which `depth="auto"` chooses, if layers pass with these odds."""
     from rich.table import Table
 

@@ -23,7 +23,7 @@ from specbeam.core.forest import Forest, depths_of, find_child, nodes_without, s
 from specbeam.core.steps import Array, borrowed, step
 from specbeam.kernels.copies import copy_numbers
 from specbeam.laws.ranking import sorted_places
-from specbeam.measure import kept_figures
+from specbeam.measure.kept_figures import Figures, NumberField, RecordFields
 from specbeam.records import Shape, Turn
 from specbeam.session import Session
 
@@ -52,6 +52,27 @@ class Odds(NamedTuple):
     live: Array  # whether a draft became a live beam, given that its parent was one; cells as in `live_cell`
     needed: Array  # whether the row of a live beam decided a layer; cells as in `margin_cell`, or UNSURE
     growth: Array  # sums of the odds of being needed of drafted layers, and of the layers above, by depth from 1 on
+
+
+def _are_odds(record: dict[str, Any]) -> bool:
+    """Return whether there are trials in each cell, and where they were counted no more hits."""
+    cells = [cell for name in Odds._fields for cell in record[name]]
+    counted = record["live"] + record["needed"]
+    return all(cell[TRIALS] > 0 for cell in cells) and all(cell[HITS] <= cell[TRIALS] + 1e-6 for cell in counted)
+
+
+_COUNTS = MOST_TRIALS * (1 + 1e-6)
+_ODDS = Figures(
+    "odds",
+    RecordFields(
+        {
+            "live": NumberField((CELLS, 2), most=_COUNTS),
+            "needed": NumberField((MARGINS + 1, 2), most=_COUNTS),
+            "growth": NumberField((DEPTHS, 2), most=1e6),
+        },
+        _are_odds,
+    ),
+)
 
 
 @borrowed
@@ -447,6 +468,7 @@ class OddsMemory:
         self._odds: dict[str, Odds] = {}
         self._lock = Lock()
         self._kept_s = -KEEP_EVERY_S
+        self._changed: set[str] = set()  # kinds that have not been kept since
 
     def begin(self, kind: str) -> Odds:
         """Return a copy of what is known for sessions of this kind."""
@@ -468,30 +490,26 @@ class OddsMemory:
                     :, None
                 ]  # so that a change of texts is noticed
             known.growth[:] = ended.growth
+            self._changed.add(kind)
             if time.monotonic() - self._kept_s > KEEP_EVERY_S:
                 self._keep()
 
     def _keep(self) -> None:
-        """Keep all that is known on disk."""
+        """Keep on disk what is not kept yet."""
         self._kept_s = time.monotonic()
-        for kind, odds in self._odds.items():
+        for kind in self._changed:
             if self.key is not None:
-                kept_figures.keep(
-                    "odds", [self.key, kind], {name: cells.tolist() for name, cells in odds._asdict().items()}
-                )
+                cells = self._odds[kind]._asdict()
+                _ODDS.keep([self.key, kind], {name: counts.tolist() for name, counts in cells.items()})
+        self._changed.clear()
 
     def _load(self, kind: str) -> Odds:
         """Return what is kept on disk, or the prior."""
         prior = prior_odds()
-        record = None if self.key is None else kept_figures.load("odds", [self.key, kind])
+        record = None if self.key is None else _ODDS.load([self.key, kind])
         if record is None:
             return prior
-        try:
-            found = Odds(*(np.array(record.get(name, []), dtype=float) for name in Odds._fields))
-        except (TypeError, ValueError):  # somebody else has written the file
-            return prior
-        is_whole = all(one.shape == other.shape and (one >= 0).all() for one, other in zip(found, prior, strict=True))
-        return found if is_whole else prior
+        return Odds(*(np.array(record[name], dtype=float) for name in Odds._fields))
 
 
 @dataclass(eq=False)

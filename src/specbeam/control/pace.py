@@ -17,7 +17,7 @@ from specbeam.control.fixed import FixedShape
 from specbeam.control.planning import Plan, plan_of_shape
 from specbeam.control.worth import DepthByCost
 from specbeam.kernels.threads import allowed_threads
-from specbeam.measure import kept_figures
+from specbeam.measure.kept_figures import Figures, FlagField, NumberField, RecordFields
 from specbeam.records import Shape, Turn
 from specbeam.session import Session
 
@@ -25,6 +25,20 @@ LEAST_SESSIONS = 8  # of a phase
 SAMPLES = 24  # of each way; older ones are forgotten
 FIRST_WAIT = 6  # phases until the slower way is tried again; doubled each time
 LONGEST_WAIT = 96
+_PACE = Figures(
+    "pace",
+    RecordFields(
+        {
+            "drafted": NumberField((None,)),
+            "undrafted": NumberField((None,)),
+            "drafts": FlagField(),
+            "best": FlagField(),
+            "wait": NumberField(least=FIRST_WAIT, most=LONGEST_WAIT, is_whole=True),
+            "until_trial": NumberField(most=LONGEST_WAIT, is_whole=True),
+        },
+        lambda record: max(len(record["drafted"]), len(record["undrafted"])) <= SAMPLES,
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -133,23 +147,19 @@ class PaceMemory:
                     "wait": pace.wait,
                     "until_trial": pace.until_trial,
                 }
-                kept_figures.keep("pace", [self.key, kind], record)
+                _PACE.keep([self.key, kind], record)
 
     def _load(self, kind: str) -> Pace:
         """Return what is kept on disk, or a new pace."""
         pace = Pace()
-        record = None if self.key is None else kept_figures.load("pace", [self.key, kind])
-        if record is None:
-            return pace
-        try:
-            pace.paces[True].extend(float(value) for value in record["drafted"])
-            pace.paces[False].extend(float(value) for value in record["undrafted"])
-            pace.drafts = bool(record["drafts"])
-            pace.best = bool(record["best"])
-            pace.wait = int(record["wait"])
-            pace.until_trial = int(record["until_trial"])
-        except (KeyError, TypeError, ValueError):  # somebody else has written the file
-            return Pace()
+        record = None if self.key is None else _PACE.load([self.key, kind])
+        if record is not None:
+            pace.paces[True].extend(record["drafted"])
+            pace.paces[False].extend(record["undrafted"])
+            pace.drafts = record["drafts"]
+            pace.best = record["best"]
+            pace.wait = record["wait"]
+            pace.until_trial = record["until_trial"]
         return pace
 
 

@@ -14,6 +14,7 @@ from specbeam.errors import BadSetting, MissingFile
 from specbeam.lm.base import LM
 from specbeam.records import Needs, Shape, Turn
 from specbeam.session import Session
+from specbeam.whole_files import whole
 
 Ranks = tuple[int, ...]
 
@@ -65,8 +66,11 @@ class Successors:
             self.table[token, : len(row)] = row
 
     def save(self, path: str | Path) -> None:
-        """Write the table to a file of NumPy's format .npy."""
-        np.save(path, self.table)
+        """Write the table to a file of NumPy's format .npy, an ending that is added where it is missing."""
+        path = Path(path)
+        goal = path if path.suffix == ".npy" else path.with_name(f"{path.name}.npy")
+        with whole(goal) as part, part.open("wb") as file:
+            np.save(file, self.table)
 
     @classmethod
     def load(cls, path: str | Path) -> "Successors":

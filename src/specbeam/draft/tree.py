@@ -617,7 +617,9 @@ class TreeDrafter:
         warp = session.warp
         if warp.others or not self.counts_passes or not hasattr(self.growth, "spec"):
             return None
-        spec = self.growth.spec(warp.cut, session.limits.ending, warp.greedy, warp.constraint is not None)
+        shared = getattr(self.lm, "shared", None)
+        is_constrained = warp.constraint is not None or (shared is not None and not shared.knows_all)
+        spec = self.growth.spec(warp.cut, session.limits.ending, warp.greedy, is_constrained)
         return cast("TreeSpec | StemSpec | None", spec)
 
     def _grow_compiled(self, tree: GrowingTree) -> None:

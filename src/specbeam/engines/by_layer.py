@@ -18,6 +18,7 @@ from specbeam.engines.cpu.decoder import Rows
 from specbeam.engines.cpu.early import ExitLayer
 from specbeam.engines.eligibility import is_llama_like
 from specbeam.engines.kv.store import KVStore, Place, StoreLayer
+from specbeam.engines.shared_tokens import SharedTokens, readable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,14 +51,16 @@ class LayerDecoder:
     """The layers of one model, called one by one. `layer_decoder` makes it, and checks that it fits the model.
 
     Attributes:
+        shared: the tokens of a target that the model is given, and drafts; None: its own.
         names: the kinds of attention that its layers have.
         kinds: int64[layers], the kind of each layer, an index into `names`.
     """
 
     takes_steps = False  # compiled steps cannot call it
 
-    def __init__(self, model: "PreTrainedModel") -> None:
+    def __init__(self, model: "PreTrainedModel", shared: SharedTokens | None = None) -> None:
         self.model = model
+        self.shared = shared
         self.body: Any = model.base_model
         self.embedding = model.get_input_embeddings().weight
         config = model.config
@@ -113,7 +116,8 @@ class LayerDecoder:
         self, x: Float32[np.ndarray, "m hidden"], norm: Float32[np.ndarray, " hidden"] | None = None
     ) -> Float32[np.ndarray, "m vocab"]:
         """See `CompiledDecoder.logits`."""
-        return _on_host(self.model.get_output_embeddings()(self._normed(x, norm)))
+        found = self.model.get_output_embeddings()(self._normed(x, norm))
+        return _on_host(found if self.shared is None else self.shared.fitted_logits(found))
 
     @torch.inference_mode()
     def normed(self, x: Float32[np.ndarray, "m hidden"]) -> Float32[np.ndarray, "m hidden"]:
@@ -139,7 +143,7 @@ class LayerDecoder:
         negative = rows.tokens < 0
         if negative.any() and {*np.flatnonzero(negative).tolist()} != {*vectors}:
             raise IndexError("a token is beyond those of the model")
-        known = torch.from_numpy(np.maximum(rows.tokens, 0)).to(self.embedding.device)
+        known = torch.from_numpy(np.maximum(readable(self.shared, rows.tokens), 0)).to(self.embedding.device)
         x = self.model.get_input_embeddings()(known).clone()
         for row, vector in vectors.items():
             x[row] = self._on_device(vector)
@@ -203,6 +207,6 @@ def _on_host(x: Tensor) -> Float32[np.ndarray, "..."]:
     return np.ascontiguousarray(x.float().cpu().numpy())
 
 
-def layer_decoder(model: "PreTrainedModel") -> LayerDecoder | None:
+def layer_decoder(model: "PreTrainedModel", shared: SharedTokens | None = None) -> LayerDecoder | None:
     """Return the layers of a model, called one by one; None if it is not like a Llama."""
-    return LayerDecoder(model) if is_llama_like(model) else None
+    return LayerDecoder(model, shared) if is_llama_like(model) else None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from specbeam.engines.packed import PackedLinear, PackedMatrix, matrices_of
+from specbeam.engines.shared_tokens import SharedTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -861,6 +862,15 @@ def logits_bias_of(model: Any) -> Tensor:
     found = getattr(model, "final_logits_bias", None)
     bias: Tensor = torch.zeros(0) if found is None else found[0]
     return bias if bias.any() else bias[:0]
+
+
+def bias_of_tokens(model: Any, shared: SharedTokens | None) -> Tensor:
+    """Return what is added to the logits of a model, float[vocab], for the tokens of a target if it shares some of these.
+
+    Tokens of the target that the model does not know get -inf. Of no numbers if it is nothing.
+    """
+    own = logits_bias_of(model)
+    return own if shared is None else shared.fitted_bias(own)
 
 
 def _matrix(module: Any, family: ModelFamily) -> Matrix:

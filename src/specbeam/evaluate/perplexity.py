@@ -188,7 +188,7 @@ def _check(pair: Pair, prompt: Tokens, output: Tokens, before: int, number: int,
         )
     known = pair.target.vocab
     if isinstance(pair.target, EncoderDecoderLM):
-        source_of(pair, prompt, number)  # looks at its tokens
+        source_of(pair, prompt, number, [pair.target])  # looks at its tokens
         prompt = []
     strange = [token for token in (*prompt, *output) if not 0 <= token < known]
     if strange:

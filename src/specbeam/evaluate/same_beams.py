@@ -112,10 +112,9 @@ def _history(pair: Pair, session: Session) -> list[list[Path]]:
                     roots[root] + tuple(forest.path(parent))
                     for root, parent in zip(forest.root_of(step.parents), step.parents, strict=True)
                 ]
-                drawn = [(*head, int(token)) for head, token in zip(heads, step.beams.tokens, strict=True)]
-                steps.append(drawn)
+                steps.append([(*head, int(token)) for head, token in zip(heads, step.beams.tokens, strict=True)])
             live = ~turn.verdict.steps[-1].ended
-            roots = [path for path, alive in zip(drawn, live, strict=True) if alive]
+            roots = [path for path, alive in zip(steps[-1], live, strict=True) if alive]
     return steps
 
 

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +36,7 @@ from specbeam.recipes.sequence import (
     traversal,
 )
 from specbeam.records import Turn
+from specbeam.render import save_figure
 from specbeam.request import Request
 
 Law = Float64[np.ndarray, " vocab"]
@@ -551,7 +553,7 @@ def as_markdown(rows: Sequence[TheoryRow]) -> str:
     return "\n".join(lines)
 
 
-def plot(rows: Sequence[TheoryRow], path: str) -> None:
+def plot(rows: Sequence[TheoryRow], path: str | Path) -> None:
     """Write a plot to `path`: acceptance against total variation, and the distance of each rule from the best one."""
     import matplotlib
 
@@ -580,4 +582,4 @@ def plot(rows: Sequence[TheoryRow], path: str) -> None:
     for axes in (left, right):
         axes.grid(alpha=0.3)
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path)

@@ -166,8 +166,14 @@ class CompiledHead:
         cache.is_scored[first : first + len(features)] = True
         return cache
 
-    def close(self, cache: CompiledCache) -> None:
-        """Free what is kept of a session."""
+    def close(self, cache: CompiledCache, is_broken: bool = False) -> None:
+        """Free what is kept of a session.
+
+        Args:
+            is_broken: whether it may hold NaN, which must not reach other sessions.
+        """
+        if is_broken and cache.row < self.store.caches:
+            self.store.clear_cache(cache.row)
         self.free_rows.append(cache.row)
 
     @contextmanager

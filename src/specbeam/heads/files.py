@@ -1,19 +1,20 @@
 """The files of a draft head: its configuration and its tensors, from a folder, a hub id, or a module."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from specbeam.errors import BadHead, MissingFile
+from specbeam.checkpoints.boundary import json_object, reading
+from specbeam.checkpoints.headers import read_tensors, tensors_in
+from specbeam.checkpoints.numbers import fault_of
+from specbeam.errors import BadHead, MissingFile, SpecbeamError
 from specbeam.heads.fields import Fields
 
 TENSOR_FILES = ("*.safetensors", "pytorch_model*.bin", "*_lm_head.pt")
+MAPS = ("d2t", "t2d")  # tensors that name tokens
 _TOLD = 6  # names that an error lists
 
 
@@ -43,6 +44,8 @@ class HeadFiles:
         found = self.tensors.pop(name)
         if shape and tuple(found.shape) != shape:
             raise BadHead(f"{self.where}: {name} is {[*found.shape]}, and {[*shape]} was expected by its config.json")
+        if name not in MAPS and (fault := fault_of(found)):
+            raise BadHead(f"{self.where}: {name} {fault}; the weights of a head must be finite floats")
         self.taken.add(name)
         return found
 
@@ -113,69 +116,43 @@ def folder_of(source: "str | Path", patterns: Sequence[str] = ("*.json", *TENSOR
     if folder.is_dir():
         return folder
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
 
-    try:
+    with reading(f"{source} is no folder, and no repository that can be fetched", MissingFile):
         return Path(snapshot_download(str(source), allow_patterns=list(patterns)))
-    except (OSError, ValueError, HFValidationError) as error:
-        raise MissingFile(f"{source} is no folder, and no repository that can be fetched: {error}") from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Return what a folder's config.json holds. Raises `MissingFile` or `BadHead`."""
     path = folder / "config.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise MissingFile(f"{folder} holds no config.json") from error
-    except (OSError, ValueError) as error:
-        raise BadHead(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise BadHead(f"{path} holds {type(found).__name__}; it must be an object")
-    return found
+    if not path.is_file():
+        raise MissingFile(f"{folder} holds no config.json")
+    return json_object(path, BadHead)
 
 
 def names_in(folder: Path) -> set[str]:
     """Return the names of the tensors of a folder, without reading them; none if there are none that can be read."""
-    from safetensors import SafetensorError, safe_open
-
-    names: set[str] = set()
     try:
-        for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                names |= set(file.keys())
-        if not names:
-            for path in _pickled(folder):
-                names |= set(torch.load(path, map_location="meta", weights_only=True, mmap=True))
-    except (OSError, RuntimeError, ValueError, EOFError, TypeError, SafetensorError, UnpicklingError):
+        return {*tensors_in(_files_in(folder))}
+    except SpecbeamError:
         return set()
-    return names
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    paths = sorted(folder.glob("*.safetensors")) or _pickled(folder)
+    paths = _files_in(folder)
     if not paths:
         raise MissingFile(f"{folder} holds neither model.safetensors nor pytorch_model.bin")
     tensors: dict[str, Tensor] = {}
     for path in paths:
-        try:
-            if path.suffix == ".safetensors":
-                tensors |= load_file(path)
-            else:
-                tensors |= _only_tensors(torch.load(path, map_location="cpu", weights_only=True))
-        except (OSError, RuntimeError, ValueError, EOFError, SafetensorError, UnpicklingError) as error:
-            raise BadHead(f"{path} cannot be read: {error}") from error
+        found = read_tensors(path, BadHead)
+        if twice := sorted(tensors.keys() & found.keys()):
+            raise BadHead(f"several files in {folder} hold {twice[0]}, {path.name} among them; leave one of them")
+        tensors |= found
     return tensors
 
 
-def _only_tensors(found: Any) -> dict[str, Tensor]:
-    """Return what a file in torch's own format holds. Raises `ValueError` if that is not tensors by name."""
-    if not isinstance(found, dict) or not all(isinstance(one, Tensor) for one in found.values()):
-        raise ValueError("it does not hold tensors by name")
-    return found
+def _files_in(folder: Path) -> list[Path]:
+    """Return the files of a folder that may hold the tensors of a head."""
+    return sorted(folder.glob("*.safetensors")) or _pickled(folder)
 
 
 def _pickled(folder: Path) -> list[Path]:

@@ -42,7 +42,7 @@ from specbeam.lm.base import checked_needs
 from specbeam.lm.huggingface import CacheForSteps
 from specbeam.lm.made_up import made_up_prompt, made_up_rows
 from specbeam.records import FINAL, Needs, Scored, Turn
-from specbeam.session import CacheOwner
+from specbeam.session import CacheOwner, is_broken
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ class HeadLM:
         """Forget a session."""
         cache = session.state.pop(self, None)
         if isinstance(cache, CompiledCache):
-            self.compiled.close(cache)
+            self.compiled.close(cache, is_broken(session))
 
 
 class TrunkLM(HeadLM):

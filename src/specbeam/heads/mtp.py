@@ -5,7 +5,6 @@ in the order of what is projected; the layer inside is always of the target's ki
 Qwen3-Next; MiMo, arXiv 2505.07608; FastMTP, arXiv 2509.18362).
 """
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from specbeam.checkpoints.boundary import reading, reading_file
+from specbeam.checkpoints.headers import INDEX, tensors_in, weight_map
+from specbeam.checkpoints.numbers import fault_of
 from specbeam.errors import BadHead, MissingFile
 from specbeam.heads.borrowed import Borrowed
 from specbeam.heads.files import HeadFiles, folder_of, read_config
@@ -29,9 +31,7 @@ if TYPE_CHECKING:
 
 OWN = "mtp"  # the draft that stands for the modules of the target's own checkpoint
 STATED = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # fields that say how many there are
-INDEX = "model.safetensors.index.json"
 _INSTEAD = f'leave draft="{OWN}" out, or give the folder of a draft: "./{OWN}" if it is called so'
-_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # The names of a writer, and what they are called here.
 DEEPSEEK = {
     "enorm.weight": "enorm.weight",
@@ -129,7 +129,8 @@ def read_speculators_module(files: HeadFiles, target: "PreTrainedModel", taps: t
     modules = modules_of(files.tensors, SPECULATORS)
     if len(modules) != 1:
         raise BadHead(f"{files.where} has {len(modules)} modules mtp_layers.*, and one was expected")
-    config = AutoConfig.for_model(**core.values)
+    with reading(f"{files.where}: transformer_layer_config describes no layer", BadHead):
+        config = AutoConfig.for_model(**core.values)
     module = _module(files, 0, modules[0], SPECULATORS, Borrowed(target, files.where, config), target, taps)
     files.tensors = {name: tensor for name, tensor in files.tensors.items() if name not in files.taken}
     files.check_all_taken()
@@ -221,10 +222,10 @@ def _around(files: HeadFiles, number: int, stored: ModuleTensors, naming: Naming
 def _tensor(files: HeadFiles, name: str, *shape: int) -> Tensor:
     """Return a tensor of the files, which other modules may share. Raises `BadHead` if it has another shape."""
     found = files.tensors[name]
-    if found.dtype not in _TYPES:
+    if fault := fault_of(found):
         raise BadHead(
-            f"{files.where}: {name} is stored as {str(found.dtype).removeprefix('torch.')}; modules of rounded weights "
-            "cannot be read: convert them to bfloat16"
+            f"{files.where}: {name} {fault}; modules of rounded weights cannot be read, nor such that are not finite: "
+            "convert them to bfloat16, or download them again"
         )
     if shape and tuple(found.shape) != shape:
         raise BadHead(f"{files.where}: {name} is {[*found.shape]}, and {[*shape]} was expected")
@@ -294,12 +295,9 @@ def _stored_names(target: "PreTrainedModel") -> tuple[Path, dict[str, str]]:
         folder = _folder(name, "*.json", "*.safetensors")
         if not any(folder.glob("*.safetensors")):
             raise MissingFile(f'{folder} holds no safetensors file, which draft="{OWN}" reads; {_INSTEAD}')
-        return folder, {tensor: path.name for path in sorted(folder.glob("*.safetensors")) for tensor in _names(path)}
-    try:
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadHead(f"{folder / INDEX} cannot be read: {error!r}") from error
-    return folder, dict(index)
+        found = tensors_in(sorted(folder.glob("*.safetensors")), BadHead)
+        return folder, {tensor: one.path.name for tensor, one in found.items()}
+    return folder, weight_map(folder / INDEX, BadHead)
 
 
 def _folder(name: str, *patterns: str) -> Path:
@@ -312,29 +310,16 @@ def _folder(name: str, *patterns: str) -> Path:
         ) from error
 
 
-def _names(path: Path) -> list[str]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            return list(file.keys())
-    except (OSError, ValueError, SafetensorError) as error:
-        raise BadHead(f"{path} cannot be read: {error}") from error
-
-
 def _read(target: "PreTrainedModel", folder: Path, stored: Mapping[str, str]) -> dict[str, Tensor]:
     """Return the tensors of these names, each from its file."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     folder = _folder(str(target.name_or_path), "*.json", *sorted({*stored.values()}))
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for shard in sorted({*stored.values()}):
         if not (folder / shard).is_file():
             raise MissingFile(f"{folder} holds no {shard}, which {INDEX} names")
-        try:
-            with safe_open(folder / shard, framework="pt") as file:
-                for name in sorted(name for name, where in stored.items() if where == shard):
-                    tensors[name] = file.get_tensor(name)
-        except (OSError, ValueError, SafetensorError) as error:
-            raise BadHead(f"{folder / shard} cannot be read: {error}") from error
+        names = sorted(name for name, where in stored.items() if where == shard)
+        with reading_file(folder / shard, BadHead), safe_open(folder / shard, framework="pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in names}
     return tensors

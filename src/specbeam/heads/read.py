@@ -79,7 +79,7 @@ def _is_head_of_hub(name: str) -> bool:
     try:
         config = read_config(Path(hf_hub_download(name, "config.json")).parent)
     except (OSError, ValueError):
-        return False
+        return False  # what loads it as a model says why
     if _says_so(config):
         return True
     return config.get("num_hidden_layers") == 1 and is_head(folder_of(name))

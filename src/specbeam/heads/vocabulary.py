@@ -20,8 +20,9 @@ def read_tokens(files: HeadFiles, count: int, vocab: int) -> Int64[Tensor, " dra
 
     Raises `BadHead`.
     """
-    differences = files.take("d2t").long() if files.has("d2t") else None
-    is_drafted = files.take("t2d").bool() if files.has("t2d") else None
+    differences = _taken(files, "d2t")
+    marks = _taken(files, "t2d")
+    is_drafted = None if marks is None else marks.bool()
     if count > vocab:
         raise BadHead(f"{files.where} has logits for {count} tokens, and the target has {vocab}")
     if differences is None:
@@ -42,6 +43,16 @@ def read_tokens(files: HeadFiles, count: int, vocab: int) -> Int64[Tensor, " dra
             f"{files.where}: d2t is all zero, which says that the head knows the first {count} tokens: is it lost?"
         )
     return None if count == vocab else tokens
+
+
+def _taken(files: HeadFiles, name: str) -> Int64[Tensor, " n"] | None:
+    """Return a map as whole numbers; None if there is none. Raises `BadHead` if it holds others."""
+    if not files.has(name):
+        return None
+    found = files.take(name)
+    if found.is_floating_point() or found.is_complex():
+        raise BadHead(f"{files.where}: {name} is stored as {found.dtype}; it must hold whole numbers")
+    return found.long()
 
 
 def _check_is_same(files: HeadFiles, tokens: Tensor, is_drafted: Tensor, vocab: int) -> None:

@@ -53,10 +53,10 @@ def answer(
         read = call.sources(pair.target.encoder, sources)
         _check_draft_reads(pair, sources is not None)
         settings = replace(settings, decoder_input_ids=prompts)
-        request = Request(pair, read, method, settings, seed)
+        request = Request(pair, read, method, settings, seed, completes=False)
     else:
         call.sources(None, sources)
-        request = Request(pair, prompts, method, settings, seed)
+        request = Request(pair, prompts, method, settings, seed, completes=False)
     for session in request.sessions:
         number = request.prompt_of[session.place]
         session.pad(paddings[number])

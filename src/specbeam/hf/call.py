@@ -9,6 +9,7 @@ import torch
 from specbeam.engines.eligibility import reads_sources
 from specbeam.engines.source import Source
 from specbeam.errors import BadSetting, NotSupported
+from specbeam.options.generation_config import OF_MODELS, WARPERS, read
 from specbeam.options.settings import Settings
 
 if TYPE_CHECKING:
@@ -19,12 +20,8 @@ _KNOWN_CRITERIA = {"MaxLengthCriteria", "EosTokenCriteria"}
 _WITHOUT_EFFECT = {"use_cache", "logits_to_keep", "cache_position"}
 _CHECKED = {"attention_mask", "past_key_values", "position_ids", "token_type_ids"}
 _OF_SOURCES = {"encoder_outputs", "decoder_attention_mask"}  # of encoder-decoder models
-# Options of a generation config that are not supported: outputs that are not kept, and other decoding strategies.
+# Outputs that are not kept.
 _OUTPUTS = ("output_logits", "output_attentions", "output_hidden_states")
-_OTHER_STRATEGIES = (
-    "guidance_scale", "num_beam_groups", "diversity_penalty", "penalty_alpha", "constraints", "force_words_ids",
-    "dola_layers"
-)  # fmt: skip
 
 
 @dataclass
@@ -61,9 +58,12 @@ class Call:
         for name in _OUTPUTS:
             if getattr(self.config, name, None):
                 raise NotSupported(f"{name} is not honoured; leave it out")
-        for name in _OTHER_STRATEGIES:
-            if getattr(self.config, name, None) not in (None, 0, 0.0, 1):
-                raise NotSupported(f"{name} is not honoured; leave it out")
+        # `generate` itself has healed the prompts, and a time limit is among the criteria.
+        strategies = read(self.config, (*OF_MODELS, *WARPERS, "token_healing", "max_time"))
+        if strategies.refused:
+            raise NotSupported(f"{strategies.reason} is not honoured; leave it out")
+        if self.config.guidance_scale not in (None, 1):
+            raise NotSupported("guidance_scale is not honoured here, but by sb.generate; leave it out")
         given = {name for name, value in self.model_kwargs.items() if value is not None}
         known = _WITHOUT_EFFECT | _CHECKED | (_OF_SOURCES if self.reads else set())
         unknown = given - known

@@ -11,7 +11,7 @@ import torch
 from specbeam.errors import NotSupported
 from specbeam.laws.ranking import NO_TRUNCATION
 from specbeam.laws.warp import Warp, truncation_of
-from specbeam.options.settings import allowed_after
+from specbeam.options.processors import allowed_after
 
 # The processors that transformers makes from temperature, top_k, ...: these apply to the joint law, all others to each beam.
 _WARPERS = {

@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from specbeam.chats import prompt_of_messages
 from specbeam.decoder import Decoder
-from specbeam.errors import BadPrompt, BadSetting, NotSupported, SpecbeamError, TooFewAnswers
+from specbeam.errors import BadSetting, NotSupported, SpecbeamError, TooFewAnswers
 from specbeam.jobs.rows import JobRow, row_seed
 from specbeam.options.settings import Settings
 from specbeam.pair import Pair
@@ -115,9 +114,7 @@ def _ask(work: Work, row: JobRow) -> _Asked | AnsweredRow:
     seed = row_seed(work.seed, row)
     try:
         own = {name: value for name, value in row.settings.items() if name != "seed"}
-        prompt = chat_ids(work.pair, row.prompt) if row.is_chat else row.prompt
-        if isinstance(prompt, list) and not prompt:
-            raise BadPrompt("prompt 0 is empty; it must hold at least one token")
+        prompt = {"messages": row.prompt} if row.is_chat else row.prompt
         request = Request(work.pair, [prompt], work.method, Settings.given(work.options | own), seed)
         for error in request.refused.values():
             raise error
@@ -126,17 +123,6 @@ def _ask(work: Work, row: JobRow) -> _Asked | AnsweredRow:
     except (TypeError, ValueError, OverflowError) as error:  # a setting of the row is of another kind, or too large
         return failed_row(row, f"BadSetting: {error}", seed)
     return _Asked(row, request, seed)
-
-
-def chat_ids(pair: Pair, messages: list[dict[str, Any]]) -> list[int]:
-    """Return the token ids of the messages of a chat, by the template of the tokenizer, with the beginning of an answer.
-
-    Raises `BadPrompt` if there is no template, or if it refuses the messages or makes no tokens of them.
-    """
-    tokenizer = pair.tokenizer
-    if tokenizer is None or getattr(tokenizer, "chat_template", None) is None:
-        raise BadPrompt("the row has messages, and this model has no chat template; give it a prompt")
-    return prompt_of_messages(tokenizer, None, messages)
 
 
 def failed_row(row: JobRow, error: str, seed: int | None = None) -> AnsweredRow:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from specbeam import __version__
-from specbeam.errors import BadPrompt, BadSetting
+from specbeam.errors import BadPrompt, BadSetting, SpecbeamError
 from specbeam.jobs.answering import ANSWER_COLUMNS, Work, answer_rows
 from specbeam.jobs.journal import Journal, Progress
 from specbeam.jobs.rows import USUAL_COLUMNS, Columns, JobRow, row_of
 from specbeam.jobs.tables import kind_of, read_table, write_table
 from specbeam.measure.kept_figures import weights_key
+from specbeam.places import require_place, writing
 from specbeam.whole_files import whole
 
 COMMIT_S = 1.0  # seconds after which an answer is on the disk, and one more step
@@ -52,11 +53,14 @@ def batch(
     Raises:
         BadSetting: a file has an unknown kind; `out` is there already; the job was begun otherwise, or is under way; rows
             are to be decoded again, and their journal is gone.
-        BadPrompt: the table cannot be read, or two rows have one id. What is wrong with a single row is its answer.
+        BadPrompt: the table cannot be read, or two rows have one id, or it was changed while the job ran. What is wrong
+            with a single row is its answer.
         MissingFile, MissingPackage: there is no table, or no package that reads it.
+        CannotWrite: the answers or the journal cannot be written; what was kept in the journal is there for `resume`.
     """
     kind = kind_of(out)
-    if out.resolve() == source.resolve():
+    require_place(out)
+    if _is_same_file(source, out):
         raise BadSetting(f"{out} is the table of prompts itself; give the answers a file of their own")
     path = out.with_name(out.name + ".job")
     if out.exists() and not path.exists():
@@ -72,18 +76,27 @@ def batch(
     is_begun = path.exists()
     journal = Journal(path, {"specbeam": __version__, "columns": asdict(columns), **(described or {})}, resume)
     try:
+        if out.exists() and not resume:  # another process has written it since
+            raise BadSetting(f"{out} is there already; delete it, or give another name")
         journal.note_rows(_rows(source, columns))
         if retry_failed:
             journal.forget_failed()
         progress = journal.progress
         on_progress(progress)
         if progress.done < progress.rows:
-            progress = _decode(make_work(), journal, _missing(source, columns, journal), progress, on_progress)
+            _decode(make_work(), journal, _missing(source, columns, journal), progress, on_progress)
+            progress = journal.progress
+        if progress.done < progress.rows:
+            raise BadPrompt(
+                f"{source} was changed while its rows were decoded, and {progress.rows - progress.done} of them have no "
+                "answer; go on with --resume"
+            )
         types = ANSWER_COLUMNS | {"id": "integer" if journal.has_integer_ids else "text"}
-        with whole(out) as part:
-            write_table(part, kind, types, _typed(journal.records(), types))
+        with writing(out, f"make room, and go on with --resume: the answers are kept in {path}"), whole(out) as part:
+            write_table(part, kind, types, _typed(journal.records(), types), out.suffix)
+        journal.commit()
     except BaseException:
-        if is_begun or journal.has_answers:
+        if is_begun or _has_answers(journal):
             journal.close()
         else:
             journal.delete()  # nothing is lost, and a command that was wrong can be said again without the mistake
@@ -95,13 +108,28 @@ def batch(
     return progress
 
 
+def _is_same_file(source: Path, out: Path) -> bool:
+    """Return whether two names stand for one file, whatever links lead to it."""
+    if source.resolve() == out.resolve():
+        return True
+    return source.exists() and out.exists() and source.samefile(out)
+
+
+def _has_answers(journal: Journal) -> bool:
+    """Return whether there is any answer in a journal; if that cannot be said, there may be some."""
+    try:
+        return journal.has_answers
+    except SpecbeamError:
+        return True
+
+
 def _decode(
     work: Work,
     journal: Journal,
     rows: Iterator[JobRow],
     progress: Progress,
     on_progress: Callable[[Progress], None],
-) -> Progress:
+) -> None:
     models = {"target weights": work.pair.target_model, "draft weights": work.pair.draft_model}
     journal.agree({name: weights_key(model) for name, model in models.items()})
     committed = time.monotonic()
@@ -117,7 +145,7 @@ def _decode(
         progress = Progress(progress.rows, progress.done + 1, progress.failed + bool(record["error"]))
         on_progress(progress)
         commit_by_clock()
-    return progress
+    journal.commit()
 
 
 def _rows(source: Path, columns: Columns) -> Iterator[JobRow]:

@@ -1,17 +1,26 @@
 """The journal of a job: which rows there are and which answers, in a database that survives the end of its process."""
 
+import hashlib
 import json
+import logging
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specbeam.errors import BadPrompt, BadSetting
+from specbeam.errors import BadPrompt, BadSetting, CannotWrite
 from specbeam.jobs.rows import JobRow
+from specbeam.places import require_place, writing
 
+LOG = logging.getLogger("specbeam.jobs")
+APPLICATION = 0x5BEA3  # in the header of the file, so that no other database is taken for a journal
+FORMAT = 1  # raised when the tables change
 _TABLES = """
-create table job (description text not null);
-create table answers (name text primary key, digest text not null, failed integer not null, record text not null);
+create table job (description text not null, seal text not null);
+create table answers (
+    name text primary key, digest text not null, failed integer not null, record text not null, seal text not null
+)
 """
 _ROWS = """
 create table rows (
@@ -19,6 +28,7 @@ create table rows (
 )
 """
 _MATCH = "from rows join answers on rows.name = answers.name and rows.digest = answers.digest"
+_ANSWER = "answers.name, answers.digest, failed, record, seal"
 
 
 class Progress(NamedTuple):
@@ -29,10 +39,19 @@ class Progress(NamedTuple):
     failed: int
 
 
+class _Damaged(Exception):
+    """The database cannot be read, or something in it does not have its seal."""
+
+
+BROKEN = (_Damaged, sqlite3.Error, UnicodeDecodeError)  # the last one is raised if what SQLite says is no text
+
+
 class Journal:
     """The journal of one job, kept by SQLite: what was committed is there however the process ends, and no more.
 
-    A row is known by its name, and its answer is valid as long as its digest is the same.
+    A row is known by its name, and its answer is valid as long as its digest is the same. Each answer has a seal, a hash of
+    all that it consists of. If the file was damaged, answers without their seal are dropped, so that their rows are decoded
+    again; those that can still be read go into a new file.
 
     Args:
         path: of the database; made if it is not there.
@@ -41,126 +60,312 @@ class Journal:
 
     Raises:
         BadSetting: a job was begun and `resume` is False, or its answers have another description, or another process
-            works on it.
+            works on it, or the file is no journal, or so damaged that nothing says what its answers are.
+        CannotWrite: the file cannot be opened or written. Each method may raise that, if the disk is full for example.
     """
 
     def __init__(self, path: Path, description: dict[str, Any], resume: bool) -> None:
         self.path = path
+        require_place(path)
+        if path.exists() and not path.is_file():
+            raise CannotWrite(f"{path} is a device or a pipe, where a job keeps its journal; give another name")
         if path.exists() and not resume:
             raise BadSetting(f"{path} holds a job that was begun; go on with --resume, or delete the file")
-        self._base = sqlite3.connect(path, timeout=0, isolation_level=None)
+        given = json.loads(json.dumps(description))
+        self._base = _connection(path)
         try:
-            self._open(description)
-        except sqlite3.OperationalError as error:
-            self._base.close()
-            if "locked" in str(error):
-                raise BadSetting(f"another process works on the job in {path}; let it end first") from error
-            raise BadSetting(f"{path} cannot be opened or written: {error}") from error
-        except sqlite3.DatabaseError as error:
-            self._base.close()
-            raise BadSetting(f"{path} is no journal of a job: {error}; delete it and begin anew") from error
-        except BadSetting:
+            self._open(given)
+        except BaseException:
             self._base.close()
             raise
 
     def _open(self, description: dict[str, Any]) -> None:
+        with _explained(self.path, BEYOND_HELP):
+            self._lock()
+            if not self._one("select count(*) from sqlite_master"):
+                self._make_tables(description)
+            self._check_kind()
+            try:
+                self._check_seals()
+            except BROKEN as error:
+                if _is_of_the_system(error):
+                    raise
+                self._rescue()
+            if not self.has_answers:  # so there is nothing that another description would spoil
+                self._describe(description)
+            known = self._description()
+            _check_same({name: known.get(name) for name in description}, description, self.path)
+        self.commit()
+
+    def _lock(self) -> None:
+        """Keep all other processes out until the connection is closed, or the process ends."""
         self._base.execute("pragma locking_mode = exclusive")
         self._base.execute("begin exclusive")
-        tables = self._base.execute("select count(*) from sqlite_master where name = 'job'").fetchone()[0]
-        if not tables:
-            for statement in _TABLES.split(";"):
-                self._base.execute(statement)
-            self._base.execute("insert into job values (?)", [json.dumps(description)])
-        if not self.has_answers:  # so there is nothing that another description would spoil
-            self._base.execute("update job set description = ?", [json.dumps(description)])
-        (kept,) = self._base.execute("select description from job").fetchone()
-        known = json.loads(kept)
-        given = json.loads(json.dumps(description))
-        _check_same({name: known.get(name) for name in given}, given, self.path)
-        self.commit()
+
+    def _make_tables(self, description: dict[str, Any]) -> None:
+        self._base.execute(f"pragma application_id = {APPLICATION}")
+        self._base.execute(f"pragma user_version = {FORMAT}")
+        for statement in _TABLES.split(";"):
+            self._base.execute(statement)
+        text = json.dumps(description)
+        self._base.execute("insert into job values (?, ?)", [text, _seal(text)])
+
+    def _check_kind(self) -> None:
+        """Raise `BadSetting` unless the database is a journal of this format."""
+        if self._one("pragma application_id") != APPLICATION:
+            raise BadSetting(f"{self.path} is a database, and no journal of a job; move it away, or give another name")
+        found = self._one("pragma user_version")
+        if found != FORMAT:
+            raise BadSetting(
+                f"{self.path} is a journal of format {found}, and this version of specbeam writes format {FORMAT}; go on "
+                "with the version that began it, or delete the file"
+            )
+
+    def _check_seals(self) -> None:
+        """Raise an error unless the file is sound, and each answer has its seal."""
+        if self._one("pragma integrity_check(1)") != "ok":
+            raise _Damaged
+        for answer in self._base.execute(f"select {_ANSWER} from answers"):
+            if not _is_sealed(answer):
+                raise _Damaged
+
+    def _rescue(self) -> None:
+        """Put a new file in place of a damaged one, with the answers that can be read and have their seal.
+
+        The damaged file stays locked until the new one is, so that no other process comes in between.
+        """
+        description = self._description()
+        part = self.path.with_name(self.path.name + ".new")
+        beside = [self.path.with_name(self.path.name + end) for end in ("-journal", "-wal", "-shm")]
+        with writing(self.path):
+            part.unlink(missing_ok=True)
+            damaged = self._base
+            self._base = _connection(part)
+            try:
+                self._base.execute("begin exclusive")
+                self._make_tables(description)
+                places = ", ".join("?" * 5)
+                self._base.executemany(f"insert or ignore into answers values ({places})", _readable(damaged))
+                kept = self._one("select count(*) from answers")
+                self._base.execute("commit")
+                self._base.close()
+                for path in beside:  # they belong to the damaged file
+                    path.unlink(missing_ok=True)
+                part.replace(self.path)
+                self._base = _connection(self.path)
+                self._lock()
+            finally:
+                damaged.close()
+        LOG.warning(
+            "%s was damaged: the %s answers that could be read are kept, others are decoded again", self.path, kept
+        )
+
+    def _description(self) -> dict[str, Any]:
+        """Return what the answers depend on. Raises `BadSetting` if it does not have its seal."""
+        try:
+            rows = self._base.execute("select description, seal from job").fetchall()
+        except BROKEN as error:
+            if _is_of_the_system(error):
+                raise
+            rows = []
+        if len(rows) != 1 or _seal(rows[0][0]) != rows[0][1]:
+            raise BadSetting(
+                f"{self.path} is so damaged that nothing says with what settings the job was begun; delete the file and "
+                "begin anew"
+            )
+        found: dict[str, Any] = json.loads(rows[0][0])
+        return found
+
+    def _describe(self, description: dict[str, Any]) -> None:
+        text = json.dumps(description)
+        self._base.execute("update job set description = ?, seal = ?", [text, _seal(text)])
 
     def note_rows(self, rows: Iterable[JobRow]) -> None:
         """Note which rows there are now. Answers to rows that are gone, or have changed, are dropped.
 
         Raises `BadPrompt` if two rows have one id.
         """
-        self._base.execute("drop table if exists rows")
-        self._base.execute(_ROWS)
+        with _explained(self.path):
+            self._base.execute("drop table if exists rows")
+            self._base.execute(_ROWS)
         for row in rows:
-            try:
-                has_integer = not isinstance(row.id, str)
-                self._base.execute(
-                    "insert into rows values (?, ?, ?, ?)", [row.number, row.name, row.digest, has_integer]
-                )
-            except sqlite3.IntegrityError as error:
-                (first,) = self._base.execute("select number from rows where name = ?", [row.name]).fetchone()
-                self._base.execute("rollback")
-                raise BadPrompt(
-                    f"rows {first} and {row.number} have the same id, {row.name!r}; give each row its own, or none to any"
-                ) from error
-        self._base.execute(f"delete from answers where name not in (select rows.name {_MATCH})")
+            with _explained(self.path):
+                self._note(row)
+        with _explained(self.path):
+            self._base.execute(f"delete from answers where name not in (select rows.name {_MATCH})")
         self.commit()
+
+    def _note(self, row: JobRow) -> None:
+        noted = [row.number, row.name, row.digest, not isinstance(row.id, str)]
+        try:
+            self._base.execute("insert into rows values (?, ?, ?, ?)", noted)
+        except sqlite3.IntegrityError as error:
+            first = self._one("select number from rows where name = ?", row.name)
+            self._base.execute("rollback")
+            raise BadPrompt(
+                f"rows {first} and {row.number} have the same id, {row.name!r}; give each row its own, or none to any"
+            ) from error
 
     def agree(self, further: dict[str, Any]) -> None:
         """Add to the description what is known later. Raises `BadSetting` if the job was begun with something else."""
-        (kept,) = self._base.execute("select description from job").fetchone()
-        description = json.loads(kept)
-        _check_same({name: description.get(name, value) for name, value in further.items()}, further, self.path)
-        self._base.execute("update job set description = ?", [json.dumps(description | further)])
+        with _explained(self.path):
+            description = self._description()
+            _check_same({name: description.get(name, value) for name, value in further.items()}, further, self.path)
+            self._describe(description | further)
         self.commit()
 
     def forget_failed(self) -> None:
         """Drop the answers that are errors, so that their rows are decoded again."""
-        self._base.execute("delete from answers where failed")
+        with _explained(self.path):
+            self._base.execute("delete from answers where failed")
         self.commit()
 
     def has(self, row: JobRow) -> bool:
         """Return whether there is an answer to a row."""
-        return self._base.execute("select 1 from answers where name = ?", [row.name]).fetchone() is not None
+        with _explained(self.path):
+            return self._one("select 1 from answers where name = ? and digest = ?", row.name, row.digest) is not None
 
     def keep(self, row: JobRow, record: dict[str, Any]) -> None:
         """Keep the answer to a row; it is there for good after `commit`."""
-        given = [row.name, row.digest, bool(record["error"]), json.dumps(record, ensure_ascii=False)]
-        self._base.execute("insert into answers values (?, ?, ?, ?)", given)
+        content = (row.name, row.digest, int(bool(record["error"])), json.dumps(record))
+        with _explained(self.path):
+            self._base.execute("insert or replace into answers values (?, ?, ?, ?, ?)", [*content, _seal(*content)])
 
     def commit(self) -> None:
         """Write what was kept to the disk."""
-        if self._base.in_transaction:
-            self._base.execute("commit")
-        self._base.execute("begin")
+        with _explained(self.path):
+            if self._base.in_transaction:
+                self._base.execute("commit")
+            self._base.execute("begin")
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Yield the answers in the order of the rows, without holding them."""
-        for (record,) in self._base.execute(f"select record {_MATCH} order by number"):
-            yield json.loads(record)
+        """Yield the answers in the order of the rows, without holding them.
+
+        Raises `BadSetting` if one does not have its seal.
+        """
+        with _explained(self.path):
+            found = self._base.execute(f"select {_ANSWER} {_MATCH} order by number")
+        while True:
+            with _explained(self.path):
+                answer = found.fetchone()
+                if answer is None:
+                    return
+                if not _is_sealed(answer):
+                    raise _Damaged
+            yield json.loads(answer[3])
 
     @property
     def has_answers(self) -> bool:
         """Whether there is any answer, valid or not."""
-        return self._base.execute("select 1 from answers limit 1").fetchone() is not None
+        with _explained(self.path):
+            return self._one("select 1 from answers limit 1") is not None
 
     @property
     def has_integer_ids(self) -> bool:
         """Whether no row has an id that is a text."""
-        return self._base.execute("select 1 from rows where not has_integer limit 1").fetchone() is None
+        with _explained(self.path):
+            return self._one("select 1 from rows where not has_integer limit 1") is None
 
     @property
     def progress(self) -> Progress:
         """How far the job is."""
-        (rows,) = self._base.execute("select count(*) from rows").fetchone()
-        done, failed = self._base.execute(f"select count(*), coalesce(sum(failed), 0) {_MATCH}").fetchone()
+        with _explained(self.path):
+            rows = self._one("select count(*) from rows")
+            done, failed = self._base.execute(f"select count(*), coalesce(sum(failed), 0) {_MATCH}").fetchone()
         return Progress(rows, done, failed)
 
     def close(self) -> None:
-        """Commit, and let other processes work on the job."""
-        if self._base.in_transaction:
-            self._base.execute("commit")
+        """Commit as far as that is possible, and let other processes work on the job."""
+        with suppress(sqlite3.Error):  # on a full disk the answers of the last commit are there, and no others
+            if self._base.in_transaction:
+                self._base.execute("commit")
         self._base.close()
 
     def delete(self) -> None:
         """Close the journal and delete its file: the job is over."""
         self.close()
-        self.path.unlink()
+        with writing(self.path):
+            self.path.unlink(missing_ok=True)
+
+    def _one(self, statement: str, *values: Any) -> Any:
+        """Return the first value of the first row that a statement finds; None if it finds none."""
+        row = self._base.execute(statement, values).fetchone()
+        return None if row is None else row[0]
+
+
+def _connection(path: Path) -> sqlite3.Connection:
+    with _explained(path):
+        base = sqlite3.connect(path, timeout=0, isolation_level=None)
+    base.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")  # a damaged text is read, and has no seal
+    return base
+
+
+def _readable(base: sqlite3.Connection) -> Iterator[Sequence[Any]]:
+    """Yield the answers of a damaged database that have their seal, from both of its ends as far as it can be read."""
+    for order in ("asc", "desc"):
+        try:
+            for answer in base.execute(f"select {_ANSWER} from answers order by rowid {order}"):
+                if _is_sealed(answer):
+                    yield answer
+        except BROKEN as error:
+            if _is_of_the_system(error):
+                raise
+            continue
+        return
+
+
+def _is_sealed(answer: Sequence[Any]) -> bool:
+    *content, seal = answer
+    return bool(_seal(*content) == seal)
+
+
+def _seal(*content: Any) -> str:
+    """Return a hash of values as SQLite returns them: texts, integers, and others where a file is damaged."""
+    return hashlib.blake2b(json.dumps(content, default=repr).encode(), digest_size=16).hexdigest()
+
+
+# What SQLite says where the system is at fault, and not what is in the file.
+_SYSTEM = (
+    "SQLITE_FULL",
+    "SQLITE_IOERR",
+    "SQLITE_CANTOPEN",
+    "SQLITE_READONLY",
+    "SQLITE_PERM",
+    "SQLITE_NOMEM",
+    "SQLITE_NOLFS",
+)
+
+
+def _is_of_the_system(error: Exception) -> bool:
+    return getattr(error, "sqlite_errorname", "").startswith((*_SYSTEM, "SQLITE_BUSY", "SQLITE_LOCKED"))
+
+
+BEYOND_HELP = "nothing in it can be read; delete it and begin anew"
+
+
+@contextmanager
+def _explained(path: Path, advice: str = "go on with --resume, which keeps what can be read of it") -> Iterator[None]:
+    """Raise an error that names the journal, and says what to do, in place of one of SQLite inside.
+
+    Args:
+        advice: what to do with a damaged file.
+    """
+    try:
+        yield
+    except BROKEN as error:
+        name = getattr(error, "sqlite_errorname", "")
+        found = "" if isinstance(error, UnicodeDecodeError) else " ".join(str(error).split())
+        if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+            raise BadSetting(f"another process works on the job in {path}; let it end first") from error
+        if name.startswith(_SYSTEM):
+            raise CannotWrite(
+                f"the journal {path} cannot be opened or written: {found}; make room or change permissions, and go on with "
+                "--resume: no answer that was kept is lost"
+            ) from error
+        if name == "SQLITE_NOTADB":
+            raise BadSetting(f"{path} is no journal of a job: {found}; delete it and begin anew") from error
+        why = f" ({found})" if found else ""
+        raise BadSetting(f"the journal {path} is damaged{why}; {advice}") from error
 
 
 def _check_same(kept: dict[str, Any], given: dict[str, Any], path: Path) -> None:

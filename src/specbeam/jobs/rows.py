@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specbeam.errors import BadPrompt, BadSetting
+from specbeam.inputs import plain
 from specbeam.options.checks import is_integer
 from specbeam.prompts import of_record
 
@@ -14,8 +15,11 @@ from specbeam.prompts import of_record
 OF_ROWS = (
     "max_new_tokens", "max_length", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
     "no_repeat_ngram_size", "bad_words_ids", "eos_token_id", "stop_strings", "num_return_sequences", "length_penalty",
-    "early_stopping", "json_schema", "regex", "grammar", "seed",
+    "early_stopping", "json_schema", "regex", "grammar", "seed", "min_length", "suppress_tokens", "begin_suppress_tokens",
+    "sequence_bias", "exponential_decay_length_penalty", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size",
+    "guidance_scale", "watermarking_config", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff",
 )  # fmt: skip
+OF_ENCODINGS = ("attention_mask", "token_type_ids", "position_ids")  # columns that a tokenizer writes beside input_ids
 MOST_TEXTS = 1024  # of a row: all of them are begun at once
 
 
@@ -24,7 +28,7 @@ class Columns:
     """The names of the columns that are read; others are left alone."""
 
     id: str = "id"
-    prompt: str = "prompt"  # a text, or a list of token ids
+    prompt: str = "prompt"  # a text, a list of token ids, or messages
     messages: str = "messages"  # a chat: dictionaries with "role" and "content"
     token_ids: str = "prompt_token_ids"
     settings: str = "settings"  # a dictionary
@@ -40,7 +44,7 @@ class JobRow:
     Attributes:
         number: of the row in its source, from 1 on.
         id: a text or an integer; None: the row cannot be read so far.
-        prompt: a text, token ids, or messages.
+        prompt: a text, token ids, messages, or an encoding as a dictionary.
         is_chat: whether the prompt is messages.
         settings: those of the row, by the names in `OF_ROWS`.
         error: why the row cannot be decoded; "" if it can.
@@ -106,12 +110,16 @@ def _id_in(fields: Mapping[str, Any], columns: Columns, number: int) -> str | in
 def _prompt_in(fields: Mapping[str, Any], columns: Columns) -> tuple[Any, bool]:
     """Return the prompt of a row, and whether it is messages."""
     names = (columns.prompt, columns.messages, columns.token_ids)
+    fields = {name: plain(value) for name, value in fields.items()}
     given = [name for name in names if fields.get(name) is not None and _is_filled(fields[name])]
     if len(given) > 1:
         raise BadPrompt(f"the row has {' and '.join(given)}; leave all but one of them empty")
+    if not given and fields.get("input_ids") is not None:
+        read = ["input_ids", *(name for name in OF_ENCODINGS if fields.get(name) is not None)]
+        return {name: _from_json(fields[name], name) for name in read}, False
     if not given:
         try:
-            return of_record(dict(fields)).prompt, False  # the fields of published sets
+            return of_record(fields).prompt, False  # the fields of published sets
         except (KeyError, TypeError, IndexError) as error:
             raise BadPrompt(f"the row has no {', '.join(names[:2])} or {names[2]}") from error
     (name,) = given
@@ -121,6 +129,8 @@ def _prompt_in(fields: Mapping[str, Any], columns: Columns) -> tuple[Any, bool]:
         return fields[name], False
     found = _from_json(fields[name], name)
     if name == columns.token_ids:
+        if not isinstance(found, list):
+            raise BadPrompt(f"the {name} of the row are {str(found)[:80]!r}; they must be a list of token ids")
         return found, False
     if not isinstance(found, list) or not all(isinstance(one, dict) and "role" in one for one in found):
         raise BadPrompt(

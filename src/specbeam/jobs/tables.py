@@ -1,20 +1,16 @@
 """Tables of rows in files, read and written row by row: lines of JSON, CSV and Parquet."""
 
 import csv
-import gzip
 import json
-import lzma
 import sys
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from specbeam.errors import BadPrompt, BadSetting, MissingFile, MissingPackage
-from specbeam.prompts import OPENERS
+from specbeam.places import DAMAGE, OPENERS, require_file
+from specbeam.plain import as_json
 
-# What is raised for a packed file that is cut off, spoilt, or not packed at all.
-DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError)
 KINDS = (".jsonl", ".csv", ".parquet")
 ROWS_AT_ONCE = 256  # of Parquet, in memory
 
@@ -45,8 +41,10 @@ def read_table(path: Path) -> Iterator[TableRow]:
         MissingPackage: the table is in Parquet, and pyarrow is not installed.
         BadPrompt: the file is no such table. A single row that cannot be read has an error instead.
     """
+    wanted = f"give a table of prompts: {', '.join(KINDS)}"
+    require_file(path, wanted)
     if not path.is_file():
-        raise MissingFile(f"there is no file {path}; give a table of prompts: {', '.join(KINDS)}")
+        raise MissingFile(f"{path} is a pipe or a device, and a table is read twice; {wanted}")
     readers: dict[str, Callable[[Path], Iterator[TableRow]]] = {
         ".jsonl": _read_jsonl,
         ".csv": _read_csv,
@@ -56,11 +54,15 @@ def read_table(path: Path) -> Iterator[TableRow]:
 
 
 def _undamaged(path: Path, rows: Iterator[TableRow]) -> Iterator[TableRow]:
-    """Yield rows. Raises `BadPrompt` if the file cannot be unpacked so far."""
+    """Yield rows. Raises `BadPrompt` if the file cannot be unpacked so far, or cannot be read to its end."""
     try:
         yield from rows
     except DAMAGE as error:
         raise BadPrompt(f"{path} is damaged, or not packed as its name says: {error}; pack it anew") from error
+    except OSError as error:
+        raise BadPrompt(
+            f"{path} cannot be read: {error.strerror or error}; look at the disk, or write it anew"
+        ) from error
 
 
 def _read_jsonl(path: Path) -> Iterator[TableRow]:
@@ -120,8 +122,8 @@ def _read_parquet(path: Path) -> Iterator[TableRow]:
     arrow, parquet = _pyarrow()
     try:
         file = parquet.ParquetFile(path)
-    except arrow.ArrowInvalid as error:
-        raise BadPrompt(f"{path} is no Parquet: {error}") from error
+    except (arrow.ArrowException, OSError, ValueError) as error:
+        raise BadPrompt(f"{path} is no Parquet, or damaged: {error}; write it anew") from error
     with file:
         batches = iter(file.iter_batches(batch_size=ROWS_AT_ONCE))
         while True:
@@ -135,40 +137,35 @@ def _read_parquet(path: Path) -> Iterator[TableRow]:
                 yield TableRow(row)
 
 
-def write_table(path: Path, kind: str, columns: dict[str, str], rows: Iterable[dict[str, Any]]) -> None:
+def write_table(
+    path: Path, kind: str, columns: dict[str, str], rows: Iterable[dict[str, Any]], packing: str | None = None
+) -> None:
     """Write rows to a file, without holding them.
 
     Args:
         kind: one of `KINDS`.
         columns: the type of each column: "text", "integer", "number" or "beams".
+        packing: ".gz" or ".xz"; others: the file is not packed. By default the end of its name.
     """
-    writers = {".jsonl": _write_jsonl, ".csv": _write_csv, ".parquet": _write_parquet}
-    writers[kind](path, columns, rows)
+    if kind == ".parquet":
+        _write_parquet(path, columns, rows)
+        return
+    opener = OPENERS.get(path.suffix if packing is None else packing, open)
+    with opener(path, "wt", encoding="utf-8", errors="backslashreplace", newline="") as file:
+        write = {".jsonl": _write_jsonl, ".csv": _write_csv}[kind]
+        write(file, columns, rows)
 
 
-def _write_jsonl(path: Path, columns: dict[str, str], rows: Iterable[dict[str, Any]]) -> None:
-    with _opened(path) as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+def _write_jsonl(file: Any, columns: dict[str, str], rows: Iterable[dict[str, Any]]) -> None:
+    for row in rows:
+        file.write(as_json(row) + "\n")
 
 
-def _write_csv(path: Path, columns: dict[str, str], rows: Iterable[dict[str, Any]]) -> None:
-    with _opened(path) as file:
-        writer = csv.DictWriter(file, list(columns))
-        writer.writeheader()
-        for row in rows:
-            texts = {
-                name: json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
-                for name, value in row.items()
-            }
-            writer.writerow(texts)
-
-
-def _opened(path: Path) -> Any:
-    """Open the part of a file to write text to, packed if the name of the whole file says so."""
-    name = path.name.removesuffix(".part")
-    opener = OPENERS.get(Path(name).suffix, open)
-    return opener(path, "wt", encoding="utf-8", newline="")
+def _write_csv(file: Any, columns: dict[str, str], rows: Iterable[dict[str, Any]]) -> None:
+    writer = csv.DictWriter(file, list(columns))
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({name: as_json(value) if isinstance(value, list) else value for name, value in row.items()})
 
 
 def _write_parquet(path: Path, columns: dict[str, str], rows: Iterable[dict[str, Any]]) -> None:
@@ -190,7 +187,16 @@ def _write_parquet(path: Path, columns: dict[str, str], rows: Iterable[dict[str,
     schema = arrow.schema([(name, types[kind]) for name, kind in columns.items()])
     with parquet.ParquetWriter(path, schema) as writer:
         for chunk in _chunks(rows, ROWS_AT_ONCE):
-            writer.write_table(arrow.Table.from_pylist(chunk, schema))
+            writer.write_table(arrow.Table.from_pylist([_proper(row) for row in chunk], schema))
+
+
+def _proper(value: Any) -> Any:
+    """Return a value in which halves of characters, which no encoding has, are escapes."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, list):
+        return [_proper(one) for one in value]
+    return {name: _proper(one) for name, one in value.items()} if isinstance(value, dict) else value
 
 
 def _chunks(rows: Iterable[dict[str, Any]], size: int) -> Iterator[list[dict[str, Any]]]:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -159,14 +160,13 @@ def work(processes: int, program: int) -> None:
 
     They end when the program does, which is the process of this number, at the other end of stdin.
     """
-    from specbeam.kernels.code_cache import CodeCache
     from specbeam.kernels.form_list import PLACE, forms_in
 
     os.nice(10)  # whatever else runs has something to do for somebody
     _leave_with(program)
-    place = Path(CodeCache(work).cache_path)
     # Of several programs one has it compiled, and then the next one what is left.
-    claim = wait_for(place / f"{PLACE.stem}.claim", _PATIENCE, _LONGEST_PAUSE)
+    place = place_of_claim()
+    claim = None if place is None else wait_for(place, _PATIENCE, _LONGEST_PAUSE)
     if claim is None:
         return
     forms = forms_in(PLACE.read_text())
@@ -188,6 +188,16 @@ def work(processes: int, program: int) -> None:
     for other in others:
         os.waitpid(other, 0)
     claim.end()
+
+
+def place_of_claim() -> Path | None:
+    """Return the file that the processes claim which compile the list of this package; None where nothing can be kept."""
+    from specbeam.kernels.code_cache import code_folder, compiled_by
+    from specbeam.kernels.form_list import PLACE
+
+    folder = code_folder()
+    key = repr((compiled_by(), str(PLACE)))
+    return folder and folder / f"{PLACE.stem}-{sha256(key.encode()).hexdigest()[:32]}.claim"
 
 
 def _leave_with(parent: int) -> None:

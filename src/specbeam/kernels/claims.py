@@ -2,8 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 try:
@@ -17,7 +16,6 @@ else:
 # where that takes longer, both make it. A process that was stopped keeps its claims: so whoever has waited in vain once does
 # not wait any more.
 PATIENCE = 30.0
-SAVING = 5.0  # seconds that a process waits until another one has saved something, which takes milliseconds
 _PAUSE = 0.01  # seconds between two looks
 _HELD: set["Claim"] = set()  # the claims of this process
 _is_patient = True
@@ -56,7 +54,7 @@ def claimed(path: Path) -> Claim | None:
         OSError: nothing can be written or locked there.
     """
     while True:
-        number = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -94,22 +92,3 @@ def wait_patiently(path: Path) -> Claim | None:
     if claim is None:
         _is_patient = False
     return claim
-
-
-@contextmanager
-def alone(path: Path) -> Iterator[bool]:
-    """Let no other process do what is done inside, as far as locks on files are to be had.
-
-    Yields whether it may be done: not if another process has been at it for `SAVING` seconds.
-    """
-    claim = None
-    is_free = True
-    if LOCKS:
-        with suppress(OSError):  # nothing can be locked there
-            claim = wait_for(path, SAVING)
-            is_free = claim is not None
-    try:
-        yield is_free
-    finally:
-        if claim is not None:
-            claim.end()

@@ -2,39 +2,79 @@
 
 numba's own cache looks only at the file of the function. But the functions that it calls, the records that it takes and the
 constants that it names come from other files. After an upgrade numba would run old code, or fail to load code that names
-classes which no longer exist.
+classes which no longer exist. It also reads any file that it finds, and fails on a damaged one.
+
+Each form of a function has a file of its own, named by a hash of all that its machine code depends on. So checkouts and
+versions share one folder, and none of them writes what another one reads.
 """
 
 import logging
+import pickle
+import platform
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from numba.core.caching import (
-    CompileResultCacheImpl,
-    FunctionCache,
-    InTreeCacheLocator,
-    UserProvidedCacheLocator,
-    UserWideCacheLocator,
-)
+import llvmlite
+import numba
+import numpy
+from numba.core import config
+from numba.core.caching import _Cache
+from numba.core.compiler import CompileResult
 from numba.core.compiler_lock import global_compiler_lock
+from numba.core.serialize import dumps
 
+import specbeam
+from specbeam.caches.files import clean, discard, keep_sealed, read_sealed
+from specbeam.caches.folders import cache_folder
 from specbeam.garbage import rarely_collected
 from specbeam.kernels import ahead
-from specbeam.kernels.claims import LOCKS, Claim, alone, claimed, wait_patiently
+from specbeam.kernels.claims import LOCKS, Claim, claimed, wait_patiently
 from specbeam.kernels.forms import count_form
 from specbeam.kernels.libraries import KeptLibrary
 
 LOG = logging.getLogger("specbeam.kernels")
-_ENDINGS = (".nbi", ".nbc", ".claim", ".saving")  # of the files of a function
 _ROOT = Path(__file__).parents[2]
 _IMPORT = re.compile(r"^\s*from (specbeam[\w.]*) import (\([^)]*\)|.*)$", re.MULTILINE)
 _COMPILES = re.compile(
     r"^\s*(from specbeam\.(kernels\.compiling|core\.steps)|import numba|from numba|from llvmlite)", re.MULTILINE
 )
+# numba's settings that change machine code and are not part of the name of its processor.
+_SETTINGS = (
+    "OPT",
+    "BOUNDSCHECK",
+    "DEBUGINFO_DEFAULT",
+    "LOOP_VECTORIZE",
+    "SLP_VECTORIZE",
+    "ENABLE_AVX",
+    "USING_SVML",
+    "LLVM_REFPRUNE_PASS",
+    "LLVM_REFPRUNE_FLAGS",
+)
+
+
+def code_folder() -> Path | None:
+    """Return the folder of machine code, below `NUMBA_CACHE_DIR` if that is set; None where nothing can be kept."""
+    return cache_folder("code", config.CACHE_DIR, "NUMBA_CACHE_DIR")
+
+
+def compiled_by() -> tuple[Any, ...]:
+    """Return the versions and settings of all that makes machine code, except for the processor."""
+    versions = (specbeam_version(), numba.__version__, llvmlite.__version__, numpy.__version__)
+    return (*versions, *_python(), *(getattr(config, name, None) for name in _SETTINGS))
+
+
+def specbeam_version() -> str:
+    """Return the version of specbeam; nothing for its kernels alone, in a package of another name."""
+    return getattr(specbeam, "__version__", "")
+
+
+@cache
+def _python() -> tuple[str, ...]:
+    return platform.python_implementation(), platform.python_version()
 
 
 @cache
@@ -76,110 +116,96 @@ def _text(path: Path) -> str:
 
 @cache
 def digest(path: Path) -> str:
-    """Return a hash, 16 hexadecimal digits, of all sources of the functions in a file."""
-    each = (sha256(_text(source).encode()).digest() for source in sorted(sources(path)))
-    return sha256(b"".join(each)).hexdigest()[:16]
+    """Return a hash, 32 hexadecimal digits, of all sources of the functions in a file; nothing if it cannot be read.
+
+    It is the same wherever the files lie.
+    """
+    try:
+        each = sorted(sha256(f"{source.name}\n{_text(source)}".encode()).digest() for source in sources(path))
+    except OSError:  # a function that was typed in has no file
+        return ""
+    return sha256(b"".join(each)).hexdigest()[:32]
 
 
-class _BySources:
-    """A locator of cached code whose file names contain the hash of all sources."""
+class _Place(NamedTuple):
+    """The file of a form, and the key that it is kept under."""
 
-    _py_file: str
-    _lineno: int
+    path: Path
+    key: str
 
-    def get_disambiguator(self) -> str:
-        return f"{self._lineno}-{digest(Path(self._py_file))}"
-
-
-class _Provided(_BySources, UserProvidedCacheLocator): ...
-
-
-class _InTree(_BySources, InTreeCacheLocator): ...
+    @property
+    def claim(self) -> Path:
+        """The file whose lock is the claim of the process that compiles the form."""
+        return self.path.with_suffix(".claim")
 
 
-class _UserWide(_BySources, UserWideCacheLocator): ...
-
-
-class _Files(CompileResultCacheImpl):
-    _locator_classes = (_Provided, _InTree, _UserWide)
-
-    def reduce(self, cres: Any) -> Any:
-        """Return what numba keeps of a form, with the names in its machine code beside that."""
-        (state, *others) = super().reduce(cres)
-        return (cres.library.with_names(state), *others)
-
-
-class CodeCache(FunctionCache):
+class CodeCache(_Cache):
     """The cache that numba asks for the machine code of a function, in place of its own `FunctionCache`.
 
-    Of several processes that find a form missing one compiles it, and the others read what it keeps. The sources are read at
-    once; what numba prepares, which is a third of the time that the decorator takes, waits for the first use.
+    Of several processes that find a form missing one compiles it, and the others read the file that it keeps. Without a
+    folder or a source file nothing is kept.
 
     Args:
         function: the source of the compiled function.
         called: the cache of the function that this one only calls, if values around that one are compiled into it.
     """
 
-    _impl_class = _Files
-
     def __init__(self, function: Any, called: "CodeCache | None" = None) -> None:
-        digest(Path(function.__code__.co_filename))
-        self._function = function
+        self._py_func = function
         self._called = called
+        self._sources = digest(Path(function.__code__.co_filename))
         self._claims: dict[Any, Claim] = {}  # by signature, of the forms that this process compiles
+        self._is_enabled = True
 
-    def __getattr__(self, name: str) -> Any:
-        """Prepare the cache, when an attribute is asked for that it has only then."""
-        if name.startswith("__") or "_impl" in vars(self):
-            raise AttributeError(name)
-        super().__init__(self._function)
-        return getattr(self, name)
+    @property
+    def cache_path(self) -> str:
+        """The folder of machine code; empty if there is none."""
+        return str(code_folder() or "")
 
-    def _index_key(self, sig: Any, codegen: Any) -> Any:
-        """Return the key of a form, with the field names of its records: numba knows a record by class and types alone."""
-        inside = self._called and self._called._index_key(sig, codegen)
-        return super()._index_key(sig, codegen), _fields(sig), inside
+    def enable(self) -> None:
+        """Load and keep forms."""
+        self._is_enabled = True
+
+    def disable(self) -> None:
+        """Neither load nor keep forms."""
+        self._is_enabled = False
+
+    def flush(self) -> None:
+        """Delete all forms of functions of this name."""
+        folder = code_folder()
+        if folder is not None:
+            for path in folder.glob(f"{self._name()}-*.nbc"):
+                discard(path, "it is flushed")
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Load this form of the function from disk; return None, and log it, if it has to be compiled.
 
-        Waits while another process compiles it. Whoever gets None calls `save_overload`, or `give_up` if that fails.
+        Waits while another process compiles it. Who gets None calls `save_overload`, or `give_up` if that fails.
         """
         count_form()
-        loaded = super().load_overload(sig, target_context)
-        if loaded is None and self._claim(sig, target_context, wait_patiently):
-            loaded = super().load_overload(sig, target_context)  # another process may have kept it meanwhile
+        target_context.refresh()
+        place = self._place(sig, target_context.codegen())
+        loaded = _load(place, target_context)
+        if loaded is None and self._claim(sig, place, wait_patiently):
+            loaded = _load(place, target_context)  # another process may have kept it meanwhile
         if loaded is None:
             LOG.info("compiling %s", self._py_func.__qualname__)
-            if sig in self._claims:  # what others compile can be kept
+            if sig in self._claims:  # so that other processes can read and keep files, too
                 ahead.begin(self._py_func)
         else:
             self.give_up(sig)
         return loaded
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Save this form of the function, and delete what older sources left for the same version of Python.
-
-        Nothing is saved while another process does not end saving another form: this one can be called all the same.
-        """
-        base = self._impl.filename_base
-        with alone(
-            Path(self._cache_path) / f"{base}.saving"
-        ) as is_free:  # the index of a function names all of its forms
-            if is_free:
-                super().save_overload(sig, data)
-                self._delete_older()
+        """Save this form of the function. Warns once if it cannot be saved; the form can be called all the same."""
+        place = self._place(sig, data.codegen)
+        is_whole = not data.library.has_dynamic_globals and all(one.can_cache for one in data.lifted)
+        if place is not None and is_whole:
+            (state, *others) = data._reduce()
+            keep_sealed(*place, dumps((data.library.with_names(state), *others)))
+            clean(place.path.parent)
         self.give_up(sig)
         LOG.info("compiled %s", self._py_func.__qualname__)
-
-    def _delete_older(self) -> None:
-        """Delete what other sources of this function left, claims of processes that were killed included."""
-        base = self._impl.filename_base
-        (name, _, _) = base.partition("-")
-        (_, _, version) = base.rpartition(".")
-        for path in Path(self._cache_path).glob(f"{name}-*.{version}.*"):
-            if path.suffix in _ENDINGS and not path.name.startswith(base):
-                path.unlink(missing_ok=True)
 
     def give_up(self, sig: Any) -> None:
         """End the claim of this process on a form, if it has one."""
@@ -189,28 +215,68 @@ class CodeCache(FunctionCache):
 
     def keeps(self, sig: Any, target_context: Any) -> bool:
         """Return whether this form of the function is on disk."""
-        name = self._cache_file._load_index().get(self._index_key(sig, target_context.codegen()))
-        return name is not None and (Path(self._cache_path) / name).exists()  # numba writes the index first
+        place = self._place(sig, target_context.codegen())
+        return place is not None and place.path.exists()
 
     def claim(self, sig: Any, target_context: Any) -> bool:
         """Claim a form that this process is going to compile. Returns whether no other process is at it."""
-        return self._claim(sig, target_context, claimed)
+        return self._claim(sig, self._place(sig, target_context.codegen()), claimed)
 
-    def _claim(self, sig: Any, target_context: Any, claim_on: Callable[[Path], Claim | None]) -> bool:
+    def _claim(self, sig: Any, place: _Place | None, claim_on: Callable[[Path], Claim | None]) -> bool:
         """Claim a form. Returns whether this process has the claim, and not another one for too long."""
         if sig in self._claims:
             return True
-        if not LOCKS:
+        if not LOCKS or place is None:
             return False
-        key = repr(self._index_key(sig, target_context.codegen()))
-        form = sha256(key.encode()).hexdigest()[:16]
         try:
-            claim = claim_on(Path(self._cache_path) / f"{self._impl.filename_base}.{form}.claim")
-        except OSError:  # nothing can be kept there, and numba says so
+            claim = claim_on(place.claim)
+        except OSError:  # the folder is read-only, or its disk has no locks: each process compiles by itself
             return False
         if claim is not None:
             self._claims[sig] = claim
         return claim is not None
+
+    def _place(self, sig: Any, codegen: Any) -> _Place | None:
+        """Return where a form of this function is kept; None if it cannot be."""
+        if not self._is_enabled or not self._sources:
+            return None
+        folder = code_folder()
+        if folder is None:
+            return None
+        key = repr((compiled_by(), self._key(sig, codegen)))
+        return _Place(folder / f"{self._name()}-{sha256(key.encode()).hexdigest()[:32]}.nbc", key)
+
+    def _name(self) -> str:
+        """Return the name of the function, as the names of files begin with it."""
+        (*_, module) = self._py_func.__module__.split(".")
+        return re.sub(r"[^\w.]", "", f"{module}.{self._py_func.__qualname__}")[:100]
+
+    def _key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
+        """Return the key of a form: its source, its types, the processor, and the values around the function.
+
+        numba knows a record by the name of its class and the types of its fields alone.
+        """
+        function = self._py_func
+        code = function.__code__
+        around = tuple(cell.cell_contents for cell in function.__closure__ or ())
+        names = (function.__module__, function.__qualname__, code.co_firstlineno, self._sources)
+        hashes = (sha256(code.co_code).hexdigest(), sha256(dumps(around)).hexdigest() if around else "")
+        inside = self._called and self._called._key(sig, codegen)
+        return (*names, *hashes, sig, *_records(sig), codegen.magic_tuple(), inside)
+
+
+def _load(place: _Place | None, target_context: Any) -> Any:
+    """Return a form that is kept; None if there is none, or none that can be loaded."""
+    if place is None:
+        return None
+    content = read_sealed(*place)
+    if content is None:
+        return None
+    try:
+        return CompileResult._rebuild(target_context, *pickle.loads(content))
+    except Exception as error:  # whatever a library raises of content that it does not expect
+        discard(place.path, f"it cannot be loaded ({type(error).__name__}: {error})")
+        return None
 
 
 def compile_in_turn(function: Any) -> None:
@@ -231,8 +297,11 @@ def compile_in_turn(function: Any) -> None:
     function.compile = compile_once
 
 
-def _fields(kind: Any) -> tuple[Any, ...]:
-    """Return the names of all fields of the records in a signature, nested ones included."""
-    inside = kind if isinstance(kind, tuple) else getattr(kind, "types", ())
-    own = getattr(getattr(kind, "instance_class", None), "_fields", ())
-    return (*own, *(names for part in inside if (names := _fields(part))))
+def _records(kind: Any) -> Iterator[str]:
+    """Yield the names of the records in a signature, and of their fields, nested ones included."""
+    record = getattr(kind, "instance_class", None)
+    if record is not None:
+        yield f"{record.__module__}.{record.__qualname__}"
+        yield from getattr(record, "_fields", ())
+    for part in kind if isinstance(kind, tuple) else getattr(kind, "types", ()):
+        yield from _records(part)

@@ -35,8 +35,10 @@ _OPTIONS = {
     "NoBadWordsLogitsProcessor": "bad_words_ids",
     "MinNewTokensLengthLogitsProcessor": "min_new_tokens",
     "PrefixConstrainedLogitsProcessor": "prefix_allowed_tokens_fn",
+    "EncoderNoRepeatNGramLogitsProcessor": "encoder_no_repeat_ngram_size",
+    "SequenceBiasLogitsProcessor": "sequence_bias",
 }
-
+_MENDS_ROWS = "InfNanRemoveLogitsProcessor"  # `remove_invalid_values`: puts numbers in the place of NaN and infinities
 
 # Processors of transformers after which the probabilities of a row of log-probabilities sum to 1 at most, whatever it held:
 # they ban, leave one token, or normalise.
@@ -203,13 +205,17 @@ def processed_rows(rows: Rows, warp: Warp, paths: Paths) -> Rows:
     Args:
         paths: gives prompt and tokens of each row, int64[rows, length]; called only if a processor needs it.
 
-    Raises `BrokenLaw` if the model's rows hold NaN or +inf, `BrokenProcessor` if a processor's do, or if it raises.
+    Raises `BrokenLaw` if the model's rows hold NaN or +inf that no processor removes, `BrokenProcessor` if a processor's
+    do, or if it raises.
     """
     if not warp.processors:
         return rows
-    check_rows(rows)
+    mends = any(type(one).__name__ == _MENDS_ROWS for one in warp.processors)
+    if not mends:
+        check_rows(rows)
     if warp.search:
-        rows = log_probabilities(rows)
+        is_broken = mends and any_broken(rows)  # then torch says what is left of a row, as in transformers
+        rows = torch.from_numpy(rows).log_softmax(-1).numpy() if is_broken else log_probabilities(rows)
     return _processed(torch.from_numpy(rows), warp.processors, paths())
 
 

@@ -9,7 +9,7 @@ from jaxtyping import Int64
 
 from specbeam.core.forest import Forest, unknown_nodes
 from specbeam.engines.answers import LOGITS
-from specbeam.errors import BadPrompt, NotSupported
+from specbeam.errors import BadPrompt, NotSupported, VocabularyMismatch
 from specbeam.records import Needs, Scored, Turn
 from specbeam.session import Session
 
@@ -107,6 +107,15 @@ def check_takes(lm: Any, session: Session) -> None:
         raise NotSupported(why)
     if session.vectors and session.prompt[-1] < 0:
         raise BadPrompt("the last token of a prompt is given by embedding; put a token that the model knows after it")
+
+
+def check_same_vocabulary(lm: LM, target: LM) -> None:
+    """Raise `VocabularyMismatch` if the rows of a draft model are not of the target's tokens."""
+    if lm.vocab != target.vocab:
+        raise VocabularyMismatch(
+            f"draft has {lm.vocab} tokens, target has {target.vocab}; give the model object, folder or hub id in place of a "
+            "language model, so that its tokens are compared with the target's"
+        )
 
 
 class StepLM(Protocol):

@@ -13,6 +13,7 @@ from specbeam.engines.cpu.cache_words import WORDS, KeptAs
 from specbeam.engines.cpu.encoder import CompiledEncoder
 from specbeam.engines.cpu.source_passes import CompiledSourcePasses
 from specbeam.engines.eligibility import has_own_encoder
+from specbeam.engines.shared_tokens import SharedTokens, readable
 from specbeam.engines.source import Source
 from specbeam.engines.torch.source_passes import SourcePasses, decoder_layers
 from specbeam.errors import NotSupported
@@ -44,6 +45,7 @@ class EncoderDecoderLM(HuggingFaceLM):
             one runs the encoder, too, unless it has hooks or modules that are not those of its family.
         kv: "bfloat16" rounds the decoder's keys and values, its own and those of sources, as they are stored; see
             `HuggingFaceLM`.
+        shared: the tokens that a draft model shares with a target of another vocabulary; see `HuggingFaceLM`.
 
     Attributes:
         encoder: the encoder that reads sources for this model.
@@ -60,14 +62,16 @@ class EncoderDecoderLM(HuggingFaceLM):
         encoder: nn.Module | None = None,
         engine: str = "auto",
         kv: KeptAs = "float32",
+        shared: SharedTokens | None = None,
     ) -> None:
         if encoder is None and not has_own_encoder(model):
             raise NotSupported(
                 f"{type(model).__name__} is a decoder without its encoder; it can only draft for a model that has one: "
                 "load(target, draft=...)"
             )
-        super().__init__(model, chunk, engine, None, kv)
+        super().__init__(model, chunk, engine, None, kv, shared)
         self.encoder: Any = self.runner.own_encoder() if encoder is None else encoder
+        self._reads_by_itself = encoder is None
         if encoder is None and (why := self.runner.misfit_of_encoder()):
             note = f"transformers' own forward runs the encoder of {self.model_name}: {why}"
             self.engine_note = f"{self.engine_note}; {note}" if self.engine_note else note
@@ -75,6 +79,11 @@ class EncoderDecoderLM(HuggingFaceLM):
         self.input_name: Literal["input_ids", "input_features"] = "input_features" if _hears(module) else "input_ids"
         self.max_positions = self.runner.most_positions
         self.most_source = _most_source(module)
+
+    def _new_twin(self) -> "EncoderDecoderLM":
+        twin = EncoderDecoderLM(self.model, CHUNK, self.encoder, self.engine, self.kv, self.shared)
+        twin._reads_by_itself = self._reads_by_itself
+        return twin
 
     @property
     def slot_bytes(self) -> int:
@@ -101,6 +110,24 @@ class EncoderDecoderLM(HuggingFaceLM):
         source: Source = getattr(session, "context", {})[self]
         return source
 
+    def own_source(self, source: Source) -> Source:
+        """Return what this model's encoder reads in place of a source of the target's tokens; mostly the source itself.
+
+        Tokens that the model does not know are replaced by its stand-in; see `SharedTokens`.
+        """
+        shared = self.shared
+        if shared is None or not self._reads_by_itself or source.inputs is None or source.name != "input_ids":
+            return source
+        tokens = source.inputs[0].cpu().numpy()
+        own = tokens.copy()
+        if getattr(self.model.config, "share_encoder_decoder_embeddings", True):
+            is_theirs = tokens < shared.vocab
+            own[is_theirs] = shared.read_as[tokens[is_theirs]]
+        own[own >= int(self.encoder.get_input_embeddings().weight.shape[0])] = shared.stand_in
+        if (own == tokens).all():
+            return source
+        return Source("input_ids", torch.from_numpy(own)[None], keeps=source.keeps)
+
     def frames_of(self, session: CacheOwner) -> int:
         """Return the number of frames that are stored of a session's source, each of which takes `slot_bytes`."""
         source = self.source_of(session)
@@ -120,7 +147,9 @@ class EncoderDecoderLM(HuggingFaceLM):
 
     def plain_logits(self, source: Source, path: list[int]) -> torch.Tensor:
         """Return the logits after a path, float[vocab], as the model gives them by itself."""
-        return self.runner.plain_logits(source.states_of(self.encoder), path)
+        own_path = readable(self.shared, np.array(path)).tolist()
+        logits = self.runner.plain_logits(source.states_of(self.encoder), own_path)
+        return logits if self.shared is None else self.shared.fitted_logits(logits)
 
     def reads_with(self, other: "EncoderDecoderLM") -> bool:
         """Return whether this model takes what the encoder of another one makes, so that a source is read once for both."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from specbeam.caches.folders import lend_folder
 from specbeam.engines.by_layer import layer_decoder
 from specbeam.engines.cpu.cache_words import KeptAs
 from specbeam.engines.cpu.decoder import CompiledDecoder, Rounding, misfit
@@ -17,6 +18,7 @@ from specbeam.engines.families import embedding_of, family_of, layers_in, misfit
 from specbeam.engines.gpu.staging import MOST_RANGES
 from specbeam.engines.mapped import is_kept
 from specbeam.engines.packed import matrices_of
+from specbeam.engines.shared_tokens import SharedTokens
 from specbeam.engines.torch.lean import LARGEST, LeanDecoder
 from specbeam.engines.torch.passes import PaddedPasses
 from specbeam.engines.torch.source_passes import SourcePasses
@@ -40,15 +42,15 @@ class EngineKind(NamedTuple):
         described: what messages call it.
         fits: returns the reason why it cannot run a model; "" if it can.
         waits: returns the reason why "auto" does not take it although it fits; "" if it does.
-        passes: makes the passes of a model, given `HuggingFaceLM.caches`; None if it turns out not to work on this machine,
-            which it then says in a warning.
+        passes: makes the passes of a model, given `HuggingFaceLM.caches` and the tokens of a target that it shares; None if
+            it turns out not to work on this machine, which it then says in a warning.
     """
 
     name: str
     described: str
     fits: "Callable[[PreTrainedModel], str]"
     waits: "Callable[[PreTrainedModel], str]"
-    passes: "Callable[[PreTrainedModel, list[Any]], Any]"
+    passes: "Callable[[PreTrainedModel, list[Any], SharedTokens | None], Any]"
 
 
 class ChosenEngine(NamedTuple):
@@ -59,28 +61,38 @@ class ChosenEngine(NamedTuple):
     note: str
 
 
-def choose_engine(model: "PreTrainedModel", wanted: str, caches: list[Any], kv: KeptAs = "float32") -> ChosenEngine:
+def choose_engine(
+    model: "PreTrainedModel",
+    wanted: str,
+    caches: list[Any],
+    kv: KeptAs = "float32",
+    shared: SharedTokens | None = None,
+) -> ChosenEngine:
     """Return the engine that runs a model: the wanted one, or with "auto" the first of the table that fits.
 
     Args:
         caches: those of `HuggingFaceLM.caches`.
         kv: what keys and values are kept as, where that is not float32: then "auto" is the compiled forward.
+        shared: the tokens of a target that the model is given, and drafts; None: its own.
 
     Raises `NotSupported` if the wanted engine cannot run the model.
     """
     if kv != "float32":
-        return _with_rounded_kv(choose_engine(model, "compiled" if wanted == "auto" else wanted, caches), kv)
+        chosen = choose_engine(model, "compiled" if wanted == "auto" else wanted, caches, shared=shared)
+        return _with_rounded_kv(chosen, kv)
     if reads_sources(model):
-        return _engine_for_sources(model, wanted, caches)
+        return _engine_for_sources(model, wanted, caches, shared)
     if wanted != "parallel" and any(hasattr(weight, "to_local") for weight in model.parameters()):
         raise NotSupported(
             "the weights of this model are spread over several processes, which all have to make each pass; load the target "
             "by load(..., tensor_parallel=True), and drafts whole"
         )
-    return _engine_of(ENGINES, model, wanted, caches)
+    return _engine_of(ENGINES, model, wanted, caches, shared)
 
 
-def _engine_for_sources(model: "PreTrainedModel", wanted: str, caches: list[Any]) -> ChosenEngine:
+def _engine_for_sources(
+    model: "PreTrainedModel", wanted: str, caches: list[Any], shared: SharedTokens | None
+) -> ChosenEngine:
     """Return the engine that runs the decoder of a model that reads sources; see `choose_engine`."""
     names = [kind.name for kind in ENGINES_FOR_SOURCES]
     if wanted not in ("auto", *names):
@@ -88,20 +100,24 @@ def _engine_for_sources(model: "PreTrainedModel", wanted: str, caches: list[Any]
             f"engine {wanted!r} runs decoder-only models, and {type(model).__name__} reads sources; those that run it are "
             f"{', '.join(names)}"
         )
-    return _engine_of(ENGINES_FOR_SOURCES, model, wanted, caches)
+    return _engine_of(ENGINES_FOR_SOURCES, model, wanted, caches, shared)
 
 
 def _engine_of(
-    engines: "tuple[EngineKind, ...]", model: "PreTrainedModel", wanted: str, caches: list[Any]
+    engines: "tuple[EngineKind, ...]",
+    model: "PreTrainedModel",
+    wanted: str,
+    caches: list[Any],
+    shared: SharedTokens | None,
 ) -> ChosenEngine:
     """Do `choose_engine` among these engines, the last of which runs every model."""
     if wanted != "auto":
-        return ChosenEngine(wanted, _wanted_passes(engines, model, wanted, caches), "")
+        return ChosenEngine(wanted, _wanted_passes(engines, model, wanted, caches, shared), "")
     reasons: dict[str, str] = {}
     for kind in engines:
         why = kind.fits(model) or kind.waits(model)
         if not why:
-            passes = kind.passes(model, caches)
+            passes = kind.passes(model, caches, shared)
             if passes is not None:
                 return ChosenEngine(kind.name, passes, _note(model, reasons) if kind.name == "plain" else "")
             why = "it does not work on this machine"
@@ -119,14 +135,20 @@ def _with_rounded_kv(chosen: ChosenEngine, kv: KeptAs) -> ChosenEngine:
     return chosen
 
 
-def _wanted_passes(engines: "tuple[EngineKind, ...]", model: "PreTrainedModel", wanted: str, caches: list[Any]) -> Any:
+def _wanted_passes(
+    engines: "tuple[EngineKind, ...]",
+    model: "PreTrainedModel",
+    wanted: str,
+    caches: list[Any],
+    shared: SharedTokens | None,
+) -> Any:
     """Return the passes of a model by the engine of this name. Raises `NotSupported` if it cannot run the model."""
     found = [kind for kind in engines if kind.name == wanted]
     if not found:
         raise NotSupported(f"no engine is called {wanted!r}; there are {', '.join(kind.name for kind in engines)}")
     kind = found[0]
     why = kind.fits(model)
-    passes = None if why else kind.passes(model, caches)
+    passes = None if why else kind.passes(model, caches, shared)
     if passes is None:
         raise NotSupported(f"{kind.described} cannot run this {type(model).__name__}: {why or 'it does not work here'}")
     return passes
@@ -237,9 +259,9 @@ def _compiled_kind(name: str, described: str, rounding: Rounding | None) -> Engi
     def fits(model: "PreTrainedModel") -> str:
         return misfit(model, rounding)
 
-    def passes(model: "PreTrainedModel", caches: list[Any]) -> PackedPasses:
+    def passes(model: "PreTrainedModel", caches: list[Any], shared: SharedTokens | None) -> PackedPasses:
         with torch.inference_mode():
-            decoder = CompiledDecoder(model, rounding)
+            decoder = CompiledDecoder(model, rounding, shared)
             if reads_sources(model):
                 return CompiledSourcePasses(model, decoder, caches)
             return PackedPasses(model, decoder, caches)
@@ -247,8 +269,11 @@ def _compiled_kind(name: str, described: str, rounding: Rounding | None) -> Engi
     return EngineKind(name, described, fits, _on_request if rounding else _waits_for_compiled, passes)
 
 
-def _gpu_passes(model: "PreTrainedModel", caches: list[Any], rounded: bool = False) -> "GpuPasses | None":
+def _gpu_passes(
+    model: "PreTrainedModel", caches: list[Any], shared: SharedTokens | None, rounded: bool = False
+) -> "GpuPasses | None":
     """Return passes on a GPU, or None, with a warning, if Triton does not work here."""
+    lend_folder("TRITON_CACHE_DIR", "triton")  # its own is below the home folder, and it does not run without one
     from specbeam.engines.gpu.decoder import GpuDecoder
     from specbeam.engines.gpu.passes import GpuPasses
     from specbeam.engines.gpu.source_passes import GpuSourcePasses
@@ -256,7 +281,7 @@ def _gpu_passes(model: "PreTrainedModel", caches: list[Any], rounded: bool = Fal
     kind = GpuSourcePasses if reads_sources(model) else GpuPasses
     # GpuDecoder moves the weights. Outside of inference mode they can still be trained afterwards.
     with torch.inference_mode(False), torch.no_grad():
-        passes = kind(model, GpuDecoder(model, rounded), caches, model.device.type == "cuda")
+        passes = kind(model, GpuDecoder(model, rounded, shared), caches, model.device.type == "cuda")
     try:
         passes.try_out()
     except Exception as error:  # Triton has no C compiler, does not know the GPU, ...
@@ -265,31 +290,34 @@ def _gpu_passes(model: "PreTrainedModel", caches: list[Any], rounded: bool = Fal
     return passes
 
 
-def _fp8_passes(model: "PreTrainedModel", caches: list[Any]) -> "GpuPasses | None":
-    return _gpu_passes(model, caches, rounded=True)
+def _fp8_passes(model: "PreTrainedModel", caches: list[Any], shared: SharedTokens | None) -> "GpuPasses | None":
+    return _gpu_passes(model, caches, shared, rounded=True)
 
 
-def _lean_passes(model: "PreTrainedModel", caches: list[Any]) -> PaddedPasses:
+def _lean_passes(model: "PreTrainedModel", caches: list[Any], shared: SharedTokens | None) -> PaddedPasses:
     with torch.inference_mode():
-        return PaddedPasses(model, LeanDecoder(model), caches)
+        return PaddedPasses(model, LeanDecoder(model), caches, shared=shared)
 
 
-def _passes_by_layer(model: "PreTrainedModel", caches: list[Any]) -> PackedPasses:
-    return PackedPasses(model, layer_decoder(model), caches)
+def _passes_by_layer(model: "PreTrainedModel", caches: list[Any], shared: SharedTokens | None) -> PackedPasses:
+    return PackedPasses(model, layer_decoder(model, shared), caches)
 
 
-def _torch_passes(model: "PreTrainedModel", caches: list[Any]) -> PaddedPasses:
-    return PaddedPasses(model, None, caches, compile=True)
+def _torch_passes(model: "PreTrainedModel", caches: list[Any], shared: SharedTokens | None) -> PaddedPasses:
+    return PaddedPasses(model, None, caches, compile=True, shared=shared)
 
 
-def _parallel_passes(model: "PreTrainedModel", caches: list[Any]) -> PaddedPasses:
+def _parallel_passes(model: "PreTrainedModel", caches: list[Any], shared: SharedTokens | None) -> PaddedPasses:
     from specbeam.engines.torch.repeated import Channel, RepeatedPasses
 
+    assert shared is None  # a model that is spread is a target
     return RepeatedPasses(model, caches, Channel())
 
 
-def _plain_passes(model: "PreTrainedModel", caches: list[Any]) -> PaddedPasses:
-    return SourcePasses(model, caches) if reads_sources(model) else PaddedPasses(model, None, caches)
+def _plain_passes(model: "PreTrainedModel", caches: list[Any], shared: SharedTokens | None) -> PaddedPasses:
+    if reads_sources(model):
+        return SourcePasses(model, caches, shared)
+    return PaddedPasses(model, None, caches, shared=shared)
 
 
 # In the order in which "auto" asks them.

@@ -1,7 +1,7 @@
 """SCORE: any causal language model of transformers, which scores the forests of many sessions in one pass."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,14 +23,15 @@ from specbeam.engines.kv.prefix import Beginning, KnownPrompts
 from specbeam.engines.kv.steps import BLOCK
 from specbeam.engines.packed import weights_in
 from specbeam.engines.pass_steps import CYCLES, PASSES, AnyCacheArrays, now
+from specbeam.engines.shared_tokens import SharedTokens
 from specbeam.engines.torch.passes import PaddedPasses
 from specbeam.errors import NotSupported, UnsupportedModel
-from specbeam.lm.base import checked_needs
+from specbeam.lm.base import LM, checked_needs
 from specbeam.lm.engines import COMPILED, choose_engine
 from specbeam.lm.guard import ThreadGuard
 from specbeam.measure.profiler import record_share
 from specbeam.records import ExtraInputs, Needs, Scored, Turn
-from specbeam.session import CacheOwner
+from specbeam.session import CacheOwner, is_broken
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -109,6 +110,8 @@ class HuggingFaceLM:
             other rows are in the pass.
         kv: "bfloat16" rounds keys and values as they are stored, which makes it another model in half the memory; for the
             compiled forward, rounded or not.
+        shared: of a draft model whose target has another vocabulary, the tokens that both share: it is given the target's
+            token ids, and has a logit for each of them. None: the model's own tokens.
 
     Attributes:
         passes: the number of passes so far.
@@ -116,6 +119,7 @@ class HuggingFaceLM:
         engine_note: where "auto" left the model to transformers, a sentence that says so and why; "" otherwise.
         guard: keeps the model to one thread at a time.
         known_prompts: the beginnings of earlier prompts; None if they are not kept.
+        further_draft: of a target that `load` has made: loads a draft model that a recipe takes as a setting.
     """
 
     keeps_nodes = True
@@ -127,28 +131,47 @@ class HuggingFaceLM:
         engine: str = "auto",
         share_from: int | Literal["auto"] | None = "auto",
         kv: KeptAs = "float32",
+        shared: SharedTokens | None = None,
     ) -> None:
         self.model = model
         self.kv = kv
+        self.shared = shared
         self.chunk = chunk
         self.guard = ThreadGuard()
         self.known_prompts: KnownPrompts | None = None
         self._before_prompts: tuple[int, int | None] | None = None  # `chunk` and `share_from` before `remember_prompts`
         self.caches: list[list[Any]] = []  # those of the sessions in each row of the store
-        self.engine, self.runner, self.engine_note = choose_engine(model, engine, self.caches, kv)
+        self.engine, self.runner, self.engine_note = choose_engine(model, engine, self.caches, kv, shared)
         self.share_from = share_from if share_from != "auto" else _default_share_from(self.engine)
         self.heads: dict[Any, Any] = {}  # draft heads that were read for this model, see `load`
         self.head: Any = None  # the exit head whose layer is this model's last one; see `heads.exit`
-        self.vocab = int(model.get_output_embeddings().weight.shape[0])
+        self.vocab = vocab_of(model) if shared is None else shared.vocab
         self.max_positions: int | None = positions_of(model.config.get_text_config())
         self.device = model.get_input_embeddings().weight.device
         self.passes = 0
+        self.further_draft: Callable[[Any, dict[Any, Any]], LM] | None = None
+        self._twins: list[HuggingFaceLM] = []
         self.curves: dict[int, Any] = {}  # cost of a pass by the length of the context; see `tune`
         self.curves_in_turns: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # the same of both, by draft model
         self.skipping: dict[
             Any, Any
         ] = {}  # draft models that are this one without some sublayers; see `skipping_model`
         self.learnt: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # what controllers learn, by draft model
+
+    def twin(self, number: int = 0) -> "HuggingFaceLM":
+        """Return a further language model of the same model object and engine, which keeps caches of its own.
+
+        Args:
+            number: the same number gets the same one.
+        """
+        while len(self._twins) <= number:
+            self._twins.append(self._new_twin())
+        return self._twins[number]
+
+    def _new_twin(self) -> "HuggingFaceLM":
+        if self.engine == "parallel":
+            raise NotSupported("the weights of this model are spread over several processes, and it keeps one cache")
+        return HuggingFaceLM(self.model, CHUNK, self.engine, self.share_from, self.kv, self.shared)
 
     def remember_prompts(self, chunk: int, most_bytes: int) -> None:
         """Store prompts in chunks of this many tokens from now on, and keep the chunks for later prompts that begin alike.
@@ -455,7 +478,8 @@ class HuggingFaceLM:
     def close(self, session: CacheOwner) -> None:
         """Free the session's cache.
 
-        If its row of the store becomes empty, the sessions of the last row move there: rows in use stay side by side.
+        If its row of the store becomes empty, the sessions of the last row move there: rows in use stay side by side. If the
+        session failed because logits were not finite, its row is cleared before another one gets it.
         """
         cache = session.state.pop(self, None)
         if cache is None:
@@ -466,6 +490,8 @@ class HuggingFaceLM:
         self._replace_leader([other for other in cache.company if other.leader is cache])
         if cache.company:
             return
+        if is_broken(session) and cache.row < self.runner.store.caches:
+            self.runner.store.clear_cache(cache.row)
         last = self.caches.pop()
         if last is cache.company:
             return
@@ -712,6 +738,11 @@ _NO_VECTORS = (
     "the forward for GPUs looks every token up, and takes no rows by embedding: "
     "HuggingFaceLM(model, engine='plain') does"
 )
+
+
+def vocab_of(model: "PreTrainedModel") -> int:
+    """Return the number of tokens that a model has logits of."""
+    return int(model.get_output_embeddings().weight.shape[0])
 
 
 def check_keeps_tokens(model: "PreTrainedModel") -> None:

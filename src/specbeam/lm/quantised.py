@@ -106,7 +106,7 @@ def _rounding_of_weights(lm: Any) -> str:
     """Return how the weights of a language model are rounded; "" if they are not."""
     engine = getattr(lm, "engine", "")
     model = getattr(lm, "model", None)
-    stored = _stored_method(getattr(model, "config", None))
+    stored = rounding_in(getattr(model, "config", None))
     if engine in OWN:
         named = f"{stored} and {engine}" if stored else str(engine)
         encoder = getattr(lm, "encoder", None)
@@ -122,11 +122,11 @@ def unknown_method(config: Any) -> str:
     """Return by what method weights in files were rounded if transformers does not know it; "" otherwise."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as KNOWN
 
-    method = _stored_method(config)
+    method = rounding_in(config)
     return "" if method in ("", "bitsandbytes", *KNOWN) else method
 
 
-def _stored_method(config: Any) -> str:
+def rounding_in(config: Any) -> str:
     """Return the name of the method by which the weights in files were rounded; "" if they were not."""
     stored = getattr(config, "quantization_config", None)
     if stored is None:

@@ -8,7 +8,6 @@ scale, exactly, in float32 arithmetic: libraries that multiply in float16 round 
 import copy
 import math
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,6 +15,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from specbeam.checkpoints.boundary import reading, reading_file
+from specbeam.checkpoints.headers import TYPES, StoredTensor, file_of
+from specbeam.checkpoints.numbers import fault_of
+from specbeam.checkpoints.pretrained import Checkpoint
 from specbeam.engines.cpu.decoder import misfit_of_shape
 from specbeam.engines.cpu.nibbles import fits_scales
 from specbeam.engines.cpu.rounding import GROUP
@@ -23,7 +26,7 @@ from specbeam.engines.families import family_of
 from specbeam.engines.mapped import mark_kept
 from specbeam.engines.packed import BITS, PER_WORD, Layout, PackedLinear, PackedMatrix
 from specbeam.engines.torch import lean
-from specbeam.lm.kept import TYPES, StoredTensor, files_of, tensors_in
+from specbeam.errors import BadCheckpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,17 +53,19 @@ class _Packing(NamedTuple):
     group: int
 
 
-def read_rounded(name: str, config: Any, dtype: "str | torch.dtype") -> "PreTrainedModel | str":
+def read_rounded(checkpoint: Checkpoint, dtype: "str | torch.dtype") -> "PreTrainedModel | str":
     """Return a model whose files hold matrices of 4 bits; or the reason why they are not read here.
 
     Args:
-        name: a folder or hub id.
-        config: the model's configuration, which says how the matrices were rounded.
+        checkpoint: the model in its files, whose configuration says how the matrices were rounded.
         dtype: type of all other weights; "auto": float32, or that of the files for more weights than `lean.LARGEST`.
     """
+    config = checkpoint.config
+    tensors = checkpoint.stored
     try:
         packing = _packing_of(_stored_settings(config))
-        tensors = tensors_in(files_of(name))
+        if any(path.suffix != ".safetensors" for path in checkpoint.files):
+            raise _CannotRead("these are not in safetensors files")
         model = _without_weights(config, tensors, packing)
         words = _words_of(tensors, model) if dtype == "auto" else None
         _load(model, tensors, words or (torch.float32 if dtype == "auto" else dtype))
@@ -68,7 +73,7 @@ def read_rounded(name: str, config: Any, dtype: "str | torch.dtype") -> "PreTrai
         return f"{_READABLE}, and {found}"
     if words is not None:
         mark_kept(model)
-    _finish(model, name, config)
+    _finish(model, checkpoint)
     return model
 
 
@@ -97,7 +102,10 @@ def _packing_of(stored: dict[str, Any]) -> _Packing:
     words = stored.get("pack_dtype") or "int32"
     if words != "int32":
         raise _CannotRead(f"they are packed in {words}, where it knows int32")
-    return _Packing(layouts[form], int(stored.get("group_size", stored.get("q_group_size", -1))))
+    group = stored.get("group_size", stored.get("q_group_size", -1))
+    if not isinstance(group, int) or isinstance(group, bool):
+        raise _CannotRead(f"their group_size is {group!r}, where it is to be a whole number")
+    return _Packing(layouts[form], group)
 
 
 class _WithoutWeights(TorchFunctionMode):
@@ -119,8 +127,8 @@ def _without_weights(config: Any, tensors: _Tensors, packing: _Packing) -> "PreT
 
     plain = copy.deepcopy(config)
     del plain.quantization_config
-    with _WithoutWeights():
-        model = AutoModelForCausalLM.from_config(plain, dtype=torch.float32)
+    with reading("the configuration describes no model"), _WithoutWeights():
+        model = AutoModelForCausalLM.from_config(plain, dtype=torch.float32, trust_remote_code=False)
     family = family_of(model)
     if family is not None and family.transposed:
         raise _CannotRead(f"the matrices of {family.name} models of 4 bits are not known here")
@@ -189,6 +197,7 @@ def _check_scales(matrix: PackedMatrix, tensors: _Tensors) -> None:
     """Raise `_CannotRead` if panels do not hold the scales of a matrix exactly."""
     whole = f"{matrix.name}.scales"
     kind = tensors[whole].type
+    _check_numbers(whole, _read(tensors, whole))
     if kind in ("F16", "BF16"):
         return
     if kind != "F32" or not fits_scales(_read(tensors, whole).numpy()):
@@ -199,9 +208,16 @@ def _read(tensors: _Tensors, name: str) -> torch.Tensor:
     """Return a tensor: a view of its file, which is mapped to memory."""
     from safetensors import safe_open
 
-    with safe_open(tensors[name].path, framework="pt") as file:
+    path = tensors[name].path
+    with reading_file(path), safe_open(path, framework="pt") as file:
         found: torch.Tensor = file.get_tensor(name)
     return found
+
+
+def _check_numbers(name: str, found: torch.Tensor) -> None:
+    """Raise `BadCheckpoint` if a tensor does not hold floats, or holds NaN or infinite ones."""
+    if fault := fault_of(found):
+        raise BadCheckpoint(f"{name} {fault}, where finite floats are expected; download or convert the files again")
 
 
 def _is_packed(name: str, model: nn.Module) -> bool:
@@ -224,17 +240,16 @@ def _words_of(tensors: _Tensors, model: nn.Module) -> torch.dtype | None:
 def _load(model: Any, tensors: _Tensors, dtype: Any) -> None:
     """Give a model all weights but the matrices of 4 bits. Raises `_CannotRead` if the files hold others than it has."""
     words = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    own = {*model.state_dict()}
+    own = model.state_dict()
     state = {}
     for name in tensors:
         goal = name if name in own else _NEW_NAMES.get(name, name)
         if goal in own:
-            found = _read(tensors, name)
-            state[goal] = found.to(words) if found.is_floating_point() else found
-        elif not _is_packed(name, model) and not name.endswith((".inv_freq", ".bias")):
+            state[goal] = _checked(name, _read(tensors, name), own[goal], words)
+        elif not _is_packed(name, model) and not _says_nothing(name, tensors):
             raise _CannotRead(f"the files hold {name}, which the model does not have")
     unloaded = model.load_state_dict(state, strict=False, assign=True).missing_keys
-    model.tie_weights()
+    model.tie_weights(missing_keys={*unloaded}, recompute_mapping=False)  # a head that is in the files stays
     weights = dict(model.named_parameters(remove_duplicate=False))
     loaded = {id(weights[name]) for name in state if name in weights}
     missing = [name for name in unloaded if id(weights.get(name)) not in loaded]  # those that are tied are there
@@ -242,14 +257,31 @@ def _load(model: Any, tensors: _Tensors, dtype: Any) -> None:
         raise _CannotRead(f"the files lack {', '.join(missing[:3])}")
 
 
-def _finish(model: Any, name: str, config: Any) -> None:
+def _checked(name: str, found: torch.Tensor, own: torch.Tensor, words: torch.dtype) -> torch.Tensor:
+    """Return a tensor of the files in the type of the model. Raises `BadCheckpoint` if it is not what the model has."""
+    if found.shape != own.shape:
+        raise BadCheckpoint(f"{name} is {[*found.shape]} in the files, and {[*own.shape]} by config.json")
+    if not own.is_floating_point():
+        return found
+    _check_numbers(name, found)
+    return found.to(words)
+
+
+def _says_nothing(name: str, tensors: _Tensors) -> bool:
+    """Return whether a tensor that a model does not have changes nothing: angles of positions, or a bias of zeros."""
+    return name.endswith(".inv_freq") or (name.endswith(".bias") and not bool(_read(tensors, name).any()))
+
+
+def _finish(model: Any, checkpoint: Checkpoint) -> None:
     """Give a model what transformers gives a model that it loads: its name, and how it generates."""
     from transformers import GenerationConfig
 
-    model.config.quantization_config = _stored_settings(config)
+    name = checkpoint.name
+    model.config.quantization_config = _stored_settings(checkpoint.config)
     model.config._name_or_path = name
     model.name_or_path = name
     model.config.dtype = model.dtype
-    with suppress(OSError):  # the folder may have none
-        model.generation_config = GenerationConfig.from_pretrained(name)
+    if file_of(name, "generation_config.json") is not None:
+        with reading(f"the generation_config.json of {name} cannot be read"):
+            model.generation_config = GenerationConfig.from_pretrained(name)
     model.eval()

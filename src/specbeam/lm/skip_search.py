@@ -171,6 +171,8 @@ def expected(
     values = (scores - middle) / spread
     between = _distances(tried, tried)
     best = -np.inf
+    mean = np.zeros(len(asked))
+    variance = np.ones(len(asked))
     for scale in SCALES:
         factor = np.linalg.cholesky(np.exp(-between / scale) + NOISE * np.eye(len(values)))
         white = np.linalg.solve(factor, values)
@@ -231,13 +233,12 @@ class SkipMemory:
     def _keep(self) -> None:
         """Keep what is known on disk."""
         if self.key is not None and self._found is not None:
-            kept_figures.keep("sublayers", self.key, _record_of(self._found))
+            _figures_of(self.start).keep(self.key, _record_of(self._found))
 
     def _known(self) -> Found:
         if self._found is None:
-            record = None if self.key is None else kept_figures.load("sublayers", self.key)
-            kept = None if record is None else _found_in(record, self.start)
-            self._found = kept or Found(self.start)
+            record = None if self.key is None else _figures_of(self.start).load(self.key)
+            self._found = Found(self.start) if record is None else _found_in(record, self.start)
         return self._found
 
 
@@ -252,24 +253,35 @@ def _record_of(found: Found) -> dict[str, Any]:
     }
 
 
-def _found_in(record: dict[str, Any], start: Choice) -> Found | None:
-    """Return what a record holds; None if somebody else has written it."""
-    try:
-        found = Found(
-            np.array(record["best"], dtype=bool),
-            float(record["matchness"]),
-            np.array(record["choices"], dtype=bool).reshape(-1, len(start)),
-            np.array(record["scores"], dtype=np.float64),
-            int(record["tries"]),
-            int(record["failures"]),
-        )
-    except (KeyError, TypeError, ValueError):
-        return None
-    is_whole = (
-        found.best.shape == start.shape
-        and found.best.sum() == start.sum()
-        and len(found.scores) == len(found.choices)
-        and np.isfinite(found.scores).all()
-        and 0 <= found.matchness <= 1
+def _figures_of(start: Choice) -> kept_figures.Figures:
+    """Return the kind of figures of searches that begin with this set."""
+
+    def fits(record: dict[str, Any]) -> bool:
+        return len(record["choices"]) == len(record["scores"]) and sum(record["best"]) == int(start.sum())
+
+    return kept_figures.Figures(
+        "sublayers",
+        kept_figures.RecordFields(
+            {
+                "best": kept_figures.NumberField((len(start),), most=1, is_whole=True),
+                "matchness": kept_figures.NumberField(most=1.0),
+                "choices": kept_figures.NumberField((None, len(start)), most=1, is_whole=True),
+                "scores": kept_figures.NumberField((None,), most=1.0),
+                "tries": kept_figures.NumberField(is_whole=True),
+                "failures": kept_figures.NumberField(is_whole=True),
+            },
+            fits,
+        ),
     )
-    return found if is_whole else None
+
+
+def _found_in(record: dict[str, Any], start: Choice) -> Found:
+    """Return the state of a search that a record holds."""
+    return Found(
+        np.array(record["best"], dtype=bool),
+        record["matchness"],
+        np.array(record["choices"], dtype=bool).reshape(-1, len(start)),
+        np.array(record["scores"], dtype=np.float64),
+        record["tries"],
+        record["failures"],
+    )

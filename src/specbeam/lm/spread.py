@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from specbeam.checkpoints.pretrained import open_checkpoint, pretrained
 from specbeam.engines.torch.repeated import TIMEOUT_S, Channel, Follower, end_job
-from specbeam.errors import BadSetting, MissingFile, SpecbeamError, UnsupportedModel
+from specbeam.errors import BadSetting, UnsupportedModel
 from specbeam.lm.huggingface import check_keeps_tokens
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def spread_model(
 
     Raises:
         BadSetting: torchrun has not started this process.
-        MissingFile: the model cannot be loaded.
+        MissingFile, BadCheckpoint: the model cannot be loaded.
         UnsupportedModel: transformers has no plan by which it would spread the model, or it is no causal decoder.
     """
     missing = [one for one in _RANKS if one not in os.environ]
@@ -62,19 +63,13 @@ def spread_model(
 
 
 def _part_of(name: str, dtype: "str | torch.dtype", on_gpu: bool) -> "PreTrainedModel":
-    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
     if dtype == "auto" and not on_gpu:
         dtype = torch.float32
-    try:
-        config = AutoConfig.from_pretrained(name)
-        plan = DistributedConfig(tp_size=dist.get_world_size())
-        model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype, distributed_config=plan)
-    except (OSError, ValueError) as error:
-        if isinstance(error, SpecbeamError):
-            raise
-        raise MissingFile(f"could not spread a causal language model from {name}: {error}") from error
+    plan = DistributedConfig(tp_size=dist.get_world_size())
+    what = f"could not spread a causal language model from {name}"
+    model: PreTrainedModel = pretrained(open_checkpoint(name), what, dtype=dtype, distributed_config=plan)
     check_keeps_tokens(model)
     if not any(hasattr(weight, "to_local") for weight in model.parameters()):
         raise UnsupportedModel(

@@ -1,18 +1,21 @@
 """The check that a model scores token trees as it scores texts."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
+from specbeam.checkpoints.numbers import broken_weight
 from specbeam.core.forest import Forest
 from specbeam.engines.cpu.audio_encoder import AudioEncoder
 from specbeam.engines.cpu.encoder import CompiledEncoder, TextEncoder
 from specbeam.engines.mapped import is_kept
+from specbeam.engines.shared_tokens import readable
 from specbeam.engines.source import Source
 from specbeam.engines.torch.in_float32 import as_loaded
-from specbeam.errors import NotSupported, SpecbeamError, UnsupportedModel
+from specbeam.errors import BrokenLaw, NotSupported, SpecbeamError, UnsupportedModel
 from specbeam.lm.encoder_decoder import EncoderDecoderLM
 from specbeam.lm.engines import COMPILED
 from specbeam.lm.huggingface import HuggingFaceLM
@@ -21,15 +24,19 @@ from specbeam.lm.quantised import OWN
 CHECKED_SOURCE = 24  # tokens of the source on which a compiled encoder is tried
 
 
-def check_scores_forests(lm: HuggingFaceLM) -> None:
+def check_scores_forests(lm: HuggingFaceLM, role: str = "") -> None:
     """Raise an error unless the logits of a small token tree equal those of plain forwards on its paths.
 
     The largest difference may be 1e-3 of the standard deviation of the logits in float32; 0.3 of it in other types, and
     where numbers are rounded: sums over a tree have another order than those over a path, so that a number between two
     steps may go to the other one.
 
+    Args:
+        role: what the model is for, before its name in errors: "the draft model ".
+
     Raises:
         UnsupportedModel: the model cannot score the tree, or scores it wrong.
+        BrokenLaw: its logits are NaN or infinite, without a tree as well.
         NotSupported: torch could not compile the model.
     """
     rng = np.random.default_rng(0)
@@ -44,7 +51,9 @@ def check_scores_forests(lm: HuggingFaceLM) -> None:
     owner: Any = SimpleNamespace(
         prompt=prompt, state={}, context={lm: source} if source else {}
     )  # in place of a session
-    name = type(lm.model).__name__
+    name = f"{role}{type(lm.model).__name__}"
+    if lm.engine in OWN and not is_kept(lm.model) and (fault := broken_weight(lm.model)):
+        raise BrokenLaw(f"{name} cannot be rounded to {lm.engine}: its weight {fault}")
     widened = (
         is_kept(lm.model) and lm.engine in COMPILED and source is None
     )  # the engine computes in float32, whatever the weights are in
@@ -65,32 +74,69 @@ def check_scores_forests(lm: HuggingFaceLM) -> None:
         ) from error
     finally:
         lm.close(owner)
+    if lm.shared is not None:  # what it never drafts is -inf, which has no difference
+        is_drafted = torch.from_numpy(lm.shared.known)
+        found = found[:, is_drafted.to(found.device)]
+        plain = [row[is_drafted.to(row.device)] for row in plain]
     expected = torch.stack(plain).float().to(found.device)
-    spread = expected.std().clamp_min(1e-6)
+    _check_finite(lm, expected, name)
+    is_banned = expected == -torch.inf  # some models never write some tokens
+    if bool((is_banned != (found == -torch.inf)).any()):
+        raise _does_not_honour(name, "some are -inf that are finite without it")
+    expected = expected.masked_fill(is_banned, 0.0)
+    found = found.masked_fill(is_banned, 0.0)
+    spread = expected[~is_banned].std().clamp_min(1e-6)
     error_in_spreads = float((found - expected).abs().max() / spread)
     is_in_float32 = widened or lm.model.dtype == torch.float32
     limit = 1e-3 if is_in_float32 and not _rounds(lm) else 0.3
     if not error_in_spreads <= limit:
-        raise UnsupportedModel(
-            f"{name} does not honour masks and positions: on a token tree its logits are off by {error_in_spreads:.2g} of "
-            "their spread; specbeam needs a decoder whose attention takes both from the caller"
-        )
+        raise _does_not_honour(name, f"they are off by {error_in_spreads:.2g} of their spread")
     if isinstance(lm, EncoderDecoderLM):
-        _check_encoder(lm)
+        _check_encoder(lm, name)
 
 
-def _check_encoder(lm: EncoderDecoderLM) -> None:
+def _does_not_honour(name: str, what: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{name} does not honour masks and positions: of its logits on a token tree, {what}; specbeam needs a decoder whose "
+        "attention takes both from the caller"
+    )
+
+
+def _check_finite(lm: HuggingFaceLM, logits: torch.Tensor, name: str) -> None:
+    """Raise `BrokenLaw` if logits of plain forwards hold NaN or +inf, and name the weight that does, if one does."""
+    if bool(logits.isnan().any()):
+        what = "NaN"
+    elif bool((logits == torch.inf).any()):
+        what = "infinite"
+    else:
+        return
+    fault = broken_weight(lm.model)
+    why = (
+        f"its weight {fault}"
+        if fault
+        else f"its weights are finite, and sums overflow in {lm.model.dtype}; try float32"
+    )
+    raise BrokenLaw(f"the logits of {name} are {what} for usual tokens: {why}")
+
+
+def _check_encoder(lm: EncoderDecoderLM, name: str) -> None:
     """Raise `UnsupportedModel` unless a compiled encoder makes of a source what transformers' makes of it in float32.
 
     They may differ by 1e-3 of the spread. One whose matrices are rounded is another encoder, and is not compared.
+
+    Args:
+        name: what errors call the model.
     """
     encoder = lm.encoder
     if not isinstance(encoder, CompiledEncoder) or encoder.kind.startswith("int"):
         return
     error = encoder.error_on(_checked_inputs(lm, encoder))
+    if math.isnan(error):
+        fault = broken_weight(lm.model) or "its weights are finite"
+        raise BrokenLaw(f"the encoder of {name} makes NaN or infinite states of a usual source: {fault}")
     if not error <= 1e-3:
         raise UnsupportedModel(
-            f"the encoder of {type(lm.model).__name__} is not that of its family: what it makes of a source is off by "
+            f"the encoder of {name} is not that of its family: what it makes of a source is off by "
             f"{error:.2g} of its spread; SPECBEAM_KERNELS=off lets transformers run the model"
         )
 
@@ -148,7 +194,7 @@ def _plain_logits(lm: HuggingFaceLM, path: list[int], source: Source | None = No
         assert isinstance(lm, EncoderDecoderLM)
         return lm.plain_logits(source, path)
     if not _rounds(lm):
-        return lm.model(input_ids=torch.tensor([path], device=lm.device)).logits[0, -1]
+        return _called(lm, [path])[0, -1]
     context = {lm: source} if source is not None else {}
     owner: Any = SimpleNamespace(prompt=path, state={}, context=context)  # of the cache, in place of a session
     try:
@@ -181,5 +227,12 @@ def _kept_logits(lm: HuggingFaceLM, prompt: list[int], paths: list[list[int]]) -
     longest = max(len(path) for path in paths)
     rows = [prompt + path + [prompt[-1]] * (longest - len(path)) for path in paths]  # no row looks at what follows it
     with as_loaded(lm.model):
-        logits = lm.model(input_ids=torch.tensor(rows, device=lm.device), use_cache=False).logits
+        logits = _called(lm, rows, use_cache=False)
     return list(logits[:, len(prompt) - 1 :])
+
+
+def _called(lm: HuggingFaceLM, rows: list[list[int]], **options: Any) -> torch.Tensor:
+    """Return the logits of the model object itself for texts of equal length, float[texts, length, vocab]."""
+    tokens = torch.from_numpy(readable(lm.shared, np.array(rows))).to(lm.device)
+    logits: torch.Tensor = lm.model(input_ids=tokens, **options).logits
+    return logits if lm.shared is None else lm.shared.fitted_logits(logits)

@@ -8,7 +8,8 @@ import torch
 
 from specbeam.engines.cpu.cache_words import KeptAs
 from specbeam.engines.eligibility import reads_sources
-from specbeam.errors import BadSetting, NotSupported, VocabularyMismatch
+from specbeam.engines.shared_tokens import SharedTokens
+from specbeam.errors import BadSetting, NotSupported
 from specbeam.heads.mtp import is_own_modules
 from specbeam.heads.probe import probed
 from specbeam.heads.read import head_model, is_head, read_head
@@ -20,11 +21,13 @@ from specbeam.lm.skipping import Skipping, skipping_model
 from specbeam.loading.checks import check_scores_forests
 from specbeam.loading.language_models import ShareFrom, by_engine, language_model
 from specbeam.loading.models import use_a_backend_with_masks
-from specbeam.loading.tokenizers import first_tokens, read_tokenizer
+from specbeam.loading.tokenizers import first_tokens
 from specbeam.options.checks import is_integer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_ROLE = "the draft model "  # before the name of a draft model in errors
 
 
 @dataclass(frozen=True)
@@ -73,12 +76,14 @@ def draft_of(
     share_from: ShareFrom,
     probe: bool,
     kv: KeptAs,
+    shared: SharedTokens | None,
 ) -> LM | None:
     """Return what scores the drafts; None if nothing was given.
 
     Args:
         model: the draft model, if there is one.
         tokenizer: of the target.
+        shared: the tokens that the draft model shares with a target of another vocabulary.
         check, compile, share_from, probe, kv: see `load`.
     """
     if given.head is not None:
@@ -92,11 +97,11 @@ def draft_of(
     rounding = by_engine(given.quantize)
     own_kv: KeptAs = kv if model is target.model else "float32"
     if reads_sources(model):
-        return _reading_draft(model, target, check, rounding, own_kv)
+        return _reading_draft(model, target, check, rounding, own_kv, shared)
     if model is target.model:  # it may draft for itself, but it needs a second cache for that
         engine = rounding or ("torch" if target.engine == "torch" else "auto")
         return HuggingFaceLM(model, engine=engine, share_from=share_from, kv=own_kv)
-    return language_model(model, check, rounding, compile, share_from)
+    return language_model(model, check, rounding, compile, share_from, shared=shared, role=_ROLE)
 
 
 def check_draft_of_sources(model: "PreTrainedModel", draft: Any, share_from: ShareFrom) -> None:
@@ -116,7 +121,12 @@ def check_draft_of_sources(model: "PreTrainedModel", draft: Any, share_from: Sha
 
 
 def _reading_draft(
-    model: "PreTrainedModel", target: HuggingFaceLM, check: bool, quantize: "Quantize | None", kv: KeptAs
+    model: "PreTrainedModel",
+    target: HuggingFaceLM,
+    check: bool,
+    quantize: "Quantize | None",
+    kv: KeptAs,
+    shared: SharedTokens | None,
 ) -> EncoderDecoderLM:
     """Return the language model of a draft that reads sources. Raises `NotSupported` if the target does not."""
     if not isinstance(target, EncoderDecoderLM):
@@ -126,7 +136,7 @@ def _reading_draft(
         )
     encoder = encoder_for(model, target)
     if encoder is None and model is not target.model:
-        own = language_model(model, check, quantize)
+        own = language_model(model, check, quantize, shared=shared, role=_ROLE)
         assert isinstance(own, EncoderDecoderLM)
         if own.input_name != target.input_name:
             raise NotSupported(f"the draft reads {own.input_name}, and the target reads {target.input_name}")
@@ -135,9 +145,9 @@ def _reading_draft(
     use_a_backend_with_masks(model)
     model.eval()
     # It needs a cache of its own for each target.
-    lm = EncoderDecoderLM(model, encoder=target.encoder, engine=quantize or "auto", kv=kv)
+    lm = EncoderDecoderLM(model, encoder=target.encoder, engine=quantize or "auto", kv=kv, shared=shared)
     if check and model is not target.model:
-        check_scores_forests(lm)
+        check_scores_forests(lm, _ROLE)
     return lm
 
 
@@ -188,36 +198,6 @@ def _files_of(source: Any) -> tuple[tuple[str, int, int], ...]:
         return ()
     files = sorted(path for path in Path(source).expanduser().iterdir() if path.is_file())
     return tuple((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)
-
-
-def check_same_vocabulary(
-    target: "PreTrainedModel", draft: "PreTrainedModel", tokenizer: Any, draft_source: Any
-) -> None:
-    """Raise `VocabularyMismatch` if the models have different numbers of tokens, or the draft's tokenizer differs.
-
-    Args:
-        tokenizer: the target's tokenizer, or None.
-        draft_source: the draft as it was given to `load`; its tokenizer is compared if this is a local folder with one.
-    """
-    sizes = [model.get_output_embeddings().weight.shape[0] for model in (target, draft)]
-    if sizes[0] != sizes[1]:
-        raise VocabularyMismatch(
-            f"draft has {sizes[1]} tokens, target has {sizes[0]}; choose a draft of the same family, trained with the "
-            "same tokenizer"
-        )
-    if tokenizer is None or not isinstance(draft_source, (str, Path)):
-        return
-    if not (Path(draft_source) / "tokenizer_config.json").is_file():
-        return
-    draft_tokenizer = read_tokenizer(draft_source)
-    draft_vocab = draft_tokenizer.get_vocab() if draft_tokenizer is not None else {}
-    target_vocab = tokenizer.get_vocab()
-    if draft_vocab != target_vocab:
-        difference = next(iter({*draft_vocab.items()} ^ {*target_vocab.items()}))
-        raise VocabularyMismatch(
-            f"draft and target both have {sizes[0]} tokens but not the same ones (first difference: {difference[0]!r}); "
-            "choose a draft trained with the target's tokenizer"
-        )
 
 
 def not_for_heads() -> BadSetting:

@@ -7,6 +7,7 @@ import torch
 from specbeam.engines.cpu.cache_words import KeptAs
 from specbeam.engines.eligibility import reads_sources
 from specbeam.engines.mapped import mapped_files
+from specbeam.engines.shared_tokens import SharedTokens
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.lm.encoder_decoder import EncoderDecoderLM
 from specbeam.lm.huggingface import HuggingFaceLM, check_keeps_tokens
@@ -29,25 +30,34 @@ def language_model(
     compile: bool = False,
     share_from: ShareFrom = "auto",
     kv: KeptAs = "float32",
+    shared: SharedTokens | None = None,
+    role: str = "",
 ) -> HuggingFaceLM:
     """Return the language model that scores forests with a model object.
 
     There is one per model object, cached on it and checked once. A new one is made if the model has changed since, or if
-    `quantize`, `compile`, `share_from` or `kv` differ. The arguments are those of `load`, but no library can round a model
-    object.
+    `quantize`, `compile`, `share_from`, `kv` or `shared` differ. The arguments are those of `load`, but no library can round
+    a model object.
+
+    Args:
+        shared: the tokens that a draft shares with a target of another vocabulary; None: the vocabularies are the same.
+        role: what errors say before the name of the model.
     """
     check_options(quantize, share_from)
     if quantize in BY_LIBRARY:
         raise cannot_round(quantize)
     options = (quantize, compile, share_from, kv)
     with ONE_AT_A_TIME:
-        return _cached_language_model(model, check, options)
+        return _cached_language_model(model, check, options, shared, role)
 
 
-def _cached_language_model(model: "PreTrainedModel", check: bool, options: tuple[Any, ...]) -> HuggingFaceLM:
-    quantize, compile, share_from, kv = options
+def _cached_language_model(
+    model: "PreTrainedModel", check: bool, given: tuple[Any, ...], shared: SharedTokens | None, role: str
+) -> HuggingFaceLM:
+    quantize, compile, share_from, kv = given
+    options = (*given, None if shared is None else shared.key)
     cached = vars(model).get("_specbeam")
-    if cached is None or cached.state != (_fingerprint(model), options):
+    if cached is None or cached.state != (fingerprint(model), options):
         check_keeps_tokens(model)
         use_a_backend_with_masks(model)
         model.eval()
@@ -55,15 +65,15 @@ def _cached_language_model(model: "PreTrainedModel", check: bool, options: tuple
         if reads_sources(model):
             if compile:
                 raise _not_compiled(model)
-            lm = EncoderDecoderLM(model, engine=quantize or "auto", kv=kv)
+            lm = EncoderDecoderLM(model, engine=quantize or "auto", kv=kv, shared=shared)
         else:
-            lm = HuggingFaceLM(model, engine=quantize or "auto", share_from=share_from, kv=kv)
+            lm = HuggingFaceLM(model, engine=quantize or "auto", share_from=share_from, kv=kv, shared=shared)
         if compile and lm.engine == "plain":
-            lm = HuggingFaceLM(model, engine="torch", share_from=share_from)
+            lm = HuggingFaceLM(model, engine="torch", share_from=share_from, shared=shared)
         if check:
-            check_scores_forests(lm)
+            check_scores_forests(lm, role)
         # The fingerprint is taken again, because an engine may have changed the layout of the weights.
-        cached = _CachedLM((_fingerprint(model), options), lm)
+        cached = _CachedLM((fingerprint(model), options), lm)
         object.__setattr__(model, "_specbeam", cached)
         mapped_files(model).release(model.parameters())
     assert cached.lm is not None
@@ -114,7 +124,7 @@ class _CachedLM:
         return _CachedLM, ()
 
 
-def _fingerprint(model: "PreTrainedModel") -> Any:
+def fingerprint(model: "PreTrainedModel") -> Any:
     """Return a hash that changes if a model is moved, cast, trained, given other weights, hooked or patched."""
     weights = [
         (_place(weight), 0 if weight.is_inference() else weight._version, weight.dtype, weight.device)

@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbeam.engines.mapped import mark_kept
-from specbeam.errors import BadSetting, MissingFile, NotSupported, SpecbeamError
+from specbeam.checkpoints.folders import checked_folder
+from specbeam.checkpoints.numbers import check_weights
+from specbeam.checkpoints.pretrained import Checkpoint, open_checkpoint, pretrained
+from specbeam.engines.mapped import mapped_files, mark_kept
+from specbeam.errors import BadCheckpoint, BadSetting, MissingFile, NotSupported, SpecbeamError
 from specbeam.lm.kept import kept_type
-from specbeam.lm.quantised import BY_LIBRARY, Quantize, library_config, unknown_method
+from specbeam.lm.quantised import BY_LIBRARY, Quantize, library_config, rounding_in, unknown_method
 from specbeam.lm.rounded_files import read_rounded
 
 if TYPE_CHECKING:
@@ -64,79 +67,74 @@ def model_of(
         if by_library is not None and vars(source).get("_specbeam_rounding") != by_library:
             raise cannot_round(by_library)
         return source
-    from transformers import AutoConfig
-
     if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise BadSetting(f"dtype is {dtype!r}; it must be 'auto' or a type of torch, like 'float32' or 'bfloat16'")
     name = name_or_path(source)
+    with ONE_AT_A_TIME:  # models without weights may be made of configurations
+        checkpoint = open_checkpoint(name)
+    if by_library is not None and checkpoint.is_rounded:
+        raise BadSetting(f"the weights of {source} are rounded in its files already; leave {by_library!r} out")
     unread = ""
-    try:
-        config = AutoConfig.from_pretrained(name)
-        is_stored_rounded = getattr(config, "quantization_config", None) is not None
-        wanted = dtype
-        kept = None
-        if dtype == "auto" and device.type == "cpu":
-            if may_keep and by_library is None and not is_stored_rounded:
-                with ONE_AT_A_TIME:  # it makes a model without weights
-                    kept = kept_type(name, config, _class_for(config))
-            dtype = kept or torch.float32
-        if by_library is not None and is_stored_rounded:
-            raise BadSetting(f"the weights of {source} are rounded in its files already; leave {by_library!r} out")
-        options: dict[str, Any] = {}
-        if by_library is not None:
-            options["quantization_config"] = library_config(by_library, dtype)
-        if by_library is not None or is_stored_rounded:
-            options["device_map"] = {"": device}  # such models are made on their device, and stay there
-        if device_map is not None:
-            options["device_map"] = device_map
-        if is_stored_rounded and device_map is None:
-            with ONE_AT_A_TIME:
-                read = _read_here(name, config, wanted, device)
-            if not isinstance(read, str):
-                return read
-            unread = f" ({read})"
+    if checkpoint.is_rounded and device_map is None:
         with ONE_AT_A_TIME:
-            model = _class_for(config).from_pretrained(name, dtype=dtype, **options)
-    except (OSError, ValueError) as error:
-        if isinstance(error, SpecbeamError):
-            raise
-        raise MissingFile(f"could not load a language model from {source}: {error}{unread}") from error
-    except (ImportError, RuntimeError, NotImplementedError) as error:
-        if by_library is None and not is_stored_rounded:
-            raise
-        how = repr(by_library) if by_library is not None else "the rounded weights of its files"
-        raise NotSupported(f"{source} could not be loaded with {how} on {device}: {error}{unread}") from error
+            read = _read_here(checkpoint, dtype, device)
+        if not isinstance(read, str):
+            return read
+        unread = f" ({read})"
+    kept = None
+    if dtype == "auto" and device.type == "cpu":
+        if may_keep and by_library is None and not checkpoint.is_rounded:
+            with ONE_AT_A_TIME:
+                kept = kept_type(checkpoint)
+        dtype = kept or torch.float32
+    options: dict[str, Any] = {}
+    if by_library is not None:
+        options["quantization_config"] = library_config(by_library, dtype)
+    if by_library is not None or checkpoint.is_rounded:
+        options["device_map"] = {"": device}  # such models are made on their device, and stay there
+    if device_map is not None:
+        options["device_map"] = device_map
+    how, error = _as_loaded(source, by_library, rounding_in(checkpoint.config), device)
+    if checkpoint.is_rounded:
+        unread += "; or give the original model, and quantize='int8' or 'int4' if it is to be small"
+    with ONE_AT_A_TIME:
+        model = pretrained(checkpoint, how, error, unread, dtype=dtype, **options)
     if by_library is not None:
         object.__setattr__(model, "_specbeam_rounding", by_library)
     if kept is not None:
         mark_kept(model)
+    check_weights(name, model, mapped_files(model).release)
     return model if options else model.to(device)
 
 
-def _read_here(name: str, config: Any, dtype: "str | torch.dtype", device: torch.device) -> "PreTrainedModel | str":
+def _as_loaded(
+    source: Any, by_library: str | None, stored: str, device: torch.device
+) -> tuple[str, type[SpecbeamError]]:
+    """Return the beginning of the error that a model could not be loaded, and its kind.
+
+    Args:
+        by_library: how a library is to round it.
+        stored: the method by which the weights of its files were rounded; "" if they were not.
+    """
+    if by_library is None and not stored:
+        return f"could not load a language model from {source}", BadCheckpoint
+    how = repr(by_library) if by_library is not None else f"the rounded weights of its files ({stored})"
+    return f"{source} could not be loaded with {how} on {device}", NotSupported
+
+
+def _read_here(checkpoint: Checkpoint, dtype: "str | torch.dtype", device: torch.device) -> "PreTrainedModel | str":
     """Return a model whose files hold rounded weights, or the reason why a library has to read them.
 
     Raises `NotSupported` if transformers knows no library for them either: it would make weights up.
     """
     read: PreTrainedModel | str = "specbeam itself reads rounded weights on a CPU alone"
-    if device.type == "cpu" and not getattr(config, "is_encoder_decoder", False):
-        read = read_rounded(name, config, dtype)
-    if isinstance(read, str) and (method := unknown_method(config)):
+    if device.type == "cpu" and not getattr(checkpoint.config, "is_encoder_decoder", False):
+        read = read_rounded(checkpoint, dtype)
+    if isinstance(read, str) and (method := unknown_method(checkpoint.config)):
         raise NotSupported(
-            f"{name} holds weights that were rounded by {method!r}, which transformers does not know; {read}"
+            f"{checkpoint.name} holds weights that were rounded by {method!r}, which transformers does not know; {read}"
         )
     return read
-
-
-def _class_for(config: Any) -> Any:
-    """Return the class of transformers that loads a model of this kind: causal, encoder-decoder, or one that hears."""
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
-
-    if not getattr(config, "is_encoder_decoder", False):
-        return AutoModelForCausalLM
-    hears = config.model_type in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
-    return AutoModelForSpeechSeq2Seq if hears else AutoModelForSeq2SeqLM
 
 
 def cannot_round(quantize: str) -> BadSetting:
@@ -149,17 +147,13 @@ def cannot_round(quantize: str) -> BadSetting:
 def name_or_path(source: "str | Path") -> str:
     """Return what transformers loads from: a hub id as it is, or the path of a folder that holds a model.
 
-    Raises `MissingFile` if there is no such folder, or if it has no config.json.
+    Raises an error, which says what is there, if a path leads to no folder of a model.
     """
     path = Path(source).expanduser()
     looks_local = isinstance(source, Path) or path.is_absolute() or str(source).startswith((".", "~"))
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise MissingFile(f"{path} has no config.json; give the folder that save_pretrained wrote")
-        return str(path)
-    if looks_local:
-        raise MissingFile(f"there is no folder {path}; give a folder that save_pretrained wrote, or a hub id")
-    return str(source)
+    if not str(source).strip():
+        raise MissingFile(f"{str(source)!r} is no model; give a folder that save_pretrained wrote, or a hub id")
+    return str(checked_folder(path)) if looks_local or path.exists() else str(source)
 
 
 def use_a_backend_with_masks(model: "PreTrainedModel") -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from specbeam.errors import BadSetting, MissingFile, MissingPackage, NotSupported
+from specbeam.checkpoints.pretrained import open_checkpoint
+from specbeam.errors import BadSetting, MissingPackage, NotSupported
 from specbeam.heads.read import is_head
 from specbeam.lm.quantised import OWN, Quantize, is_rounding
 from specbeam.lm.skipping import Skipping
@@ -36,13 +37,8 @@ def check_before_spreading(target: Any, draft: Any, tokenizer: Any, quantize_dra
 
     The other processes do as that of rank 0 says from then on, and would wait for it.
     """
-    from transformers import AutoConfig
-
     name = name_or_path(target)
-    try:
-        config: Any = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise MissingFile(f"could not load a language model from {target}: {error}") from error
+    config = open_checkpoint(name).config
     if getattr(config, "is_encoder_decoder", False):
         raise has_encoder(f"the model in {target}")
     if isinstance(draft, Skipping) or (isinstance(draft, str) and (draft == "swift" or draft in OWN)):

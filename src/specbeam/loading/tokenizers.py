@@ -1,11 +1,14 @@
 """Tokenizers, from files, hub ids or the folder of a model object."""
 
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specbeam.checkpoints.boundary import beginning, json_object, reading
+from specbeam.checkpoints.headers import file_of
 from specbeam.errors import MissingFile, MissingPackage
 from specbeam.loading.models import name_or_path
 
@@ -14,31 +17,82 @@ if TYPE_CHECKING:
 
 # Files of SentencePiece models in the folders of Marian, T5 and M2M100 as they were published, and what reads them.
 _PIECES = ("source.spm", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "tokenizer.model")
+_TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", *_PIECES, "vocab.json")
+_SETTINGS = ("config.json", "tokenizer_config.json")
+_FEW = 64  # tokens, up to which it is looked whether any of them is a word
 _READ_PIECES = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}  # package: its module
 
 
-def read_tokenizer(source: Any) -> "PreTrainedTokenizerBase | None":
+def read_tokenizer(source: Any, fetch: bool = True) -> "PreTrainedTokenizerBase | None":
     """Return a tokenizer object as it is, or load the tokenizer at a path or hub id, or of a model object.
 
-    Returns None if a model object does not name a folder with a tokenizer. Raises `MissingFile` if loading fails,
-    `MissingPackage` if it does as a package is missing.
+    Returns None if a model object does not name a folder with a tokenizer, or, with a warning, if it has no words.
+
+    Raises `MissingFile` if loading fails, `MissingPackage` if it does as a package is missing.
     """
     if isinstance(source, (str, Path)):
         from transformers import AutoTokenizer
 
-        name = name_or_path(source)
+        path = Path(source).expanduser()
+        name = str(path) if path.is_dir() else name_or_path(source)  # it need not hold a model
+        # Where files name code of their own, transformers asks on the terminal whether it may run, if nothing is said.
+        options = {"trust_remote_code": False} if _names_code(name) else {}
         try:
-            return AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError, ImportError) as error:
+            with reading(f"could not load a tokenizer from {source}", MissingFile, "; give load(tokenizer=...)"):
+                tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=not fetch, **options)
+        except MissingFile as error:
             _check_reads_pieces(name, error)
-            raise MissingFile(
-                f"could not load a tokenizer from {source}: {_beginning(error)}; give load(tokenizer=...)"
-            ) from error
+            raise
+        return tokenizer if _has_words(tokenizer, name) else None
     if isinstance(source, torch.nn.Module):
         folder = getattr(source, "name_or_path", "")
         has_tokenizer = folder and (Path(folder) / "tokenizer_config.json").is_file()
         return read_tokenizer(folder) if has_tokenizer else None
     return source
+
+
+def has_tokenizer_files(name: str, fetch: bool) -> bool:
+    """Return whether there are files of a tokenizer in a folder, or of a hub id in the hub's cache.
+
+    Args:
+        fetch: whether to look on the hub for what its cache does not have.
+    """
+    if Path(name).expanduser().is_dir():
+        return any((Path(name).expanduser() / file).is_file() for file in _TOKENIZER_FILES)
+    return any(_is_on_hub(name, file, fetch) for file in _TOKENIZER_FILES)
+
+
+def _is_on_hub(name: str, file: str, fetch: bool) -> bool:
+    """Return whether a repository of the hub has a file; False if there is no such repository, or no way to it."""
+    from transformers.utils import cached_file
+
+    try:
+        found = cached_file(name, file, local_files_only=not fetch, _raise_exceptions_for_missing_entries=False)
+    except (OSError, ValueError):
+        return False
+    return found is not None
+
+
+def _names_code(name: str) -> bool:
+    """Return whether files of a tokenizer or its model name code of their own. Raises `MissingFile` if they are broken."""
+    held = [json_object(path, MissingFile) for file in _SETTINGS if (path := file_of(name, file)) is not None]
+    return any("auto_map" in settings for settings in held)
+
+
+def _has_words(tokenizer: Any, name: str) -> bool:
+    """Return whether a tokenizer knows more than special tokens, and warn if not.
+
+    If the files of its words are missing, transformers makes one without words of some classes.
+    """
+    if len(tokenizer) > _FEW or not set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        return True
+    warnings.warn(
+        f"the tokenizer of {name} has no words, only {', '.join(tokenizer.all_special_tokens)}: its tokenizer.json (or "
+        "vocab.json with merges.txt, or tokenizer.model) is missing or empty. The model is loaded without a tokenizer, for "
+        "prompts of token ids; give load(tokenizer=...) for prompts of text",
+        stacklevel=4,
+    )
+    return False
 
 
 def _check_reads_pieces(name: str, error: Exception) -> None:
@@ -50,30 +104,15 @@ def _check_reads_pieces(name: str, error: Exception) -> None:
         name: path or hub id of the tokenizer.
         error: what transformers raised.
     """
-    from transformers.utils import cached_file
-
-    def has(file: str) -> bool:
-        try:
-            found = cached_file(name, file, local_files_only=True, _raise_exceptions_for_missing_entries=False)
-        except OSError:  # the hub's cache has nothing of this name
-            return False
-        return found is not None
-
     missing = [package for package, module in _READ_PIECES.items() if not _is_there(module)]
-    if not missing or has("tokenizer.json"):
+    if not missing or _is_on_hub(name, "tokenizer.json", fetch=False):
         return
-    file = next(filter(has, _PIECES), None)
+    file = next((file for file in _PIECES if _is_on_hub(name, file, fetch=False)), None)
     if file is not None:
         raise MissingPackage(
             f"the tokenizer of {name} is a SentencePiece model ({file}), which {' and '.join(missing)} must read: "
-            f"pip install {' '.join(_READ_PIECES)}; transformers says: {_beginning(error)}"
+            f"pip install {' '.join(_READ_PIECES)}; transformers says: {beginning(error)}"
         ) from error
-
-
-def _beginning(error: Exception) -> str:
-    """Return what an error says, at most 300 letters of it: transformers lists all models that it knows."""
-    said = str(error)
-    return said if len(said) <= 300 else f"{said[:300]} ..."
 
 
 def _is_there(module: str) -> bool:

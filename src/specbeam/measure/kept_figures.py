@@ -4,6 +4,9 @@ import hashlib
 import json
 import os
 import platform
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +15,13 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from specbeam import __version__
+from specbeam.caches.files import clean, digest_of, discard, keep, read_own
+from specbeam.caches.folders import cache_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+MOST_SECONDS = 1e6  # of anything that is measured: more makes no sense
 
 
 def machine() -> list[Any]:
@@ -23,13 +30,24 @@ def machine() -> list[Any]:
     vectors = torch.backends.cpu.get_cpu_capability()
     return [
         platform.machine(),
-        platform.processor(),
+        _processor(),
         vectors,
         os.cpu_count(),
         torch.get_num_threads(),
         torch.__version__,
         gpu,
     ]
+
+
+@cache
+def _processor() -> str:
+    """Return the name of the processor, as far as the system knows it."""
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            (name, _, value) = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor()
 
 
 def model_key(model: "PreTrainedModel | None") -> list[str] | None:
@@ -83,34 +101,127 @@ def source_key(*rooms: str) -> str:
     return digest.hexdigest()
 
 
-def load(kind: str, key: Any) -> dict[str, Any] | None:
-    """Return the record that was kept under this kind and key; None if there is none."""
-    try:
-        record = json.loads(_place(kind, key).read_text())
-    except (OSError, ValueError):  # nothing is kept yet, or the file was cut short: the caller measures again
-        return None
-    return record if isinstance(record, dict) else None
+@dataclass(frozen=True)
+class NumberField:
+    """NumberField of a record: one of them, or a list of this shape; finite, and between two bounds."""
+
+    shape: tuple[int | None, ...] = ()  # None: any length
+    least: float = 0.0
+    most: float = MOST_SECONDS
+    is_whole: bool = False
+
+    def accepts(self, value: Any) -> bool:
+        """Return whether a value that was read from disk is one of these."""
+        return self._accepts(value, self.shape)
+
+    def _accepts(self, value: Any, shape: tuple[int | None, ...]) -> bool:
+        if shape:
+            (length, *inner) = shape
+            is_list = isinstance(value, list) and length in (None, len(value))
+            return is_list and all(self._accepts(one, tuple(inner)) for one in value)
+        kinds = int if self.is_whole else (int, float)
+        # Comparisons are false with NaN.
+        return isinstance(value, kinds) and not isinstance(value, bool) and self.least <= value <= self.most
 
 
-def keep(kind: str, key: Any, record: dict[str, Any]) -> None:
-    """Keep a record on disk under a kind and a key of JSON values. Does nothing if the disk cannot be written.
+@dataclass(frozen=True)
+class FlagField:
+    """A truth value of a record."""
 
-    The key is completed by the machine and the version of specbeam.
+    def accepts(self, value: Any) -> bool:
+        """Return whether a value that was read from disk is one."""
+        return isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class ChoiceField:
+    """The name of one of several things."""
+
+    names: tuple[str, ...]
+
+    def accepts(self, value: Any) -> bool:
+        """Return whether a value that was read from disk is one of these names."""
+        return value in self.names
+
+
+@dataclass(frozen=True)
+class RecordFields:
+    """The fields of a record, or of a record inside another one.
+
+    Args:
+        kinds: says of each field, and there are no others, which values it may have.
+        fits: returns whether the values of an accepted record go together.
     """
-    place = _place(kind, key)
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(json.dumps(record))
-    except OSError:  # with a read-only home, figures are measured again in every process
-        return
+
+    kinds: "Mapping[str, NumberField | FlagField | ChoiceField | RecordFields]"
+    fits: Callable[[dict[str, Any]], bool] = lambda record: True
+
+    def accepts(self, value: Any) -> bool:
+        """Return whether a value that was read from disk is such a record."""
+        if not isinstance(value, dict) or value.keys() != self.kinds.keys():
+            return False
+        return all(kind.accepts(value[name]) for name, kind in self.kinds.items()) and self.fits(value)
 
 
-def folder() -> Path:
-    """Return the folder of kept figures, below SPECBEAM_CACHE, XDG_CACHE_HOME or ~/.cache, whichever is set first."""
-    root = os.environ.get("SPECBEAM_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "specbeam"
+@dataclass(frozen=True)
+class Figures:
+    """A kind of measured figures. All that is kept of it is read here, and only if it makes sense.
+
+    Args:
+        kind: the beginning of the names of its files.
+        fields: of a record.
+    """
+
+    kind: str
+    fields: RecordFields
+
+    def load(self, key: Any) -> dict[str, Any] | None:
+        """Return the record that was kept under a key of JSON values; None if there is none that makes sense.
+
+        A file that is damaged is deleted: the caller measures again.
+        """
+        (path, whole_key) = self._place(key)
+        content = None if path is None else read_own(path)
+        if path is None or content is None:
+            return None
+        try:
+            record = json.loads(content)
+        except (ValueError, RecursionError):
+            record = None
+        digest = record.pop(_DIGEST, None) if isinstance(record, dict) else None
+        if digest is None or digest != _digest(whole_key, record) or not self.fields.accepts(record):
+            discard(path, "it is damaged")
+            return None
+        found: dict[str, Any] = record
+        return found
+
+    def keep(self, key: Any, record: dict[str, Any]) -> None:
+        """Keep a record on disk under a key of JSON values. Does nothing if the disk cannot be written.
+
+        The key is completed by the machine and the version of specbeam. A record that makes no sense is not kept.
+        """
+        (path, whole_key) = self._place(key)
+        as_read = json.loads(json.dumps(record))
+        if path is not None and self.fields.accepts(as_read):
+            text = json.dumps({_DIGEST: _digest(whole_key, as_read), **as_read})
+            keep(path, text.encode())
+            clean(path.parent)
+
+    def _place(self, key: Any) -> tuple[Path | None, str]:
+        """Return the file of a record, None where nothing can be kept, and the whole key."""
+        whole_key = json.dumps([key, machine(), __version__])
+        name = hashlib.blake2b(whole_key.encode(), digest_size=8).hexdigest()
+        place = folder()
+        return place and place / f"{self.kind}-{name}.json", f"{self.kind} {whole_key}"
 
 
-def _place(kind: str, key: Any) -> Path:
-    text = json.dumps([key, machine(), __version__])
-    return folder() / f"{kind}-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}.json"
+_DIGEST = "digest"  # the field of a record with a hash of the others
+
+
+def _digest(key: str, record: Any) -> str:
+    return digest_of(key, json.dumps(record).encode()).decode()
+
+
+def folder() -> Path | None:
+    """Return the folder of kept figures; None where nothing can be kept."""
+    return cache_folder("figures")

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specbeam.checkpoints.boundary import json_object
+from specbeam.checkpoints.headers import read_tensors
+from specbeam.checkpoints.numbers import fault_of
 from specbeam.errors import BadHead, BadSetting, MissingFile
 from specbeam.measure.kept_figures import weights_key
 from specbeam.memory.plan import MemoryPlan
@@ -69,9 +72,6 @@ def read_memory(folder: "str | Path") -> tuple[MemoryPlan, Recall, str | None]:
 
     Raises `MissingFile` if files are missing, `BadHead` if they cannot be read or do not fit each other.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     path = Path(folder).expanduser()
     config = _config(path)
     if not (path / WEIGHTS).is_file():
@@ -92,14 +92,16 @@ def read_memory(folder: "str | Path") -> tuple[MemoryPlan, Recall, str | None]:
     width = config.get("width")
     if not isinstance(size, int) or not isinstance(width, int) or size < 1 or width < 1:
         raise BadHead(f"{path / CONFIG}: size is {size!r} and width {width!r}; both must be numbers of at least 1")
-    try:
-        tensors = load_file(path / WEIGHTS)
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        raise BadHead(f"{path / WEIGHTS} cannot be read: {error}") from error
+    tensors = read_tensors(path / WEIGHTS, BadHead)
     expected = {"summary": [size], "first": [size], "queries.weight": [width, size], "keys.weight": [width, size]}
     found = {name: [*tensor.shape] for name, tensor in tensors.items()}
     if found != expected:
         raise BadHead(f"{path / WEIGHTS} holds {found}; by {CONFIG} it must hold {expected}")
+    for name, tensor in tensors.items():
+        if fault := fault_of(tensor):
+            raise BadHead(
+                f"{path / WEIGHTS}: {name} {fault}; it must hold finite floats: train again, or copy it again"
+            )
     recall = Recall(size, width)
     recall.load_state_dict(tensors)
     return plan, recall.requires_grad_(False), config.get("weights")
@@ -119,11 +121,7 @@ def _config(path: Path) -> dict[str, Any]:
     if not (path / CONFIG).is_file():
         there = sorted(one.name for one in path.iterdir())[:6] if path.is_dir() else "nothing"
         raise MissingFile(f"{path} has no {CONFIG} (there is {there}); give the folder that `specbeam train hmt` wrote")
-    try:
-        found = json.loads((path / CONFIG).read_text())
-    except ValueError as error:
-        raise BadHead(f"{path / CONFIG} cannot be read: {error}") from error
-    if not isinstance(found, dict) or found.get("kind") != KIND:
-        kind = found.get("kind") if isinstance(found, dict) else found
-        raise BadHead(f"{path / CONFIG} says kind {kind!r}; this version reads {KIND!r}")
+    found = json_object(path / CONFIG, BadHead)
+    if found.get("kind") != KIND:
+        raise BadHead(f"{path / CONFIG} says kind {found.get('kind')!r}; this version reads {KIND!r}")
     return found

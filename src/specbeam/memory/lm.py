@@ -117,6 +117,11 @@ class MemoryLM:
         return self.lm.caches
 
     @property
+    def further_draft(self) -> Any:
+        """What loads further drafts for the model; see `HuggingFaceLM.further_draft`."""
+        return self.lm.further_draft
+
+    @property
     def slot_bytes(self) -> int:
         """The bytes of the keys and values of one row that a window stores."""
         return self.lm.slot_bytes
@@ -218,6 +223,7 @@ class MemoryLM:
         tree = session.state.pop(self, None)
         if tree is not None:
             for window in tree.windows:
+                window.owner.failure = session.failure
                 self._close_window(window)
 
     def _close_window(self, window: Window) -> None:

@@ -17,11 +17,13 @@ class WindowOwner:
 
     Attributes:
         prompt: tokens; -1 stands for the only row of `vectors`.
+        failure: what the session of the window ended with.
     """
 
     prompt: list[int]
     vectors: Mapping[Any, Float[Tensor, "1 size"]]
     state: dict[Any, Any] = field(default_factory=dict)
+    failure: Exception | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,8 @@ from numbers import Integral, Real
 from pathlib import PurePath
 from typing import Any
 
-from specbeam.errors import BadSetting
+from specbeam.errors import BadPrompt, BadSetting
+from specbeam.inputs import token_lists
 
 LARGEST_LENGTH_PENALTY = 32  # beyond it the scores of long texts leave the range of floats
 LARGEST_INTEGER = 2**31 - 1  # the compiled loops count in integers that a larger setting would leave
@@ -32,6 +33,14 @@ def as_list(tokens: Any) -> list[Any]:
     """Return the list of token ids in one id, a sequence, an array or a tensor."""
     ids = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     return list(ids) if isinstance(ids, Iterable) and not isinstance(ids, str) else [ids]
+
+
+def as_decoder_prompts(given: Any) -> list[int] | list[list[int]]:
+    """Return what decoders begin with as a list of token ids, or as several. Raises `BadSetting` if it is neither."""
+    try:
+        return token_lists(given, "decoder_input_ids")
+    except BadPrompt as error:
+        raise BadSetting(f"{error}; it must be a list of token ids, or one such list for each source") from error
 
 
 def as_texts(stops: Any) -> tuple[Any, ...]:
@@ -86,11 +95,24 @@ def _are_tokens(tokens: object) -> bool:
     return isinstance(tokens, (list, tuple)) and all(map(is_token, tokens))
 
 
-def _are_prompts(prompts: object) -> bool:
-    """Return whether `prompts` is a list of at least one token id, or a list of such lists."""
-    if not isinstance(prompts, (list, tuple)) or not prompts:
+def _are_biases(biases: object) -> bool:
+    """Return whether `biases` is a mapping from words to numbers, or a list of such pairs. -inf bans a word."""
+    pairs: Any = list(biases.items()) if isinstance(biases, Mapping) else biases
+    if not isinstance(pairs, (list, tuple)):
         return False
-    return _is_word(prompts) or all(map(_is_word, prompts))
+    return all(isinstance(pair, (list, tuple)) and len(pair) == 2 and _is_bias(*pair) for pair in pairs)
+
+
+def _is_bias(word: object, bias: object) -> bool:
+    return _is_word(word) and _is_number(bias) and (_is_finite(bias) or bias == -math.inf)
+
+
+def _is_decay(decay: object) -> bool:
+    """Return whether `decay` is a number of tokens after which a factor above 0 applies."""
+    if not isinstance(decay, (list, tuple)) or len(decay) != 2:
+        return False
+    start, factor = decay
+    return is_integer(start) and _is_small(start) and _is_number(factor) and _is_finite(factor) and factor > 0
 
 
 def _are_callables(processors: object) -> bool:
@@ -99,9 +121,13 @@ def _are_callables(processors: object) -> bool:
 
 _INTEGERS = (
     "max_new_tokens", "max_length", "min_new_tokens", "top_k", "num_return_sequences", "no_repeat_ngram_size", "min_length",
-    "forced_bos_token_id", "decoder_start_token_id"
+    "forced_bos_token_id", "decoder_start_token_id", "encoder_no_repeat_ngram_size"
 )  # fmt: skip
-_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "length_penalty")
+_NUMBERS = (
+    "temperature", "top_p", "min_p", "repetition_penalty", "length_penalty", "encoder_repetition_penalty", "guidance_scale",
+    "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"
+)  # fmt: skip
+_FINITE = ("temperature", "length_penalty", "repetition_penalty", "encoder_repetition_penalty", "guidance_scale")
 _NEEDED = ("num_return_sequences", "grammar_backend")  # options that may not be None
 # The checks in their order: name of the option, test of its value, and what the value must be.
 _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
@@ -115,7 +141,8 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("top_p", lambda value: 0 < value <= 1, "in (0, 1]"),
     ("min_p", lambda value: 0 <= value <= 1, "in [0, 1]"),
     ("repetition_penalty", lambda value: value > 0, "> 0"),
-    *((name, _is_finite, "a finite number") for name in ("temperature", "length_penalty", "repetition_penalty")),
+    ("encoder_repetition_penalty", lambda value: value > 0, "> 0"),
+    *((name, _is_finite, "a finite number") for name in _FINITE),
     ("temperature", lambda value: value == 0 or value >= 1e-4, "0 or at least 0.0001"),
     (
         "length_penalty",
@@ -123,6 +150,11 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         f"between -{LARGEST_LENGTH_PENALTY} and {LARGEST_LENGTH_PENALTY}",
     ),
     ("no_repeat_ngram_size", lambda size: size >= 0, ">= 0 (0: off)"),
+    ("encoder_no_repeat_ngram_size", lambda size: size >= 0, ">= 0 (0: off)"),
+    ("top_h", lambda value: 0 < value <= 1, "in (0, 1]"),
+    ("typical_p", lambda value: 0 < value <= 1, "in (0, 1] (1: off)"),
+    ("epsilon_cutoff", lambda value: 0 <= value < 1, "in [0, 1) (0: off)"),
+    ("eta_cutoff", lambda value: 0 <= value < 1, "in [0, 1) (0: off)"),
     ("num_return_sequences", lambda count: count >= 1, ">= 1"),
     ("early_stopping", lambda value: isinstance(value, bool) or value == "never", "True, False or 'never'"),
     (
@@ -143,7 +175,9 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("suppress_tokens", _are_tokens, "a list of token ids"),
     ("begin_suppress_tokens", _are_tokens, "a list of token ids"),
     ("renormalize_logits", lambda value: isinstance(value, bool), "True or False"),
-    ("decoder_input_ids", _are_prompts, "a list of token ids, or one such list for each source"),
+    ("remove_invalid_values", lambda value: isinstance(value, bool), "True or False"),
+    ("sequence_bias", _are_biases, "pairs of token ids and a number, like [[[5], -1.0], [[6, 7], 2.5]]"),
+    ("exponential_decay_length_penalty", _is_decay, "a number of new tokens and a factor above 0, like (15, 1.6)"),
     ("prefix_allowed_tokens_fn", callable, "a callable that takes the number of a prompt and its tokens"),
     ("logits_processor", _are_callables, "a list of callables that take input_ids and scores"),
     ("grammar_backend", lambda name: name in GRAMMAR_BACKENDS, " or ".join(map(repr, GRAMMAR_BACKENDS))),

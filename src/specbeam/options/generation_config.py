@@ -1,6 +1,7 @@
 """Reading a generation config of transformers: its settings, its unsupported fields, and contradictions to the method."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -9,10 +10,12 @@ from specbeam.errors import BadSetting
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-WARPERS = ("temperature", "top_k", "top_p", "min_p")
+# Settings that apply only where tokens are drawn, in the order of transformers.
+WARPERS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 # Settings that are taken from a model's own config, besides the warpers. The number of texts is left to the caller.
 OF_MODELS = (
     "max_new_tokens",
+    "max_length",
     "min_new_tokens",
     "repetition_penalty",
     "no_repeat_ngram_size",
@@ -26,41 +29,134 @@ OF_MODELS = (
     "suppress_tokens",
     "begin_suppress_tokens",
     "renormalize_logits",
+    "sequence_bias",
+    "exponential_decay_length_penalty",
+    "encoder_repetition_penalty",
+    "encoder_no_repeat_ngram_size",
+    "remove_invalid_values",
+    "guidance_scale",
+    "watermarking_config",
 )
-# Settings that only encoder-decoder models have in their own config, or that transformers takes from it for them alone.
-OF_ENCODER_DECODERS = ("max_length", "decoder_start_token_id")
-# Fields of a generation config that do not change the text, or that the method decides.
+# Settings that transformers takes from the config of encoder-decoder models alone.
+OF_ENCODER_DECODERS = ("decoder_start_token_id",)
+# Fields that a model's own config may hold and that do not change a text that specbeam writes.
 _HARMLESS = (
     "bos_token_id",
+    "eos_token_id",  # read with the model, see `Pair.eos`
     "pad_token_id",
+    "decoder_start_token_id",  # of a model without an encoder, where transformers does not read it either
     "transformers_version",
-    "use_cache",
+    # what the method or the caller decides
     "do_sample",  # see `contradiction`
     "num_beams",  # see `contradiction`
-    "return_dict_in_generate",
-    "output_scores",
+    "num_return_sequences",
+    # how keys, values and passes are stored and compiled
+    "use_cache",
     "cache_implementation",
     "cache_config",
+    "max_cache_len",
+    "return_legacy_cache",
+    "low_memory",
+    "prefill_chunk_size",
+    "compile_config",
+    "disable_compile",
+    "continuous_batching_config",
+    # what is returned besides the text
+    "return_dict_in_generate",
+    "output_scores",
+    "output_logits",
     "output_attentions",
     "output_hidden_states",
-    "output_logits",
-    "disable_compile",
-    # what speech models say of their tokens, which `transcribe` reads
+    # how transformers drafts, which leaves its text as it is
+    "is_assistant",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+    "assistant_early_exit",
+    "assistant_lookbehind",
+    "target_lookbehind",
+    "prompt_lookup_num_tokens",
+    "max_matching_ngram_size",
+    "speculation_type",
+    "use_mtp",
+    "generation_kwargs",
+)
+# Fields of speech models about their tokens and windows, which `transcribe` reads or decides by itself.
+_OF_SPEECH = (
     "alignment_heads",
+    "compression_ratio_threshold",
+    "condition_on_prev_tokens",
+    "forced_decoder_ids",
     "is_multilingual",
     "lang_to_id",
+    "language",
+    "logprob_threshold",
     "max_initial_timestamp_index",
     "median_filter_width",
+    "no_speech_threshold",
     "no_timestamps_token_id",
     "prev_sot_token_id",
+    "prompt_condition_type",
+    "return_segments",
     "return_timestamps",
+    "return_token_timestamps",
+    "task",
     "task_to_id",
 )
+# Values by which a field says nothing, where None is not the only one.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "num_beam_groups": (0, 1),
+    "diversity_penalty": (0,),
+    "penalty_alpha": (0,),
+    "token_healing": (False,),
+    "constraints": ([],),
+    "force_words_ids": ([],),
+    "dola_layers": ([],),
+}
+# What else can be done about fields that are not honoured.
+_ADVICE: Mapping[str, str] = {
+    "num_beam_groups": "diverse beam search is not built; sb.beam_sampling(4) draws different texts",
+    "diversity_penalty": "diverse beam search is not built; sb.beam_sampling(4) draws different texts",
+    "penalty_alpha": "contrastive search is not built",
+    "dola_layers": "contrasting layers (DoLa) is not built",
+    "constraints": "give json_schema, regex or grammar, or a logits_processor",
+    "force_words_ids": "give json_schema, regex or grammar, or a logits_processor",
+    "token_healing": "end the prompt where a token ends",
+    "max_time": "give max_new_tokens",
+    "assistant_ensemble_weight": "it changes the law of the text for speed; drafts of specbeam never do",
+}
 
 
-def read(config: "GenerationConfig", names: Collection[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the values that a generation config sets for the settings `names`, and the names of other fields that would
-    change the text, sorted.
+@dataclass(frozen=True)
+class ConfigFields:
+    """The fields that a generation config sets.
+
+    Attributes:
+        settings: the values of fields that specbeam honours, by name.
+        refused: the values of fields that transformers honours and specbeam does not, by name.
+        unknown: names of fields that transformers' `generate` does not know either, sorted.
+    """
+
+    settings: dict[str, Any]
+    refused: dict[str, Any]
+    unknown: list[str]
+
+    @property
+    def reason(self) -> str:
+        """The fields that are refused, with their values and what can be done; "" if there are none."""
+        parts = []
+        for name, value in self.refused.items():
+            advice = f" ({_ADVICE[name]})" if name in _ADVICE else ""
+            parts.append(f"{name}={value!r}{advice}")
+        return ", ".join(parts)
+
+
+def read(config: "GenerationConfig", names: Collection[str]) -> ConfigFields:
+    """Return the fields that a generation config sets, as far as they differ from those of an empty one.
+
+    Args:
+        config: the generation config.
+        names: the settings that are taken from it.
 
     Raises `BadSetting` if `config` is no generation config.
     """
@@ -70,9 +166,16 @@ def read(config: "GenerationConfig", names: Collection[str]) -> tuple[dict[str, 
             "options can be given by name"
         )
     defaults = _defaults()
+    harmless = (*_HARMLESS, *(_OF_SPEECH if hasattr(config, "no_timestamps_token_id") else ()))
     changed = {name: value for name, value in vars(config).items() if value is not None and value != defaults.get(name)}
-    others = [name for name in changed if name not in names and name not in _HARMLESS and not name.startswith("_")]
-    return {name: value for name, value in changed.items() if name in names}, sorted(others)
+    settings = {name: value for name, value in changed.items() if name in names}
+    others = {
+        name: value
+        for name, value in changed.items()
+        if name not in (*names, *harmless) and not name.startswith("_") and value not in _NEUTRAL.get(name, ())
+    }
+    refused = {name: others[name] for name in sorted(others) if name in defaults}
+    return ConfigFields(settings, refused, sorted(set(others) - set(refused)))
 
 
 @cache

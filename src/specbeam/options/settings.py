@@ -10,9 +10,17 @@ from specbeam.core.constraint import Constrained, Constraint, Form
 from specbeam.core.limits import Decode, Limits
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.laws.ranking import NO_TRUNCATION, Truncation
-from specbeam.laws.warp import Warp
-from specbeam.options.checks import FORMS, as_list, as_texts, check, require
+from specbeam.laws.warp import Warp, truncation_of
+from specbeam.options.checks import FORMS, as_decoder_prompts, as_list, as_texts, check, require
 from specbeam.options.generation_config import OF_MODELS, WARPERS, read
+from specbeam.options.processors import (
+    TextFacts,
+    has_further_warpers,
+    joined,
+    processors_of,
+    warpers_of,
+    watermark_of,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,14 +63,27 @@ class Settings:
     suppress_tokens: Sequence[int] | None = None
     begin_suppress_tokens: Sequence[int] | None = None
     renormalize_logits: bool | None = None
+    sequence_bias: "Mapping[tuple[int, ...], float] | Sequence[Sequence[Any]] | None" = None
+    exponential_decay_length_penalty: Sequence[float] | None = None
+    encoder_repetition_penalty: float | None = None
+    encoder_no_repeat_ngram_size: int | None = None
+    remove_invalid_values: bool | None = None
+    guidance_scale: float | None = None
+    watermarking_config: Any = None
+    top_h: float | None = None
+    typical_p: float | None = None
+    epsilon_cutoff: float | None = None
+    eta_cutoff: float | None = None
     decoder_start_token_id: int | None = None
-    decoder_input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None
+    decoder_input_ids: Any = None  # in any container of integers; kept as lists
     json_schema: str | bool | Mapping[str, Any] | None = None
     regex: str | None = None
     grammar: str | None = None
     grammar_backend: str = "llguidance"
 
     def __post_init__(self) -> None:
+        if self.decoder_input_ids is not None:
+            object.__setattr__(self, "decoder_input_ids", as_decoder_prompts(self.decoder_input_ids))
         check({name: getattr(self, name) for name in _names()})
 
     @property
@@ -82,7 +103,7 @@ class Settings:
     def given(cls, options: dict[str, Any], config: "GenerationConfig | None" = None) -> "Settings":
         """Return the settings in keyword arguments; options that are not given come from a generation config.
 
-        Raises `BadSetting` for a wrong option, and `NotSupported` if the config sets a field that specbeam does not support.
+        Raises `BadSetting` for a wrong option, and `NotSupported` if the config sets a field that specbeam does not honour.
         """
         names = _names()
         unknown = sorted(set(options) - set(names))
@@ -90,11 +111,13 @@ class Settings:
             raise BadSetting(f"generate() has no option {', '.join(unknown)}; it has {', '.join(names)}")
         from_config: dict[str, Any] = {}
         if config is not None:
-            from_config, unsupported = read(config, _names())
-            if unsupported:
+            found = read(config, names)
+            reasons = [found.reason, *found.unknown] if found.refused else found.unknown
+            if reasons:
                 raise NotSupported(
-                    f"generation_config sets {', '.join(unsupported)}, which specbeam does not honour; unset them"
+                    f"generation_config sets {', '.join(reasons)}, which specbeam does not honour; set it to None"
                 )
+            from_config = found.settings
         settings = cls(**(from_config | options))
         least = settings.min_new_tokens
         most = settings.max_new_tokens
@@ -108,23 +131,38 @@ class Settings:
         """Return these settings, with those that are not set taken from the model's own generation config, as transformers
         does it.
 
-        Warns about fields of the config that specbeam does not support.
+        Warns about fields that transformers' `generate` does not know either: they are for programs of the model's authors.
 
         Args:
             config: the model's generation config, or None.
             draws: whether the method draws tokens; otherwise no warpers are taken from the config.
             also: names of further settings that are taken from the config.
+
+        Raises `NotSupported` if the config sets a field that transformers honours and specbeam does not.
         """
         if config is None:
             return self
-        from_config, unsupported = read(config, _names())
-        if unsupported:
+        found = read(config, (*OF_MODELS, *WARPERS, *also))
+        if found.refused:
+            raise NotSupported(
+                f"the model's generation_config sets {found.reason}, which specbeam does not honour; remove it from "
+                f"generation_config.json, or set pair.target_model.generation_config.{next(iter(found.refused))} = None"
+            )
+        if found.unknown:
             warnings.warn(
-                f"the model's generation_config sets {', '.join(unsupported)}, which specbeam does not honour",
+                f"the model's generation_config sets {', '.join(found.unknown)}, which neither transformers' generate nor "
+                "specbeam reads",
                 stacklevel=2,
             )
-        names = (*OF_MODELS, *(WARPERS if draws else ()), *also)
-        missing = {name: from_config[name] for name in names if name in from_config and getattr(self, name) is None}
+        taken = {name: value for name, value in found.settings.items() if draws or name not in WARPERS}
+        missing = {name: value for name, value in taken.items() if getattr(self, name) is None}
+        most = missing.get("max_new_tokens")
+        if self.max_length is not None and most is not None:
+            warnings.warn(
+                f"max_length={self.max_length} is ignored, as in transformers, because the model's generation_config sets "
+                f"max_new_tokens={most}; give max_new_tokens",
+                stacklevel=2,
+            )
         return replace(self, **missing)
 
     def warp(
@@ -136,6 +174,11 @@ class Settings:
         search: bool = False,
         constraint: Constraint | None = None,
         most: int | None = None,
+        *,
+        single: bool = False,
+        source: Sequence[int] | None = (),
+        vocab: int = 0,
+        guidance: "Callable[..., Any] | None" = None,
     ) -> Warp:
         """Return the warp that turns a model's logits into the law that these settings describe.
 
@@ -148,21 +191,43 @@ class Settings:
                 tokens, and at least one more than there are end tokens, so that a beam can go on.
             constraint: applied after all processors; only warpers come after it.
             most: maximum number of new tokens, of which `forced_eos_token_id` is the last.
+            single: whether the method has one beam, whose row is the joint law.
+            source: the tokens that an encoder reads, or those of the prompt; None for a source that is not text.
+            vocab: number of tokens that the target knows.
+            guidance: the processor for `guidance_scale`; None without one.
         """
         greedy = greedy or self.temperature == 0
-        processors = self._processors(eos, prompt_length, prompt, search, most)
-        bans = (
-            None if constraint is None else Constrained(constraint, eos, prompt_length, self.form_kind or "constraint")
-        )
-        if bans is not None:
-            processors = _joined(processors, [bans])
+        text = TextFacts(eos, prompt_length, prompt, most, search, source, vocab, guidance)
+        processors = processors_of(self, text)
+        bans = None
+        if constraint is not None:
+            bans = Constrained(constraint, eos, prompt_length, self.form_kind or "constraint")
+            processors.append(bans)
         truncation = NO_TRUNCATION if greedy else self._truncation()
+        further = not greedy and has_further_warpers(self)
+        last = self._last_processors(search, vocab)
+        least = max(2, 1 + len(eos)) if search else 1
+        if last and (further or truncation != NO_TRUNCATION) and not (search or single):
+            raise NotSupported(
+                "watermarking_config comes after temperature, top_k and other warpers, which several beams have in common; "
+                "leave these out, or take a method with one beam or sb.beam_search"
+            )
+        if last or (search and further):  # as processors of single rows everything has its place
+            warpers = [] if greedy else warpers_of(self, least)
+            return Warp(joined(processors, warpers, last), NO_TRUNCATION, greedy, search, bans)
+        if further:
+            truncation, others = truncation_of(warpers_of(self, least))
+            return Warp(joined(processors), truncation, greedy, constraint=bans, others=others)
         if search:
-            if self.renormalize_logits:
-                processors = self._renormalised(processors, truncation)
-            truncation = truncation._replace(least=max(2, 1 + len(eos)), by_row=True)
-            return Warp(processors, truncation, greedy, True, bans)
-        return Warp(processors, truncation, greedy, constraint=bans)
+            truncation = truncation._replace(least=least, by_row=True)
+        return Warp(joined(processors), truncation, greedy, search, bans)
+
+    def _last_processors(self, search: bool, vocab: int) -> list[Any]:
+        """Return the processors that come after all warpers. Laws other than those of a search are normalised anyway."""
+        from transformers import LogitNormalization
+
+        watermark = watermark_of(self, vocab)
+        return [*watermark, LogitNormalization()] if self.renormalize_logits and search else watermark
 
     def new_tokens(self, prompt_length: int) -> int | None:
         """Return the maximum number of new tokens after a prompt of this length, or None if it is not set."""
@@ -184,7 +249,9 @@ class Settings:
         """
         most = self.new_tokens(prompt_length)
         if most is None:
-            most = DEFAULT_NEW_TOKENS if room is None else min(DEFAULT_NEW_TOKENS, room)
+            most = DEFAULT_NEW_TOKENS
+        if room is not None:  # a limit of the caller's that leaves the room was refused before
+            most = min(most, room)
         stops = as_texts(self.stop_strings)
         if stops and decode is None:
             raise BadSetting("stop_strings need a tokenizer; give load() one, or stop by eos_token_id")
@@ -198,69 +265,6 @@ class Settings:
             return ()
         return tuple(as_list(chosen))
 
-    def _renormalised(
-        self, processors: "LogitsProcessorList | None", truncation: Truncation
-    ) -> "LogitsProcessorList | None":
-        """Return the processors of a search, with one that makes their scores log-probabilities again.
-
-        In other laws each row is normalised anyway. Raises `NotSupported` for warpers, which would have to come in between.
-        """
-        from transformers import LogitNormalization
-
-        if truncation != NO_TRUNCATION:
-            raise NotSupported(
-                "renormalize_logits comes after temperature, top_k, top_p and min_p, and in a search these come last; leave "
-                "one of them out"
-            )
-        return _joined(processors, [LogitNormalization()])
-
-    def _processors(
-        self, eos: tuple[int, ...], prompt_length: int, prompt: int, search: bool, most: int | None
-    ) -> "LogitsProcessorList | None":
-        """Return the logits processors of these settings, in the order of transformers; None if there are none."""
-        from transformers import (
-            ForcedBOSTokenLogitsProcessor,
-            ForcedEOSTokenLogitsProcessor,
-            LogitsProcessorList,
-            MinLengthLogitsProcessor,
-            MinNewTokensLengthLogitsProcessor,
-            NoBadWordsLogitsProcessor,
-            NoRepeatNGramLogitsProcessor,
-            RepetitionPenaltyLogitsProcessor,
-            SuppressTokensAtBeginLogitsProcessor,
-            SuppressTokensLogitsProcessor,
-        )
-
-        processors = LogitsProcessorList()
-        if self.repetition_penalty not in (None, 1.0):
-            processors.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
-        if self.no_repeat_ngram_size:
-            processors.append(NoRepeatNGramLogitsProcessor(self.no_repeat_ngram_size))
-        if self.bad_words_ids:
-            processors.append(
-                NoBadWordsLogitsProcessor([list(words) for words in self.bad_words_ids], list(eos) or None)
-            )
-        if self.min_length and eos:
-            processors.append(MinLengthLogitsProcessor(self.min_length, list(eos)))
-        if self.min_new_tokens and eos:
-            processors.append(MinNewTokensLengthLogitsProcessor(prompt_length, self.min_new_tokens, list(eos)))
-        if self.prefix_allowed_tokens_fn is not None:
-            processors.append(allowed_after(self.prefix_allowed_tokens_fn, prompt, together=search))
-        if self.forced_bos_token_id is not None:
-            processors.append(ForcedBOSTokenLogitsProcessor(self.forced_bos_token_id))
-        if self.forced_eos_token_id is not None and most is not None:
-            ends = as_list(self.forced_eos_token_id)
-            processors.append(ForcedEOSTokenLogitsProcessor(prompt_length + most, ends))
-        if self.suppress_tokens:
-            processors.append(SuppressTokensLogitsProcessor(list(self.suppress_tokens)))
-        if self.begin_suppress_tokens:
-            begin = prompt_length
-            if prompt_length == 1 and self.forced_bos_token_id is not None:
-                begin += 1
-            processors.append(SuppressTokensAtBeginLogitsProcessor(list(self.begin_suppress_tokens), begin))
-        processors.extend(self.logits_processor or [])
-        return processors or None
-
     def _truncation(self) -> Truncation:
         """Return the temperature, top-k, top-p and min-p of these settings."""
         return Truncation(
@@ -269,26 +273,6 @@ class Settings:
             1.0 if self.top_p is None else self.top_p,
             self.min_p or 0.0,
         )
-
-
-def allowed_after(allowed: "Callable[[int, Tensor], list[int]]", prompt: int, together: bool = False) -> Any:
-    """Return a logits processor that applies a `prefix_allowed_tokens_fn` to one prompt, as transformers does.
-
-    Args:
-        allowed: the `prefix_allowed_tokens_fn`: takes the number of a prompt and its tokens, returns the allowed tokens.
-        prompt: number of the prompt.
-        together: whether the rows of a call are the live beams of one step. If other processors have banned every allowed
-            token of a row, transformers allows them again with score 0; with `together` only if this is so for all beams.
-    """
-    from transformers import PrefixConstrainedLogitsProcessor
-
-    def processed(input_ids: "Tensor", scores: "Tensor") -> "Tensor":
-        beams = len(input_ids) if together else 1
-        processor = PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed(prompt, tokens), beams)
-        banned: Tensor = processor(input_ids, scores)
-        return banned
-
-    return processed
 
 
 def _names() -> list[str]:
@@ -305,10 +289,3 @@ def _as_json(schema: Any) -> str:
         raise BadSetting(f"json_schema is no JSON: {error}") from error
     require(isinstance(value, dict), "json_schema", value, "an object, or True for any JSON; one serves all prompts")
     return text
-
-
-def _joined(*lists: "Sequence[Any] | None") -> "LogitsProcessorList | None":
-    """Return the processors of several lists in one list; None if there are none."""
-    from transformers import LogitsProcessorList
-
-    return LogitsProcessorList([processor for processors in lists for processor in processors or []]) or None

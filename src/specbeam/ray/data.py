@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from specbeam.errors import BadSetting
+from specbeam.inputs import plain
 from specbeam.jobs.answering import ANSWER_COLUMNS, answer_rows, work_of
 from specbeam.jobs.rows import Columns, row_of
 from specbeam.pair import load
@@ -63,7 +64,7 @@ class Decode:
 
         fields = [dict(zip(block, values, strict=True)) for values in zip(*block.values(), strict=True)]
         rows = [
-            row_of(number, {self.columns.id: None} | {name: _plain(value) for name, value in one.items()}, self.columns)
+            row_of(number, {self.columns.id: None} | {name: plain(value) for name, value in one.items()}, self.columns)
             for number, one in enumerate(fields)
         ]
         answers: dict[int, dict[str, Any]] = {}
@@ -74,13 +75,6 @@ class Decode:
         columns = {name: _column(values, ANSWER_COLUMNS[name]) for name, values in found.items() if name != "id"}
         ids = block.get(self.columns.id, np.full(len(rows), "", dtype=object))
         return {self.columns.id: ids, **columns}
-
-
-def _plain(value: Any) -> Any:
-    """Return a value of a block as Python's own: lists of arrays, numbers of numpy's."""
-    if isinstance(value, np.ndarray):
-        return [_plain(one) for one in value.tolist()]
-    return value.item() if isinstance(value, np.generic) else value
 
 
 def _column(values: list[Any], kind: str) -> np.ndarray:

@@ -92,17 +92,25 @@ def beam_sampling(
     law = HF_LAW if hf else _law_of_draws(policy, replacement)
     coupling = "rejection" if replacement else "noise"
     build = _build_without_draft(law, policy, coupling, replacement)
-    return Method("beam_sampling", law, beams, build, fills_beams=width == "fixed")
+    if isinstance(policy, FixedWidth):
+        return Method("beam_sampling", law, beams, build)
+    own_least = policy.least
+
+    def keeping(least: int) -> Method:
+        return beam_sampling(beams, replacement, semantics, width, max(own_least, least), mass)
+
+    return Method("beam_sampling", law, beams, build, fills_beams=False, keeping=keeping)
 
 
-def _law_of_draws(width: Width, replacement: bool) -> str:
+def _law_of_draws(width: FixedWidth | NucleusWidth | SureWidth, replacement: bool) -> str:
     """Return the law of beam sampling by `beam_sampling` and `dsbd`, in words."""
     if isinstance(width, FixedWidth):
         widths = f"{width.most} beams"
     elif isinstance(width, NucleusWidth):
-        widths = f"as many of {width.most} beams as hold {width.mass:g} of its law"
+        least = f", at least {width.least}" if width.least > min(2, width.most) else ""
+        widths = f"as many of {width.most} beams as hold {width.mass:g} of its law{least}"
     else:
-        widths = f"given the widths (1 to {width.most} beams)"
+        widths = f"given the widths ({width.least} to {width.most} beams)"
     return f"exact: beam sampling, {widths}, {'with' if replacement else 'without'} replacement"
 
 
@@ -149,7 +157,8 @@ def dsbd(
             Unless it is "fixed", a text may end with fewer than `beams` finished beams: as soon as there are
             `num_return_sequences`, and no live beam beats them.
         threshold: for width="dynamic": the required acceptance probability. A higher threshold is narrower. None: 0.7.
-        min_beams: minimum width, for width="dynamic" and "auto". None: 1, with "auto" 2.
+        min_beams: minimum width, for width="dynamic" and "auto". None: 1, with "auto" 2. `num_return_sequences` raises it,
+            so that there are enough texts.
         coupling: "noise": draft and target share Gumbel noise. "rejection": recursive rejection sampling.
         replacement: draw independently, with replacement (coupling="rejection" only).
         collapse: keep one beam after each turn, the paper's variant that saves memory. No decoder that runs the target
@@ -195,10 +204,33 @@ def dsbd(
         control = depth_control(depth, beams, draft_beams, target, draft, drafter, rule, may_widen)
         return Parts(drafter(draft), rule, control, law)
 
-    return Method("dsbd", law, beams, build, needs_draft=True, fills_beams=width == "fixed")
+    if isinstance(policy, FixedWidth):
+        return Method("dsbd", law, beams, build, needs_draft=True)
+    own_least = policy.least
+
+    def keeping(least: int) -> Method:
+        wider = max(own_least, least)
+        return dsbd(
+            beams,
+            given_draft_beams,
+            depth,
+            width,
+            threshold,
+            wider,
+            coupling,
+            replacement,
+            collapse,
+            trace,
+            semantics,
+            mass,
+        )
+
+    return Method("dsbd", law, beams, build, needs_draft=True, fills_beams=False, keeping=keeping)
 
 
-def _width(width: str, beams: int, min_beams: int | None, threshold: float | None, mass: float | None) -> Width:
+def _width(
+    width: str, beams: int, min_beams: int | None, threshold: float | None, mass: float | None
+) -> FixedWidth | NucleusWidth | SureWidth:
     """Return the width policy. Raises `BadSetting` if a setting is wrong or would be ignored."""
     refuse_ignored(width == "auto", f"width {width!r}", mass=mass)
     refuse_ignored(width == "dynamic", f"width {width!r}", threshold=threshold)

@@ -77,7 +77,7 @@ def _by_blocks(rule: BlockRule, depth: int) -> Method:
         if rule.mode == "argmax":
             _check_single_answer(request)
         rule.check(request.settings.temperature == 0, request.audited)
-        longest = request.settings.max_new_tokens or DEFAULT_NEW_TOKENS
+        longest = request.settings.max_new_tokens or request.settings.max_length or DEFAULT_NEW_TOKENS
         EveryBlock(request.vocab).check(min(depth, longest) - 1, request.eos)
 
     def build(target: LM | None, draft: LM | None) -> Parts:

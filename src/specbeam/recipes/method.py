@@ -42,6 +42,8 @@ class Method:
     search: bool = False  # scores and processors are those of transformers' beam modes
     plain: bool = True  # the law is that of a method without drafts: sampling, beam sampling, greedy or beam search
     check: Check = lambda request: None
+    # Returns the same method with at least so many beams in each layer, if layers may have fewer than `beams`.
+    keeping: Callable[[int], "Method"] | None = None
 
     @property
     def exact(self) -> bool:
@@ -98,7 +100,15 @@ class Method:
                 law=law,
             )
 
-        return replace(self, law=law, build=build, needs_draft=self.needs_draft and drafter is None)
+        own_keeping = self.keeping if rule is None else None  # another rule has widths of its own
+
+        def keeping(least: int) -> Method:
+            assert own_keeping is not None
+            return own_keeping(least).with_parts(drafter, rule, controller)
+
+        needs_draft = self.needs_draft and drafter is None
+        kept = keeping if own_keeping is not None else None
+        return replace(self, law=law, build=build, needs_draft=needs_draft, keeping=kept)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 from specbeam.control.best_tree import Topology, depth_of_tree, fastest_tree, layers_of, sequoia_tree
 from specbeam.control.cost import CostCurve
@@ -13,8 +14,9 @@ from specbeam.draft.merged import Graph, ManyDrafters, Pruned
 from specbeam.draft.tree import Branching, FixedTree, StochasticBeam, TreeDrafter
 from specbeam.engines.answers import LOGITS
 from specbeam.errors import BadSetting, NotSupported, one_of
-from specbeam.lm.base import LM
+from specbeam.lm.base import LM, check_same_vocabulary
 from specbeam.lm.early_layers import early_layers
+from specbeam.lm.encoder_decoder import EncoderDecoderLM
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.lm.live_layers import first_layers
 from specbeam.recipes.compose import ControllerName, DraftKind, RuleName, controller_maker, rule_of, tree_method
@@ -286,14 +288,16 @@ def multi_draft(
     Steps of the paper: merge-based construction (sec. 3) draft/merged.py; multi-step sampling (alg. 2) verify/walk.py.
 
     Args:
-        others: draft models besides the pair's own: transformers models or language models of specbeam. Empty: the pair's
-            draft model grows two trees.
+        others: draft models besides the pair's own: model objects, folders or hub ids, each loaded and checked as the
+            pair's draft is, or language models of specbeam. Empty: the pair's draft model grows two trees.
         counts: number of children of each node of a tree, by layer.
         rule: "path", "traversal" or "match", as in `speculative_sampling`; or a part.
         controller: the controller that chooses the depth of all trees before they grow: "fixed", "thompson"
             (docs/methods/controllers.md), or a part.
     """
     _check_counts(counts)
+    if not isinstance(others, (list, tuple)):
+        raise BadSetting(f"others is {others!r}; it must be a list of draft models")
     drafts = DraftKind(
         "multi_draft",
         len(counts),
@@ -302,17 +306,62 @@ def multi_draft(
     judge = rule_of(rule, drafts)
     law = law_of(judge)
     make_controller = controller_maker(controller, drafts)
+    kept: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()  # what was loaded, by target
 
     def build(target: LM | None, draft: LM | None) -> Parts:
         assert draft is not None
-        if not others and not isinstance(draft, HuggingFaceLM):
-            raise NotSupported("multi_draft needs other draft models: multi_draft(others=[...])")
-        further = others or [draft.model]  # type: ignore[attr-defined]
-        models = [draft, *(model if isinstance(model, LM) else HuggingFaceLM(model) for model in further)]
+        models = [draft, *_further_models(others, target, draft, kept)]
         drafters = tuple(TreeDrafter(lm, Branching(tuple(counts), Distinct())) for lm in models)
         return Parts(ManyDrafters(drafters), judge, make_controller(target, draft), law)
 
     return Method("multi_draft", law, 1, build, needs_draft=True)
+
+
+def _further_models(
+    others: Sequence[Any], target: LM | None, draft: LM, kept: "WeakKeyDictionary[Any, dict[Any, Any]]"
+) -> list[LM]:
+    """Return the language models of other drafts than the pair's, each with caches of its own.
+
+    Args:
+        others: see `multi_draft`.
+        kept: what was loaded for earlier calls, by target; changed in place.
+    """
+    if not others and not isinstance(draft, HuggingFaceLM):
+        raise NotSupported("multi_draft needs other draft models: multi_draft(others=[...])")
+    given: list[LM | None] = [target, draft]
+    models = []
+    for other in others or [draft]:
+        lm = other if isinstance(other, LM) else _loaded_draft(other, target, kept)
+        if target is not None:
+            check_same_vocabulary(lm, target)
+            if isinstance(lm, EncoderDecoderLM) and not isinstance(target, EncoderDecoderLM):
+                raise NotSupported(
+                    f"{lm.model_name} reads sources, and the target continues prompts; draft with decoder-only models"
+                )
+        before = sum(one is lm for one in given)
+        given.append(lm)
+        models.append(_twin_of(lm, before - 1) if before else lm)
+    return models
+
+
+def _loaded_draft(source: Any, target: LM | None, kept: "WeakKeyDictionary[Any, dict[Any, Any]]") -> LM:
+    """Return the language model of a draft that is given as a model object, a folder or a hub id."""
+    load = getattr(target, "further_draft", None)
+    if load is None:
+        raise NotSupported(
+            f"multi_draft is given {source!r}, and a target that `load` has not made; give language models (HuggingFaceLM)"
+        )
+    lm: LM = load(source, kept.setdefault(target, {}))
+    return lm
+
+
+def _twin_of(lm: LM, number: int) -> LM:
+    """Return a language model of the same model with caches of its own."""
+    if not isinstance(lm, HuggingFaceLM):
+        raise NotSupported(
+            f"multi_draft is given the same {type(lm).__name__} twice, and it keeps one cache for each text; give another"
+        )
+    return lm.twin(number)
 
 
 def _branching_method(

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specbeam.errors import BadSetting, BrokenValue, NotSupported, SearchFailed, SpecbeamError
-from specbeam.generation import Prompt
 from specbeam.options.checks import is_integer, require
 from specbeam.options.settings import Settings
 from specbeam.pair import Pair, load
@@ -102,7 +101,7 @@ class GrowingTrees:
             if value == 0:
                 result.nodes[0].status = CLOSED
 
-    def _ids(self, prompt: Prompt, number: int) -> tuple[list[int], int]:
+    def _ids(self, prompt: Any, number: int) -> tuple[list[int], int]:
         """Return the token ids of a prompt, and the most tokens of its text."""
         settings = Settings(**self.options, max_new_tokens=self.max_new_tokens)
         request = Request(self.pair, [prompt], self.method, settings, self.seed)

@@ -7,7 +7,11 @@ from typing import Any
 
 import torch
 
+from specbeam.checkpoints.numbers import check_weights
+from specbeam.checkpoints.pretrained import open_checkpoint, pretrained
 from specbeam.errors import BrokenValue, MissingFile
+from specbeam.loading.models import name_or_path
+from specbeam.loading.tokenizers import read_tokenizer
 
 Value = Callable[[list[str]], Sequence[float]]
 
@@ -50,15 +54,19 @@ def classifier_value(folder: str | Path, batch_size: int = 16, device: str | Non
     itself, which is cut to [0, 1], for regressions overshoot a little. Any other model with one output gives the log-odds.
     One with two outputs gives the odds of the second.
 
-    Raises `MissingFile` if there is no such model, `BrokenValue` if it has more than two outputs.
+    Raises `MissingFile` if there is no such model, `BadCheckpoint` if it is broken, `BrokenValue` if it has more than two
+    outputs.
     """
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForSequenceClassification
 
+    what = f"{folder} holds no sequence classifier with its tokenizer"
     try:
-        model: Any = AutoModelForSequenceClassification.from_pretrained(folder)
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise MissingFile(f"{folder} holds no sequence classifier with its tokenizer: {error}") from error
+        name = name_or_path(folder)
+    except MissingFile as error:
+        raise MissingFile(f"{what}: {error}") from error
+    model: Any = pretrained(open_checkpoint(name, AutoModelForSequenceClassification), what, MissingFile)
+    check_weights(name, model)
+    tokenizer: Any = read_tokenizer(name)
     outputs = model.config.num_labels
     if outputs > 2:
         raise BrokenValue(f"the classifier in {folder} has {outputs} outputs; a value function has one or two")

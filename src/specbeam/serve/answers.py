@@ -123,23 +123,21 @@ def _beam_of(answer: Generation) -> Beam:
     return next(beam for beam in answer.beams if beam.tokens == answer.tokens)
 
 
-def full_text(request: Request, order: Order, tokens: list[int]) -> str:
-    """Return the text of tokens, with special tokens if these were asked for."""
-    tokenizer = request.pair.tokenizer
-    if tokenizer is not None and order.body.skip_special_tokens is False and request.constraint is None:
-        return str(tokenizer.decode(tokens, skip_special_tokens=False))
-    return request.text_of(tokens)
+def shows_special(order: Order) -> bool:
+    """Return whether the texts of an answer have special tokens."""
+    return order.body.skip_special_tokens is False
 
 
 def cut_text(request: Request, order: Order, tokens: list[int]) -> tuple[str, str | None, list[int]]:
     """Return a text up to the stop string that ended it, this string (None without one), and the tokens of what is left."""
-    text = full_text(request, order, tokens)
+    special = shows_special(order)
+    text = request.text_of(tokens, special)
     cut, stop = cut_at(order, text)
     if stop is None:
         return text, None, tokens
     end = len(cut)
     kept = len(tokens)
-    while kept and len(full_text(request, order, tokens[: kept - 1])) >= end:
+    while kept and len(request.text_of(tokens[: kept - 1], special)) >= end:
         kept -= 1
     return cut, stop, tokens[:kept]
 
@@ -154,12 +152,14 @@ def cut_at(order: Order, text: str) -> tuple[str, str | None]:
     return text[:end], stop
 
 
-def held_back(text: str, stops: Sequence[str]) -> int:
-    """Return how many characters at the end of a text may not be sent yet: they may begin a stop string or a character."""
+def sendable(order: Order, text: str) -> str:
+    """Return what may be sent of the settled beginning of a text: up to a stop string, or to what may become one."""
+    stops = as_texts(order.settings.stop_strings)
+    cut, _ = cut_at(order, text)
     for size in range(min(max(map(len, stops), default=0), len(text)), 0, -1):
         if any(stop.startswith(text[-size:]) for stop in stops):
-            return size
-    return len(text) - len(text.rstrip(UNKNOWN))
+            return cut[: len(text) - size]
+    return cut
 
 
 # Log-probabilities.
@@ -232,16 +232,27 @@ def completion_logprobs(
     for text in texts:
         offsets.append(before)
         before += len(text)
-    tops = [
-        None if score is None else {_named(pair, order, token)[0]: _finite(value) for token, value in score.top}
-        for score in scores
-    ]
+    tops = [None if score is None else _likeliest(pair, order, score) for score in scores]
     return {
         "tokens": names,
         "token_logprobs": [None if score is None else _finite(score.logprob) for score in scores],
         "top_logprobs": tops if order.top else None,
         "text_offset": offsets,
     }
+
+
+def _likeliest(pair: Pair, order: Order, score: TokenScore) -> dict[str, float]:
+    """Return the likeliest tokens by name. Of those that are spelled alike, all but the likeliest have their number."""
+    found: dict[str, float] = {}
+    for token, value in score.top:
+        name = _named(pair, order, token)[0]
+        found[f"token_id:{token}" if name in found else name] = _finite(value)
+    return found
+
+
+def length_in_offsets(pair: Pair, tokens: Sequence[int]) -> int:
+    """Return the number of characters that tokens take in the offsets of log-probabilities."""
+    return sum(len(token_text(pair, token)[0]) for token in tokens)
 
 
 # The answer.

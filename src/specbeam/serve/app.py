@@ -53,7 +53,7 @@ from specbeam.serve.mapping import (
     chat_ids,
     check_model,
     order_of,
-    text_ids,
+    prompt_ids,
 )
 from specbeam.serve.metrics import ServerMetrics
 from specbeam.serve.protocol import (
@@ -431,7 +431,7 @@ def _tokenized(raw: bytes, served: Served) -> dict[str, Any]:
     if body.messages is not None:
         ids = chat_ids(body, served)
     else:
-        ids = text_ids(body.prompt or "", served, body.add_special_tokens is not False)
+        ids = prompt_ids(body.prompt or "", served, body.add_special_tokens is not False)
     found: dict[str, Any] = {"count": len(ids), "max_model_len": served.room, "tokens": ids}
     if body.return_token_strs:
         found["token_strs"] = [token_text(served.pair, token)[0] for token in ids]

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from specbeam.errors import Cancelled, SpecbeamError
-from specbeam.options.checks import as_texts
+from specbeam.growing_text import GrowingText, unsent
 from specbeam.records import Generation, Turn
 from specbeam.request import Request
 from specbeam.serve.answers import (
@@ -24,12 +24,12 @@ from specbeam.serve.answers import (
     choice_json,
     choices_of,
     completion_logprobs,
-    cut_at,
     extras_of,
-    full_text,
     generations_of,
-    held_back,
+    length_in_offsets,
     metrics_json,
+    sendable,
+    shows_special,
     specbeam_json,
     token_text,
     tool_call,
@@ -39,7 +39,6 @@ from specbeam.serve.auth import Client
 from specbeam.serve.engine import Engine, Job
 from specbeam.serve.mapping import Order, Served
 from specbeam.serve.refusals import Refusal, invalid, refusal_of
-from specbeam.serve.running_text import RunningText
 from specbeam.serve.scoring import TokenScore
 from specbeam.serve.trace import turn_record
 from specbeam.session import Session
@@ -47,6 +46,7 @@ from specbeam.session import Session
 PING_S = 15.0  # seconds of silence after which a stream shows that it lives
 MOST_EVENTS = 256  # turns that wait for a slow reader
 LIVE_S = 0.05  # seconds between two looks at live beams
+ENDED_ECHO = {"finish_reason": "length", "stop_reason": None}  # of a prompt that no text follows
 Result = TypeVar("Result")
 
 
@@ -85,7 +85,8 @@ class Asking:
         self._turns = 0
         self._last_turn = time.monotonic()
         self._last_live = 0.0
-        self._texts: dict[int, RunningText] = {}  # of what was streamed, by place of a session
+        self._live_text: GrowingText | None = None  # of what is settled of a text whose live beams are shown
+        self._texts: dict[int, GrowingText] = {}  # of what was streamed, by place of a session
 
     @property
     def request(self) -> Request:
@@ -228,7 +229,9 @@ class Asking:
         ]
         beams.sort(key=lambda beam: -beam[1])
         best = beams[0] if beams else ("", 0.0, False)
-        return {"text": best[0], "score": best[1], "beams": beams[:32], "settled": self.request.text_of(settled)}
+        if self._live_text is None:
+            self._live_text = self.request.growing_text()
+        return {"text": best[0], "score": best[1], "beams": beams[:32], "settled": self._live_text.settled(settled)}
 
     def cancel(self) -> None:
         """End what is still decoded; the answer is not wanted any more."""
@@ -321,7 +324,11 @@ class Asking:
                     one["logprobs"] = self._echoed(choice, scores)
             choices.append(one)
         if not self.jobs:
-            choices = [self._only_echo(number, *echoes[number]) for number in range(len(order.prompts))]
+            choices = [
+                echo | ENDED_ECHO
+                for number in range(len(order.prompts))
+                for echo in self._only_echoes(number, *echoes[number])
+            ]
         usage = usage_of(order, outcome.choices, cached_tokens(self.request, self.jobs))
         return self._head("chat.completion" if order.is_chat else "text_completion") | {
             "choices": choices,
@@ -333,7 +340,9 @@ class Asking:
     async def _echo(self, number: int) -> tuple[str, list[TokenScore | None]]:
         """Return the text of a prompt, and the scores of its tokens if they are asked for."""
         ids = self.order.prompts[number]
-        text = self.order.texts[number] or await self._in_pool(lambda: full_text(self.request, self.order, ids))
+        text = self.order.texts[number] or await self._in_pool(
+            lambda: self.request.text_of(ids, shows_special(self.order))
+        )
         if self.order.top is None:
             return text, []
         rest = await self._score(ids[:1], [ids[1:]]) if len(ids) > 1 else [[]]
@@ -343,11 +352,14 @@ class Asking:
         tokens = [*self.order.prompts[choice.prompt], *choice.tokens]
         return completion_logprobs(self.served.pair, self.order, [*before, *(choice.scores or [])], tokens)
 
-    def _only_echo(self, number: int, text: str, scores: list[TokenScore | None]) -> dict[str, Any]:
+    def _only_echoes(self, number: int, text: str, scores: list[TokenScore | None]) -> list[dict[str, Any]]:
+        """Return a prompt as the beginning of each of its choices."""
+        order = self.order
         logprobs = None
-        if self.order.top is not None:
-            logprobs = completion_logprobs(self.served.pair, self.order, scores, self.order.prompts[number])
-        return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": "length", "stop_reason": None}
+        if order.top is not None:
+            logprobs = completion_logprobs(self.served.pair, order, scores, order.prompts[number])
+        indices = range(number * order.count, (number + 1) * order.count)
+        return [{"index": index, "text": text, "logprobs": logprobs} for index in indices]
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
@@ -377,9 +389,10 @@ class Asking:
                 )
         if order.echo:
             for number in range(len(order.prompts)):
-                text, _ = await self._echo(number)
-                for index in range(number * order.count, (number + 1) * order.count):
-                    yield self._chunk([self._delta(index, text)])
+                text, scores = await self._echo(number)
+                end: dict[str, Any] = {"finish_reason": None} if self.jobs else ENDED_ECHO
+                for echo in await self._in_pool(partial(self._only_echoes, number, text, scores)):
+                    yield self._chunk([echo | end])
         async for chunk in self._growing(indices, sent):
             yield chunk
         if await self._begins_again(sent.values()):
@@ -444,29 +457,22 @@ class Asking:
         tokens = job.settled
         if not tokens:
             return ""
-        running = self._texts.setdefault(
-            job.session.place, RunningText(lambda some: full_text(self.request, self.order, some))
-        )
-
-        def shown() -> str:
-            text = running.text_of(tokens)
-            cut, stop = cut_at(self.order, text)
-            return (
-                text[: len(text) - held_back(text, as_texts(self.order.settings.stop_strings))] if stop is None else cut
-            )
-
-        return await self._in_pool(shown)
+        place = job.session.place
+        if place not in self._texts:
+            self._texts[place] = self.request.growing_text(shows_special(self.order))
+        growing = self._texts[place]
+        return await self._in_pool(lambda: sendable(self.order, growing.settled(tokens)))
 
     def _new_deltas(self, text: str, indices: list[int], sent: dict[int, str]) -> list[dict[str, Any]]:
         """Return what of a text is not sent yet, for each of its choices; and note that it is sent."""
         if not indices or not text:
             return []
         before = sent[indices[0]]
-        if len(text) <= len(before) or not text.startswith(before):
+        if len(text) <= len(before):
             return []
         for index in indices:
             sent[index] = text
-        return [self._delta(index, text[len(before) :]) for index in indices]
+        return [self._delta(index, unsent(text, before)) for index in indices]
 
     @property
     def _kind(self) -> str:
@@ -487,17 +493,16 @@ class Asking:
     def _last_delta(self, choice: ReturnedText, sent: str) -> dict[str, Any]:
         """Return what is left of a choice, with its end."""
         order = self.order
-        rest = choice.text[len(sent) :]
-        last = self._delta(choice.index, rest)
+        last = self._delta(choice.index, unsent(choice.text, sent))
         if order.is_chat and order.forced_tool is not None and choice.finish_reason == "tool_calls":
             last["delta"] = {"tool_calls": [{"index": 0, **tool_call(order, choice)}]}
         if choice.scores is not None:
             pair = self.served.pair
-            last["logprobs"] = (
-                chat_logprobs(pair, order, choice.scores)
-                if order.is_chat
-                else completion_logprobs(pair, order, choice.scores, choice.tokens)
-            )
+            if order.is_chat:
+                last["logprobs"] = chat_logprobs(pair, order, choice.scores)
+            else:
+                before = length_in_offsets(pair, order.prompts[choice.prompt]) if order.echo else 0
+                last["logprobs"] = completion_logprobs(pair, order, choice.scores, choice.tokens, before)
         last["finish_reason"] = choice.finish_reason
         return last | extras_of(order, choice)
 

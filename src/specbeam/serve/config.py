@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,12 @@ class ServerConfig:
         ):
             if not getattr(self, name) > 0:
                 raise BadSetting(f"{name} is {getattr(self, name)}; it must be more than 0 seconds")
+        for origin in self.cors_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise BadSetting(
+                    f"cors_origins holds {origin!r}; an origin is written as browsers send it, in small letters and without "
+                    "a path: https://page.example or http://localhost:3000; each one is named"
+                )
         if not math.isfinite(self.max_audio_seconds):
             raise BadSetting(f"max_audio_seconds is {self.max_audio_seconds}; it must be finite: memory grows with it")
         for name in (
@@ -167,6 +174,7 @@ class ServerConfig:
             )
 
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/*A-Z\s]+|null")
 _EXPECTED: dict[Any, tuple[type, ...]] = {
     bool: (bool,), int: (int,), float: (float, int), str: (str,), tuple[str, ...]: (tuple,),
 }  # fmt: skip

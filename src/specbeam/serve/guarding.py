@@ -60,7 +60,7 @@ class Guarding:
             if refusal is not None:
                 await self._refuse(refusal, reply)
             elif scope["method"] == "OPTIONS" and headers.get("origin") in self.config.cors_origins:
-                await self._allow(reply)
+                await self._allow(headers, reply)
             else:
                 await self.app(scope, receive, reply)
         finally:
@@ -74,7 +74,8 @@ class Guarding:
         found = {"x-request-id": number, "x-content-type-options": "nosniff", "cache-control": "no-store"}
         origin = given.get("origin")
         if origin is not None and origin in self.config.cors_origins:
-            found |= {"access-control-allow-origin": origin, "vary": "origin"}
+            exposed = "retry-after, x-request-id, x-should-retry"
+            found |= {"access-control-allow-origin": origin, "access-control-expose-headers": exposed, "vary": "origin"}
         return [(name.encode(), value.encode("latin-1")) for name, value in found.items()]
 
     def _refusal(self, path: str, headers: dict[str, str]) -> Refusal | None:
@@ -93,13 +94,21 @@ class Guarding:
             return invalid(f"the body has {length} bytes; this server takes {most}", None, "body_too_large", 413)
         return None
 
-    async def _allow(self, send: Send) -> None:
-        """Answer a browser that asks whether a page of another origin may send a request; it may."""
-        headers = [
-            (b"access-control-allow-methods", b"GET, POST, DELETE"),
-            (b"access-control-allow-headers", b"authorization, content-type, x-request-id"),
-            (b"access-control-max-age", b"600"),
-        ]
+    async def _allow(self, given: dict[str, str], send: Send) -> None:
+        """Answer a browser that asks whether a page of another origin may send a request; it may.
+
+        It may with all headers that it asks for: clients send their version, system and number of tries in headers of their
+        own. A method that is not served is refused later, where the page can read why.
+        """
+        asked = given.get("access-control-request-headers", "authorization, content-type, x-request-id")
+        found = {
+            "access-control-allow-methods": "DELETE, GET, HEAD, OPTIONS, PATCH, POST, PUT",
+            "access-control-allow-headers": asked,
+            "access-control-max-age": "600",
+        }
+        if given.get("access-control-request-private-network") == "true":
+            found["access-control-allow-private-network"] = "true"
+        headers = [(name.encode(), value.encode("latin-1")) for name, value in found.items()]
         await send({"type": "http.response.start", "status": 204, "headers": headers})
         await send({"type": "http.response.body", "body": b""})
 

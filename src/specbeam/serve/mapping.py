@@ -9,6 +9,7 @@ from typing import Any
 
 from specbeam.chats import prompt_of_messages
 from specbeam.errors import BadPrompt, SpecbeamError
+from specbeam.inputs import PromptReader, prompts_in
 from specbeam.options.settings import Settings
 from specbeam.pair import Pair
 from specbeam.recipes.catalogue import HEAD_RECIPES, RECIPES
@@ -31,6 +32,7 @@ RECIPE_OF = {make.__name__: make for make in (*RECIPES, *HEAD_RECIPES) if make._
 LARGEST_SETTING = 64  # of a method, where the server has no limit of its own
 DEEPEST_SCHEMA = 32
 MOST_PROPERTIES = 1000
+ANY_OBJECT = {"type": "object"}  # the schema of every JSON object
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ def order_of(body: Body, served: Served) -> Order:
             "n",
             "too_large_beams",
         )
-    warnings: list[str] = []
+    warnings = _without_effect(body)
     given = _settings(body, options, served, method, warnings)
     given |= form
     given["max_new_tokens"] = max(most, 1)
@@ -157,6 +159,16 @@ def order_of(body: Body, served: Served) -> Order:
     )  # fmt: skip
 
 
+def _without_effect(body: Body) -> list[str]:
+    """Return in words which wishes of a body have no effect, though not upon the text alone."""
+    found = []
+    if body.store:
+        found.append("store is true, and this server stores no answers")
+    if isinstance(body, ChatBody) and body.verbosity not in (None, "medium"):
+        found.append(f"verbosity is {body.verbosity!r}, which the model is not told; say it in a message")
+    return found
+
+
 def check_model(name: str | None, served: Served) -> None:
     """Raise `Refusal` if a request names another model than there is."""
     if name is not None and name != served.name:
@@ -166,7 +178,7 @@ def check_model(name: str | None, served: Served) -> None:
 
 
 def _check_streaming(body: Body, options: SpecbeamOptions) -> None:
-    if body.stream_options is not None and not body.stream:
+    if body.stream_options is not None and body.stream_options.include_usage and not body.stream:
         raise invalid("stream_options is for streams; leave it out, or set stream to true", "stream_options")
     shows = options.trace or options.stream == "live"
     if options.trace and options.stream == "live":
@@ -189,45 +201,29 @@ def _prompts(body: Body, served: Served) -> tuple[list[list[int]], list[str]]:
     if isinstance(body, ChatBody):
         return [chat_ids(body, served)], [""]
     assert isinstance(body, CompletionBody)
-    given: Any = body.prompt
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
-        given = [given]
+    given = prompts_in(body.prompt, "prompt")
     if len(given) > served.config.max_prompts:
         raise invalid(f"there are {len(given)} prompts; this server takes {served.config.max_prompts}", "prompt")
-    vocab = served.pair.target.vocab
-    ids: list[list[int]] = []
-    texts: list[str] = []
-    for number, prompt in enumerate(given):
-        if isinstance(prompt, str):
-            if not prompt.strip():
-                raise invalid(f"prompt {number} is empty; it must hold some text", "prompt", "bad_prompt")
-            ids.append(text_ids(prompt, served, body.add_special_tokens is not False))
-            texts.append(prompt)
-        else:
-            if max(prompt) >= vocab:
-                raise invalid(
-                    f"prompt {number} holds token {max(prompt)}; the model knows 0 to {vocab - 1}",
-                    "prompt",
-                    "bad_prompt",
-                )
-            ids.append(list(prompt))
-            texts.append("")
+    special = body.add_special_tokens is not False
+    ids = [prompt_ids(prompt, served, special, f"prompt {number}") for number, prompt in enumerate(given)]
+    texts = [prompt if isinstance(prompt, str) else "" for prompt in given]
     return ids, texts
 
 
-def text_ids(text: str, served: Served, special: bool = True) -> list[int]:
-    """Return the token ids of a text. Raises `Refusal` if it has none, or if there is no tokenizer."""
+def prompt_ids(prompt: str | list[int], served: Served, special: bool = True, name: str = "the prompt") -> list[int]:
+    """Return the token ids of a prompt. Raises `Refusal` if it has none, or if it is a text and there is no tokenizer.
+
+    Args:
+        special: whether a text gets the special tokens that the tokenizer adds.
+        name: of the prompt, for messages.
+    """
     tokenizer = served.pair.tokenizer
-    if tokenizer is None:
+    if tokenizer is None and isinstance(prompt, str):
         raise invalid("this server has no tokenizer; give token ids", "prompt", "not_supported")
     try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise invalid("the text holds half a character; send proper Unicode", "prompt", "bad_prompt") from error
-    ids = list(tokenizer(text, add_special_tokens=special)["input_ids"])
-    if not ids:
-        raise invalid("the prompt has no tokens; it must hold some text", "prompt", "bad_prompt")
-    return ids
+        return PromptReader(tokenizer, served.pair.target.vocab, adds_special=special).ids(prompt, name)
+    except BadPrompt as error:
+        raise invalid(str(error), "prompt", "bad_prompt") from error
 
 
 def chat_ids(body: Any, served: Served) -> list[int]:
@@ -243,7 +239,7 @@ def chat_ids(body: Any, served: Served) -> list[int]:
     further = dict(getattr(body, "chat_template_kwargs", None) or {})
     goes_on = bool(getattr(body, "continue_final_message", None))
     starts = getattr(body, "add_generation_prompt", None)
-    tools = getattr(body, "tools", None)
+    tools = [_plain_tool(tool) for tool in getattr(body, "tools", None) or []]
     if goes_on and starts:
         raise invalid("continue_final_message and add_generation_prompt contradict each other", "add_generation_prompt")
     if wrong := {"tools", "chat_template", "tokenize", "conversation", "return_dict"} & set(further):
@@ -251,7 +247,9 @@ def chat_ids(body: Any, served: Served) -> list[int]:
     messages = [_message(one) for one in body.messages]
     adds_special = getattr(body, "add_special_tokens", None)
     try:
-        return prompt_of_messages(tokenizer, template, messages, tools, goes_on, starts, adds_special, further)
+        return prompt_of_messages(
+            tokenizer, served.template or None, messages, tools, goes_on, starts, adds_special, further
+        )
     except BadPrompt as error:
         raise invalid(str(error), "messages", "bad_prompt") from error
 
@@ -262,8 +260,16 @@ def _message(message: Message) -> dict[str, Any]:
         content = "".join(part.text for part in content)
     given = {"role": message.role, "content": content or ""}
     for name in ("name", "tool_calls", "tool_call_id"):
-        if (value := getattr(message, name)) is not None:
+        value = getattr(message, name)
+        if value:
             given[name] = value
+    reasoning = message.reasoning or message.reasoning_content
+    if message.reasoning_content and message.reasoning_content != reasoning:
+        raise invalid(
+            "a message has reasoning and reasoning_content, and they differ; give one of them", "messages", "bad_prompt"
+        )
+    if reasoning:  # templates know it by either name
+        given |= {"reasoning": reasoning, "reasoning_content": reasoning}
     return given
 
 
@@ -412,7 +418,8 @@ def named_method(
     return method, repr((name, sorted(chosen.items())))
 
 
-_OBJECTS = ("trace", "task", "search")  # settings that are not for requests: objects, and names of what is kept on disk
+# Settings that are not for requests: objects, names of what is kept on disk, and models, which would be loaded by name.
+_OBJECTS = ("trace", "task", "search", "others")
 
 
 def _check_skipping(method: str, chosen: Mapping[str, Any]) -> None:
@@ -516,7 +523,7 @@ def _top(body: Body) -> int | None:
     if isinstance(body, CompletionBody):
         return body.logprobs
     assert isinstance(body, ChatBody)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs is given without logprobs; set logprobs to true", "top_logprobs")
     return body.top_logprobs or 0 if body.logprobs else None
 
@@ -551,7 +558,7 @@ def _form(body: Body, tool: str | None, config: ServerConfig) -> tuple[str | Non
 
 def _json_form(kind: str, schema: JsonSchema | None) -> dict[str, Any]:
     if kind == "json_object":
-        return {"json_schema": True}
+        return {"json_schema": ANY_OBJECT}
     if schema is None:
         raise invalid("response_format is a json_schema without json_schema.schema", "response_format", "bad_grammar")
     if schema.strict is False:
@@ -572,7 +579,7 @@ def _structured(asked: StructuredOutputs) -> dict[str, Any]:
         )
     ((name, value),) = given.items()
     if name == "json_object":
-        return {"json_schema": True}
+        return {"json_schema": ANY_OBJECT}
     if name == "json":
         return {"json_schema": value}
     if name == "choice":
@@ -644,9 +651,7 @@ def _forced_tool(body: ChatBody) -> str | None:
     choice = body.tool_choice
     tools = body.tools or []
     names = [_function_of(tool)["name"] for tool in tools]
-    if choice is None and not tools:
-        return None
-    if choice == "none":
+    if choice == "none" or (choice in (None, "auto") and not tools):
         return None
     if isinstance(choice, dict):
         name = choice.get("function", {}).get("name") if isinstance(choice.get("function"), dict) else None
@@ -674,5 +679,25 @@ def _parameters_of(tools: Sequence[Mapping[str, Any]], name: str) -> Any:
     for tool in tools:
         function = _function_of(tool)
         if function["name"] == name:
-            return function.get("parameters") or {"type": "object"}
+            return ANY_OBJECT | _checked_parameters(function.get("parameters") or {}, name)
     raise invalid(f"tools has no function {name!r}", "tools")
+
+
+def _checked_parameters(parameters: Any, name: str) -> dict[str, Any]:
+    """Return the schema of the arguments of a function, which are an object. Raises `Refusal` if it says otherwise."""
+    if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
+        raise invalid(
+            f"the parameters of function {name!r} are {shown(parameters)}; they must be a schema of type 'object'",
+            "tools",
+            "bad_grammar",
+        )
+    return parameters
+
+
+def _plain_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool as templates show it: without what it says to caches."""
+    found = {name: value for name, value in tool.items() if name != "cache_control"}
+    function = found.get("function")
+    if isinstance(function, dict):
+        found["function"] = {name: value for name, value in function.items() if name != "cache_control"}
+    return found

@@ -6,7 +6,7 @@ import re
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from specbeam.options.checks import LARGEST_INTEGER
 from specbeam.serve.refusals import MOST_PROBLEMS, Refusal, invalid, shown
@@ -114,11 +114,13 @@ class Body(Strict):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     user: str | None = None
-    metadata: dict[str, str] | None = None
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     specbeam: SpecbeamOptions | None = None
 
 
@@ -135,22 +137,43 @@ class CompletionBody(Body):
     echo: bool | None = None
 
 
-class ContentPart(Strict):
+class HistoryPart(Strict):
+    """A part of a conversation, which another server may have written: a field that it does not know may be empty."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty_fields(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {name: one for name, one in value.items() if name in cls.model_fields or one not in ("", [], {})}
+
+
+class ContentPart(HistoryPart):
     """A part of a message; only text can be read."""
 
     type: Literal["text"]
     text: str
+    # These say nothing about the text.
+    annotations: list[Any] | None = None
+    cache_control: dict[str, Any] | None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
-class Message(Strict):
+class Message(HistoryPart):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    refusal: None = None
     tool_calls: Annotated[list[dict[str, Any]], Field(max_length=64)] | None = None
     tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    # These say nothing about the text.
+    id: str | None = None
+    annotations: list[Any] | None = None
+    cache_control: dict[str, Any] | None = None
+    provider_specific_fields: dict[str, Any] | None = None
 
 
 class ChatBody(Body):
@@ -166,6 +189,8 @@ class ChatBody(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: Literal["none"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
 
 
 class TokenizeBody(Strict):
@@ -303,6 +328,9 @@ _REPLACED = {
     "suffix": "a text in the middle cannot be asked for",
     "prediction": "predicted outputs are not supported",
     "functions": "use tools",
+    "audio": "answers are texts",
+    "moderation": "texts are not checked",
+    "web_search_options": "the model cannot search",
     "function_call": "use tool_choice",
     "guided_json": "use structured_outputs",
     "guided_regex": "use structured_outputs",

@@ -23,9 +23,10 @@ from specbeam.serve.refusals import Refusal, invalid
 from specbeam.serve.speech_answers import MEDIA, transcript_json, transcript_text
 from specbeam.serve.speech_orders import SpeechOrder, speech_order_of
 from specbeam.speech.audio import check_readable
+from specbeam.speech.formats import check_subtitles
 from specbeam.speech.records import Transcript
 from specbeam.speech.tokens import speech_tokens
-from specbeam.speech.transcribe import extractor_of
+from specbeam.speech.transcribe import extractor_of, thresholds_of
 
 if TYPE_CHECKING:
     from specbeam.serve.app import BeamServer
@@ -60,8 +61,14 @@ class SpeechDesk:
         self._here: Counter[str] = Counter()  # the same by client
 
     def open(self, pair: Pair) -> None:
-        """Note what the models need and know, when they are there. Raises `MissingPackage` if audio could not be read."""
+        """Note what the models need and know, when they are there.
+
+        Raises `MissingPackage` if audio could not be read or subtitles not be written, and `NotSupported` if the model has
+        settings of its own that are not honoured.
+        """
         check_readable()
+        check_subtitles()
+        thresholds_of(pair.target_model.generation_config)
         self.extractor = extractor_of(pair)
         self.knows_languages = bool(speech_tokens(pair).languages)
 

@@ -1,14 +1,12 @@
-"""Audio from files and arrays: one channel of 16 kHz."""
+"""Audio from files and arrays: one channel of 16 kHz. PyAV decodes files, soxr changes their rate."""
 
 import io
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from jaxtyping import Float32
 
 from specbeam.errors import BadAudio, MissingFile, MissingPackage
@@ -17,14 +15,22 @@ from specbeam.options.checks import is_integer
 RATE = 16_000  # samples per second that speech models are made for
 LEAST_S = 0.1  # seconds; a window of less is no speech
 SILENCE = 2.0**-15  # the smallest step of 16-bit audio
-ZEROS = 24  # zero crossings of the filter on each side: a flat pass band and -80 dB beyond it
-MOST_WEIGHTS = 2**20  # of filters at once: 8 MB in float64
-ROLL_OFF = 0.945  # share of the lower of both pass bands that is kept
 
 HIGHEST_RATE = 96_000  # samples per second of audio that comes as bytes
 MOST_CHANNELS = 8  # of audio that comes as bytes
-BLOCK = 2**18  # frames that are read at once
-FILTERED = 2**18  # samples that are made at once where the rate is another one
+BLOCK = 2**18  # frames that are mixed and resampled at once
+
+# Containers that hold sound themselves. Others, such as playlists, name files and addresses that would be read, too.
+_FORMATS = (
+    "wav,w64,aiff,caf,au,voc,flac,wv,tta,ape,mp3,aac,ac3,eac3,dts,amr,amrnb,amrwb,ogg,matroska,webm,mov,mp4,m4a,3gp,avi,asf,"
+    "flv,mpeg,mpegts,nut"
+)
+_OPENING = {"format_whitelist": _FORMATS, "protocol_whitelist": ""}
+# Containers whose header states the length of each stream. In others it is a guess from the size of the file, or missing.
+_STATING = ("wav", "w64", "aiff", "caf", "au", "flac", "wv", "tta", "ape", "mov,mp4,m4a,3gp,3g2,mj2")
+_LOST_S = 0.12  # seconds by which audio may be shorter than stated: encoders pad, and round to their frames
+_LONGEST_PAGE = 65_307  # bytes of a page of Ogg
+_UNKNOWN_BYTES = 0x7FFFF000  # as the size of a WAV file: written where the length was not known yet
 
 Samples = Float32[np.ndarray, " _"]
 
@@ -33,26 +39,23 @@ def read_audio(audio: Any, rate: int | None = None) -> Samples:
     """Return audio as one channel of 16 kHz.
 
     Args:
-        audio: a file that libsndfile reads (WAV, FLAC, OGG, MP3, ...), or samples in [-1, 1]: [samples], or
-            [samples, channels] whose mean is taken.
-        rate: samples per second of an array; None: 16,000. Files say it themselves.
+        audio: a file with sound that FFmpeg reads (WAV, FLAC, MP3, OGG, M4A, MP4, WebM, ...), or samples in [-1, 1]:
+            [samples], or [samples, channels] whose mean is taken.
+        rate: samples per second of an array; None: 16,000. Files state their own.
 
     Raises:
         MissingFile: there is no such file.
-        MissingPackage: the package soundfile is not installed, which reads files.
-        BadAudio: the file cannot be read, or the audio is too short or holds numbers that are no samples.
+        MissingPackage: the package av, which reads files, or soxr, which changes the rate, is not installed.
+        BadAudio: the file cannot be read or is cut off, or the audio is too short or holds numbers that are no samples.
     """
     if isinstance(audio, (str, Path)):
-        name = str(audio)
-        samples, found = _from_file(Path(audio))
-    else:
-        name = "the audio"
-        samples = np.asarray(audio)
-        found = RATE if rate is None else rate
+        with _file(Path(audio)) as file:
+            return _read(file, str(audio))
+    found = RATE if rate is None else rate
     if not is_integer(found) or found < 1:
         raise BadAudio(f"rate is {found!r}; it must be a number of samples per second, an integer of at least 1")
-    mono = _one_channel(samples, name)
-    _check_length(len(mono), int(found), name)
+    mono = _one_channel(_array(audio), "the audio")
+    _check_length(len(mono), int(found), "the audio")
     return resampled(mono, int(found), RATE)
 
 
@@ -64,38 +67,95 @@ def read_audio_bytes(raw: bytes, most_seconds: float) -> Samples:
     that at the end, besides some blocks.
 
     Args:
-        raw: a whole file that libsndfile reads.
+        raw: a whole file that FFmpeg reads.
         most_seconds: the longest audio that is taken.
 
     Raises:
-        MissingPackage: the package soundfile is not installed.
-        BadAudio: the bytes cannot be read, or the audio is too long, too short, or has too many channels or samples.
+        MissingPackage: the package av or soxr is not installed.
+        BadAudio: the bytes cannot be read, or the audio is cut off, too long or too short, or has too many channels or
+            samples.
     """
     if not raw:
         raise BadAudio("the audio has no bytes; send the content of a file")
+    return _read(io.BytesIO(raw), "the audio", most_seconds)
+
+
+def check_file(path: Path) -> None:
+    """Read the beginning of a file. Raises the errors of `read_audio` as far as they show there."""
+    with _file(path) as file, _opened(file, str(path)) as sound:
+        next(sound.blocks(), None)
+
+
+def check_readable() -> Any:
+    """Return the package that reads files.
+
+    Raises `MissingPackage` if it is not installed, or the one that changes rates is not.
+    """
+    try:
+        import av
+    except (ImportError, OSError) as error:  # OSError: without the libraries that it wraps
+        raise MissingPackage(f"audio files are read by PyAV: pip install '.[speech]' ({error})") from error
+    _soxr()
+    return av
+
+
+def _soxr() -> Any:
+    """Return the package that changes rates. Raises `MissingPackage` if it is not installed."""
+    try:
+        import soxr
+    except (ImportError, OSError) as error:
+        raise MissingPackage(f"the rate of audio is changed by soxr: pip install '.[speech]' ({error})") from error
+    return soxr
+
+
+@contextmanager
+def _file(path: Path) -> Iterator[io.BufferedIOBase]:
+    """Open a file. Raises `MissingFile` if there is none, and `BadAudio` if it is empty or may not be read."""
+    if not path.is_file():
+        found = f"{path} is a folder" if path.is_dir() else f"there is no file {path}"
+        raise MissingFile(f"{found}; give an audio file")
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise _unreadable(str(path), error.strerror or str(error)) from error
+    with file:
+        if path.stat().st_size == 0:
+            raise _unreadable(str(path), "it is empty")
+        yield file
+
+
+def _read(file: io.BufferedIOBase, name: str, most_seconds: float | None = None) -> Samples:
+    """Return the audio of an open file as one channel of 16 kHz.
+
+    Args:
+        most_seconds: the longest audio that is taken, of which rate and channels are limited, too; None: no limits.
+    """
     blocks: list[Samples] = []
     count = 0
-    with _opened(io.BytesIO(raw), "the audio") as sound:
-        rate = int(sound.samplerate)
-        if not 1 <= rate <= HIGHEST_RATE:
-            raise BadAudio(f"the audio has {rate} samples per second; at most {HIGHEST_RATE} are taken: resample it")
-        if sound.channels > MOST_CHANNELS:
-            raise BadAudio(f"the audio has {sound.channels} channels; at most {MOST_CHANNELS} are taken: mix them")
-        resampling = Resampling(rate, RATE) if rate != RATE else None
-        most = int(most_seconds * rate)
-        while count <= most:
-            block = sound.read(min(BLOCK, most + 1 - count), dtype="float32", always_2d=True)
-            if len(block) == 0:
-                break
+    with _opened(file, name) as sound:
+        resampling = None
+        for block in sound.blocks(is_limited=most_seconds is not None):
+            if resampling is None:
+                resampling = _soxr().ResampleStream(sound.rate, RATE, 1)
             count += len(block)
-            mono = _one_channel(block.mean(1), "the audio")
-            blocks.extend([mono] if resampling is None else resampling.put(mono))
-    if count > most:
-        raise BadAudio(f"the audio has more than {most_seconds:g} seconds, which are taken; send it in parts")
-    _check_length(count, rate, "the audio")
-    if resampling is not None:
-        blocks.extend(resampling.end())
+            if most_seconds is not None and count > most_seconds * sound.rate:
+                raise BadAudio(f"the audio has more than {most_seconds:g} seconds, which are taken; send it in parts")
+            mono = _one_channel(block, name)
+            blocks.append(mono if sound.rate == RATE else resampling.resample_chunk(mono))
+        sound.check_whole(count)
+        _check_length(count, sound.rate, name)
+        if sound.rate != RATE:
+            nothing = np.zeros(0, dtype=np.float32)
+            blocks.append(resampling.resample_chunk(nothing, last=True))  # type: ignore[union-attr]
     return np.concatenate(blocks)
+
+
+def _check_limits(rate: int, channels: int) -> None:
+    """Raise `BadAudio` if audio that comes as bytes has too many samples or channels."""
+    if rate > HIGHEST_RATE:
+        raise BadAudio(f"the audio has {rate} samples per second; at most {HIGHEST_RATE} are taken: resample it")
+    if channels > MOST_CHANNELS:
+        raise BadAudio(f"the audio has {channels} channels; at most {MOST_CHANNELS} are taken: mix them")
 
 
 def _check_length(count: int, rate: int, name: str) -> None:
@@ -104,37 +164,146 @@ def _check_length(count: int, rate: int, name: str) -> None:
         raise BadAudio(f"{name} has {count / rate:.3f} seconds; at least {LEAST_S} are needed")
 
 
-def _from_file(path: Path) -> tuple[np.ndarray, int]:
-    """Return the samples of a file, float32[samples, channels], and how many there are per second."""
-    if not path.is_file():
-        raise MissingFile(f"there is no file {path}; give an audio file")
-    with _opened(path, str(path)) as sound:
-        samples: np.ndarray = sound.read(dtype="float32", always_2d=True)
-        return samples, int(sound.samplerate)
-
-
-def check_readable() -> Any:
-    """Return the package that reads files. Raises `MissingPackage` if it is not installed."""
-    try:
-        import soundfile
-    except (ImportError, OSError) as error:  # OSError: without the library that it wraps
-        raise MissingPackage(f"audio files are read by soundfile: pip install '.[speech]' ({error})") from error
-    return soundfile
-
-
 @contextmanager
-def _opened(file: Path | io.BytesIO, name: str) -> Iterator[Any]:
+def _opened(file: io.BufferedIOBase, name: str) -> Iterator["_Sound"]:
     """Open audio for reading. Raises `BadAudio` for what cannot be read, also while it is read."""
-    soundfile = check_readable()
+    av = check_readable()
+    head = file.read(12)
+    file.seek(0)
     try:
-        with soundfile.SoundFile(file) as sound:
-            yield sound
+        with av.open(file, options=_OPENING) as container:
+            stream = container.streams.best("audio")
+            if stream is None:
+                kinds = sorted({one.type for one in container.streams})
+                raise _unreadable(name, f"it holds no sound ({', '.join(kinds) or 'nothing'} alone)")
+            if stream.codec_context is None:
+                raise _unreadable(name, "FFmpeg does not know its codec")
+            yield _Sound(av, container, stream, file, head, name)
     except BadAudio:
         raise
-    except (RuntimeError, ValueError, TypeError) as error:  # what libsndfile raises is a RuntimeError
-        reason = str(error) if isinstance(file, Path) else str(getattr(error, "error_string", error))
+    except (av.FFmpegError, ValueError, TypeError, IndexError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        reason = f"{reason[:1].lower()}{reason[1:]} (another kind of file, or it is damaged or cut off)"
+        raise _unreadable(name, reason) from error
+
+
+def _unreadable(name: str, reason: str) -> BadAudio:
+    return BadAudio(f"{name} cannot be read as audio: {reason}; convert it to WAV, FLAC, MP3, OGG, M4A, MP4 or WebM")
+
+
+class _Sound:
+    """The best audio stream of an open file.
+
+    Args:
+        file: what is decoded.
+        head: its first bytes.
+
+    Attributes:
+        rate: samples per second; known with the first block.
+    """
+
+    def __init__(self, av: Any, container: Any, stream: Any, file: io.BufferedIOBase, head: bytes, name: str) -> None:
+        self.rate = int(stream.rate or RATE)
+        self._av = av
+        self._container = container
+        self._stream = stream
+        self._file = file
+        self._head = head
+        self._name = name
+
+    def blocks(self, is_limited: bool = False) -> Iterator[Float32[np.ndarray, "frames channels"]]:
+        """Yield the samples in blocks of about `BLOCK` frames.
+
+        Args:
+            is_limited: whether the audio comes as bytes, whose rate and channels are limited.
+        """
+        # Packed samples: PyAV reads beyond the planes of a frame that has eight of them or more.
+        packing = self._av.AudioResampler(format="flt")
+        waiting: list[Float32[np.ndarray, "frames channels"]] = []
+        count = 0
+        shape: tuple[int, int, str] | None = None
+        for frame in self._container.decode(self._stream):
+            found = (int(frame.sample_rate), int(frame.layout.nb_channels), str(frame.format.name))
+            if shape is None:
+                shape = found
+                if is_limited:
+                    _check_limits(*shape[:2])
+            if found != shape:
+                raise _unreadable(self._name, "its rate or its channels change in the middle")
+            self.rate, channels, _ = shape  # of AAC the header may state half of the rate
+            for packed in packing.resample(frame):
+                waiting.append(packed.to_ndarray().reshape(-1, channels))
+                count += len(waiting[-1])
+            if count >= BLOCK:
+                yield np.concatenate(waiting)
+                waiting = []
+                count = 0
+        if waiting:
+            yield np.concatenate(waiting)
+
+    def check_whole(self, count: int) -> None:
+        """Raise `BadAudio` if fewer frames were read than the file promises."""
+        promised = self._promised_seconds(count)
+        found = count / self.rate
+        advice = "get the whole file, or convert what is there to another file"
+        if found + max(_LOST_S, 0.01 * promised) < promised:
+            raise BadAudio(
+                f"{self._name} is cut off: its header promises {promised:.2f} seconds, and {found:.2f} are there; {advice}"
+            )
+        if self._head[:4] == b"OggS" and _ends_within_a_page(self._file):
+            raise BadAudio(f"{self._name} is cut off after {found:.2f} seconds; {advice}")
+
+    def _promised_seconds(self, count: int) -> float:
+        """Return the length in the header of the file; 0 where there is none.
+
+        Args:
+            count: number of frames that were read.
+        """
+        stream = self._stream
+        format = self._container.format.name
+        size = max(int(self._container.size), 1)
+        if self._head[:4] == b"RIFF" and self._head[8:] == b"WAVE":
+            stated = int.from_bytes(self._head[4:8], "little") + 8
+            return count / self.rate * stated / size if stated < _UNKNOWN_BYTES else 0.0
+        if format == "matroska,webm":
+            return _clock_seconds(stream.metadata.get("DURATION", ""))
+        length = 0.0 if stream.duration is None else float(stream.duration * stream.time_base)
+        if format == "mp3":  # a length that fits the size of the file may be a guess from it
+            fits = length * (stream.bit_rate or 0) / 8 <= 1.02 * size
+            return 0.0 if fits else length
+        return length if format in _STATING else 0.0
+
+
+def _clock_seconds(clock: str) -> float:
+    """Return the seconds of a time like "00:01:02.5"; 0 if it is none."""
+    try:
+        hours, minutes, seconds = clock.split(":")
+        return 3600 * int(hours) + 60 * int(minutes) + float(seconds)
+    except ValueError:
+        return 0.0
+
+
+def _ends_within_a_page(file: io.BufferedIOBase) -> bool:
+    """Return whether an Ogg file ends before its last page does: the header of a page states how long it is."""
+    file.seek(0, io.SEEK_END)
+    file.seek(max(file.tell() - _LONGEST_PAGE, 0))
+    tail = file.read()
+    start = tail.rfind(b"OggS")
+    page = tail[start:]
+    if start < 0 or len(page) < 27:
+        return True
+    segments = page[26]
+    return len(page) < 27 + segments + sum(page[27 : 27 + segments])
+
+
+def _array(audio: Any) -> np.ndarray:
+    """Return samples as an array. Raises `BadAudio` for what is neither an array nor a list of numbers."""
+    held = audio.detach().cpu() if hasattr(audio, "detach") else audio
+    try:
+        return np.asarray(held)
+    except (TypeError, ValueError, RuntimeError) as error:
         raise BadAudio(
-            f"{name} cannot be read as audio: {reason}; convert it to WAV, FLAC, OGG or MP3, which libsndfile reads"
+            f"the audio is a {type(audio).__name__}, which is no array: {error}; give the path of a file, or float32 samples"
         ) from error
 
 
@@ -158,102 +327,8 @@ def is_silent(samples: Samples) -> bool:
 
 
 def resampled(samples: Samples, rate: int, wanted: int) -> Samples:
-    """Return samples at another rate, by a windowed sinc filter for each phase; ceil(samples * wanted / rate) of them.
-
-    Frequencies above the lower of both pass bands are removed, so that nothing is mirrored into it. Rates with few common
-    factors have as many phases as samples per second; these are made in blocks of at most `MOST_WEIGHTS`.
-    """
+    """Return samples at another rate. Raises `MissingPackage` if soxr is not installed."""
     if rate == wanted:
         return samples
-    resampling = Resampling(rate, wanted)
-    return np.concatenate([*resampling.put(samples), *resampling.end()])
-
-
-class Resampling:
-    """Samples at another rate, part by part: those of `resampled`, bit by bit, with little more memory than a part.
-
-    Args:
-        rate: samples per second of what is put in.
-        wanted: samples per second of what comes out.
-    """
-
-    def __init__(self, rate: int, wanted: int) -> None:
-        divisor = math.gcd(rate, wanted)
-        self._rate = rate
-        self._wanted = wanted
-        self._step = rate // divisor
-        self._phases = wanted // divisor
-        self._band = min(self._step, self._phases) * ROLL_OFF
-        self._reach = math.ceil(ZEROS * self._step / self._band)
-        self._size = _phases_at_once(self._step, self._phases, self._reach)
-        self._frames = max(FILTERED // self._phases, 1)  # places of a filter, one step apart, that are filtered at once
-        self._filters: list[tuple[int, int, torch.Tensor]] = []  # kept if they are few
-        self._rest: Samples = np.zeros(self._reach, dtype=np.float32)  # what is still to be read
-        self._read = 0
-        self._made = 0
-
-    def put(self, samples: Samples) -> Iterator[Samples]:
-        """Yield what follows from samples that come next; all of it must be taken."""
-        self._read += len(samples)
-        self._rest = np.concatenate([self._rest, samples])
-        advance = self._frames * self._step
-        while len(self._rest) >= advance + 2 * self._reach:
-            made = self._filtered(self._rest[: advance + 2 * self._reach], self._frames)
-            self._rest = self._rest[advance:]
-            self._made += len(made)
-            yield made
-        self._rest = self._rest.copy()  # or all that was read would be kept
-
-    def end(self) -> Iterator[Samples]:
-        """Yield what is left when no samples follow."""
-        frames = self._read // self._step + 1 - self._made // self._phases
-        padded = np.concatenate([self._rest, np.zeros(self._reach + self._step, dtype=np.float32)])
-        count = math.ceil(self._read * self._wanted / self._rate)
-        yield self._filtered(padded, frames)[: count - self._made]
-
-    def _filtered(self, samples: Samples, frames: int) -> Samples:
-        """Return all phases at so many places of the filters."""
-        padded = torch.from_numpy(samples)[None, None]
-        blocks = []
-        for start, stop, kernels in self._kernels():
-            read = padded[:, :, start : stop + (frames - 1) * self._step]
-            blocks.append(torch.nn.functional.conv1d(read, kernels[:, None], stride=self._step)[0])
-        flat: Samples = torch.cat(blocks).T.reshape(-1).numpy()
-        return flat
-
-    def _kernels(self) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield filters in blocks of phases, with the first sample that they read from their place on, and the end."""
-        yield from self._filters
-        if self._filters:
-            return
-        for first in range(0, self._phases, self._size):
-            block = self._made_kernels(first, min(first + self._size, self._phases))
-            if self._size >= self._phases:
-                self._filters.append(block)
-            yield block
-
-    def _made_kernels(self, first: int, last: int) -> tuple[int, int, torch.Tensor]:
-        reach = self._reach
-        step = self._step
-        start = 0
-        stop = 2 * reach + step
-        if self._size < self._phases:  # the other taps have no weight
-            start = first * step // self._phases
-            stop = min(-(-(last - 1) * step // self._phases) + 2 * reach + 1, stop)
-        taps = torch.arange(start - reach, stop - reach, dtype=torch.float64)[None] / step
-        shifts = torch.arange(first, last, dtype=torch.float64)[:, None] / self._phases
-        times = ((taps - shifts) * self._band).clamp(-ZEROS, ZEROS)
-        window = torch.cos(times * math.pi / ZEROS / 2) ** 2
-        kernels = (torch.sinc(times) * window * self._band / step).float()
-        return start, stop, kernels
-
-
-def _phases_at_once(step: int, phases: int, reach: int) -> int:
-    """Return how many phases are filtered together, so that their filters have at most `MOST_WEIGHTS` weights, or it is one.
-
-    All of them for the usual rates of audio.
-    """
-    size = phases
-    while size > 1 and size * (2 * reach + step * size // phases) > MOST_WEIGHTS:
-        size = (size + 1) // 2
-    return size
+    found: Samples = _soxr().resample(samples, rate, wanted)
+    return found

@@ -1,18 +1,25 @@
-"""The formats that transcripts are written in: text, JSON, and two kinds of subtitles."""
+"""The formats that transcripts are written in: text, JSON, and two kinds of subtitles, which pysubs2 writes."""
 
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+import unicodedata
 from typing import Any
 
-from specbeam.errors import BadSetting
+from specbeam.errors import BadSetting, MissingPackage
+from specbeam.options.checks import is_integer, require
 from specbeam.speech.records import Segment, Transcript
+
+SUBTITLES = ("srt", "vtt")
+FORMATS = ("text", "json", "verbose_json", *SUBTITLES)
+# Languages written without spaces between words, whose lines may break between any two characters.
+_WITHOUT_SPACES = ("zh", "ja", "th", "lo", "my", "yue")
+_BACKSLASH = "\ufdd0"  # stands for a backslash while pysubs2 holds a text: it reads \N, \n and \h as breaks and spaces
 
 
 def as_text(transcript: Transcript) -> str:
-    """Return a segment per line."""
-    return "".join(f"{segment.text.strip()}\n" for segment in transcript.segments)
+    """Return a line per segment that has a text."""
+    return "".join(f"{segment.text.strip()}\n" for segment in spoken(transcript))
 
 
 def as_record(transcript: Transcript) -> dict[str, Any]:
@@ -35,50 +42,120 @@ def as_json(transcript: Transcript) -> str:
     return json.dumps({"text": transcript.text}, ensure_ascii=False) + "\n"
 
 
-def as_srt(transcript: Transcript) -> str:
-    """Return SubRip subtitles."""
-    blocks = []
-    for number, segment in enumerate(transcript.segments, 1):
-        times = f"{_clock(segment.start, ',', True)} --> {_clock(segment.end, ',', True)}"
-        blocks.append(f"{number}\n{times}\n{_line(segment)}\n")
-    return "\n".join(blocks)
+def spoken(transcript: Transcript) -> list[Segment]:
+    """Return the segments whose text is more than white space."""
+    return [segment for segment in transcript.segments if segment.text.strip()]
 
 
-def as_vtt(transcript: Transcript) -> str:
-    """Return WebVTT subtitles."""
-    blocks = ["WEBVTT\n"]
-    for segment in transcript.segments:
-        times = f"{_clock(segment.start, '.', False)} --> {_clock(segment.end, '.', False)}"
-        blocks.append(f"{times}\n{_line(segment)}\n")
-    return "\n".join(blocks)
+def as_subtitles(
+    transcript: Transcript, name: str, max_line_width: int | None = None, max_line_count: int | None = None
+) -> str:
+    """Return subtitles in the format of that name, "srt" or "vtt"; the other arguments are those of `formatted`."""
+    pysubs2 = check_subtitles()
+    subtitles = pysubs2.SSAFile()
+    for segment in spoken(transcript):
+        for start, end, text in _cues(segment, transcript.language, max_line_width, max_line_count):
+            cue = pysubs2.SSAEvent(start=round(1000 * start), end=round(1000 * end))
+            cue.plaintext = _cue_text(text, name).replace("\\", _BACKSLASH)
+            subtitles.append(cue)
+    # With its tags kept a text in braces stays as it is.
+    made: str = subtitles.to_string(name, keep_ssa_tags=True)
+    return made.replace(_BACKSLASH, "\\")
 
 
-def _line(segment: Segment) -> str:
-    """Return the text of a subtitle, which must hold neither an arrow nor an empty line."""
-    return " ".join(segment.text.replace("-->", "->").split())
+def check_subtitles() -> Any:
+    """Return the package that writes subtitles. Raises `MissingPackage` if it is not installed."""
+    try:
+        import pysubs2
+    except ImportError as error:
+        raise MissingPackage(f"subtitles are written by pysubs2: pip install '.[speech]' ({error})") from error
+    return pysubs2
 
 
-def _clock(seconds: float, mark: str, hours_always: bool) -> str:
-    """Return a time as hours, minutes, seconds and, behind `mark`, thousandths."""
-    milliseconds = round(seconds * 1000)
-    whole, thousandths = divmod(milliseconds, 1000)
-    minutes, second = divmod(whole, 60)
-    hours, minute = divmod(minutes, 60)
-    front = f"{hours:02d}:" if hours_always or hours else ""
-    return f"{front}{minute:02d}:{second:02d}{mark}{thousandths:03d}"
+def _cue_text(text: str, name: str) -> str:
+    """Return the text of a cue, in which an arrow would end it; in WebVTT "&" and "<" begin something else than text."""
+    arrowless = text.replace("-->", "->")
+    return arrowless.replace("&", "&amp;").replace("<", "&lt;") if name == "vtt" else arrowless
 
 
-FORMATS: dict[str, Callable[[Transcript], str]] = {
-    "text": as_text,
-    "json": as_json,
-    "verbose_json": as_verbose_json,
-    "srt": as_srt,
-    "vtt": as_vtt,
-}
+def _cues(
+    segment: Segment, language: str | None, width: int | None, most: int | None
+) -> list[tuple[float, float, str]]:
+    """Return start, end and text of each cue of a segment: one, or as many as its lines need."""
+    lines = [" ".join(segment.text.split())] if width is None else wrapped(segment.text, width, language)
+    most = most or len(lines)
+    parts = [lines[first : first + most] for first in range(0, len(lines), most)]
+    sizes = [sum(map(len, part)) for part in parts]
+    seconds = segment.end - segment.start
+    cues = []
+    for number, part in enumerate(parts):
+        start = segment.start + seconds * sum(sizes[:number]) / sum(sizes)
+        end = segment.start + seconds * sum(sizes[: number + 1]) / sum(sizes)
+        cues.append((start, end, "\n".join(part)))
+    return cues
 
 
-def formatted(transcript: Transcript, name: str) -> str:
-    """Return a transcript in the format of that name. Raises `BadSetting` if there is none."""
-    if name not in FORMATS:
-        raise BadSetting(f"format is {name!r}; it must be {', '.join(FORMATS)}")
-    return FORMATS[name](transcript)
+def wrapped(text: str, width: int, language: str | None) -> list[str]:
+    """Return a text in lines of at most `width` characters, broken between words; a longer word has a line of its own.
+
+    A language that has no spaces between words is broken between characters.
+    """
+    is_dense = language in _WITHOUT_SPACES
+    lines: list[str] = []
+    for word in text.split():
+        for number, unit in enumerate(_characters(word) if is_dense else [word]):
+            joint = " " if number == 0 else ""
+            if lines and len(lines[-1]) + len(joint) + len(unit) <= width:
+                lines[-1] += joint + unit
+            else:
+                lines.append(unit)
+    return lines
+
+
+def _characters(word: str) -> list[str]:
+    """Return the characters of a word, each with the marks that belong to it."""
+    found: list[str] = []
+    for letter in word:
+        if found and unicodedata.category(letter).startswith("M"):
+            found[-1] += letter
+        else:
+            found.append(letter)
+    return found
+
+
+def check_format(name: str, max_line_width: int | None = None, max_line_count: int | None = None) -> None:
+    """Raise an error if `formatted` would refuse these arguments, or lacks a package for them."""
+    require(name in FORMATS, "format", name, ", ".join(FORMATS))
+    for limit, value in (("max_line_width", max_line_width), ("max_line_count", max_line_count)):
+        if value is None:
+            continue
+        require(is_integer(value) and value >= 1, limit, value, "an integer of at least 1, or None")
+        if name not in SUBTITLES:
+            raise BadSetting(f"{limit} is for subtitles, {' and '.join(SUBTITLES)}, and the format is {name!r}")
+    if max_line_count is not None and max_line_width is None:
+        raise BadSetting(f"max_line_count is {max_line_count}, and nothing breaks lines; give max_line_width, too")
+    if name in SUBTITLES:
+        check_subtitles()
+
+
+def formatted(
+    transcript: Transcript, name: str, max_line_width: int | None = None, max_line_count: int | None = None
+) -> str:
+    """Return a transcript in the format of that name.
+
+    Segments without a text are left out of texts and subtitles.
+
+    Args:
+        name: "text", "json", "verbose_json", "srt" or "vtt".
+        max_line_width: maximum number of characters in a line of subtitles; lines break between words.
+        max_line_count: maximum number of lines of a cue. A segment that has more becomes several cues, which share its time
+            by their numbers of characters: Whisper gives no times of single words here.
+
+    Raises:
+        BadSetting: there is no such format, or it has no lines to limit.
+        MissingPackage: the package pysubs2, which writes subtitles, is not installed.
+    """
+    check_format(name, max_line_width, max_line_count)
+    if name in SUBTITLES:
+        return as_subtitles(transcript, name, max_line_width, max_line_count)
+    return {"text": as_text, "json": as_json, "verbose_json": as_verbose_json}[name](transcript)

@@ -1,9 +1,11 @@
 """The tokens by which a Whisper model is told what to do, and by which it tells times."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from specbeam.errors import BadSetting, NotSupported
+from specbeam.options.checks import require
 from specbeam.pair import Pair
 
 
@@ -13,20 +15,23 @@ class SpeechTokens:
 
     Attributes:
         begin: the token that the decoder begins with.
-        end: the end token.
+        ends: the end tokens.
         before: stands before what was said before; None if it is not known.
         no_timestamps: asks for text without timestamps.
         languages, tasks: tokens by name, like "<|en|>" and "transcribe"; empty for a model of one language.
+        forced: the places and tokens that older configs force where neither language nor task is chosen; a token that is
+            None stands for the language, which the model then detects. None: the config forces none.
         frames_per_step: number of frames between two timestamps.
         config: the generation config.
     """
 
     begin: int
-    end: int
+    ends: tuple[int, ...]
     before: int | None
     no_timestamps: int
     languages: dict[str, int]
     tasks: dict[str, int]
+    forced: list[tuple[int, int | None]] | None
     frames_per_step: int
     config: Any
 
@@ -36,31 +41,73 @@ class SpeechTokens:
         return self.no_timestamps + 1
 
     @property
-    def no_speech(self) -> int | None:
+    def no_speech(self) -> int:
         """The token whose odds say that there is no speech."""
         return self.no_timestamps - 1
 
-    def code_of(self, language: str | None) -> str | None:
-        """Return the code of a language that is given as a code, a name or a token; None for none."""
-        if language is None or not self.languages:
-            return None
-        return self._token_name(language).strip("<|>")
+    def choice(self, language: str | None, task: str | None) -> "SpokenChoice":
+        """Return language and task, from the caller, or else from the generation config.
 
-    def start(self, language: str | None, task: str, timestamps: bool) -> list[int]:
-        """Return what the decoder begins with.
+        A config that sets neither may force tokens, as older ones do; otherwise the task is to transcribe.
 
         Raises `BadSetting` for a language or a task that the model does not know, and for any if it knows one language.
         """
-        found = [self.begin]
-        if self.languages:
-            if task not in self.tasks:
-                raise BadSetting(f"task is {task!r}; this model knows {', '.join(self.tasks)}")
-            if language is not None:
-                found.append(self.languages[self._token_name(language)])
-            found.append(self.tasks[task])
-        elif language is not None or task != "transcribe":
-            raise BadSetting("this model writes down English alone; leave language and task out")
+        wanted = language if language is not None else getattr(self.config, "language", None)
+        aim = task if task is not None else getattr(self.config, "task", None)
+        for name, found in (("language", wanted), ("task", aim)):
+            require(found is None or isinstance(found, str), name, found, "a text, or None")
+        if wanted is None and aim is None and self.forced is not None:
+            return self._forced_choice(self.forced)
+        if not self.languages:
+            if wanted is not None or aim not in (None, "transcribe"):
+                raise BadSetting(self._without_languages())
+            return SpokenChoice(None, (), False)
+        following: tuple[int, ...] = ()
+        if self.tasks or aim not in (None, "transcribe"):
+            chosen = aim or "transcribe"
+            if chosen not in self.tasks:
+                raise BadSetting(f"task is {chosen!r}; this model knows {', '.join(self.tasks)}")
+            following = (self.tasks[chosen],)
+        spoken = None if wanted is None else self._token_name(wanted)
+        return SpokenChoice(spoken, following, spoken is None)
+
+    def _forced_choice(self, forced: list[tuple[int, int | None]]) -> "SpokenChoice":
+        """Return the choice that forced tokens make. The one that asks for no timestamps is left to the caller.
+
+        Raises `NotSupported` if they do not follow each other, or leave open more than the language.
+        """
+        tokens = [token for _, token in forced]
+        follow = [place for place, _ in forced] == [*range(1, len(forced) + 1)]
+        if not follow or None in tokens[1:]:
+            raise NotSupported(
+                f"the generation_config has forced_decoder_ids={forced}; they must follow each other from place 1 on, and "
+                "only the first may be open: give language and task"
+            )
+        following = tuple(token for token in tokens if token is not None and token != self.no_timestamps)
+        names = {token: name for name, token in self.languages.items()}
+        if tokens[0] in names:
+            return SpokenChoice(names[tokens[0]], following[1:], False)
+        return SpokenChoice(None, following, tokens[0] is None and bool(self.languages))
+
+    def start(self, choice: "SpokenChoice", language: str | None, timestamps: bool) -> list[int]:
+        """Return what the decoder begins with.
+
+        Args:
+            language: the name of the language's token; None: no token.
+            timestamps: whether the model writes timestamps.
+        """
+        spoken = [] if language is None else [self.languages[language]]
+        found = [self.begin, *spoken, *choice.following]
         return found if timestamps else [*found, self.no_timestamps]
+
+    def _without_languages(self) -> str:
+        """Return the reason why languages and tasks cannot be chosen."""
+        if getattr(self.config, "is_multilingual", None) is False:
+            return "this model writes down English alone; leave language and task out"
+        return (
+            "the generation_config of this model does not name lang_to_id, so neither language nor task can be chosen; take "
+            "the generation_config.json of the model's page"
+        )
 
     def _token_name(self, language: str) -> str:
         """Return the token of a language that is given as a code, a name or a token."""
@@ -78,33 +125,72 @@ class SpeechTokens:
         """Return the logits processors that keep timestamps in order, for texts whose first token is number `begin`."""
         from transformers import WhisperTimeStampLogitsProcessor
 
-        return [WhisperTimeStampLogitsProcessor(self.config, begin)] if timestamps else []
+        if not timestamps:
+            return []
+        config: Any = self.config
+        if not isinstance(
+            config.eos_token_id, int
+        ):  # transformers' processor takes one, and allows what is not below it
+            config = SimpleNamespace(**(vars(self.config) | {"eos_token_id": min(self.ends)}))
+        return [WhisperTimeStampLogitsProcessor(config, begin)]
+
+
+@dataclass(frozen=True)
+class SpokenChoice:
+    """The language and the task of a transcription.
+
+    Attributes:
+        language: the name of the language's token; None: it is detected, or has no token.
+        following: the tokens after the language: the task.
+        detects: whether the model detects the language.
+    """
+
+    language: str | None
+    following: tuple[int, ...]
+    detects: bool
+
+
+def code_of(language: str | None) -> str | None:
+    """Return the code of a language from the name of its token: "en" from "<|en|>"."""
+    return None if language is None else language.strip("<|>")
 
 
 def speech_tokens(pair: Pair) -> SpeechTokens:
     """Return the special tokens of a Whisper model. Raises `NotSupported` if its generation config does not name them."""
     config: Any = getattr(pair.target_model, "generation_config", None)
-    no_timestamps = getattr(config, "no_timestamps_token_id", None)
-    begin = getattr(config, "decoder_start_token_id", None)
+    no_timestamps: Any = getattr(config, "no_timestamps_token_id", None)
+    begin: Any = getattr(config, "decoder_start_token_id", None)
     if begin is None:
         begin = pair.target_model.config.decoder_start_token_id
-    if no_timestamps is None or begin is None:
+    named = {"no_timestamps_token_id": no_timestamps, "decoder_start_token_id": begin, "eos_token_id": pair.eos or None}
+    unnamed = [name for name, value in named.items() if value is None]
+    if unnamed:
         raise NotSupported(
-            f"the generation_config of {type(pair.target_model).__name__} does not name no_timestamps_token_id; take the "
+            f"the generation_config of {type(pair.target_model).__name__} does not name {', '.join(unnamed)}; take the "
             "generation_config.json of the model's page"
         )
     is_multilingual = bool(getattr(config, "is_multilingual", getattr(config, "lang_to_id", None)))
-    end = config.eos_token_id
     return SpeechTokens(
-        begin=int(begin),
-        end=int(end[0] if isinstance(end, (list, tuple)) else end),
+        begin=begin,
+        ends=tuple(int(end) for end in pair.eos),
         before=_before(pair, config),
         no_timestamps=int(no_timestamps),
         languages=dict(getattr(config, "lang_to_id", None) or {}) if is_multilingual else {},
         tasks=dict(getattr(config, "task_to_id", None) or {}) if is_multilingual else {},
+        forced=_forced(pair, config),
         frames_per_step=2,
         config=config,
     )
+
+
+def _forced(pair: Pair, config: Any) -> list[tuple[int, int | None]] | None:
+    """Return the places and tokens that a config forces after the first token; None if it forces none."""
+    pairs: Any = getattr(config, "forced_decoder_ids", None)
+    if pairs is None:
+        pairs = getattr(pair.target_model.config, "forced_decoder_ids", None)
+    if not pairs:
+        return None
+    return [(int(place), None if token is None else int(token)) for place, token in pairs]
 
 
 def _before(pair: Pair, config: Any) -> int | None:

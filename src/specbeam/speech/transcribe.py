@@ -5,16 +5,19 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
+from specbeam.checkpoints.boundary import reading
 from specbeam.engines.source import Source
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.generation import generate
 from specbeam.lm.encoder_decoder import EncoderDecoderLM
 from specbeam.options.checks import is_integer, require
+from specbeam.options.generation_config import OF_ENCODER_DECODERS
+from specbeam.options.settings import Settings
 from specbeam.pair import Pair, load
 from specbeam.recipes.beams import sampling
 from specbeam.recipes.catalogue import resolve
@@ -23,15 +26,26 @@ from specbeam.recipes.search import beam_search, speculative_beam_search
 from specbeam.recipes.sequence import speculative_sampling
 from specbeam.records import Generation
 from specbeam.speech.audio import RATE, Samples, is_silent, read_audio
+from specbeam.speech.likelihood import score_window
 from specbeam.speech.records import Segment, Transcript
-from specbeam.speech.tokens import SpeechTokens, speech_tokens
-from specbeam.speech.windows import STEP_S, Features, features_of, slices_of
+from specbeam.speech.tokens import SpeechTokens, code_of, speech_tokens
+from specbeam.speech.windows import HOP_S, STEP_S, Features, features_of, slices_of, within
 
 if TYPE_CHECKING:
     from transformers import WhisperFeatureExtractor
 
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 BEAMS = 5
+Limit = float | None | Literal["auto"]
+RESETS = 0.5  # a window that was decoded above this temperature is no prompt for the next one
+# Other names of options: those of openai/whisper and faster-whisper, and of transformers.
+ALIASES = {
+    "initial_prompt": "prompt",
+    "logprob_threshold": "log_prob_threshold",
+    "condition_on_prev_tokens": "condition_on_previous_text",
+}
+# Options of `generate` that a transcription sets itself.
+_OWN = ("decoder_input_ids", "decoder_start_token_id", "num_return_sequences", "streamer", "on_result")
 
 
 @dataclass(frozen=True)
@@ -41,12 +55,45 @@ class Thresholds:
     Attributes:
         compression_ratio: a text that zlib makes smaller than by this factor repeats itself.
         log_prob: the least average log-likelihood per token.
-        no_speech: a window with a larger probability of silence, whose text fails `log_prob`, is silence.
+        no_speech: a window with a larger probability of silence, whose text fails `log_prob`, is silence; without `log_prob`
+            whatever its text.
     """
 
     compression_ratio: float | None = 2.4
     log_prob: float | None = -1.0
     no_speech: float | None = 0.6
+
+    def __post_init__(self) -> None:
+        for name in ("compression_ratio", "log_prob", "no_speech"):
+            value = getattr(self, name)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+            require(value is None or is_number, f"{name}_threshold", value, "a number, or None")
+
+
+def thresholds_of(
+    config: Any, compression_ratio: Limit = "auto", log_prob: Limit = "auto", no_speech: Limit = "auto"
+) -> Thresholds:
+    """Return thresholds. "auto" is the one in a model's own generation config, or else the usual one.
+
+    Raises `NotSupported` if the config's own threshold for the compression ratio would count: it is one of tokens.
+    """
+    own = getattr(config, "compression_ratio_threshold", None)
+    if own is not None and compression_ratio == "auto":
+        raise NotSupported(
+            f"the model's generation_config sets compression_ratio_threshold={own}, which transformers reads as a ratio of "
+            "token bytes; give compression_ratio_threshold, which is one of text (2.4 is usual)"
+        )
+    usual = Thresholds()
+    given = {
+        "compression_ratio": (compression_ratio, None),
+        "log_prob": (log_prob, getattr(config, "logprob_threshold", None)),
+        "no_speech": (no_speech, getattr(config, "no_speech_threshold", None)),
+    }
+    found: dict[str, Any] = {}
+    for name, (wanted, stated) in given.items():
+        default = getattr(usual, name) if stated is None else stated
+        found[name] = default if wanted == "auto" else wanted
+    return Thresholds(**found)
 
 
 @dataclass
@@ -54,13 +101,17 @@ class Listening:
     """The state of one audio: how far it is transcribed.
 
     Attributes:
+        start: what the decoder begins with, without what was said before.
+        prompt: tokens of the text that the caller gives for what was said before.
+        said: the prompt, and the tokens of the windows that the next one may be conditioned on.
         seek: the frame at which the next window begins.
-        start: what the decoder begins with.
     """
 
     features: Features
     transcript: Transcript
     start: list[int]
+    prompt: list[int]
+    said: list[int]
     seek: int = 0
     segments: list[Segment] = field(default_factory=list)
 
@@ -82,11 +133,15 @@ class Listening:
 
 @dataclass(frozen=True, eq=False)
 class SpeechWindow:
-    """A window that is being decoded."""
+    """A window that is being decoded.
+
+    Attributes:
+        start: what the decoder begins with, what was said before included.
+    """
 
     listening: Listening
     source: Source
-    no_speech_prob: float
+    start: list[int]
 
 
 @dataclass(frozen=True)
@@ -97,6 +152,7 @@ class Heard:
     temperature: float
     avg_logprob: float
     compression_ratio: float
+    no_speech_prob: float  # NaN if there is no threshold for it
 
 
 def transcribe(
@@ -106,14 +162,15 @@ def transcribe(
     *,
     rate: int | None = None,
     language: str | None = None,
-    task: str = "transcribe",
+    task: str | None = None,
     prompt: str | None = None,
+    condition_on_previous_text: bool | None = None,
     timestamps: bool = True,
     temperature: float | Sequence[float] = TEMPERATURES,
     best_of: int = 5,
-    compression_ratio_threshold: float | None = 2.4,
-    log_prob_threshold: float | None = -1.0,
-    no_speech_threshold: float | None = 0.6,
+    compression_ratio_threshold: Limit = "auto",
+    log_prob_threshold: Limit = "auto",
+    no_speech_threshold: Limit = "auto",
     seed: int | None = None,
     batch_size: int = 8,
     feature_extractor: "WhisperFeatureExtractor | None" = None,
@@ -123,23 +180,33 @@ def transcribe(
     """Write down what is said in audio, by a Whisper model.
 
     Windows of 30 seconds are decoded one after the other. The timestamps of a window say where the next one begins, and cut
-    its text into segments, as in transformers; with the same method both give the same tokens and times. A window whose text
-    repeats itself, or is unlikely, is decoded again at the next temperature, as the thresholds say. Audio that is silent
-    throughout has no segments.
+    its text into segments, as in transformers; with the same method both give the same tokens and times, but no time is
+    beyond the end of the audio. A window whose text repeats itself, or is unlikely, is decoded again at the next
+    temperature, as the thresholds say. Audio that is silent throughout has no segments.
+
+    The model's own generation config counts where the caller gives nothing: language, task and the `forced_decoder_ids` of
+    older configs, suppressed tokens, `max_length`, `num_beams`, thresholds and what else `generate` takes from it.
 
     Args:
-        pair: the models, from `load`; or the path or hub id of a model.
+        pair: the models, from `load`; or the path or hub id of a model, which is loaded when the audio has been read.
         audio: one audio or a list of them; each is a file, or an array as `specbeam.speech.audio.read_audio` takes it.
-        method: the recipe, or its name, at temperature 0. None: beam search with 5 beams, with drafts if there is a draft.
+        method: the recipe, or its name, at temperature 0. None: beam search with 5 beams, or the model's own `num_beams`,
+            with drafts if there is a draft.
         rate: samples per second of arrays; None: 16,000.
         language: a code or a name, such as "de" or "german"; None: the model detects it in the first window.
-        task: "transcribe", or "translate" for English text.
-        prompt: a text that the model takes for what was said before, for names and spelling.
-        timestamps: whether the model writes timestamps. Without them each window is one segment.
+        task: "transcribe", or "translate" for English text; None: the model's own, or else "transcribe".
+        prompt: a text that the model takes for what was said before, for names and spelling. Also `initial_prompt`.
+        condition_on_previous_text: whether each window has the text of the windows before it for what was said before, but
+            for those up to one that was decoded above temperature 0.5. Otherwise each window has the prompt. None: the
+            model's own setting, or else False, as in transformers (openai/whisper: True). Also
+            `condition_on_prev_tokens`.
+        timestamps: whether the model is asked for timestamps. Without them each window is one segment, unless the model
+            writes them all the same.
         temperature: of each window; of a sequence the next one is taken if a text fails a threshold. Above 0 texts are
             drawn.
         best_of: number of texts that are drawn above temperature 0, of which the likeliest is taken.
-        compression_ratio_threshold, log_prob_threshold, no_speech_threshold: see `Thresholds`.
+        compression_ratio_threshold, log_prob_threshold, no_speech_threshold: see `Thresholds`; "auto": the model's own, or
+            else the usual ones, 2.4, -1.0 and 0.6. Also `logprob_threshold`.
         seed: the same seed gives the same transcript. None: a random seed.
         batch_size: maximum number of audios whose windows are decoded side by side.
         feature_extractor: None: that of the model's folder, or the usual one of Whisper.
@@ -149,31 +216,61 @@ def transcribe(
     Returns: a transcript for each audio.
 
     Raises:
-        NotSupported: the model is not a Whisper model.
+        NotSupported: the model is not a Whisper model, or a setting of its own is not honoured.
         BadSetting: an option is wrong, or the model does not know the language or the task.
         MissingFile, MissingPackage, BadAudio: see `read_audio`.
 
-    Source: arXiv 2212.04356. The names of thresholds are those of faster-whisper; `compression_ratio` is of texts as there,
-    and not of tokens as in transformers.
+    Source: arXiv 2212.04356. The names of thresholds are those of faster-whisper, and those of openai/whisper are taken,
+    too; `compression_ratio` is of texts as there, and not of tokens as in transformers.
     """
-    models = pair if isinstance(pair, Pair) else load(pair)
-    thresholds = Thresholds(compression_ratio_threshold, log_prob_threshold, no_speech_threshold)
+    given = {
+        "prompt": prompt,
+        "condition_on_previous_text": condition_on_previous_text,
+        "log_prob_threshold": log_prob_threshold,
+    }
+    named = _without_aliases(given, options)
     require(is_integer(batch_size) and batch_size >= 1, "batch_size", batch_size, "an integer of at least 1")
-    ears = ears_of(models, method, thresholds, temperature, best_of, seed, options, timestamps)
+    audios = audio if isinstance(audio, (list, tuple)) and not _is_samples(audio) else [audio]
+    sounds = [read_audio(one, rate) for one in audios]
+    models = pair if isinstance(pair, Pair) else load(pair)
+    listener_of(models)
+    thresholds = thresholds_of(
+        models.target_model.generation_config,
+        compression_ratio_threshold,
+        named["log_prob_threshold"],
+        no_speech_threshold,
+    )
+    ears = ears_of(
+        models, method, thresholds, temperature, best_of, seed, options, timestamps,
+        conditions=named["condition_on_previous_text"],
+    )  # fmt: skip
     extractor = feature_extractor if feature_extractor is not None else extractor_of(models)
-    given = audio if isinstance(audio, (list, tuple)) and not _is_samples(audio) else [audio]
-    sounds = [read_audio(one, rate) for one in given]
     done: list[Transcript] = []
     for first in range(0, len(sounds), batch_size):
         part = sounds[first : first + batch_size]
-        listenings = [ears.begin(extractor, one, language, task, prompt) for one in part]
+        listenings = [ears.begin(extractor, one, language, task, named["prompt"]) for one in part]
         while going := [one for one in listenings if not one.over]:
             ears.hear(going)
             for number, one in enumerate(listenings):
                 if on_progress is not None and one in going:
-                    on_progress(first + number, one.seek / 100, one.transcript.duration)
+                    seconds = one.transcript.duration
+                    on_progress(first + number, min(one.seek * HOP_S, seconds), seconds)
         done += [ears.finished(one) for one in listenings]
     return done
+
+
+def _without_aliases(named: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return named options with those that are given by another name, which are removed from `options`.
+
+    Raises `BadSetting` if one is given twice.
+    """
+    found = {**named}
+    for alias in [name for name in options if name in ALIASES]:
+        name = ALIASES[alias]
+        if named[name] not in (None, "auto") or found[name] is not named[name]:
+            raise BadSetting(f"{alias} is another name of {name}, and both are given; give one of them")
+        found[name] = options.pop(alias)
+    return found
 
 
 def _is_samples(audio: Sequence[Any]) -> bool:
@@ -204,19 +301,46 @@ def ears_of(
     options: dict[str, Any] | None = None,
     timestamps: bool = True,
     models: Models | None = None,
+    conditions: bool | None = None,
 ) -> "Ears":
     """Return the checked settings of a transcription; the arguments and errors are those of `transcribe`.
 
     Args:
+        thresholds: None: those of the model's own generation config, or else the usual ones.
         models: what runs the models; None: this thread does.
+        conditions: whether a window is conditioned on what the windows before it say.
     """
     lm = listener_of(pair)
+    tokens = speech_tokens(pair)
     temperatures = _temperatures(temperature)
     require(is_integer(best_of) and best_of >= 1, "best_of", best_of, "an integer of at least 1")
+    if conditions is None:
+        conditions = bool(getattr(tokens.config, "condition_on_prev_tokens", None))
+    require(isinstance(conditions, bool), "condition_on_previous_text", conditions, "True, False or None")
+    if conditions and tokens.before is None:
+        raise NotSupported(_NO_BEFORE.format("condition_on_previous_text"))
+    given = dict(options or {})
+    settings = _settings(given, tokens.config)
     return Ears(
-        pair, lm, speech_tokens(pair), methods_of(pair, method), thresholds or Thresholds(), temperatures, best_of, seed,
-        options or {}, timestamps, models or Models(),
+        pair, lm, tokens, methods_of(pair, method), thresholds or thresholds_of(tokens.config), temperatures, best_of, seed,
+        given, settings, timestamps, conditions, models or Models(),
     )  # fmt: skip
+
+
+_NO_BEFORE = "{} needs the token <|startofprev|>, which neither generation_config nor tokenizer names; leave it out"
+
+
+def _settings(options: dict[str, Any], config: Any) -> Settings:
+    """Return the checked options of a transcription, completed by the model's own generation config."""
+    taken = [name for name in options if name in _OWN]
+    if taken:
+        raise BadSetting(
+            f"transcribe sets {', '.join(taken)} by itself; leave it out (best_of is the number of drawn texts)"
+        )
+    outside = ("audit", "generation_config")  # arguments of `generate` that are no settings
+    settings = {name: value for name, value in options.items() if name not in outside}
+    given = Settings.given(settings, options.get("generation_config"))
+    return given.completed(config, draws=False, also=OF_ENCODER_DECODERS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,6 +349,9 @@ class Ears:
 
     Attributes:
         methods: at temperature 0, and above.
+        options: of the decoding of windows, as the caller gives them.
+        settings: the same, checked and completed by the model's own generation config.
+        conditions: whether a window is conditioned on what the windows before it say.
         models: what runs the models.
     """
 
@@ -237,22 +364,48 @@ class Ears:
     best_of: int
     seed: int | None
     options: dict[str, Any]
+    settings: Settings
     timestamps: bool
+    conditions: bool
     models: Models
 
-    def begin(self, extractor: Any, samples: Samples, language: str | None, task: str, prompt: str | None) -> Listening:
+    @property
+    def most_before(self) -> int:
+        """The maximum number of tokens of what was said before."""
+        return self._positions // 2 - 1
+
+    @property
+    def _positions(self) -> int:
+        return int(self.lm.max_positions or 448)
+
+    def begin(
+        self, extractor: Any, samples: Samples, language: str | None, task: str | None, prompt: str | None
+    ) -> Listening:
         """Return the state of an audio of which nothing is transcribed yet. Silence is over already."""
+        choice = self.tokens.choice(language, task)
+        before = [] if prompt is None else self._prompt_tokens(prompt)
         features = features_of(self.lm, extractor, samples)
-        duration = len(samples) / RATE
         silent = is_silent(samples)
-        found = language
-        if language is None and self.tokens.languages and not silent:
-            found = self._detected(features)
-        start = self.tokens.start(None if silent and language is None else found, task, self.timestamps)
-        if prompt is not None:
-            start = [*self._prompt_tokens(prompt), *start]
-        transcript = Transcript("", self.tokens.code_of(found), duration)
-        return Listening(features, transcript, start, features.frames if silent else 0)
+        spoken = choice.language
+        if choice.detects and not silent:
+            spoken = self._detected(features)
+        start = self.tokens.start(choice, spoken, self.timestamps)
+        self._check_room(len(start))
+        transcript = Transcript("", code_of(spoken), len(samples) / RATE)
+        return Listening(features, transcript, start, before, before, features.frames if silent else 0)
+
+    def _check_room(self, length: int) -> None:
+        """Raise `BadSetting` if a window that is conditioned on earlier ones may have no room for its new tokens.
+
+        Args:
+            length: number of tokens that the decoder begins with, without what was said before.
+        """
+        wanted = self.settings.max_new_tokens
+        room = self._positions - 1 - self.most_before - length
+        if self.conditions and wanted is not None and wanted > room:
+            raise BadSetting(
+                f"max_new_tokens is {wanted}, and with condition_on_previous_text the model has room for {room}: lower it"
+            )
 
     def _logits(self, source: Source, path: list[int]) -> torch.Tensor:
         """Return the logits after a path, float[vocab]."""
@@ -270,17 +423,28 @@ class Ears:
         return max(self.tokens.languages, key=lambda name: float(logits[self.tokens.languages[name]]))
 
     def _prompt_tokens(self, prompt: str) -> list[int]:
-        """Return the tokens of a text that is taken for what was said before. Raises `BadSetting` if it is too long."""
-        tokenizer = self.pair.tokenizer
-        if tokenizer is None or self.tokens.before is None:
-            raise NotSupported("prompt needs a tokenizer with the token <|startofprev|>; leave it out")
+        """Return the tokens of a text that is taken for what was said before.
+
+        Raises `BadSetting` if it is too long, or holds special tokens.
+        """
+        require(isinstance(prompt, str), "prompt", prompt, "a text, or None")
+        tokenizer: Any = self.pair.tokenizer
+        if tokenizer is None:
+            raise NotSupported("prompt needs a tokenizer; give load() one, or leave it out")
+        if self.tokens.before is None:
+            raise NotSupported(_NO_BEFORE.format("prompt"))
         found = list(tokenizer(f" {prompt.strip()}", add_special_tokens=False)["input_ids"])
-        most = int(self.lm.max_positions or 448) // 2 - 1
+        special = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids} - {tokenizer.unk_token_id}
+        held = [token for token in found if token in special]
+        if held:
+            name = tokenizer.convert_ids_to_tokens(held[0])
+            raise BadSetting(f"prompt holds {name}, which is no text for the model; take it out")
+        most = self.most_before
         if len(found) > most:
             raise BadSetting(
                 f"prompt has {len(found)} tokens, and the model takes {most} of what was said before; shorten it"
             )
-        return [self.tokens.before, *found]
+        return found
 
     def hear(self, listenings: list[Listening]) -> None:
         """Decode the next window of each audio, and move it on."""
@@ -290,7 +454,7 @@ class Ears:
         for temperature in self.temperatures:
             for window, found in zip(waiting, self._decoded(waiting, temperature), strict=True):
                 heard[id(window)] = found
-            waiting = [window for window in waiting if self._fails(heard[id(window)], window)]
+            waiting = [window for window in waiting if self._fails(heard[id(window)])]
             if not waiting:
                 break
         for window in windows:
@@ -299,66 +463,97 @@ class Ears:
     def _window(self, listening: Listening) -> SpeechWindow:
         source = Source.of_features(listening.features.at(listening.seek))
         source.keeps = True  # it is decoded at several temperatures
-        return SpeechWindow(listening, source, self._no_speech_prob(source, listening.start))
-
-    def _no_speech_prob(self, source: Source, start: list[int]) -> float:
-        """Return the probability that a window holds no speech; NaN if there is no threshold for it."""
-        token = self.tokens.no_speech
-        if self.thresholds.no_speech is None or token is None:
-            return math.nan
-        until = start.index(self.tokens.begin) + 1
-        logits = self._logits(source, start[:until])
-        return float(logits.float().softmax(-1)[token])
+        before = listening.said[-self.most_before :] if self.conditions else listening.prompt
+        mark = [] if self.tokens.before is None else [self.tokens.before]
+        start = [*mark, *before, *listening.start] if before else listening.start
+        return SpeechWindow(listening, source, start)
 
     def _decoded(self, windows: list[SpeechWindow], temperature: float) -> list[Heard]:
         """Return the texts of windows at a temperature, in their order. Windows with equally long prompts share passes."""
         found: dict[int, Heard] = {}
         by_length: dict[int, list[SpeechWindow]] = {}
         for window in windows:
-            by_length.setdefault(len(window.listening.start), []).append(window)
+            by_length.setdefault(len(window.start), []).append(window)
         for length, group in by_length.items():
-            draws = temperature > 0
             options = self._options(temperature, length)
             answers = self.models.generate(
                 self.pair,
                 [window.source for window in group],
-                self.methods[draws],
+                self.methods[temperature > 0],
                 seed=self._seed(group, temperature),
-                decoder_input_ids=[window.listening.start for window in group],
-                logits_processor=self.tokens.processors(length, self.timestamps),
+                decoder_input_ids=[window.start for window in group],
                 **options,
             )
             per_window = len(answers) // len(group)
             for number, window in enumerate(group):
                 texts = answers[number * per_window : (number + 1) * per_window]
                 window.listening.count(texts)
-                found[id(window)] = max(
-                    (self._heard(text, temperature) for text in texts), key=lambda one: one.avg_logprob
-                )
+                found[id(window)] = self._heard(window, [text.tokens for text in texts], temperature, options)
         return [found[id(window)] for window in windows]
 
     def _options(self, temperature: float, length: int) -> dict[str, Any]:
         """Return the options of a call for windows whose decoder begins with `length` tokens."""
         options = {"temperature": temperature} | self.options
+        options["logits_processor"] = self._processors(length)
         if temperature > 0:
             options["num_return_sequences"] = self.best_of
-        if options.get("max_new_tokens") is None and options.get("max_length") is None:
-            most = self.lm.max_positions
-            options["max_new_tokens"] = None if most is None else most - length
+        options.pop("max_length", None)
+        options["max_new_tokens"] = self._most_tokens(length)
         return options
+
+    def _processors(self, length: int) -> list[Any]:
+        """Return the logits processors for timestamps, and those of the caller after them."""
+        return [*self.tokens.processors(length, self.timestamps), *(self.settings.logits_processor or [])]
+
+    def _most_tokens(self, length: int) -> int | None:
+        """Return the maximum number of new tokens of a window whose decoder begins with `length` tokens.
+
+        As in transformers, `max_length` does not count what the decoder begins with.
+        """
+        settings = self.settings
+        room = self.pair.room(length)
+        if settings.max_new_tokens is not None or settings.max_length is None:
+            return room if settings.max_new_tokens is None else settings.max_new_tokens
+        most = settings.max_length + min(self.most_before, length) - length
+        require(
+            most >= 1, "max_length", settings.max_length, f"more than {length} tokens, which the decoder begins with"
+        )
+        return most if room is None else min(most, room)
 
     def _seed(self, windows: list[SpeechWindow], temperature: float) -> int | None:
         """Return the seed of a call; each window has chance of its own, as its features have."""
         return None if self.seed is None else self.seed + round(10 * temperature)
 
-    def _heard(self, answer: Generation, temperature: float) -> Heard:
-        tokens = answer.tokens
-        beam = next(beam for beam in answer.beams if beam.tokens == tokens)
-        penalty = float(self.options.get("length_penalty") or 1.0)
-        average = beam.score * max(len(tokens), 1) ** (penalty - 1.0)
-        if tokens and tokens[-1] == self.tokens.end:
-            tokens = tokens[:-1]
-        return Heard(tokens, temperature, average, compression_ratio(self._text(tokens)))
+    def _heard(
+        self, window: SpeechWindow, texts: list[list[int]], temperature: float, options: dict[str, Any]
+    ) -> Heard:
+        """Return the likeliest of the texts of a window, per token.
+
+        Args:
+            options: those with which it was decoded.
+        """
+        start = window.start
+        settings = replace(self.settings, logits_processor=options["logits_processor"], max_length=None)
+        warp = settings.warp(self.ends, True, len(start), most=options["max_new_tokens"])
+        asks = self.thresholds.no_speech is not None
+        head = start.index(self.tokens.begin) + 1
+        scores = self.models.call(
+            lambda: score_window(
+                self.lm, window.source, start, head, texts, warp, self.tokens.no_speech if asks else None
+            )
+        )
+        no_speech = math.nan if scores.no_speech is None else scores.no_speech
+        heard = []
+        for text, loglik in zip(texts, scores.logliks, strict=True):
+            tokens = text[:-1] if text and text[-1] in self.ends else text
+            ratio = compression_ratio(self._text(tokens))
+            heard.append(Heard(tokens, temperature, loglik / (len(tokens) + 1), ratio, no_speech))
+        return max(heard, key=lambda one: one.avg_logprob)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The end tokens."""
+        return self.settings.eos(self.tokens.ends)
 
     def _text(self, tokens: list[int]) -> str:
         """Return the text of tokens without timestamps; "" without a tokenizer."""
@@ -367,46 +562,58 @@ class Ears:
         spoken = [token for token in tokens if token < self.tokens.first_timestamp]
         return str(self.pair.tokenizer.decode(spoken, skip_special_tokens=True))
 
-    def _fails(self, heard: Heard, window: SpeechWindow) -> bool:
+    def _fails(self, heard: Heard) -> bool:
         """Return whether a window is decoded again at the next temperature."""
-        if self._is_silence(heard, window):
+        if self._is_silence(heard):
             return False
         limit = self.thresholds.compression_ratio
         repeats = limit is not None and heard.compression_ratio > limit
-        return repeats or self._is_unlikely(heard)
+        return repeats or (self.thresholds.log_prob is not None and self._is_unlikely(heard))
 
     def _is_unlikely(self, heard: Heard) -> bool:
+        """Return whether a text is less likely than the threshold; without one, none is likely enough."""
         limit = self.thresholds.log_prob
-        return limit is not None and heard.avg_logprob < limit
+        return limit is None or heard.avg_logprob < limit
 
-    def _is_silence(self, heard: Heard, window: SpeechWindow) -> bool:
+    def _is_silence(self, heard: Heard) -> bool:
         limit = self.thresholds.no_speech
-        return limit is not None and window.no_speech_prob > limit and self._is_unlikely(heard)
+        return limit is not None and heard.no_speech_prob > limit and self._is_unlikely(heard)
 
     def _take(self, window: SpeechWindow, heard: Heard) -> None:
         """Add the segments of a window to its audio, and move on to where the next one begins."""
         listening = window.listening
         left = listening.features.left(listening.seek)
-        if self._is_silence(heard, window) or not heard.tokens:
+        if self._is_silence(heard) or not heard.tokens:
             listening.seek += left
             return
         slices, frames = slices_of(heard.tokens, self.tokens.first_timestamp, left, self.tokens.frames_per_step)
         offset = listening.seek / self.tokens.frames_per_step * STEP_S
+        duration = listening.transcript.duration
         for one in slices:
+            start = within(offset + one.start * STEP_S, offset, duration)
             listening.segments.append(
                 Segment(
-                    start=offset + one.start * STEP_S,
-                    end=offset + one.end * STEP_S,
+                    start=start,
+                    end=within(offset + one.end * STEP_S, start, duration),
                     text=self._text(one.tokens),
                     tokens=one.tokens,
                     temperature=heard.temperature,
                     avg_logprob=heard.avg_logprob,
                     compression_ratio=heard.compression_ratio,
-                    no_speech_prob=window.no_speech_prob,
+                    no_speech_prob=heard.no_speech_prob,
                     seek=listening.seek,
                 )
             )
+            listening.said = [*listening.said, *self._to_be_continued(one.tokens)]
+        if heard.temperature > RESETS:
+            listening.said = listening.prompt
         listening.seek += frames if frames > 0 else left  # a pair of timestamps at 0 would never end
+
+    def _to_be_continued(self, tokens: list[int]) -> list[int]:
+        """Return the tokens of a segment as the prompt of the next window has them: of two timestamps at the end, one."""
+        if len(tokens) > 2 and tokens[-2] >= self.tokens.first_timestamp:
+            return tokens[:-1]
+        return tokens
 
     def finished(self, listening: Listening) -> Transcript:
         """Return the transcript of an audio that is over."""
@@ -416,7 +623,7 @@ class Ears:
 
 def compression_ratio(text: str) -> float:
     """Return the bytes of a text divided by those that zlib makes of them; NaN for no text."""
-    raw = text.encode("utf-8")
+    raw = text.strip().encode("utf-8")
     return len(raw) / len(zlib.compress(raw)) if raw else math.nan
 
 
@@ -443,10 +650,13 @@ def _temperatures(given: float | Sequence[float]) -> tuple[float, ...]:
 
 
 def methods_of(pair: Pair, method: Method | str | None) -> tuple[Method, Method]:
-    """Return the methods at temperature 0 and above; None for the usual ones."""
+    """Return the methods at temperature 0 and above; None for the usual ones, with the model's own number of beams."""
     drafts = pair.draft is not None
-    usual = speculative_beam_search(BEAMS) if drafts else beam_search(BEAMS)
-    first = usual if method is None else resolve(method)
+    if method is None:
+        beams = int(getattr(pair.target_model.generation_config, "num_beams", None) or BEAMS)
+        first = speculative_beam_search(beams) if drafts else beam_search(beams)
+    else:
+        first = resolve(method)
     return first, speculative_sampling() if drafts else sampling()
 
 
@@ -457,7 +667,8 @@ def extractor_of(pair: Pair) -> Any:
     lm = listener_of(pair)
     folder = Path(pair.target_model.name_or_path or "")
     if pair.target_model.name_or_path and (not folder.exists() or (folder / "preprocessor_config.json").is_file()):
-        return WhisperFeatureExtractor.from_pretrained(pair.target_model.name_or_path)
+        with reading(f"the preprocessor_config.json of {folder} cannot be read"):
+            return WhisperFeatureExtractor.from_pretrained(pair.target_model.name_or_path)
     assert lm.most_source is not None
     channels = int(lm.model.config.num_mel_bins)
     return WhisperFeatureExtractor(feature_size=channels, chunk_length=lm.most_source // 100)

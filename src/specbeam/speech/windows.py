@@ -56,6 +56,11 @@ def features_of(lm: EncoderDecoderLM, extractor: Any, samples: Samples) -> Featu
     return Features(values, frames, window)
 
 
+def within(seconds: float, least: float, most: float) -> float:
+    """Return a time, or the nearest one that is neither before `least` nor after `most`."""
+    return max(least, min(seconds, most))
+
+
 @dataclass(frozen=True)
 class Slice:
     """A part of a window's text between two timestamps.

@@ -29,11 +29,12 @@ from specbeam.pair import Pair, load
 from specbeam.train.course import Trained, take_course
 from specbeam.train.drawing import DrawPlan, Prompt
 from specbeam.train.fitting import FilledSchedule, Schedule, check_optimizers
-from specbeam.train.folders import keep_options, open_folder
+from specbeam.train.folders import keep_options, work_folder
 from specbeam.train.head_files import write_head
 from specbeam.train.heads import ExtraStudent
 from specbeam.train.lessons import Lessons, Report, check_prompts, drawn_lessons, lesson_options, warn_of_rounding
 from specbeam.train.plan import HeadPlan, planned
+from specbeam.whole_files import whole_files_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -99,14 +100,14 @@ def train_coral(
         **{f"plan.{name}": value for name, value in asdict(options).items()},
         **{f"schedule.{name}": value for name, value in asdict(schedule).items()},
     }
-    open_folder(folder / "training", said, "state.pt")
-    drawn = Path(trees or folder / "training" / "trees")
-    lessons = drawn_lessons(pair, prompts, draws, schedule.seed, drawn, report)
-    keep_options(folder / "training", said)
-    model = copy.deepcopy(pair.target_model).float().eval()
-    window = LearntWindow(model, options.depth, options.enters)
-    student = CoralStudent(window, pair, options, lessons, schedule)
-    return take_course(student, lessons, schedule, folder, pair.target.device, report)
+    with work_folder(folder / "training", said, "state.pt"):
+        drawn = Path(trees or folder / "training" / "trees")
+        lessons = drawn_lessons(pair, prompts, draws, schedule.seed, drawn, report)
+        keep_options(folder / "training", said)
+        model = copy.deepcopy(pair.target_model).float().eval()
+        window = LearntWindow(model, options.depth, options.enters)
+        student = CoralStudent(window, pair, options, lessons, schedule)
+        return take_course(student, lessons, schedule, folder, pair.target.device, report)
 
 
 class LearntWindow(HiddenTransfer):
@@ -206,9 +207,10 @@ class CoralStudent(ExtraStudent):
     def save(self, folder: Path) -> None:
         """Write the model in bfloat16, its tokenizer, and the head of its window."""
         written = copy.deepcopy(self.target).to(torch.bfloat16)
-        written.save_pretrained(folder)
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(folder)
+        with whole_files_in(folder) as parts:
+            written.save_pretrained(parts)
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(parts)
         super().save(folder)
 
     def _write(self, window: Any, target: "PreTrainedModel", plan: HeadPlan, folder: Path) -> None:

@@ -14,6 +14,7 @@ from specbeam.train.batches import TreeBatch, batches_of
 from specbeam.train.fitting import FilledSchedule, Point, Training
 from specbeam.train.lessons import Lessons, Report
 from specbeam.train.trees import Trees
+from specbeam.whole_files import delete_leftovers
 
 
 @runtime_checkable
@@ -67,6 +68,7 @@ def take_course(
 
     fit = Training(student.module, student.loss, check, schedule, lessons.files, folder / "training", device)
     fit.resume()
+    delete_leftovers(folder)
     report("training", fit.done, fit.steps)
     for done in fit.run():
         if fit.file == 0:

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from specbeam.errors import MissingFile, UnsupportedModel
+from specbeam.lm.huggingface import vocab_of
 from specbeam.measure import kept_figures
 from specbeam.options.checks import is_integer, require
 from specbeam.options.head_kinds import DRAFT_SCHEDULE
@@ -19,9 +20,10 @@ from specbeam.train.batches import TreeBatch
 from specbeam.train.course import Trained, take_course
 from specbeam.train.drawing import DrawPlan, Prompt
 from specbeam.train.fitting import Schedule, check_optimizers
-from specbeam.train.folders import keep_options, open_folder
+from specbeam.train.folders import keep_options, work_folder
 from specbeam.train.lessons import Report, check_prompts, drawn_lessons, lesson_options
 from specbeam.train.losses import draft_loss, overlap
+from specbeam.whole_files import whole_files_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,11 +92,11 @@ def train_draft(
         **lesson_options(pair, prompts, draws, schedule.seed),
         **{f"schedule.{name}": value for name, value in asdict(schedule).items()},
     }
-    open_folder(training, options, "state.pt")
-    lessons = drawn_lessons(pair, prompts, draws, schedule.seed, Path(trees or training / "trees"), report)
-    keep_options(training, options)
-    model.to(pair.target.device)
-    return take_course(DraftStudent(model, variation), lessons, schedule, folder, pair.target.device, report)
+    with work_folder(training, options, "state.pt"):
+        lessons = drawn_lessons(pair, prompts, draws, schedule.seed, Path(trees or training / "trees"), report)
+        keep_options(training, options)
+        model.to(pair.target.device)
+        return take_course(DraftStudent(model, variation), lessons, schedule, folder, pair.target.device, report)
 
 
 class DraftStudent:
@@ -119,7 +121,8 @@ class DraftStudent:
 
         The bundled draft lost 0.00001 of its held-out acceptance by that.
         """
-        copy.deepcopy(self.module).to(torch.bfloat16).save_pretrained(folder)
+        with whole_files_in(folder) as parts:
+            copy.deepcopy(self.module).to(torch.bfloat16).save_pretrained(parts)
 
 
 def _check(prompts: Sequence[Prompt], layers: int, hidden: int | None, variation: float) -> None:
@@ -197,6 +200,8 @@ def started_draft(pair: Pair, start: str | Path) -> "PreTrainedModel":
     if loaded.draft_model is None:
         raise MissingFile(f"{start} is not a model")
     model = copy.deepcopy(loaded.draft_model).float().eval()  # learns without dropout
+    if vocab_of(model) != pair.target.vocab:  # `load` has compared what they have in common
+        model.resize_token_embeddings(pair.target.vocab, mean_resizing=False)
     for weight in model.parameters():
         weight.requires_grad_(True)
     tokens = torch.arange(8, device=next(model.parameters()).device)[None]

@@ -15,6 +15,7 @@ from torch import nn
 from specbeam.engines.eligibility import layers_of
 from specbeam.heads.exit import ExitHead, ExitLM, exit_model
 from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.measure.kept_figures import NumberField, RecordFields
 from specbeam.pair import Pair
 from specbeam.train.batches import TreeBatch, batches_of
 from specbeam.train.course import Student, acceptances
@@ -68,8 +69,7 @@ def chosen_exit(
     """
     path = folder / FILE
     if path.exists():
-        kept = read_or_refuse(path, lambda: [ExitFigures(**one) for one in json.loads(path.read_text())])
-        return _best(kept)
+        return read_or_refuse(path, lambda: _best(_figures_in(json.loads(path.read_text()))))
     numbers = candidates(len(layers_of(pair.target_model)))
     figures = []
     for done, after in enumerate(numbers):
@@ -78,6 +78,25 @@ def chosen_exit(
     report("choosing", len(numbers), len(numbers))
     write_whole(path, (json.dumps([asdict(one) for one in figures], indent=2) + "\n").encode())
     return _best(figures)
+
+
+_FIGURES = RecordFields(
+    {
+        "after": NumberField(least=1, is_whole=True),
+        "acceptance": NumberField(most=1.0),
+        "draft_s": NumberField(),
+        "rest_s": NumberField(),
+        "depth": NumberField(least=1, most=DEEPEST, is_whole=True),
+        "speed": NumberField(),
+    }
+)
+
+
+def _figures_in(kept: Any) -> list[ExitFigures]:
+    """Return the figures that a folder holds. Raises `ValueError` if they make no sense."""
+    if not isinstance(kept, list) or not all(_FIGURES.accepts(one) for one in kept):
+        raise ValueError("it holds other figures than those of exit layers")
+    return [ExitFigures(**one) for one in kept]
 
 
 def _best(figures: list[ExitFigures]) -> int:

@@ -1,38 +1,78 @@
 """Folders of work that a killed run goes on in: each says of what it is, and that of another work is refused."""
 
 import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from specbeam.errors import BadSetting
+from filelock import FileLock, Timeout
+
+from specbeam.errors import BadSetting, SpecbeamError
 from specbeam.train.trees import read_or_refuse
-from specbeam.whole_files import write_whole
+from specbeam.whole_files import delete_leftovers, write_whole
 
 OPTIONS = "options.json"
+LOCK = ".lock"
 
 
-def open_folder(folder: Path, options: dict[str, Any], leftovers: str) -> None:
-    """Make a folder of work if it is missing.
+@contextmanager
+def work_folder(folder: Path, options: dict[str, Any], leftovers: str) -> Iterator[None]:
+    """Work in a folder, which no other process does meanwhile. It is made if it is missing.
 
     Args:
         options: what the work depends on; see `keep_options`.
         leftovers: a pattern of files that only a folder with options may hold.
 
-    Raises `BadSetting` if it cannot be written, or holds work with other options.
+    Raises:
+        BadSetting: the folder cannot be written, another process works in it, or it holds work with other options.
     """
-    path = folder / OPTIONS
-    options = json.loads(json.dumps(options))  # as they are read again
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder):
+            delete_leftovers(folder, "*.part")
+            _check_options(folder, json.loads(json.dumps(options)), leftovers)  # as they are read again
+            yield
+    except (SpecbeamError, ConnectionError):  # a report may be printed to a program that has ended
+        raise
     except OSError as error:
-        raise BadSetting(f"{folder} cannot be written: {error}; choose another folder") from error
+        raise BadSetting(
+            f"{folder} cannot be written: {error}; make room, or choose another folder. What is kept there stays, and the "
+            "same call goes on from it"
+        ) from error
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other processes out of a folder until this one leaves it, or ends in whatever way."""
+    lock = FileLock(folder / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise BadSetting(
+            f"another process works in {folder}; wait until it has ended, or choose another folder"
+        ) from error
+    except (PermissionError, NotADirectoryError):
+        raise
+    except (OSError, NotImplementedError) as error:  # some disks that machines share have no locks
+        warnings.warn(f"{folder} cannot be locked ({error}); let no other process work in it", stacklevel=4)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _check_options(folder: Path, options: dict[str, Any], leftovers: str) -> None:
+    """Raise `BadSetting` if a folder holds work with other options."""
+    path = folder / OPTIONS
     if not path.exists():
         if any(folder.glob(leftovers)):
             raise BadSetting(
                 f"{folder} holds {leftovers}, and no {OPTIONS} says of what; delete it, or choose another folder"
             )
         return
-    before = read_or_refuse(path, lambda: json.loads(path.read_text()))
+    before = read_or_refuse(path, lambda: dict(json.loads(path.read_text())))
     other = {name: before.get(name) for name in {**before, **options} if before.get(name) != options.get(name)}
     if other:
         said = ", ".join(f"{name} {value!r} (now {options.get(name)!r})" for name, value in sorted(other.items()))

@@ -28,7 +28,7 @@ from specbeam.train.eesd import new_eesd, save_eesd
 from specbeam.train.exit_choice import chosen_exit
 from specbeam.train.extra_rows import RankedDrafts, new_bita, new_hidden_transfer, rank_odds, save_extra_rows
 from specbeam.train.fitting import Schedule, check_optimizers
-from specbeam.train.folders import keep_options, open_folder
+from specbeam.train.folders import keep_options, work_folder
 from specbeam.train.fspad import new_fspad, save_fspad
 from specbeam.train.head_files import as_written
 from specbeam.train.lessons import Lessons, Report, check_prompts, drawn_lessons, lesson_options, warn_of_rounding
@@ -155,28 +155,28 @@ def train_head(
         **{f"plan.{name}": value for name, value in asdict(options).items()},
         **{f"schedule.{name}": value for name, value in asdict(schedule).items()},
     }
-    open_folder(training, said, "state.pt")
-    lessons = drawn_lessons(pair, prompts, draws, schedule.seed, Path(trees or training / "trees"), report)
-    if kind == "eesd" and options.exit_layer is None:
-        after = chosen_exit(
-            pair,
-            lessons,
-            lambda tried: HeadStudent(tried, pair.target_model, options, save_eesd),
-            schedule,
-            training,
-            report,
-        )
-        options = replace(options, exit_layer=after)
-    torch.manual_seed(schedule.seed)
-    head = KINDS[kind].new(pair.target_model, options, known_tokens(lessons, options, pair.target.vocab))
-    keep_options(training, said)
-    head.to(pair.target.device)
-    student = HeadStudent(head, pair.target_model, options, KINDS[kind].save, KINDS[kind].lesson)
-    if isinstance(head, ExtraHead):
-        student = ExtraStudent(
-            head, pair.target_model, options, KINDS[kind].save, lessons.held_out, schedule.batch_tokens
-        )
-    return take_course(student, lessons, schedule, folder, pair.target.device, report)
+    with work_folder(training, said, "state.pt"):
+        lessons = drawn_lessons(pair, prompts, draws, schedule.seed, Path(trees or training / "trees"), report)
+        if kind == "eesd" and options.exit_layer is None:
+            after = chosen_exit(
+                pair,
+                lessons,
+                lambda tried: HeadStudent(tried, pair.target_model, options, save_eesd),
+                schedule,
+                training,
+                report,
+            )
+            options = replace(options, exit_layer=after)
+        torch.manual_seed(schedule.seed)
+        head = KINDS[kind].new(pair.target_model, options, known_tokens(lessons, options, pair.target.vocab))
+        keep_options(training, said)
+        head.to(pair.target.device)
+        student = HeadStudent(head, pair.target_model, options, KINDS[kind].save, KINDS[kind].lesson)
+        if isinstance(head, ExtraHead):
+            student = ExtraStudent(
+                head, pair.target_model, options, KINDS[kind].save, lessons.held_out, schedule.batch_tokens
+            )
+        return take_course(student, lessons, schedule, folder, pair.target.device, report)
 
 
 def known_tokens(lessons: Lessons, plan: HeadPlan, vocab: int) -> Int64[Tensor, " tokens"] | None:

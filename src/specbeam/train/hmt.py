@@ -20,10 +20,11 @@ from specbeam.memory.plan import MemoryPlan
 from specbeam.memory.recall import new_recall
 from specbeam.options.checks import is_integer, require
 from specbeam.pair import Pair, load
-from specbeam.prompts import OPENERS
-from specbeam.train.folders import keep_options, open_folder
+from specbeam.places import OPENERS, text_of
+from specbeam.train.folders import keep_options, work_folder
 from specbeam.train.lessons import Report, warn_of_rounding
 from specbeam.train.remembering import MemoryDocument, MemoryPoint, MemorySchedule, MemoryTraining
+from specbeam.whole_files import whole_files_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -101,26 +102,27 @@ def train_hmt(
         **{f"plan.{name}": value for name, value in asdict(plan).items()},
         **{f"schedule.{name}": value for name, value in asdict(schedule).items()},
     }
-    open_folder(training, options, "state.pt")
-    model = pair.target_model if schedule.frozen else _student(pair.target_model)
-    recall = new_recall(pair.target_model.get_input_embeddings().weight, width, schedule.seed)
-    recall.to(pair.target.device)
-    _check_fits(pair.target, plan, recall)
-    _check_head(model)
-    keep_options(training, options)
-    fit = MemoryTraining(model, recall, plan, schedule, learnt, held_out, training)
-    fit.resume()
-    report("remembering", fit.step, schedule.steps)
-    with _without_gradients(pair.target_model, schedule.frozen):
-        for done in fit.run():
-            report("remembering", done, schedule.steps)
-    if schedule.frozen:
-        save_memory(folder, recall, plan, model, getattr(model, "name_or_path", "") or None)
-    else:
-        model.save_pretrained(folder / BACKBONE)
-        if pair.tokenizer is not None:
-            pair.tokenizer.save_pretrained(folder / BACKBONE)
-        save_memory(folder, recall, plan, model, None)
+    with work_folder(training, options, "state.pt"):
+        model = pair.target_model if schedule.frozen else _student(pair.target_model)
+        recall = new_recall(pair.target_model.get_input_embeddings().weight, width, schedule.seed)
+        recall.to(pair.target.device)
+        _check_fits(pair.target, plan, recall)
+        _check_head(model)
+        keep_options(training, options)
+        fit = MemoryTraining(model, recall, plan, schedule, learnt, held_out, training)
+        fit.resume()
+        report("remembering", fit.step, schedule.steps)
+        with _without_gradients(pair.target_model, schedule.frozen):
+            for done in fit.run():
+                report("remembering", done, schedule.steps)
+        if schedule.frozen:
+            save_memory(folder, recall, plan, model, getattr(model, "name_or_path", "") or None)
+        else:
+            with whole_files_in(folder / BACKBONE) as parts:
+                model.save_pretrained(parts)
+                if pair.tokenizer is not None:
+                    pair.tokenizer.save_pretrained(parts)
+            save_memory(folder, recall, plan, model, None)
     weights = sum(weight.numel() for group in fit.optimizer.param_groups for weight in group["params"])
     return TrainedMemory(folder, weights, tuple(fit.curve))
 
@@ -252,19 +254,12 @@ def read_documents(files: Sequence[Path], tokenizer: Any, prompt_weight: float =
     """
     documents = []
     for path in files:
-        if not path.is_file():
-            raise MissingFile(f"there is no file {path}; give a text, or JSON lines with a text in each")
-        opener = OPENERS.get(path.suffix, open)
         kind = path.with_suffix("").suffix if path.suffix in OPENERS else path.suffix
-        try:
-            with opener(path, "rt", encoding="utf-8") as file:
-                content = file.read()
-        except (OSError, EOFError, ValueError) as error:
-            raise BadPrompt(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        content = text_of(path, "give a text, or JSON lines with a text in each")
         if kind != ".jsonl":
             documents.append(MemoryDocument(_tokens_of(content, tokenizer)))
             continue
-        for number, line in enumerate(content.splitlines(), 1):
+        for number, line in enumerate(content.split("\n"), 1):
             if line.strip():
                 documents.append(_document_of(line, f"{path}, line {number}", tokenizer, prompt_weight))
     return documents

@@ -15,7 +15,7 @@ from specbeam.lm.quantised import OWN
 from specbeam.measure import kept_figures
 from specbeam.pair import Pair
 from specbeam.train.drawing import DrawPlan, Prompt, draw_files, drawn_trees
-from specbeam.train.folders import keep_options, open_folder
+from specbeam.train.folders import keep_options, work_folder
 from specbeam.train.trees import Trees
 
 MOST_HELD_OUT = 512  # prompts
@@ -53,23 +53,23 @@ def drawn_lessons(
     """
     learnt, held_out = split(prompts, seed)
     options = lesson_options(pair, prompts, draws, seed)
-    open_folder(folder, options, "trees-*.npz")
-    path = folder / "held_out.npz"
-    if not (folder / "options.json").exists():  # what a folder without options holds may be of something else
-        path.unlink(missing_ok=True)
-    if not path.exists():
-        trees = drawn_trees(pair, held_out, draws)
-        if trees.size == 0:
-            raise BadPrompt(f"none of the {len(held_out)} prompts that are held out can be continued by the target")
-        trees.save(path)
-    keep_options(folder, options)
-    files = []
-    drawn = 0
-    for file, count in draw_files(pair, learnt, draws, folder):
-        files.append(file)
-        drawn += count
-        report("drawing", drawn, len(learnt))
-    return Lessons(files, Trees.read(path))
+    with work_folder(folder, options, "trees-*.npz"):
+        path = folder / "held_out.npz"
+        if not (folder / "options.json").exists():  # what a folder without options holds may be of something else
+            path.unlink(missing_ok=True)
+        if not path.exists():
+            trees = drawn_trees(pair, held_out, draws)
+            if trees.size == 0:
+                raise BadPrompt(f"none of the {len(held_out)} prompts that are held out can be continued by the target")
+            trees.save(path)
+        keep_options(folder, options)
+        files = []
+        drawn = 0
+        for file, count in draw_files(pair, learnt, draws, folder):
+            files.append(file)
+            drawn += count
+            report("drawing", drawn, len(learnt))
+        return Lessons(files, Trees.read(path))
 
 
 def lesson_options(pair: Pair, prompts: Sequence[Prompt], draws: DrawPlan, seed: int) -> dict[str, Any]:

@@ -1,15 +1,16 @@
 """The state of a training on disk, from which a killed one goes on, and its curve beside it."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import torch
 
+from specbeam.plain import as_json
 from specbeam.train.trees import read_or_refuse
-from specbeam.whole_files import whole
+from specbeam.whole_files import whole, write_whole
 
 STATE_S = 60.0  # seconds between two states on disk
 STATE = "state.pt"
@@ -17,8 +18,8 @@ STATE = "state.pt"
 
 def keep_state(folder: Path, state: dict[str, Any]) -> None:
     """Write the state of a training: a whole file, or the one before stays."""
-    with whole(folder / STATE) as part:
-        torch.save(state, part)
+    with whole(folder / STATE) as part, part.open("wb") as file:
+        torch.save(state, file)
 
 
 def resume_from(folder: Path, device: torch.device, restore: Callable[[dict[str, Any]], None]) -> bool:
@@ -26,11 +27,19 @@ def resume_from(folder: Path, device: torch.device, restore: Callable[[dict[str,
     path = folder / STATE
     if not path.exists():
         return False
-    read_or_refuse(path, lambda: restore(torch.load(path, map_location=device)))
+
+    def restore_whole() -> None:
+        with ZipFile(path) as records:  # torch does not look at the sums that it writes
+            broken = records.testzip()
+        if broken is not None:
+            raise ValueError(f"the record {broken} is damaged")
+        restore(torch.load(path, map_location=device, weights_only=True))
+
+    read_or_refuse(path, restore_whole)
     return True
 
 
 def write_curve(folder: Path, points: Sequence[Any]) -> None:
     """Write the curve of a training, a line of JSON for each point, which is a dataclass."""
-    lines = [json.dumps(asdict(point)) for point in points]
-    (folder / "curve.jsonl").write_text("\n".join(lines) + "\n")
+    lines = [as_json(asdict(point)) for point in points]
+    write_whole(folder / "curve.jsonl", ("\n".join(lines) + "\n").encode())

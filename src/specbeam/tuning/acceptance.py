@@ -6,10 +6,18 @@ from weakref import WeakKeyDictionary
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.measure import kept_figures
+from specbeam.measure.kept_figures import Figures, NumberField, RecordFields
 
 # Odds that the child accepted at a node is the k-th one tried, before anything is measured; they count as 20 nodes.
 GUESS = (0.7, 0.12, 0.05, 0.03, 0.02)
 GUESS_NODES = 20
+_ACCEPTANCE = Figures(
+    "acceptance",
+    RecordFields(
+        {"odds": NumberField((None,), most=1.0)},
+        lambda record: len(record["odds"]) > 0 and sum(record["odds"]) <= 1 + 1e-6,
+    ),
+)
 
 
 def with_guess(odds: Sequence[float], nodes: int) -> tuple[float, ...]:
@@ -21,7 +29,7 @@ def with_guess(odds: Sequence[float], nodes: int) -> tuple[float, ...]:
 
 def keep_acceptance(target: HuggingFaceLM, draft: HuggingFaceLM, odds: Sequence[float]) -> None:
     """Keep on disk, for k = 1, 2, ..., the odds that the child accepted at a node is the k-th one tried."""
-    kept_figures.keep("acceptance", _key(target, draft), {"odds": list(odds)})
+    _ACCEPTANCE.keep(_key(target, draft), {"odds": list(odds)})
     _KNOWN.setdefault(target, WeakKeyDictionary())[draft] = tuple(odds)
 
 
@@ -44,15 +52,8 @@ _KNOWN: "WeakKeyDictionary[HuggingFaceLM, WeakKeyDictionary[HuggingFaceLM, tuple
 
 
 def _odds_on_disk(target: HuggingFaceLM, draft: HuggingFaceLM) -> tuple[float, ...] | None:
-    record = kept_figures.load("acceptance", _key(target, draft))
-    if record is None:
-        return None
-    try:
-        odds = tuple(float(value) for value in record["odds"])
-    except (KeyError, TypeError, ValueError):  # somebody else has written the file
-        return None
-    is_law = len(odds) > 0 and min(odds) >= 0 and sum(odds) <= 1 + 1e-6
-    return odds if is_law else None
+    record = _ACCEPTANCE.load(_key(target, draft))
+    return None if record is None else tuple(float(value) for value in record["odds"])
 
 
 def _key(target: HuggingFaceLM, draft: HuggingFaceLM) -> list[str | None]:

@@ -17,6 +17,7 @@ from specbeam.control.cost import CostCurve, HostCost
 from specbeam.core.limits import Limits
 from specbeam.decode import decode
 from specbeam.engines.cpu.tiles import available as uses_tiles
+from specbeam.errors import BrokenLaw
 from specbeam.heads.lm import HeadLM
 from specbeam.laws.ranking import Truncation
 from specbeam.laws.warp import Warp
@@ -24,6 +25,7 @@ from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.lm.skipping import SkippingLM
 from specbeam.measure import kept_figures
+from specbeam.measure.kept_figures import Figures, NumberField, RecordFields
 from specbeam.measure.profiler import profiled
 from specbeam.session import Parts, Session
 from specbeam.tuning.idle_model import IdleLM
@@ -39,6 +41,22 @@ DEEP = 3  # number of layers of the drafts that are timed
 ALONE_S = 0.4  # seconds of a target's turns, one after the other, until the caches hold what they can of its weights
 TURNS = 12  # number of turns that are timed with each kind of draft
 PartsOf = Callable[[LM, int], Parts]  # makes the parts of a session from a draft model and a depth
+_CURVE_FIELDS = {"nodes": NumberField((None,), least=1, is_whole=True), "seconds": NumberField((None,), least=1e-12)}
+
+
+def _is_curve(record: dict[str, Any]) -> bool:
+    """Return whether numbers of nodes ascend, with seconds for each that do not descend."""
+    nodes = record["nodes"]
+    seconds = record["seconds"]
+    return len(nodes) == len(seconds) > 0 and nodes == sorted(set(nodes)) and seconds == sorted(seconds)
+
+
+_CURVE = RecordFields({**_CURVE_FIELDS, "draft_layer_s": NumberField()}, _is_curve)
+_PASS = Figures("pass", RecordFields(_CURVE_FIELDS, _is_curve))
+_TURNS = Figures("turns", RecordFields({"target": _CURVE, "draft": _CURVE}))
+_HOST_COST = Figures(
+    "host", RecordFields({"turn_s": NumberField(), "draft_s": NumberField(), "judge_s": NumberField()})
+)
 
 
 def curve_of(lm: HuggingFaceLM | HeadLM | SkippingLM, context: int = CONTEXT) -> CostCurve:
@@ -74,11 +92,11 @@ def curves_in_turns(target: HuggingFaceLM, draft: HuggingFaceLM) -> tuple[CostCu
     if found is None:
         context = max(min([CONTEXT, *(lm.max_positions // 2 for lm in (target, draft) if lm.max_positions)]), 1)
         key = [_key(target, context), _key(draft, context)]
-        record = kept_figures.load("turns", key)
+        record = _TURNS.load(key)
         if record is None:
             curves = measure_in_turns(target, draft, context, least_s=QUICK_S)
             record = {"target": asdict(curves[0]), "draft": asdict(curves[1])}
-            kept_figures.keep("turns", key, record)
+            _TURNS.keep(key, record)
         found = (_curve_in(record["target"]), _curve_in(record["draft"]))
         target.curves_in_turns[draft] = found
     return found
@@ -173,7 +191,7 @@ def rest_curve(whole: CostCurve, early: CostCurve, layers: int, after: int) -> C
 
 def known_curve(lm: HuggingFaceLM, context: int = CONTEXT) -> CostCurve | None:
     """Return the curve that was measured before; None if there is none."""
-    record = kept_figures.load("pass", _key(lm, context))
+    record = _PASS.load(_key(lm, context))
     return None if record is None else _curve_in(record)
 
 
@@ -210,7 +228,7 @@ def measure(
             if number and (is_enough or spent > budget_s):
                 break
     curve = _ascending(samples)
-    kept_figures.keep("pass", _key(lm, context), {"nodes": curve.nodes, "seconds": curve.seconds})
+    _PASS.keep(_key(lm, context), {"nodes": curve.nodes, "seconds": curve.seconds})
     return curve
 
 
@@ -228,12 +246,15 @@ def host_cost(vocab: int, parts: PartsOf, key: list[Any], models: tuple[LM, LM] 
     """
     full_key = [vocab, kernels.AVAILABLE, *key]
     if (known := _HOST.get(repr(full_key))) is None:
-        record = kept_figures.load("host", full_key)
+        record = _HOST_COST.load(full_key)
         if record is not None:
             known = HostCost(**record)
         else:
-            known = measure_host(vocab, parts) if models is None else measure_loops(*models, parts)
-        kept_figures.keep("host", full_key, asdict(known))
+            measured = measure_host(vocab, parts) if models is None else measure_loops(*models, parts)
+            if measured is None:  # made-up texts do not tell whether the prompt's own can be decoded
+                return measure_host(vocab, parts)
+            known = measured
+        _HOST_COST.keep(full_key, asdict(known))
     return _HOST.setdefault(repr(full_key), known)
 
 
@@ -258,8 +279,10 @@ def measure_host(vocab: int, parts: PartsOf, rounds: int = 3) -> HostCost:
     return HostCost(max(undrafted - judge_s, 0.0), draft_s, judge_s)
 
 
-def measure_loops(target: LM, draft: LM, parts: PartsOf, budget_s: float = 1.0) -> HostCost:
+def measure_loops(target: LM, draft: LM, parts: PartsOf, budget_s: float = 1.0) -> HostCost | None:
     """Measure the cost of turns in compiled runs outside the models, by the spans that the runs record.
+
+    Returns None if a model has no law on some of the made-up texts, where its logits are NaN or infinite.
 
     The runs decode with the models themselves. The times are the least of up to four rounds after a warm-up.
 
@@ -276,6 +299,10 @@ def measure_loops(target: LM, draft: LM, parts: PartsOf, budget_s: float = 1.0) 
         with profiled() as profile:
             for _ in decode(target, [session], ahead=TURNS):
                 pass
+        if session.failure is not None:
+            if isinstance(session.failure, BrokenLaw):
+                return None
+            raise session.failure
         turns = session.count.target_passes
         layers = len(session.count.widths)
         drafted = session.count.draft_passes * (DEEP if getattr(draft, "drafts_blocks", False) else 1)

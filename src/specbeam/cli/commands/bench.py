@@ -25,6 +25,8 @@ from specbeam.cli.options import (
     Threads,
     TopK,
     TopP,
+    file_to_write,
+    folder_to_write,
 )
 
 bench = typer.Typer(no_args_is_help=True, help="Measure methods side by side.")
@@ -74,7 +76,7 @@ def acceptance(
     draft: Draft = None,
     prompt: PromptTexts = [],
     file: PromptFiles = [],
-    children: Annotated[int, typer.Option(help="Number of draft tokens tried per step.")] = 8,
+    children: Annotated[int, typer.Option(min=1, max=1024, help="Number of draft tokens tried per step.")] = 8,
     temperature: Temperature = None,
     rows: SpacedRows = 60,
     max_new_tokens: MaxNewTokens = 48,
@@ -110,7 +112,7 @@ def spec_bench(
     ] = False,
     answers: Annotated[
         Path | None,
-        typer.Option(help="Also write a file per method that Spec-Bench's own scripts read to this folder."),
+        folder_to_write("Also write a file per method that Spec-Bench's own scripts read to this folder."),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -261,8 +263,8 @@ def speed_cliffs(
     draft: Draft = None,
     grow: Grow = None,
     threads: Threads = None,
-    markdown: Annotated[Path | None, typer.Option(help="Also write the Markdown page to this file.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write a JSON line per cell to this file.")] = None,
+    markdown: Annotated[Path | None, file_to_write("Also write the Markdown page to this file.")] = None,
+    json: Annotated[Path | None, file_to_write("Write a JSON line per cell to this file.")] = None,
 ) -> None:
     """Find where speed falls off: time methods with each option and batch size, beside transformers with the same."""
     from specbeam.cli.bench_cliffs import run

@@ -20,6 +20,7 @@ from specbeam.cli.options import (
     Temperature,
     TopK,
     TopP,
+    existing_files,
 )
 
 evaluate = typer.Typer(no_args_is_help=True, help="Check and score the outputs of methods.")
@@ -116,10 +117,32 @@ def diff_by_its_older_name(
     diff(None, model, draft, beams, setting, prompt, file, rows, every_option, batch_size, max_new_tokens, dtype, json)
 
 
+@evaluate.command("fuzz")
+def fuzz(
+    calls: Annotated[int, typer.Option(help="Number of calls in all.")] = 1000,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same calls.")] = 0,
+    world: Annotated[list[str], typer.Option("--world", help="Pair of tiny models, repeatable; default: all.")] = [],
+    first: Annotated[int, typer.Option(help="Number of the first call of each pair.")] = 0,
+    processes: Annotated[int, typer.Option(help="Number of processes side by side.")] = 1,
+    json: Json = False,
+) -> None:
+    """Make random calls on tiny random models, and check each answer; exit code 1 if a call crashes or hangs.
+
+    The models are of all engines, heads and families. Every answer is held against what must be true of it: its tokens,
+    beams, scores, form and report, the same text again, alone, and without drafts.
+    """
+    from specbeam.cli.fuzz import fuzz as run
+
+    raise typer.Exit(run(calls, seed, world, first, processes, json))
+
+
 @evaluate.command()
 def perplexity(
     files: Annotated[
-        list[Path], typer.Argument(help="JSON lines with 'prompt', 'tokens' or 'text', and perhaps 'reference'.")
+        list[Path],
+        typer.Argument(
+            help="JSON lines with 'prompt', 'tokens' or 'text', and perhaps 'reference'.", callback=existing_files
+        ),
     ],
     model: Model = "bundled",
     ended: Annotated[

@@ -12,13 +12,15 @@ from specbeam.cli.options import (
     Threads,
     TopK,
     TopP,
+    files_to_read,
+    folder_to_write,
 )
 from specbeam.options.head_kinds import DRAFT_SCHEDULE, HEAD_KINDS, WINDOW_KIND, HeadKind
 
 train = typer.Typer(no_args_is_help=True, help="Train what drafts.")
 
 
-Out = Annotated[Path, typer.Option("--out", "-o", help="Folder to write; a training that was stopped goes on there.")]
+Out = Annotated[Path, folder_to_write("Folder to write; a training that was stopped goes on there.", "--out", "-o")]
 TrainingData = Annotated[
     list[Path],
     typer.Option(
@@ -35,8 +37,8 @@ TrainingRows = Annotated[
 ]
 DrawnTrees = Annotated[
     Path | None,
-    typer.Option(
-        help="Folder of what the target draws, which trainings with the same prompts, draws and seed may share; "
+    folder_to_write(
+        "Folder of what the target draws, which trainings with the same prompts, draws and seed may share; "
         "by default it is in the folder that is written."
     ),
 ]
@@ -229,12 +231,12 @@ def train_memory(
     model: Model = "bundled",
     data: Annotated[
         list[Path],
-        typer.Option(
+        files_to_read(
+            "File of long texts: a text, or .jsonl with a 'text' in each line, or a 'prompt' and an 'answer'; plain or "
+            "packed. May be given several times.",
             "--data",
             "--file",
             "-f",
-            help="File of long texts: a text, or .jsonl with a 'text' in each line, or a 'prompt' and an 'answer'; plain or "
-            "packed. May be given several times.",
         ),
     ] = [],
     segment: Annotated[int | None, typer.Option(help="Number of new tokens of a segment; by default 222.")] = None,

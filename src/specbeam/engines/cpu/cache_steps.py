@@ -118,7 +118,8 @@ def _feed(cache: CacheArrays) -> PassRows:
     positions = trie.nodes[2][start:stop]
     if positions.max() >= cache.model.angles.shape[2]:
         raise IndexError("a position is beyond those of the model")
-    if tokens.min() < 0 or tokens.max() >= len(cache.model.embedding):
+    known = len(cache.model.embedding) if len(cache.model.read_as) == 0 else len(cache.model.read_as)
+    if tokens.min() < 0 or tokens.max() >= known:
         raise IndexError("a token is beyond those of the model")
     return _pass_rows(cache, positions, slots, trie.seen[start:stop])
 
@@ -129,14 +130,17 @@ def _embedded(cache: CacheArrays, count: int) -> Array:
     trie = cache.trie
     model = cache.model
     first = trie.counts[STORED] - count
+    tokens = trie.nodes[0, first : first + count]
+    if len(model.read_as) > 0:
+        tokens = model.read_as[tokens]
     x = np.empty((count, model.embedding.shape[1]), dtype=np.float32)
     for row in range(count):
-        look_up(model.embedding, trie.nodes[0, first + row], x[row])
+        look_up(model.embedding, tokens[row], x[row])
         for place in range(x.shape[1]):
             x[row, place] *= model.embedding_scale
     if len(model.places) > 0:
         for row in range(count):
-            if trie.nodes[0, first + row] != model.unplaced:
+            if tokens[row] != model.unplaced:
                 added = model.places[trie.nodes[2, first + row]]
                 for place in range(x.shape[1]):
                     x[row, place] += added[place]

@@ -47,11 +47,11 @@ from specbeam.engines.families import (
     LayerParts,
     Matrix,
     architecture_of,
+    bias_of_tokens,
     body_of,
     embedding_of,
     family_of,
     layers_in,
-    logits_bias_of,
     misfit_of_family,
     norm_at,
     norm_of,
@@ -66,6 +66,7 @@ from specbeam.engines.families import (
 from specbeam.engines.kv.store import PanelStore
 from specbeam.engines.mapped import NOTHING_MAPPED, MappedFiles, mapped_files
 from specbeam.engines.packed import Grouped, PackedMatrix, joined, matrices_of, weights_in
+from specbeam.engines.shared_tokens import SharedTokens, readable
 from specbeam.kernels.compiling import Array, address_of, borrowed
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ class Model(NamedTuple):
     last_norm: Array  # see `Weights`
     head: Array  # in panels
     vocab: int
+    read_as: Array  # int64[vocab]: the row of `embedding` of each token; of no numbers: the row of its number
     logits_divisor: np.float32  # see `layers.shape_logits`
     logits_cap: np.float32
     logits_bias: Array  # float32[vocab], or of no numbers
@@ -156,6 +158,7 @@ class CompiledDecoder:
     Args:
         rounding: what to round all matrices but the embedding to, which makes it another model: "int8" weights are read in a
             quarter of the time of float32, "int4" weights in a seventh. None: they stay as they are.
+        shared: the tokens of a target that the model is given, and drafts; None: its own.
 
     Attributes:
         kv: what keys and values are kept as; to be set before there is a store.
@@ -163,7 +166,10 @@ class CompiledDecoder:
 
     takes_steps = True  # compiled steps can run it
 
-    def __init__(self, model: "PreTrainedModel", rounding: Rounding | None = None) -> None:
+    def __init__(
+        self, model: "PreTrainedModel", rounding: Rounding | None = None, shared: SharedTokens | None = None
+    ) -> None:
+        self.shared = shared
         self.kv: KeptAs = "float32"
         architecture = architecture_of(model)
         numbers = architecture.numbers
@@ -179,7 +185,7 @@ class CompiledDecoder:
         self.kv_heads = architecture.kv_heads
         self.size = architecture.size
         self.eps = architecture.eps
-        self.vocab = head.weight.shape[0]
+        self.vocab = head.weight.shape[0] if shared is None else shared.vocab
         self.embedding = table_of(embedding.weight)
         self.embedding_scale = np.float32(own_scale(embedding))
         self.vector_scale = np.float32(numbers.embedding)  # of embeddings that are given
@@ -193,7 +199,7 @@ class CompiledDecoder:
         self.kinds_of_matrices = kinds_of_panels(parts_of(layers[0], architecture), kind)
         self.weights = weights_of(layers, self.kinds_of_matrices, architecture, files)
         self.last_norm = numbers_of(norm_at(body, family.final_norm, family))
-        self.head = panels_of([[head.weight]], kind, files)[0]
+        self.head = panels_of([_head_parts(head.weight, self.vocab)], kind, files)[0]
         if self.threads > 1:
             for panels in (self.head, self.weights.qkv, self.weights.out, self.weights.gate_up, self.weights.down):
                 TEAM.learn(panels)
@@ -213,9 +219,10 @@ class CompiledDecoder:
             last_norm=self.last_norm,
             head=self.head,
             vocab=self.vocab,
+            read_as=np.zeros(0, dtype=np.int64) if shared is None else shared.read_as,
             logits_divisor=np.float32(numbers.logits_divisor),
             logits_cap=np.float32(numbers.logits_cap),
-            logits_bias=numbers_of(logits_bias_of(model)),
+            logits_bias=numbers_of(bias_of_tokens(model, shared)),
         )
 
     def store(self) -> PanelStore:
@@ -355,11 +362,12 @@ class CompiledDecoder:
         negative = rows.tokens < 0
         if negative.any() and {*np.flatnonzero(negative).tolist()} != {*vectors}:
             raise IndexError("a token is beyond those of the model")
-        x = embedded_rows(self.embedding, np.maximum(rows.tokens, 0)) * self.model.embedding_scale
+        tokens = readable(self.shared, rows.tokens)
+        x = embedded_rows(self.embedding, np.maximum(tokens, 0)) * self.model.embedding_scale
         for row, vector in vectors.items():
             x[row] = vector * self.vector_scale
         if len(self.places):
-            placed = rows.tokens != self.model.unplaced
+            placed = tokens != self.model.unplaced
             x[placed] += self.places[rows.positions[placed]]
         if len(self.first_norm):
             normalise(x, self.first_norm, self.eps, x)
@@ -569,6 +577,12 @@ def _columns_of(parts: Sequence[Tensor], kind: Kind, first: int, stop: int) -> S
     else:
         found = [piece.float().numpy() for piece in pieces]
     return found[0] if len(found) == 1 else np.concatenate(found)
+
+
+def _head_parts(rows: Tensor, vocab: int) -> list[Matrix]:
+    """Return the rows of a head for the first `vocab` tokens: a view of those there are, and zeros for those it lacks."""
+    missing = vocab - len(rows)
+    return [rows[:vocab]] if missing <= 0 else [rows, rows.new_zeros(missing, rows.shape[1])]
 
 
 def weights_of(

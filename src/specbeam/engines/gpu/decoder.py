@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
+from torch.nn import functional
 
 from specbeam.engines.families import (
     NO_TOKEN,
@@ -21,10 +22,10 @@ from specbeam.engines.families import (
     CrossParts,
     ModelFamily,
     architecture_of,
+    bias_of_tokens,
     body_of,
     embedding_of,
     layers_in,
-    logits_bias_of,
     module_at,
     norm_at,
     own_scale,
@@ -40,6 +41,7 @@ from specbeam.engines.gpu.products import GpuMatrix, multiplied, rounded_matrix
 from specbeam.engines.gpu.source_kernels import looked_at_sources
 from specbeam.engines.gpu.staging import Inputs
 from specbeam.engines.kv.cross_pool import CrossPool
+from specbeam.engines.shared_tokens import SharedTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -103,13 +105,15 @@ class GpuDecoder:
 
     Args:
         rounded: whether all matrices are rounded to fp8, in copies; the model keeps its own beside them.
+        shared: the tokens of a target that the model is given, and drafts; None: its own.
 
     Attributes:
+        vocab: the number of tokens that it is given, and has logits of.
         ranges: see `ModelLimits.ranges`.
         sources: the keys and values of all sources, if the layers look at any.
     """
 
-    def __init__(self, model: "PreTrainedModel", rounded: bool = False) -> None:
+    def __init__(self, model: "PreTrainedModel", rounded: bool = False, shared: SharedTokens | None = None) -> None:
         self.rounded = rounded
         architecture = architecture_of(model)
         family = architecture.family
@@ -132,8 +136,11 @@ class GpuDecoder:
         self.ranges, self._biases = _ranges_of(architecture)
         self.layers = [self._layer(layer, number) for number, layer in enumerate(layers_in(model, family))]
         self.last_norm = norm_at(body, family.final_norm, family)
-        self.head = self._matrix(head.weight)
-        self.logits_bias = logits_bias_of(model).to(self.embedding)
+        self.vocab = len(head.weight) if shared is None else shared.vocab
+        self.known = len(self.embedding) if shared is None else shared.vocab  # tokens that it can be given
+        self.read_as = None if shared is None else torch.from_numpy(shared.read_as).to(self.embedding.device)
+        self.head = self._matrix(head.weight[: self.vocab])
+        self.logits_bias = bias_of_tokens(model, shared).to(self.embedding)
         self.sources = CrossPool(len(self.layers), self.heads[1], self.size, self.embedding) if family.cross else None
         self.processors = _processors(self.embedding.device)
 
@@ -167,13 +174,16 @@ class GpuDecoder:
 
     def _embedded(self, inputs: Inputs, rows: int) -> Float[Tensor, "rows width"]:
         """Return what the first layer reads."""
-        x = self.embedding.index_select(0, inputs.tokens[:rows])
+        tokens = inputs.tokens[:rows]
+        if self.read_as is not None:
+            tokens = self.read_as.index_select(0, tokens)
+        x = self.embedding.index_select(0, tokens)
         if self.embedding_scale * self.numbers.embedding != 1:
             x *= self.embedding_scale * self.numbers.embedding
         if len(self.places):
             places = self.places.index_select(0, inputs.positions[:rows])
             if self.unplaced != NO_TOKEN:
-                places *= (inputs.tokens[:rows] != self.unplaced)[:, None]
+                places *= (tokens != self.unplaced)[:, None]
             x += places
         return normed(x, self.first_norm, self.eps)
 
@@ -235,13 +245,16 @@ class GpuDecoder:
         more = normed(multiplied(read, matrix, bias), norm, self.eps)
         x.add_(more, alpha=self.numbers.residual)
 
-    def _shaped(self, logits: Float[Tensor, "wanted vocab"]) -> Float[Tensor, "wanted vocab"]:
-        """Return logits divided and capped as the family has it, with the model's biases."""
+    def _shaped(self, logits: Float[Tensor, "wanted own"]) -> Float[Tensor, "wanted vocab"]:
+        """Return logits divided and capped as the family has it, of all tokens, with their biases."""
         if self.numbers.logits_divisor != 1:
             logits = logits / self.numbers.logits_divisor
         cap = self.numbers.logits_cap
         if cap:
             logits = torch.tanh(logits / cap) * cap
+        missing = self.vocab - logits.shape[1]
+        if missing:
+            logits = functional.pad(logits, (0, missing))  # the biases of these are -inf
         return logits + self.logits_bias if len(self.logits_bias) else logits
 
     def _matrix(self, numbers: Tensor) -> GpuMatrix:

@@ -110,6 +110,11 @@ class PagedStore(KVStore):
         self._by_row[source] = []
         self._write_table(goal)
 
+    @torch.inference_mode()
+    def clear_cache(self, cache: int) -> None:
+        for page in self._by_row[cache]:
+            self._pages[page].zero_()
+
     def move_slots(self, cache: int, source: Int64[Tensor, " n"], goal: Int64[Tensor, " n"]) -> None:
         self.put(cache, goal.cpu().numpy(), self.take(cache, source.cpu().numpy()))
 

@@ -48,9 +48,9 @@ class GpuPasses:
         self.decoder = decoder
         self.caches = caches
         self.device = decoder.embedding.device
-        self.vocab = len(decoder.head.numbers)
+        self.vocab = decoder.vocab
         windows = Masks(model.config, "sdpa", model.dtype).window_sizes(decoder.kinds)
-        self.limits = ModelLimits(windows, decoder.angles.shape[1], len(decoder.embedding), decoder.ranges)
+        self.limits = ModelLimits(windows, decoder.angles.shape[1], decoder.known, decoder.ranges)
         self.store = decoder.store()
         self.staging = Staging(self.device, ROWS, SESSIONS, MASK_BYTES * len(decoder.kinds))
         self.graphs = Graphs(decoder, self.store, self.staging, capture)

@@ -84,6 +84,7 @@ class KnownPrompts:
         The last token of a prompt is never in one, for its logits have to be computed.
         """
         node = self._node(beginning, start)
+        last = None
         found = []
         for name in self._names(beginning.prompt, start):
             node = None if node is None else node.after.get(name)
@@ -92,7 +93,7 @@ class KnownPrompts:
             assert node.chunk is not None
             found.append(node.chunk)
             last = node
-        if found:
+        if last is not None:
             self._touch(last)
             beginning.tokens = start + self.chunk * len(found)
             beginning.node = last

@@ -93,6 +93,11 @@ class StoreLayer(CacheLayerMixin):
             self.keys[goal, :, :extent] = self.keys[source, :, :extent]
             self.values[goal, :, :extent] = self.values[source, :, :extent]
 
+    def clear_cache(self, cache: int) -> None:
+        if self.is_initialized:
+            self.keys[cache].zero_()
+            self.values[cache].zero_()
+
     def move_slots(self, cache: int, source: Int64[Tensor, " n"], goal: Int64[Tensor, " n"]) -> None:
         if self.is_initialized:
             self.keys[cache, :, goal] = self.keys[cache, :, source]
@@ -183,6 +188,12 @@ class KVStore(Cache):
         """Copy the first `extent` slots of one row of the store to another row."""
         for layer in self.layers:
             layer.move_cache(source, goal, extent)
+
+    @torch.inference_mode()
+    def clear_cache(self, cache: int) -> None:
+        """Write zeros to one row of the store: masked slots enter products, too, and NaN of another text would spread."""
+        for layer in self.layers:
+            layer.clear_cache(cache)
 
     @torch.inference_mode()
     def move_slots(self, cache: int, source: Int64[Tensor, " n"], goal: Int64[Tensor, " n"]) -> None:
@@ -304,6 +315,10 @@ class PanelStore(KVStore):
         panels = -(-extent // self.columns)
         for buffer, parts in ((self.keys_by_panel, panels), (self.values_by_slot, panels * self.columns)):
             buffer[:, goal, :, :parts] = buffer[:, source, :, :parts]
+
+    def clear_cache(self, cache: int) -> None:
+        self.keys_by_panel[:, cache] = 0
+        self.values_by_slot[:, cache] = 0
 
     def move_slots(self, cache: int, source: Int64[Tensor, " n"], goal: Int64[Tensor, " n"]) -> None:
         (panels, columns), (to_panels, to_columns) = (divmod(slots.numpy(), self.columns) for slots in (source, goal))

@@ -23,6 +23,7 @@ from specbeam.engines.kv.rows import rows_at
 from specbeam.engines.kv.steps import BLOCK, WASTE
 from specbeam.engines.kv.store import KVStore, Place
 from specbeam.engines.kv.trie import Feed
+from specbeam.engines.shared_tokens import SharedTokens, readable
 from specbeam.engines.torch.captured import WIDEST, CapturedForward, Forward
 from specbeam.engines.torch.lean import LeanDecoder
 from specbeam.engines.torch.sizes import rounded_up
@@ -116,12 +117,19 @@ class PaddedPasses:
         caches: the caches of all sessions in each row of the store. Rows that a pass does not need may be between those that
             it does.
         compile: whether to call the model through torch.compile (`torch_compiled`).
+        shared: the tokens of a target that the model is given, and drafts; None: its own.
     """
 
     def __init__(
-        self, model: "PreTrainedModel", lean: LeanDecoder | None, caches: list[PaddedCache], compile: bool = False
+        self,
+        model: "PreTrainedModel",
+        lean: LeanDecoder | None,
+        caches: list[PaddedCache],
+        compile: bool = False,
+        shared: SharedTokens | None = None,
     ) -> None:
         self.model = model
+        self.shared = shared
         self.lean = lean
         self.caches = caches
         self.call = torch_compiled(model) if compile else model
@@ -250,6 +258,7 @@ class PaddedPasses:
         elif sparse:
             rows = sorted(by_row)
         inputs, masks = self._inputs_and_masks(rows, by_row, width, extent * BLOCK)
+        inputs[0] = readable(self.shared, inputs[0])
         slots = torch.from_numpy(inputs[2]).to(self.device)
         which = torch.tensor(rows, device=self.device) if sparse else slice(rows[0], rows[-1] + 1)
         self.store.reserve(max(len(self.caches), rows[-1] + 1), extent * BLOCK)
@@ -269,6 +278,8 @@ class PaddedPasses:
             inputs[0][inputs[0] <= LEARNT] = 0  # that they are no tokens is known by now
         with span("model"), self._recording(recorded), self._entering(entering):
             logits = self._logits(inputs, masks, last, run, recorded, entering)
+            if self.shared is not None:
+                logits = self.shared.fitted_logits(logits)
             if self.device.type == "cuda":  # laws are made on the host
                 wanted = [rows.index(row) for row in by_row]
                 logits = logits[wanted].float().cpu()

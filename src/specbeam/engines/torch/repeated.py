@@ -27,7 +27,7 @@ from specbeam.records import ExtraInputs, Needs
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-END, AWAKE, RUN, RESERVE, MOVE_CACHE, MOVE_SLOTS = range(6)
+END, AWAKE, RUN, RESERVE, MOVE_CACHE, MOVE_SLOTS, CLEAR_CACHE = range(7)
 HEADER = 64  # numbers: the verb, the number of arrays, and the rank and dimensions of each
 TIMEOUT_S = 30.0
 
@@ -147,6 +147,10 @@ class RepeatedStore(KVStore):
         self._channel.tell(MOVE_CACHE, [source, goal, extent])
         super().move_cache(source, goal, extent)
 
+    def clear_cache(self, cache: int) -> None:
+        self._channel.tell(CLEAR_CACHE, [cache])
+        super().clear_cache(cache)
+
     def move_slots(self, cache: int, source: torch.Tensor, goal: torch.Tensor) -> None:
         self._channel.tell(MOVE_SLOTS, [cache], source.cpu().numpy(), goal.cpu().numpy())
         super().move_slots(cache, source, goal)
@@ -234,6 +238,8 @@ class Follower(PaddedPasses):
             self.store.reserve(caches, slots)
         elif verb == MOVE_CACHE:
             self.store.move_cache(*arrays[0].tolist())
+        elif verb == CLEAR_CACHE:
+            self.store.clear_cache(int(arrays[0][0]))
         elif verb == MOVE_SLOTS:
             source, goal = (torch.from_numpy(slots).to(self.device) for slots in arrays[1:])
             self.store.move_slots(int(arrays[0][0]), source, goal)

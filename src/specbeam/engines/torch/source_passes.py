@@ -14,6 +14,7 @@ from specbeam.engines.kv.cache import PaddedCache
 from specbeam.engines.kv.cross import CrossStore, CrossView, ReadsSources
 from specbeam.engines.kv.masks import Mask, distances_back
 from specbeam.engines.kv.store import KVStore
+from specbeam.engines.shared_tokens import SharedTokens
 from specbeam.engines.torch.passes import NO_EXTRAS, PaddedPasses, SharedRow
 from specbeam.engines.torch.places import Places, decoder_of
 
@@ -26,8 +27,8 @@ class SourcePasses(ReadsSources, PaddedPasses):
 
     cross: CrossStore
 
-    def __init__(self, model: "PreTrainedModel", caches: list[Any]) -> None:
-        super().__init__(model, None, caches)
+    def __init__(self, model: "PreTrainedModel", caches: list[Any], shared: SharedTokens | None = None) -> None:
+        super().__init__(model, None, caches, shared=shared)
         self.captured = None  # the shapes of a pass change with its sources
         self.store = KVStore(decoder_layers(model))
         self.places = Places(model)

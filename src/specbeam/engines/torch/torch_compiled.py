@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specbeam.caches.folders import lend_folder
 from specbeam.errors import NotSupported
-from specbeam.measure import kept_figures as measured
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,7 +33,7 @@ def torch_compiled(model: "PreTrainedModel") -> Callable[..., Any]:
             f"compile=True needs a C++ compiler, and there is no {compiler} here; install one, name it in the variable CXX, "
             "or leave compile out"
         )
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(measured.folder() / "torch"))
+    lend_folder("TORCHINDUCTOR_CACHE_DIR", "torch")
     known = inspect.signature(torch.compile).parameters
     forms = dict[str, Any]()
     if "recompile_limit" in known:  # older versions of torch have one low limit for all models of a class

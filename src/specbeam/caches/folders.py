@@ -1,0 +1,123 @@
+"""The folders of kept files, below one root, and whether they can be trusted.
+
+What is kept is run, or decides what is run: so a folder that another user owns or may write to is not read.
+"""
+
+import atexit
+import os
+import shutil
+import stat
+import warnings
+from pathlib import Path
+from tempfile import mkdtemp
+
+from platformdirs import user_cache_path
+
+VARIABLE = "SPECBEAM_CACHE"
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_ROOT_USER = 0
+_WARNED: set[str] = set()  # kinds of warnings that this process has given
+
+
+class _UnusableFolderError(Exception):
+    """A folder cannot be trusted or cannot be made, for the reason that the message gives."""
+
+
+def cache_folder(name: str, stated: str = "", variable: str = "") -> Path | None:
+    """Return a folder below the root of all kept files, and make it if it is missing.
+
+    The root is `SPECBEAM_CACHE`, or specbeam's folder among the user's caches. Returns None, and warns once, where nothing
+    can be kept: the program then runs without.
+
+    Args:
+        name: of the folder.
+        stated: a root that is taken instead, if one is given.
+        variable: the environment variable by which a user states that root.
+    """
+    try:
+        root = _root(stated, variable)
+        folder = root / name
+        for path in (root, folder):
+            _prepare(path)
+    except _UnusableFolderError as reason:
+        warn_once(
+            "folder",
+            f"{reason}; so machine code and measurements are not kept, and each process compiles and measures anew. "
+            f"Set {VARIABLE} to the absolute path of a folder that belongs to this user and that no other user can write to",
+        )
+        return None
+    return folder
+
+
+def lend_folder(variable: str, name: str) -> None:
+    """Set the environment variable by which another library finds the folder of its cache, unless it is set.
+
+    It is a folder below our root; where nothing can be kept, one that goes with this process.
+    """
+    if os.environ.get(variable):
+        return
+    folder = cache_folder(name)
+    if folder is None:
+        folder = Path(mkdtemp(prefix="specbeam-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ[variable] = str(folder)
+
+
+def warn_once(kind: str, text: str) -> None:
+    """Warn, unless this process has given a warning of this kind before."""
+    if kind not in _WARNED:
+        _WARNED.add(kind)
+        warnings.warn(text, stacklevel=3)
+
+
+def distrust(status: os.stat_result) -> str:
+    """Return why a file or folder of this status is not read; nothing if it can be trusted."""
+    if not hasattr(os, "geteuid"):  # Windows has no owners of this kind
+        return ""
+    user = os.geteuid()
+    if status.st_uid != user:
+        return f"belongs to user {status.st_uid}, and this process runs as user {user}"
+    if status.st_mode & _OTHERS_WRITE:
+        return f"can be written by other users (its mode is {stat.S_IMODE(status.st_mode):o})"
+    return ""
+
+
+def _root(stated: str, variable: str) -> Path:
+    """Return the root of all kept files. Raises `_UnusableFolderError` if it is a relative path, or there is no home."""
+    for place, source in ((stated, variable), (os.environ.get(VARIABLE, ""), VARIABLE)):
+        if not place:
+            continue
+        path = Path(os.path.expanduser(place))
+        if not path.is_absolute():  # it may be a folder that somebody else has filled
+            raise _UnusableFolderError(f"{source} is the relative path {place!r}")
+        return path
+    try:
+        path = user_cache_path("specbeam", appauthor=False)
+    except (RuntimeError, OSError, KeyError) as error:
+        raise _UnusableFolderError(f"this user has no home folder ({error})") from error
+    if not path.is_absolute():
+        raise _UnusableFolderError("this user has no home folder")
+    return path
+
+
+def _prepare(path: Path) -> None:
+    """Make a folder that this user alone can read and write, if it is missing.
+
+    Raises `_UnusableFolderError` if that is impossible, or if the folder cannot be trusted. It may be a symbolic link of
+    the user or of root.
+    """
+    try:
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, exist_ok=True)
+            status = path.stat()
+        link = path.lstat()
+    except OSError as error:
+        raise _UnusableFolderError(f"the folder {path} cannot be made or read ({error.strerror or error})") from error
+    reason = distrust(status) if stat.S_ISDIR(status.st_mode) else "is not a folder"
+    if not reason and link.st_uid not in (status.st_uid, _ROOT_USER):
+        reason = f"is a link that belongs to user {link.st_uid}"
+    if reason:
+        raise _UnusableFolderError(f"{path} {reason}")

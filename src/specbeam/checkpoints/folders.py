@@ -1,0 +1,98 @@
+"""What a path holds in place of a model that can be loaded: each kind that users hand over, and what to do with it."""
+
+from pathlib import Path
+from typing import Any
+
+from specbeam.checkpoints.boundary import json_object
+from specbeam.errors import MissingFile, NotSupported, SpecbeamError
+
+CONFIG = "config.json"
+ADAPTER = "adapter_config.json"
+_FOLDER = "give the folder that save_pretrained wrote"
+_CONVERT = "; specbeam reads the safetensors or pytorch_model.bin of transformers"
+_FOREIGN = {  # patterns of files that other programs read, and what they are
+    "*.gguf": "a GGUF model of llama.cpp{where}; give the original model in transformers' format, and quantize='int4' if "
+    "it was to be small",
+    "consolidated*.pth": "Meta's own format ({file}); give the model in transformers' format, whose folder holds "
+    "config.json and model.safetensors",
+    "consolidated*.safetensors": "Mistral's own format ({file}); give the model in transformers' format, whose folder holds "
+    "config.json and model.safetensors",
+    "*.onnx": "an ONNX model ({file})" + _CONVERT,
+    "onnx/*.onnx": "an ONNX model ({file})" + _CONVERT,
+    "tf_model*.h5": "weights of TensorFlow alone ({file})" + _CONVERT + "; older releases of transformers convert them",
+    "saved_model.pb": "a model of TensorFlow ({file})" + _CONVERT,
+    "flax_model*.msgpack": "weights of Flax alone ({file})"
+    + _CONVERT
+    + "; older releases of transformers convert them",
+    "*.ckpt": "a training's checkpoint ({file})" + _CONVERT,
+}
+_OF_FILES = {
+    ".gguf": "a GGUF file of llama.cpp; give the folder of the original model in transformers' format, and "
+    "quantize='int4' if it was to be small",
+    ".onnx": "an ONNX file" + _CONVERT,
+    ".pth": "a file of weights; give a folder with config.json and the weights in transformers' format",
+}
+
+
+def checked_folder(path: Path) -> Path:
+    """Return the folder of a model. Raises an error that says what is there if that is something else."""
+    if path.is_file():
+        raise MissingFile(f"{path} is {_OF_FILES.get(path.suffix.lower(), 'a file, not a folder; ' + _FOLDER)}")
+    if not path.is_dir():
+        raise MissingFile(f"there is no folder {path}; give a folder that save_pretrained wrote, or a hub id")
+    if (path / ADAPTER).is_file():
+        raise adapter(str(path), json_object(path / ADAPTER))
+    if (path / "model_index.json").is_file():
+        raise NotSupported(f"{path} holds a pipeline of diffusers (model_index.json), which makes pictures, not texts")
+    if (path / "modules.json").is_file():
+        raise NotSupported(
+            f"{path} holds a model of sentence-transformers (modules.json), which makes vectors, not texts"
+        )
+    if not (path / CONFIG).is_file():
+        raise _without_config(path)
+    return path
+
+
+def adapter(where: str, described: dict[str, Any]) -> NotSupported:
+    """Return the error for a folder or repository that holds an adapter: its model is another one.
+
+    Args:
+        described: what its adapter_config.json holds.
+    """
+    kind = str(described.get("peft_type") or "LoRA").replace("LORA", "LoRA")
+    base = described.get("base_model_name_or_path")
+    return NotSupported(
+        f"{where} holds a {kind} adapter ({ADAPTER}), which changes {base or 'another model'}; merge the two with peft "
+        "(PeftModel.from_pretrained, then merge_and_unload and save_pretrained) and give the merged model"
+    )
+
+
+def without_weights(where: str, folder: Path | None) -> SpecbeamError:
+    """Return the error for a model that has a configuration and no weights that transformers reads."""
+    if folder is not None and (what := _foreign(folder)):
+        return NotSupported(f"{where} holds {what}")
+    return MissingFile(
+        f"{where} holds {CONFIG} and no weights: neither model.safetensors nor pytorch_model.bin, nor an index of several"
+    )
+
+
+def _without_config(path: Path) -> SpecbeamError:
+    """Return the error for a folder without config.json."""
+    if what := _foreign(path):
+        return NotSupported(f"{path} holds {what}")
+    states = sorted(path.glob("checkpoint-*/config.json"))
+    if states:
+        return MissingFile(f"{path} has no {CONFIG}, and a model in {states[-1].parent.name}; give {states[-1].parent}")
+    held = sorted(one.name for one in path.iterdir())
+    there = f"it holds {', '.join(held[:4])}{' and more' if len(held) > 4 else ''}" if held else "it is empty"
+    return MissingFile(f"{path} has no {CONFIG} ({there}); {_FOLDER}")
+
+
+def _foreign(path: Path) -> str:
+    """Return what a folder holds if other programs read it; "" if nothing of these kinds is there."""
+    for pattern, what in _FOREIGN.items():
+        found = sorted(path.glob(pattern))
+        if found:
+            name = found[0].relative_to(path)
+            return what.format(file=name, where=f" ({name})")
+    return ""

@@ -1,0 +1,187 @@
+"""The files of a model's weights, and the names, types and shapes of the tensors in them, without their numbers."""
+
+import json
+import math
+import zipfile
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specbeam.checkpoints.boundary import json_object, reading, reading_file
+from specbeam.errors import BadCheckpoint, MissingFile, SpecbeamError
+
+TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+FLOATS = (*TYPES, "F64")
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+class StoredTensor(NamedTuple):
+    """A tensor as the header of its file describes it."""
+
+    path: Path
+    type: str  # "F32", "BF16", "I32", ... as safetensors calls them
+    shape: tuple[int, ...]
+
+    @property
+    def numbers(self) -> int:
+        """The number of its numbers."""
+        return math.prod(self.shape)
+
+
+def file_of(name: str, file: str) -> Path | None:
+    """Return a file of a folder or hub id; None if it has no such file.
+
+    Raises `MissingFile` if there is neither a folder nor a repository of this name.
+    """
+    folder = Path(name)
+    if folder.is_dir():
+        path = folder / file
+        return path if path.is_file() else None
+    from transformers.utils import cached_file
+
+    advice = "; give a folder that save_pretrained wrote, or the id of a model on the hub"
+    what = f"there is no folder {name} here, and no model of this name can be had from the hub"
+    with reading(what, MissingFile, advice):
+        found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
+
+
+def weight_files(name: str, named: str | None = None) -> list[Path]:
+    """Return the files of a model's weights, in the order in which transformers looks for them; none if it has none.
+
+    Args:
+        name: a folder or hub id.
+        named: the file, or index of files, that the model's configuration names.
+
+    Raises `BadCheckpoint` if an index is broken or names files outside of the folder, `MissingFile` if one is missing.
+    """
+    for file in (ONE_FILE, INDEX, *_PICKLED) if named is None else (named,):
+        check_is_inside(file, name)
+        path = file_of(name, file)
+        if path is not None:
+            return shards_of(name, path) if file.endswith(".index.json") else [path]
+    return []
+
+
+def shards_of(name: str, index: Path) -> list[Path]:
+    """Return the files that an index names. Raises as `weight_files` does."""
+    names = sorted({*weight_map(index).values()})
+    if not Path(name).is_dir():  # several at a time
+        from transformers.utils.hub import cached_files
+
+        with reading(f"the files that {index} names cannot be had from the hub", MissingFile):
+            cached_files(name, names)
+    found = []
+    for shard in names:
+        path = file_of(name, shard)
+        if path is None:
+            raise MissingFile(f"{name} holds no {shard}, which {index.name} names; copy or download the whole folder")
+        found.append(path)
+    return found
+
+
+def weight_map(index: Path, error: type[SpecbeamError] = BadCheckpoint) -> dict[str, str]:
+    """Return the name of the file of each tensor that an index names.
+
+    Raises `error` if the index is broken, or names files outside of the folder.
+    """
+    held = json_object(index, error)
+    with reading_file(index, error):
+        found = held["weight_map"]
+    if not isinstance(found, dict) or not found:
+        raise error(
+            f"{index} cannot be read: weight_map is {type(found).__name__}; it must name the file of each tensor"
+        )
+    for tensor, file in found.items():
+        if not isinstance(file, str):
+            raise error(f"{index} cannot be read: the file of {tensor} is {file!r}; it must be a name")
+        check_is_inside(file, str(index), error)
+    return found
+
+
+def check_is_inside(file: str, where: str, error: type[SpecbeamError] = BadCheckpoint) -> None:
+    """Raise `error` if the name of a file leads out of the folder that it is in.
+
+    The file itself may be a link: those of the hub's cache are.
+    """
+    parts = {*PurePosixPath(file).parts, *PureWindowsPath(file).parts}
+    is_absolute = PurePosixPath(file).is_absolute() or PureWindowsPath(file).is_absolute()
+    if not file or is_absolute or ".." in parts or "\0" in file:
+        raise error(f"{where} names the file {file!r}; it must be one inside of the folder")
+
+
+def tensors_in(files: Iterable[Path], error: type[SpecbeamError] = BadCheckpoint) -> dict[str, StoredTensor]:
+    """Return what files hold, by the names of the tensors. Raises `error` if one is broken, or two hold the same name."""
+    found: dict[str, StoredTensor] = {}
+    for path in files:
+        stored = _header(path, error)
+        if twice := sorted(found.keys() & stored.keys()):
+            raise error(f"{path.name} and {found[twice[0]].path.name} in {path.parent} both hold {twice[0]}")
+        found |= stored
+    return found
+
+
+def read_tensors(path: Path, error: type[SpecbeamError] = BadCheckpoint) -> dict[str, Tensor]:
+    """Return the tensors of a file. Raises `error` if it is broken or holds something else."""
+    if path.suffix != ".safetensors":
+        return _tensors_of(path, _unpickled(path, "cpu", error), error)
+    from safetensors.torch import load_file
+
+    with reading_file(path, error):
+        return load_file(path)
+
+
+def _header(path: Path, error: type[SpecbeamError]) -> dict[str, StoredTensor]:
+    """Return what one file holds."""
+    if path.suffix != ".safetensors":
+        tensors = _tensors_of(path, _unpickled(path, "meta", error), error)
+        return {name: StoredTensor(path, _type_name(one.dtype), tuple(one.shape)) for name, one in tensors.items()}
+    from safetensors import safe_open
+
+    found = {}
+    with reading_file(path, error), safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118, it is no dictionary
+            part = file.get_slice(name)
+            found[name] = StoredTensor(path, str(part.get_dtype()), tuple(part.get_shape()))
+    _check_names(path, error)
+    return found
+
+
+def _check_names(path: Path, error: type[SpecbeamError]) -> None:
+    """Raise `error` if the header of a safetensors file, which was read before, holds a name twice: the last would count."""
+    with reading_file(path, error), path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        pairs: list[tuple[str, Any]] = json.loads(file.read(size), object_pairs_hook=list)
+    counts = Counter(name for name, _ in pairs)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise error(f"{path} cannot be read: its header holds {twice[0]} twice")
+
+
+def _unpickled(path: Path, device: str, error: type[SpecbeamError]) -> Any:
+    """Return what a file in torch's own format holds, of which no code is run."""
+    with reading_file(path, error):
+        mmap = device == "meta" and zipfile.is_zipfile(path)
+        return torch.load(path, map_location=device, weights_only=True, mmap=mmap)
+
+
+def _tensors_of(path: Path, found: Any, error: type[SpecbeamError]) -> dict[str, Tensor]:
+    """Return what a file in torch's own format holds. Raises `error` if that is not tensors by name."""
+    said = f"{path} cannot be read: it does not hold tensors by name"
+    if not isinstance(found, dict):
+        raise error(f"{said}, but {type(found).__name__}")
+    for name, one in found.items():
+        if not isinstance(name, str) or not isinstance(one, Tensor):
+            raise error(f"{said}: {name!r} is {type(one).__name__}; save the model itself, not the state of a training")
+    return dict(found)
+
+
+def _type_name(dtype: torch.dtype) -> str:
+    """Return what safetensors calls a type; of other types than floats, what torch does."""
+    names = {kind: name for name, kind in TYPES.items()} | {torch.float64: "F64"}
+    return names.get(dtype, str(dtype).removeprefix("torch."))

@@ -1,0 +1,93 @@
+"""Models of transformers, loaded from files that were looked at before, and judged after."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specbeam.checkpoints.boundary import reading
+from specbeam.checkpoints.configs import (
+    check_fits_files,
+    check_generation_config,
+    class_for_texts,
+    config_of,
+    described_by,
+)
+from specbeam.checkpoints.folders import without_weights
+from specbeam.checkpoints.headers import StoredTensor, tensors_in, weight_files
+from specbeam.checkpoints.report import check_report, check_types, lacking_experts
+from specbeam.errors import BadCheckpoint, SpecbeamError
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A model in files: what they say of it, before its weights are read.
+
+    Attributes:
+        name: a folder or hub id.
+        described: what its config.json holds.
+        config: transformers' configuration.
+        kind: the class of transformers that loads it.
+        files: of its weights.
+        stored: the tensors that they hold, by name.
+    """
+
+    name: str
+    described: dict[str, Any]
+    config: Any
+    kind: Any
+    files: tuple[Path, ...]
+    stored: dict[str, StoredTensor]
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether its files state that they hold rounded weights."""
+        return getattr(self.config, "quantization_config", None) is not None
+
+
+def open_checkpoint(name: str, kind: Any = None) -> Checkpoint:
+    """Return what the files of a model say of it, at a folder or hub id.
+
+    Args:
+        kind: the class of transformers that loads it; None: that for the language model that it is.
+
+    Raises an error if there is none, or if it is broken or of a kind that cannot be loaded.
+    """
+    described = described_by(name)
+    config = config_of(name, described)
+    kind = class_for_texts(name, described, config) if kind is None else kind
+    check_generation_config(name)
+    named = getattr(config, "transformers_weights", None)
+    files = weight_files(name, named if isinstance(named, str) else None)
+    if not files:
+        raise without_weights(name, Path(name) if Path(name).is_dir() else None)
+    stored = tensors_in(files)
+    check_fits_files(name, config, stored, kind)
+    return Checkpoint(name, described, config, kind, tuple(files), stored)
+
+
+def pretrained(
+    checkpoint: Checkpoint, what: str, error: type[SpecbeamError] = BadCheckpoint, end: str = "", **options: Any
+) -> Any:
+    """Return a model that transformers loads from files, all of whose tensors it takes.
+
+    Raises an error, which names tensors, if some are missing, strange, or of another shape or type.
+
+    Args:
+        what: what the error of a library says could not be done.
+        error: the kind of this error.
+        end: the end of its message.
+        options: of `from_pretrained`.
+    """
+    with reading(what, error, end + lacking_experts(checkpoint.stored)):
+        model, report = checkpoint.kind.from_pretrained(
+            checkpoint.name,
+            config=checkpoint.config,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are named below, with their shapes
+            **options,
+        )
+    check_report(checkpoint.name, report, model, checkpoint.described, checkpoint.stored)
+    if not checkpoint.is_rounded:
+        check_types(checkpoint.name, checkpoint.stored, model)
+    return model

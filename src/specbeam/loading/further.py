@@ -1,0 +1,79 @@
+"""Draft models besides the one of a pair, which a recipe takes as settings: loaded and checked as that one is."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from specbeam.errors import BadSetting, NotSupported
+from specbeam.heads.read import is_head
+from specbeam.lm.base import LM
+from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.lm.quantised import is_rounding
+from specbeam.loading.drafts import GivenDraft, draft_of
+from specbeam.loading.language_models import ShareFrom, fingerprint
+from specbeam.loading.models import model_of
+from specbeam.loading.vocabularies import tokens_in_common
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, eq=False)
+class FurtherDrafts:
+    """Loads further drafts for a target, as `HuggingFaceLM.further_draft`.
+
+    Attributes:
+        target: the target.
+        tokenizer: of the target, or None.
+        source: the target as it was given to `load`.
+        dtype, device, check, share_from: see `load`.
+    """
+
+    target: HuggingFaceLM
+    tokenizer: Any
+    source: Any
+    dtype: "str | torch.dtype"
+    device: torch.device
+    check: bool
+    share_from: ShareFrom
+
+    def __call__(self, source: Any, kept: dict[Any, Any]) -> LM:
+        """Return the language model of a further draft.
+
+        Args:
+            source: a model object, a folder or a hub id.
+            kept: what earlier calls have loaded, of the same recipe and target; changed in place.
+
+        Raises the errors of `load`, and `BadSetting` if the draft is none of these.
+        """
+        key = source if isinstance(source, torch.nn.Module) else str(source)
+        model = kept[key][0] if key in kept else self._model(source)
+        if key in kept and kept[key][1] == fingerprint(model):
+            known: LM = kept[key][2]
+            return known
+        shared = tokens_in_common(self.target.model, model, self.tokenizer, self.source, source)
+        given = GivenDraft(model)
+        made = draft_of(
+            given, model, self.target, self.tokenizer, self.check, False, self.share_from, False, "float32", shared
+        )
+        assert made is not None
+        kept[key] = (model, fingerprint(model), made)
+        return made
+
+    def _model(self, source: Any) -> "PreTrainedModel":
+        """Return the model object of a draft. Raises an error if it is given by something else, or is a draft head."""
+        is_name = isinstance(source, (str, Path))
+        if not is_name and not isinstance(source, torch.nn.Module):
+            raise BadSetting(
+                f"a further draft is {source!r}; it must be a model object, a folder, a hub id or a language model"
+            )
+        if is_rounding(source) or source == "swift":
+            raise BadSetting(
+                f"a further draft is {source!r}, which is the target itself; load(draft={source!r}) takes it"
+            )
+        if is_head(source):
+            name = source if is_name else type(source).__name__
+            raise NotSupported(f"{name} is a draft head, and further drafts are models; load(draft=...) takes one head")
+        return model_of(source, self.dtype, self.device, may_keep=True)

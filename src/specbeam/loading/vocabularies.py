@@ -1,0 +1,246 @@
+"""The comparison of a draft's tokens with the target's, by their tokenizers."""
+
+import warnings
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import numpy as np
+import torch
+from jaxtyping import Bool
+
+from specbeam.engines.eligibility import reads_sources
+from specbeam.engines.shared_tokens import SharedTokens
+from specbeam.errors import SpecbeamError, VocabularyMismatch
+from specbeam.lm.huggingface import vocab_of
+from specbeam.loading.tokenizers import has_tokenizer_files, read_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MOST_PADDING = 1024  # what vocabularies are padded to multiples of, at most
+_ADVICE = "choose a draft of the same family, trained with the target's tokenizer"
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens of a model: how many it has rows for, and how its tokenizer spells them.
+
+    Attributes:
+        rows: number of tokens that the model can read and write.
+        tokenizer: None if there is none; then no spelling is known.
+    """
+
+    rows: int
+    tokenizer: Any
+
+    @cached_property
+    def words(self) -> dict[int, str]:
+        """The spelling of each token that the tokenizer has and the model has a row for."""
+        return {token: word for word, token in self.tokenizer.get_vocab().items() if 0 <= token < self.rows}
+
+    @cached_property
+    def added(self) -> set[int]:
+        """The tokens that do not come from the training of the tokenizer: special ones, and others that were added."""
+        return {*self.special, *(int(token) for token in self._decoder_of_added)}
+
+    @cached_property
+    def special(self) -> set[int]:
+        """The special tokens, such as those for the end of a text and for the turns of a chat."""
+        named = {int(token) for token in getattr(self.tokenizer, "all_special_ids", ())}
+        return named | {int(token) for token, one in self._decoder_of_added.items() if getattr(one, "special", False)}
+
+    @property
+    def _decoder_of_added(self) -> dict[Any, Any]:
+        found: dict[Any, Any] = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return found
+
+
+@dataclass(frozen=True)
+class ComparedTokens:
+    """What the comparison of a draft's tokens with a target's has found.
+
+    Attributes:
+        shared: the tokens in common; None: the vocabularies are the same.
+        warning: what users should know; "": nothing.
+    """
+
+    shared: SharedTokens | None
+    warning: str = ""
+
+
+def tokens_in_common(
+    target: "PreTrainedModel", draft: "PreTrainedModel", tokenizer: Any, target_source: Any, draft_source: Any
+) -> SharedTokens | None:
+    """Return the tokens that a draft shares with its target; None if their vocabularies are the same.
+
+    Equal ids are compared as far as both models have tokens. An id that only one of them has is never drafted: the rows of a
+    padded embedding, and tokens that were added at the end.
+
+    Args:
+        tokenizer: of the target, as `load` returns it; None: the one that comes with the model is compared, if there is one.
+        target_source, draft_source: what was given to `load`: a path, a hub id or a model object.
+
+    Raises `VocabularyMismatch` if ordinary tokens differ, or if sizes differ and nothing can be compared. Warns if special
+    tokens have other names, and where sizes differ as padding does and nothing can be compared.
+    """
+    if draft is target or _is_same_name(draft_source, target_source):
+        return None
+    sizes = (vocab_of(target), vocab_of(draft))
+    name = getattr(tokenizer, "name_or_path", "")
+    key = (sizes, (name, len(tokenizer)) if name else tokenizer)
+    known: _Compared | None = vars(draft).get("_specbeam_compared")
+    if known is None or known.key != key or known.target is None or known.target() is not target:
+        known = _Compared(ref(target), key, _compared(target, draft, tokenizer, target_source, draft_source))
+        object.__setattr__(draft, "_specbeam_compared", known)
+    assert known.found is not None
+    if known.found.warning:
+        warnings.warn(known.found.warning, stacklevel=4)  # of the caller of `load`
+    return known.found.shared
+
+
+class _Compared:
+    """A comparison with a target, stored on the object of the draft model. A copy of this object starts without it."""
+
+    def __init__(self, target: Any = None, key: Any = None, found: ComparedTokens | None = None) -> None:
+        self.target = target  # a weak reference
+        self.key = key
+        self.found = found
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _Compared, ()
+
+
+def _compared(
+    target: "PreTrainedModel", draft: "PreTrainedModel", tokenizer: Any, target_source: Any, draft_source: Any
+) -> ComparedTokens:
+    """Compare the tokens of a draft with those of its target; see `tokens_in_common`."""
+    own_tokenizer = _tokenizer_beside(target, target_source) if tokenizer is None else tokenizer
+    own = Vocabulary(vocab_of(target), _with_words(own_tokenizer))
+    other = Vocabulary(_rows_of(draft), _with_words(_tokenizer_beside(draft, draft_source)))
+    both_spell = own.tokenizer is not None and other.tokenizer is not None
+    known, warning = _known_by_words(own, other) if both_spell else _known_by_size(own, other)
+    is_whole = known.all() and len(known) == vocab_of(draft)
+    return ComparedTokens(None if is_whole else SharedTokens(known, _stand_in(other, draft)), warning)
+
+
+def _is_same_name(first: Any, second: Any) -> bool:
+    """Return whether both are the same path or hub id."""
+    return isinstance(first, (str, Path)) and isinstance(second, (str, Path)) and str(first) == str(second)
+
+
+def _rows_of(draft: "PreTrainedModel") -> int:
+    """Return the number of tokens that a draft can both read and write."""
+    if reads_sources(draft):
+        return vocab_of(draft)
+    embedding: Any = draft.get_input_embeddings()
+    return min(vocab_of(draft), int(embedding.weight.shape[0]))
+
+
+def _tokenizer_beside(model: "PreTrainedModel", source: Any) -> Any:
+    """Return the tokenizer that comes with a model: from where it was loaded, or from where a model object came.
+
+    None if there is none. Of a model object nothing is fetched from the hub. Raises `MissingFile` if the files of one that
+    is there cannot be read, `MissingPackage` if a package is missing for it.
+    """
+    is_object = isinstance(source, torch.nn.Module)
+    name = getattr(model, "name_or_path", "") if is_object else str(source)
+    if not name or not has_tokenizer_files(name, fetch=not is_object):
+        return None
+    try:
+        found = read_tokenizer(name, fetch=not is_object)
+    except SpecbeamError:
+        if is_object:  # the folder that it came from may have changed since
+            return None
+        raise
+    return found
+
+
+def _with_words(tokenizer: Any) -> Any:
+    """Return a tokenizer if it can say what its tokens are, or else None."""
+    return tokenizer if hasattr(tokenizer, "get_vocab") else None
+
+
+def _known_by_size(own: Vocabulary, other: Vocabulary) -> tuple[Bool[np.ndarray, " vocab"], str]:
+    """Return which of the target's tokens a draft knows if only their numbers can be compared, and a warning or "".
+
+    Raises `VocabularyMismatch` unless padding explains a difference.
+    """
+    if own.rows == other.rows:
+        return np.ones(own.rows, dtype=bool), ""
+    sizes = f"draft has {other.rows} tokens, target has {own.rows}"
+    tokenizer = own.tokenizer or other.tokenizer
+    words = len(tokenizer.get_vocab()) if tokenizer is not None else None
+    common = min(own.rows, other.rows)
+    holds_all = words is not None and words <= common
+    if not holds_all and not _is_padded(common, max(own.rows, other.rows)):
+        raise VocabularyMismatch(
+            f"{sizes}, and no tokenizer of both says which tokens these are; give target and draft as folders or hub ids "
+            f"with their tokenizers, or {_ADVICE}"
+        )
+    warning = (
+        f"{sizes}, and no tokenizer of both says which tokens these are: the first {common} are taken for the same, and the "
+        "others are not drafted. If they are not the same, no text changes, but drafts are refused and cost time; give both "
+        "models as folders or hub ids with their tokenizers"
+    )
+    return np.arange(own.rows) < common, warning
+
+
+def _is_padded(smaller: int, larger: int) -> bool:
+    """Return whether a vocabulary may be another one that was padded to a multiple of a power of two."""
+    unit = min(larger & -larger, MOST_PADDING)
+    return larger - smaller < unit
+
+
+def _known_by_words(own: Vocabulary, other: Vocabulary) -> tuple[Bool[np.ndarray, " vocab"], str]:
+    """Return which of the target's tokens a draft knows by what their tokenizers spell, and a warning or "".
+
+    Raises `VocabularyMismatch` if ordinary tokens differ.
+    """
+    warning = "" if own.words == other.words else _warning_of_spelling(own, other)
+    if own.rows == other.rows and own.words.keys() == other.words.keys():
+        return np.ones(own.rows, dtype=bool), warning  # padding included, which both have alike
+    common = [*(own.words.keys() & other.words.keys())]
+    known = np.zeros(own.rows, dtype=bool)
+    known[common] = True
+    return known, warning
+
+
+def _warning_of_spelling(own: Vocabulary, other: Vocabulary) -> str:
+    """Return a warning if special tokens have other names, or else "". Raises `VocabularyMismatch` if ordinary ones have."""
+    common = sorted(own.words.keys() & other.words.keys())
+    differing = [token for token in common if own.words[token] != other.words[token]]
+    special = own.special | other.special
+    added = own.added & other.added
+    ordinary = [token for token in differing if token not in special or token not in added]
+    if ordinary or not common:
+        first = _difference(own, other, ordinary[0]) if ordinary else "they have no id in common"
+        raise VocabularyMismatch(
+            f"draft has {other.rows} tokens, target has {own.rows}, and they are not the same ones (first difference: "
+            f"{first}); {_ADVICE}"
+        )
+    if not differing:
+        return ""
+    return (
+        f"the draft's tokenizer has other names for {len(differing)} of the target's special tokens (first difference: "
+        f"{_difference(own, other, differing[0])}). Equal ids are taken for the same token: no text changes, but drafts "
+        "with them may be refused"
+    )
+
+
+def _difference(own: Vocabulary, other: Vocabulary, token: int) -> str:
+    """Return a sentence about a token that is spelled in two ways."""
+    return f"token {token} is {own.words[token]!r} for the target and {other.words[token]!r} for the draft"
+
+
+def _stand_in(vocabulary: Vocabulary, draft: "PreTrainedModel") -> int:
+    """Return the token that a draft reads in place of one that it does not know: its unknown token, or else its first one.
+
+    Padding stands for nothing: some models count no position for it.
+    """
+    unknown = getattr(vocabulary.tokenizer, "unk_token_id", None)
+    if isinstance(unknown, int) and 0 <= unknown < vocabulary.rows:
+        return unknown
+    return 1 if draft.config.get_text_config().pad_token_id == 0 else 0

@@ -1,0 +1,143 @@
+"""Likelihoods of the texts of a window, and of silence: by a pass over them, whatever decoded the texts."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from specbeam.control.fixed import FixedShape
+from specbeam.core.forest import Forest
+from specbeam.core.limits import Limits
+from specbeam.draft.beams import NoDraft
+from specbeam.engines.source import Source
+from specbeam.laws.warp import Warp, on_host, processed_rows
+from specbeam.lm.base import fill_prompts
+from specbeam.lm.encoder_decoder import EncoderDecoderLM
+from specbeam.session import Parts, Session
+from specbeam.verify.search import SearchRule
+
+ROWS = 64  # of a pass: its logits are as many times the vocabulary
+
+
+@dataclass(frozen=True)
+class WindowScores:
+    """Scores of the texts of one window.
+
+    Attributes:
+        logliks: the log-likelihood of each text: the sum over its tokens, the end included if it was written.
+        no_speech: the probability that the window holds no speech; None if it was not asked for.
+    """
+
+    logliks: list[float]
+    no_speech: float | None
+
+
+@torch.inference_mode()
+def score_window(
+    lm: EncoderDecoderLM,
+    source: Source,
+    start: Sequence[int],
+    head: int,
+    texts: Sequence[Sequence[int]],
+    warp: Warp,
+    no_speech: int | None,
+) -> WindowScores:
+    """Return the scores of texts that the decoder wrote for a window.
+
+    The law is that of the model after the processors of `warp`, at temperature 1: a text has the same likelihood in beam
+    search as in sampling. What texts begin with is computed once: they are scored as one forest.
+
+    Args:
+        start: what the decoder began with.
+        head: number of its tokens up to the one that begins a transcript, after which the model tells silence.
+        texts: the tokens that follow.
+        no_speech: the token of silence; None: its probability is not wanted.
+    """
+    tokens, parents, places = _joined(start[head:], texts)
+    asked: dict[int, list[tuple[int, int]]] = defaultdict(list)  # by node: text and place of the token that follows it
+    for number, path in enumerate(places):
+        for place, node in enumerate(path):
+            asked[node].append((number, place))
+    logliks = [0.0] * len(texts)
+    silence = None
+    everywhere, later, first_only = _parts_of(warp, len(start))
+    session = _seat(list(start[:head]), lm, source)
+    try:
+        while not fill_prompts(lm, [session], [session.parts.needs], 1)[0]:
+            pass
+        forest = Forest.rooted([start[head - 1]])
+        for first in range(0, len(tokens) + 1, ROWS):
+            last = min(first + ROWS, len(tokens) + 1)
+            fresh = slice(max(first - 1, 0), last - 1)
+            forest = forest.grown(tokens[fresh], parents[fresh])
+            (scored,) = lm.extend([session], [forest])
+            rows = on_host(scored.logits)
+            if first == 0 and no_speech is not None:
+                silence = float(torch.from_numpy(rows[0]).double().softmax(-1)[no_speech])
+            rows = processed_rows(rows, everywhere, np.zeros((last - first, 1), dtype=np.int64).copy)
+            for node in range(first, last):
+                row = rows[node - first : node - first + 1]
+                for number, place in asked[node]:
+                    so_far = np.array([[*start, *texts[number][:place]]], dtype=np.int64)
+                    made = processed_rows(row, first_only if place == 0 else later, so_far.copy)
+                    law = torch.from_numpy(made).double().log_softmax(-1)
+                    logliks[number] += float(law[0, texts[number][place]])
+    finally:
+        lm.close(session)
+    return WindowScores(logliks, silence)
+
+
+def _parts_of(warp: Warp, begin: int) -> tuple[Warp, Warp, Warp]:
+    """Return the warp of all rows at once, and those of single rows behind it: after the first, and of the first.
+
+    What transformers suppresses everywhere, or in the first row alone, would be looked up in the vocabulary for each row. It
+    does not matter when: a token that is banned stays so.
+
+    Args:
+        begin: the number of the first row's token.
+    """
+    from transformers import (
+        LogitsProcessorList,
+        SuppressTokensAtBeginLogitsProcessor,
+        SuppressTokensLogitsProcessor,
+    )
+
+    processors = list(warp.processors or [])
+    banning = [one for one in processors if type(one) is SuppressTokensLogitsProcessor]
+    at_first = [one for one in processors if one not in banning]
+    later = [
+        one for one in at_first if type(one) is not SuppressTokensAtBeginLogitsProcessor or one.begin_index != begin
+    ]
+    everywhere, following, first = (
+        replace(warp, processors=LogitsProcessorList(part)) for part in (banning, later, at_first)
+    )
+    return everywhere, following, first
+
+
+def _joined(trunk: Sequence[int], texts: Sequence[Sequence[int]]) -> tuple[list[int], list[int], list[list[int]]]:
+    """Return the tokens and parents of the nodes below a root, and for each text the node before each of its tokens.
+
+    Node 0 is the root, the trunk hangs under it, and the texts under the trunk. Node k is entry k - 1 of the tokens. The
+    last token of a text needs no node.
+    """
+    tokens = [*trunk]
+    parents = [*range(len(trunk))]
+    places: list[list[int]] = []
+    for text in texts:
+        path = [len(trunk)][: len(text)]
+        for token in text[:-1]:
+            tokens.append(token)
+            parents.append(path[-1])
+            path.append(len(tokens))
+        places.append(path)
+    return tokens, parents, places
+
+
+def _seat(prompt: list[int], lm: EncoderDecoderLM, source: Source) -> Session:
+    """Return a session that is not decoded: what a model needs to score forests below a prompt."""
+    parts = Parts(NoDraft(), SearchRule(1), FixedShape(0, 0), "")
+    session = Session(prompt, parts, Warp(greedy=True), Limits(1), 0)
+    session.context = {lm: source}
+    return session
