@@ -140,7 +140,13 @@ def test_controllers_see_the_law_of_what_may_be_drafted(pair, controller):
 
 
 @pytest.mark.parametrize(
-    "options", [{"width": "dynamic"}, {"width": "auto"}, {"coupling": "rejection"}, {"replacement": True}]
+    "options",
+    [
+        {"width": "dynamic"},
+        {"width": "auto"},
+        {"coupling": "rejection"},
+        {"coupling": "rejection", "replacement": True},
+    ],
 )
 def test_widths_and_couplings_take_such_drafts(pair, options):
     for one in tokens_of(pair, sb.dsbd(3, 4, 3, **options), seed=1, audit=True)[1]:
