@@ -17,6 +17,7 @@ HUNG = "hung"
 FAULTS = (BROKEN, CRASHED, HUNG)
 LONGEST_CALL_S = 900.0  # a first call may compile for minutes where each index is checked
 SHARD = 100  # calls of one world in one process
+_WORLD = "(the world itself)"  # in place of a call, while a process makes its world
 
 
 @dataclass(frozen=True)
@@ -126,13 +127,18 @@ def _shards(names: Sequence[str], calls: int, first: int) -> Iterator[tuple[str,
 
 
 def _run_shard(name: str, seed: int, first: int, count: int, add: Callable[..., None]) -> None:
-    """Run the calls of a shard in a process; go on in a new one behind a call that ends its process."""
+    """Run the calls of a shard in a process; go on in a new one behind a call that ends its process.
+
+    A world that cannot be made is one fault.
+    """
     end = first + count
     while first < end:
         last, call, kind, text = _run_process(name, seed, first, end - first, add)
         if not kind:
             return
         add(name, str(last), call, "", kind, text)
+        if call == _WORLD:
+            return
         first = last + 1
 
 
@@ -145,7 +151,7 @@ def _run_process(name: str, seed: int, first: int, count: int, add: Callable[...
     reader = threading.Thread(target=lambda: errors.extend(process.stderr or ()), daemon=True)
     reader.start()
     number = first
-    call = "(the world itself)"
+    call = _WORLD
     clock.wind()
     for line in process.stdout or ():
         clock.wind()

@@ -119,6 +119,20 @@ def _short_context() -> World:
     return World(load(models[0], models[1]), OF_MODELS, longest=20)
 
 
+def _padded(target: int, draft: int) -> World:
+    """Return a world of two models with the same tokenizer, whose vocabularies are padded by so many tokens."""
+    tokenizer = byte_tokenizer()
+    models = []
+    with TemporaryDirectory() as folder:
+        for seed, padding in enumerate((target, draft)):
+            place = Path(folder, str(seed))
+            tiny_decoder("llama", seed, vocab_size=len(tokenizer) + padding).save_pretrained(place)
+            tokenizer.save_pretrained(place)
+            models.append(str(place))
+        pair = load(models[0], models[1])
+    return World(pair, (*OF_BEAMS, *OF_BEAMS, *OF_SEQUENCES, *JOINT), len(tokenizer), texts=True)
+
+
 def _same_model() -> World:
     model = tiny_decoder("llama", 0)
     return World(load(model, model), OF_MODELS)
@@ -181,6 +195,8 @@ WORLDS: dict[str, Callable[[], World]] = {
     "forms": _with_forms,
     "short context": _short_context,
     "the target drafts": _same_model,
+    "padded draft": lambda: _padded(0, 7),
+    "padded target": lambda: _padded(7, 0),
     "two tokens": lambda: _of_family("llama", vocab_size=2),
     "200,000 tokens": lambda: _of_family("llama", vocab_size=200_000, hidden_size=16, num_hidden_layers=1),
     **{family: lambda family=family: _of_family(family) for family in ("qwen3", "gemma2", "gpt2", "mistral")},  # type: ignore[misc]
