@@ -48,6 +48,24 @@ def test_a_server_whose_engine_hangs_ends_with_an_error_for_its_supervisor():
     assert "the engine is dead" in process.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "no/folder/is/here"], "there is no folder no/folder/is/here"),
+        (["--max-running", "100000000"], "there is no memory for max_running=100000000"),
+        (["--port", "-1"], "port is -1; it must be 0 (any that is free) to 65535"),
+        (["--port", "70000"], "port is 70000"),
+    ],
+)
+def test_a_server_that_cannot_start_ends_with_one_sentence(options, message):
+    command = [sys.executable, "-m", "specbeam", "serve", *options]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert process.returncode != 0
+    assert message in process.stderr
+    assert "Traceback" not in process.stderr
+    assert process.stderr.count("\n") <= 2
+
+
 class Process:
     """A server on a port that is free; its address as soon as it can answer."""
 

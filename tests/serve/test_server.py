@@ -150,6 +150,31 @@ def test_all_beams_come_with_their_scores(client, expected):
     assert found.choices[0].token_ids == best.tokens
 
 
+@pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
+def test_unlikely_answers_are_dropped_by_their_mean_whatever_the_length_penalty_is(client, penalty):
+    """A stream sends those that stay, each with its end, and nothing of the others."""
+    searched = {"use_beam_search": True, "n": 4, "length_penalty": penalty}
+    every = ask(client, searched).choices
+    scores = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=TOKENS, seed=7, logprobs=0, extra_body=searched
+    )
+    means = [np.mean(choice.logprobs.token_logprobs) for choice in scores.choices]
+    least = float(np.mean(sorted(means[1:])[:2]))  # one of the others is less likely, or more
+    wanted = [every[0].text]
+    wanted += [choice.text for choice, mean in zip(every[1:], means[1:], strict=True) if mean >= least]
+    assert 1 < len(wanted) < 4
+    searched |= {"specbeam": {"min_logp": least}}
+    assert [choice.text for choice in ask(client, searched).choices] == wanted
+    texts = {}
+    ends = {}
+    for chunk in ask(client, searched, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] = texts.get(choice.index, "") + choice.text
+            ends[choice.index] = choice.finish_reason
+    assert [texts[index] for index in sorted(texts)] == wanted
+    assert None not in ends.values()
+
+
 def test_independent_answers_and_the_best_of_them(client):
     """The best are those with the highest mean log-probability under the model itself."""
     drawn = ask(client, {"temperature": 0.8}, n=5, logprobs=0)

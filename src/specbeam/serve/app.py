@@ -26,7 +26,7 @@ from specbeam import __version__
 from specbeam.chats import BUNDLED_TEMPLATE
 from specbeam.core.constraint import Form
 from specbeam.decode import decode
-from specbeam.errors import MissingFile, NotSupported, SpecbeamError
+from specbeam.errors import BadSetting, MissingFile, NotSupported, SpecbeamError
 from specbeam.generation import chosen_by_speed
 from specbeam.grammar.compiled import compiled
 from specbeam.options.settings import Settings
@@ -137,8 +137,13 @@ class BeamServer:
             raise Refusal(503, "overloaded_error", code, f"the server is {self.state}; try again later", None, 5)
         return self._served
 
+    @property
+    def has_started(self) -> bool:
+        """Whether the server was ready to answer once."""
+        return self.metrics.engine is not None
+
     def start(self) -> None:
-        """Load the pair and start the engine; takes long."""
+        """Load the pair and start the engine; takes long. Raises `BadSetting` if the memory is too small for it."""
         try:
             pair = self._load()
             self._served = served_of(self.config, pair)
@@ -153,6 +158,9 @@ class BeamServer:
         except Exception as error:
             self.failure = str(error)
             self.state = "failed"
+            if isinstance(error, MemoryError):
+                running = self.config.max_running
+                raise BadSetting(f"there is no memory for max_running={running} texts side by side: {error}") from error
             raise
         self.metrics.engine = self.engine
         if self.state == "loading":
@@ -625,8 +633,10 @@ def make_app(server: BeamServer) -> Any:
 
 
 def _log_failure(loading: "asyncio.Future[None]") -> None:
-    if not loading.cancelled() and loading.exception() is not None:
-        LOG.error("the server could not start: %s", loading.exception())
+    error = None if loading.cancelled() else loading.exception()
+    if error is not None:
+        is_strange = not isinstance(error, SpecbeamError)
+        LOG.error("the server could not start: %s", error, exc_info=error if is_strange else None)
 
 
 def _body(kind: type[BodyKind]) -> dict[str, Any]:

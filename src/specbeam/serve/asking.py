@@ -278,8 +278,21 @@ class Asking:
         if order.top is None:
             scores = None
         choices = await self._in_pool(lambda: choices_of(self.request, order, generations, scores))
-        self.outcome = AnsweredRequest(_likely_enough(choices, order), generations, warnings)
+        if order.options.min_logp is not None:
+            choices = [choice for choice in choices if self._is_sure(choice.index) or self._is_likely(choice)]
+        self.outcome = AnsweredRequest(choices, generations, warnings)
         return self.outcome
+
+    def _is_sure(self, index: int) -> bool:
+        """Return whether a choice is returned however unlikely it is: without `min_logp` all, else the first of a prompt."""
+        return self.order.options.min_logp is None or index % self.order.count == 0
+
+    def _is_likely(self, choice: ReturnedText) -> bool:
+        """Return whether the mean log-probability of a choice's tokens is at least `min_logp`."""
+        penalty = self.request.sessions[0].limits.length_penalty  # that of all sessions of a request
+        length = max(len(choice.beam.tokens), 1)
+        loglik = choice.beam.score * length**penalty
+        return loglik / length >= (self.order.options.min_logp or 0.0)
 
     async def _scores(self, generations: list[list[Generation]]) -> list[list[TokenScore]]:
         """Return the log-probabilities of all texts, prompt by prompt."""
@@ -376,7 +389,7 @@ class Asking:
         """Yield the chunks of a stream; None for a sign of life.
 
         A delta holds only what every possible answer begins with, so nothing is ever taken back. The last delta of each
-        choice brings its rest.
+        choice brings its rest. A choice that `min_logp` may drop is sent as a whole, at the end.
         """
         order = self.order
         sent: dict[int, str] = {}
@@ -384,9 +397,7 @@ class Asking:
         for number in sorted(index for each in indices.values() for index in each):
             sent[number] = ""
             if order.is_chat:
-                yield self._chunk(
-                    [{"index": number, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]
-                )
+                yield self._opening(number)
         if order.echo:
             for number in range(len(order.prompts)):
                 text, scores = await self._echo(number)
@@ -402,6 +413,8 @@ class Asking:
             yield event
         outcome = await self.finish()
         for choice in outcome.choices:
+            if order.is_chat and choice.index not in sent:
+                yield self._opening(choice.index)
             before = sent.get(choice.index, "")
             yield self._chunk([await self._in_pool(partial(self._last_delta, choice, before))])
         async for chunk in self._end(outcome):
@@ -430,20 +443,21 @@ class Asking:
                 yield None
 
     def _indices(self) -> dict[int, list[int]]:
-        """Return by place of a session the numbers of the choices that it makes."""
+        """Return by place of a session the numbers of the choices that it makes, without those that may be dropped."""
         order = self.order
+        found: dict[int, list[int]] = {}
         if order.method.beams > 1:
-            return {
-                session.place: [self.request.prompt_of[session.place] * order.count + k for k in range(order.count)]
-                for session in self.request.sessions
-            }
+            for session in self.request.sessions:
+                first = self.request.prompt_of[session.place] * order.count
+                found[session.place] = [number for number in range(first, first + order.count) if self._is_sure(number)]
+            return found
         seen: dict[int, int] = {}
-        found = {}
         for session in self.request.sessions:
             prompt = self.request.prompt_of[session.place]
             number = seen.get(prompt, 0)
             seen[prompt] = number + 1
-            found[session.place] = [prompt * order.count + number] if number < order.count else []
+            index = prompt * order.count + number
+            found[session.place] = [index] if number < order.count and self._is_sure(index) else []
         return found
 
     def _take_events(self) -> list[dict[str, Any]]:
@@ -485,6 +499,10 @@ class Asking:
             chunk["usage"] = None
         return chunk
 
+    def _opening(self, index: int) -> dict[str, Any]:
+        """Return the chunk that begins a choice of a chat: its role."""
+        return self._chunk([{"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
+
     def _delta(self, index: int, text: str) -> dict[str, Any]:
         if self.order.is_chat:
             return {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
@@ -521,21 +539,6 @@ class Asking:
         wants_ours = order.body.specbeam is not None
         if wants_ours or "usage" in chunk:
             yield chunk
-
-
-def _likely_enough(choices: list[ReturnedText], order: Order) -> list[ReturnedText]:
-    """Return the choices without those after the first of a prompt whose mean log-probability is too low."""
-    least = order.options.min_logp
-    if least is None:
-        return choices
-    kept = []
-    for choice in choices:
-        penalty = 1.0 if order.settings.length_penalty is None else order.settings.length_penalty
-        length = max(len(choice.beam.tokens), 1)
-        mean = choice.beam.score * length**penalty / length
-        if choice.index % order.count == 0 or mean >= least:
-            kept.append(choice)
-    return kept
 
 
 class FormPool:

@@ -141,6 +141,8 @@ class ServerConfig:
         ):
             if not getattr(self, name) > 0:
                 raise BadSetting(f"{name} is {getattr(self, name)}; it must be more than 0 seconds")
+        if not 0 <= self.port <= LAST_PORT:
+            raise BadSetting(f"port is {self.port}; it must be 0 (any that is free) to {LAST_PORT}")
         for origin in self.cors_origins:
             if not _ORIGIN.fullmatch(origin):
                 raise BadSetting(
@@ -174,6 +176,7 @@ class ServerConfig:
             )
 
 
+LAST_PORT = 65_535
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/*A-Z\s]+|null")
 _EXPECTED: dict[Any, tuple[type, ...]] = {
     bool: (bool,), int: (int,), float: (float, int), str: (str,), tuple[str, ...]: (tuple,),

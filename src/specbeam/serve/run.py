@@ -54,6 +54,10 @@ class _Uvicorn(uvicorn.Server):
         """
         while not self.should_exit:
             time.sleep(WATCH_S)
+            if self.beams.state == "failed" and not self.beams.has_started:
+                self.code = 1
+                self.should_exit = True
+                return
             status, found = self.beams.health()
             if status == 503 and found["status"] == "engine_dead":
                 reason = found.get("message") or "the engine has made no step for long"
@@ -138,7 +142,7 @@ def _read_keys(server: BeamServer) -> None:
 
 def _say_when_ready(server: BeamServer, runner: _Uvicorn) -> None:
     """Print where the server listens and how to ask it, as soon as it can answer."""
-    while server.state == "loading" and not runner.should_exit:
+    while (server.state == "loading" or not runner.started) and not runner.should_exit:
         time.sleep(0.05)
     if server.state != "ready":
         return
