@@ -412,6 +412,7 @@ def test_options_that_cannot_be_honoured_are_refused(pair):
         {"eos_token_id": [1, None]},
         {"stop_strings": 5},
         {"stop_strings": ["a", 5]},
+        {"stop_strings": ["a", "\ud800"]},
         {"num_return_sequences": None},
         {"num_return_sequences": True},
         {"max_new_tokens": torch.tensor(5)},

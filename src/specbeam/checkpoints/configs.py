@@ -45,10 +45,10 @@ _NO_MATRIX = (
 
 def described_by(name: str) -> dict[str, Any]:
     """Return what the config.json of a folder or hub id holds. Raises an error if it is no model's."""
+    if (of_adapter := file_of(name, ADAPTER)) is not None:
+        raise adapter(name, json_object(of_adapter))
     path = file_of(name, CONFIG)
     if path is None:
-        if (of_adapter := file_of(name, ADAPTER)) is not None:
-            raise adapter(name, json_object(of_adapter))
         raise MissingFile(
             f"there is no folder {name} here, and no {CONFIG} of a model of this name on the hub or in its cache; give a "
             "folder that save_pretrained wrote, or the id of a model on the hub"

@@ -163,6 +163,7 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "a token id or several; to end at a text, use stop_strings",
     ),
     ("stop_strings", _are_texts, "texts of at least one character"),
+    ("stop_strings", lambda stops: all(map(is_proper, as_texts(stops))), "proper text; this holds half a character"),
     ("bad_words_ids", _are_words, "lists of token ids, one per word, like [[5], [6, 7]]"),
     ("min_length", lambda count: count >= 0, ">= 0"),
     ("forced_bos_token_id", lambda token: token >= 0, ">= 0"),
@@ -195,10 +196,10 @@ def _check_forms(options: Mapping[str, Any]) -> None:
             raise BadSetting(f"{name} is the path {value}; give its content: {name}=path.read_text()")
         if name != "json_schema":
             require(isinstance(value, str), name, value, "a text; one form serves all prompts")
-            require(_is_proper(value), name, value, "proper text; this holds half a character")
+            require(is_proper(value), name, value, "proper text; this holds half a character")
 
 
-def _is_proper(text: str) -> bool:
+def is_proper(text: str) -> bool:
     """Return whether a text can be encoded in UTF-8; half of a surrogate pair cannot."""
     try:
         text.encode()
