@@ -385,3 +385,23 @@ def test_processors_that_count_tokens_count_the_padding_as_transformers_does(pai
     assert [cut(row, [1, 18, 20]) for row in fast[:, 11:].tolist()] == [
         cut(row, [1, 18, 20]) for row in plain[:, 11:].tolist()
     ]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_drafts_change_nothing_where_all_that_a_prefix_allows_is_banned(pair, seed):
+    """transformers allows it again if it is so for all live beams, so the beams of a step must be seen together."""
+
+    def allowed(number, tokens):
+        return sorted({*np.random.default_rng([seed, int(tokens[-1])]).integers(0, 61, 4).tolist()})
+
+    options = {
+        "max_new_tokens": 12,
+        "eos_token_id": 1,
+        "no_repeat_ngram_size": 1,
+        "prefix_allowed_tokens_fn": allowed,
+    }
+    prompt = np.random.default_rng(seed).integers(0, 61, 12).tolist()
+    (plain,) = sb.generate(pair, [prompt], sb.beam_search(3), **options)
+    for depth in (1, 3):
+        (drafted,) = sb.generate(pair, [prompt], sb.speculative_beam_search(3, depth=depth), **options)
+        agree(drafted, [(beam.tokens, beam.score) for beam in plain.beams], 3)

@@ -11,7 +11,7 @@ import torch
 from specbeam.errors import NotSupported
 from specbeam.laws.ranking import NO_TRUNCATION
 from specbeam.laws.warp import Warp, truncation_of
-from specbeam.options.processors import allowed_after
+from specbeam.options.processors import AllowedTokens
 
 # The processors that transformers makes from temperature, top_k, ...: these apply to the joint law, all others to each beam.
 _WARPERS = {
@@ -63,7 +63,7 @@ def _for_prompt(processor: Any, prompt: int, prompts: int, search: bool) -> Any:
     """
     kind = _name(processor)
     if kind == "PrefixConstrainedLogitsProcessor":
-        return allowed_after(processor._prefix_allowed_tokens_fn, prompt, together=search)
+        return AllowedTokens(processor._prefix_allowed_tokens_fn, prompt, search)
     changed = copy.copy(processor)
     if kind == "RepetitionPenaltyLogitsProcessor" and isinstance(processor.prompt_ignore_length, torch.Tensor):
         changed.prompt_ignore_length = int(_row_of_prompt(processor.prompt_ignore_length, prompt, prompts)[0])

@@ -34,7 +34,11 @@ _OPTIONS = {
     "NoRepeatNGramLogitsProcessor": "no_repeat_ngram_size",
     "NoBadWordsLogitsProcessor": "bad_words_ids",
     "MinNewTokensLengthLogitsProcessor": "min_new_tokens",
+    "MinLengthLogitsProcessor": "min_length",
+    "SuppressTokensLogitsProcessor": "suppress_tokens",
+    "SuppressTokensAtBeginLogitsProcessor": "begin_suppress_tokens",
     "PrefixConstrainedLogitsProcessor": "prefix_allowed_tokens_fn",
+    "AllowedTokens": "prefix_allowed_tokens_fn",
     "EncoderNoRepeatNGramLogitsProcessor": "encoder_no_repeat_ngram_size",
     "SequenceBiasLogitsProcessor": "sequence_bias",
 }
@@ -93,8 +97,11 @@ class Warp:
 
     @property
     def is_for_runs(self) -> bool:
-        """Whether compiled runs can make the laws: of rows that the processors have changed, and nothing sees the laws."""
-        return not self.others
+        """Whether compiled runs can make the laws: of rows that the processors have changed one by one, and nothing sees the
+        laws.
+        """
+        together = any(getattr(one, "sees_beams_together", False) for one in self.processors or [])
+        return not self.others and not together
 
     @cached_property
     def is_bounded(self) -> bool:

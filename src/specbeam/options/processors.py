@@ -70,7 +70,7 @@ def _made_of_options(settings: "Settings", text: TextFacts) -> Iterator[Any]:
     yield from _by_what_is_repeated(settings, text)
     yield from _by_length(settings, text)
     if settings.prefix_allowed_tokens_fn is not None:
-        yield allowed_after(settings.prefix_allowed_tokens_fn, text.number, together=text.search)
+        yield AllowedTokens(settings.prefix_allowed_tokens_fn, text.number, text.search)
     if settings.forced_bos_token_id is not None:
         yield ForcedBOSTokenLogitsProcessor(settings.forced_bos_token_id)
     if settings.forced_eos_token_id is not None and text.most is not None:
@@ -263,24 +263,28 @@ def biases_of(given: Any) -> dict[tuple[int, ...], float]:
     return biases
 
 
-def allowed_after(allowed: "Callable[[int, Tensor], list[int]]", prompt: int, together: bool = False) -> Any:
-    """Return a logits processor that applies a `prefix_allowed_tokens_fn` to one prompt, as transformers does.
+@dataclass(frozen=True)
+class AllowedTokens:
+    """A logits processor that applies a `prefix_allowed_tokens_fn` to one prompt, as transformers does.
 
     Args:
         allowed: the `prefix_allowed_tokens_fn`: takes the number of a prompt and its tokens, returns the allowed tokens.
         prompt: number of the prompt.
-        together: whether the rows of a call are the live beams of one step. If other processors have banned every allowed
-            token of a row, transformers allows them again with score 0; with `together` only if this is so for all beams.
+        sees_beams_together: whether the rows of a call are the live beams of one step. If other processors have banned every
+            allowed token of a row, transformers allows them again with score 0; with this only if it is so for all beams.
     """
-    from transformers import PrefixConstrainedLogitsProcessor
 
-    def processed(input_ids: "Tensor", scores: "Tensor") -> "Tensor":
-        beams = len(input_ids) if together else 1
-        processor = PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed(prompt, tokens), beams)
+    allowed: "Callable[[int, Tensor], list[int]]"
+    prompt: int
+    sees_beams_together: bool = False
+
+    def __call__(self, input_ids: "Tensor", scores: "Tensor") -> "Tensor":
+        from transformers import PrefixConstrainedLogitsProcessor
+
+        beams = len(input_ids) if self.sees_beams_together else 1
+        processor = PrefixConstrainedLogitsProcessor(lambda _, tokens: self.allowed(self.prompt, tokens), beams)
         banned: Tensor = processor(input_ids, scores)
         return banned
-
-    return processed
 
 
 def joined(*lists: "Sequence[Any] | None") -> "LogitsProcessorList | None":
