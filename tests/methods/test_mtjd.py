@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import specbeam as sb
-from specbeam.errors import BadSetting, NotSupported
+from specbeam.errors import BadSetting, DeadEnd, NotSupported
 from specbeam.laws.ranking import Truncation
 from specbeam.laws.warp import Warp
 from tests.support import words
@@ -16,6 +16,7 @@ from tests.support.exact import distance, exact_law
 from tests.support.examples import completed
 from tests.support.joint import WORSE, P, letters, mean_perplexity, odds_of, seated, text_of
 from tests.support.programs import random_table, run
+from tests.support.tiny_models import tiny
 
 
 def decoded(method, target, steps, eos=(), key=0, warp=None, dice=None):
@@ -244,3 +245,11 @@ def test_laws_are_stated():
     assert sb.mtjd("beam_search").law.startswith("approximate: changes the output law")
     lossless = {mode: sb.mtjd(mode).lossless for mode in ("ancestral", "argmax", "joint_temperature", "beam_sample")}
     assert lossless == {"ancestral": True, "argmax": False, "joint_temperature": False, "beam_sample": False}
+
+
+@pytest.mark.parametrize("mode", ["argmax", "ancestral", "joint_temperature", "joint_topk"])
+def test_blocks_of_banned_tokens_are_a_dead_end(mode):
+    pair = sb.load(tiny("llama", vocab_size=2, bos_token_id=0, eos_token_id=1, pad_token_id=0))
+    method = sb.mtjd(mode, 2, top=2) if mode == "joint_topk" else sb.mtjd(mode, 2)
+    with pytest.raises(DeadEnd, match="every token is banned: suppress_tokens left nothing to draw"):
+        sb.generate(pair, [[0, 1]], method, suppress_tokens=[0, 1], max_new_tokens=3)

@@ -9,6 +9,8 @@ from jaxtyping import Float, Float64
 
 from specbeam.core.forest import Forest
 from specbeam.errors import NotSupported
+from specbeam.laws.reduce import DEAD
+from specbeam.laws.warp import check_condition, on_host
 from specbeam.records import Verdict
 from specbeam.session import Session
 from specbeam.verify.joint_beams import refuse_audit
@@ -42,6 +44,8 @@ class BlockRule:
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
         self.check(session.warp.greedy, session.audited)
         logp = block_logp(session, forest, scored)
+        if not np.any(logp > -np.inf):
+            check_condition(DEAD, on_host(scored), session.warp)
         last, token = divmod(self._chosen(session, forest, logp), logp.shape[1])
         nodes: list[int] = []
         while last > 0:
