@@ -9,6 +9,7 @@ from specbeam.core.forest import Forest, part, start_of
 from specbeam.core.steps import Array, borrowed, step
 from specbeam.kernels.copies import copy_numbers
 
+FEW_ENDS = 16  # end tokens that are compared one by one, which is faster than a binary search
 BEST_LIVE_MAY_WIN, FIRST_ENOUGH, NEVER = range(3)  # early_stopping False, True and "never"
 
 
@@ -197,12 +198,15 @@ class Stop(NamedTuple):
     keep: int  # number of finished beams that are wanted
     early: int  # BEST_LIVE_MAY_WIN, FIRST_ENOUGH or NEVER
     penalty: float  # the length penalty, see `normalised_score`
-    eos: Array  # int64[ends]
+    eos: Array  # int64[ends], ascending
 
 
 @step
 def is_end(token: int, eos: Array) -> bool:
-    """Return whether `token` is one of the end tokens `eos`, int64[ends]."""
+    """Return whether `token` is one of the end tokens `eos`, int64[ends], ascending."""
+    if len(eos) > FEW_ENDS:
+        place = np.searchsorted(eos, token)
+        return bool(place < len(eos) and eos[place] == token)
     found = False
     for end in eos:
         found |= token == end

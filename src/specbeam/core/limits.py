@@ -49,8 +49,8 @@ class Limits:
 
     @cached_property
     def ending(self) -> Int64[np.ndarray, " ends"]:
-        """The end tokens, for steps."""
-        return np.array(self.eos, dtype=np.int64)
+        """The end tokens, ascending, for steps."""
+        return np.sort(np.array(self.eos, dtype=np.int64))
 
     def stopped_by(self, tokens: list[int]) -> str | None:
         """Return the stop string that the newest token completed, or None.
