@@ -56,6 +56,8 @@ def _of_tokens(world: World, call: RandomCall, answer: Generation) -> Iterator[s
     if early:
         yield f"end token {early[0]} is not the last one"
     least = min(call.options.get("min_new_tokens", 0), most)
+    if call.options.get("forced_bos_token_id") in ends:  # which transformers obeys first
+        least = 1
     may_end_early = "stop_strings" in call.options or "prefix_allowed_tokens_fn" in call.options
     if len(answer.tokens) < least and not may_end_early:
         yield f"ended after {len(answer.tokens)} tokens, and min_new_tokens is {least}"
