@@ -280,13 +280,13 @@ def is_array(value: Any) -> bool:
 
 
 def _holds_fractions(value: Any) -> bool:
-    """Return whether a value is an array of numbers that are no integers; truth values are none."""
+    """Return whether a value is an array of floats, complex numbers or booleans."""
     kind = str(getattr(value, "dtype", ""))
     return is_array(value) and any(name in kind for name in ("float", "bool", "complex"))
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a value is a single number, of whatever kind: of those that are no integers errors can say so."""
+    """Return whether a value is a single number of any kind; non-integers are refused later, by name."""
     if isinstance(value, (str, bytes)):
         return False
     return isinstance(value, (Number, np.generic)) or (is_array(value) and value.ndim == 0)
@@ -338,7 +338,7 @@ def _elements(given: Any, name: str) -> list[Any]:
 
 
 def _no_prompt(given: Any, name: str, why: str = "") -> BadPrompt:
-    """Return the error of a value that is no prompt and holds none."""
+    """Return the error for a value that neither is a prompt nor contains one."""
     return BadPrompt(
         f"{name} is {reprlib.repr(given)} of type {_type_of(given)}{why}; it must be {TAKEN}, or a list of these"
     )

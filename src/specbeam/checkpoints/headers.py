@@ -106,9 +106,9 @@ def weight_map(index: Path, error: type[SpecbeamError] = BadCheckpoint) -> dict[
 
 
 def check_is_inside(file: str, where: str, error: type[SpecbeamError] = BadCheckpoint) -> None:
-    """Raise `error` if the name of a file leads out of the folder that it is in.
+    """Raise `error` if a file name points outside its folder.
 
-    The file itself may be a link: those of the hub's cache are.
+    The file itself may be a symbolic link, as in the hub's cache.
     """
     parts = {*PurePosixPath(file).parts, *PureWindowsPath(file).parts}
     is_absolute = PurePosixPath(file).is_absolute() or PureWindowsPath(file).is_absolute()

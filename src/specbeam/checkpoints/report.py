@@ -58,7 +58,7 @@ def check_report(
     kind = str(described.get("model_type"))
     is_rounded = bool(described.get("quantization_config"))
     missing = [name for name in report["missing_keys"] if not _is_made(name, kind)]
-    if is_rounded:  # what libraries keep beside weights has many names
+    if is_rounded:  # quantization libraries add tensors under many names
         missing = [name for name in missing if name.endswith((".weight", ".bias"))]
     if missing:
         raise BadCheckpoint(

@@ -127,9 +127,13 @@ def _is_there(name: str) -> bool:
 
 
 def as_json(number: int, prompt: Any, generation: Generation) -> str:
-    """Return an answer as a line of JSON; `number` and `prompt` are those of its prompt.
+    """Return an answer as a line of JSON.
 
-    A prompt that was no text, such as a chat, is written as its token ids.
+    A prompt that is not text, such as a chat, is written as its token ids.
+
+    Args:
+        number: index of the prompt.
+        prompt: the prompt as the user gave it.
     """
     record = {"index": number, "prompt": prompt, **dataclasses.asdict(generation)}
     record["prompt_tokens"] = len(generation.prompt)

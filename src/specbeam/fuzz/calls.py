@@ -73,7 +73,7 @@ class RandomCall:
     Attributes:
         method, settings: the recipe and its settings.
         prompts: token ids, or features of audio.
-        options: those of `generate`.
+        options: keyword arguments of `generate`.
         door: one of `DOORS`.
     """
 

@@ -95,8 +95,8 @@ def _faults_of_comparisons(world: World, call: RandomCall, method: Method, answe
     if call.door == "one by one" and different:
         for number, prompt in enumerate(call.prompts):
             alone = _answers(world, replace(call, prompts=[prompt]), call.make())
-            beside = answers[number * count : (number + 1) * count]
-            why = differs_by_more_than_rounding(beside, alone, world.same_alone)
+            together = answers[number * count : (number + 1) * count]
+            why = differs_by_more_than_rounding(together, alone, world.same_alone)
             faults.append(why and f"prompt {number} alone: {why}")
     plain = plain_method(method)
     is_sure = method.greedy or call.options.get("temperature") == 0

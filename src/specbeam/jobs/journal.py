@@ -49,9 +49,9 @@ BROKEN = (_Damaged, sqlite3.Error, UnicodeDecodeError)  # the last one is raised
 class Journal:
     """The journal of one job, kept by SQLite: what was committed is there however the process ends, and no more.
 
-    A row is known by its name, and its answer is valid as long as its digest is the same. Each answer has a seal, a hash of
-    all that it consists of. If the file was damaged, answers without their seal are dropped, so that their rows are decoded
-    again; those that can still be read go into a new file.
+    A row is identified by its name; its answer is valid as long as the row's digest is unchanged. Each answer is stored
+    with a seal, a hash of all its fields. In a damaged file, answers with a wrong seal are dropped and their rows decoded
+    again; the readable ones are copied to a new file.
 
     Args:
         path: of the database; made if it is not there.

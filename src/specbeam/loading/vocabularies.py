@@ -116,7 +116,7 @@ class _Compared:
 def _compared(
     target: "PreTrainedModel", draft: "PreTrainedModel", tokenizer: Any, target_source: Any, draft_source: Any
 ) -> ComparedTokens:
-    """Compare the tokens of a draft with those of its target; see `tokens_in_common`."""
+    """Match the draft's vocabulary with the target's; see `tokens_in_common`."""
     own_tokenizer = _tokenizer_beside(target, target_source) if tokenizer is None else tokenizer
     own = Vocabulary(vocab_of(target), _with_words(own_tokenizer))
     other = Vocabulary(_rows_of(draft), _with_words(_tokenizer_beside(draft, draft_source)))

@@ -38,7 +38,7 @@ TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 BEAMS = 5
 Limit = float | None | Literal["auto"]
 RESETS = 0.5  # a window that was decoded above this temperature is no prompt for the next one
-# Other names of options: those of openai/whisper and faster-whisper, and of transformers.
+# Aliases of options in openai/whisper, faster-whisper and transformers.
 ALIASES = {
     "initial_prompt": "prompt",
     "logprob_threshold": "log_prob_threshold",
@@ -337,7 +337,7 @@ def _settings(options: dict[str, Any], config: Any) -> Settings:
         raise BadSetting(
             f"transcribe sets {', '.join(taken)} by itself; leave it out (best_of is the number of drawn texts)"
         )
-    outside = ("audit", "generation_config")  # arguments of `generate` that are no settings
+    outside = ("audit", "generation_config")  # arguments of `generate` outside `Settings`
     settings = {name: value for name, value in options.items() if name not in outside}
     given = Settings.given(settings, options.get("generation_config"))
     return given.completed(config, draws=False, also=OF_ENCODER_DECODERS)
