@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specbeam.laws.ranking import INSERTED, ascending, largest, rank_pairs, sorted_places
+from specbeam.laws.ranking import INSERTED, ascending, largest, pairs_of_best_value, rank_pairs, sorted_places
 from specbeam.laws.warp import best_places
 from tests.oracles import noise
 from tests.support.steps import source_of_steps
@@ -83,6 +83,30 @@ def test_given_pairs_are_ranked_as_the_dense_law_ranks_them(seed, count, noisy):
         values = values + noise.gumbel_of_all(keys, 20)
     order = np.argsort(-values.ravel()[pairs], kind="stable")[:count]
     assert rank_pairs(pairs, rows, shift, 0.7, log_counts, keys, count).tolist() == pairs[order].tolist()
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("count", [INSERTED, INSERTED + 1, 2000, 5000])
+def test_long_rankings_of_pairs_are_those_of_insertion(count, noisy):
+    """Up to INSERTED pairs are inserted one by one, more are sorted."""
+    rng = np.random.default_rng(count)
+    rows = rng.normal(0, 1, (4, 700)).round(1).astype(np.float32)  # with many equal ones
+    rows[0, 50:] = -np.inf
+    shift = np.array([-0.5, -1.0, -1.0, 0.0])
+    log_counts = np.log(np.array([1.0, 2.0, 2.0, 1.0]))
+    keys = rng.integers(0, 2**63, 4 if noisy else 0, dtype=np.uint64)
+    among = np.array([True, True, True, False])
+    values = (rows.astype(np.float64) + shift[:, None]) / 0.7 + log_counts[:, None]
+    if noisy:
+        values = values + noise.gumbel_of_all(keys, 700)
+    values[3] = -np.inf
+    order = np.argsort(-values.ravel(), kind="stable")
+    expected = [pair for pair in order.tolist() if values.ravel()[pair] > -np.inf][:count]
+    pairs, found = pairs_of_best_value(rows, shift, 0.7, log_counts, keys, among, count)
+    assert pairs.tolist() == expected
+    assert found == pytest.approx(values.ravel()[expected], rel=1e-12)
+    given = rng.permutation(expected).astype(np.int64)
+    assert rank_pairs(given, rows, shift, 0.7, log_counts, keys, count).tolist() == expected
 
 
 def test_best_places_leave_out_what_has_no_odds():

@@ -97,6 +97,8 @@ def pairs_of_best_value(
     pairs = np.full(count, -1, dtype=np.int64)
     if count == 0:
         return pairs, values
+    if count > INSERTED:
+        return _best_by_sorting(logits, shift, temperature, log_counts, keys, among, count)
     noisy = len(keys) > 0
     bounds = np.zeros(vocab if noisy else 0, dtype=np.float32)
     upper = np.full((vocab + BLOCK - 1) // BLOCK * BLOCK if noisy else 0, np.float32(-np.inf))
@@ -139,24 +141,58 @@ def pairs_of_best_value(
 
 
 @step
+def _best_by_sorting(
+    logits: Array, shift: Array, temperature: float, log_counts: Array, keys: Array, among: Array, count: int
+) -> tuple[Array, Array]:
+    """Return `pairs_of_best_value` for a long ranking: sorts all pairs."""
+    beams, vocab = logits.shape
+    values = np.empty(beams * vocab)
+    pairs = np.empty(beams * vocab, dtype=np.int64)
+    held = 0
+    for beam in range(beams):
+        if not among[beam]:
+            continue
+        for token in range(vocab):
+            if logits[beam, token] > -np.inf:
+                value = (np.float64(logits[beam, token]) + shift[beam]) / temperature + log_counts[beam]
+                if len(keys) > 0:
+                    value += gumbel(keys[beam], token)
+                values[held] = value
+                pairs[held] = beam * vocab + token
+                held += 1
+    best = sorted_places(values[:held])[:count]
+    return pairs[best], values[best]
+
+
+@step
 def rank_pairs(
     pairs: Array, logits: Array, shift: Array, temperature: float, log_counts: Array, keys: Array, count: int
 ) -> Array:
     """Return the `count` best of the given pairs, int64[n], best first, by the value that `best_pairs` compares."""
     vocab = logits.shape[1]
     count = min(count, len(pairs))
-    values = np.full(count, -np.inf)
-    chosen = np.full(count, -1, dtype=np.int64)
+    sorts = count > INSERTED
+    given = ascending(pairs) if sorts else pairs
+    room = len(pairs) if sorts else count
+    values = np.full(room, -np.inf)
+    chosen = np.full(room, -1, dtype=np.int64)
     held = 0
     if count == 0:
         return chosen
-    for pair in pairs:
+    for pair in given:
         beam = pair // vocab
         token = pair % vocab
         value = (np.float64(logits[beam, token]) + shift[beam]) / temperature + log_counts[beam]
         if len(keys) > 0:
             value += gumbel(keys[beam], token)
-        held = insert(values, chosen, held, value, pair)
+        if sorts:
+            values[held] = value
+            chosen[held] = pair
+            held += 1
+        else:
+            held = insert(values, chosen, held, value, pair)
+    if sorts:
+        return chosen[sorted_places(values)[:count]]
     return chosen[:held]
 
 
