@@ -11,9 +11,9 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "specbeam"
 FLOORS = [
-    {"garbage", "whole_files"},
+    {"errors", "garbage", "whole_files"},
     {"caches"},
-    {"errors", "kernels", "lazy", "measure", "plain"},
+    {"kernels", "lazy", "measure", "plain"},
     {"places"},
     {"chats", "checkpoints"},
     {"inputs"},
@@ -36,6 +36,7 @@ FLOORS = [
     {"recipes"},
     {"loading"},
     {"pair"},
+    {"speech_tokens"},
     {"sources"},
     {"fastest", "prompts", "request", "with_memory"},
     {"generation"},

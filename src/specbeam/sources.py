@@ -14,6 +14,7 @@ from specbeam.options.checks import as_list, is_integer
 from specbeam.options.settings import Settings
 from specbeam.pair import Pair
 from specbeam.session import Session
+from specbeam.speech_tokens import speech_tokens
 
 
 def as_prompts(given: Any) -> list[Any]:
@@ -188,9 +189,14 @@ def decoder_prompt(pair: Pair, settings: Settings, number: int) -> list[int]:
 
     They are those of the settings; otherwise the start token of the settings, of the model's generation config, or of its
     config, and otherwise the token at the beginning of texts, as in transformers. Raises `BadSetting` if there is none, or
-    one that the model does not know.
+    one that the model does not know. A Whisper model whose generation config sets language, task or forced tokens begins
+    with their tokens; raises `NotSupported` if the language is left to be detected.
     """
     given = settings.decoder_input_ids
+    if given is None and (settings.decoder_start_token_id is None or _starts_of_model(pair, settings)):
+        spoken = _spoken_prompt(pair)
+        if spoken is not None:
+            return spoken
     if given is not None:
         first: Any = given[0]
         tokens = as_list(given if is_integer(first) else given[number])
@@ -208,6 +214,27 @@ def decoder_prompt(pair: Pair, settings: Settings, number: int) -> list[int]:
             f"the decoder is to begin with token {unknown[0]}, and the model knows 0 to {pair.target.vocab - 1}"
         )
     return [int(token) for token in tokens]
+
+
+def _spoken_prompt(pair: Pair) -> list[int] | None:
+    """Return the tokens by which a generation config of speech chooses language and task; None if it chooses neither."""
+    config = getattr(pair.target_model, "generation_config", None)
+    if getattr(config, "no_timestamps_token_id", None) is None:
+        return None
+    of_model = getattr(pair.target_model.config, "forced_decoder_ids", None)
+    chosen = {name: getattr(config, name, None) for name in ("language", "task", "forced_decoder_ids")}
+    chosen["forced_decoder_ids"] = chosen["forced_decoder_ids"] or of_model
+    if not any(chosen.values()):
+        return None
+    tokens = speech_tokens(pair)
+    choice = tokens.choice(None, None)
+    if choice.detects:
+        named = ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value)
+        raise NotSupported(
+            f"the generation_config of {type(pair.target_model).__name__} sets {named} and leaves the language to be "
+            "detected, which sb.transcribe does; here give decoder_input_ids, or the language in the generation_config"
+        )
+    return tokens.start(choice, choice.language, timestamps=False)
 
 
 def _start_token(pair: Pair, settings: Settings) -> int | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from specbeam.errors import BadSetting
 from specbeam.kernels import AVAILABLE
 
 if not AVAILABLE:
@@ -352,6 +353,9 @@ def test_where_nothing_can_be_kept_nothing_is_claimed(monkeypatch):
 def test_how_many_processes_compile_can_be_set(monkeypatch):
     monkeypatch.setenv("SPECBEAM_COMPILERS", "5")
     assert ahead.processes_wanted() == 5
+    monkeypatch.setenv("SPECBEAM_COMPILERS", "many")
+    with pytest.raises(BadSetting, match="SPECBEAM_COMPILERS is 'many'"):
+        ahead.processes_wanted()
     monkeypatch.setenv("SPECBEAM_COMPILERS", "")
     assert 1 <= ahead.processes_wanted() <= ahead.MOST
 

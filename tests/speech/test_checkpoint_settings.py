@@ -277,3 +277,27 @@ def test_logits_processors_of_the_caller_join_those_for_timestamps():
     pair = ears()
     assert ours(pair, language="en", logits_processor=[note], **MOST) == ours(pair, language="en", **MOST)
     assert seen
+
+
+@pytest.mark.parametrize("name", ["language", "forced", "new names before forced"])
+def test_generate_begins_with_the_language_and_the_task_of_the_checkpoint(name):
+    pair = ears(**OWN[name])
+    extract = WhisperFeatureExtractor(feature_size=16, chunk_length=SECONDS)
+    features = extract(noise(SECONDS, seed=3), sampling_rate=RATE, return_tensors="pt").input_features
+    expected = pair.target_model.generate(features, do_sample=False, **MOST)[0].tolist()
+    (found,) = sb.generate(pair, features[0], "greedy", **MOST)
+    length = min(len(found.tokens), len(expected))
+    assert length > 3
+    assert found.prompt[-1] == NO_TIMES
+    assert found.tokens[:length] == expected[-length:] or found.tokens[:length] == expected[:length]
+
+
+def test_generate_refuses_to_detect_a_language():
+    pair = ears(**OWN["task"])
+    extract = WhisperFeatureExtractor(feature_size=16, chunk_length=SECONDS)
+    features = extract(noise(SECONDS, seed=3), sampling_rate=RATE, return_tensors="pt").input_features
+    with pytest.raises(errors.NotSupported, match=r"sets task='translate' and leaves the language to be detected"):
+        sb.generate(pair, features[0], "greedy", **MOST)
+    begin = [BEGIN, GERMAN, TRANSLATE, NO_TIMES]
+    (found,) = sb.generate(pair, features[0], "greedy", decoder_input_ids=begin, **MOST)
+    assert found.prompt == begin

@@ -55,7 +55,7 @@ def average(pair, tokens, sound=SOUND):
         [
             SuppressTokensLogitsProcessor(config.suppress_tokens),
             SuppressTokensAtBeginLogitsProcessor(config.begin_suppress_tokens, len(START)),
-            *sb.speech.tokens.speech_tokens(pair).processors(len(START), True),
+            *sb.speech_tokens.speech_tokens(pair).processors(len(START), True),
         ]
     )
     total = 0.0

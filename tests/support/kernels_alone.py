@@ -13,7 +13,7 @@ def write_kernels(folder: Path) -> Path:
     package = folder / "specbeam"
     for room in ("kernels", "caches"):
         shutil.copytree(SOURCE / room, package / room, ignore=shutil.ignore_patterns("__pycache__"))
-    for module in ("garbage.py", "whole_files.py"):
+    for module in ("errors.py", "garbage.py", "whole_files.py"):
         shutil.copy(SOURCE / module, package)
     (package / "__init__.py").touch()
     return package

@@ -21,6 +21,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from specbeam.errors import BadSetting
 from specbeam.kernels.claims import LOCKS, end_all, wait_for
 
 MOST = 8  # processes: more find nothing to do
@@ -42,10 +43,13 @@ _BEGUN: list[Any] = []  # the processes that were begun, at most once in a proce
 def processes_wanted() -> int:
     """Return how many processes may compile at once, with this one.
 
-    SPECBEAM_COMPILERS, or one for each processor that this process may use, as far as the memory goes.
+    SPECBEAM_COMPILERS, or one for each processor that this process may use, as far as the memory goes. Raises `BadSetting`
+    if the variable holds something other than a number.
     """
     asked = os.environ.get("SPECBEAM_COMPILERS", "")
-    if asked.isdecimal():
+    if asked:
+        if not (asked.isascii() and asked.isdecimal()):
+            raise BadSetting(f"SPECBEAM_COMPILERS is {asked!r}; it must be a number of processes, or not set")
         return int(asked)
     from numba import config  # knows which processors this process may use
 

@@ -25,8 +25,8 @@ from specbeam.serve.speech_orders import SpeechOrder, speech_order_of
 from specbeam.speech.audio import check_readable
 from specbeam.speech.formats import check_subtitles
 from specbeam.speech.records import Transcript
-from specbeam.speech.tokens import speech_tokens
 from specbeam.speech.transcribe import extractor_of, thresholds_of
+from specbeam.speech_tokens import speech_tokens
 
 if TYPE_CHECKING:
     from specbeam.serve.app import BeamServer

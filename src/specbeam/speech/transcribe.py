@@ -28,8 +28,8 @@ from specbeam.records import Generation
 from specbeam.speech.audio import RATE, Samples, is_silent, read_audio
 from specbeam.speech.likelihood import score_window
 from specbeam.speech.records import Segment, Transcript
-from specbeam.speech.tokens import SpeechTokens, code_of, speech_tokens
 from specbeam.speech.windows import HOP_S, STEP_S, Features, features_of, slices_of, within
+from specbeam.speech_tokens import SpeechTokens, code_of, speech_tokens
 
 if TYPE_CHECKING:
     from transformers import WhisperFeatureExtractor
