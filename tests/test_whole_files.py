@@ -66,6 +66,8 @@ def test_a_file_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):
     monkeypatch.setattr(whole_files.os, "fsync", note)
     write_whole(tmp_path / "file", b"content")
     assert synced == [(False, False), (True, True)]
+    write_whole(tmp_path / "file", b"other", outlasts_power=False)
+    assert len(synced) == 2
 
 
 def test_a_link_stays_and_devices_are_written_to(tmp_path):

@@ -17,12 +17,12 @@ def whole(path: Path, outlasts_power: bool = True) -> Iterator[Path]:
     """Yield another path to write to; that file takes the place of `path` when nothing has gone wrong.
 
     The other path is this call's own, so that several processes may write the same file, and lies in the same folder. It
-    is gone when something goes wrong. The disk has the new file before the old one is gone. A symbolic link stays, and the
-    file that it leads to is replaced; a device or a pipe is written to as it is.
+    is gone when something goes wrong. A symbolic link stays, and the file that it leads to is replaced; a device or a pipe
+    is written to as it is.
 
     Args:
-        outlasts_power: whether to wait until the disk has the name of the new file, too; else the old file may be there
-            again after a loss of power.
+        outlasts_power: whether to wait until the disk has the content and the name of the new file; without it, a loss of
+            power may leave a damaged file.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written.
@@ -34,7 +34,8 @@ def whole(path: Path, outlasts_power: bool = True) -> Iterator[Path]:
     part = goal.with_name(f".{goal.name[:60]}.{os.getpid()}.{uuid4().hex[:12]}.part")
     try:
         yield part
-        _sync(part)
+        if outlasts_power:
+            _sync(part)
         part.replace(goal)
     except BaseException:
         with suppress(OSError):

@@ -405,7 +405,7 @@ def test_a_folder_that_is_deleted_meanwhile_is_made_again(root, user):
         assert user.run() == (True, True)
 
 
-FAILING = {"write": (whole_files, "open"), "fsync": (os, "fsync"), "rename": (Path, "replace")}
+FAILING = {"write": (whole_files, "open"), "rename": (Path, "replace")}
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])

@@ -84,6 +84,8 @@ def keep(path: Path, content: bytes) -> None:
             path.unlink()
         elif path.is_dir():
             path.rmdir()
+        # A file that a loss of power damages does not fit its digest, and is made anew. Waiting for the disk would cost
+        # 4 ms for each measurement.
         write_whole(path, content, mode=0o600, outlasts_power=False)
     except OSError as error:
         warn_once(
