@@ -3,9 +3,9 @@
 from importlib.util import find_spec
 
 PACKAGES = {
-    "src/specbeam/serve/*": ("fastapi", "uvicorn", "prometheus_client"),
-    "src/specbeam/evaluate/harness.py": ("lm_eval",),
-    "src/specbeam/ray/*": ("ray",),
+    "src/specbeam/apps/serve/*": ("fastapi", "uvicorn", "prometheus_client"),
+    "src/specbeam/lab/evaluate/harness.py": ("lm_eval",),
+    "src/specbeam/apps/ray/*": ("ray",),
 }
 collect_ignore_glob = [
     files for files, names in PACKAGES.items() if any(find_spec(name) is None for name in names)

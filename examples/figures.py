@@ -14,7 +14,7 @@ import sacrebleu
 import typer
 
 import specbeam as sb
-from specbeam.pair import BUNDLED
+from specbeam.models.pair import BUNDLED
 
 SETTINGS = {
     "temperature 1, all tokens": {},

@@ -13,13 +13,13 @@ import torch
 import typer
 
 import specbeam as sb
-from specbeam.bench.baselines import ctranslate2, transformers
-from specbeam.bench.outcome import Contender, specbeam
-from specbeam.bench.speed import SpeedLine, speed
-from specbeam.bench.widen_model import grown
+from specbeam.doors.prompts import PromptRow, read, spread
 from specbeam.errors import MissingPackage
-from specbeam.pair import BUNDLED
-from specbeam.prompts import PromptRow, read, spread
+from specbeam.lab.bench.baselines import ctranslate2, transformers
+from specbeam.lab.bench.outcome import Contender, specbeam
+from specbeam.lab.bench.speed import SpeedLine, speed
+from specbeam.lab.bench.widen_model import grown
+from specbeam.models.pair import BUNDLED
 
 DRAWN = {"temperature": 1.0, "top_k": 10, "top_p": 0.9, "max_new_tokens": 64}
 SEARCHED = {"max_new_tokens": 64}

@@ -29,11 +29,11 @@ def forgetful(request):
     """Let no session learn from another one, so that reports are those of a first session; unless a test `remembers`."""
     with pytest.MonkeyPatch.context() as patch:
         if "remembers" not in request.keywords:
-            patch.setattr("specbeam.control.needs.OddsMemory.add", lambda *given: None)
-            patch.setattr("specbeam.control.pace.PaceMemory.leave", lambda *given: None)
-            patch.setattr("specbeam.lm.skip_search.SkipMemory.end", lambda *given: None)
+            patch.setattr("specbeam.core.control.needs.OddsMemory.add", lambda *given: None)
+            patch.setattr("specbeam.core.control.pace.PaceMemory.leave", lambda *given: None)
+            patch.setattr("specbeam.models.skip_search.SkipMemory.end", lambda *given: None)
         for name in ("ALONE_S", "QUICK_S"):  # costs of tiny models are measured in a moment
-            patch.setattr(f"specbeam.tuning.costs.{name}", 0.02)
+            patch.setattr(f"specbeam.recipes.tuning.costs.{name}", 0.02)
         yield
 
 
@@ -58,10 +58,10 @@ def turn_by_turn(request, monkeypatch):
     The texts are the same (tests/runs).
     """
     if request.node.get_closest_marker("slow") is None:
-        monkeypatch.setattr("specbeam.decoder.run_ahead", lambda target, session, most_turns: False)
+        monkeypatch.setattr("specbeam.core.decoder.run_ahead", lambda target, session, most_turns: False)
         for several in ("run_side_by_side", "run_together"):
             monkeypatch.setattr(
-                f"specbeam.decoder.{several}",
+                f"specbeam.core.decoder.{several}",
                 lambda target, sessions, most_turns: [one for one in sessions if one.failure is not None],
             )
 
@@ -70,11 +70,11 @@ def turn_by_turn(request, monkeypatch):
 def impatient():
     """Let a cost curve that is needed at once be measured a few times only, and not for half a second of each model."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specbeam.tuning.costs.QUICK_S", 0.0)
+        patch.setattr("specbeam.recipes.tuning.costs.QUICK_S", 0.0)
         yield
 
 
-PACKING = ("specbeam.engines.cpu.decoder.fits_bfloat16", "specbeam.heads.compiled.fits_bfloat16")
+PACKING = ("specbeam.engines.cpu.decoder.fits_bfloat16", "specbeam.models.heads.compiled.fits_bfloat16")
 
 
 @pytest.fixture

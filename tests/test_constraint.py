@@ -6,8 +6,8 @@ import torch
 
 import specbeam as sb
 from specbeam.core.constraint import Constrained
-from specbeam.decode import decode
-from specbeam.lm.table import TableLM
+from specbeam.core.decode import decode
+from specbeam.models.table import TableLM
 from tests.methods.test_sequences import DRAWN, MATCHED, parts_on
 from tests.support.constraints import Automaton, renormalised, warp_of
 from tests.support.exact import beam_sampling_law, distance, exact_law

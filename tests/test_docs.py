@@ -11,8 +11,8 @@ import pytest
 from tools import notebooks
 
 import specbeam as sb
-from specbeam.lazy import homes_in
-from specbeam.pair import BUNDLED
+from specbeam.core.lazy import homes_in
+from specbeam.models.pair import BUNDLED
 from tests.support.nouns_and_steps import PAGE, page
 
 DOCS = Path(__file__).parent.parent / "docs"

@@ -8,14 +8,15 @@ import torch
 from transformers import WhisperForCausalLM
 
 import specbeam as sb
-from specbeam import errors, kernels
+from specbeam import errors
+from specbeam.core import compiling
+from specbeam.core.decode import Decoder, decode
 from specbeam.core.forest import Forest
-from specbeam.decode import Decoder, decode
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request
 from specbeam.engines.source import Source
-from specbeam.lm import engines
-from specbeam.options.settings import Settings
-from specbeam.pair import load
-from specbeam.request import Request
+from specbeam.models import engines
+from specbeam.models.pair import load
 from tests.support import words
 from tests.support.exact import beam_sampling_law, distance, exact_law
 from tests.support.programs import random_table, session_of, texts
@@ -83,7 +84,7 @@ FORMS = [(1.0, False), (1.0, True), (0.6, "never"), (2.0, "never"), (-0.5, False
 
 def engine_of(family):
     """The engine that "auto" takes for a family."""
-    return "compiled" if kernels.AVAILABLE and family != "blenderbot" else "plain"
+    return "compiled" if compiling.AVAILABLE and family != "blenderbot" else "plain"
 
 
 @pytest.mark.parametrize("engine", ["auto", "plain"])
@@ -504,7 +505,7 @@ def test_texts_go_in_and_come_out(tmp_path, capsys, monkeypatch):
     (one,) = sb.generate(pair, "abc", sb.beam_search(2), max_new_tokens=6)
     assert one.text == pair.tokenizer.decode(one.tokens, skip_special_tokens=True)
     assert "".join(sb.stream(pair, "abc", sb.beam_search(2), max_new_tokens=6)) == one.text
-    from specbeam.cli.main import main
+    from specbeam.doors.cli.main import main
 
     for arguments, code in (
         (["generate", "-m", folder, "--method", "beam_search", "-s", "beams=2", "--max-new-tokens", "6", "abc"], 0),

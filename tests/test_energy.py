@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from specbeam.measure import energy
-from specbeam.measure.energy import EnergyMeter
+from specbeam.core.measure import energy
+from specbeam.core.measure.energy import EnergyMeter
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import specbeam as sb
-from specbeam.pair import BUNDLED
+from specbeam.models.pair import BUNDLED
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 FILES = sorted(path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.py"))

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from specbeam.garbage import rarely_collected
+from specbeam.core.garbage import rarely_collected
 
 
 @pytest.fixture(autouse=True)

@@ -13,27 +13,28 @@ from scipy import stats
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, TextStreamer
 
 import specbeam as sb
-from specbeam import errors, fastest
-from specbeam.control.confidence import SureDraft
-from specbeam.control.fixed import FixedShape
+from specbeam import errors
 from specbeam.core.beams import Beams
-from specbeam.decode import decode
-from specbeam.draft.best_first import BestFirst
-from specbeam.draft.lookup import PromptLookup
+from specbeam.core.control.confidence import SureDraft
+from specbeam.core.control.fixed import FixedShape
+from specbeam.core.decode import decode
+from specbeam.core.draft.best_first import BestFirst
+from specbeam.core.draft.lookup import PromptLookup
+from specbeam.core.laws.joint import all_pairs, support_of
+from specbeam.core.laws.ranking import Truncation
+from specbeam.core.laws.warp import Warp, law_of_beams
+from specbeam.core.measure import kept_figures as measured
+from specbeam.doors import fastest
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request
 from specbeam.errors import SomeFailed
 from specbeam.generation import settled_tokens, turns_of
-from specbeam.heads.lm import TrunkLM
-from specbeam.laws.joint import all_pairs, support_of
-from specbeam.laws.ranking import Truncation
-from specbeam.laws.warp import Warp, law_of_beams
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.skipping import Skipping, SkippingLM
-from specbeam.measure import kept_figures as measured
-from specbeam.memory.lm import MemoryLM
-from specbeam.memory.plan import MemoryPlan
-from specbeam.memory.recall import new_recall
-from specbeam.options.settings import Settings
-from specbeam.request import Request
+from specbeam.models.heads.lm import TrunkLM
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.memory.lm import MemoryLM
+from specbeam.models.memory.plan import MemoryPlan
+from specbeam.models.memory.recall import new_recall
+from specbeam.models.skipping import Skipping, SkippingLM
 from tests.support import words
 from tests.support.checking import refused
 from tests.support.heads import VOCAB, trunk_of
@@ -76,9 +77,9 @@ def test_same_seed_same_beams_with_and_without_a_draft(pair, beams, options):
 
 
 def test_different_methods_share_a_pass(pair):
-    from specbeam.decode import decode
-    from specbeam.options.settings import Settings
-    from specbeam.request import Request
+    from specbeam.core.decode import decode
+    from specbeam.doors.options.settings import Settings
+    from specbeam.doors.request import Request
 
     recipes = [
         sb.greedy(),
@@ -192,7 +193,7 @@ def test_streamed_pieces_make_the_text(pair):
 
 def test_a_slow_model_is_followed_token_by_token(pair, monkeypatch):
     """What takes less than a reader notices comes in one piece; `DELAY_S` is for everyone who follows a text."""
-    monkeypatch.setattr("specbeam.decode.DELAY_S", 0.0)
+    monkeypatch.setattr("specbeam.core.decode.DELAY_S", 0.0)
     assert len(list(sb.stream(pair, "stream me", "sampling", seed=9, max_new_tokens=20))) > 5
 
 
@@ -239,9 +240,9 @@ def test_wide_beams_store_little_more_than_one_sequence(pair):
 
 
 def test_settled_tokens_are_the_beginning_of_the_answer(pair):
-    from specbeam.decode import decode
-    from specbeam.options.settings import Settings
-    from specbeam.request import Request
+    from specbeam.core.decode import decode
+    from specbeam.doors.options.settings import Settings
+    from specbeam.doors.request import Request
 
     request = Request(pair, "abc", sb.dsbd(3, 4, 3), Settings.given({"max_new_tokens": 15}, None), 8)
     seen = []
@@ -688,8 +689,8 @@ def test_a_model_may_draft_for_itself():
 
 
 def test_auto_measures_once_and_keeps_its_choice(tmp_path, monkeypatch):
+    from specbeam.doors.options.settings import Settings
     from specbeam.generation import chosen_by_speed
-    from specbeam.options.settings import Settings
 
     monkeypatch.setenv("SPECBEAM_CACHE", str(tmp_path))
     pair = words.pair()

@@ -10,9 +10,9 @@ from transformers.generation import GenerationMixin
 
 import specbeam as sb
 from specbeam import errors
-from specbeam.laws.warp import dense_logp, processed_rows
-from specbeam.options.generation_config import OF_MODELS, WARPERS, read
-from specbeam.options.settings import Settings
+from specbeam.core.laws.warp import dense_logp, processed_rows
+from specbeam.doors.options.generation_config import OF_MODELS, WARPERS, read
+from specbeam.doors.options.settings import Settings
 from tests.support import words
 from tests.support.checking import refused
 from tests.support.tiny_models import tiny

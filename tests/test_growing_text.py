@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from transformers import TextIteratorStreamer
 
 import specbeam as sb
+from specbeam.doors.grammar.spelling import text_of_tokens
+from specbeam.doors.growing_text import GrowingText, OpenEnd, cleaned_length, open_end_of, unsent
 from specbeam.errors import BrokenPart
-from specbeam.grammar.spelling import text_of_tokens
-from specbeam.growing_text import GrowingText, OpenEnd, cleaned_length, open_end_of, unsent
 from tests.support.tiny_models import tiny
 from tests.support.tokenizer_kinds import KINDS, tokenizer_of
 
@@ -176,7 +176,7 @@ def choices_of(kind, seed, count):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_pieces_of_a_stream_are_the_text_of_generate(kind, monkeypatch):
-    monkeypatch.setattr("specbeam.decode.DELAY_S", 0.0)
+    monkeypatch.setattr("specbeam.core.decode.DELAY_S", 0.0)
     pair = pair_of(kind)
     for seed, (method, count) in enumerate(
         [(sb.greedy(), 1), (sb.sampling(), 2), (sb.beam_search(3), 2), (sb.beam_sampling(2), 3)]
@@ -194,7 +194,7 @@ def test_the_pieces_of_a_stream_are_the_text_of_generate(kind, monkeypatch):
 
 
 def test_a_usual_text_arrives_token_by_token(monkeypatch):
-    monkeypatch.setattr("specbeam.decode.DELAY_S", 0.0)
+    monkeypatch.setattr("specbeam.core.decode.DELAY_S", 0.0)
     usual = {
         "byte level": ["a", "Ġa", "b", "c"],
         "byte fallback as in Llama": ["▁yes", "end", "▁a", "."],
@@ -232,7 +232,7 @@ def test_a_streamer_of_transformers_writes_what_it_writes_behind_transformers(ki
 def test_a_form_streams_exactly(monkeypatch):
     """Of bytes that make characters together, in a text that a regular expression asks for."""
     pytest.importorskip("llguidance")
-    monkeypatch.setattr("specbeam.decode.DELAY_S", 0.0)
+    monkeypatch.setattr("specbeam.core.decode.DELAY_S", 0.0)
     pair = pair_of("byte level")
     for method in (sb.sampling(), sb.beam_sampling(3)):
         options = {"max_new_tokens": 30, "regex": "(é|你|b){4,7}!", "eos_token_id": 2, "seed": 4}
@@ -244,7 +244,7 @@ def test_a_form_streams_exactly(monkeypatch):
 
 def test_a_form_that_ends_with_a_token_of_text_streams_without_it(monkeypatch):
     pytest.importorskip("llguidance")
-    monkeypatch.setattr("specbeam.decode.DELAY_S", 0.0)
+    monkeypatch.setattr("specbeam.core.decode.DELAY_S", 0.0)
     pair = pair_of("byte level")
     (end,) = spelled("byte level", "!")
     for seed in range(4):
@@ -256,7 +256,7 @@ def test_a_form_that_ends_with_a_token_of_text_streams_without_it(monkeypatch):
 
 
 def test_stop_strings_and_special_tokens_stream_exactly(monkeypatch):
-    monkeypatch.setattr("specbeam.decode.DELAY_S", 0.0)
+    monkeypatch.setattr("specbeam.core.decode.DELAY_S", 0.0)
     for kind in ("byte fallback as in Llama", "letters, cleaned up", "slow"):
         names = ["yes", "<|x|>", "a", "<tool>", "do", ".", "<|x|>", "end", "!"]
         rule = allows([[token] for token in spelled(kind, *names)])

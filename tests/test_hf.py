@@ -10,8 +10,8 @@ from transformers import GenerationConfig, TextStreamer, WatermarkingConfig, pip
 
 import specbeam as sb
 from specbeam import errors
-from specbeam.draft.lookup import PromptLookup
-from specbeam.hf.call import Call
+from specbeam.core.draft.lookup import PromptLookup
+from specbeam.doors.hf.call import Call
 from tests.support import words
 from tests.support.checking import refused
 from tests.support.tiny_models import tiny

@@ -20,11 +20,11 @@ from transformers import BatchEncoding, BatchFeature
 from transformers.pipelines.pt_utils import KeyDataset
 
 import specbeam as sb
+from specbeam.apps.jobs.answering import answer_rows, work_of
+from specbeam.apps.jobs.rows import USUAL_COLUMNS, row_of
+from specbeam.doors.fastest import FastestMethod
+from specbeam.doors.inputs import PromptReader, plain, prompts_in
 from specbeam.errors import BadPrompt, BadSetting, SomeFailed
-from specbeam.fastest import FastestMethod
-from specbeam.inputs import PromptReader, plain, prompts_in
-from specbeam.jobs.answering import answer_rows, work_of
-from specbeam.jobs.rows import USUAL_COLUMNS, row_of
 from tests.support import words
 from tests.support.tiny_models import tiny
 from tests.support.tiny_sources import MELS, sources, tiny_reader
@@ -583,8 +583,8 @@ def test_a_row_of_a_job_holds_its_prompt_in_any_form(pair, fields):
 
 
 def test_a_file_of_the_command_line_holds_texts_ids_and_chats(talking, tmp_path):
-    from specbeam.cli.common import as_json
-    from specbeam.cli.generate import _prompt_of, gather
+    from specbeam.doors.cli.common import as_json
+    from specbeam.doors.cli.generate import _prompt_of, gather
 
     lines = [" ", {"prompt": "ab"}, {"input_ids": [0, 4, 5]}, {"prompt_token_ids": [0, 4, 5]}, {"messages": CHAT}]
     file = tmp_path / "prompts.jsonl"
@@ -605,10 +605,10 @@ def test_a_file_of_the_command_line_holds_texts_ids_and_chats(talking, tmp_path)
 def asked(talking):
     """What the server makes of a body: the token ids of each prompt, or the refusal."""
     pytest.importorskip("pydantic")
-    from specbeam.serve.config import ServerConfig
-    from specbeam.serve.mapping import Served, order_of
-    from specbeam.serve.protocol import ChatBody, CompletionBody, parse_body
-    from specbeam.serve.refusals import Refusal
+    from specbeam.apps.serve.config import ServerConfig
+    from specbeam.apps.serve.mapping import Served, order_of
+    from specbeam.apps.serve.protocol import ChatBody, CompletionBody, parse_body
+    from specbeam.apps.serve.refusals import Refusal
 
     served = Served(talking, "tiny", sb.sampling(), ServerConfig())
 

@@ -8,9 +8,9 @@ import torch
 from scipy import stats
 
 import specbeam as sb
-from specbeam.decode import decode
-from specbeam.options.settings import Settings
-from specbeam.request import Request
+from specbeam.core.decode import decode
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request
 from tests.oracles.laws import warpers_of
 from tests.support.tiny_models import tiny
 

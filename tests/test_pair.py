@@ -7,7 +7,7 @@ import pytest
 
 import specbeam as sb
 from specbeam.errors import MissingFile, MissingPackage
-from specbeam.pair import BUNDLED
+from specbeam.models.pair import BUNDLED
 from tests.support.checking import refused
 from tests.support.tiny_sources import tiny_reader
 
@@ -57,14 +57,14 @@ def pieces(tmp_path_factory):
 
 
 def test_a_tokenizer_of_sentencepiece_says_what_to_install(pieces, monkeypatch):
-    monkeypatch.setattr("specbeam.loading.tokenizers.find_spec", lambda module: None)
+    monkeypatch.setattr("specbeam.models.loading.tokenizers.find_spec", lambda module: None)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", _fail)
     with pytest.raises(MissingPackage, match=r"source\.spm.*pip install sentencepiece protobuf"):
         sb.load(pieces)
 
 
 def test_a_tokenizer_that_fails_with_sentencepiece_there_says_why(pieces, monkeypatch):
-    monkeypatch.setattr("specbeam.loading.tokenizers.find_spec", lambda module: object())
+    monkeypatch.setattr("specbeam.models.loading.tokenizers.find_spec", lambda module: object())
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", _fail)
     with pytest.raises(MissingFile, match="Unrecognized configuration class"):
         sb.load(pieces)
@@ -74,7 +74,7 @@ def test_a_broken_tokenizer_is_not_blamed_on_sentencepiece(pieces, monkeypatch, 
     for file in pieces.iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "tokenizer.json").write_text("{")
-    monkeypatch.setattr("specbeam.loading.tokenizers.find_spec", lambda module: None)
+    monkeypatch.setattr("specbeam.models.loading.tokenizers.find_spec", lambda module: None)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", _fail)
     with pytest.raises(MissingFile, match="Unrecognized configuration class"):
         sb.load(tmp_path)

@@ -8,9 +8,9 @@ import torch
 
 import specbeam as sb
 from specbeam.errors import BadSetting, NotSupported
-from specbeam.lm import quantised
-from specbeam.lm.quantised import rounding_of
-from specbeam.loading.language_models import language_model
+from specbeam.models import quantised
+from specbeam.models.loading.language_models import language_model
+from specbeam.models.quantised import rounding_of
 from tests.support import words
 from tests.support.checking import refused
 from tests.support.steps import needs_numba

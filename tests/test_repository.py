@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import specbeam
-from specbeam.lazy import homes_in
+from specbeam.core.lazy import homes_in
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -10,10 +10,10 @@ from transformers import AutoConfig, AutoModelForSpeechSeq2Seq, WhisperFeatureEx
 
 import specbeam as sb
 from specbeam import errors
-from specbeam.speech.audio import RATE, read_audio, resampled
-from specbeam.speech.formats import formatted
-from specbeam.speech.records import Segment, Transcript
-from specbeam.speech.windows import Slice, slices_of
+from specbeam.apps.speech.audio import RATE, read_audio, resampled
+from specbeam.apps.speech.formats import formatted
+from specbeam.apps.speech.records import Segment, Transcript
+from specbeam.apps.speech.windows import Slice, slices_of
 from tests.support import media, words
 
 WORDS = len(words.tokenizer())
@@ -269,7 +269,7 @@ def save_ears(ears, folder):
 
 def transcribed(monkeypatch, *arguments, last=False):
     """Run `specbeam transcribe` on these, before or after the usual options; return its exit code."""
-    from specbeam.cli.main import main
+    from specbeam.doors.cli.main import main
 
     options = [
         "--method", "greedy", "--language", "en", "--max-new-tokens", "8", "--temperature", "0", "--format", "verbose_json",

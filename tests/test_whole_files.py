@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from specbeam import whole_files
-from specbeam.whole_files import delete_leftovers, whole, whole_files_in, write_whole
+from specbeam.core import whole_files
+from specbeam.core.whole_files import delete_leftovers, whole, whole_files_in, write_whole
 
 
 def test_several_writers_of_one_file_each_write_a_whole_one(tmp_path):

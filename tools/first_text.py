@@ -17,8 +17,8 @@ from typing import Any
 from numba.core.dispatcher import Dispatcher
 
 import specbeam as sb
-from specbeam.kernels.code_cache import CodeCache
-from specbeam.kernels.form_list import PLACE, StepForm, text_of
+from specbeam.core.compiling.code_cache import CodeCache
+from specbeam.core.compiling.form_list import PLACE, StepForm, text_of
 
 
 class Recorder:

@@ -33,7 +33,7 @@ REFERENCE: dict[str, tuple[str, str, list[str], tuple[str, ...] | None]] = {
         "Texts",
         "Load models, decode, and read what comes back.",
         ["__init__.pyi"],
-        ("specbeam.pair", "specbeam.generation", "specbeam.records", "specbeam.session"),
+        ("specbeam.models.pair", "specbeam.generation", "specbeam.core.records", "specbeam.core.session"),
     ),
     "api/methods.md": (
         "Methods",
@@ -51,7 +51,7 @@ REFERENCE: dict[str, tuple[str, str, list[str], tuple[str, ...] | None]] = {
 HAND_MADE = {
     "api/hf.md": (
         "Inside transformers",
-        "::: specbeam.hf\n    options: {show_root_heading: false, show_root_toc_entry: false, heading_level: 2}\n",
+        "::: specbeam.doors.hf\n    options: {show_root_heading: false, show_root_toc_entry: false, heading_level: 2}\n",
     ),
     "api/records.md": (
         "Records and sessions",
@@ -59,20 +59,20 @@ HAND_MADE = {
         + "\n".join(
             f"::: {name}\n"
             for name in (
-                "specbeam.session.Session",
-                "specbeam.session.Drafter",
-                "specbeam.session.Rule",
-                "specbeam.session.Controller",
+                "specbeam.core.session.Session",
+                "specbeam.core.session.Drafter",
+                "specbeam.core.session.Rule",
+                "specbeam.core.session.Controller",
                 "specbeam.core.forest.Forest",
-                "specbeam.records.Shape",
-                "specbeam.records.Scored",
-                "specbeam.records.Ranked",
-                "specbeam.records.Verdict",
-                "specbeam.records.Turn",
-                "specbeam.records.RowCounts",
-                "specbeam.records.ExtraInputs",
-                "specbeam.decoder.Decoder",
-                "specbeam.request.Request",
+                "specbeam.core.records.Shape",
+                "specbeam.core.records.Scored",
+                "specbeam.core.records.Ranked",
+                "specbeam.core.records.Verdict",
+                "specbeam.core.records.Turn",
+                "specbeam.core.records.RowCounts",
+                "specbeam.core.records.ExtraInputs",
+                "specbeam.core.decoder.Decoder",
+                "specbeam.doors.request.Request",
             )
         ),
     ),
@@ -144,7 +144,7 @@ def command_line_page() -> str:
     """Return a page with the arguments and options of each command."""
     import typer.main
 
-    from specbeam.cli.main import app
+    from specbeam.doors.cli.main import app
 
     root = typer.main.get_command(app)
     lines = ["# The command line", "", "`specbeam COMMAND --help` prints the same.", ""]

@@ -11,8 +11,8 @@ import numpy as np
 
 import specbeam as sb
 from specbeam.generation import turns_of
-from specbeam.memory.plan import MemoryPlan, segment_of_window
-from specbeam.memory.recall import new_recall
+from specbeam.models.memory.plan import MemoryPlan, segment_of_window
+from specbeam.models.memory.recall import new_recall
 
 SENSORY, WINDOW, NEW = 16, 128, 64
 LENGTHS = (1_000, 4_000, 16_000)

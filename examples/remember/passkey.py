@@ -21,11 +21,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import specbeam as sb
-from specbeam.memory.files import read_memory
-from specbeam.memory.plan import MemoryPlan
-from specbeam.memory.reading import SegmentReader
-from specbeam.train.hmt import train_hmt
-from specbeam.train.remembering import MemoryDocument, MemorySchedule, padded
+from specbeam.lab.train.hmt import train_hmt
+from specbeam.lab.train.remembering import MemoryDocument, MemorySchedule, padded
+from specbeam.models.memory.files import read_memory
+from specbeam.models.memory.plan import MemoryPlan
+from specbeam.models.memory.reading import SegmentReader
 
 VALUES, FILLERS = 16, 12
 KEY, QUERY, ANSWER = range(VALUES + FILLERS, VALUES + FILLERS + 3)

@@ -19,8 +19,8 @@ import typer
 from countdown import is_solved, play, value
 
 import specbeam as sb
-from specbeam.evaluate.intervals import ratio_interval
-from specbeam.search.baselines import best_of, step_beams
+from specbeam.apps.search.baselines import best_of, step_beams
+from specbeam.lab.evaluate.intervals import ratio_interval
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 48, "temperature": 1.0}
 Search = Callable[..., list[sb.SearchResult]]

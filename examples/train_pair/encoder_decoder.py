@@ -20,11 +20,11 @@ from batches import SourceBatch, SourceRows
 from corpus import Example, sounds, translations
 from torch import Tensor
 from torch.nn import functional
+from train import DEVICE, Data, Recipe, fit, training_texts
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 import specbeam as sb
-from specbeam.evaluate.intervals import share_interval
-from train import DEVICE, Data, Recipe, fit, training_texts
+from specbeam.lab.evaluate.intervals import share_interval
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 Out = Annotated[Path, typer.Option(help="folder of the pair: tokenizer/ is in it, target/ and draft/ are made in it")]

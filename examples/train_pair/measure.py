@@ -15,11 +15,11 @@ import typer
 from corpus import sounds, translations
 
 import specbeam as sb
+from specbeam.core.decode import decode
 from specbeam.core.forest import Forest
-from specbeam.decode import decode
+from specbeam.doors.options.settings import Settings
 from specbeam.generation import Request
-from specbeam.options.settings import Settings
-from specbeam.pair import BUNDLED
+from specbeam.models.pair import BUNDLED
 
 SEARCH = {"temperature": 0.0}
 

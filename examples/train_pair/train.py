@@ -27,7 +27,7 @@ from torch.nn import functional
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from vocabulary import train_tokenizer
 
-from specbeam.train.fitting import multiplies_bfloat16
+from specbeam.lab.train.fitting import multiplies_bfloat16
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 Data = Annotated[Path, typer.Option(help="folder that holds tatoeba_deu_eng/ and cmudict/")]

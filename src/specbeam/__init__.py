@@ -8,7 +8,7 @@
 
 import os
 
-from specbeam.lazy import attached
+from specbeam.core.lazy import attached
 
 __version__ = "0.1.0"
 

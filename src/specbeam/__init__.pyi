@@ -1,17 +1,28 @@
-"""The public names, each once: `specbeam.lazy` reads this list when the package runs."""
+"""The public names, each once: `specbeam.core.lazy` reads this list when the package runs."""
 
-from specbeam import control as control
-from specbeam import draft as draft
-from specbeam import hf as hf
-from specbeam import verify as verify
-from specbeam.errors import SpecbeamError as SpecbeamError
+from specbeam.apps.search.lite import lite_search as lite_search
+from specbeam.apps.search.tree import SearchResult as SearchResult
+from specbeam.apps.speech.records import Segment as Segment
+from specbeam.apps.speech.records import Transcript as Transcript
+from specbeam.apps.speech.transcribe import transcribe as transcribe
+from specbeam.core import control as control
+from specbeam.core import draft as draft
+from specbeam.core import verify as verify
+from specbeam.core.errors import SpecbeamError as SpecbeamError
+from specbeam.core.records import Beam as Beam
+from specbeam.core.records import Generation as Generation
+from specbeam.core.records import Needs as Needs
+from specbeam.core.records import Report as Report
+from specbeam.core.session import Parts as Parts
+from specbeam.doors import hf as hf
+from specbeam.doors.with_memory import hmt as hmt
 from specbeam.generation import generate as generate
 from specbeam.generation import stream as stream
 from specbeam.generation import turns_of as turns_of
-from specbeam.lm.skip_search import SkipSearch as SkipSearch
-from specbeam.lm.skipping import Skipping as Skipping
-from specbeam.pair import Pair as Pair
-from specbeam.pair import load as load
+from specbeam.models.pair import Pair as Pair
+from specbeam.models.pair import load as load
+from specbeam.models.skip_search import SkipSearch as SkipSearch
+from specbeam.models.skipping import Skipping as Skipping
 from specbeam.recipes.auto import auto as auto
 from specbeam.recipes.beams import beam_sampling as beam_sampling
 from specbeam.recipes.beams import dsbd as dsbd
@@ -51,16 +62,5 @@ from specbeam.recipes.sequence import specinfer as specinfer
 from specbeam.recipes.sequence import speculative_sampling as speculative_sampling
 from specbeam.recipes.sequence import traversal as traversal
 from specbeam.recipes.skipping import swift as swift
-from specbeam.records import Beam as Beam
-from specbeam.records import Generation as Generation
-from specbeam.records import Needs as Needs
-from specbeam.records import Report as Report
-from specbeam.search.lite import lite_search as lite_search
-from specbeam.search.tree import SearchResult as SearchResult
-from specbeam.session import Parts as Parts
-from specbeam.speech.records import Segment as Segment
-from specbeam.speech.records import Transcript as Transcript
-from specbeam.speech.transcribe import transcribe as transcribe
-from specbeam.with_memory import hmt as hmt
 
 __version__: str

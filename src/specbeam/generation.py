@@ -7,24 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbeam.audit import Audit
-from specbeam.decode import decode, decode_live
+from specbeam.core.audit import Audit
+from specbeam.core.decode import decode, decode_live
+from specbeam.core.measure.energy import EnergyMeter
+from specbeam.core.records import Generation, Report, Turn
+from specbeam.core.runs import TURNS
+from specbeam.core.session import Session
+from specbeam.doors.fastest import FastestMethod, fastest, tokens_per_second
+from specbeam.doors.growing_text import unsent
+from specbeam.doors.options.checks import is_integer, require
+from specbeam.doors.options.generation_config import contradiction
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request
+from specbeam.doors.sources import as_prompts, source_length, sources_in
 from specbeam.engines.source import line_up, part
 from specbeam.errors import AuditWarning, BadSetting, NotSupported, SomeFailed, SpecbeamError, TooFewAnswers
-from specbeam.fastest import FastestMethod, fastest, tokens_per_second
-from specbeam.growing_text import unsent
-from specbeam.measure.energy import EnergyMeter
-from specbeam.options.checks import is_integer, require
-from specbeam.options.generation_config import contradiction
-from specbeam.options.settings import Settings
-from specbeam.pair import Pair, load
+from specbeam.models.pair import Pair, load
 from specbeam.recipes.catalogue import resolve
 from specbeam.recipes.method import Method
-from specbeam.records import Generation, Report, Turn
-from specbeam.request import Request
-from specbeam.runs import TURNS
-from specbeam.session import Session
-from specbeam.sources import as_prompts, source_length, sources_in
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig

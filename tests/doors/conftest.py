@@ -2,14 +2,14 @@
 
 import pytest
 
-from specbeam import kernels
-from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.core import compiling
+from specbeam.models.huggingface import HuggingFaceLM
 
 
 @pytest.fixture(autouse=True, scope="package")
 def compiled_engine_or_skip():
     """Skip what needs the compiled engine where numba is missing."""
-    if kernels.AVAILABLE:
+    if compiling.AVAILABLE:
         yield
         return
     init = HuggingFaceLM.__init__

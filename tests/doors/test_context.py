@@ -5,14 +5,14 @@ import pytest
 import torch
 
 import specbeam as sb
+from specbeam.core.decode import Decoder, decode
 from specbeam.core.forest import Forest
-from specbeam.decode import Decoder, decode
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request
 from specbeam.errors import BadPrompt, NotSupported
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.table import TableLM
-from specbeam.options.settings import Settings
-from specbeam.pair import Pair
-from specbeam.request import Request
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.pair import Pair
+from specbeam.models.table import TableLM
 from tests.support.seats import moved, random_forest, random_turn, seat
 from tests.support.tiny_models import tiny
 

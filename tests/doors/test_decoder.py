@@ -3,13 +3,13 @@
 import pytest
 
 import specbeam as sb
+from specbeam.core.decode import Decoder, decode
 from specbeam.core.forest import Forest
-from specbeam.decode import Decoder, decode
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request
 from specbeam.errors import Cancelled
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.options.settings import Settings
-from specbeam.pair import Pair
-from specbeam.request import Request
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.pair import Pair
 from tests.support.seats import seat
 from tests.support.tiny_models import tiny
 

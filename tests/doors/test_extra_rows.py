@@ -8,17 +8,17 @@ import pytest
 import torch
 
 import specbeam as sb
-from specbeam.control.fixed import FixedShape
+from specbeam.core.control.fixed import FixedShape
+from specbeam.core.decode import decode
+from specbeam.core.draft.lookup import RETRIEVED, retrieved_chains
 from specbeam.core.forest import Forest
-from specbeam.decode import decode
-from specbeam.draft.lookup import RETRIEVED, retrieved_chains
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.options.settings import Settings
-from specbeam.pair import Pair
-from specbeam.records import ExtraRows, Needs
-from specbeam.request import Request
-from specbeam.session import Parts
-from specbeam.verify.walk import MatchRule
+from specbeam.core.records import ExtraRows, Needs
+from specbeam.core.session import Parts
+from specbeam.core.verify.walk import MatchRule
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.pair import Pair
 from tests.support.tiny_models import tiny
 
 MASK = 2

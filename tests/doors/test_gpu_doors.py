@@ -7,9 +7,9 @@ import torch
 pytest.importorskip("triton")
 
 from specbeam.core.forest import Forest
+from specbeam.core.records import Needs
 from specbeam.errors import NotSupported
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.records import Needs
+from specbeam.models.huggingface import HuggingFaceLM
 from tests.support.seats import check_rows_and_settle, seat
 from tests.support.tiny_models import tiny
 

@@ -9,18 +9,18 @@ import pytest
 import torch
 
 import specbeam as sb
+from specbeam.core.decode import Decoder
 from specbeam.core.forest import Forest
-from specbeam.decode import Decoder
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request
 from specbeam.engines.gpu.passes import GpuPasses
 from specbeam.engines.kv.trie import KVTrie
 from specbeam.errors import BadSetting, NotSupported
-from specbeam.heads.extra_rows_lm import ExtraLM
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.table import TableLM
-from specbeam.options.settings import Settings
-from specbeam.pair import Pair
+from specbeam.models.heads.extra_rows_lm import ExtraLM
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.pair import Pair
+from specbeam.models.table import TableLM
 from specbeam.recipes.sequence import multi_draft
-from specbeam.request import Request
 from tests.support.extra_rows import DEPTH, KINDS, extra_head, slow_rows, with_extra_rows
 from tests.support.seats import moved, random_forest, random_turn, seat
 from tests.support.tiny_models import FAMILIES, MIXTURES, tiny

@@ -5,19 +5,19 @@ import pytest
 import torch
 
 import specbeam as sb
-from specbeam.control.fixed import FixedShape
+from specbeam.core.control.fixed import FixedShape
+from specbeam.core.decode import Decoder, decode
+from specbeam.core.draft.beams import BeamDrafter
 from specbeam.core.forest import Forest
-from specbeam.decode import Decoder, decode
-from specbeam.draft.beams import BeamDrafter
+from specbeam.core.records import Needs
+from specbeam.core.session import Parts
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request
 from specbeam.errors import BadForest, BadSetting, NotSupported
-from specbeam.lm.early_layers import early_layers
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.live_layers import LiveLayers
-from specbeam.options.settings import Settings
-from specbeam.pair import Pair
-from specbeam.records import Needs
-from specbeam.request import Request
-from specbeam.session import Parts
+from specbeam.models.early_layers import early_layers
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.live_layers import LiveLayers
+from specbeam.models.pair import Pair
 from tests.support.seats import moved, node_paths, plain_logits, random_forest, random_turn, seat
 from tests.support.tiny_models import tiny
 

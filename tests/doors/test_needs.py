@@ -8,20 +8,20 @@ import pytest
 import torch
 
 import specbeam as sb
-from specbeam.control.fixed import FixedShape
+from specbeam.core.answers import LOGITS, ranked_rows
+from specbeam.core.control.fixed import FixedShape
+from specbeam.core.decode import decode
+from specbeam.core.draft.lookup import RETRIEVED, PromptLookup, retrieved_chains
 from specbeam.core.forest import Forest
-from specbeam.decode import decode
-from specbeam.draft.lookup import RETRIEVED, PromptLookup, retrieved_chains
-from specbeam.engines.answers import LOGITS, ranked_rows
+from specbeam.core.records import Needs, Scored
+from specbeam.core.session import Parts
+from specbeam.core.verify.walk import MatchRule
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request
 from specbeam.engines.eligibility import layers_of
 from specbeam.errors import BadSetting, NotSupported
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.table import TableLM
-from specbeam.options.settings import Settings
-from specbeam.records import Needs, Scored
-from specbeam.request import Request
-from specbeam.session import Parts
-from specbeam.verify.walk import MatchRule
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.table import TableLM
 from tests.support.seats import moved, random_forest, random_turn, seat
 from tests.support.tiny_models import FAMILIES, tiny
 

@@ -11,12 +11,12 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from specbeam import places, plain, render
-from specbeam.cli.common import print_json, say
-from specbeam.cli.screen import Screen
+from specbeam.doors import places, plain, render
+from specbeam.doors.cli.common import print_json, say
+from specbeam.doors.cli.screen import Screen
+from specbeam.doors.prompts import read
 from specbeam.errors import BadPrompt, CannotWrite, MissingFile
-from specbeam.evaluate.lines import lines_of
-from specbeam.prompts import read
+from specbeam.lab.evaluate.lines import lines_of
 
 ODD = [
     "\ud800",
@@ -99,9 +99,9 @@ def test_json_is_what_any_reader_takes(value, read):
 
 def test_no_command_prints_json_by_itself():
     """Or NaN would be in it, which is no JSON."""
-    import specbeam.cli
+    import specbeam.doors.cli
 
-    for path in Path(specbeam.cli.__file__).parent.rglob("*.py"):
+    for path in Path(specbeam.doors.cli.__file__).parent.rglob("*.py"):
         assert "json.dumps" not in path.read_text(), path
         assert "json_format.dumps" not in path.read_text(), path
         assert path.name in ("screen.py", "compiling.py") or " Console(" not in path.read_text(), path

@@ -5,13 +5,13 @@ import pytest
 import torch
 
 import specbeam as sb
+from specbeam.core.decode import Decoder, decode
 from specbeam.core.forest import Forest
-from specbeam.decode import Decoder, decode
-from specbeam.lm.huggingface import MOST_TOGETHER, HuggingFaceLM
-from specbeam.options.settings import Settings
-from specbeam.pair import Pair
-from specbeam.records import Needs
-from specbeam.request import Request
+from specbeam.core.records import Needs
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request
+from specbeam.models.huggingface import MOST_TOGETHER, HuggingFaceLM
+from specbeam.models.pair import Pair
 from tests.support.checking import refused
 from tests.support.seats import check_rows_and_settle, plain_logits, seat
 from tests.support.tiny_models import tiny

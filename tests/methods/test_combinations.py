@@ -6,26 +6,26 @@ import numpy as np
 import pytest
 
 import specbeam as sb
-from specbeam.control.confidence import SureDraft
-from specbeam.control.fixed import FixedShape
-from specbeam.control.size import SizeByLatency
-from specbeam.control.thompson import Thompson
-from specbeam.control.width import FixedWidth
-from specbeam.control.worth import DepthByCost
-from specbeam.draft.children import Distinct
-from specbeam.draft.lookup import PromptLookup
-from specbeam.draft.merged import Graph, ManyDrafters, Pruned
-from specbeam.draft.recycle import Successors, TokenRecycling
-from specbeam.draft.tree import Branching, TreeDrafter
+from specbeam.core.control.confidence import SureDraft
+from specbeam.core.control.fixed import FixedShape
+from specbeam.core.control.size import SizeByLatency
+from specbeam.core.control.thompson import Thompson
+from specbeam.core.control.width import FixedWidth
+from specbeam.core.control.worth import DepthByCost
+from specbeam.core.draft.children import Distinct
+from specbeam.core.draft.lookup import PromptLookup
+from specbeam.core.draft.merged import Graph, ManyDrafters, Pruned
+from specbeam.core.draft.recycle import Successors, TokenRecycling
+from specbeam.core.draft.tree import Branching, TreeDrafter
+from specbeam.core.laws.warp import Warp
+from specbeam.core.session import Parts
+from specbeam.core.verify.beams import BeamRule
+from specbeam.core.verify.search import SearchRule
+from specbeam.core.verify.traversal import TraversalRule
+from specbeam.core.verify.walk import MatchRule, PathRule
 from specbeam.errors import BadSetting, LostLaw
-from specbeam.laws.warp import Warp
-from specbeam.lm.table import TableLM
+from specbeam.models.table import TableLM
 from specbeam.recipes.catalogue import RECIPES
-from specbeam.session import Parts
-from specbeam.verify.beams import BeamRule
-from specbeam.verify.search import SearchRule
-from specbeam.verify.traversal import TraversalRule
-from specbeam.verify.walk import MatchRule, PathRule
 from tests.support import words
 from tests.support.checking import refused
 from tests.support.exact import distance, exact_law

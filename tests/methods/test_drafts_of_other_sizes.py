@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import specbeam as sb
-from specbeam.decode import decode
+from specbeam.core.decode import decode
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request
 from specbeam.engines.source import Source
-from specbeam.loading import vocabularies
-from specbeam.memory.plan import MemoryPlan
-from specbeam.options.settings import Settings
+from specbeam.models.loading import vocabularies
+from specbeam.models.memory.plan import MemoryPlan
 from specbeam.recipes.catalogue import RECIPES
-from specbeam.request import Request
 from tests.support import words
 from tests.support.remembered import tiny_memory
 from tests.support.tiny_models import tiny

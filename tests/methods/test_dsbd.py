@@ -9,17 +9,17 @@ import pytest
 from scipy import stats
 
 import specbeam as sb
-from specbeam.control.cost import CostCurve
-from specbeam.control.fixed import FixedShape
-from specbeam.control.needs import NodesByNeed
-from specbeam.control.width import FixedWidth, NucleusWidth, SureWidth
-from specbeam.decode import turns
-from specbeam.draft.beams import BeamDrafter
-from specbeam.laws.ranking import Truncation
-from specbeam.laws.warp import Warp
-from specbeam.lm.table import TableLM
-from specbeam.session import Parts
-from specbeam.verify.beams import BeamRule
+from specbeam.core.control.cost import CostCurve
+from specbeam.core.control.fixed import FixedShape
+from specbeam.core.control.needs import NodesByNeed
+from specbeam.core.control.width import FixedWidth, NucleusWidth, SureWidth
+from specbeam.core.decode import turns
+from specbeam.core.draft.beams import BeamDrafter
+from specbeam.core.laws.ranking import Truncation
+from specbeam.core.laws.warp import Warp
+from specbeam.core.session import Parts
+from specbeam.core.verify.beams import BeamRule
+from specbeam.models.table import TableLM
 from tests.support.exact import beam_sampling_law, distance, exact_law
 from tests.support.programs import outcome_of, random_table, run, session_of, texts
 from tests.support.steps import source_of_steps
@@ -112,7 +112,7 @@ def first_layer(target, width, replacement):
 
 @pytest.mark.parametrize("replacement", [False])
 def test_given_its_width_a_dynamic_layer_has_the_law_of_that_width(replacement):
-    from specbeam.control.width import SureWidth
+    from specbeam.core.control.width import SureWidth
 
     widths = set()
     for seed in range(8, 24, 2):

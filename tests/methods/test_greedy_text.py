@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import specbeam as sb
-from specbeam.pair import BUNDLED
+from specbeam.models.pair import BUNDLED
 from specbeam.recipes.catalogue import RECIPES
 
 pytestmark = pytest.mark.skipif(not (BUNDLED / "target").is_dir(), reason="the bundled pair is not in this checkout")

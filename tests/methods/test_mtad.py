@@ -7,24 +7,24 @@ import pytest
 import torch
 
 import specbeam as sb
-from specbeam.control.confidence import SureDraft
-from specbeam.control.fixed import FixedShape
-from specbeam.decode import decode
-from specbeam.draft.children import Distinct, Independent
-from specbeam.draft.joint_beams import JointBeams
-from specbeam.draft.tree import Branching, FixedTree, StochasticBeam, TreeDrafter
+from specbeam.core.control.confidence import SureDraft
+from specbeam.core.control.fixed import FixedShape
+from specbeam.core.decode import decode
+from specbeam.core.draft.children import Distinct, Independent
+from specbeam.core.draft.joint_beams import JointBeams
+from specbeam.core.draft.tree import Branching, FixedTree, StochasticBeam, TreeDrafter
+from specbeam.core.laws.warp import Warp
+from specbeam.core.records import Scored
+from specbeam.core.session import Parts
+from specbeam.core.verify.joint_beams import JointRule
+from specbeam.doors.fastest import candidates
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request
 from specbeam.errors import BadSetting, SomeFailed
-from specbeam.evaluate.perplexity import log_likelihoods
-from specbeam.fastest import candidates
 from specbeam.generation import turns_of
-from specbeam.laws.warp import Warp
-from specbeam.lm.table import TableLM
-from specbeam.options.settings import Settings
-from specbeam.pair import BUNDLED
-from specbeam.records import Scored
-from specbeam.request import Request
-from specbeam.session import Parts
-from specbeam.verify.joint_beams import JointRule
+from specbeam.lab.evaluate.perplexity import log_likelihoods
+from specbeam.models.pair import BUNDLED
+from specbeam.models.table import TableLM
 from tests.support import words
 from tests.support.checking import refused
 from tests.support.exact import exact_law

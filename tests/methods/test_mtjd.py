@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import specbeam as sb
+from specbeam.core.laws.ranking import Truncation
+from specbeam.core.laws.warp import Warp
 from specbeam.errors import BadSetting, DeadEnd, NotSupported
-from specbeam.laws.ranking import Truncation
-from specbeam.laws.warp import Warp
 from tests.support import words
 from tests.support.checking import refused
 from tests.support.exact import distance, exact_law

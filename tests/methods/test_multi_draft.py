@@ -8,9 +8,9 @@ import torch
 
 import specbeam as sb
 from specbeam import errors
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.table import TableLM
-from specbeam.memory.plan import MemoryPlan
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.memory.plan import MemoryPlan
+from specbeam.models.table import TableLM
 from tests.support import words
 from tests.support.remembered import tiny_memory
 from tests.support.tiny_models import tiny

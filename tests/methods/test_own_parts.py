@@ -6,12 +6,12 @@ import pytest
 
 import specbeam as sb
 from specbeam.core.forest import Forest
+from specbeam.core.laws.named import EXACT, UNKNOWN
+from specbeam.core.records import Shape
+from specbeam.core.verify.walk import MatchRule, PathRule
 from specbeam.errors import LostLaw
-from specbeam.laws.named import EXACT, UNKNOWN
-from specbeam.lm.table import TableLM
+from specbeam.models.table import TableLM
 from specbeam.recipes.catalogue import RECIPES
-from specbeam.records import Shape
-from specbeam.verify.walk import MatchRule, PathRule
 from tests.support.checking import refused
 from tests.support.tiny_models import tiny
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 import specbeam as sb
-from specbeam.draft.lookup import GramIndex, SuffixAutomaton
-from specbeam.draft.recycle import Successors, template
-from specbeam.draft.tree import Complete
-from specbeam.laws.warp import Warp
-from specbeam.lm.table import TableLM
-from specbeam.records import Shape
-from specbeam.verify.walk import MatchRule
+from specbeam.core.draft.lookup import GramIndex, SuffixAutomaton
+from specbeam.core.draft.recycle import Successors, template
+from specbeam.core.draft.tree import Complete
+from specbeam.core.laws.warp import Warp
+from specbeam.core.records import Shape
+from specbeam.core.verify.walk import MatchRule
+from specbeam.models.table import TableLM
 from tests.support.checking import refused
 from tests.support.exact import distance
 from tests.support.examples import PAIRS, completed, law_and_mean, one_turn
@@ -204,9 +204,9 @@ def test_recycling_learns_saves_and_loads(tmp_path):
 
 def test_gsd_on_its_worked_example():
     """Two candidates, two layers: four drafted nodes instead of six, two merge edges, eight nodes unrolled, three deep."""
-    from specbeam.draft.merged import Graph
-    from specbeam.draft.tree import GrowingTree
-    from specbeam.laws.rows import RowLaw
+    from specbeam.core.draft.merged import Graph
+    from specbeam.core.draft.tree import GrowingTree
+    from specbeam.core.laws.rows import RowLaw
 
     every = np.zeros(0, dtype=np.int64)
     draft = PAIRS["EX3M"][1]
@@ -228,8 +228,8 @@ def test_gsd_on_its_worked_example():
 @pytest.mark.parametrize(("context", "drafted", "unrolled"), [(0, 6, 24), (1, 9, 30), (-1, 14, 14)])
 def test_gsd_three_layers_deep(context, drafted, unrolled):
     """The more must agree before two runs are one, the more is drafted."""
-    from specbeam.draft.merged import Graph
-    from specbeam.draft.tree import TreeDrafter
+    from specbeam.core.draft.merged import Graph
+    from specbeam.core.draft.tree import TreeDrafter
 
     draft = PAIRS["EX3M"][1]
     session, sizes = session_of(sb.sampling(), None, steps=20), []

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import specbeam as sb
+from specbeam.core.draft.tree import StochasticBeam, TreeDrafter, perturbed
 from specbeam.core.forest import Forest, joined
-from specbeam.draft.tree import StochasticBeam, TreeDrafter, perturbed
-from specbeam.lm.table import TableLM
-from specbeam.records import Shape
+from specbeam.core.records import Shape
+from specbeam.models.table import TableLM
 from tests.support.exact import exact_law
 from tests.support.examples import PAIRS, completed
 from tests.support.programs import random_table, session_of

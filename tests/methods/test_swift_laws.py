@@ -7,20 +7,20 @@ import pytest
 import torch
 
 import specbeam as sb
-from specbeam.control.confidence import SureDraft
+from specbeam.core.control.confidence import SureDraft
+from specbeam.core.decode import decode
+from specbeam.core.draft.caterpillar import OF_BEST, Caterpillar
+from specbeam.core.draft.tree import TreeDrafter
 from specbeam.core.forest import Forest
+from specbeam.core.laws.warp import Warp
 from specbeam.core.limits import Limits
-from specbeam.decode import decode
-from specbeam.draft.caterpillar import OF_BEST, Caterpillar
-from specbeam.draft.tree import TreeDrafter
-from specbeam.laws.warp import Warp
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.skipping import skipping_model
-from specbeam.lm.table import TableLM
-from specbeam.records import Scored
-from specbeam.session import Parts, Session
-from specbeam.verify.traversal import TraversalRule
-from specbeam.verify.walk import MatchRule, PathRule
+from specbeam.core.records import Scored
+from specbeam.core.session import Parts, Session
+from specbeam.core.verify.traversal import TraversalRule
+from specbeam.core.verify.walk import MatchRule, PathRule
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.skipping import skipping_model
+from specbeam.models.table import TableLM
 from tests.support.exact import distance, exact_law
 from tests.support.examples import PAIRS, completed
 from tests.support.programs import random_table, run, texts

@@ -5,12 +5,12 @@ import time
 import numpy as np
 import pytest
 
-from specbeam import kernels
+from specbeam.core import compiling
 from specbeam.engines.cpu import attention, shares, team
 from specbeam.engines.cpu.attention import attend
 from specbeam.engines.cpu.sums import WIDTH
 
-if not kernels.AVAILABLE:
+if not compiling.AVAILABLE:
     pytest.skip("needs numba", allow_module_level=True)
 
 SIZE = 20  # of a head: no multiple of a panel's width

@@ -5,27 +5,27 @@ import pytest
 import torch
 
 import specbeam as sb
-from specbeam import kernels
+from specbeam.core import compiling
 from specbeam.engines.cpu import audio_encoder, tiles
 from specbeam.engines.cpu import encoder as compiled
 from specbeam.engines.cpu.audio_encoder import AudioEncoder
 from specbeam.engines.source import Source
 from specbeam.errors import UnsupportedModel
-from specbeam.lm.encoder_decoder import EncoderDecoderLM
-from specbeam.lm.quantised import rounding_of
-from tests.lm.test_compiled_encoder import CLOSE, on_the_grid, spreads_off, without
-from tests.lm.test_families import mistaken, other_family
-from tests.lm.test_source_families import model_of
+from specbeam.models.encoder_decoder import EncoderDecoderLM
+from specbeam.models.quantised import rounding_of
+from tests.models.test_compiled_encoder import CLOSE, on_the_grid, spreads_off, without
+from tests.models.test_families import mistaken, other_family
+from tests.models.test_source_families import model_of
 from tests.support.tiny_sources import MELS
 
-if not kernels.AVAILABLE:
+if not compiling.AVAILABLE:
     pytest.skip("needs numba", allow_module_level=True)
 
+from specbeam.core.compiling.compiler import compiled as by_numba
 from specbeam.engines.cpu import shares, team, window_attention
 from specbeam.engines.cpu.odds import write_odds
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.cpu.window_attention import attend_within
-from specbeam.kernels.compiling import compiled as by_numba
 
 ROWS = 150  # of a window: several blocks of queries, and no multiple of the steps of a product
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import specbeam as sb
-from specbeam import kernels
+from specbeam.core import compiling
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request
 from specbeam.engines.cpu import encoder as compiled
 from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.encoder import CompiledEncoder
@@ -17,15 +19,13 @@ from specbeam.engines.cpu.rounding import rounded
 from specbeam.engines.source import Source, in_line, line_up, part
 from specbeam.errors import UnsupportedModel
 from specbeam.generation import run
-from specbeam.lm.encoder_decoder import EncoderDecoderLM
-from specbeam.options.settings import Settings
-from specbeam.request import Request
-from tests.lm.test_families import mistaken, other_family, other_numbers
-from tests.lm.test_lean import in_steps
-from tests.lm.test_source_families import MODELS, VARIANTS, model_of
+from specbeam.models.encoder_decoder import EncoderDecoderLM
+from tests.models.test_families import mistaken, other_family, other_numbers
+from tests.models.test_lean import in_steps
+from tests.models.test_source_families import MODELS, VARIANTS, model_of
 from tests.support.tiny_sources import PAD
 
-if not kernels.AVAILABLE:
+if not compiling.AVAILABLE:
     pytest.skip("needs numba", allow_module_level=True)
 
 READERS = [name for name in [*MODELS, *VARIANTS] if name != "whisper"]  # which hears

@@ -2,7 +2,7 @@
 
 import torch
 
-from specbeam.tuning.stored_prompt import StoredPrompt
+from specbeam.recipes.tuning.stored_prompt import StoredPrompt
 from tests.support import words
 
 

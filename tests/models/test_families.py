@@ -10,7 +10,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 import specbeam as sb
-from specbeam import kernels
+from specbeam.core import compiling
 from specbeam.core.forest import Forest
 from specbeam.engines.cpu import decoder as compiled
 from specbeam.engines.cpu.curves import tanh
@@ -18,17 +18,17 @@ from specbeam.engines.cpu.layers import activate
 from specbeam.engines.cpu.rounding import rounded
 from specbeam.engines.families import ACTIVATIONS, FAMILIES, family_of, known_families
 from specbeam.errors import BadPrompt, NotSupported
-from specbeam.lm.engines import ENGINES
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.loading.checks import check_scores_forests
-from specbeam.loading.language_models import language_model
-from specbeam.pair import Pair
-from tests.lm.test_huggingface import check_random_turns
-from tests.lm.test_lean import in_steps, scored
+from specbeam.models.engines import ENGINES
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.loading.checks import check_scores_forests
+from specbeam.models.loading.language_models import language_model
+from specbeam.models.pair import Pair
+from tests.models.test_huggingface import check_random_turns
+from tests.models.test_lean import in_steps, scored
 from tests.support.seats import plain_logits, seat
 from tests.support.tiny_models import MIXTURES, tiny
 
-if not kernels.AVAILABLE:
+if not compiling.AVAILABLE:
     pytest.skip("needs numba", allow_module_level=True)
 
 SHORT, LONG = [1.0, 1.5, 1.2, 2.0], [4.0, 3.0, 2.0, 8.0]

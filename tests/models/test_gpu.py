@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 import specbeam as sb
-from specbeam import kernels
+from specbeam.core import compiling
 from specbeam.core.forest import Forest
 from specbeam.engines.gpu import passes
 from specbeam.engines.gpu.decoder import GpuDecoder, PassShape
@@ -24,15 +24,15 @@ from specbeam.engines.gpu.staging import Inputs, Staging
 from specbeam.engines.torch.captured import MOST_GRAPHS
 from specbeam.engines.torch.sizes import rounded_up
 from specbeam.errors import NotSupported
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.quantised import rounding_of
-from specbeam.loading.checks import check_scores_forests
-from specbeam.loading.language_models import language_model
-from specbeam.pair import Pair
-from tests.lm.test_families import MODELS as FAMILY_MODELS
-from tests.lm.test_families import model_of
-from tests.lm.test_huggingface import check_random_turns
-from tests.lm.test_lean import MODELS, scored
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.loading.checks import check_scores_forests
+from specbeam.models.loading.language_models import language_model
+from specbeam.models.pair import Pair
+from specbeam.models.quantised import rounding_of
+from tests.models.test_families import MODELS as FAMILY_MODELS
+from tests.models.test_families import model_of
+from tests.models.test_huggingface import check_random_turns
+from tests.models.test_lean import MODELS, scored
 from tests.support import words
 from tests.support.seats import plain_logits, seat
 from tests.support.tiny_models import FAMILIES, MIXTURES, NO_SDPA, tiny
@@ -379,7 +379,7 @@ class StepByStep:
 
 
 @pytest.mark.skipif(
-    not kernels.AVAILABLE or DEVICE == "cuda", reason="loops are compiled; on a GPU they meet the driver"
+    not compiling.AVAILABLE or DEVICE == "cuda", reason="loops are compiled; on a GPU they meet the driver"
 )
 @pytest.mark.parametrize("name", ["dsbd", pytest.param("speculative_sampling", marks=pytest.mark.slow)])
 def test_loops_run_passes(name, monkeypatch):

@@ -10,8 +10,9 @@ from transformers import WhisperForCausalLM
 pytest.importorskip("triton")
 
 import specbeam as sb
-from specbeam import kernels
+from specbeam.core import compiling
 from specbeam.core.forest import Forest
+from specbeam.core.records import Needs
 from specbeam.engines.gpu import decoder as gpu
 from specbeam.engines.gpu.kernels import attended, norm_sum
 from specbeam.engines.gpu.source_kernels import looked_at_sources
@@ -19,12 +20,11 @@ from specbeam.engines.gpu.staging import Inputs
 from specbeam.engines.kv.cross_pool import CrossPool
 from specbeam.engines.source import Source
 from specbeam.errors import NotSupported
-from specbeam.lm.encoder_decoder import EncoderDecoderLM
-from specbeam.loading.checks import check_scores_forests
-from specbeam.pair import Pair
-from specbeam.records import Needs
-from tests.lm.test_families import CLOSE, spreads_off
-from tests.lm.test_gpu import (
+from specbeam.models.encoder_decoder import EncoderDecoderLM
+from specbeam.models.loading.checks import check_scores_forests
+from specbeam.models.pair import Pair
+from tests.models.test_families import CLOSE, spreads_off
+from tests.models.test_gpu import (
     DEVICE,
     KINDS,
     ON_GPU,
@@ -36,7 +36,7 @@ from tests.lm.test_gpu import (
     store_of,
     whole,
 )
-from tests.lm.test_source_families import (
+from tests.models.test_source_families import (
     MISTAKES,
     MODELS,
     VARIANTS,
@@ -263,7 +263,7 @@ def test_graphs_stay_until_the_buffers_of_sources_move(monkeypatch):
 
 
 @pytest.mark.skipif(
-    not kernels.AVAILABLE or DEVICE == "cuda", reason="loops are compiled; on a GPU they meet the driver"
+    not compiling.AVAILABLE or DEVICE == "cuda", reason="loops are compiled; on a GPU they meet the driver"
 )
 @pytest.mark.parametrize("name", [pytest.param("marian", marks=pytest.mark.slow), "t5"])
 def test_loops_run_passes_and_searches_find_the_tokens_of_the_plain_engine(name, monkeypatch):

@@ -5,13 +5,13 @@ import threading
 import pytest
 
 import specbeam as sb
-from specbeam.decoder import Decoder
+from specbeam.core.decoder import Decoder
+from specbeam.core.guard import ThreadGuard
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request
 from specbeam.errors import NotSupported
-from specbeam.lm.guard import ThreadGuard
-from specbeam.memory.lm import MemoryLM
-from specbeam.memory.plan import MemoryPlan
-from specbeam.options.settings import Settings
-from specbeam.request import Request
+from specbeam.models.memory.lm import MemoryLM
+from specbeam.models.memory.plan import MemoryPlan
 from tests.support.tiny_models import tiny
 
 
@@ -96,7 +96,7 @@ def test_a_session_that_is_refused_leaves_no_model_held(pair, monkeypatch):
     def fail(*given):
         raise RuntimeError("a part is broken")
 
-    monkeypatch.setattr("specbeam.decoder.keeps_nodes", fail)
+    monkeypatch.setattr("specbeam.core.decoder.keeps_nodes", fail)
     with pytest.raises(RuntimeError):
         decoder.add(session_of(pair))
     for model in (pair.target, pair.draft):

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from specbeam import kernels
+from specbeam.core import compiling
 from specbeam.core.forest import Forest
 from specbeam.errors import UnsupportedModel
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.loading.checks import check_scores_forests
-from specbeam.loading.language_models import language_model
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.loading.checks import check_scores_forests
+from specbeam.models.loading.language_models import language_model
 from tests.support.seats import check_rows_and_settle, moved, node_paths, plain_logits, random_forest, random_turn, seat
 from tests.support.tiny_models import FAMILIES, NO_SDPA, tiny
 
@@ -50,7 +50,7 @@ def check_random_turns(lm, model, off=2e-4, turns=6):
             seats.append(seat(rng.integers(0, lm.vocab, 7).tolist(), keeps=True))
 
 
-@pytest.mark.parametrize("engine", ["plain", *(["compiled"] if kernels.AVAILABLE else [])])
+@pytest.mark.parametrize("engine", ["plain", *(["compiled"] if compiling.AVAILABLE else [])])
 @pytest.mark.parametrize("length", range(1, 14))
 def test_turns_that_did_not_ask_leave_more_to_catch_up_with(engine, length):
     """As of a draft model that starts late: its first chunks end before the roots, whose logits are asked for."""
@@ -200,7 +200,7 @@ def pages_in_memory(buffer):
     return kept & 1 == 1
 
 
-@pytest.mark.skipif(not kernels.AVAILABLE, reason="needs numba")
+@pytest.mark.skipif(not compiling.AVAILABLE, reason="needs numba")
 @pytest.mark.skipif(sys.platform != "linux", reason="the system does not tell which pages are in memory")
 def test_room_that_is_reserved_is_taken_at_once_and_keeps_what_is_stored():
     """A server's memory then shows when it starts; otherwise the system gives pages when they are first written."""
@@ -228,7 +228,7 @@ def test_room_that_is_reserved_is_taken_at_once_and_keeps_what_is_stored():
     assert share_in_memory() == 1
 
 
-@pytest.mark.skipif(not kernels.AVAILABLE, reason="needs numba")
+@pytest.mark.skipif(not compiling.AVAILABLE, reason="needs numba")
 @pytest.mark.parametrize("engine", ["auto", "int8", "int4"])
 @pytest.mark.parametrize("off_by", [0.06, 1.0])
 def test_the_check_bears_what_rounding_does_to_a_tree_and_no_more(engine, off_by, monkeypatch):

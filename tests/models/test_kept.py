@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import specbeam as sb
-from specbeam import kernels
+from specbeam.core import compiling
 
-if not kernels.AVAILABLE:
+if not compiling.AVAILABLE:
     pytest.skip("needs numba", allow_module_level=True)
 
 from safetensors.torch import load_file, save_file
@@ -17,10 +17,10 @@ from specbeam.engines.cpu.embedding import embedded_rows, table_of
 from specbeam.engines.mapped import is_kept, mapped_files
 from specbeam.engines.torch.in_float32 import InFloat32
 from specbeam.errors import UnsupportedModel
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.loading.checks import check_scores_forests
-from specbeam.loading.language_models import language_model
-from tests.lm.test_lean import scored
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.loading.checks import check_scores_forests
+from specbeam.models.loading.language_models import language_model
+from tests.models.test_lean import scored
 from tests.support.tiny_models import tiny
 from tests.support.tiny_sources import sources, tiny_reader
 
@@ -72,7 +72,7 @@ def test_weights_stay_in_the_words_of_their_files_and_arithmetic_is_float32(fold
 
 @pytest.mark.parametrize("family", ["bart", "m2m_100", "t5"])
 def test_decoders_that_read_sources_stay_in_files_of_float32_alone(family, tmp_path, monkeypatch):
-    monkeypatch.setattr("specbeam.lm.engines.LARGEST", 0)
+    monkeypatch.setattr("specbeam.models.engines.LARGEST", 0)
     tiny_reader(family).save_pretrained(tmp_path / "wide")
     tiny_reader(family).bfloat16().save_pretrained(tmp_path / "words")
     given = sources(family, 2)
@@ -173,7 +173,7 @@ def test_a_model_of_two_bytes_can_be_called_in_float32(folder_of, words):
 
 
 def test_the_likelihood_of_a_text_is_computed_in_float32(folder_of):
-    from specbeam.evaluate.perplexity import perplexity
+    from specbeam.lab.evaluate.perplexity import perplexity
 
     folder = folder_of(torch.bfloat16)
     texts = [[5, 6, 7, 8], [9, 10, 11]], [[3, 4], [7, 7, 5]]

@@ -6,8 +6,8 @@ import pytest
 from specbeam.core.forest import Forest
 from specbeam.engines.kv.prefix import Beginning, KnownPrompts
 from specbeam.engines.kv.store import PanelStore
-from specbeam.heads.exit import ExitHead
-from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.models.heads.exit import ExitHead
+from specbeam.models.huggingface import HuggingFaceLM
 from tests.support.seats import seat
 from tests.support.tiny_models import tiny
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import specbeam as sb
-from specbeam import kernels
+from specbeam.core import compiling
 from specbeam.core.forest import Forest
 from specbeam.engines.cpu.rounding import GROUP, rounded, rounded_groups
 from specbeam.errors import NotSupported
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.loading.language_models import language_model
-from tests.lm.test_huggingface import check_random_turns
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.loading.language_models import language_model
+from tests.models.test_huggingface import check_random_turns
 from tests.support import words
 from tests.support.checking import refused
 from tests.support.steps import needs_numba
@@ -38,7 +38,7 @@ MODELS = {
 }  # fmt: skip
 
 
-ENGINES = ["lean", "compiled"] if kernels.AVAILABLE else ["lean"]
+ENGINES = ["lean", "compiled"] if compiling.AVAILABLE else ["lean"]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -74,7 +74,7 @@ def test_models_that_they_do_not_fit_are_called_as_they_are_and_it_is_said_why(f
     assert lm.engine_note.startswith(
         f"transformers' own forward runs this {type(model).__name__}, and not the compiled"
     )
-    assert reason in lm.engine_note or not kernels.AVAILABLE
+    assert reason in lm.engine_note or not compiling.AVAILABLE
     for engine in ("lean", "compiled"):
         with pytest.raises(NotSupported, match=f"the {engine} forward"):
             HuggingFaceLM(model, engine=engine)
@@ -191,7 +191,7 @@ def test_int8_is_refused_where_it_cannot_be(monkeypatch):
         sb.load(tiny("llama"), quantize="int3")
     with pytest.raises(NotSupported, match=r"32, 48, 32 deep.*multiples of 32"):
         sb.load(tiny("llama"), quantize="int4")
-    monkeypatch.setattr(kernels, "AVAILABLE", False)
+    monkeypatch.setattr(compiling, "AVAILABLE", False)
     with pytest.raises(NotSupported, match=r"numba is older than 0.63, or switched off"):
         language_model(tiny("llama"), quantize="int8")
 

@@ -5,19 +5,19 @@ import pytest
 import torch
 
 import specbeam as sb
-from specbeam import kernels
+from specbeam.core import compiling
 
-if not kernels.AVAILABLE:
+if not compiling.AVAILABLE:
     pytest.skip("needs numba", allow_module_level=True)
 
 from dataclasses import replace
 
 from specbeam.engines.cpu import decoder as compiled
 from specbeam.errors import NotSupported
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.loading.checks import check_scores_forests
-from tests.lm.test_families import CLOSE, check_bits_in_company, last_row, spreads_off
-from tests.lm.test_huggingface import check_random_turns
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.loading.checks import check_scores_forests
+from tests.models.test_families import CLOSE, check_bits_in_company, last_row, spreads_off
+from tests.models.test_huggingface import check_random_turns
 from tests.support.seats import plain_logits
 from tests.support.tiny_models import MIXTURES, tiny
 

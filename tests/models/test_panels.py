@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from specbeam import kernels
+from specbeam.core import compiling
 
-if not kernels.AVAILABLE:
+if not compiling.AVAILABLE:
     pytest.skip("needs numba", allow_module_level=True)
 
 import numba
@@ -24,8 +24,8 @@ from specbeam.engines.cpu import panels as panels_module
 from specbeam.engines.cpu.panels import fits_bfloat16, in_panels, multiply
 from specbeam.engines.cpu.rounding import GROUP, in_bfloat16, rounded, rounded_groups
 from specbeam.engines.cpu.sums import WIDTH
-from specbeam.lm.huggingface import HuggingFaceLM
-from tests.lm.test_lean import scored
+from specbeam.models.huggingface import HuggingFaceLM
+from tests.models.test_lean import scored
 from tests.support.tiny_models import tiny
 
 KINDS = ["float32", "bfloat16", "float16", "int8", "int4", "nibbles"] + ["tiles", "int8 tiles"] * tiles.available()

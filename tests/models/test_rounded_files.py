@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import specbeam as sb
-from specbeam import kernels
+from specbeam.core import compiling
 
-if not kernels.AVAILABLE:
+if not compiling.AVAILABLE:
     pytest.skip("needs numba", allow_module_level=True)
 
 from safetensors.torch import load_file, save_file
@@ -16,11 +16,11 @@ from specbeam.core.forest import Forest
 from specbeam.engines import packed
 from specbeam.engines.mapped import is_kept
 from specbeam.engines.packed import Grouped, PackedLinear, packed_in_words, weights_in
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.quantised import rounding_of
-from specbeam.loading.checks import check_scores_forests
-from tests.lm.test_huggingface import check_random_turns
-from tests.lm.test_lean import scored
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.loading.checks import check_scores_forests
+from specbeam.models.quantised import rounding_of
+from tests.models.test_huggingface import check_random_turns
+from tests.models.test_lean import scored
 from tests.support import words
 from tests.support.rounded_folders import write_rounded
 from tests.support.seats import plain_logits

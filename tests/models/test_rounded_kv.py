@@ -6,16 +6,16 @@ import torch
 from transformers import DynamicCache
 
 import specbeam as sb
-from specbeam import kernels
+from specbeam.core import compiling
 
-if not kernels.AVAILABLE:
+if not compiling.AVAILABLE:
     pytest.skip("needs numba", allow_module_level=True)
 
 from specbeam.core.forest import Forest
 from specbeam.errors import NotSupported
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.loading.checks import check_scores_forests
-from tests.lm.test_lean import scored
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.loading.checks import check_scores_forests
+from tests.models.test_lean import scored
 from tests.support import words
 from tests.support.checking import refused
 from tests.support.seats import plain_logits, seat

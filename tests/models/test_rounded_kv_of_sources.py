@@ -7,17 +7,17 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 import specbeam as sb
-from specbeam import kernels
+from specbeam.core import compiling
 from specbeam.core.forest import Forest
 from specbeam.errors import NotSupported
-from specbeam.lm.encoder_decoder import EncoderDecoderLM
-from specbeam.loading.checks import check_scores_forests
-from tests.lm.test_rounded_kv import RoundedCache
-from tests.lm.test_source_families import model_of, state_sources
+from specbeam.models.encoder_decoder import EncoderDecoderLM
+from specbeam.models.loading.checks import check_scores_forests
+from tests.models.test_rounded_kv import RoundedCache
+from tests.models.test_source_families import model_of, state_sources
 from tests.support.seats import seat
 from tests.support.tiny_sources import VOCAB, tiny_reader
 
-if not kernels.AVAILABLE:
+if not compiling.AVAILABLE:
     pytest.skip("needs numba", allow_module_level=True)
 
 NAMES = ["marian", "t5", "whisper"]

@@ -8,9 +8,9 @@ import torch
 
 from specbeam.core.forest import Forest
 from specbeam.engines.shared_tokens import SharedTokens
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.loading.checks import check_scores_forests
-from specbeam.loading.language_models import language_model
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.loading.checks import check_scores_forests
+from specbeam.models.loading.language_models import language_model
 from tests.support.tiny_models import NO_SDPA, tiny
 
 OWN = 61

@@ -9,28 +9,28 @@ import pytest
 import torch
 
 import specbeam as sb
-from specbeam import runs
-from specbeam.bench.sublayers import best_sublayers
-from specbeam.cli import tune
-from specbeam.cli.common import method_from
-from specbeam.control.cost import CostCurve
+from specbeam.core import runs
+from specbeam.core.control.cost import CostCurve
+from specbeam.core.decode import decode
 from specbeam.core.forest import next_start, rows_of_nodes, turn_rows
+from specbeam.core.laws.reduce import SOUND
+from specbeam.core.laws.warp import Warp
 from specbeam.core.limits import Limits
-from specbeam.decode import decode
+from specbeam.core.session import Session
+from specbeam.doors.cli import tune
+from specbeam.doors.cli.common import method_from
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.errors import BadSetting, NotSupported
-from specbeam.laws.reduce import SOUND
-from specbeam.laws.warp import Warp
-from specbeam.lm.clasp import dispensable_layers
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.skip_search import Found, SkipMemory, SkipSearch, expected, suggested
-from specbeam.lm.skipping import Skipping, SkippingLM, skipping_model
-from specbeam.lm.sublayers import Sublayers, alternate, choices_of, chosen, count_of
-from specbeam.options.settings import Settings
-from specbeam.pair import Pair
-from specbeam.request import Request
-from specbeam.session import Session
-from specbeam.tuning.costs import curve_of
+from specbeam.lab.bench.sublayers import best_sublayers
+from specbeam.models.clasp import dispensable_layers
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.pair import Pair
+from specbeam.models.skip_search import Found, SkipMemory, SkipSearch, expected, suggested
+from specbeam.models.skipping import Skipping, SkippingLM, skipping_model
+from specbeam.models.sublayers import Sublayers, alternate, choices_of, chosen, count_of
+from specbeam.recipes.tuning.costs import curve_of
 from tests.support.checking import refused
 from tests.support.loops import known
 from tests.support.seats import keeping, moved, node_paths, plain_logits, random_forest, random_turn, seat
@@ -279,7 +279,7 @@ def test_whole_turns_run_ahead_and_give_the_texts_of_turns_one_by_one(name, opti
     found = []
     for ahead in (True, False):
         if not ahead:
-            monkeypatch.setattr("specbeam.decoder.run_ahead", lambda target, session, most_turns: False)
+            monkeypatch.setattr("specbeam.core.decoder.run_ahead", lambda target, session, most_turns: False)
         for each in (draft, *lm.skipping.values()):
             each.passes = 0
             each.rows = 0

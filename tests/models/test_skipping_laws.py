@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 import specbeam as sb
-from specbeam.lm.skipping import Skipping, skipping_model
-from specbeam.lm.sublayers import Sublayers
+from specbeam.models.skipping import Skipping, skipping_model
+from specbeam.models.sublayers import Sublayers
 from tests.support.tiny_models import tiny
 from tests.test_laws_on_models import END, check_each, softened
 

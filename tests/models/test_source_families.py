@@ -10,7 +10,7 @@ from transformers import WhisperForCausalLM
 from transformers.modeling_outputs import BaseModelOutput
 
 import specbeam as sb
-from specbeam import kernels
+from specbeam.core import compiling
 from specbeam.core.forest import Forest
 from specbeam.engines.cpu import decoder as compiled
 from specbeam.engines.cpu.rounding import rounded
@@ -19,17 +19,17 @@ from specbeam.engines.families import FAMILIES, family_of
 from specbeam.engines.kv.cross import CrossPanels
 from specbeam.engines.source import Source
 from specbeam.errors import NotSupported
-from specbeam.lm.encoder_decoder import EncoderDecoderLM
-from specbeam.lm.live_layers import LiveLayers, first_layers
-from specbeam.lm.skipping import Skipping, SkippingLM
-from specbeam.loading.checks import check_scores_forests
-from specbeam.loading.language_models import language_model
-from tests.lm.test_families import CLOSE, mistaken, other_family, other_numbers, spreads_off
-from tests.lm.test_lean import in_steps
+from specbeam.models.encoder_decoder import EncoderDecoderLM
+from specbeam.models.live_layers import LiveLayers, first_layers
+from specbeam.models.loading.checks import check_scores_forests
+from specbeam.models.loading.language_models import language_model
+from specbeam.models.skipping import Skipping, SkippingLM
+from tests.models.test_families import CLOSE, mistaken, other_family, other_numbers, spreads_off
+from tests.models.test_lean import in_steps
 from tests.support.seats import check_rows_and_settle, plain_logits, seat
 from tests.support.tiny_sources import VOCAB, sources, tiny_reader
 
-if not kernels.AVAILABLE:
+if not compiling.AVAILABLE:
     pytest.skip("needs numba", allow_module_level=True)
 
 # A tiny model of each family, and of what its configurations may have besides.
@@ -336,7 +336,7 @@ def test_weights_in_int8_draft_for_their_own_model_and_change_no_text(name):
 
 @pytest.mark.parametrize("name", ["bart", "t5"])
 def test_compiled_runs_write_the_texts_of_single_turns(name, monkeypatch):
-    from specbeam.decode import Decoder
+    from specbeam.core.decode import Decoder
 
     pair = sb.load(
         model_of(name), model_of(name, **({"num_decoder_layers": 1} if name == "t5" else {"decoder_layers": 1}))

@@ -12,8 +12,8 @@ import pytest
 
 import specbeam as sb
 from specbeam.errors import BadSetting, MissingFile, MissingPackage, NotSupported
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.pair import Pair
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.pair import Pair
 from tests.support import words
 from tests.support.tiny_sources import tiny_reader
 
@@ -23,7 +23,7 @@ RUN = """
 import json, sys
 import specbeam as sb
 from specbeam.engines.torch import repeated
-from tests.lm.test_spread import PROMPTS, methods
+from tests.models.test_spread import PROMPTS, methods
 
 repeated.TIMEOUT_S = 8.0
 pair = sb.load(sys.argv[1], sys.argv[2], tensor_parallel=True)
@@ -146,7 +146,7 @@ def test_what_cannot_be_is_refused_before_weights_are_spread(tmp_path, monkeypat
     """Other ranks would wait for that of rank 0. Without torchrun, spreading weights is refused in words of its own."""
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(
-        "specbeam.loading.spread.find_spec", lambda name: True
+        "specbeam.models.loading.spread.find_spec", lambda name: True
     )  # nothing here gets as far as accelerate
     target, _ = words.saved(tmp_path)
     reader = tmp_path / "reader"

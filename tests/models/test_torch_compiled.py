@@ -8,8 +8,8 @@ import torch
 
 import specbeam as sb
 from specbeam.errors import BadSetting, NotSupported
-from specbeam.lm.huggingface import HuggingFaceLM
-from tests.lm.test_huggingface import check_random_turns
+from specbeam.models.huggingface import HuggingFaceLM
+from tests.models.test_huggingface import check_random_turns
 from tests.support.tiny_models import tiny
 
 

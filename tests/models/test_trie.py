@@ -4,7 +4,7 @@ import numpy as np
 
 from specbeam.core.forest import Forest
 from specbeam.engines.kv.trie import KVTrie
-from specbeam.tuning.stored_prompt import _turn
+from specbeam.recipes.tuning.stored_prompt import _turn
 
 
 def test_there_is_room_for_as_many_new_beams_as_come():

@@ -6,8 +6,8 @@ and e_i / q_i; draws are the first to arrive at the target, drafts the first at 
 
 import numpy as np
 
-from specbeam.control.races import ENTRANTS
-from specbeam.control.width import HEAD
+from specbeam.core.control.races import ENTRANTS
+from specbeam.core.control.width import HEAD
 from tests.oracles.laws import best
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from transformers import LogitsProcessorList
 
 from specbeam.core.constraint import Constrained
-from specbeam.laws.warp import Warp
+from specbeam.core.laws.warp import Warp
 
 
 @dataclass

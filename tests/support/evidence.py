@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from specbeam.audit import Audit
-from specbeam.laws.evidence import no_evidence, note_draw, note_trial, note_worth
+from specbeam.core.audit import Audit
+from specbeam.core.laws.evidence import no_evidence, note_draw, note_trial, note_worth
 
 
 def of_draw(logp, token):

@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from specbeam.lm.table import TableLM
+from specbeam.models.table import TableLM
 from tests.support.exact import exact_law
 from tests.support.programs import session_of
 

@@ -4,10 +4,10 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
+from specbeam.core.records import LEARNT
 from specbeam.engines.eligibility import layers_of
-from specbeam.heads.bita import Bita
-from specbeam.heads.hidden_transfer import HiddenTransfer
-from specbeam.records import LEARNT
+from specbeam.models.heads.bita import Bita
+from specbeam.models.heads.hidden_transfer import HiddenTransfer
 
 KINDS = ("bita", "hidden_transfer")
 DEPTH = 3

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from specbeam.laws.warp import on_host
+from specbeam.core.laws.warp import on_host
 
 NAMED = ("kinds", "parents", "parent_ends", "draw_ends", "rows", "tokens", "nodes", "law_ends")
 

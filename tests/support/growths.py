@@ -1,7 +1,7 @@
 """Growths of trees by which compiled steps are run against their source."""
 
-from specbeam.draft.children import Best, BestAndOne, Distinct, Independent
-from specbeam.draft.tree import Branching, FixedTree
+from specbeam.core.draft.children import Best, BestAndOne, Distinct, Independent
+from specbeam.core.draft.tree import Branching, FixedTree
 
 GROWTHS = {
     "chain": Branching((1,), Independent()),

@@ -4,14 +4,14 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from specbeam.heads.block import BlockHead, BlockShape
-from specbeam.heads.chimera import Chimera, ChimeraShape
-from specbeam.heads.denoiser import Denoiser
-from specbeam.heads.layers import LayerSizes, Rotary, View, view_of
-from specbeam.heads.lm import TrunkLM
-from specbeam.heads.masked import MaskTrunk
-from specbeam.heads.trunk import PairTrunk, TrunkShape
-from specbeam.records import FINAL
+from specbeam.core.records import FINAL
+from specbeam.models.heads.block import BlockHead, BlockShape
+from specbeam.models.heads.chimera import Chimera, ChimeraShape
+from specbeam.models.heads.denoiser import Denoiser
+from specbeam.models.heads.layers import LayerSizes, Rotary, View, view_of
+from specbeam.models.heads.lm import TrunkLM
+from specbeam.models.heads.masked import MaskTrunk
+from specbeam.models.heads.trunk import PairTrunk, TrunkShape
 
 VOCAB = 64
 MOST = 150  # rows that are compared

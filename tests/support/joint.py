@@ -4,12 +4,12 @@ import math
 
 import numpy as np
 
+from specbeam.core.laws.warp import Warp
 from specbeam.core.limits import Limits
-from specbeam.laws.warp import Warp
-from specbeam.lm.table import TableLM
-from specbeam.records import Shape
-from specbeam.session import Session
-from specbeam.verify.joint_paths import Paths
+from specbeam.core.records import Shape
+from specbeam.core.session import Session
+from specbeam.core.verify.joint_paths import Paths
+from specbeam.models.table import TableLM
 from tests.support.examples import table
 
 

@@ -11,9 +11,11 @@ SOURCE = Path(specbeam.__file__).parent
 def write_kernels(folder: Path) -> Path:
     """Write the package to a folder, and return its own."""
     package = folder / "specbeam"
-    for room in ("kernels", "caches"):
-        shutil.copytree(SOURCE / room, package / room, ignore=shutil.ignore_patterns("__pycache__"))
-    for module in ("errors.py", "garbage.py", "whole_files.py"):
-        shutil.copy(SOURCE / module, package)
+    core = package / "core"
+    for folder_of_core in ("compiling", "caches"):
+        source = SOURCE / "core" / folder_of_core
+        shutil.copytree(source, core / folder_of_core, ignore=shutil.ignore_patterns("__pycache__"))
+    for module in ("__init__.py", "errors.py", "garbage.py", "whole_files.py"):
+        shutil.copy(SOURCE / "core" / module, core)
     (package / "__init__.py").touch()
     return package

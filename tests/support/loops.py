@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 import specbeam as sb
-from specbeam.draft.beams import BeamDrafter
-from specbeam.draft.tree import TreeDrafter
+from specbeam.core.draft.beams import BeamDrafter
+from specbeam.core.draft.tree import TreeDrafter
 from tests.support.steps import source_of_steps
 from tests.support.tiny_models import tiny
 

@@ -2,11 +2,11 @@
 
 import numpy as np
 
+from specbeam.core.decode import decode
+from specbeam.core.laws.warp import Warp
 from specbeam.core.limits import Limits
-from specbeam.decode import decode
-from specbeam.laws.warp import Warp
-from specbeam.lm.table import TableLM
-from specbeam.session import Session
+from specbeam.core.session import Session
+from specbeam.models.table import TableLM
 from tests.support.steps import source_of_steps
 
 

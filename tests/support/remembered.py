@@ -3,10 +3,10 @@
 import torch
 
 from specbeam.core.forest import unknown_nodes
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.memory.plan import MemoryPlan
-from specbeam.memory.recall import Recall, new_recall
-from specbeam.records import Scored
+from specbeam.core.records import Scored
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.memory.plan import MemoryPlan
+from specbeam.models.memory.recall import Recall, new_recall
 from tests.support.tiny_models import tiny
 
 

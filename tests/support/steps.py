@@ -11,7 +11,7 @@ from specbeam.core.steps import AVAILABLE
 if AVAILABLE:
     from numba.core.dispatcher import Dispatcher
 
-    from specbeam.kernels.linking import _FUNCTIONS
+    from specbeam.core.compiling.linking import _FUNCTIONS
 
 needs_numba = pytest.mark.skipif(not AVAILABLE, reason="needs numba")
 _INSIDE = [0]

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from specbeam.core.draft.tree import TreeDrafter
 from specbeam.core.forest import DISTINCT, joined, siblings
-from specbeam.draft.tree import TreeDrafter
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 from transformers.generation import GenerationMixin
 
-from specbeam.lm.table import TableLM
+from specbeam.models.table import TableLM
 
 VOCAB = 61
 PAD = 1

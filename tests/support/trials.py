@@ -4,9 +4,9 @@ from unittest.mock import patch
 
 import numpy as np
 
-from specbeam.laws.evidence import no_evidence
-from specbeam.verify import trials
-from specbeam.verify.trials import Drafts, take_draws
+from specbeam.core.laws.evidence import no_evidence
+from specbeam.core.verify import trials
+from specbeam.core.verify.trials import Drafts, take_draws
 from tests.oracles.draws import Taken
 from tests.support.steps import source_of_steps
 

@@ -1,1 +1,1 @@
-"""Records of arrays that every folder reads, and the steps that create and change them."""
+"""The core: records, chance, laws, and the loop: plan, draft, score, verify, settle. It imports nothing outside itself."""

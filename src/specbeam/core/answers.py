@@ -3,7 +3,7 @@
 import torch
 from jaxtyping import Float
 
-from specbeam.records import Needs, Ranked, Scored
+from specbeam.core.records import Needs, Ranked, Scored
 
 LOGITS = Needs(logits=True)  # the needs of a session whose parts name none
 _NONE = torch.zeros(0, 0)

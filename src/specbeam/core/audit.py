@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specbeam.laws.evidence import (
+from specbeam.core.laws.evidence import (
     ACCEPT_SURPRISE,
     ACCEPT_VARIANCE,
     BETS,

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int64
 
+from specbeam.core.compiling.copies import copy_numbers
 from specbeam.core.forest import Forest, part, start_of
 from specbeam.core.steps import Array, borrowed, step
-from specbeam.kernels.copies import copy_numbers
 
 FEW_ENDS = 16  # end tokens that are compared one by one, which is faster than a binary search
 BEST_LIVE_MAY_WIN, FIRST_ENOUGH, NEVER = range(3)  # early_stopping False, True and "never"

@@ -10,7 +10,7 @@ from jaxtyping import Int64
 from specbeam.core.steps import AVAILABLE, compiled_as
 
 if AVAILABLE:
-    from specbeam.kernels.compiling import call_c
+    from specbeam.core.compiling.compiler import call_c
 
 NUMBERS = 8  # that a callback takes: sizes, and addresses of arrays
 _SIGNATURE = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_int64] * NUMBERS)

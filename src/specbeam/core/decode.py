@@ -4,11 +4,11 @@ import time
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from specbeam.decoder import Decoder
-from specbeam.lm.base import LM
-from specbeam.runs import TURNS
-from specbeam.session import Session
-from specbeam.turn import Turns, turns
+from specbeam.core.decoder import Decoder
+from specbeam.core.lm import LM
+from specbeam.core.runs import TURNS
+from specbeam.core.session import Session
+from specbeam.core.turn import Turns, turns
 
 __all__ = ["Decoder", "Turns", "decode", "decode_live", "turns"]
 DELAY_S = 0.02  # seconds that a reader does not notice

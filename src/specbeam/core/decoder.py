@@ -10,18 +10,18 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from types import TracebackType
 
-from specbeam.draft.batch import close_drafters, fill_drafters, models_of
-from specbeam.draft.beams import NoDraft
-from specbeam.errors import Cancelled, NotSupported, SpecbeamError
-from specbeam.kernels.forms import forms_made
-from specbeam.kernels.interrupts import hold_interrupts
-from specbeam.kernels.threads import torch_on_one_thread
-from specbeam.lm.base import LM, check_gives, check_takes, fill_prompts
-from specbeam.lm.guard import ThreadGuard
-from specbeam.measure.profiler import span
-from specbeam.runs import PausedRun, run_ahead, run_side_by_side, run_together
-from specbeam.session import Session, keeps_nodes
-from specbeam.turn import Turns, turns
+from specbeam.core.compiling.forms import forms_made
+from specbeam.core.compiling.interrupts import hold_interrupts
+from specbeam.core.compiling.threads import torch_on_one_thread
+from specbeam.core.draft.batch import close_drafters, fill_drafters, models_of
+from specbeam.core.draft.beams import NoDraft
+from specbeam.core.errors import Cancelled, NotSupported, SpecbeamError
+from specbeam.core.guard import ThreadGuard
+from specbeam.core.lm import LM, check_gives, check_takes, fill_prompts
+from specbeam.core.measure.profiler import span
+from specbeam.core.runs import PausedRun, run_ahead, run_side_by_side, run_together
+from specbeam.core.session import Session, keeps_nodes
+from specbeam.core.turn import Turns, turns
 
 
 class Decoder:

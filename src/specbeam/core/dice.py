@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float64
 
+from specbeam.core.compiling.sums import picked as place_of
 from specbeam.core.steps import Array, borrowed, compiled_as
-from specbeam.kernels.sums import picked as place_of
 
 TAKEN_TOGETHER = 64  # least number of uniforms that are drawn from a stream at once
 SMALLEST = 2.0**-53  # in place of a uniform that is 0

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int64
 
+from specbeam.core.compiling.copies import copy_numbers, copy_rows
+from specbeam.core.errors import BadForest
 from specbeam.core.steps import Array, step
-from specbeam.errors import BadForest
-from specbeam.kernels.copies import copy_numbers, copy_rows
 
 INDEPENDENT, DISTINCT, CHOSEN, SHARED, LOST = range(5)  # kinds of siblings, see `Siblings`
 _HAVE_LAWS = (INDEPENDENT, DISTINCT, CHOSEN)

@@ -3,7 +3,7 @@
 import threading
 from weakref import WeakKeyDictionary
 
-from specbeam.errors import NotSupported
+from specbeam.core.errors import NotSupported
 
 
 class ThreadGuard:
@@ -55,5 +55,5 @@ class ThreadGuard:
                 raise NotSupported(
                     f"thread {thread.name!r} is decoding with this model, and thread {here.name!r} would, too: all texts of "
                     "a model share one cache. Load a pair per thread, give all prompts to one generate(), or let one "
-                    "specbeam.serve.engine.Engine decode for all threads"
+                    "specbeam.apps.serve.engine.Engine decode for all threads"
                 )

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from specbeam.garbage import rarely_collected
+from specbeam.core.garbage import rarely_collected
 
 
 def homes_in(stub: Path) -> dict[str, tuple[str, str]]:
@@ -39,7 +39,7 @@ def attached(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[]
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module, there = homes[name]
         with rarely_collected():
-            value = import_module(f"{package}.{there}") if module == package else getattr(import_module(module), there)
+            value = getattr(import_module(module), there, None) or import_module(f"{module}.{there}")
         setattr(sys.modules[package], name, value)
         return value
 

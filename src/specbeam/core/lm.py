@@ -7,11 +7,11 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 import numpy as np
 from jaxtyping import Int64
 
+from specbeam.core.answers import LOGITS
+from specbeam.core.errors import BadPrompt, NotSupported, VocabularyMismatch
 from specbeam.core.forest import Forest, unknown_nodes
-from specbeam.engines.answers import LOGITS
-from specbeam.errors import BadPrompt, NotSupported, VocabularyMismatch
-from specbeam.records import Needs, Scored, Turn
-from specbeam.session import Session
+from specbeam.core.records import Needs, Scored, Turn
+from specbeam.core.session import Session
 
 
 @runtime_checkable

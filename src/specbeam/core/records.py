@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int64
 
-from specbeam.audit import Audit
+from specbeam.core.audit import Audit
 from specbeam.core.beams import Beams, Layer, Layers, live_of, live_parents_of
+from specbeam.core.errors import BadSetting
 from specbeam.core.forest import Forest, unknown_nodes
-from specbeam.errors import BadSetting
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specbeam.audit import Audit
-from specbeam.control.needs import learn_odds
-from specbeam.control.planning import Plan, deepest_of, learn_passed, plan_depth
-from specbeam.control.stopping import learn_stop, stops_of
-from specbeam.control.stops import NEVER
-from specbeam.control.width import Widths, is_for_steps
+from specbeam.core.answers import LOGITS
+from specbeam.core.audit import Audit
 from specbeam.core.beams import (
     FROM_BEFORE,
     FROM_PASS,
@@ -42,8 +38,21 @@ from specbeam.core.beams import (
     settle_turn,
 )
 from specbeam.core.callbacks import Callback, array_at, call_back, integers_at
+from specbeam.core.compiling.copies import copy_numbers
+from specbeam.core.compiling.repeated import Repeated
+from specbeam.core.compiling.threads import allowed_threads, torch_on_one_thread
+from specbeam.core.control.needs import learn_odds
+from specbeam.core.control.planning import Plan, deepest_of, learn_passed, plan_depth
+from specbeam.core.control.stopping import learn_stop, stops_of
+from specbeam.core.control.stops import NEVER
+from specbeam.core.control.width import Widths, is_for_steps
 from specbeam.core.cycles import cycles
 from specbeam.core.dice import Uniforms
+from specbeam.core.draft.batch import models_of
+from specbeam.core.draft.beams import Cut, NoDraft, SearchedLayers, SharedLayers, cut, draft_layers, start_draft, uncut
+from specbeam.core.draft.stems import StemSpec
+from specbeam.core.draft.tree import TreeSpec, finish_growth, grow_tree, most_nodes, start_growth
+from specbeam.core.errors import BrokenProcessor
 from specbeam.core.forest import (
     MOST_KEPT,
     Forest,
@@ -62,35 +71,26 @@ from specbeam.core.forest import (
     turn_rows,
     unknown_nodes,
 )
+from specbeam.core.laws.edits import NO_EDITS, Edits, ban, edited_rows
+from specbeam.core.laws.evidence import Evidence, no_evidence
+from specbeam.core.laws.reduce import BROKEN, SOUND, log_probabilities
+from specbeam.core.laws.warp import Warp, check_rows, processed_rows
 from specbeam.core.limits import Limits
+from specbeam.core.lm import LM
+from specbeam.core.measure.profiler import apportion
+from specbeam.core.records import RowCounts
+from specbeam.core.session import Parts, Session, failing_together
 from specbeam.core.steps import Array, borrowed, compiled_as, step
-from specbeam.draft.batch import models_of
-from specbeam.draft.beams import Cut, NoDraft, SearchedLayers, SharedLayers, cut, draft_layers, start_draft, uncut
-from specbeam.draft.stems import StemSpec
-from specbeam.draft.tree import TreeSpec, finish_growth, grow_tree, most_nodes, start_growth
-from specbeam.engines.answers import LOGITS
+from specbeam.core.verify.beams import SearchSpec, judge
+from specbeam.core.verify.traversal import ClimbSpec, climb
+from specbeam.core.verify.walk import WalkSpec, walk_down
 from specbeam.engines.cpu.cache_steps import has_unfinished, keep_given, settle_cache
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.kv.steps import KNOWN, SIZE, STORED
 from specbeam.engines.pass_steps import SettledTurn, any_has_room, any_waits, rewind_any_cache, run_pass, settle_draft
-from specbeam.errors import BrokenProcessor
-from specbeam.heads.lm import HeadLM
-from specbeam.kernels.copies import copy_numbers
-from specbeam.kernels.repeated import Repeated
-from specbeam.kernels.threads import allowed_threads, torch_on_one_thread
-from specbeam.laws.edits import NO_EDITS, Edits, ban, edited_rows
-from specbeam.laws.evidence import Evidence, no_evidence
-from specbeam.laws.reduce import BROKEN, SOUND, log_probabilities
-from specbeam.laws.warp import Warp, check_rows, processed_rows
-from specbeam.lm.base import LM
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.skipping import SkippingLM
-from specbeam.measure.profiler import apportion
-from specbeam.records import RowCounts
-from specbeam.session import Parts, Session, failing_together
-from specbeam.verify.beams import SearchSpec, judge
-from specbeam.verify.traversal import ClimbSpec, climb
-from specbeam.verify.walk import WalkSpec, walk_down
+from specbeam.models.heads.lm import HeadLM
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.skipping import SkippingLM
 
 SPAN = 128  # most tokens of a run
 READ_IN_PYTHONS_TIME = 2_000_000  # weights that a processor reads and multiplies while Python goes to the next session

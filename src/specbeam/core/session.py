@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64
 
-from specbeam.audit import Audit
+from specbeam.core.audit import Audit
 from specbeam.core.beams import (
     FROM_BEFORE,
     FROM_PASS,
@@ -29,12 +29,12 @@ from specbeam.core.beams import (
     settle_turn,
 )
 from specbeam.core.dice import Dice
+from specbeam.core.errors import BadSetting, BrokenLaw, BrokenPart, LostLaw, SpecbeamError
 from specbeam.core.forest import NO_KNOWN_ROWS, Forest, Start, next_start, start_of_roots, turn_rows
+from specbeam.core.laws.named import UNKNOWN
+from specbeam.core.laws.warp import Warp, on_host
 from specbeam.core.limits import Ended, Limits
-from specbeam.errors import BadSetting, BrokenLaw, BrokenPart, LostLaw, SpecbeamError
-from specbeam.laws.named import UNKNOWN
-from specbeam.laws.warp import Warp, on_host
-from specbeam.records import Certificate, ExtraInputs, Needs, Report, RowCounts, Shape, Turn, Verdict
+from specbeam.core.records import Certificate, ExtraInputs, Needs, Report, RowCounts, Shape, Turn, Verdict
 
 
 @runtime_checkable

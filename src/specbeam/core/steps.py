@@ -5,11 +5,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any, cast
 
-from specbeam.kernels.compiling import AVAILABLE, BLOCK, Array, Compiled, borrowed, compiled
+from specbeam.core.compiling.compiler import AVAILABLE, BLOCK, Array, Compiled, borrowed, compiled
 
 if AVAILABLE:
-    from specbeam.kernels.compiling import chosen_for
-    from specbeam.kernels.linking import calling
+    from specbeam.core.compiling.compiler import chosen_for
+    from specbeam.core.compiling.linking import calling
 
 __all__ = ["AVAILABLE", "BLOCK", "Array", "borrowed", "compiled_as", "open_step", "step"]
 

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import torch
 
+from specbeam.core.answers import LOGITS
+from specbeam.core.draft.batch import drafted, with_extra_rows
 from specbeam.core.forest import Forest, kept_nodes
-from specbeam.draft.batch import drafted, with_extra_rows
-from specbeam.engines.answers import LOGITS
-from specbeam.lm.base import LM
-from specbeam.measure.profiler import span
-from specbeam.records import RowCounts, Scored, Shape, Turn, Verdict
-from specbeam.session import Session
+from specbeam.core.lm import LM
+from specbeam.core.measure.profiler import span
+from specbeam.core.records import RowCounts, Scored, Shape, Turn, Verdict
+from specbeam.core.session import Session
 
 Turns = list[tuple[Session, Turn]]
 

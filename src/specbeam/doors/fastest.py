@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from specbeam.heads.lm import HeadLM
-from specbeam.lm.base import LM
-from specbeam.lm.quantised import rounding_of
-from specbeam.lm.skipping import SkippingLM
-from specbeam.measure import kept_figures as measured
-from specbeam.measure.kept_figures import ChoiceField, Figures, NumberField, RecordFields
-from specbeam.memory.lm import MemoryLM
-from specbeam.options.generation_config import WARPERS
-from specbeam.options.settings import Settings
-from specbeam.pair import Pair
+from specbeam.core.lm import LM
+from specbeam.core.measure import kept_figures as measured
+from specbeam.core.measure.kept_figures import ChoiceField, Figures, NumberField, RecordFields
+from specbeam.doors.options.generation_config import WARPERS
+from specbeam.doors.options.settings import Settings
+from specbeam.models.heads.lm import HeadLM
+from specbeam.models.memory.lm import MemoryLM
+from specbeam.models.pair import Pair
+from specbeam.models.quantised import rounding_of
+from specbeam.models.skipping import SkippingLM
 from specbeam.recipes.beams import sampling
 from specbeam.recipes.lookup import prompt_lookup, token_recycling
 from specbeam.recipes.method import Method

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from types import BuiltinMethodType
 from typing import Any
 
+from specbeam.doors.grammar.spelling import UNKNOWN, special_tokens, text_of_tokens
 from specbeam.errors import BrokenPart
-from specbeam.grammar.spelling import UNKNOWN, special_tokens, text_of_tokens
 
 CONTEXT = 16  # tokens that are decoded again before new ones: the first token of a text may be decoded otherwise
 HALF_CHARACTER = 3  # replacement characters at most for the bytes of a character that is not complete

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Encoding
 
-from specbeam.chats import prompt_of_messages
+from specbeam.doors.chats import prompt_of_messages
 from specbeam.errors import BadPrompt
 
 TAKEN = "a text, a list of token ids, the messages of a chat, or what a tokenizer returns"

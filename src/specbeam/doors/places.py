@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from specbeam.core.whole_files import write_whole
 from specbeam.errors import BadPrompt, CannotWrite, MissingFile, SpecbeamError
-from specbeam.whole_files import write_whole
 
 OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 # What is raised for a packed file that is cut off, spoilt, or not packed at all.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specbeam.doors.places import DAMAGE, OPENERS, require_file
 from specbeam.errors import BadPrompt, MissingPackage
-from specbeam.places import DAMAGE, OPENERS, require_file
 
 # name of a data set -> (hub id, configuration, split)
 KNOWN = {

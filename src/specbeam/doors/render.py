@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specbeam.places import write_output
-from specbeam.plain import for_xml
-from specbeam.records import Turn
+from specbeam.core.records import Turn
+from specbeam.doors.places import write_output
+from specbeam.doors.plain import for_xml
 
 if TYPE_CHECKING:
     from rich.tree import Tree

@@ -9,30 +9,21 @@ import torch
 from jaxtyping import Bool
 
 from specbeam.core.constraint import Constraint
+from specbeam.core.draft.batch import models_of
+from specbeam.core.draft.beams import NoDraft
 from specbeam.core.limits import Ended
 from specbeam.core.noise import request_key
-from specbeam.draft.batch import models_of
-from specbeam.draft.beams import NoDraft
-from specbeam.engines.families import most_before_angles_change
-from specbeam.engines.source import Source
-from specbeam.errors import BadPrompt, BadSetting, NotSupported, SpecbeamError, TooFewAnswers
-from specbeam.grammar.compiled import compiled
-from specbeam.grammar.spelling import closing_tokens, text_of_tokens
-from specbeam.growing_text import GrowingText
-from specbeam.lm.encoder_decoder import EncoderDecoderLM
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.quantised import rounding_of
-from specbeam.memory.lm import MemoryLM
-from specbeam.options.checks import as_list, as_texts, is_integer, require
-from specbeam.options.generation_config import OF_ENCODER_DECODERS, WARPERS
-from specbeam.options.guidance import Guidance
-from specbeam.options.processors import biases_of
-from specbeam.options.settings import Settings
-from specbeam.pair import Pair
-from specbeam.recipes.method import Method, RequestInfo
-from specbeam.records import Beam, Generation
-from specbeam.session import Session
-from specbeam.sources import (
+from specbeam.core.records import Beam, Generation
+from specbeam.core.session import Session
+from specbeam.doors.grammar.compiled import compiled
+from specbeam.doors.grammar.spelling import closing_tokens, text_of_tokens
+from specbeam.doors.growing_text import GrowingText
+from specbeam.doors.options.checks import as_list, as_texts, is_integer, require
+from specbeam.doors.options.generation_config import OF_ENCODER_DECODERS, WARPERS
+from specbeam.doors.options.guidance import Guidance
+from specbeam.doors.options.processors import biases_of
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.sources import (
     as_prompts,
     check_decoder_prompt,
     copied_tokens,
@@ -41,6 +32,15 @@ from specbeam.sources import (
     source_of,
     token_ids,
 )
+from specbeam.engines.families import most_before_angles_change
+from specbeam.engines.source import Source
+from specbeam.errors import BadPrompt, BadSetting, NotSupported, SpecbeamError, TooFewAnswers
+from specbeam.models.encoder_decoder import EncoderDecoderLM
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.memory.lm import MemoryLM
+from specbeam.models.pair import Pair
+from specbeam.models.quantised import rounding_of
+from specbeam.recipes.method import Method, RequestInfo
 
 
 class Request:

@@ -5,16 +5,16 @@ from typing import Any
 
 import torch
 
+from specbeam.core.lm import LM
+from specbeam.core.session import Session
+from specbeam.doors.inputs import PromptReader, features_in, is_array, prompts_in
+from specbeam.doors.options.checks import as_list, is_integer
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.speech_tokens import speech_tokens
 from specbeam.engines.source import Source
 from specbeam.errors import BadPrompt, BadSetting, NoPrompts, NotSupported
-from specbeam.inputs import PromptReader, features_in, is_array, prompts_in
-from specbeam.lm.base import LM
-from specbeam.lm.encoder_decoder import EncoderDecoderLM
-from specbeam.options.checks import as_list, is_integer
-from specbeam.options.settings import Settings
-from specbeam.pair import Pair
-from specbeam.session import Session
-from specbeam.speech_tokens import speech_tokens
+from specbeam.models.encoder_decoder import EncoderDecoderLM
+from specbeam.models.pair import Pair
 
 
 def as_prompts(given: Any) -> list[Any]:

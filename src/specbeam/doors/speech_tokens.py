@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from specbeam.doors.options.checks import require
 from specbeam.errors import BadSetting, NotSupported
-from specbeam.options.checks import require
-from specbeam.pair import Pair
+from specbeam.models.pair import Pair
 
 
 @dataclass(frozen=True, eq=False)

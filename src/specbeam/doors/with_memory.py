@@ -4,16 +4,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specbeam.core.lm import LM
+from specbeam.doors.sources import require_prompts
 from specbeam.errors import BadSetting
-from specbeam.lm.base import LM
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.loading.models import load_model
-from specbeam.memory.files import backbone_of, holds_memory, read_memory, warn_of_other_model
-from specbeam.memory.lm import MemoryLM
-from specbeam.memory.plan import MemoryPlan, Query
-from specbeam.memory.recall import Recall
-from specbeam.pair import Pair, load
-from specbeam.sources import require_prompts
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.loading.models import load_model
+from specbeam.models.memory.files import backbone_of, holds_memory, read_memory, warn_of_other_model
+from specbeam.models.memory.lm import MemoryLM
+from specbeam.models.memory.plan import MemoryPlan, Query
+from specbeam.models.memory.recall import Recall
+from specbeam.models.pair import Pair, load
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

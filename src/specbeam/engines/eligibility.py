@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from specbeam.core.errors import NotSupported
 from specbeam.engines.families import misfit_of_family
-from specbeam.errors import NotSupported
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Float32, Int64
 
-from specbeam.errors import NotSupported
+from specbeam.core.errors import NotSupported
 
 InputName = Literal["input_ids", "input_features"]
 

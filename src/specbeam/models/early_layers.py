@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.engines.eligibility import layers_of
-from specbeam.errors import BadSetting, NotSupported
-from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.models.huggingface import HuggingFaceLM
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -7,8 +7,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from specbeam.core.answers import LOGITS
+from specbeam.core.errors import NotSupported
 from specbeam.core.forest import Forest
-from specbeam.engines.answers import LOGITS
+from specbeam.core.records import Needs, Scored
+from specbeam.core.session import CacheOwner
 from specbeam.engines.cpu.cache_words import WORDS, KeptAs
 from specbeam.engines.cpu.encoder import CompiledEncoder
 from specbeam.engines.cpu.source_passes import CompiledSourcePasses
@@ -16,11 +19,8 @@ from specbeam.engines.eligibility import has_own_encoder
 from specbeam.engines.shared_tokens import SharedTokens, readable
 from specbeam.engines.source import Source
 from specbeam.engines.torch.source_passes import SourcePasses, decoder_layers
-from specbeam.errors import NotSupported
-from specbeam.lm.engines import COMPILED
-from specbeam.lm.huggingface import CHUNK, HuggingFaceLM
-from specbeam.records import Needs, Scored
-from specbeam.session import CacheOwner
+from specbeam.models.engines import COMPILED
+from specbeam.models.huggingface import CHUNK, HuggingFaceLM
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

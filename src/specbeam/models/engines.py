@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from specbeam.caches.folders import lend_folder
+from specbeam.core.caches.folders import lend_folder
+from specbeam.core.errors import NotSupported
 from specbeam.engines.by_layer import layer_decoder
 from specbeam.engines.cpu.cache_words import KeptAs
 from specbeam.engines.cpu.decoder import CompiledDecoder, Rounding, misfit
@@ -22,7 +23,6 @@ from specbeam.engines.shared_tokens import SharedTokens
 from specbeam.engines.torch.lean import LARGEST, LeanDecoder
 from specbeam.engines.torch.passes import PaddedPasses
 from specbeam.engines.torch.source_passes import SourcePasses
-from specbeam.errors import NotSupported
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

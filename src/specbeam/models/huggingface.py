@@ -12,8 +12,14 @@ import numpy as np
 import torch
 from jaxtyping import Int64
 
+from specbeam.core.answers import LOGITS
+from specbeam.core.errors import NotSupported, UnsupportedModel
 from specbeam.core.forest import Forest, Start
-from specbeam.engines.answers import LOGITS
+from specbeam.core.guard import ThreadGuard
+from specbeam.core.lm import LM, checked_needs
+from specbeam.core.measure.profiler import record_share
+from specbeam.core.records import ExtraInputs, Needs, Scored, Turn
+from specbeam.core.session import CacheOwner, is_broken
 from specbeam.engines.cpu.cache import CpuCache, Drafting
 from specbeam.engines.cpu.cache_words import WORDS, KeptAs
 from specbeam.engines.cpu.decoder import TILED_FROM
@@ -25,13 +31,7 @@ from specbeam.engines.packed import weights_in
 from specbeam.engines.pass_steps import CYCLES, PASSES, AnyCacheArrays, now
 from specbeam.engines.shared_tokens import SharedTokens
 from specbeam.engines.torch.passes import PaddedPasses
-from specbeam.errors import NotSupported, UnsupportedModel
-from specbeam.lm.base import LM, checked_needs
-from specbeam.lm.engines import COMPILED, choose_engine
-from specbeam.lm.guard import ThreadGuard
-from specbeam.measure.profiler import record_share
-from specbeam.records import ExtraInputs, Needs, Scored, Turn
-from specbeam.session import CacheOwner, is_broken
+from specbeam.models.engines import COMPILED, choose_engine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

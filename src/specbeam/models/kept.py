@@ -6,12 +6,12 @@ stays as its files are, which are mapped to memory, and the compiled forward's c
 
 import torch
 
-from specbeam import kernels
-from specbeam.checkpoints.boundary import reading
-from specbeam.checkpoints.headers import TYPES
-from specbeam.checkpoints.pretrained import Checkpoint
+from specbeam.core import compiling
 from specbeam.engines.cpu.decoder import misfit_of_shape
 from specbeam.engines.torch import lean
+from specbeam.models.checkpoints.boundary import reading
+from specbeam.models.checkpoints.headers import TYPES
+from specbeam.models.checkpoints.pretrained import Checkpoint
 
 
 def kept_type(checkpoint: Checkpoint) -> torch.dtype | None:
@@ -25,7 +25,7 @@ def kept_type(checkpoint: Checkpoint) -> torch.dtype | None:
         checkpoint: the model in its files.
     """
     is_mapped = all(path.suffix == ".safetensors" for path in checkpoint.files)
-    if not kernels.AVAILABLE or not is_mapped:
+    if not compiling.AVAILABLE or not is_mapped:
         return None
     types = {one.type for one in checkpoint.stored.values()}
     numbers = sum(one.numbers for one in checkpoint.stored.values())

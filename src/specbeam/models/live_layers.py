@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 from typing import Any
 
+from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.core.forest import Forest
+from specbeam.core.lm import LM, checked_needs
+from specbeam.core.records import Needs, Scored, Turn
+from specbeam.core.session import CacheOwner
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.kv.cross import ReadsSources
-from specbeam.errors import BadSetting, NotSupported
-from specbeam.lm.base import LM, checked_needs
-from specbeam.lm.early_layers import early_layers
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.records import Needs, Scored, Turn
-from specbeam.session import CacheOwner
+from specbeam.models.early_layers import early_layers
+from specbeam.models.huggingface import HuggingFaceLM
 
 
 class LiveLayers:

@@ -7,29 +7,35 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from specbeam.core.errors import BadSetting, NotSupported
+from specbeam.core.garbage import rarely_collected
+from specbeam.core.lm import LM
 from specbeam.engines.cpu.cache_words import KeptAs
 from specbeam.engines.eligibility import reads_sources
-from specbeam.errors import BadSetting, NotSupported
-from specbeam.garbage import rarely_collected
-from specbeam.lm.base import LM
-from specbeam.lm.encoder_decoder import EncoderDecoderLM
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.quantised import Quantize, check_is_model, check_kv
-from specbeam.lm.skipping import Skipping
-from specbeam.lm.spread import TIMEOUT_S, end_together, spread_model
-from specbeam.loading.drafts import check_draft_of_sources, draft_of, given_draft
-from specbeam.loading.further import FurtherDrafts
-from specbeam.loading.language_models import ShareFrom, by_engine, check_options, language_model, placed_language_model
-from specbeam.loading.models import device_of, model_of, name_or_path
-from specbeam.loading.spread import check_before_spreading, check_spread, has_encoder
-from specbeam.loading.tokenizers import read_tokenizer
-from specbeam.loading.vocabularies import tokens_in_common
-from specbeam.memory.lm import MemoryLM
+from specbeam.models.encoder_decoder import EncoderDecoderLM
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.loading.drafts import check_draft_of_sources, draft_of, given_draft
+from specbeam.models.loading.further import FurtherDrafts
+from specbeam.models.loading.language_models import (
+    ShareFrom,
+    by_engine,
+    check_options,
+    language_model,
+    placed_language_model,
+)
+from specbeam.models.loading.models import device_of, model_of, name_or_path
+from specbeam.models.loading.spread import check_before_spreading, check_spread, has_encoder
+from specbeam.models.loading.tokenizers import read_tokenizer
+from specbeam.models.loading.vocabularies import tokens_in_common
+from specbeam.models.memory.lm import MemoryLM
+from specbeam.models.quantised import Quantize, check_is_model, check_kv
+from specbeam.models.skipping import Skipping
+from specbeam.models.spread import TIMEOUT_S, end_together, spread_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-BUNDLED = Path(__file__).parent / "bundled"
+BUNDLED = Path(__file__).parents[1] / "bundled"
 
 
 @dataclass(frozen=True, eq=False)

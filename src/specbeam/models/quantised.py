@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.engines.cpu.decoder import Rounding
-from specbeam.errors import BadSetting, NotSupported
 
 OnGpu = Literal["fp8"]
 # The compiled forward rounds to "int8" and "int4", the forward for GPUs to "fp8". A library does the others, while

@@ -15,10 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from specbeam.checkpoints.boundary import reading, reading_file
-from specbeam.checkpoints.headers import TYPES, StoredTensor, file_of
-from specbeam.checkpoints.numbers import fault_of
-from specbeam.checkpoints.pretrained import Checkpoint
+from specbeam.core.errors import BadCheckpoint
 from specbeam.engines.cpu.decoder import misfit_of_shape
 from specbeam.engines.cpu.nibbles import fits_scales
 from specbeam.engines.cpu.rounding import GROUP
@@ -26,7 +23,10 @@ from specbeam.engines.families import family_of
 from specbeam.engines.mapped import mark_kept
 from specbeam.engines.packed import BITS, PER_WORD, Layout, PackedLinear, PackedMatrix
 from specbeam.engines.torch import lean
-from specbeam.errors import BadCheckpoint
+from specbeam.models.checkpoints.boundary import reading, reading_file
+from specbeam.models.checkpoints.headers import TYPES, StoredTensor, file_of
+from specbeam.models.checkpoints.numbers import fault_of
+from specbeam.models.checkpoints.pretrained import Checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

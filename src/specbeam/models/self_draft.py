@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float
 
 from specbeam.core.forest import Forest
-from specbeam.lm.base import LM
-from specbeam.records import Needs, Scored, Turn
-from specbeam.session import Session
+from specbeam.core.lm import LM
+from specbeam.core.records import Needs, Scored, Turn
+from specbeam.core.session import Session
 
 
 class TargetAsDraft:

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Bool, Float64
 
-from specbeam.errors import BadSetting, one_of
-from specbeam.lm.sublayers import Choice
-from specbeam.measure import kept_figures
+from specbeam.core.errors import BadSetting, one_of
+from specbeam.core.measure import kept_figures
+from specbeam.models.sublayers import Choice
 
 POOL = 512  # random sets among which Bayesian optimisation suggests one
 SCALES = (1.0, 2.0, 4.0, 8.0, 16.0)  # length scales that are weighed, in numbers of differing sublayers

@@ -13,22 +13,22 @@ from typing import Any, Literal, get_args
 import numpy as np
 from jaxtyping import Int64
 
+from specbeam.core.answers import LOGITS
+from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.core.forest import Forest
-from specbeam.engines.answers import LOGITS
+from specbeam.core.lm import checked_needs
+from specbeam.core.measure import kept_figures
+from specbeam.core.records import Needs, Scored, Turn
+from specbeam.core.session import CacheOwner, Session
 from specbeam.engines.cpu.cache import CpuCache
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.cpu.scratch import ROWS
 from specbeam.engines.kv.cross import ReadsSources
-from specbeam.errors import BadSetting, NotSupported
-from specbeam.lm.base import checked_needs
-from specbeam.lm.clasp import dispensable_layers
-from specbeam.lm.huggingface import CacheForSteps, HuggingFaceLM
-from specbeam.lm.made_up import made_up_prompt, made_up_rows
-from specbeam.lm.skip_search import Found, SkipMemory, SkipSearch
-from specbeam.lm.sublayers import Choice, Sublayers, alternate, choices_of, chosen, count_of
-from specbeam.measure import kept_figures
-from specbeam.records import Needs, Scored, Turn
-from specbeam.session import CacheOwner, Session
+from specbeam.models.clasp import dispensable_layers
+from specbeam.models.huggingface import CacheForSteps, HuggingFaceLM
+from specbeam.models.made_up import made_up_prompt, made_up_rows
+from specbeam.models.skip_search import Found, SkipMemory, SkipSearch
+from specbeam.models.sublayers import Choice, Sublayers, alternate, choices_of, chosen, count_of
 
 By = Literal["bayes", "random", "clasp", "exit"]
 MOST_PASSES = 64  # sets whose passes are kept

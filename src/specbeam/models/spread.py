@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from specbeam.checkpoints.pretrained import open_checkpoint, pretrained
+from specbeam.core.errors import BadSetting, UnsupportedModel
 from specbeam.engines.torch.repeated import TIMEOUT_S, Channel, Follower, end_job
-from specbeam.errors import BadSetting, UnsupportedModel
-from specbeam.lm.huggingface import check_keeps_tokens
+from specbeam.models.checkpoints.pretrained import open_checkpoint, pretrained
+from specbeam.models.huggingface import check_keeps_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool
 
-from specbeam.errors import BadSetting
+from specbeam.core.errors import BadSetting
 
 
 @dataclass(frozen=True)

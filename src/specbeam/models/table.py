@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
+from specbeam.core.answers import scored_rows
 from specbeam.core.forest import Forest
-from specbeam.engines.answers import scored_rows
-from specbeam.lm.base import Uncached
-from specbeam.records import Needs, Scored
-from specbeam.session import Session
+from specbeam.core.lm import Uncached
+from specbeam.core.records import Needs, Scored
+from specbeam.core.session import Session
 
 
 class TableLM(Uncached):

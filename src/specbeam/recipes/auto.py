@@ -1,10 +1,10 @@
 """The recipe that is chosen by measurement."""
 
-from specbeam.errors import NotSupported
-from specbeam.laws.named import EXACT
-from specbeam.lm.base import LM
+from specbeam.core.errors import NotSupported
+from specbeam.core.laws.named import EXACT
+from specbeam.core.lm import LM
+from specbeam.core.session import Parts
 from specbeam.recipes.method import Method
-from specbeam.session import Parts
 
 
 def auto() -> Method:

@@ -3,18 +3,18 @@
 from functools import partial
 from typing import Literal, get_args
 
-from specbeam.control.fixed import FixedShape
-from specbeam.control.width import FixedWidth, NucleusWidth, SureWidth, Width, ignores_drafts
-from specbeam.draft.beams import BeamDrafter, NoDraft
-from specbeam.errors import BadSetting, one_of
-from specbeam.laws.named import EXACT
-from specbeam.lm.base import LM
+from specbeam.core.control.fixed import FixedShape
+from specbeam.core.control.width import FixedWidth, NucleusWidth, SureWidth, Width, ignores_drafts
+from specbeam.core.draft.beams import BeamDrafter, NoDraft
+from specbeam.core.errors import BadSetting, one_of
+from specbeam.core.laws.named import EXACT
+from specbeam.core.lm import LM
+from specbeam.core.session import Parts
+from specbeam.core.verify.beams import BeamRule
+from specbeam.core.verify.search import SearchRule
 from specbeam.recipes.depth import Depth, check_depth, depth_control
 from specbeam.recipes.method import Build, Method, refuse_ignored, require_at_least_one
 from specbeam.recipes.search import build_of_search, checked_draft_beams
-from specbeam.session import Parts
-from specbeam.verify.beams import BeamRule
-from specbeam.verify.search import SearchRule
 
 Coupling = Literal["noise", "rejection"]
 Semantics = Literal["paper", "hf"]

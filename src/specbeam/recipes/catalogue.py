@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from specbeam.errors import BadSetting
+from specbeam.core.errors import BadSetting
 from specbeam.recipes.auto import auto
 from specbeam.recipes.beams import beam_sampling, dsbd, greedy, sampling
 from specbeam.recipes.heads import (

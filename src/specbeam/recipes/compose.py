@@ -8,16 +8,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from specbeam.control.confidence import SureDraft, TrackedThreshold, stops_between_layers
-from specbeam.control.fixed import FixedShape
-from specbeam.control.pace import DraftsIfFaster
-from specbeam.control.size import SizeByLatency
-from specbeam.control.survival import Survival
-from specbeam.control.thompson import Thompson
-from specbeam.control.worth import DepthByCost
-from specbeam.draft.tree import Growth, TreeDrafter
-from specbeam.errors import BadSetting, LostLaw
-from specbeam.lm.base import LM
+from specbeam.core.control.confidence import SureDraft, TrackedThreshold, stops_between_layers
+from specbeam.core.control.fixed import FixedShape
+from specbeam.core.control.pace import DraftsIfFaster
+from specbeam.core.control.size import SizeByLatency
+from specbeam.core.control.survival import Survival
+from specbeam.core.control.thompson import Thompson
+from specbeam.core.control.worth import DepthByCost
+from specbeam.core.draft.tree import Growth, TreeDrafter
+from specbeam.core.errors import BadSetting, LostLaw
+from specbeam.core.lm import LM
+from specbeam.core.session import Controller, Parts, Rule, is_part, law_of
+from specbeam.core.verify.traversal import TraversalRule
+from specbeam.core.verify.walk import MatchRule, PathRule
 from specbeam.recipes.depth import (
     ANY_MODEL,
     DrafterOf,
@@ -29,9 +32,6 @@ from specbeam.recipes.depth import (
     text_depends_on_depth,
 )
 from specbeam.recipes.method import Method
-from specbeam.session import Controller, Parts, Rule, is_part, law_of
-from specbeam.verify.traversal import TraversalRule
-from specbeam.verify.walk import MatchRule, PathRule
 
 RuleName = Literal["path", "traversal", "match"]
 ControllerName = Literal[

@@ -4,28 +4,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from specbeam.control.cost import CostCurve, HostCost
-from specbeam.control.fixed import FixedShape
-from specbeam.control.needs import NodesByNeed, OddsMemory
-from specbeam.control.pace import PaceMemory
-from specbeam.control.width import ignores_drafts
-from specbeam.control.worth import DepthByCost
+from specbeam.core.control.cost import CostCurve, HostCost
+from specbeam.core.control.fixed import FixedShape
+from specbeam.core.control.needs import NodesByNeed, OddsMemory
+from specbeam.core.control.pace import PaceMemory
+from specbeam.core.control.width import ignores_drafts
+from specbeam.core.control.worth import DepthByCost
 from specbeam.core.cycles import READABLE
-from specbeam.draft.tree import TreeDrafter
+from specbeam.core.draft.tree import TreeDrafter
+from specbeam.core.errors import BadSetting
+from specbeam.core.lm import LM
+from specbeam.core.measure import kept_figures
+from specbeam.core.session import Controller, Drafter, Parts, Rule
+from specbeam.core.verify.beams import BeamRule
+from specbeam.core.verify.search import SearchRule
+from specbeam.core.verify.walk import MatchRule
 from specbeam.engines.eligibility import layers_of
-from specbeam.errors import BadSetting
-from specbeam.heads.exit import ExitLM
-from specbeam.heads.lm import HeadLM
-from specbeam.lm.base import LM
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.skipping import SkippingLM
-from specbeam.measure import kept_figures
-from specbeam.session import Controller, Drafter, Parts, Rule
-from specbeam.tuning.costs import curve_of, curves_in_turns, host_cost, rest_curve
-from specbeam.tuning.idle_model import IdleLM
-from specbeam.verify.beams import BeamRule
-from specbeam.verify.search import SearchRule
-from specbeam.verify.walk import MatchRule
+from specbeam.models.heads.exit import ExitLM
+from specbeam.models.heads.lm import HeadLM
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.skipping import SkippingLM
+from specbeam.recipes.tuning.costs import curve_of, curves_in_turns, host_cost, rest_curve
+from specbeam.recipes.tuning.idle_model import IdleLM
 
 Depth = int | Literal["auto"]
 DrafterOf = Callable[[LM], Drafter]

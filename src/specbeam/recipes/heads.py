@@ -6,24 +6,25 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from specbeam.control.best_tree import depth_of_tree, layers_of, ranked_tree
-from specbeam.draft.best_first import BestFirst
-from specbeam.draft.children import Best, Distinct, Independent
-from specbeam.draft.tree import Branching, FixedTree
-from specbeam.draft.unmask import ORDERS, Order, Unmasking, no_law_reason
-from specbeam.errors import BadSetting, NotSupported, one_of
-from specbeam.heads.bita import Bita
-from specbeam.heads.chimera import Chimera
-from specbeam.heads.denoiser import Denoiser
-from specbeam.heads.exit import ExitHead
-from specbeam.heads.extra_rows import ExtraHead
-from specbeam.heads.extra_rows_lm import ExtraLM
-from specbeam.heads.head import Head
-from specbeam.heads.hidden_transfer import HiddenTransfer
-from specbeam.heads.medusa import Medusa
-from specbeam.heads.modules import ModulesInARow
-from specbeam.heads.trunk import PairTrunk
-from specbeam.lm.base import LM
+from specbeam.core.control.best_tree import depth_of_tree, layers_of, ranked_tree
+from specbeam.core.draft.best_first import BestFirst
+from specbeam.core.draft.children import Best, Distinct, Independent
+from specbeam.core.draft.tree import Branching, FixedTree
+from specbeam.core.draft.unmask import ORDERS, Order, Unmasking, no_law_reason
+from specbeam.core.errors import BadSetting, NotSupported, one_of
+from specbeam.core.lm import LM
+from specbeam.core.session import Controller, Parts, Rule, law_of
+from specbeam.models.heads.bita import Bita
+from specbeam.models.heads.chimera import Chimera
+from specbeam.models.heads.denoiser import Denoiser
+from specbeam.models.heads.exit import ExitHead
+from specbeam.models.heads.extra_rows import ExtraHead
+from specbeam.models.heads.extra_rows_lm import ExtraLM
+from specbeam.models.heads.head import Head
+from specbeam.models.heads.hidden_transfer import HiddenTransfer
+from specbeam.models.heads.medusa import Medusa
+from specbeam.models.heads.modules import ModulesInARow
+from specbeam.models.heads.trunk import PairTrunk
 from specbeam.recipes.compose import (
     ControllerName,
     DraftKind,
@@ -33,7 +34,6 @@ from specbeam.recipes.compose import (
     tree_method,
 )
 from specbeam.recipes.method import Method, refuse_ignored, require_at_least_one
-from specbeam.session import Controller, Parts, Rule, law_of
 
 # What to do about a pair without such a head.
 LOAD_OR_TRAIN = "load the target with draft=<folder of such a head>, or train one (`specbeam train`)"

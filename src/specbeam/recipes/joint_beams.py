@@ -2,18 +2,18 @@
 
 from typing import Literal, get_args
 
-from specbeam.control.best_tree import depth_of_tree, size_of
-from specbeam.control.fixed import FixedShape
-from specbeam.draft.joint_beams import JointBeams
-from specbeam.draft.tree import Branching, FixedTree, Growth, TreeDrafter
-from specbeam.errors import BadSetting, one_of
-from specbeam.laws.named import CHANGED
-from specbeam.lm.base import LM
+from specbeam.core.control.best_tree import depth_of_tree, size_of
+from specbeam.core.control.fixed import FixedShape
+from specbeam.core.draft.joint_beams import JointBeams
+from specbeam.core.draft.tree import Branching, FixedTree, Growth, TreeDrafter
+from specbeam.core.errors import BadSetting, one_of
+from specbeam.core.laws.named import CHANGED
+from specbeam.core.lm import LM
+from specbeam.core.session import Controller, Parts
+from specbeam.core.verify.joint_beams import Bonus, JointRule, refuse_audit
+from specbeam.core.verify.joint_paths import Prefix, Theta
 from specbeam.recipes.compose import ControllerName, DraftKind, controller_maker
 from specbeam.recipes.method import Method, RequestInfo, refuse_ignored, require_at_least_one
-from specbeam.session import Controller, Parts
-from specbeam.verify.joint_beams import Bonus, JointRule, refuse_audit
-from specbeam.verify.joint_paths import Prefix, Theta
 
 Draft = Literal["sample", "search"]
 

@@ -3,19 +3,19 @@
 import math
 from typing import Literal, get_args
 
-from specbeam.control.fixed import FixedShape
-from specbeam.draft.joint_beams import JointBeams
-from specbeam.draft.joint_tokens import EveryBlock
-from specbeam.draft.tree import TreeDrafter
-from specbeam.errors import BadSetting, NotSupported, one_of
-from specbeam.laws.named import CHANGED, EXACT
-from specbeam.lm.base import LM
-from specbeam.lm.self_draft import TargetAsDraft
-from specbeam.options.settings import DEFAULT_NEW_TOKENS
+from specbeam.core.control.fixed import FixedShape
+from specbeam.core.draft.joint_beams import JointBeams
+from specbeam.core.draft.joint_tokens import EveryBlock
+from specbeam.core.draft.tree import TreeDrafter
+from specbeam.core.errors import BadSetting, NotSupported, one_of
+from specbeam.core.laws.named import CHANGED, EXACT
+from specbeam.core.lm import LM
+from specbeam.core.session import Parts
+from specbeam.core.verify.joint_beams import JointRule, OnOwnRows, refuse_audit
+from specbeam.core.verify.joint_tokens import BlockMode, BlockRule
+from specbeam.doors.options.settings import DEFAULT_NEW_TOKENS
+from specbeam.models.self_draft import TargetAsDraft
 from specbeam.recipes.method import Method, RequestInfo, refuse_ignored, require_at_least_one
-from specbeam.session import Parts
-from specbeam.verify.joint_beams import JointRule, OnOwnRows, refuse_audit
-from specbeam.verify.joint_tokens import BlockMode, BlockRule
 
 BeamMode = Literal["beam_search", "beam_sample"]
 

@@ -4,13 +4,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
-from specbeam.draft.lookup import PromptLookup, SuffixMatch
-from specbeam.draft.recycle import Ranks, Successors, TokenRecycling, likeliest
-from specbeam.errors import BadSetting, one_of
-from specbeam.lm.base import LM
+from specbeam.core.draft.lookup import PromptLookup, SuffixMatch
+from specbeam.core.draft.recycle import Ranks, Successors, TokenRecycling, likeliest
+from specbeam.core.errors import BadSetting, one_of
+from specbeam.core.lm import LM
+from specbeam.core.session import Controller, Parts, Rule, law_of
 from specbeam.recipes.compose import ControllerName, DraftKind, RuleName, controller_maker, rule_of
 from specbeam.recipes.method import Method, require_at_least_one
-from specbeam.session import Controller, Parts, Rule, law_of
 
 NO_STOP_REASON = "finds a whole draft at once, without odds"  # completes "RECIPE ..."
 

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specbeam.errors import BadSetting, NotSupported
-from specbeam.lm.base import LM
-from specbeam.options.settings import Settings
-from specbeam.session import Controller, Drafter, Parts, Rule, is_part, law_of
+from specbeam.core.errors import BadSetting, NotSupported
+from specbeam.core.lm import LM
+from specbeam.core.session import Controller, Drafter, Parts, Rule, is_part, law_of
+from specbeam.doors.options.settings import Settings
 
 
 @dataclass(frozen=True)

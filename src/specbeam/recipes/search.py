@@ -4,16 +4,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal, get_args
 
-from specbeam.control.fixed import FixedShape
-from specbeam.draft.beams import BeamDrafter, NoDraft
-from specbeam.draft.lookup import PromptLookup, SuffixMatch
-from specbeam.draft.recycle import Successors, TokenRecycling, likeliest
-from specbeam.errors import BadSetting, one_of
-from specbeam.lm.base import LM
+from specbeam.core.control.fixed import FixedShape
+from specbeam.core.draft.beams import BeamDrafter, NoDraft
+from specbeam.core.draft.lookup import PromptLookup, SuffixMatch
+from specbeam.core.draft.recycle import Successors, TokenRecycling, likeliest
+from specbeam.core.errors import BadSetting, one_of
+from specbeam.core.lm import LM
+from specbeam.core.session import Drafter, Parts, Rule, is_part
+from specbeam.core.verify.search import SearchRule
 from specbeam.recipes.depth import Depth, check_depth, depth_control
 from specbeam.recipes.method import Build, Method, refuse_ignored, require_at_least_one
-from specbeam.session import Drafter, Parts, Rule, is_part
-from specbeam.verify.search import SearchRule
 
 DrafterName = Literal["model", "prompt_lookup", "suffix_match", "token_recycling"]
 LAW = "exact: beam search; the beams and scores of transformers in float32"

@@ -6,24 +6,24 @@ from functools import lru_cache
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-from specbeam.control.best_tree import Topology, depth_of_tree, fastest_tree, layers_of, sequoia_tree
-from specbeam.control.cost import CostCurve
-from specbeam.draft.best_first import BestFirst, BestFirstDraws
-from specbeam.draft.children import AnyChildren, BestAndOne, Children, Distinct, Independent
-from specbeam.draft.merged import Graph, ManyDrafters, Pruned
-from specbeam.draft.tree import Branching, FixedTree, StochasticBeam, TreeDrafter
-from specbeam.engines.answers import LOGITS
-from specbeam.errors import BadSetting, NotSupported, one_of
-from specbeam.lm.base import LM, check_same_vocabulary
-from specbeam.lm.early_layers import early_layers
-from specbeam.lm.encoder_decoder import EncoderDecoderLM
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.live_layers import first_layers
+from specbeam.core.answers import LOGITS
+from specbeam.core.control.best_tree import Topology, depth_of_tree, fastest_tree, layers_of, sequoia_tree
+from specbeam.core.control.cost import CostCurve
+from specbeam.core.draft.best_first import BestFirst, BestFirstDraws
+from specbeam.core.draft.children import AnyChildren, BestAndOne, Children, Distinct, Independent
+from specbeam.core.draft.merged import Graph, ManyDrafters, Pruned
+from specbeam.core.draft.tree import Branching, FixedTree, StochasticBeam, TreeDrafter
+from specbeam.core.errors import BadSetting, NotSupported, one_of
+from specbeam.core.lm import LM, check_same_vocabulary
+from specbeam.core.session import Controller, Parts, Rule, law_of
+from specbeam.models.early_layers import early_layers
+from specbeam.models.encoder_decoder import EncoderDecoderLM
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.live_layers import first_layers
 from specbeam.recipes.compose import ControllerName, DraftKind, RuleName, controller_maker, rule_of, tree_method
 from specbeam.recipes.method import Method, require_at_least_one
-from specbeam.session import Controller, Parts, Rule, law_of
-from specbeam.tuning.acceptance import GUESS, kept_acceptance
-from specbeam.tuning.costs import curve_of
+from specbeam.recipes.tuning.acceptance import GUESS, kept_acceptance
+from specbeam.recipes.tuning.costs import curve_of
 
 
 def speculative_sampling(

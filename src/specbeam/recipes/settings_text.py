@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from specbeam.errors import BadSetting
+from specbeam.core.errors import BadSetting
 from specbeam.recipes.catalogue import HEAD_RECIPES, RECIPES, resolve
 from specbeam.recipes.method import Method
 

@@ -2,20 +2,20 @@
 
 from typing import Literal
 
-from specbeam.control.confidence import SureDraft
-from specbeam.draft.caterpillar import Caterpillar
-from specbeam.draft.children import Independent
-from specbeam.draft.tree import Branching, TreeDrafter
-from specbeam.errors import BadSetting, NotSupported
-from specbeam.lm.base import LM
-from specbeam.lm.encoder_decoder import EncoderDecoderLM
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.skip_search import SkipSearch
-from specbeam.lm.skipping import Skipping, skipping_model
-from specbeam.lm.sublayers import Sublayers
+from specbeam.core.control.confidence import SureDraft
+from specbeam.core.draft.caterpillar import Caterpillar
+from specbeam.core.draft.children import Independent
+from specbeam.core.draft.tree import Branching, TreeDrafter
+from specbeam.core.errors import BadSetting, NotSupported
+from specbeam.core.lm import LM
+from specbeam.core.session import Controller, Parts, Rule, law_of
+from specbeam.models.encoder_decoder import EncoderDecoderLM
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.skip_search import SkipSearch
+from specbeam.models.skipping import Skipping, skipping_model
+from specbeam.models.sublayers import Sublayers
 from specbeam.recipes.compose import ControllerName, DraftKind, RuleName, controller_maker, rule_of
 from specbeam.recipes.method import Method, refuse_ignored, require_at_least_one
-from specbeam.session import Controller, Parts, Rule, law_of
 
 
 def swift(

@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 
 import specbeam as sb
+from specbeam.apps.jobs.answering import ANSWER_COLUMNS, answer_rows, work_of
+from specbeam.apps.jobs.batch import batch
+from specbeam.apps.jobs.journal import Journal
+from specbeam.apps.jobs.rows import USUAL_COLUMNS, row_of, row_seed
+from specbeam.apps.jobs.tables import read_table, write_table
 from specbeam.errors import BadPrompt, BadSetting, MissingFile, NotSupported
-from specbeam.jobs.answering import ANSWER_COLUMNS, answer_rows, work_of
-from specbeam.jobs.batch import batch
-from specbeam.jobs.journal import Journal
-from specbeam.jobs.rows import USUAL_COLUMNS, row_of, row_seed
-from specbeam.jobs.tables import read_table, write_table
-from tests.cli.test_commands import specbeam
+from tests.doors.cli.test_commands import specbeam
 from tests.support import words
 from tests.support.figures import show
 from tests.support.tiny_sources import sources, tiny_reader
@@ -354,9 +354,9 @@ def test_damaged_tables_are_named(tmp_path):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-import specbeam.jobs.batch as jobs
-from specbeam.jobs.journal import Journal
-from tests.jobs.test_batch import METHOD, OPTIONS
+import specbeam.apps.jobs.batch as jobs
+from specbeam.apps.jobs.journal import Journal
+from tests.apps.jobs.test_batch import METHOD, OPTIONS
 from tests.support import words
 
 pair = words.pair(check=False)
@@ -513,7 +513,7 @@ def test_the_command_survives_kills_at_random_moments(tmp_path):
     """Three kills, each up to half a second after further answers were kept, however fast the machine is."""
     target, draft = words.saved(tmp_path)
     source = write_jsonl(tmp_path / "in.jsonl", prompts(800))
-    shell = [sys.executable, "-c", "from specbeam.cli.main import main; main()", "batch"]
+    shell = [sys.executable, "-c", "from specbeam.doors.cli.main import main; main()", "batch"]
     rest = ["-m", target, "-d", draft, "--max-new-tokens", "40", "--seed", "3", "--batch-size", "2"]
     resumed = [*shell, str(source), str(tmp_path / "out.jsonl"), *rest, "--resume"]
     journal = tmp_path / "out.jsonl.job"
@@ -540,8 +540,8 @@ def test_the_command_survives_kills_at_random_moments(tmp_path):
 MANY = """
 import resource, sys
 from pathlib import Path
-from specbeam.jobs.batch import batch
-from specbeam.jobs.answering import work_of
+from specbeam.apps.jobs.batch import batch
+from specbeam.apps.jobs.answering import work_of
 from tests.support import words
 import specbeam as sb
 

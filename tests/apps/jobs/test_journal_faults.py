@@ -18,12 +18,12 @@ from importlib.util import find_spec
 import pytest
 
 import specbeam as sb
-import specbeam.jobs.batch as jobs
+import specbeam.apps.jobs.batch as jobs
+from specbeam.apps.jobs import journal
+from specbeam.apps.jobs.answering import ANSWER_COLUMNS, AnsweredRow, Work
+from specbeam.apps.jobs.journal import Journal
+from specbeam.apps.jobs.tables import read_table
 from specbeam.errors import BadPrompt, BadSetting, CannotWrite, SpecbeamError
-from specbeam.jobs import journal
-from specbeam.jobs.answering import ANSWER_COLUMNS, AnsweredRow, Work
-from specbeam.jobs.journal import Journal
-from specbeam.jobs.tables import read_table
 from tests.support import words
 
 ROWS = 60

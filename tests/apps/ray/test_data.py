@@ -11,12 +11,12 @@ import time
 import numpy as np
 import pytest
 
+from specbeam.apps.jobs.answering import ANSWER_COLUMNS, work_of
+from specbeam.apps.jobs.batch import batch
+from specbeam.apps.jobs.rows import Columns
 from specbeam.errors import BadSetting
-from specbeam.jobs.answering import ANSWER_COLUMNS, work_of
-from specbeam.jobs.batch import batch
-from specbeam.jobs.rows import Columns
 from specbeam.recipes.settings_text import method_from
-from tests.jobs.test_batch import prompts, read_jsonl, write_jsonl
+from tests.apps.jobs.test_batch import prompts, read_jsonl, write_jsonl
 from tests.support import words
 from tests.support.figures import show
 
@@ -26,7 +26,7 @@ SETTINGS = ["beams=2", "depth=2"]
 
 @pytest.fixture(scope="module")
 def decode(tmp_path_factory):
-    from specbeam.ray import Decode
+    from specbeam.apps.ray import Decode
 
     target, draft = words.saved(tmp_path_factory.mktemp("pair"))
     return Decode(target, draft, settings=SETTINGS, seed=3, batch_size=4, max_new_tokens=6)
@@ -85,7 +85,7 @@ import glob, os, signal, sys, threading, time
 import ray
 
 ray.init(num_cpus=4, object_store_memory=100 * 2**20, include_dashboard=False, logging_level="ERROR")
-from specbeam.ray import decode_table
+from specbeam.apps.ray import decode_table
 
 folder, target, draft, kill, delay = sys.argv[1:]
 

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 
 import pytest
 
+from specbeam.apps.ray.serving import STICKY, Replica, app, deployment, near_clients_only, options_of
+from specbeam.apps.serve.app import BeamServer
+from specbeam.apps.serve.config import ServerConfig
 from specbeam.errors import BadSetting, MissingFile
-from specbeam.ray.serving import STICKY, Replica, app, deployment, near_clients_only, options_of
-from specbeam.serve.app import BeamServer
-from specbeam.serve.config import ServerConfig
 from tests.support import words
 from tests.support.figures import show
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parent.parent.parent / "examples" / "search"
+FOLDER = Path(__file__).parent.parent.parent.parent / "examples" / "search"
 
 
 @pytest.fixture
@@ -17,7 +17,6 @@ def examples(monkeypatch):
     import countdown
     import gsm8k
     import measure
-
     import train
 
     yield countdown, train, measure, gsm8k

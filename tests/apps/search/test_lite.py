@@ -8,16 +8,16 @@ import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import specbeam as sb
+from specbeam.apps.search.baselines import best_of, step_beams
+from specbeam.apps.search.tree import CUT_OFF, FINISHED, OPEN, BudgetRule, calibrated
+from specbeam.apps.search.value import checked_values, classifier_value
+from specbeam.core.decode import decode
+from specbeam.core.laws.warp import Warp
 from specbeam.core.limits import Limits
-from specbeam.decode import decode
+from specbeam.core.session import Session
+from specbeam.core.verify.walk import MatchRule
 from specbeam.errors import BadSetting, BrokenValue, MissingFile, NotSupported, SearchFailed
-from specbeam.laws.warp import Warp
-from specbeam.lm.table import TableLM
-from specbeam.search.baselines import best_of, step_beams
-from specbeam.search.tree import CUT_OFF, FINISHED, OPEN, BudgetRule, calibrated
-from specbeam.search.value import checked_values, classifier_value
-from specbeam.session import Session
-from specbeam.verify.walk import MatchRule
+from specbeam.models.table import TableLM
 from tests.support import words
 from tests.support.exact import exact_law
 from tests.support.steps import source_of_steps

@@ -2,8 +2,8 @@
 
 import pytest
 
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.pair import BUNDLED, Pair
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.pair import BUNDLED, Pair
 from tests.support.tiny_models import tiny
 
 CHUNK = 16

@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 
 import specbeam as sb
-from specbeam.serve import hearing, speech_desk
-from specbeam.serve.auth import Client, Keys, digest
-from specbeam.serve.bodies import read_bytes
-from specbeam.serve.guarding import Guarding
-from specbeam.serve.metrics import ServerMetrics
-from specbeam.serve.multipart import parse_form
-from specbeam.serve.refusals import Refusal
-from specbeam.speech import audio
-from specbeam.speech.audio import RATE, read_audio_bytes, resampled
-from specbeam.speech.formats import formatted
+from specbeam.apps.serve import hearing, speech_desk
+from specbeam.apps.serve.auth import Client, Keys, digest
+from specbeam.apps.serve.bodies import read_bytes
+from specbeam.apps.serve.guarding import Guarding
+from specbeam.apps.serve.metrics import ServerMetrics
+from specbeam.apps.serve.multipart import parse_form
+from specbeam.apps.serve.refusals import Refusal
+from specbeam.apps.speech import audio
+from specbeam.apps.speech.audio import RATE, read_audio_bytes, resampled
+from specbeam.apps.speech.formats import formatted
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
@@ -33,7 +33,7 @@ pytest.importorskip("av")
 pytest.importorskip("soxr")
 pytest.importorskip("pysubs2")
 
-from tests.serve.test_server import CONFIG, running  # noqa: E402
+from tests.apps.serve.test_server import CONFIG, running  # noqa: E402
 from tests.support import media, words  # noqa: E402
 from tests.support.media import encoded  # noqa: E402
 from tests.test_speech import noise, tiny_ears  # noqa: E402

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specbeam as sb
-from specbeam.serve.auth import Client, Keys
-from specbeam.serve.config import ServerConfig, read_config
-from specbeam.serve.mapping import RECIPE_OF, Order, Served, order_of
-from specbeam.serve.processors import CountPenalty, TokenBias
-from specbeam.serve.protocol import ChatBody, CompletionBody, parse_body
-from specbeam.serve.refusals import Refusal, refusal_of
+from specbeam.apps.serve.auth import Client, Keys
+from specbeam.apps.serve.config import ServerConfig, read_config
+from specbeam.apps.serve.mapping import RECIPE_OF, Order, Served, order_of
+from specbeam.apps.serve.processors import CountPenalty, TokenBias
+from specbeam.apps.serve.protocol import ChatBody, CompletionBody, parse_body
+from specbeam.apps.serve.refusals import Refusal, refusal_of
 from tests.support.checking import refused
 
 FIELDS = sorted(set(CompletionBody.model_fields) | set(ChatBody.model_fields))

@@ -7,10 +7,10 @@ import json
 import pytest
 
 import specbeam as sb
-from specbeam.chats import prompt_of_messages
-from specbeam.cli.chat import ChatOptions, Cost, PairSpeaker
+from specbeam.doors.chats import prompt_of_messages
+from specbeam.doors.cli.chat import ChatOptions, Cost, PairSpeaker
+from specbeam.doors.sources import token_ids
 from specbeam.errors import BadPrompt
-from specbeam.sources import token_ids
 from tests.support import words
 from tests.support.tiny_models import tiny
 from tests.support.tokenizer_kinds import tokenizer_of
@@ -18,8 +18,8 @@ from tests.support.tokenizer_kinds import tokenizer_of
 pytest.importorskip("uvicorn")
 httpx = pytest.importorskip("httpx2")
 
-from specbeam.serve.app import BeamServer, make_app  # noqa: E402
-from specbeam.serve.config import ServerConfig  # noqa: E402
+from specbeam.apps.serve.app import BeamServer, make_app  # noqa: E402
+from specbeam.apps.serve.config import ServerConfig  # noqa: E402
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }}"
@@ -375,7 +375,7 @@ def random_pair(kind, **changes):
 @pytest.mark.parametrize("kind", ["byte level", "byte fallback as in Llama", "word pieces", "slow, joined otherwise"])
 def test_the_pieces_of_any_tokenizer_are_the_text(kind, monkeypatch):
     """Of completions by several methods, with special tokens and without, and with stop strings that may begin in a piece."""
-    monkeypatch.setattr("specbeam.serve.engine.DELAY_S", 0.0)
+    monkeypatch.setattr("specbeam.apps.serve.engine.DELAY_S", 0.0)
     with asking(random_pair(kind)) as ask:
         for seed in range(6):
             for more in (
@@ -389,7 +389,7 @@ def test_the_pieces_of_any_tokenizer_are_the_text(kind, monkeypatch):
 
 
 def test_a_usual_text_streams_token_by_token(monkeypatch):
-    monkeypatch.setattr("specbeam.serve.engine.DELAY_S", 0.0)
+    monkeypatch.setattr("specbeam.apps.serve.engine.DELAY_S", 0.0)
     with asking(worded_pair()) as ask:
         body = {"prompt": "Hallo", "max_tokens": 40, "seed": 1, "ignore_eos": True, "stream": True}
         answer = ask("/v1/completions", body | {"logit_bias": {str(token): -100 for token in range(4)}})
@@ -409,7 +409,7 @@ def test_tokens_that_are_spelled_alike_are_all_reported():
 
 @pytest.mark.parametrize("kind", ["byte level", "byte fallback as in Llama", "words, cleaned up"])
 def test_the_chat_of_a_terminal_shows_exactly_the_text(kind, monkeypatch):
-    monkeypatch.setattr("specbeam.decode.DELAY_S", 0.0)
+    monkeypatch.setattr("specbeam.core.decode.DELAY_S", 0.0)
     pair = random_pair(kind)
     speaker = PairSpeaker(pair, "tiny", "{{ messages[0].content }}")
     ids = prompt_of_messages(pair.tokenizer, speaker.template, [{"role": "user", "content": "a.s"}])

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 import specbeam as sb
+from specbeam.apps.serve.engine import Draining, Engine, EngineFailed, EngineLimits, Job, NoRoom, QueueFull
+from specbeam.core.decode import Decoder
 from specbeam.core.forest import Forest
-from specbeam.decode import Decoder
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request
 from specbeam.errors import BrokenLaw, BrokenPart, Cancelled, NotSupported, TimedOut
-from specbeam.options.settings import Settings
-from specbeam.request import Request
-from specbeam.serve.engine import Draining, Engine, EngineFailed, EngineLimits, Job, NoRoom, QueueFull
-from tests.serve.conftest import CHUNK, LONG, SHORT
+from tests.apps.serve.conftest import CHUNK, LONG, SHORT
 from tests.support.seats import plain_logits, seat
 
 METHODS = [sb.sampling(), sb.beam_search(3), sb.dsbd(3, 4, 2, width="dynamic"), sb.speculative_sampling(3)]

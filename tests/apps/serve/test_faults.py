@@ -10,9 +10,9 @@ from concurrent.futures import CancelledError
 import pytest
 
 import specbeam as sb
-from specbeam.serve.engine import Engine, EngineFailed, EngineLimits, QueueTimeout
-from tests.serve.conftest import CHUNK, LONG, SHORT, pair_on
-from tests.serve.test_engine import Ends, sessions_of
+from specbeam.apps.serve.engine import Engine, EngineFailed, EngineLimits, QueueTimeout
+from tests.apps.serve.conftest import CHUNK, LONG, SHORT, pair_on
+from tests.apps.serve.test_engine import Ends, sessions_of
 
 LIMITS = EngineLimits(max_running=4, max_waiting=40, chunk=CHUNK)
 SCOPE = {
@@ -164,10 +164,10 @@ def test_a_key_has_its_own_limit_and_who_waits_too_long_finds_no_place(plain):
 
 uvicorn = pytest.importorskip("uvicorn")
 
-from specbeam.serve.app import BeamServer, make_app  # noqa: E402
-from specbeam.serve.asking import FormPool  # noqa: E402
-from specbeam.serve.config import ServerConfig  # noqa: E402
-from specbeam.serve.refusals import Refusal  # noqa: E402
+from specbeam.apps.serve.app import BeamServer, make_app  # noqa: E402
+from specbeam.apps.serve.asking import FormPool  # noqa: E402
+from specbeam.apps.serve.config import ServerConfig  # noqa: E402
+from specbeam.apps.serve.refusals import Refusal  # noqa: E402
 
 
 @contextlib.contextmanager

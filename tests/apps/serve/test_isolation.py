@@ -12,15 +12,15 @@ from dataclasses import replace
 import pytest
 
 import specbeam as sb
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.pair import BUNDLED, Pair
-from specbeam.serve import run
-from tests.serve.conftest import CHUNK
+from specbeam.apps.serve import run
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.pair import BUNDLED, Pair
+from tests.apps.serve.conftest import CHUNK
 from tests.support.tiny_models import tiny
 
 pytest.importorskip("uvicorn")
 
-from tests.serve.test_faults import answer_of, started, told
+from tests.apps.serve.test_faults import answer_of, started, told
 
 PROMPTS = ["Ein Hund läuft.", "Wo ist mein Hut?", "Ich habe Hunger."]
 POISON = "Das ist böse."
@@ -182,7 +182,7 @@ def test_a_clock_that_jumps_changes_no_text_and_no_deadline(spoken, expected, mo
 
 
 def test_new_settings_of_methods_are_limited_by_key_and_known_ones_are_not(spoken, monkeypatch):
-    monkeypatch.setattr("specbeam.serve.app.MOST_NEW", 2)
+    monkeypatch.setattr("specbeam.apps.serve.app.MOST_NEW", 2)
     with started(spoken, api_keys=("first", "second")) as (server, app):
 
         async def ask(depth, key="first"):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specbeam.serve.line import AGE_S, Line
+from specbeam.apps.serve.line import AGE_S, Line
 
 
 @dataclass(eq=False)

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 import specbeam as sb
-from specbeam.pair import BUNDLED
+from specbeam.models.pair import BUNDLED
 
 httpx = pytest.importorskip("httpx2")
 pytest.importorskip("uvicorn")
 
-from specbeam.bench.serving import Load, measure_load  # noqa: E402
+from specbeam.lab.bench.serving import Load, measure_load  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,

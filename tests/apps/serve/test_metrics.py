@@ -9,22 +9,22 @@ import numpy as np
 import pytest
 
 import specbeam as sb
+from specbeam.apps.serve.buckets import Buckets
+from specbeam.apps.serve.engine import Engine, EngineLimits, NoRoom, room_of
+from specbeam.core.decode import decode
 from specbeam.core.forest import Forest
-from specbeam.decode import decode
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.memory.lm import MemoryLM
-from specbeam.memory.plan import MemoryPlan
-from specbeam.memory.recall import new_recall
-from specbeam.options.settings import Settings
-from specbeam.request import Request
-from specbeam.runs import TURNS
-from specbeam.serve.buckets import Buckets
-from specbeam.serve.engine import Engine, EngineLimits, NoRoom, room_of
-from tests.serve.conftest import CHUNK, LONG, SHORT, pair_on
-from tests.serve.test_engine import Ends, sessions_of
-from tests.serve.test_faults import answer_of, started, told
+from specbeam.core.runs import TURNS
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.memory.lm import MemoryLM
+from specbeam.models.memory.plan import MemoryPlan
+from specbeam.models.memory.recall import new_recall
+from tests.apps.serve.conftest import CHUNK, LONG, SHORT, pair_on
+from tests.apps.serve.test_engine import Ends, sessions_of
+from tests.apps.serve.test_faults import answer_of, started, told
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 METHODS = [
     sb.speculative_sampling(),
     sb.dsbd(3, 4, 2),

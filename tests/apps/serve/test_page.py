@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import specbeam as sb
+from specbeam.apps.serve.trace import fates
 from specbeam.generation import turns_of
-from specbeam.serve.trace import fates
-from tests.serve.conftest import LONG, SHORT
+from tests.apps.serve.conftest import LONG, SHORT
 
-PAGE = Path(__file__).parents[2] / "src" / "specbeam" / "serve" / "page" / "index.html"
+PAGE = Path(__file__).parents[3] / "src" / "specbeam" / "serve" / "page" / "index.html"
 VOID = {"meta", "link", "input", "br", "hr", "img"}
 
 
@@ -116,7 +116,7 @@ def test_in_a_browser_the_page_shows_the_text_of_the_server_and_each_turn(worded
     chromium = shutil.which("chromium-headless-shell") or shutil.which("chromium")
     if chromium is None:
         pytest.skip("there is no Chromium")
-    from tests.serve.test_server import CONFIG, PROMPT, running
+    from tests.apps.serve.test_server import CONFIG, PROMPT, running
 
     axe = axe_source()
     expected = [sb.generate(worded, PROMPT, sb.dsbd(4), seed=7, max_new_tokens=24, top_k=10)[0].text]

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from specbeam.pair import BUNDLED
+from specbeam.models.pair import BUNDLED
 
 httpx = pytest.importorskip("httpx2")
 pytest.importorskip("uvicorn")
@@ -25,8 +25,8 @@ BODY = {"prompt": "Ein Hund läuft durch den Wald.", "seed": 7, "num_beams": 4, 
 HANGS = """
 import sys, threading, time
 import specbeam as sb
-from specbeam.serve import run
-from specbeam.serve.config import ServerConfig
+from specbeam.apps.serve import run
+from specbeam.apps.serve.config import ServerConfig
 
 start = run.BeamServer.start
 

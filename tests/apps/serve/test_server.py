@@ -17,11 +17,11 @@ openai = pytest.importorskip("openai")
 uvicorn = pytest.importorskip("uvicorn")
 httpx = pytest.importorskip("httpx2")
 
-from specbeam.bench.serving import Load, measure_load  # noqa: E402
-from specbeam.cli.bench_serve import PromptShape, run  # noqa: E402
-from specbeam.serve.app import BeamServer, make_app  # noqa: E402
-from specbeam.serve.config import ServerConfig  # noqa: E402
-from specbeam.serve.engine import QueueFull  # noqa: E402
+from specbeam.apps.serve.app import BeamServer, make_app  # noqa: E402
+from specbeam.apps.serve.config import ServerConfig  # noqa: E402
+from specbeam.apps.serve.engine import QueueFull  # noqa: E402
+from specbeam.doors.cli.bench_serve import PromptShape, run  # noqa: E402
+from specbeam.lab.bench.serving import Load, measure_load  # noqa: E402
 
 PROMPT = "Ein Hund läuft durch den Wald und sucht seinen Freund, der sich versteckt hat."
 OTHERS = ["Wo ist mein Hut?", "Ich habe Hunger."]
@@ -422,7 +422,7 @@ def test_a_client_that_reads_nothing_is_cut_off_and_one_that_trickles_its_body_i
     """The server's own patience is cut short; its transport is stood in for, as a kernel buffers more than a text has."""
     _, server = served
     monkeypatch.setattr(server, "config", dataclasses.replace(server.config, reader_timeout=0.3))
-    monkeypatch.setattr("specbeam.serve.bodies.BODY_S", 0.3)
+    monkeypatch.setattr("specbeam.apps.serve.bodies.BODY_S", 0.3)
     app = make_app(server)
     scope = {
         "type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"",

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import specbeam as sb
+from specbeam.apps.serve.engine import Engine, EngineLimits
 from specbeam.errors import SpecbeamError
-from specbeam.serve.engine import Engine, EngineLimits
-from tests.serve.conftest import CHUNK, LONG, SHORT
+from tests.apps.serve.conftest import CHUNK, LONG, SHORT
 
 SOAK_S = float(os.environ.get("SOAK_S", "60"))
 

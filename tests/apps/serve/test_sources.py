@@ -10,7 +10,7 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 pytest.importorskip("httpx2")
 
-from tests.serve.test_server import CONFIG, running, settle  # noqa: E402
+from tests.apps.serve.test_server import CONFIG, running, settle  # noqa: E402
 from tests.support import words  # noqa: E402
 from tests.support.tiny_sources import tiny_reader  # noqa: E402
 

@@ -14,9 +14,9 @@ from importlib.util import find_spec
 import pytest
 
 import specbeam as sb
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.pair import Pair
-from tests.lm.test_spread import rank_processes
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.pair import Pair
+from tests.models.test_spread import rank_processes
 from tests.support import words
 from tests.support.figures import show
 

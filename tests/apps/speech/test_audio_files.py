@@ -8,8 +8,8 @@ import torch
 
 import specbeam as sb
 from specbeam import errors
-from specbeam.speech import audio
-from specbeam.speech.audio import RATE, read_audio, read_audio_bytes, resampled
+from specbeam.apps.speech import audio
+from specbeam.apps.speech.audio import RATE, read_audio, read_audio_bytes, resampled
 from tests.support import media
 from tests.test_speech import noise
 
@@ -103,7 +103,7 @@ def test_what_holds_no_sound_is_refused_before_a_model_is_loaded(tmp_path, monke
     def load(path):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("specbeam.speech.transcribe.load", load)
+    monkeypatch.setattr("specbeam.apps.speech.transcribe.load", load)
     for words_of, file in unreadable(tmp_path):
         with pytest.raises(errors.SpecbeamError, match=words_of):
             sb.transcribe("somewhere/whisper", file)

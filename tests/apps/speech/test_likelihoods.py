@@ -6,7 +6,7 @@ from transformers import LogitsProcessorList, SuppressTokensAtBeginLogitsProcess
 
 import specbeam as sb
 from specbeam import errors
-from specbeam.speech.transcribe import Thresholds, thresholds_of
+from specbeam.apps.speech.transcribe import Thresholds, thresholds_of
 from tests.support import words
 from tests.test_speech import (
     BEGIN,

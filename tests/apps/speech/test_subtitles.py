@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from specbeam import errors
-from specbeam.speech.formats import FORMATS, formatted, wrapped
-from specbeam.speech.records import Segment, Transcript
+from specbeam.apps.speech.formats import FORMATS, formatted, wrapped
+from specbeam.apps.speech.records import Segment, Transcript
 
 pysubs2 = pytest.importorskip("pysubs2")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from specbeam.kernels import AVAILABLE
+from specbeam.core.compiling import AVAILABLE
 
 if not AVAILABLE:
     pytest.skip("numba is not installed", allow_module_level=True)
@@ -23,10 +23,10 @@ if not AVAILABLE:
 import numba
 from numba import types
 
-from specbeam import whole_files
-from specbeam.caches import files, folders
-from specbeam.kernels.compiling import compiled
-from specbeam.measure.kept_figures import Figures, NumberField, RecordFields
+from specbeam.core import whole_files
+from specbeam.core.caches import files, folders
+from specbeam.core.compiling.compiler import compiled
+from specbeam.core.measure.kept_figures import Figures, NumberField, RecordFields
 from tests.support.kernels_alone import write_kernels
 
 if not hasattr(os, "geteuid"):
@@ -427,7 +427,7 @@ def test_a_disk_that_takes_nothing_is_said_once(root, monkeypatch, call, number)
 
 
 def test_locks_that_fail_hold_nothing_up(root, monkeypatch):
-    from specbeam.kernels import claims
+    from specbeam.core.compiling import claims
 
     def refuse(number, what):
         raise OSError(errno.ENOLCK, "No locks available")
@@ -507,7 +507,7 @@ def test_the_files_used_least_recently_go_when_there_are_too_many(tmp_path, monk
 
 STEPS = """
 import sys, time
-from specbeam.kernels.compiling import compiled
+from specbeam.core.compiling.compiler import compiled
 @compiled
 def twice(x):
     return 2 * x

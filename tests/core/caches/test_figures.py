@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pytest
 
-from specbeam import fastest
-from specbeam.control import needs, pace
-from specbeam.lm import skip_search
-from specbeam.measure.kept_figures import ChoiceField, Figures, FlagField, NumberField, RecordFields, folder
-from specbeam.train import exit_choice
-from specbeam.tuning import acceptance, costs
+from specbeam.core.control import needs, pace
+from specbeam.core.measure.kept_figures import ChoiceField, Figures, FlagField, NumberField, RecordFields, folder
+from specbeam.doors import fastest
+from specbeam.lab.train import exit_choice
+from specbeam.models import skip_search
+from specbeam.recipes.tuning import acceptance, costs
 
 SET = np.array([True, False, True, False])
 CURVE = {"nodes": [1, 2, 4], "seconds": [0.5, 0.5, 0.75]}

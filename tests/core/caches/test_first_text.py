@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from specbeam.kernels import AVAILABLE
+from specbeam.core.compiling import AVAILABLE
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not AVAILABLE, reason="numba is not installed")]
 PROGRAM = """

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from specbeam.core.compiling import AVAILABLE
 from specbeam.errors import BadSetting
-from specbeam.kernels import AVAILABLE
 
 if not AVAILABLE:
     pytest.skip("numba is not installed", allow_module_level=True)
@@ -21,17 +21,17 @@ if not AVAILABLE:
 import numba
 from numba import types
 
-from specbeam.kernels import ahead, claims, code_cache
-from specbeam.kernels.compiling import compiled
-from specbeam.kernels.form_list import PLACE, StepForm, forms_in, names_in, text_of
+from specbeam.core.compiling import ahead, claims, code_cache
+from specbeam.core.compiling.compiler import compiled
+from specbeam.core.compiling.form_list import PLACE, StepForm, forms_in, names_in, text_of
 from tests.support.kernels_alone import write_kernels
 
 pytestmark = pytest.mark.skipif(not claims.LOCKS, reason="no locks on files")
-HOLDS = "import sys, time; from pathlib import Path; from specbeam.kernels.claims import claimed; "
+HOLDS = "import sys, time; from pathlib import Path; from specbeam.core.compiling.claims import claimed; "
 HOLDS += "claim = claimed(Path(sys.argv[1])); print(claim is not None, flush=True); time.sleep(60)"
 STEPS = """
 import logging, sys
-from specbeam.kernels.compiling import compiled
+from specbeam.core.compiling.compiler import compiled
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 @compiled
 def twice(x):
@@ -46,7 +46,7 @@ def later(x):
     return asked(x) - 1
 """
 # A program that asks for one step, and goes on until its stdin is closed.
-WAITS = "from specbeam.three import asked; print(asked(3)); from specbeam.kernels import ahead; "
+WAITS = "from specbeam.three import asked; print(asked(3)); from specbeam.core.compiling import ahead; "
 WAITS += "print('begun', ahead._BEGUN[1].pid, flush=True); import sys; sys.stdin.read()"
 # The same with a copy of it, which has all that it has open.
 FORKS = WAITS.replace(
@@ -269,7 +269,7 @@ def test_a_program_that_is_set_up_in_python_is_helped_likewise(package):
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no state of processes in /proc")
 def test_others_work_for_one_program_at_a_time_and_end_with_it_even_if_it_has_a_copy(package):
-    program = "from specbeam.kernels.ahead import place_of_claim; print(place_of_claim())"
+    program = "from specbeam.core.compiling.ahead import place_of_claim; print(place_of_claim())"
     (place,) = output(started(package, program, 1))
     busy = claims.claimed(Path(place))  # as if others worked for another program
     with helped(package, FORKS) as (process, (copy, other), _):
@@ -302,7 +302,7 @@ def test_functions_that_were_kept_are_compiled_in_and_called_as_before(package):
     assert "7" in output(started(package, program, 1))
     program = """
 from specbeam.three import asked, later, twice
-from specbeam.kernels.compiling import address_of
+from specbeam.core.compiling.compiler import address_of
 print(twice(4), asked(4), address_of(twice, 3) > 0)
 (entry,) = asked.python_entry.overloads.values()
 print(entry.library._shared_module is None)
@@ -335,9 +335,7 @@ def test_a_list_of_other_sources_harms_nobody(package):
 
 
 def test_on_one_processor_one_process_compiles(package):
-    program = (
-        "from specbeam.three import asked; print(asked(3)); from specbeam.kernels import ahead; print(ahead._BEGUN)"
-    )
+    program = "from specbeam.three import asked; print(asked(3)); from specbeam.core.compiling import ahead; print(ahead._BEGUN)"
     assert output(started(package, program, 1))[-2:] == ["7", "[None]"]
 
 
@@ -438,8 +436,8 @@ def test_the_list_has_what_a_first_text_needs(tmp_path):
     """`make first-text` writes it anew. What is known of the costs of a pair changes what its texts need."""
     program = """
 import specbeam as sb
-from specbeam.kernels import code_cache
-from specbeam.kernels.form_list import PLACE, forms_in
+from specbeam.core.compiling import code_cache
+from specbeam.core.compiling.form_list import PLACE, forms_in
 asked = set()
 load = code_cache.CodeCache.load_overload
 def noted(cache, kinds, context):
@@ -463,12 +461,12 @@ def test_the_list_names_steps_that_exist_and_calls_that_come_before():
     for number, form in enumerate(forms):
         assert all(need < number for need in form.needs)
         assert form.function().py_func.__module__ == form.module
-    assert {("specbeam.runs", "run_turns"), ("specbeam.engines.cpu.layers", "all_layers")} <= names_in(text)
+    assert {("specbeam.core.runs", "run_turns"), ("specbeam.engines.cpu.layers", "all_layers")} <= names_in(text)
 
 
 def test_what_is_no_more_has_no_kind():
     records = [["record", __name__, "Gone", True, ["int64"]], ["record", "collections", "OrderedDict", False, []]]
-    of_other_fields = ["record", "specbeam.kernels.form_list", "StepForm", False, ["int64"]]
+    of_other_fields = ["record", "specbeam.core.compiling.form_list", "StepForm", False, ["int64"]]
     form = ["step", __name__, "_nothing", [0, 1, 2, [1, "int64"], "int64"], []]
     (read,) = forms_in("\n".join(json.dumps(line) for line in [*records, of_other_fields, form]))
     assert read.kinds == (None, None, None, None, types.int64)
@@ -476,4 +474,4 @@ def test_what_is_no_more_has_no_kind():
 
 def test_a_kind_that_a_list_has_no_words_for_is_said():
     with pytest.raises(TypeError, match="no words for omitted"):
-        text_of([StepForm("specbeam.runs", "run_turns", False, (types.Omitted(3),), [])])
+        text_of([StepForm("specbeam.core.runs", "run_turns", False, (types.Omitted(3),), [])])

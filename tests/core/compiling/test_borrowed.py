@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from specbeam.core.compiling.compiler import AVAILABLE, Array, borrowed, borrowed_views
 from specbeam.core.steps import open_step, step
-from specbeam.kernels.compiling import AVAILABLE, Array, borrowed, borrowed_views
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="numba is missing")
 

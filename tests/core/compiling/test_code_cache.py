@@ -5,17 +5,17 @@ import sys
 
 import pytest
 
-from specbeam.kernels import AVAILABLE
+from specbeam.core.compiling import AVAILABLE
 from tests.support.kernels_alone import SOURCE, write_kernels
 
 if not AVAILABLE:
     pytest.skip("numba is not installed", allow_module_level=True)
 
-from specbeam.kernels import code_cache
+from specbeam.core.compiling import code_cache
 
 INNER = """
 from typing import NamedTuple
-from specbeam.kernels.compiling import compiled
+from specbeam.core.compiling.compiler import compiled
 class {record}(NamedTuple):
     number: int
 @compiled
@@ -24,7 +24,7 @@ def inner(one):
 """
 OUTER = """
 from specbeam.inner import {record}, inner
-from specbeam.kernels.compiling import compiled
+from specbeam.core.compiling.compiler import compiled
 @compiled
 def outer(number):
     return inner({record}(number))
@@ -37,7 +37,7 @@ class Record(NamedTuple):
     {second}: int
 """
 TAKES = """
-from specbeam.kernels.compiling import compiled
+from specbeam.core.compiling.compiler import compiled
 @compiled
 def takes(record):
     return 10 * record.tens + record.ones
@@ -53,7 +53,7 @@ def thrice(x):
 """
 CALLS_OTHERS = """
 from others import thrice, twice
-from specbeam.kernels.compiling import compiled
+from specbeam.core.compiling.compiler import compiled
 @compiled
 def calls_twice(x):
     return twice(x) + 1

@@ -11,11 +11,11 @@ from threading import Barrier
 import numpy as np
 import pytest
 
+from specbeam.core.compiling import compiler as compiling
+from specbeam.core.compiling.compiler import AVAILABLE, Array, compiled
+from specbeam.core.compiling.copies import copy_numbers, copy_rows
+from specbeam.core.compiling.linking import LONG, is_long
 from specbeam.core.steps import step
-from specbeam.kernels import compiling
-from specbeam.kernels.compiling import AVAILABLE, Array, compiled
-from specbeam.kernels.copies import copy_numbers, copy_rows
-from specbeam.kernels.linking import LONG, is_long
 
 if AVAILABLE:
     from numba import njit, typeof
@@ -159,7 +159,9 @@ def test_functions_of_others_may_call_steps_that_need_an_environment(capfd):
 
 
 def test_numba_that_is_told_not_to_compile_leaves_steps_to_python():
-    program = "from specbeam.kernels.compiling import AVAILABLE; import specbeam.laws.ranking; print(AVAILABLE)"
+    program = (
+        "from specbeam.core.compiling.compiler import AVAILABLE; import specbeam.core.laws.ranking; print(AVAILABLE)"
+    )
     found = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "NUMBA_DISABLE_JIT": "1"}, capture_output=True, text=True
     )

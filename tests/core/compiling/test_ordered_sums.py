@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from specbeam.kernels.compiling import Array, compiled
-from specbeam.kernels.ordered_sums import sum_of, sum_of_squares
+from specbeam.core.compiling.compiler import Array, compiled
+from specbeam.core.compiling.ordered_sums import sum_of, sum_of_squares
 
 
 @compiled

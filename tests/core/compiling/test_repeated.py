@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from specbeam.core.compiling.compiler import AVAILABLE, Array
+from specbeam.core.compiling.repeated import Repeated
 from specbeam.core.steps import step
-from specbeam.kernels.compiling import AVAILABLE, Array
-from specbeam.kernels.repeated import Repeated
-from tests.kernels.test_borrowed import Inner, Outer
+from tests.core.compiling.test_borrowed import Inner, Outer
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="numba is missing")
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from specbeam.core.compiling.compiler import AVAILABLE, Array
+from specbeam.core.compiling.uncounted import compiled_without_counts
 from specbeam.core.steps import step
-from specbeam.kernels.compiling import AVAILABLE, Array
-from specbeam.kernels.uncounted import compiled_without_counts
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="numba is missing")
 MEMORY = Path("/proc/self/statm")  # of Linux

@@ -6,25 +6,25 @@ import numpy as np
 import pytest
 
 import specbeam as sb
-from specbeam.control.best_tree import depth_of_tree, fastest_tree, layers_of, sequoia_tree, size_of
-from specbeam.control.confidence import SureDraft, TrackedThreshold
-from specbeam.control.cost import CostCurve, PassTimes
-from specbeam.control.size import SizeByLatency, best_size
-from specbeam.control.survival import Survival
-from specbeam.control.thompson import ACCEPTED, REFUSED, SCORE_ERROR, Thompson, best_length, calibrated_odds
 from specbeam.core.beams import Beams, Layers
+from specbeam.core.control.best_tree import depth_of_tree, fastest_tree, layers_of, sequoia_tree, size_of
+from specbeam.core.control.confidence import SureDraft, TrackedThreshold
+from specbeam.core.control.cost import CostCurve, PassTimes
+from specbeam.core.control.size import SizeByLatency, best_size
+from specbeam.core.control.survival import Survival
+from specbeam.core.control.thompson import ACCEPTED, REFUSED, SCORE_ERROR, Thompson, best_length, calibrated_odds
+from specbeam.core.draft.children import Best, BestAndOne, Distinct, Independent
+from specbeam.core.draft.lookup import retrieved
+from specbeam.core.draft.tree import Branching, TreeDrafter, _confidence
 from specbeam.core.forest import Forest
-from specbeam.draft.children import Best, BestAndOne, Distinct, Independent
-from specbeam.draft.lookup import retrieved
-from specbeam.draft.tree import Branching, TreeDrafter, _confidence
-from specbeam.laws.rows import RowLaw
-from specbeam.laws.warp import Warp
-from specbeam.lm.table import TableLM
-from specbeam.measure import kept_figures
-from specbeam.records import Scored, Shape, Turn, Verdict
-from specbeam.session import Parts
-from specbeam.tuning.acceptance import GUESS, keep_acceptance, kept_acceptance, with_guess
-from specbeam.verify.walk import MatchRule
+from specbeam.core.laws.rows import RowLaw
+from specbeam.core.laws.warp import Warp
+from specbeam.core.measure import kept_figures
+from specbeam.core.records import Scored, Shape, Turn, Verdict
+from specbeam.core.session import Parts
+from specbeam.core.verify.walk import MatchRule
+from specbeam.models.table import TableLM
+from specbeam.recipes.tuning.acceptance import GUESS, keep_acceptance, kept_acceptance, with_guess
 from tests.support.exact import distance
 from tests.support.examples import PAIRS, completed, law_and_mean, one_turn
 from tests.support.loops import pair
@@ -334,7 +334,7 @@ def test_sequoia_takes_the_fastest_tree_under_a_cost_curve():
 def test_sequoia_takes_what_was_measured_of_the_pair(pair, tmp_path, monkeypatch):
     """The tree follows the acceptance that was kept and the cost of passes; without either, guesses and all nodes."""
     monkeypatch.setenv("SPECBEAM_CACHE", str(tmp_path))
-    monkeypatch.setattr("specbeam.tuning.acceptance._KNOWN", WeakKeyDictionary())
+    monkeypatch.setattr("specbeam.recipes.tuning.acceptance._KNOWN", WeakKeyDictionary())
     free = CostCurve((1, 4, 16, 64), (1.0, 1.0, 1.0, 1.0))
     monkeypatch.setattr(
         "specbeam.recipes.sequence.curve_of", lambda lm: free if lm is pair.target else CostCurve((1,), (0.0,))
@@ -356,7 +356,7 @@ def test_sequoia_takes_what_was_measured_of_the_pair(pair, tmp_path, monkeypatch
     for broken in ('{"odds": []}', '{"odds": [0.9, 0.9]}', '{"odds": "many"}', "{}"):
         file.write_text(broken)
         assert kept_acceptance(pair.target, pair.draft) == (0.95, 0.0)  # it stays while the pair is loaded
-        monkeypatch.setattr("specbeam.tuning.acceptance._KNOWN", WeakKeyDictionary())
+        monkeypatch.setattr("specbeam.recipes.tuning.acceptance._KNOWN", WeakKeyDictionary())
         assert kept_acceptance(pair.target, pair.draft) is None
         keep_acceptance(pair.target, pair.draft, [0.95, 0.0])
 

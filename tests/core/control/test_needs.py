@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 import specbeam as sb
-from specbeam import kernels
-from specbeam.control import needs
-from specbeam.control.cost import CostCurve, HostCost
-from specbeam.control.needs import (
+from specbeam.core import compiling
+from specbeam.core.beams import Beams, Layers
+from specbeam.core.control import needs
+from specbeam.core.control.cost import CostCurve, HostCost
+from specbeam.core.control.needs import (
     CUT,
     HITS,
     MOST_TRIALS,
@@ -31,12 +32,11 @@ from specbeam.control.needs import (
     worthy_front,
     worthy_nodes,
 )
-from specbeam.core.beams import Beams, Layers
 from specbeam.core.forest import SHARED, Forest, KnownRows, forest_of_nodes, siblings
+from specbeam.core.measure import kept_figures
+from specbeam.core.session import Parts
 from specbeam.generation import turns_of
-from specbeam.lm.table import TableLM
-from specbeam.measure import kept_figures
-from specbeam.session import Parts
+from specbeam.models.table import TableLM
 from tests.support.loops import pair
 from tests.support.programs import random_table, run, session_of, texts
 from tests.support.steps import needs_numba, source_of_steps
@@ -339,7 +339,7 @@ def test_what_is_learnt_is_kept_on_disk(tmp_path, monkeypatch):
         np.testing.assert_array_equal(OddsMemory(["a pair"]).begin("x").live, prior_odds().live)
 
 
-@pytest.mark.skipif(not kernels.AVAILABLE, reason="needs numba")
+@pytest.mark.skipif(not compiling.AVAILABLE, reason="needs numba")
 @pytest.mark.parametrize("seed", range(5))
 def test_compiled_steps_are_their_source(seed):
     forest, odds = forest_with_odds(np.random.default_rng(seed))

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 import specbeam as sb
-from specbeam import kernels
-from specbeam.control.cost import CostCurve
-from specbeam.control.fixed import FixedShape
-from specbeam.control.needs import NodesByNeed
-from specbeam.control.pace import (
+from specbeam.core import compiling
+from specbeam.core.compiling.forms import forms_made
+from specbeam.core.control.cost import CostCurve
+from specbeam.core.control.fixed import FixedShape
+from specbeam.core.control.needs import NodesByNeed
+from specbeam.core.control.pace import (
     FIRST_WAIT,
     LEAST_SESSIONS,
     LONGEST_WAIT,
@@ -21,13 +22,12 @@ from specbeam.control.pace import (
     Phase,
     side_by_side,
 )
-from specbeam.decode import decode
-from specbeam.decoder import Decoder
-from specbeam.kernels.forms import forms_made
-from specbeam.measure import kept_figures
-from specbeam.options.settings import Settings
-from specbeam.request import Request
-from specbeam.verify.walk import PathRule
+from specbeam.core.decode import decode
+from specbeam.core.decoder import Decoder
+from specbeam.core.measure import kept_figures
+from specbeam.core.verify.walk import PathRule
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request
 from tests.support.loops import pair
 
 __all__ = ["pair"]  # a fixture
@@ -73,10 +73,10 @@ def test_sessions_in_which_code_was_compiled_do_not_count():
     assert (pace.number, list(pace.paces[True])) == (0, [])
 
 
-@pytest.mark.skipif(not kernels.AVAILABLE, reason="needs numba")
+@pytest.mark.skipif(not compiling.AVAILABLE, reason="needs numba")
 def test_a_session_is_not_timed_while_code_is_compiled(pair, monkeypatch):
     made = iter(range(1000))
-    monkeypatch.setattr("specbeam.decoder.forms_made", lambda: next(made))
+    monkeypatch.setattr("specbeam.core.decoder.forms_made", lambda: next(made))
     settings = Settings.given({"max_new_tokens": 3}, None)
     (session,) = Request(pair, [[3, 1, 4]], sb.sampling(), settings, seed=5).sessions
     list(decode(pair.target, [session]))
@@ -178,7 +178,7 @@ def test_texts_do_not_depend_on_who_drafts(ahead, at_once, pair, monkeypatch):
         entered.append(beside)
         return len(entered) % 2 == 0
 
-    monkeypatch.setattr("specbeam.control.needs.NodesByNeed.enter", enter)
+    monkeypatch.setattr("specbeam.core.control.needs.NodesByNeed.enter", enter)
     settings = Settings.given({"max_new_tokens": 12}, None)
     texts = []
     eager = NodesByNeed(CostCurve((1, 100), (1.0, 1.001)), CostCurve((1,), (1e-3,)), 4, 6)  # drafts cost nothing

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from specbeam.control import races
-from specbeam.control.races import ENTRANTS, RACE_NOISE, RACES, accepted_pmf, odds_of_rejection
-from specbeam.control.width import (
+from specbeam.core.beams import Beams
+from specbeam.core.control import races
+from specbeam.core.control.races import ENTRANTS, RACE_NOISE, RACES, accepted_pmf, odds_of_rejection
+from specbeam.core.control.width import (
     UNDECIDED,
     FixedWidth,
     FixedWidths,
@@ -28,10 +29,9 @@ from specbeam.control.width import (
     width_of_known,
     width_spec,
 )
-from specbeam.core.beams import Beams
 from specbeam.core.forest import INDEPENDENT, SHARED, Forest, Fronts, siblings
-from specbeam.laws.joint import joint_law
-from specbeam.laws.ranking import NO_TRUNCATION, Truncation
+from specbeam.core.laws.joint import joint_law
+from specbeam.core.laws.ranking import NO_TRUNCATION, Truncation
 from tests.oracles import widths as oracle
 from tests.support.exact import exact_law
 from tests.support.steps import source_of, source_of_steps

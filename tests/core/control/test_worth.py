@@ -8,19 +8,22 @@ import pytest
 import torch
 
 import specbeam as sb
-from specbeam import kernels
-from specbeam.control.cost import CostCurve, HostCost
-from specbeam.control.fixed import FixedShape
-from specbeam.control.pace import DraftsIfFaster
-from specbeam.control.width import FixedWidth
-from specbeam.control.worth import DepthByCost, PassOdds
-from specbeam.draft.beams import BeamDrafter
+from specbeam.core import compiling
+from specbeam.core.control.cost import CostCurve, HostCost
+from specbeam.core.control.fixed import FixedShape
+from specbeam.core.control.pace import DraftsIfFaster
+from specbeam.core.control.width import FixedWidth
+from specbeam.core.control.worth import DepthByCost, PassOdds
+from specbeam.core.draft.beams import BeamDrafter
+from specbeam.core.records import Shape
+from specbeam.core.session import Parts
+from specbeam.core.verify.beams import BeamRule
+from specbeam.core.verify.search import SearchRule
+from specbeam.core.verify.walk import MatchRule
 from specbeam.errors import BadSetting
-from specbeam.lm.table import TableLM
+from specbeam.models.table import TableLM
 from specbeam.recipes.depth import ROWS, depth_by_bytes, depth_control
-from specbeam.records import Shape
-from specbeam.session import Parts
-from specbeam.tuning.costs import (
+from specbeam.recipes.tuning.costs import (
     DEEP,
     curve_of,
     curves_in_turns,
@@ -30,11 +33,8 @@ from specbeam.tuning.costs import (
     measure_host,
     measure_loops,
 )
-from specbeam.tuning.idle_model import IdleLM
-from specbeam.tuning.stored_prompt import StoredPrompt, TurnCost, seconds_of
-from specbeam.verify.beams import BeamRule
-from specbeam.verify.search import SearchRule
-from specbeam.verify.walk import MatchRule
+from specbeam.recipes.tuning.idle_model import IdleLM
+from specbeam.recipes.tuning.stored_prompt import StoredPrompt, TurnCost, seconds_of
 from tests.support import words
 from tests.support.programs import run, session_of
 from tests.support.tiny_models import tiny
@@ -82,7 +82,7 @@ def test_what_the_host_does_counts():
 @pytest.mark.parametrize("rule", [BeamRule(FixedWidth(2)), SearchRule(2)], ids=["beams", "search"])
 def test_the_host_is_timed_around_models_that_cost_nothing(rule, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECBEAM_CACHE", str(tmp_path))
-    monkeypatch.setattr("specbeam.tuning.costs._HOST", {})
+    monkeypatch.setattr("specbeam.recipes.tuning.costs._HOST", {})
     search = isinstance(rule, SearchRule)
     turns = {True: [], False: []}
 
@@ -107,7 +107,7 @@ def test_the_host_is_timed_around_models_that_cost_nothing(rule, tmp_path, monke
     assert np.mean(turns[False]) < 1
     turns[True].clear()
     assert host_cost(40, parts, ["a rule", 2]) == found  # from memory
-    monkeypatch.setattr("specbeam.tuning.costs._HOST", {})
+    monkeypatch.setattr("specbeam.recipes.tuning.costs._HOST", {})
     assert host_cost(40, parts, ["a rule", 2]) == found  # from disk
     assert not turns[True]
 
@@ -118,7 +118,7 @@ def test_costs_are_told_apart(monkeypatch):
     def priced(vocab, parts, depth, agree, turns):
         return 0.7 + 0.2 * depth + 0.1 * (1 + depth * agree)
 
-    monkeypatch.setattr("specbeam.tuning.costs._turn_s", priced)
+    monkeypatch.setattr("specbeam.recipes.tuning.costs._turn_s", priced)
     found = measure_host(40, lambda lm, depth: None)
     assert (found.turn_s, found.draft_s, found.judge_s) == pytest.approx((0.7, 0.2, 0.1))
 
@@ -184,8 +184,8 @@ def test_curves_are_measured_once_and_kept(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "changed",
     [
-        ("specbeam.measure.kept_figures.source_key", lambda *rooms: "newer"),
-        ("specbeam.tuning.costs.uses_tiles", lambda: "none"),
+        ("specbeam.core.measure.kept_figures.source_key", lambda *rooms: "newer"),
+        ("specbeam.recipes.tuning.costs.uses_tiles", lambda: "none"),
     ],
     ids=["source", "tiles"],
 )
@@ -224,7 +224,7 @@ def test_of_a_shared_pass_a_session_pays_its_share():
     assert depths[1] == 0
 
 
-@pytest.mark.skipif(not kernels.AVAILABLE, reason="needs numba")
+@pytest.mark.skipif(not compiling.AVAILABLE, reason="needs numba")
 def test_what_loops_do_beside_the_models_is_measured(pair_of_loops):
     """Real models, by the laps of the loops; far less than a turn of Python."""
     target, draft = pair_of_loops.target, pair_of_loops.draft
@@ -347,8 +347,8 @@ def test_curves_in_turns_know_that_models_drive_each_other_from_the_caches(model
         return TurnCost(seconds + 2.0 * is_cold, 0.0, 1)
 
     monkeypatch.setattr(StoredPrompt, "turn", turn)
-    monkeypatch.setattr("specbeam.tuning.costs.ALONE_S", 0.0)
-    monkeypatch.setattr("specbeam.tuning.costs.QUICK_S", 0.0)
+    monkeypatch.setattr("specbeam.recipes.tuning.costs.ALONE_S", 0.0)
+    monkeypatch.setattr("specbeam.recipes.tuning.costs.QUICK_S", 0.0)
     target_s, draft_s = curves_in_turns(models.target, models.draft)
     assert target_s.pass_s(1) == pytest.approx(1.01)
     assert target_s.pass_s(2) == pytest.approx(1.02 + 2.0 + 2.0)  # and the draft's first pass

@@ -7,15 +7,15 @@ import pytest
 
 import specbeam as sb
 from specbeam.core.dice import Dice
+from specbeam.core.draft.joint_beams import JointBeams, drawn_candidates
+from specbeam.core.draft.joint_tokens import EveryBlock
+from specbeam.core.draft.tree import TreeDrafter
+from specbeam.core.laws.ranking import Truncation
+from specbeam.core.laws.warp import Warp
 from specbeam.core.limits import Limits
-from specbeam.draft.joint_beams import JointBeams, drawn_candidates
-from specbeam.draft.joint_tokens import EveryBlock
-from specbeam.draft.tree import TreeDrafter
+from specbeam.core.records import Shape
 from specbeam.errors import BadSetting
-from specbeam.laws.ranking import Truncation
-from specbeam.laws.warp import Warp
-from specbeam.lm.table import TableLM
-from specbeam.records import Shape
+from specbeam.models.table import TableLM
 from tests.support import words
 from tests.support.exact import exact_law, successive
 from tests.support.joint import P, Q, drafted, first_order, letters, odds_of

@@ -9,20 +9,20 @@ import torch
 from scipy.stats import chisquare
 
 import specbeam as sb
-from specbeam.control.confidence import SureDraft
+from specbeam.core.control.confidence import SureDraft
 from specbeam.core.dice import Dice, Uniforms
+from specbeam.core.draft import tree as tree_steps
+from specbeam.core.draft.children import Best, BestAndOne, Distinct, Draws, Independent
+from specbeam.core.draft.tree import Branching, FixedTree, TreeDrafter, grow_layer, grow_tree, most_nodes, start_tree
 from specbeam.core.forest import CHOSEN, DISTINCT, INDEPENDENT, Forest
-from specbeam.draft import tree as tree_steps
-from specbeam.draft.children import Best, BestAndOne, Distinct, Draws, Independent
-from specbeam.draft.tree import Branching, FixedTree, TreeDrafter, grow_layer, grow_tree, most_nodes, start_tree
-from specbeam.laws.edits import NO_EDITS
-from specbeam.laws.ranking import NO_TRUNCATION, Truncation
-from specbeam.laws.reduce import BROKEN, SOUND
-from specbeam.lm import huggingface
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.options.settings import Settings
-from specbeam.records import Shape
-from specbeam.request import Request
+from specbeam.core.laws.edits import NO_EDITS
+from specbeam.core.laws.ranking import NO_TRUNCATION, Truncation
+from specbeam.core.laws.reduce import BROKEN, SOUND
+from specbeam.core.records import Shape
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request
+from specbeam.models import huggingface
+from specbeam.models.huggingface import HuggingFaceLM
 from tests.oracles import children as oracle
 from tests.oracles.laws import log_softmax, warped
 from tests.support.exact import exact_law

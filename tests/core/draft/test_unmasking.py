@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import specbeam as sb
-from specbeam.draft.unmask import ORDERS, Unmasking
-from specbeam.lm.table import TableLM
-from specbeam.records import Shape
-from specbeam.session import Parts
-from specbeam.verify.traversal import TraversalRule
-from specbeam.verify.walk import MatchRule, PathRule
+from specbeam.core.draft.unmask import ORDERS, Unmasking
+from specbeam.core.records import Shape
+from specbeam.core.session import Parts
+from specbeam.core.verify.traversal import TraversalRule
+from specbeam.core.verify.walk import MatchRule, PathRule
+from specbeam.models.table import TableLM
 from tests.support.constraints import Automaton, renormalised, warp_of
 from tests.support.exact import distance, exact_law
 from tests.support.examples import completed, law_and_mean, one_turn

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 import specbeam as sb
-from specbeam.control.fixed import FixedShape
-from specbeam.control.width import SureWidth
-from specbeam.draft.beams import BeamDrafter
-from specbeam.laws.ranking import Truncation
-from specbeam.lm.table import TableLM
-from specbeam.session import Parts
-from specbeam.verify.beams import BeamRule
-from specbeam.verify.search import SearchRule
-from specbeam.verify.walk import MatchRule
+from specbeam.core.control.fixed import FixedShape
+from specbeam.core.control.width import SureWidth
+from specbeam.core.draft.beams import BeamDrafter
+from specbeam.core.laws.ranking import Truncation
+from specbeam.core.session import Parts
+from specbeam.core.verify.beams import BeamRule
+from specbeam.core.verify.search import SearchRule
+from specbeam.core.verify.walk import MatchRule
+from specbeam.models.table import TableLM
 from tests.methods.test_sequences import DRAWN, MATCHED, parts_on
 from tests.oracles.noise import child_keys, from_the_top, gumbel_of_all
 from tests.support.constraints import Automaton, renormalised, warp_of

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from specbeam.core.beams import room_for_texts
-from specbeam.laws.edits import NO_EDITS, edited_rows
-from specbeam.laws.warp import Warp
-from specbeam.options.settings import Settings
+from specbeam.core.laws.edits import NO_EDITS, edited_rows
+from specbeam.core.laws.warp import Warp
+from specbeam.doors.options.settings import Settings
 from tests.support.seats import random_forest
 from tests.support.steps import source_of_steps
 

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specbeam.core.beams import Beams
-from specbeam.errors import BrokenLaw, DeadEnd
-from specbeam.laws.joint import (
+from specbeam.core.laws.joint import (
     all_pairs,
     choose,
     condition_of,
@@ -23,10 +22,11 @@ from specbeam.laws.joint import (
     odds_at,
     support_of,
 )
-from specbeam.laws.ranking import Truncation
-from specbeam.laws.reduce import BROKEN, DEAD, SOUND
-from specbeam.laws.warp import Warp, law_of_beams
-from tests.laws.test_truncation import TRUNCATIONS
+from specbeam.core.laws.ranking import Truncation
+from specbeam.core.laws.reduce import BROKEN, DEAD, SOUND
+from specbeam.core.laws.warp import Warp, law_of_beams
+from specbeam.errors import BrokenLaw, DeadEnd
+from tests.core.laws.test_truncation import TRUNCATIONS
 from tests.oracles import laws as plain
 from tests.oracles import noise
 from tests.support.steps import source_of_steps

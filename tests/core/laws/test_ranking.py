@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specbeam.laws.ranking import INSERTED, ascending, largest, pairs_of_best_value, rank_pairs, sorted_places
-from specbeam.laws.warp import best_places
+from specbeam.core.laws.ranking import INSERTED, ascending, largest, pairs_of_best_value, rank_pairs, sorted_places
+from specbeam.core.laws.warp import best_places
 from tests.oracles import noise
 from tests.support.steps import source_of_steps
 

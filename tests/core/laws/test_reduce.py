@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specbeam.kernels.sums import exponentials, picked_by_blocks
-from specbeam.laws.reduce import log_norm, log_sum, norms_left_out, place_of
+from specbeam.core.compiling.sums import exponentials, picked_by_blocks
+from specbeam.core.laws.reduce import log_norm, log_sum, norms_left_out, place_of
 from tests.support.steps import needs_numba, source_of_steps
 
 DTYPES = st.sampled_from([np.float32, np.float64])

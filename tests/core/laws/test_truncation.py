@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from transformers import TypicalLogitsWarper
 
 from specbeam.core.beams import Beams
+from specbeam.core.laws.joint import all_pairs, odds_among, odds_at
+from specbeam.core.laws.ranking import NO_TRUNCATION, Truncation
+from specbeam.core.laws.rows import RowLaw
+from specbeam.core.laws.warp import Warp, dense_logp, law_of_beams, row_laws, truncation_of
 from specbeam.errors import BrokenLaw, NotSupported
-from specbeam.laws.joint import all_pairs, odds_among, odds_at
-from specbeam.laws.ranking import NO_TRUNCATION, Truncation
-from specbeam.laws.rows import RowLaw
-from specbeam.laws.warp import Warp, dense_logp, law_of_beams, row_laws, truncation_of
 from tests.oracles.laws import log_softmax, warped, warpers_of
 from tests.support.steps import source_of_steps
 

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from specbeam.core.beams import Beams
-from specbeam.laws.joint import all_pairs, condition_of, joint_law, likelihoods_at, odds_among, odds_at
-from specbeam.laws.ranking import Truncation
-from specbeam.laws.reduce import BROKEN, SOUND
-from specbeam.laws.warp import Warp, law_of_beams, processed_rows
-from tests.laws.test_joint import STEPS, running
-from tests.laws.test_truncation import TRUNCATIONS
+from specbeam.core.laws.joint import all_pairs, condition_of, joint_law, likelihoods_at, odds_among, odds_at
+from specbeam.core.laws.ranking import Truncation
+from specbeam.core.laws.reduce import BROKEN, SOUND
+from specbeam.core.laws.warp import Warp, law_of_beams, processed_rows
+from tests.core.laws.test_joint import STEPS, running
+from tests.core.laws.test_truncation import TRUNCATIONS
 from tests.oracles.laws import log_softmax, warped
 
 

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from specbeam import kernels
+from specbeam.core import compiling
+from specbeam.core.compiling.interrupts import hold_interrupts
 from specbeam.core.steps import step
-from specbeam.kernels.interrupts import hold_interrupts
 from tests.support.steps import needs_numba
 
 
@@ -103,7 +103,7 @@ print(came)
 """
 
 
-@pytest.mark.skipif(not kernels.AVAILABLE, reason="there are no loops")
+@pytest.mark.skipif(not compiling.AVAILABLE, reason="there are no loops")
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no timer that interrupts")
 def test_loops_are_interrupted_again_and_again():
     """A handler that raises where numba makes a named tuple ended the process."""

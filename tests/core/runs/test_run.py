@@ -11,25 +11,25 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import specbeam as sb
-from specbeam import kernels, runs
-from specbeam.control.confidence import SureDraft
-from specbeam.control.fixed import FixedShape
-from specbeam.control.thompson import Thompson
-from specbeam.decode import decode
+from specbeam.core import compiling, runs
+from specbeam.core.control.confidence import SureDraft
+from specbeam.core.control.fixed import FixedShape
+from specbeam.core.control.thompson import Thompson
+from specbeam.core.decode import decode
+from specbeam.core.laws.reduce import BROKEN, SOUND
+from specbeam.core.records import Shape
+from specbeam.core.session import Session
+from specbeam.core.verify.walk import PathRule
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request
 from specbeam.errors import SomeFailed, TooFewAnswers
 from specbeam.generation import turns_of
-from specbeam.laws.reduce import BROKEN, SOUND
-from specbeam.options.settings import Settings
-from specbeam.records import Shape
-from specbeam.request import Request
-from specbeam.session import Session
-from specbeam.verify.walk import PathRule
 from tests.support import words
 from tests.support.loops import OPTIONS, PROMPTS, known, pair
 from tests.support.steps import source_of_steps
 from tests.support.tiny_models import tiny
 
-if not kernels.AVAILABLE:
+if not compiling.AVAILABLE:
     pytest.skip("needs numba", allow_module_level=True)
 
 __all__ = ["pair"]  # a fixture
@@ -129,8 +129,8 @@ def watched_runs(monkeypatch):
 
 def turn_by_turn(patch):
     """Let no turn be taken in a run."""
-    patch.setattr("specbeam.decoder.run_ahead", lambda target, session, most_turns: False)
-    patch.setattr("specbeam.decoder.run_together", lambda target, sessions, most_turns: [])
+    patch.setattr("specbeam.core.decoder.run_ahead", lambda target, session, most_turns: False)
+    patch.setattr("specbeam.core.decoder.run_together", lambda target, sessions, most_turns: [])
 
 
 def both(pair, prompt, method, monkeypatch, **options):

@@ -3,19 +3,19 @@
 import pytest
 
 import specbeam as sb
-from specbeam import kernels, runs
-from specbeam.decode import decode
-from specbeam.decoder import Decoder
+from specbeam.core import compiling, runs
+from specbeam.core.decode import decode
+from specbeam.core.decoder import Decoder
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request
 from specbeam.engines.cpu import passes as cpu_passes
 from specbeam.engines.kv.steps import HELD, SIZE, STORED
 from specbeam.errors import SomeFailed
-from specbeam.options.settings import Settings
-from specbeam.request import Request
 from tests.support import words
 from tests.support.loops import known
 from tests.support.tiny_models import tiny
 
-if not kernels.AVAILABLE:
+if not compiling.AVAILABLE:
     pytest.skip("needs numba", allow_module_level=True)
 
 PROMPTS = [[1, 7, 3], [5, 6, 7, 8, 9] * 20, [2], [11, 12], [1, 7, 4]]
@@ -42,7 +42,7 @@ def pair(request):
 @pytest.fixture(autouse=True)
 def none_by_itself(monkeypatch):
     """Let no session of several go alone, as if models were too large for it."""
-    monkeypatch.setattr("specbeam.decoder.run_side_by_side", only_failed)
+    monkeypatch.setattr("specbeam.core.decoder.run_side_by_side", only_failed)
 
 
 @pytest.fixture
@@ -71,8 +71,8 @@ def with_and_without(pair, monkeypatch, prompts, method, **options):
         before = pair.target.passes
         with monkeypatch.context() as patch:
             if not together:
-                patch.setattr("specbeam.decoder.run_together", only_failed)
-                patch.setattr("specbeam.decoder.run_ahead", lambda target, session, most_turns: False)
+                patch.setattr("specbeam.core.decoder.run_together", only_failed)
+                patch.setattr("specbeam.core.decoder.run_ahead", lambda target, session, most_turns: False)
             answers = sb.generate(pair, prompts, method, **options)
         found.append(([known(one) for one in answers], pair.target.passes - before))
     return found

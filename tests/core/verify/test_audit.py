@@ -9,16 +9,16 @@ import pytest
 
 import specbeam as sb
 from specbeam import errors
-from specbeam.audit import ALARM, Audit
-from specbeam.control.fixed import FixedShape
-from specbeam.draft.children import Draws
-from specbeam.draft.tree import Branching, TreeDrafter
-from specbeam.laws.evidence import TILTS
-from specbeam.lm.table import TableLM
-from specbeam.session import Parts
-from specbeam.verify import walk
-from specbeam.verify.traversal import TraversalRule
-from specbeam.verify.walk import PathRule
+from specbeam.core.audit import ALARM, Audit
+from specbeam.core.control.fixed import FixedShape
+from specbeam.core.draft.children import Draws
+from specbeam.core.draft.tree import Branching, TreeDrafter
+from specbeam.core.laws.evidence import TILTS
+from specbeam.core.session import Parts
+from specbeam.core.verify import walk
+from specbeam.core.verify.traversal import TraversalRule
+from specbeam.core.verify.walk import PathRule
+from specbeam.models.table import TableLM
 from tests.support import words
 from tests.support.evidence import of_draw, of_trial, of_worth
 from tests.support.exact import exact_law

@@ -5,34 +5,34 @@ import pytest
 import torch
 
 import specbeam as sb
-from specbeam import kernels
-from specbeam.control.needs import NO_BUDGET
-from specbeam.control.races import RACE_NOISE
-from specbeam.control.width import FixedWidths, NucleusWidths, SureWidths
+from specbeam.core import compiling
 from specbeam.core.beams import BEST_LIVE_MAY_WIN, FIRST_ENOUGH, Beams, Finished, Stop
+from specbeam.core.control.needs import NO_BUDGET
+from specbeam.core.control.races import RACE_NOISE
+from specbeam.core.control.width import FixedWidths, NucleusWidths, SureWidths
+from specbeam.core.decode import turns
 from specbeam.core.dice import Dice, Uniforms
+from specbeam.core.draft import beams as draft_steps
+from specbeam.core.draft.beams import DrawnLayers, SearchedLayers, SharedLayers, start_draft
+from specbeam.core.draft.tree import grow_layer, start_tree
 from specbeam.core.forest import Forest, KnownRows, no_fronts, turn_rows, unknown_nodes
-from specbeam.decode import turns
-from specbeam.draft import beams as draft_steps
-from specbeam.draft.beams import DrawnLayers, SearchedLayers, SharedLayers, start_draft
-from specbeam.draft.tree import grow_layer, start_tree
-from specbeam.laws import joint
-from specbeam.laws.evidence import no_evidence
-from specbeam.laws.ranking import NO_TRUNCATION, Truncation
-from specbeam.laws.reduce import BROKEN, DEAD, SOUND
-from specbeam.verify import beams as judge_steps
-from specbeam.verify import traversal, walk
-from specbeam.verify.beams import SearchSpec, SharedSpec, TriedSpec
-from specbeam.verify.traversal import ClimbSpec
-from specbeam.verify.walk import MATCH_BY_DICE, MATCH_BY_NOISE, ONE_SEQUENCE, TRY, WalkSpec
-from tests.draft.test_tree import begun
+from specbeam.core.laws import joint
+from specbeam.core.laws.evidence import no_evidence
+from specbeam.core.laws.ranking import NO_TRUNCATION, Truncation
+from specbeam.core.laws.reduce import BROKEN, DEAD, SOUND
+from specbeam.core.verify import beams as judge_steps
+from specbeam.core.verify import traversal, walk
+from specbeam.core.verify.beams import SearchSpec, SharedSpec, TriedSpec
+from specbeam.core.verify.traversal import ClimbSpec
+from specbeam.core.verify.walk import MATCH_BY_DICE, MATCH_BY_NOISE, ONE_SEQUENCE, TRY, WalkSpec
+from tests.core.draft.test_tree import begun
 from tests.support.forests import assert_same_forests
 from tests.support.growths import GROWTHS
 from tests.support.loops import OPTIONS, assert_same, pair
 from tests.support.steps import source_of_steps
 from tests.support.tiny_models import tiny
 
-if not kernels.AVAILABLE:
+if not compiling.AVAILABLE:
     pytest.skip("needs numba", allow_module_level=True)
 
 __all__ = ["pair"]  # a fixture

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from specbeam.core.dice import Dice, Uniforms
-from specbeam.laws.evidence import no_evidence
-from specbeam.verify import trials
-from specbeam.verify.trials import law_on_trial, refuse, residual
+from specbeam.core.laws.evidence import no_evidence
+from specbeam.core.verify import trials
+from specbeam.core.verify.trials import law_on_trial, refuse, residual
 from tests.oracles import draws as oracle
 from tests.oracles.draws import Candidate, Taken
 from tests.support.exact import distance, exact_law, successive

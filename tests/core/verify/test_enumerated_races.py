@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 
 import specbeam as sb
-from specbeam.control.cost import CostCurve
-from specbeam.control.fixed import FixedShape
-from specbeam.control.needs import NodesByNeed
+from specbeam.core.control.cost import CostCurve
+from specbeam.core.control.fixed import FixedShape
+from specbeam.core.control.needs import NodesByNeed
+from specbeam.core.draft import tree
+from specbeam.core.draft.best_first import BestFirst
+from specbeam.core.draft.merged import Pruned
+from specbeam.core.draft.tree import TreeDrafter, perturbed
 from specbeam.core.forest import joined
+from specbeam.core.laws import joint, ranking
 from specbeam.core.noise import ALL_TOKENS, child_key
-from specbeam.draft import tree
-from specbeam.draft.best_first import BestFirst
-from specbeam.draft.merged import Pruned
-from specbeam.draft.tree import TreeDrafter, perturbed
-from specbeam.laws import joint, ranking
-from specbeam.lm.table import TableLM
-from specbeam.session import Parts
-from specbeam.verify.traversal import TraversalRule
-from specbeam.verify.walk import MatchRule, PathRule
+from specbeam.core.session import Parts
+from specbeam.core.verify.traversal import TraversalRule
+from specbeam.core.verify.walk import MatchRule, PathRule
+from specbeam.models.table import TableLM
 from tests.support.exact import WalkingDice, beam_sampling_law, distance, exact_law
 from tests.support.examples import PAIRS, completed, law_and_mean, one_turn
 from tests.support.programs import random_table, run, session_of, texts

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import specbeam as sb
+from specbeam.core.decoder import Decoder
 from specbeam.core.forest import (
     MOST_KEPT,
     NO_KNOWN_ROWS,
@@ -18,15 +19,14 @@ from specbeam.core.forest import (
     turn_rows,
     unknown_nodes,
 )
-from specbeam.decoder import Decoder
+from specbeam.core.laws.evidence import no_evidence
+from specbeam.core.laws.ranking import Truncation
+from specbeam.core.laws.warp import Warp
+from specbeam.core.verify.trials import Drafts, take_draws
 from specbeam.generation import turns_of
-from specbeam.laws.evidence import no_evidence
-from specbeam.laws.ranking import Truncation
-from specbeam.laws.warp import Warp
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.table import TableLM
-from specbeam.pair import Pair
-from specbeam.verify.trials import Drafts, take_draws
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.pair import Pair
+from specbeam.models.table import TableLM
 from tests.support.exact import distance, exact_law
 from tests.support.programs import random_table, run, session_of, texts
 from tests.support.steps import source_of_steps
@@ -44,7 +44,7 @@ METHODS = {
 def kept(patch, keeps):
     """Let nodes be kept from turn to turn, or not."""
     if not keeps:
-        patch.setattr("specbeam.decoder.keeps_nodes", lambda target, parts: False)
+        patch.setattr("specbeam.core.decoder.keeps_nodes", lambda target, parts: False)
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)

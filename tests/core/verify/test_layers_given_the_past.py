@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import specbeam as sb
-from specbeam.control.fixed import FixedShape
-from specbeam.control.width import NucleusWidth, SureWidth
-from specbeam.draft.beams import BeamDrafter
-from specbeam.lm.table import TableLM
-from specbeam.session import Parts
-from specbeam.verify.beams import BeamRule
+from specbeam.core.control.fixed import FixedShape
+from specbeam.core.control.width import NucleusWidth, SureWidth
+from specbeam.core.draft.beams import BeamDrafter
+from specbeam.core.session import Parts
+from specbeam.core.verify.beams import BeamRule
+from specbeam.models.table import TableLM
 from tests.support.exact import distance, exact_law, successive
 from tests.support.programs import random_table, run, session_of
 

@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specbeam as sb
-from specbeam.control.width import FixedWidth, NucleusWidth, SureWidth, nucleus_width
 from specbeam.core.beams import Beams
+from specbeam.core.control.width import FixedWidth, NucleusWidth, SureWidth, nucleus_width
+from specbeam.core.laws.joint import drawn_pairs, joint_law
+from specbeam.core.laws.ranking import Truncation
+from specbeam.core.laws.warp import Warp
 from specbeam.core.limits import Limits
-from specbeam.laws.joint import drawn_pairs, joint_law
-from specbeam.laws.ranking import Truncation
-from specbeam.laws.warp import Warp
-from specbeam.lm.table import TableLM
-from specbeam.verify import beams as judge_steps
-from specbeam.verify import search as search_rule
-from specbeam.verify.beams import BeamRule, SearchSpec, SharedSpec, most_value
+from specbeam.core.verify import beams as judge_steps
+from specbeam.core.verify import search as search_rule
+from specbeam.core.verify.beams import BeamRule, SearchSpec, SharedSpec, most_value
+from specbeam.models.table import TableLM
 from tests.support.exact import beam_sampling_law, distance, exact_law, successive
 from tests.support.programs import random_table, run, session_of, texts
 from tests.support.steps import source_of, source_of_steps

@@ -7,8 +7,8 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from specbeam.laws.evidence import no_evidence
-from specbeam.verify.trials import residual, try_drafts
+from specbeam.core.laws.evidence import no_evidence
+from specbeam.core.verify.trials import residual, try_drafts
 from tests.support.exact import distance, exact_law, successive
 from tests.support.trials import drawn, sure, token_of
 from tests.support.trials import tried as layer_of

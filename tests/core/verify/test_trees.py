@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 
 import specbeam as sb
-from specbeam.control.best_tree import depth_of_tree, sequoia_tree
-from specbeam.control.fixed import FixedShape
+from specbeam.core.control.best_tree import depth_of_tree, sequoia_tree
+from specbeam.core.control.fixed import FixedShape
+from specbeam.core.draft.children import Best, BestAndOne, Distinct, Independent
+from specbeam.core.draft.merged import ManyDrafters, Pruned, united
+from specbeam.core.draft.tree import Branching, FixedTree, TreeDrafter
 from specbeam.core.forest import Forest
-from specbeam.draft.children import Best, BestAndOne, Distinct, Independent
-from specbeam.draft.merged import ManyDrafters, Pruned, united
-from specbeam.draft.tree import Branching, FixedTree, TreeDrafter
+from specbeam.core.session import Parts
+from specbeam.core.verify.traversal import TraversalRule
+from specbeam.core.verify.walk import MatchRule, PathRule
 from specbeam.errors import LostLaw
-from specbeam.lm.table import TableLM
-from specbeam.session import Parts
-from specbeam.verify.traversal import TraversalRule
-from specbeam.verify.walk import MatchRule, PathRule
+from specbeam.models.table import TableLM
 from tests.support.exact import distance, exact_law
 from tests.support.examples import PAIRS, completed, law_and_mean, one_turn
 from tests.support.programs import random_table, session_of

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specbeam.control.races import ENTRANTS, RACE_NOISE
-from specbeam.control.width import odds_when_shared
 from specbeam.core.beams import Beams
+from specbeam.core.control.races import ENTRANTS, RACE_NOISE
+from specbeam.core.control.width import odds_when_shared
 from specbeam.core.forest import Forest, Fronts
-from specbeam.laws.joint import all_pairs, joint_law
-from specbeam.laws.ranking import NO_TRUNCATION, Truncation
+from specbeam.core.laws.joint import all_pairs, joint_law
+from specbeam.core.laws.ranking import NO_TRUNCATION, Truncation
 from tests.oracles.laws import joint_logp
 from tests.oracles.widths import odds_of_layer
 from tests.support.steps import source_of_steps

@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 
 import specbeam as sb
-from specbeam.control.fixed import FixedShape
+from specbeam.core.control.fixed import FixedShape
+from specbeam.core.draft import merged
+from specbeam.core.draft.children import Distinct
+from specbeam.core.draft.merged import Graph
+from specbeam.core.draft.tree import Branching, GrowingTree, TreeDrafter
 from specbeam.core.forest import Forest
-from specbeam.draft import merged
-from specbeam.draft.children import Distinct
-from specbeam.draft.merged import Graph
-from specbeam.draft.tree import Branching, GrowingTree, TreeDrafter
+from specbeam.core.laws.rows import RowLaw
+from specbeam.core.records import Shape
+from specbeam.core.session import Parts
+from specbeam.core.verify.walk import PathRule
 from specbeam.engines.kv.trie import KVTrie
-from specbeam.laws.rows import RowLaw
-from specbeam.lm.table import TableLM
-from specbeam.records import Shape
-from specbeam.session import Parts
-from specbeam.verify.walk import PathRule
+from specbeam.models.table import TableLM
 from tests.support.exact import exact_law
 from tests.support.examples import PAIRS, completed, law_and_mean, one_turn
 from tests.support.programs import run, session_of

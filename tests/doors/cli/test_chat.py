@@ -14,11 +14,11 @@ import pytest
 from rich.console import Console
 
 import specbeam as sb
-from specbeam.cli import chat
-from specbeam.cli.chat import Chat, ChatOptions, PairSpeaker, ServerSpeaker
+from specbeam.doors.cli import chat
+from specbeam.doors.cli.chat import Chat, ChatOptions, PairSpeaker, ServerSpeaker
 from specbeam.errors import NotSupported, SpecbeamError
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.pair import BUNDLED, Pair
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.pair import BUNDLED, Pair
 from tests.support.tiny_models import tiny
 
 TEMPLATE = (
@@ -121,7 +121,7 @@ def test_settings_change_between_messages_and_wrong_ones_change_nothing(pair):
 
 def test_an_interrupt_ends_an_answer_and_leaves_what_was_said_and_the_models_free(pair, monkeypatch, request):
     # A fast machine would write the whole answer before it shows the first piece.
-    monkeypatch.setattr(importlib.import_module("specbeam.decode"), "DELAY_S", 0)
+    monkeypatch.setattr(importlib.import_module("specbeam.core.decode"), "DELAY_S", 0)
     # A shell that started the tests in the background lets them ignore interrupts.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
@@ -176,7 +176,7 @@ def test_the_bundled_model_answers_each_message_by_itself(pair):
 def test_a_server_is_talked_with_in_the_same_way(pair, tmp_path):
     pytest.importorskip("uvicorn")
     pytest.importorskip("httpx2")
-    from tests.serve.test_server import CONFIG, running
+    from tests.apps.serve.test_server import CONFIG, running
 
     with pytest.raises(SpecbeamError, match="no server answers"):
         ServerSpeaker("http://127.0.0.1:9", "")

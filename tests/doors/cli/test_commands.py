@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from specbeam.cli.main import main
 from specbeam.core.limits import Limits
+from specbeam.doors.cli.main import main
 from specbeam.errors import BadSetting
 from specbeam.recipes.catalogue import HEAD_RECIPES, RECIPES
 from specbeam.recipes.settings_text import method_from
-from specbeam.tuning.costs import measure
+from specbeam.recipes.tuning.costs import measure
 from tests.support import words
 from tests.support.steps import needs_numba
 from tests.support.tiny_sources import tiny_reader
@@ -33,7 +33,7 @@ def models(tmp_path_factory):
 def shell(*arguments, stdin=None):
     """A process of its own, as users have it."""
     done = subprocess.run(
-        [sys.executable, "-c", "from specbeam.cli.main import main; main()", *arguments],
+        [sys.executable, "-c", "from specbeam.doors.cli.main import main; main()", *arguments],
         capture_output=True, text=True, input=stdin, timeout=120, check=False,
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
@@ -60,7 +60,7 @@ def test_help_imports_nothing_heavy():
     assert code == 0
     assert "generate" in out
     modules = subprocess.run(
-        [sys.executable, "-c", "import sys, specbeam.cli.main; print('torch' in sys.modules, 'numpy' in sys.modules)"],
+        [sys.executable, "-c", "import sys, specbeam.doors.cli.main; print('torch' in sys.modules, 'numpy' in sys.modules)"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert modules.stdout.split() == ["False", "False"]
@@ -130,7 +130,7 @@ def test_prompts_are_given_in_the_same_ways_to_all_commands():
     """As an option of a command that has other arguments, too, and in files of every kind."""
     import typer.main
 
-    from specbeam.cli.main import app
+    from specbeam.doors.cli.main import app
 
     commands = typer.main.get_command(app).commands
     reading = [commands["generate"], commands["inspect"], commands["tune"]]
@@ -161,7 +161,7 @@ def test_an_interrupt_leaves_finished_answers_written(models, tmp_path):
     """There are more prompts than could be answered before the interrupt comes; the first one's answer has to be there."""
     (tmp_path / "many.txt").write_text("\n".join(["a"] * 400))
     process = subprocess.Popen(
-        [sys.executable, "-c", "from specbeam.cli.main import main; main()", "generate", "-f", str(tmp_path / "many.txt"),
+        [sys.executable, "-c", "from specbeam.doors.cli.main import main; main()", "generate", "-f", str(tmp_path / "many.txt"),
          *models, "--max-new-tokens", "60", "--batch-size", "1", "--seed", "1"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
@@ -402,8 +402,8 @@ def test_answers_that_are_missing_cost_nothing_else(models):
 
 
 def test_tune_shows_between_what_controllers_choose(models, monkeypatch):
-    monkeypatch.setattr("specbeam.cli.tune.NODES", (1, 4, 8))
-    monkeypatch.setattr("specbeam.cli.tune.measure", partial(measure, least_s=0.0))
+    monkeypatch.setattr("specbeam.doors.cli.tune.NODES", (1, 4, 8))
+    monkeypatch.setattr("specbeam.doors.cli.tune.measure", partial(measure, least_s=0.0))
     code, out, err = specbeam("tune", *models, "--explain", "--context", "8", "--beams", "3")
     assert code == 0, err
     out = " ".join(out.split())
@@ -414,8 +414,8 @@ def test_tune_shows_between_what_controllers_choose(models, monkeypatch):
 
 
 def test_tune_measures_acceptance_by_rank(models, monkeypatch, tmp_path):
-    monkeypatch.setattr("specbeam.cli.tune.NODES", (1, 4))
-    monkeypatch.setattr("specbeam.cli.tune.measure", partial(measure, least_s=0.0))
+    monkeypatch.setattr("specbeam.doors.cli.tune.NODES", (1, 4))
+    monkeypatch.setattr("specbeam.doors.cli.tune.measure", partial(measure, least_s=0.0))
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("abc\nno\n")
     code, out, err = specbeam("tune", *models, "--context", "8", "-f", str(prompts), "--json")

@@ -7,7 +7,7 @@ import time
 import pytest
 import rich.console
 
-from specbeam.cli.compiling import showing_compilation
+from specbeam.doors.cli.compiling import showing_compilation
 
 LOG = logging.getLogger("specbeam.kernels")
 

@@ -11,26 +11,26 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 import specbeam as sb
-from specbeam.cli import heads
-from specbeam.cli import train as train_commands
-from specbeam.cli.commands.train import PLAN_OPTIONS
-from specbeam.cli.main import app
+from specbeam.doors.cli import heads
+from specbeam.doors.cli import train as train_commands
+from specbeam.doors.cli.commands.train import PLAN_OPTIONS
+from specbeam.doors.cli.main import app
+from specbeam.doors.options.head_kinds import WINDOW_KIND
 from specbeam.errors import BadSetting
-from specbeam.heads.exit import ExitHead
-from specbeam.heads.own import extra_rows_config, own_config
-from specbeam.options.head_kinds import WINDOW_KIND
-from specbeam.pair import BUNDLED
-from specbeam.train.course import Trained
-from specbeam.train.drawing import DrawPlan
-from specbeam.train.fitting import Point, Schedule
-from specbeam.train.head_files import write_head
-from specbeam.train.heads import KINDS
-from specbeam.train.plan import HeadPlan, planned
+from specbeam.lab.train.course import Trained
+from specbeam.lab.train.drawing import DrawPlan
+from specbeam.lab.train.fitting import Point, Schedule
+from specbeam.lab.train.head_files import write_head
+from specbeam.lab.train.heads import KINDS
+from specbeam.lab.train.plan import HeadPlan, planned
+from specbeam.models.heads.exit import ExitHead
+from specbeam.models.heads.own import extra_rows_config, own_config
+from specbeam.models.pair import BUNDLED
 from tests.support import words
 from tests.support.extra_rows import extra_head
 from tests.support.mtp import tiny_target, with_modules
 
-GOLDEN = Path(__file__).parent.parent / "heads" / "golden"
+GOLDEN = Path(__file__).parent.parent.parent / "heads" / "golden"
 
 
 @pytest.fixture

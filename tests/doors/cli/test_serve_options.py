@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from specbeam.cli import serve
-from specbeam.cli.main import app
-from specbeam.cli.serve_options import SERVER_OPTIONS, given_options
-from specbeam.serve.config import ServerConfig, read_config
+from specbeam.apps.serve.config import ServerConfig, read_config
+from specbeam.doors.cli import serve
+from specbeam.doors.cli.main import app
+from specbeam.doors.cli.serve_options import SERVER_OPTIONS, given_options
 
 pytest.importorskip("uvicorn")
 

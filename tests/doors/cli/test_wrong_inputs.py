@@ -10,8 +10,8 @@ import time
 import pytest
 import typer.main
 
-from specbeam.cli.main import app, main
-from tests.cli.test_commands import specbeam
+from specbeam.doors.cli.main import app, main
+from tests.doors.cli.test_commands import specbeam
 from tests.support import words
 
 # How each command is called with what is right; FILE, OUT and FOLDER stand for what is wrong in a test.
@@ -98,7 +98,7 @@ def nothing_is_loaded(monkeypatch):
     def load(*given, **named):
         raise AssertionError("a model is loaded")
 
-    from specbeam.cli import common, widening
+    from specbeam.doors.cli import common, widening
 
     for room in (common, widening):
         monkeypatch.setattr(room, "load_by_name" if room is common else "quiet_load", load)
@@ -239,7 +239,7 @@ def test_a_setting_that_is_wrong_for_any_model_is_refused_before_one_is_loaded(h
 
 def run(arguments, shell="", **streams):
     """A process of its own, whose streams are chosen; `shell` is a redirection."""
-    line = f'exec "$0" -c "from specbeam.cli.main import main; main()" "$@" {shell}'
+    line = f'exec "$0" -c "from specbeam.doors.cli.main import main; main()" "$@" {shell}'
     return subprocess.run(
         ["bash", "-c", line, sys.executable, *arguments], timeout=120, check=False, text=True,
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL} | streams,
@@ -278,7 +278,7 @@ def test_languages_of_the_terminal(monkeypatch):
     """Bytes that are no text, letters that the terminal lacks, and no home."""
     bare = {name: value for name, value in os.environ.items() if name not in ("HOME", "LANG", "LC_ALL", "PYTHONUTF8")}
     done = subprocess.run(
-        [sys.executable, "-c", "from specbeam.cli.main import main; main()", "generate"],
+        [sys.executable, "-c", "from specbeam.doors.cli.main import main; main()", "generate"],
         input=b"abc\xff\n", capture_output=True, env=bare | {"LC_ALL": "C"}, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 2
@@ -292,7 +292,7 @@ def test_languages_of_the_terminal(monkeypatch):
 
 def test_errors_of_the_system_and_files_that_end_too_early_are_sentences(monkeypatch, capsys):
     """Whatever part of the program they come from."""
-    from specbeam.cli import methods
+    from specbeam.doors.cli import methods
 
     for error, said in [
         (PermissionError(13, "Permission denied", "some/file"), "specbeam: some/file: Permission denied"),
@@ -320,7 +320,7 @@ def test_an_interrupt_of_a_job_keeps_its_answers_and_says_how_to_go_on(models, t
     source.write_text('{"prompt": "abc"}\n' * 2000)
     out = tmp_path / "out.jsonl"
     process = subprocess.Popen(
-        [sys.executable, "-c", "from specbeam.cli.main import main; main()", "batch", str(source), str(out), "-m", models[0],
+        [sys.executable, "-c", "from specbeam.doors.cli.main import main; main()", "batch", str(source), str(out), "-m", models[0],
          "-d", models[1], "--max-new-tokens", "60", "--batch-size", "1"],
         stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),

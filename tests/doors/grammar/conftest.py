@@ -1,6 +1,6 @@
 import pytest
 
-from specbeam.grammar.compiled import BACKENDS
+from specbeam.doors.grammar.compiled import BACKENDS
 
 
 @pytest.fixture(params=BACKENDS)

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import specbeam as sb
-from specbeam.pair import BUNDLED
+from specbeam.models.pair import BUNDLED
 from tests.support import words
 from tests.support.tiny_models import tiny
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import specbeam as sb
-from specbeam.grammar.spelling import closing_tokens
+from specbeam.doors.grammar.spelling import closing_tokens
 from tests.support import words
 
 STOPS = [(".",), ("en", "\n"), (" ",), ("<pad>",), ("ü", "qq")]

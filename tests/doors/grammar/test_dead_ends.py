@@ -9,9 +9,9 @@ import torch
 
 import specbeam as sb
 from specbeam import errors
-from specbeam.laws.ranking import Truncation
-from specbeam.laws.warp import Warp, dense_logp
-from tests.grammar.forms import characters
+from specbeam.core.laws.ranking import Truncation
+from specbeam.core.laws.warp import Warp, dense_logp
+from tests.doors.grammar.forms import characters
 
 BEAMS = {
     "search": lambda: sb.beam_search(2),

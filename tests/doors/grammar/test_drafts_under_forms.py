@@ -5,9 +5,9 @@ import pytest
 
 import specbeam as sb
 from specbeam.core.constraint import Constrained, Form
+from specbeam.doors.grammar.compiled import compiled
 from specbeam.generation import turns_of
-from specbeam.grammar.compiled import compiled
-from tests.grammar.forms import characters
+from tests.doors.grammar.forms import characters
 
 FORM = "(true, false, ){3,9}"
 METHODS = {

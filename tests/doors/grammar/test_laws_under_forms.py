@@ -9,12 +9,12 @@ import torch
 
 import specbeam as sb
 from specbeam.core.constraint import Constrained, Form
-from specbeam.decode import decode
-from specbeam.grammar.compiled import compiled
-from specbeam.grammar.spelling import text_of_tokens
-from specbeam.options.settings import Settings
-from specbeam.request import Request
-from tests.grammar.forms import FORMS, PERSON, POINTS, WORDS, characters
+from specbeam.core.decode import decode
+from specbeam.doors.grammar.compiled import compiled
+from specbeam.doors.grammar.spelling import text_of_tokens
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request
+from tests.doors.grammar.forms import FORMS, PERSON, POINTS, WORDS, characters
 from tests.support import words
 from tests.test_beam_search import METHODS, by_transformers
 from tests.test_generation import beams_of

@@ -7,9 +7,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from specbeam.core.constraint import Constrained, Form
-from specbeam.grammar.compiled import KEPT, compiled
-from specbeam.pair import BUNDLED
-from tests.grammar.forms import CODE, PERSON, SUM, needs_pair
+from specbeam.doors.grammar.compiled import KEPT, compiled
+from specbeam.models.pair import BUNDLED
+from tests.doors.grammar.forms import CODE, PERSON, SUM, needs_pair
 from tests.support import words
 
 LANGUAGE = ["ab", "abc", "abd c", "b", "ba ba", "c, a", "c. "]

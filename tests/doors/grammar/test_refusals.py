@@ -10,10 +10,10 @@ import pytest
 
 import specbeam as sb
 from specbeam import errors
-from specbeam.cli.main import main
 from specbeam.core.constraint import Constrained, Form
-from specbeam.grammar.compiled import BACKENDS, compiled
-from tests.grammar.forms import FORMS, POINTS, SUM, WORDS, characters, valid
+from specbeam.doors.cli.main import main
+from specbeam.doors.grammar.compiled import BACKENDS, compiled
+from tests.doors.grammar.forms import FORMS, POINTS, SUM, WORDS, characters, valid
 from tests.support import words
 from tests.support.checking import refused
 from tests.support.tiny_models import tiny

@@ -9,9 +9,9 @@ from transformers import AutoTokenizer
 
 import specbeam as sb
 from specbeam.core.constraint import Constrained, Form
-from specbeam.grammar.compiled import BACKENDS, compiled
-from specbeam.pair import BUNDLED
-from tests.grammar.forms import RECIPES
+from specbeam.doors.grammar.compiled import BACKENDS, compiled
+from specbeam.models.pair import BUNDLED
+from tests.doors.grammar.forms import RECIPES
 
 SHOP = Schema(
     {
@@ -80,7 +80,7 @@ def test_a_schema_of_which_nothing_can_be_asked_is_refused(columns, links):
 
 
 def test_links_to_tables_that_are_left_out_are_left_out_too(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples" / "text_to_sql")
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "examples" / "text_to_sql")
     from spider import schema_of
 
     entry = {

@@ -3,7 +3,7 @@
 import pytest
 
 import specbeam as sb
-from tests.grammar.forms import FORMS, PERSON, POINTS, RECIPES, byte_pairs, characters, needs_pair, valid
+from tests.doors.grammar.forms import FORMS, PERSON, POINTS, RECIPES, byte_pairs, characters, needs_pair, valid
 
 
 @pytest.fixture(

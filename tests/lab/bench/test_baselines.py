@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import specbeam as sb
-from specbeam.bench.baselines import ctranslate2
-from specbeam.bench.outcome import specbeam
+from specbeam.lab.bench.baselines import ctranslate2
+from specbeam.lab.bench.outcome import specbeam
 from tests.support import words
 from tests.support.tiny_sources import tiny_reader
 

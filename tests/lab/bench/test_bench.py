@@ -8,17 +8,17 @@ import pytest
 import torch
 
 import specbeam as sb
-from specbeam.bench.acceptance import acceptance
-from specbeam.bench.efficiency import as_markdown, contenders, efficiency, halves, of_paper, plot
-from specbeam.bench.head_cost import head_cost
-from specbeam.control.pace import DraftsIfFaster
+from specbeam.core.control.pace import DraftsIfFaster
 from specbeam.errors import BadPrompt
 from specbeam.generation import turns_of
-from specbeam.heads.lm import TrunkLM
+from specbeam.lab.bench.acceptance import acceptance
+from specbeam.lab.bench.efficiency import as_markdown, contenders, efficiency, halves, of_paper, plot
+from specbeam.lab.bench.head_cost import head_cost
+from specbeam.lab.train.eagle3 import new_eagle3
+from specbeam.lab.train.plan import planned
+from specbeam.models.heads.lm import TrunkLM
 from specbeam.recipes.catalogue import HEAD_RECIPES
-from specbeam.train.eagle3 import new_eagle3
-from specbeam.train.plan import planned
-from specbeam.tuning.acceptance import with_guess
+from specbeam.recipes.tuning.acceptance import with_guess
 from tests.support import words
 from tests.support.tiny_models import tiny
 
@@ -64,7 +64,7 @@ def test_the_table_and_the_plot(tmp_path):
 
 def test_shapes_are_chosen_on_other_prompts_than_those_reported(monkeypatch):
     """Each figure that is reported is of the prompts to report, and of the shape that was best on the others."""
-    import specbeam.bench.efficiency as module
+    import specbeam.lab.bench.efficiency as module
 
     measured = []
 

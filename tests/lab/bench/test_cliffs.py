@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from specbeam.bench.baselines import transformers
-from specbeam.bench.cliffs import (
+from specbeam.errors import MissingPackage
+from specbeam.lab.bench.baselines import transformers
+from specbeam.lab.bench.cliffs import (
     METHODS,
     OPTIONS,
     RANDOM_TOKENS,
@@ -23,10 +24,9 @@ from specbeam.bench.cliffs import (
     why_not_theirs,
     with_rates,
 )
-from specbeam.bench.cliffs_report import as_markdown, figures, overview, summary
-from specbeam.bench.outcome import Contender, Outcome
-from specbeam.errors import MissingPackage
-from tests.cli.test_commands import specbeam
+from specbeam.lab.bench.cliffs_report import as_markdown, figures, overview, summary
+from specbeam.lab.bench.outcome import Contender, Outcome
+from tests.doors.cli.test_commands import specbeam
 from tests.support import words
 
 SENTENCES = ["abc", "Hello", "no"]

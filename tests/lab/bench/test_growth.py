@@ -7,18 +7,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import specbeam as sb
-from specbeam.bench.widen_head import grown_head
-from specbeam.bench.widen_model import Size, grown, size_for, with_positions
-from specbeam.bench.widen_vocabulary import SHIFT, with_words
-from specbeam.cli.widening import grown_pair
+from specbeam.doors.cli.widening import grown_pair
 from specbeam.engines.families import head_size
 from specbeam.errors import BadSetting, NotSupported
-from specbeam.heads.exit import ExitHead
-from specbeam.heads.head import Head
-from specbeam.heads.own import extra_rows_config
-from specbeam.heads.trees import chain_of
-from specbeam.pair import BUNDLED
-from specbeam.train.head_files import write_head
+from specbeam.lab.bench.widen_head import grown_head
+from specbeam.lab.bench.widen_model import Size, grown, size_for, with_positions
+from specbeam.lab.bench.widen_vocabulary import SHIFT, with_words
+from specbeam.lab.train.head_files import write_head
+from specbeam.models.heads.exit import ExitHead
+from specbeam.models.heads.head import Head
+from specbeam.models.heads.own import extra_rows_config
+from specbeam.models.heads.trees import chain_of
+from specbeam.models.pair import BUNDLED
 from tests.support.extra_rows import extra_head
 from tests.support.tiny_models import tiny
 
@@ -191,7 +191,7 @@ def test_a_vocabulary_does_not_shrink():
 
 @pytest.mark.skipif(not (BUNDLED / "target").is_dir(), reason="needs the bundled pair")
 def test_texts_of_a_pair_with_more_words_are_the_same():
-    from specbeam.cli.widening import grown_pair
+    from specbeam.doors.cli.widening import grown_pair
 
     small, large = sb.load("bundled"), grown_pair("bundled", None, None, grow_vocab="9K")
     assert large.target.vocab == large.draft.vocab == 9000

@@ -9,15 +9,15 @@ from torch import nn
 from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
 
 import specbeam as sb
-from specbeam.bench.baselines import ctranslate2, transformers
-from specbeam.bench.outcome import specbeam
-from specbeam.bench.speed import speed
-from specbeam.bench.widen_model import check_no_less, grown
-from specbeam.bench.widen_reader import ReaderSize, grown_reader, reader_size_for
-from specbeam.cli.bench_speed import run
-from specbeam.cli.widening import grown_pair
+from specbeam.doors.cli.bench_speed import run
+from specbeam.doors.cli.widening import grown_pair
+from specbeam.doors.prompts import PromptRow
 from specbeam.errors import BadSetting, NotSupported
-from specbeam.prompts import PromptRow
+from specbeam.lab.bench.baselines import ctranslate2, transformers
+from specbeam.lab.bench.outcome import specbeam
+from specbeam.lab.bench.speed import speed
+from specbeam.lab.bench.widen_model import check_no_less, grown
+from specbeam.lab.bench.widen_reader import ReaderSize, grown_reader, reader_size_for
 from tests.support import words
 from tests.support.tiny_models import tiny
 from tests.support.tiny_sources import VOCAB, tiny_reader

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 import specbeam as sb
-from specbeam.bench import methods as timed
-from specbeam.bench.method_figures import Figure, MethodRun, Task, _quality
-from specbeam.bench.methods import MethodContender, contenders, measure
-from specbeam.bench.methods_report import as_markdown, plot
-from specbeam.bench.provenance import _commit, provenance
-from specbeam.cli.bench_methods import bundled_tasks, run, tasks_of
+from specbeam.doors.cli.bench_methods import bundled_tasks, run, tasks_of
 from specbeam.errors import BadPrompt, BadSetting, MissingFile, MissingPackage
-from specbeam.evaluate.perplexity import perplexity
-from specbeam.evaluate.task import bleu, bleu_counts, bleu_of
+from specbeam.lab.bench import methods as timed
+from specbeam.lab.bench.method_figures import Figure, MethodRun, Task, _quality
+from specbeam.lab.bench.methods import MethodContender, contenders, measure
+from specbeam.lab.bench.methods_report import as_markdown, plot
+from specbeam.lab.bench.provenance import _commit, provenance
+from specbeam.lab.evaluate.perplexity import perplexity
+from specbeam.lab.evaluate.task import bleu, bleu_counts, bleu_of
 from tests.support import words
 
 TASK = Task("letters", "exact match", [("abc", "x"), ("Hello", "y"), ("no", "z")])
@@ -236,22 +236,22 @@ def test_what_would_fail_at_the_end_is_refused_at_the_start(tmp_path, monkeypatc
         compared([], None, "BLEU")
     with pytest.raises(BadSetting, match="--metric is 'WER'; it must be one of BLEU, exact match"):
         compared([tmp_path / "t.tsv"], None, "WER")
-    monkeypatch.setattr("specbeam.bench.pictures.find_spec", lambda name: None)
+    monkeypatch.setattr("specbeam.lab.bench.pictures.find_spec", lambda name: None)
     with pytest.raises(MissingPackage, match="matplotlib"):
         compared([tmp_path / "t.tsv"], tmp_path / "plot.png")
-    monkeypatch.setattr("specbeam.evaluate.task.find_spec", lambda name: None)
+    monkeypatch.setattr("specbeam.lab.evaluate.task.find_spec", lambda name: None)
     with pytest.raises(MissingPackage, match="sacrebleu"):
         compared([tmp_path / "t.tsv"], None)
 
 
 def test_figures_are_printed_before_they_are_drawn(tmp_path, monkeypatch, capsys, lines):
-    monkeypatch.setattr("specbeam.cli.bench_methods.grown_pair", lambda *given: words.pair())
-    monkeypatch.setattr("specbeam.cli.bench_methods.measure", lambda *given: lines)
+    monkeypatch.setattr("specbeam.doors.cli.bench_methods.grown_pair", lambda *given: words.pair())
+    monkeypatch.setattr("specbeam.doors.cli.bench_methods.measure", lambda *given: lines)
 
     def broken(lines, path):
         raise OSError("the disk is full")
 
-    monkeypatch.setattr("specbeam.cli.bench_methods.plot", broken)
+    monkeypatch.setattr("specbeam.doors.cli.bench_methods.plot", broken)
     (tmp_path / "t.tsv").write_text("a\tb\n")
     with pytest.raises(OSError, match="full"):
         compared([tmp_path / "t.tsv"], tmp_path / "plot.png")

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from specbeam.bench import passes as timed
-from specbeam.bench.cost_fits import knee_fit, straight_fit
-from specbeam.bench.passes import OURS, THEIRS, PassPlan, fits, passes
-from specbeam.bench.passes_report import as_markdown, as_records, plot
-from specbeam.bench.transformers_cache import CopiedPrompt, token_bytes
-from specbeam.tuning.stored_prompt import StoredPrompt, TurnCost
+from specbeam.lab.bench import passes as timed
+from specbeam.lab.bench.cost_fits import knee_fit, straight_fit
+from specbeam.lab.bench.passes import OURS, THEIRS, PassPlan, fits, passes
+from specbeam.lab.bench.passes_report import as_markdown, as_records, plot
+from specbeam.lab.bench.transformers_cache import CopiedPrompt, token_bytes
+from specbeam.recipes.tuning.stored_prompt import StoredPrompt, TurnCost
 from tests.support import words
 from tests.support.tiny_models import tiny
 

@@ -5,7 +5,9 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from specbeam.bench.scale import (
+from specbeam.doors.cli.bench_scale import DRAFT_1B, TARGET_70B, read_samples
+from specbeam.errors import BadSetting, MissingFile
+from specbeam.lab.bench.scale import (
     Cluster,
     ModelSize,
     PassPrices,
@@ -15,11 +17,9 @@ from specbeam.bench.scale import (
     held_out,
     turn_parts,
 )
-from specbeam.bench.scale_passes import scale_passes
-from specbeam.cli.bench_scale import DRAFT_1B, TARGET_70B, read_samples
-from specbeam.errors import BadSetting, MissingFile
-from specbeam.loading.models import load_model
-from tests.cli.test_commands import specbeam
+from specbeam.lab.bench.scale_passes import scale_passes
+from specbeam.models.loading.models import load_model
+from tests.doors.cli.test_commands import specbeam
 from tests.support import words
 
 PRICES = PassPrices(layer_s=4e-4, byte_s=1e-10, reduce_s=5e-5, tell_s=8e-4)

@@ -8,7 +8,8 @@ from statistics import fmean
 import pytest
 
 import specbeam as sb
-from specbeam.bench.specbench import (
+from specbeam.errors import BadPrompt, BadSetting, MissingFile
+from specbeam.lab.bench.specbench import (
     PLAIN,
     TASKS,
     Question,
@@ -18,7 +19,6 @@ from specbeam.bench.specbench import (
     specbench,
     write_answers,
 )
-from specbeam.errors import BadPrompt, BadSetting, MissingFile
 from tests.support import words
 
 

@@ -6,13 +6,13 @@ import lzma
 
 import pytest
 
-from specbeam.bench.baselines import transformers
-from specbeam.bench.outcome import specbeam
-from specbeam.bench.speed import speed
-from specbeam.bench.speed_report import as_markdown, plot
-from specbeam.cli.widening import parameters
+from specbeam.doors.cli.widening import parameters
+from specbeam.doors.prompts import PromptRow, of_record, read, spread
 from specbeam.errors import BadPrompt, BadSetting, MissingFile
-from specbeam.prompts import PromptRow, of_record, read, spread
+from specbeam.lab.bench.baselines import transformers
+from specbeam.lab.bench.outcome import specbeam
+from specbeam.lab.bench.speed import speed
+from specbeam.lab.bench.speed_report import as_markdown, plot
 from specbeam.recipes.beams import beam_sampling, dsbd, greedy
 from specbeam.recipes.search import beam_search
 from tests.support import words

@@ -10,11 +10,11 @@ import specbeam as sb
 from specbeam import errors
 from specbeam.core.beams import FIRST_ENOUGH
 from specbeam.core.limits import Limits
-from specbeam.evaluate.against_transformers import comparisons
-from specbeam.evaluate.replay import EqualsInOrder, forward_logits, leaves, replaying
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.records import Scored
-from specbeam.verify.search import SearchRule
+from specbeam.core.records import Scored
+from specbeam.core.verify.search import SearchRule
+from specbeam.lab.evaluate.against_transformers import comparisons
+from specbeam.lab.evaluate.replay import EqualsInOrder, forward_logits, leaves, replaying
+from specbeam.models.huggingface import HuggingFaceLM
 from tests.support import words
 
 PROMPTS = ["abc", "Hello there", "no"]

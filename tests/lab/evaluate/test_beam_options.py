@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import specbeam as sb
-from specbeam.evaluate.against_transformers import comparisons
-from specbeam.evaluate.beam_options import AgainstThePast, covering, option_values, some_tokens, with_every_option
+from specbeam.lab.evaluate.against_transformers import comparisons
+from specbeam.lab.evaluate.beam_options import AgainstThePast, covering, option_values, some_tokens, with_every_option
 from tests.support import words
 
 FAMILIES = ["llama", "qwen2", "mistral", "opt", "gpt2", "gpt_neox"]

@@ -21,7 +21,7 @@ def pair():
 
 @pytest.fixture
 def model(pair):
-    from specbeam.evaluate.harness import HarnessModel
+    from specbeam.lab.evaluate.harness import HarnessModel
 
     return HarnessModel(pair)
 
@@ -58,7 +58,7 @@ def test_log_likelihoods_are_those_of_plain_forwards(pair, model):
 
 
 def test_rolling_windows_predict_each_token_once_with_the_most_context(pair):
-    from specbeam.evaluate.harness import HarnessModel
+    from specbeam.lab.evaluate.harness import HarnessModel
 
     model = HarnessModel(pair, max_length=6)
     text = "abcdefghijklmnop"
@@ -92,7 +92,7 @@ def test_an_empty_context_is_the_prefix_token(pair, model):
 
 
 def test_what_a_task_asks_for_chooses_the_method_or_is_refused(pair, model):
-    from specbeam.evaluate.harness import HarnessModel
+    from specbeam.lab.evaluate.harness import HarnessModel
 
     method, options = model.method_and_options({"until": ["."], "num_beams": 4})
     assert (method.name, method.beams) == ("speculative_beam_search", 4)

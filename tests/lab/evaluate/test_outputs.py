@@ -5,12 +5,12 @@ import json
 import pytest
 
 import specbeam as sb
-from specbeam.cli.common import as_json
-from specbeam.cli.generate import gather
+from specbeam.doors.cli.common import as_json
+from specbeam.doors.cli.generate import gather
 from specbeam.errors import BadPrompt, MissingFile
-from specbeam.evaluate.outputs import read_outputs
-from specbeam.evaluate.perplexity import perplexity
-from specbeam.evaluate.task import bleu, exact_match
+from specbeam.lab.evaluate.outputs import read_outputs
+from specbeam.lab.evaluate.perplexity import perplexity
+from specbeam.lab.evaluate.task import bleu, exact_match
 from tests.support import words
 
 

@@ -8,8 +8,8 @@ import torch
 
 import specbeam as sb
 from specbeam.errors import BadPrompt, NotSupported
-from specbeam.evaluate.intervals import ratio_interval, share_interval
-from specbeam.evaluate.perplexity import log_likelihoods, perplexity, summary
+from specbeam.lab.evaluate.intervals import ratio_interval, share_interval
+from specbeam.lab.evaluate.perplexity import log_likelihoods, perplexity, summary
 from tests.support import words
 from tests.support.tiny_models import FAMILIES, tiny
 from tests.support.tiny_sources import tiny_reader
@@ -91,7 +91,7 @@ def test_many_passes_give_what_one_gives(monkeypatch):
     pair = words.pair()
     prompts, outputs = [[5, 6]] * 5, [[7] * size for size in (1, 9, 4, 2, 30)]
     together = log_likelihoods(pair, prompts, outputs)
-    monkeypatch.setattr("specbeam.evaluate.perplexity.LOGITS_PER_PASS", 61 * 12)
+    monkeypatch.setattr("specbeam.lab.evaluate.perplexity.LOGITS_PER_PASS", 61 * 12)
     assert log_likelihoods(pair, prompts, outputs) == pytest.approx(together, abs=1e-4)
 
 

@@ -1,7 +1,7 @@
 """The tool that compares beams seed by seed, and explains a difference."""
 
 import specbeam as sb
-from specbeam.evaluate.same_beams import differences
+from specbeam.lab.evaluate.same_beams import differences
 from tests.support import words
 
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import specbeam as sb
-from specbeam.control.pace import DraftsIfFaster
+from specbeam.core.control.pace import DraftsIfFaster
+from specbeam.core.decode import decode
 from specbeam.core.forest import CHOSEN, DISTINCT, INDEPENDENT, LOST, siblings
-from specbeam.decode import decode
 from specbeam.errors import BadPrompt, NotSupported
-from specbeam.evaluate.theory import (
+from specbeam.lab.evaluate.theory import (
     RELAXED,
     Sums,
     as_markdown,
@@ -26,7 +26,7 @@ from specbeam.evaluate.theory import (
     turn_facts,
     verifiers,
 )
-from specbeam.lm.table import TableLM
+from specbeam.models.table import TableLM
 from tests.support import words
 from tests.support.exact import exact_law, successive
 from tests.support.programs import session_of

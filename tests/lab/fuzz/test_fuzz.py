@@ -7,13 +7,13 @@ import pytest
 
 import specbeam as sb
 from specbeam.errors import BadSetting, BrokenPart
-from specbeam.fuzz import campaign as campaigns
-from specbeam.fuzz.calls import RandomCall, random_call
-from specbeam.fuzz.campaign import CRASHED, HUNG, campaign
-from specbeam.fuzz.invariants import broken_invariants
-from specbeam.fuzz.trying import BROKEN, REFUSED, tried
-from specbeam.fuzz.worlds import WORLDS, world
-from tests.cli.test_commands import specbeam
+from specbeam.lab.fuzz import campaign as campaigns
+from specbeam.lab.fuzz.calls import RandomCall, random_call
+from specbeam.lab.fuzz.campaign import CRASHED, HUNG, campaign
+from specbeam.lab.fuzz.invariants import broken_invariants
+from specbeam.lab.fuzz.trying import BROKEN, REFUSED, tried
+from specbeam.lab.fuzz.worlds import WORLDS, world
+from tests.doors.cli.test_commands import specbeam
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ import torch
 
 import specbeam as sb
 from specbeam.errors import BadSetting, NotSupported
-from specbeam.heads.hidden_transfer import HiddenTransfer
-from specbeam.heads.trees import chain_of
-from specbeam.loading.language_models import language_model
-from specbeam.train import DrawPlan, MemorySchedule, Schedule, train_coral
-from specbeam.train.coral import LearntWindow
+from specbeam.lab.train import DrawPlan, MemorySchedule, Schedule, train_coral
+from specbeam.lab.train.coral import LearntWindow
+from specbeam.models.heads.hidden_transfer import HiddenTransfer
+from specbeam.models.heads.trees import chain_of
+from specbeam.models.loading.language_models import language_model
 from tests.support import words
 from tests.support.checking import refused
 from tests.support.tiny_models import tiny

@@ -10,9 +10,9 @@ import torch
 
 import specbeam as sb
 from specbeam.errors import BadPrompt, BadSetting, MissingFile, VocabularyMismatch
-from specbeam.train import DrawPlan, Schedule, drawing, fitting, train_draft
-from specbeam.train.draft import principal_components
-from specbeam.train.lessons import split
+from specbeam.lab.train import DrawPlan, Schedule, drawing, fitting, train_draft
+from specbeam.lab.train.draft import principal_components
+from specbeam.lab.train.lessons import split
 from tests.support import words
 from tests.support.tiny_models import tiny
 
@@ -262,7 +262,7 @@ def test_principal_components_keep_what_is_similar():
 def test_the_command_trains_and_prints_the_curve(tmp_path, capsys):
     from typer.testing import CliRunner
 
-    from specbeam.cli.main import app
+    from specbeam.doors.cli.main import app
 
     sentences = tmp_path / "sentences.txt"
     sentences.write_text("Ein Hund läuft.\nWo ist mein Hut?\nSie liest ein Buch.\nEr schläft.\n", encoding="utf-8")

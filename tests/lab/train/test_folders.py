@@ -11,10 +11,9 @@ import pytest
 import torch
 
 import specbeam as sb
-from specbeam import whole_files
+from specbeam.core import whole_files
 from specbeam.errors import BadSetting
-from specbeam.memory.plan import MemoryPlan
-from specbeam.train import (
+from specbeam.lab.train import (
     DrawPlan,
     MemorySchedule,
     Schedule,
@@ -25,6 +24,7 @@ from specbeam.train import (
     train_draft,
     train_hmt,
 )
+from specbeam.models.memory.plan import MemoryPlan
 from tests.support.tiny_models import tiny
 
 PROMPTS: list = [[1 + number % 7, 2 + number % 5, 3 + number % 11] for number in range(24)]
@@ -182,7 +182,7 @@ def test_a_full_disk_is_a_sentence_and_the_same_call_goes_on(pair, tmp_path, mon
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no full device")
 def test_a_full_disk_is_no_error_of_torch(tmp_path):
     """Its own writer raises RuntimeError."""
-    from specbeam.train.state import STATE, keep_state
+    from specbeam.lab.train.state import STATE, keep_state
 
     (tmp_path / STATE).symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left on device"):

@@ -9,20 +9,20 @@ import torch
 from safetensors.torch import load_file
 
 import specbeam as sb
-from specbeam.control.best_tree import ranked_tree
-from specbeam.control.cost import CostCurve
+from specbeam.core.control.best_tree import ranked_tree
+from specbeam.core.control.cost import CostCurve
 from specbeam.errors import BadHead, BadSetting
-from specbeam.heads.exit import ExitHead, ExitLM
-from specbeam.heads.read import read_head
-from specbeam.train import DrawPlan, Schedule, drawing, fitting, train_head
-from specbeam.train.batches import batches_of
-from specbeam.train.exit_choice import candidates, expected_speed
-from specbeam.train.heads import KINDS
-from specbeam.train.losses import overlap
-from specbeam.train.plan import planned, usual_taps
-from specbeam.train.teacher import hidden_states, scored
-from specbeam.train.trees import Trees
-from specbeam.tuning.costs import CONTEXT
+from specbeam.lab.train import DrawPlan, Schedule, drawing, fitting, train_head
+from specbeam.lab.train.batches import batches_of
+from specbeam.lab.train.exit_choice import candidates, expected_speed
+from specbeam.lab.train.heads import KINDS
+from specbeam.lab.train.losses import overlap
+from specbeam.lab.train.plan import planned, usual_taps
+from specbeam.lab.train.teacher import hidden_states, scored
+from specbeam.lab.train.trees import Trees
+from specbeam.models.heads.exit import ExitHead, ExitLM
+from specbeam.models.heads.read import read_head
+from specbeam.recipes.tuning.costs import CONTEXT
 from tests.support.heads import chain_logits
 from tests.support.tiny_models import tiny
 
@@ -182,7 +182,7 @@ def test_laws_and_losses_are_computed_in_float32_whatever_products_are(
             seen.append((logits.dtype, found[0].dtype, found[1].dtype))
             return found
 
-        monkeypatch.setattr("specbeam.train.heads.overlap", watched)
+        monkeypatch.setattr("specbeam.lab.train.heads.overlap", watched)
         monkeypatch.setattr(fitting, "multiplies_bfloat16", lambda device, chosen=in_bfloat16: chosen)
         schedule = Schedule(epochs=1, rate=0.02, embedding_rate=0.01, batch_tokens=200, seed=3)
         done = trained(pair, tmp_path / str(in_bfloat16), drawn, kind, schedule=schedule)
@@ -305,7 +305,7 @@ def test_plans(pair):
 def test_the_command_trains_a_head_and_prints_the_curve(tmp_path, kind, more, field, value):
     from typer.testing import CliRunner
 
-    from specbeam.cli.main import app
+    from specbeam.doors.cli.main import app
 
     sentences = tmp_path / "sentences.txt"
     sentences.write_text("Ein Hund läuft.\nWo ist mein Hut?\nSie liest ein Buch.\nEr schläft.\n", encoding="utf-8")

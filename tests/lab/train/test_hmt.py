@@ -9,12 +9,12 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import specbeam as sb
-from specbeam.cli.main import app
+from specbeam.doors.cli.main import app
 from specbeam.errors import BadPrompt, BadSetting, MissingFile
-from specbeam.memory.plan import MemoryPlan
-from specbeam.train import MemoryDocument, MemorySchedule, remembering, train_hmt
-from specbeam.train.hmt import read_documents, split_documents
-from specbeam.train.remembering import drawn_documents
+from specbeam.lab.train import MemoryDocument, MemorySchedule, remembering, train_hmt
+from specbeam.lab.train.hmt import read_documents, split_documents
+from specbeam.lab.train.remembering import drawn_documents
+from specbeam.models.memory.plan import MemoryPlan
 from tests.support.remembered import Naive
 from tests.support.tiny_models import tiny
 

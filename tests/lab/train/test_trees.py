@@ -6,12 +6,12 @@ import torch
 
 import specbeam as sb
 from specbeam.generation import turns_of
-from specbeam.heads.trees import lineage
-from specbeam.train.batches import batches_of, tree_batch
-from specbeam.train.draft import tree_logits
-from specbeam.train.drawing import DrawPlan, add_turns, drawn_trees
-from specbeam.train.losses import draft_loss, overlap
-from specbeam.train.trees import TreeBeingDrawn, Trees, trees_of
+from specbeam.lab.train.batches import batches_of, tree_batch
+from specbeam.lab.train.draft import tree_logits
+from specbeam.lab.train.drawing import DrawPlan, add_turns, drawn_trees
+from specbeam.lab.train.losses import draft_loss, overlap
+from specbeam.lab.train.trees import TreeBeingDrawn, Trees, trees_of
+from specbeam.models.heads.trees import lineage
 from tests.support.tiny_models import tiny
 
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2], [6, 5]]

@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import specbeam as sb
 from specbeam.errors import BadCheckpoint
-from tests.checkpoints.damage import all_of, also, config, tensors, without
+from tests.models.checkpoints.damage import all_of, also, config, tensors, without
 from tests.support.tiny_models import tiny
 from tests.support.tiny_sources import tiny_reader
 

@@ -5,14 +5,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 import specbeam as sb
-from specbeam import kernels
+from specbeam.apps.search.value import classifier_value
+from specbeam.core import compiling
 from specbeam.errors import BadCheckpoint, BadHead, BadSetting, NotSupported, SpecbeamError
-from specbeam.memory.files import WEIGHTS as MEMORY
-from specbeam.memory.files import read_memory, save_memory
-from specbeam.memory.plan import MemoryPlan
-from specbeam.search.value import classifier_value
-from specbeam.train.state import STATE, resume_from
-from tests.checkpoints.damage import (
+from specbeam.lab.train.state import STATE, resume_from
+from specbeam.models.memory.files import WEIGHTS as MEMORY
+from specbeam.models.memory.files import read_memory, save_memory
+from specbeam.models.memory.plan import MemoryPlan
+from tests.models.checkpoints.damage import (
     RunsCode,
     as_type,
     config,
@@ -27,7 +27,7 @@ from tests.checkpoints.damage import (
     text,
     without,
 )
-from tests.heads.test_readers import GOLDEN
+from tests.models.heads.test_readers import GOLDEN
 from tests.support.remembered import tiny_memory
 from tests.support.rounded_folders import write_rounded
 from tests.support.tiny_models import tiny
@@ -149,7 +149,7 @@ ROUNDED = {
 }
 
 
-@pytest.mark.skipif(not kernels.AVAILABLE, reason="needs numba")
+@pytest.mark.skipif(not compiling.AVAILABLE, reason="needs numba")
 @pytest.mark.parametrize("name", ROUNDED)
 def test_rounded_matrices_are_read_as_closely(name, tmp_path):
     damage, error, said = ROUNDED[name]
@@ -159,7 +159,7 @@ def test_rounded_matrices_are_read_as_closely(name, tmp_path):
         sb.load(tmp_path, tokenizer=False, device="cpu")
 
 
-@pytest.mark.skipif(not kernels.AVAILABLE, reason="needs numba")
+@pytest.mark.skipif(not compiling.AVAILABLE, reason="needs numba")
 def test_a_tied_model_of_rounded_matrices_keeps_another_head_that_its_files_hold(tmp_path):
     write_rounded(tmp_path, tiny("llama", intermediate_size=64, tie_word_embeddings=True), words=torch.float32)
     tensors(lambda held: held | {"lm_head.weight": held["model.embed_tokens.weight"] * 2})(tmp_path)

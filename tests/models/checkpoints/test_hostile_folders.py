@@ -5,7 +5,7 @@ import torch
 
 import specbeam as sb
 from specbeam.errors import SpecbeamError
-from tests.checkpoints.damage import (
+from tests.models.checkpoints.damage import (
     UP,
     WEIGHTS,
     all_of,

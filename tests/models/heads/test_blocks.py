@@ -11,11 +11,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import specbeam as sb
 from specbeam.errors import BadHead
-from specbeam.heads.layers import View
-from specbeam.heads.lm import BlockLM
-from specbeam.heads.read import is_head, read_head
-from specbeam.heads.trees import chain_of
-from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.models.heads.layers import View
+from specbeam.models.heads.lm import BlockLM
+from specbeam.models.heads.read import is_head, read_head
+from specbeam.models.heads.trees import chain_of
+from specbeam.models.huggingface import HuggingFaceLM
 from tests.support.heads import BLOCKS, VOCAB, Comparing, block_logits, block_of
 from tests.support.tiny_models import tiny
 
@@ -199,7 +199,7 @@ def test_rows_of_the_tree_are_those_of_chains(kind, name, engine, model):
 
 
 def test_long_prompts_are_taken_in_pieces(model, monkeypatch):
-    monkeypatch.setattr("specbeam.heads.cache.CHUNK", 2)
+    monkeypatch.setattr("specbeam.models.heads.cache.CHUNK", 2)
     head = Checked(block_of(model, "anchored"), VOCAB, "torch").of(model)
     pair = replace(sb.load(model), target=HuggingFaceLM(model, engine="plain"), draft=head)
     sb.generate(pair, PROMPTS, METHODS["beams"], batch_size=3, **OPTIONS)

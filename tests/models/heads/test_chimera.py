@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import specbeam as sb
-from specbeam.heads.lm import ChimeraLM
-from specbeam.heads.trees import ScoredTrees, chain_of, lineage
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.train.chimera import new_chimera
-from specbeam.train.plan import planned
-from specbeam.tuning.costs import curve_of
+from specbeam.lab.train.chimera import new_chimera
+from specbeam.lab.train.plan import planned
+from specbeam.models.heads.lm import ChimeraLM
+from specbeam.models.heads.trees import ScoredTrees, chain_of, lineage
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.recipes.tuning.costs import curve_of
 from tests.support.heads import VOCAB, Comparing, chimera_logits, chimera_of
 from tests.support.tiny_models import tiny
 
@@ -56,7 +56,7 @@ def test_rows_of_the_tree_are_those_of_chains(name, read_out, model):
 
 
 def test_long_prompts_are_taken_in_pieces(model, monkeypatch):
-    monkeypatch.setattr("specbeam.heads.cache.CHUNK", 2)
+    monkeypatch.setattr("specbeam.models.heads.cache.CHUNK", 2)
     head = Checked(chimera_of(model), VOCAB).of(model)
     sb.generate(pair_of(model, head), PROMPTS, METHODS["beams"], batch_size=3, **OPTIONS)
     assert head.compared > 20

@@ -9,19 +9,19 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import specbeam as sb
-from specbeam import kernels, runs
+from specbeam.core import compiling, runs
 from specbeam.engines.kv.store import PanelStore
 from specbeam.errors import NotSupported
-from specbeam.heads.compiled import CompiledHead
-from specbeam.heads.lm import BlockLM, TrunkLM
-from specbeam.heads.read import head_model
-from specbeam.pair import BUNDLED
-from specbeam.train.heads import KINDS
-from specbeam.train.plan import planned
+from specbeam.lab.train.heads import KINDS
+from specbeam.lab.train.plan import planned
+from specbeam.models.heads.compiled import CompiledHead
+from specbeam.models.heads.lm import BlockLM, TrunkLM
+from specbeam.models.heads.read import head_model
+from specbeam.models.pair import BUNDLED
 from tests.support.heads import VOCAB, block_of, trunk_of
 from tests.support.tiny_models import tiny
 
-if not kernels.AVAILABLE:
+if not compiling.AVAILABLE:
     pytest.skip("needs numba", allow_module_level=True)
 
 OPTIONS = {"max_new_tokens": 12, "seed": 3}
@@ -115,7 +115,7 @@ def test_turns_with_heads_run_ahead(kind, method, pair, heads, monkeypatch):
     prompts = sentences(2)
     ahead = [sb.generate(drafting, [prompt], method, **OPTIONS)[0] for prompt in prompts]
     assert sum(seen) == sum(one.report.target_passes - 1 for one in ahead)
-    monkeypatch.setattr("specbeam.decoder.run_ahead", lambda target, session, most_turns: False)
+    monkeypatch.setattr("specbeam.core.decoder.run_ahead", lambda target, session, most_turns: False)
     one_by_one = [sb.generate(drafting, [prompt], method, **OPTIONS)[0] for prompt in prompts]
     for run, turned in zip(ahead, one_by_one, strict=True):
         assert [(beam.tokens, beam.score) for beam in run.beams] == [(beam.tokens, beam.score) for beam in turned.beams]

@@ -9,28 +9,28 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import specbeam as sb
-from specbeam import kernels, runs
-from specbeam.control.cost import CostCurve
-from specbeam.control.needs import OddsMemory
-from specbeam.control.pace import PaceMemory
+from specbeam.core import compiling, runs
 from specbeam.core.beams import Beams
+from specbeam.core.control.cost import CostCurve
+from specbeam.core.control.needs import OddsMemory
+from specbeam.core.control.pace import PaceMemory
+from specbeam.core.decode import decode
 from specbeam.core.forest import Forest, next_start, rows_of_nodes, turn_rows
-from specbeam.decode import decode
+from specbeam.core.records import Needs, Verdict
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request
 from specbeam.engines.cpu.early import EXIT_ROWS, FIRST_ROWS, LAST_ROWS
 from specbeam.engines.cpu.layers import all_layers
 from specbeam.errors import BadHead, BadSetting, NotSupported
-from specbeam.heads.exit import ExitHead, ExitLM, exit_model, how_it_runs
-from specbeam.heads.own import own_config
-from specbeam.heads.probe import fit_of, probed_text
-from specbeam.heads.read import is_head, read_head
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.options.settings import Settings
-from specbeam.pair import Pair
+from specbeam.lab.train.head_files import write_head
+from specbeam.models.heads.exit import ExitHead, ExitLM, exit_model, how_it_runs
+from specbeam.models.heads.own import own_config
+from specbeam.models.heads.probe import fit_of, probed_text
+from specbeam.models.heads.read import is_head, read_head
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.pair import Pair
 from specbeam.recipes.depth import _Learnt
-from specbeam.records import Needs, Verdict
-from specbeam.request import Request
-from specbeam.train.head_files import write_head
-from specbeam.tuning.costs import CONTEXT, curve_of, rest_curve
+from specbeam.recipes.tuning.costs import CONTEXT, curve_of, rest_curve
 from tests.support.seats import keeping, moved, node_paths, plain_logits, random_forest, random_turn, seat
 from tests.support.tiny_models import tiny
 
@@ -266,7 +266,7 @@ RUNNING = {  # method, layers before the exit, and tokens of a prompt in one pas
 }
 
 
-@pytest.mark.skipif(not kernels.AVAILABLE, reason="needs numba")
+@pytest.mark.skipif(not compiling.AVAILABLE, reason="needs numba")
 @pytest.mark.parametrize("name", RUNNING)
 def test_turns_with_an_exit_layer_run_ahead(name, monkeypatch):
     """From the first one on. Texts and reports, and how many rows each layer computes, are those of turns one by one."""
@@ -284,7 +284,7 @@ def test_turns_with_an_exit_layer_run_ahead(name, monkeypatch):
     found = []
     for ahead in (True, False):
         if not ahead:
-            monkeypatch.setattr("specbeam.decoder.run_ahead", lambda target, session, most_turns: False)
+            monkeypatch.setattr("specbeam.core.decoder.run_ahead", lambda target, session, most_turns: False)
         draft.target.learnt[draft] = _Learnt(OddsMemory(), PaceMemory())
         with monkeypatch.context() as patch:
             counting = Counting(patch, draft.target)

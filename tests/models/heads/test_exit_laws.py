@@ -15,17 +15,17 @@ import pytest
 import torch
 
 import specbeam as sb
-from specbeam.control import thompson
-from specbeam.control.thompson import Thompson
-from specbeam.decode import decode
-from specbeam.heads.exit import ExitHead, ExitLM, exit_model
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.table import TableLM
-from specbeam.options.settings import Settings
+from specbeam.core.control import thompson
+from specbeam.core.control.thompson import Thompson
+from specbeam.core.decode import decode
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request
+from specbeam.models.heads.exit import ExitHead, ExitLM, exit_model
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.table import TableLM
 from specbeam.recipes.catalogue import resolve
 from specbeam.recipes.compose import DraftKind, controller_maker
-from specbeam.request import Request
-from tests.control.test_controllers import told
+from tests.core.control.test_controllers import told
 from tests.support.exact import distance, exact_law
 from tests.support.examples import PAIRS, completed
 from tests.support.programs import random_table, run, session_of, texts

@@ -8,20 +8,20 @@ import pytest
 import torch
 
 import specbeam as sb
-from specbeam.control.best_tree import layers_of, ranked_tree, size_of
-from specbeam.decode import decode
+from specbeam.core.control.best_tree import layers_of, ranked_tree, size_of
+from specbeam.core.decode import decode
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request
 from specbeam.errors import BadHead, BadSetting, NotSupported
-from specbeam.heads.extra_rows import ExtraHead
-from specbeam.heads.extra_rows_lm import ExtraLM
-from specbeam.heads.own import extra_rows_config
-from specbeam.heads.read import is_head, read_head
-from specbeam.heads.trees import ScoredTrees, chain_of, lineage
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.options.settings import Settings
-from specbeam.pair import Pair
-from specbeam.request import Request
-from specbeam.train.head_files import write_head
-from specbeam.tuning.costs import curve_of
+from specbeam.lab.train.head_files import write_head
+from specbeam.models.heads.extra_rows import ExtraHead
+from specbeam.models.heads.extra_rows_lm import ExtraLM
+from specbeam.models.heads.own import extra_rows_config
+from specbeam.models.heads.read import is_head, read_head
+from specbeam.models.heads.trees import ScoredTrees, chain_of, lineage
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.pair import Pair
+from specbeam.recipes.tuning.costs import curve_of
 from tests.support.extra_rows import DEPTH, KINDS, extra_head, slow_rows
 from tests.support.heads import VOCAB, Comparing
 from tests.support.tiny_models import tiny

@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from specbeam.core.records import FINAL
 from specbeam.errors import BadHead
-from specbeam.heads.fields import Fields
-from specbeam.heads.files import read_files
-from specbeam.heads.layers import LayerSizes, Rotary
-from specbeam.heads.own import own_config
-from specbeam.heads.read import read_head
-from specbeam.heads.trunk import PairTrunk, TrunkShape
-from specbeam.records import FINAL
+from specbeam.models.heads.fields import Fields
+from specbeam.models.heads.files import read_files
+from specbeam.models.heads.layers import LayerSizes, Rotary
+from specbeam.models.heads.own import own_config
+from specbeam.models.heads.read import read_head
+from specbeam.models.heads.trunk import PairTrunk, TrunkShape
 
 GOLDEN = Path(__file__).parent / "golden"
 OURS = "fspad"

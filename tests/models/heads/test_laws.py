@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import specbeam as sb
-from specbeam.lm.table import TableLM
+from specbeam.models.table import TableLM
 from tests.support.exact import beam_sampling_law, distance, exact_law
 from tests.support.examples import completed
 from tests.support.programs import random_table, run, session_of, texts

@@ -11,17 +11,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import specbeam as sb
+from specbeam.core.records import FINAL, Shape
 from specbeam.errors import BadHead, BadSetting, MissingFile
 from specbeam.generation import turns_of
-from specbeam.heads.files import read_files
-from specbeam.heads.lm import ModulesLM, TrunkLM
-from specbeam.heads.modules import ModulesInARow
-from specbeam.heads.probe import probed, probed_text, written_text
-from specbeam.heads.read import read_head
-from specbeam.heads.trees import chain_of
-from specbeam.heads.trunk import PairTrunk
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.records import FINAL, Shape
+from specbeam.models.heads.files import read_files
+from specbeam.models.heads.lm import ModulesLM, TrunkLM
+from specbeam.models.heads.modules import ModulesInARow
+from specbeam.models.heads.probe import probed, probed_text, written_text
+from specbeam.models.heads.read import read_head
+from specbeam.models.heads.trees import chain_of
+from specbeam.models.heads.trunk import PairTrunk
+from specbeam.models.huggingface import HuggingFaceLM
 from tests.support.heads import Comparing, chain_logits
 from tests.support.mtp import (
     SIZES,
@@ -284,14 +284,14 @@ def test_rows_of_drafts_that_outlived_a_turn_would_be_found(count, targets, monk
     """The mistake that engines have made: what was computed below drafts is taken for what the target's states give."""
     target = targets["qwen3", count]
     pair = checked(target, read_head("mtp", target))
-    monkeypatch.setattr("specbeam.heads.cache.PairCache.rewind", lambda self, nodes: None)
+    monkeypatch.setattr("specbeam.models.heads.cache.PairCache.rewind", lambda self, nodes: None)
     options = OPTIONS | {"max_new_tokens": 16, "temperature": 3.0}
     sb.generate(pair, PROMPTS[:1], sb.dsbd(3, 9, 4, coupling="rejection"), **options)
     assert pair.draft.largest > 0.01
 
 
 def test_long_prompts_are_taken_in_pieces(targets, monkeypatch):
-    monkeypatch.setattr("specbeam.heads.cache.CHUNK", 2)
+    monkeypatch.setattr("specbeam.models.heads.cache.CHUNK", 2)
     target = targets["qwen3", 3]
     pair = checked(target, read_head("mtp", target), 4)
     sb.generate(pair, PROMPTS, METHODS["beams"], batch_size=3, **OPTIONS)

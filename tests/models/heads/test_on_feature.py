@@ -11,14 +11,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import specbeam as sb
 from specbeam.errors import BadHead
-from specbeam.heads.feature import FeatureSizes
-from specbeam.heads.lm import BlockLM, FeatureLM, MaskLM, TrunkLM
-from specbeam.heads.medusa import Medusa
-from specbeam.heads.read import is_head, read_head
-from specbeam.heads.recurrent import Hydra, MLPSpeculator, ReDrafter
-from specbeam.heads.trees import chain_of
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.tuning.costs import curve_of
+from specbeam.models.heads.feature import FeatureSizes
+from specbeam.models.heads.lm import BlockLM, FeatureLM, MaskLM, TrunkLM
+from specbeam.models.heads.medusa import Medusa
+from specbeam.models.heads.read import is_head, read_head
+from specbeam.models.heads.recurrent import Hydra, MLPSpeculator, ReDrafter
+from specbeam.models.heads.trees import chain_of
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.recipes.tuning.costs import curve_of
 from tests.support.heads import VOCAB, Comparing, block_of, masked_of, trunk_of
 from tests.support.tiny_models import tiny
 

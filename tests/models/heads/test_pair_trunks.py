@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import specbeam as sb
-from specbeam.heads.lm import MaskLM, TrunkLM
-from specbeam.heads.trees import chain_of
-from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.models.heads.lm import MaskLM, TrunkLM
+from specbeam.models.heads.trees import chain_of
+from specbeam.models.huggingface import HuggingFaceLM
 from tests.support.heads import KINDS, MASKED, VOCAB, Comparing, chain_logits, masked_logits, masked_of, trunk_of
 from tests.support.tiny_models import tiny
 
@@ -65,7 +65,7 @@ def test_rows_of_the_tree_are_those_of_chains(kind, name, engine, model):
 
 
 def test_long_prompts_are_taken_in_pieces(model, monkeypatch):
-    monkeypatch.setattr("specbeam.heads.cache.CHUNK", 2)
+    monkeypatch.setattr("specbeam.models.heads.cache.CHUNK", 2)
     head = Checked(trunk_of(model, "eagle3", layers=2), VOCAB, "torch").of(model)
     sb.generate(pair_of(model, head, "plain"), PROMPTS, METHODS["beams"], batch_size=3, **OPTIONS)
     assert head.compared > 20
@@ -100,7 +100,7 @@ def test_mask_rows_of_the_tree_are_those_of_chains(kind, name, model):
 
 def test_mask_rows_after_long_prompts(model, monkeypatch):
     """Prompts are taken in pieces, and only the last piece shares its pass with the blocks."""
-    monkeypatch.setattr("specbeam.heads.cache.CHUNK", 2)
+    monkeypatch.setattr("specbeam.models.heads.cache.CHUNK", 2)
     head = CheckedMasks(masked_of(model, "windows"), VOCAB).of(model)
     sb.generate(pair_of(model, head, "plain"), PROMPTS, METHODS["beams"], batch_size=3, **OPTIONS)
     assert head.compared > 20

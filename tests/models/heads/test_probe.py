@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from specbeam.heads import probe
-from specbeam.heads.exit import ExitHead
-from specbeam.heads.probe import Overlap, fit_of, probed, probed_text, written_text
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.records import FINAL
+from specbeam.core.records import FINAL
+from specbeam.models.heads import probe
+from specbeam.models.heads.exit import ExitHead
+from specbeam.models.heads.probe import Overlap, fit_of, probed, probed_text, written_text
+from specbeam.models.huggingface import HuggingFaceLM
 from tests.support.heads import VOCAB, chain_logits, trunk_of
 from tests.support.tiny_models import tiny
 

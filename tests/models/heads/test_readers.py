@@ -15,12 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import specbeam as sb
 from specbeam.errors import BadHead, BadSetting, MissingFile
 from specbeam.generation import turns_of
-from specbeam.heads.eagle import read_taps
-from specbeam.heads.fields import Fields
-from specbeam.heads.layers import View
-from specbeam.heads.lm import MaskLM, TrunkLM
-from specbeam.heads.read import is_head, read_head
-from specbeam.heads.trees import chain_of
+from specbeam.models.heads.eagle import read_taps
+from specbeam.models.heads.fields import Fields
+from specbeam.models.heads.layers import View
+from specbeam.models.heads.lm import MaskLM, TrunkLM
+from specbeam.models.heads.read import is_head, read_head
+from specbeam.models.heads.trees import chain_of
 from tests.support.heads import chain_logits
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -6,12 +6,12 @@ import pytest
 
 import specbeam as sb
 from specbeam.errors import BadSetting, NotSupported
-from specbeam.heads.exit import ExitHead, ExitLM
-from specbeam.heads.extra_rows_lm import ExtraLM
-from specbeam.heads.feature import FeatureSizes
-from specbeam.heads.lm import ChimeraLM, DenoiserLM, FeatureLM, ModulesLM, TrunkLM
-from specbeam.heads.medusa import Medusa
-from specbeam.heads.modules import ModulesInARow
+from specbeam.models.heads.exit import ExitHead, ExitLM
+from specbeam.models.heads.extra_rows_lm import ExtraLM
+from specbeam.models.heads.feature import FeatureSizes
+from specbeam.models.heads.lm import ChimeraLM, DenoiserLM, FeatureLM, ModulesLM, TrunkLM
+from specbeam.models.heads.medusa import Medusa
+from specbeam.models.heads.modules import ModulesInARow
 from specbeam.recipes.catalogue import HEAD_RECIPES, resolve
 from tests.support.extra_rows import extra_head
 from tests.support.heads import VOCAB, chimera_of, denoiser_of, trunk_of

@@ -3,14 +3,14 @@
 import pytest
 
 import specbeam as sb
-from specbeam import kernels
-from specbeam.heads.exit import ExitLM
-from specbeam.heads.extra_rows_lm import ExtraLM
-from specbeam.pair import BUNDLED
-from specbeam.train import DrawPlan, Schedule, train_head
-from tests.heads.test_compiled import greedy_of, sentences, words
+from specbeam.core import compiling
+from specbeam.lab.train import DrawPlan, Schedule, train_head
+from specbeam.models.heads.exit import ExitLM
+from specbeam.models.heads.extra_rows_lm import ExtraLM
+from specbeam.models.pair import BUNDLED
+from tests.models.heads.test_compiled import greedy_of, sentences, words
 
-if not kernels.AVAILABLE:
+if not compiling.AVAILABLE:
     pytest.skip("needs numba", allow_module_level=True)
 
 PLANS = {"eesd": {"exit_layer": 2}, "bita": {"prefix": 8}, "hidden_transfer": {}}

@@ -9,11 +9,11 @@ import torch
 import specbeam as sb
 from specbeam.core.forest import CHOSEN, INDEPENDENT, LOST, Forest
 from specbeam.errors import LostLaw
-from specbeam.heads.lm import DenoiserLM
-from specbeam.heads.trees import chain_of
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.train.plan import planned
-from specbeam.train.specdiff import denoising_loss, masked_lesson, nodes_below
+from specbeam.lab.train.plan import planned
+from specbeam.lab.train.specdiff import denoising_loss, masked_lesson, nodes_below
+from specbeam.models.heads.lm import DenoiserLM
+from specbeam.models.heads.trees import chain_of
+from specbeam.models.huggingface import HuggingFaceLM
 from tests.support.checking import refused
 from tests.support.heads import VOCAB, Comparing, block_logits, block_rows, denoiser_of
 from tests.support.tiny_models import tiny

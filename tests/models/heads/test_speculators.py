@@ -6,8 +6,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import specbeam as sb
-from specbeam.heads.trees import chain_of
-from specbeam.train import DrawPlan, Schedule, train_head
+from specbeam.lab.train import DrawPlan, Schedule, train_head
+from specbeam.models.heads.trees import chain_of
 
 speculators = pytest.importorskip("speculators", reason="speculators is not installed (docs/heads.md)")
 

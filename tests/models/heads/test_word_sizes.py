@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import specbeam as sb
-from specbeam.train import DrawPlan, Schedule, drawing, train_head
-from specbeam.train.heads import KINDS
+from specbeam.lab.train import DrawPlan, Schedule, drawing, train_head
+from specbeam.lab.train.heads import KINDS
 from tests.support.tiny_models import tiny
 
 PROMPTS: list = [[1 + number % 7, 2 + number % 5, 3 + number % 11] for number in range(30)]
@@ -58,11 +58,11 @@ TAUGHT = [
 @pytest.mark.parametrize(("kind", "family"), TAUGHT)
 def test_what_was_trained_is_what_is_loaded(kind, family, tmp_path, monkeypatch):
     """Also for targets with windows, and with scaled embeddings: the acceptance on held-out trees is that of the end."""
-    from specbeam.heads.read import read_head
-    from specbeam.train.course import acceptances
-    from specbeam.train.heads import HeadStudent
-    from specbeam.train.plan import planned
-    from specbeam.train.trees import Trees
+    from specbeam.lab.train.course import acceptances
+    from specbeam.lab.train.heads import HeadStudent
+    from specbeam.lab.train.plan import planned
+    from specbeam.lab.train.trees import Trees
+    from specbeam.models.heads.read import read_head
 
     monkeypatch.setattr(drawing, "FILE_TREES", 16)
     model = tiny(family)
@@ -86,7 +86,7 @@ def test_batches_in_which_nothing_can_be_drafted_are_passed_over(tmp_path):
 
 
 def test_a_mask_is_a_token_that_texts_do_not_hold():
-    from specbeam.train.dspark import mask_of
+    from specbeam.lab.train.dspark import mask_of
 
     model = tiny("llama")
     last = model.config.vocab_size - 1

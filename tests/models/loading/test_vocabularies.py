@@ -178,7 +178,7 @@ def test_a_tokenizer_of_one_model_tells_padding_if_all_its_words_have_rows_in_bo
 
 
 def test_a_hub_id_is_compared_as_a_folder_is(tmp_path, monkeypatch):
-    from specbeam.loading import models, tokenizers, vocabularies
+    from specbeam.models.loading import models, tokenizers, vocabularies
 
     folders = {"org/target": tmp_path / "target", "org/draft": tmp_path / "draft"}
     saved(folders["org/target"], 64, words.tokenizer())

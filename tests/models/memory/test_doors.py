@@ -9,19 +9,19 @@ from transformers import OPTConfig, OPTForCausalLM
 
 import specbeam as sb
 from specbeam.core.forest import Forest
+from specbeam.core.records import Needs
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request
 from specbeam.errors import BadHead, BadSetting, MissingFile, NotSupported
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.live_layers import LiveLayers
-from specbeam.lm.quantised import rounding_of
-from specbeam.lm.skipping import Skipping, skipping_model
-from specbeam.memory.files import CONFIG, WEIGHTS, read_memory, save_memory
-from specbeam.memory.lm import MemoryLM
-from specbeam.memory.plan import MemoryPlan
-from specbeam.memory.recall import new_recall
-from specbeam.options.settings import Settings
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.live_layers import LiveLayers
+from specbeam.models.memory.files import CONFIG, WEIGHTS, read_memory, save_memory
+from specbeam.models.memory.lm import MemoryLM
+from specbeam.models.memory.plan import MemoryPlan
+from specbeam.models.memory.recall import new_recall
+from specbeam.models.quantised import rounding_of
+from specbeam.models.skipping import Skipping, skipping_model
 from specbeam.recipes.catalogue import RECIPES
-from specbeam.records import Needs
-from specbeam.request import Request
 from tests.support.remembered import Naive, tiny_memory, tiny_remembering
 from tests.support.tiny_models import tiny
 

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 import specbeam as sb
+from specbeam.core.laws.warp import Warp
 from specbeam.core.limits import Limits
+from specbeam.core.session import Session
+from specbeam.doors.options.settings import Settings
 from specbeam.errors import BadSetting
-from specbeam.laws.warp import Warp
-from specbeam.lm.table import TableLM
-from specbeam.memory.lm import MemoryLM
-from specbeam.memory.plan import MemoryPlan
-from specbeam.options.settings import Settings
-from specbeam.session import Session
+from specbeam.models.memory.lm import MemoryLM
+from specbeam.models.memory.plan import MemoryPlan
+from specbeam.models.table import TableLM
 from tests.support.exact import beam_sampling_law, distance, exact_law
 from tests.support.programs import random_table, run, texts
 from tests.support.remembered import ForwardLM, Naive, tiny_remembering

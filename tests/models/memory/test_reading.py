@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from specbeam.memory.plan import MemoryPlan
-from specbeam.memory.reading import SegmentReader
-from specbeam.train.remembering import MemoryDocument, check_texts, learn_texts, padded
+from specbeam.lab.train.remembering import MemoryDocument, check_texts, learn_texts, padded
+from specbeam.models.memory.plan import MemoryPlan
+from specbeam.models.memory.reading import SegmentReader
 from tests.support.remembered import Naive, tiny_remembering
 
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from specbeam.errors import BadSetting
-from specbeam.memory.plan import MemoryPlan, segment_of_window
-from specbeam.memory.recall import Recall, retrieval_loss
-from specbeam.memory.windows import Past
+from specbeam.models.memory.plan import MemoryPlan, segment_of_window
+from specbeam.models.memory.recall import Recall, retrieval_loss
+from specbeam.models.memory.windows import Past
 from tests.support.remembered import ForwardLM, tiny_remembering
 
 MEMORIES = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]])
@@ -86,7 +86,7 @@ def test_a_memory_has_as_many_weights_as_the_paper_counts(size, width, count):
 
 
 def test_a_segment_sees_the_last_memories_only():
-    from specbeam.memory.lm import MemoryLM
+    from specbeam.models.memory.lm import MemoryLM
 
     model, recall = tiny_remembering()
     lm = MemoryLM(ForwardLM(model), MemoryPlan(2, 1, memories=3), recall)

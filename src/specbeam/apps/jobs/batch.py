@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from specbeam import __version__
+from specbeam.apps.jobs.answering import ANSWER_COLUMNS, Work, answer_rows
+from specbeam.apps.jobs.journal import Journal, Progress
+from specbeam.apps.jobs.rows import USUAL_COLUMNS, Columns, JobRow, row_of
+from specbeam.apps.jobs.tables import kind_of, read_table, write_table
+from specbeam.core.measure.kept_figures import weights_key
+from specbeam.core.whole_files import whole
+from specbeam.doors.places import require_place, writing
 from specbeam.errors import BadPrompt, BadSetting, SpecbeamError
-from specbeam.jobs.answering import ANSWER_COLUMNS, Work, answer_rows
-from specbeam.jobs.journal import Journal, Progress
-from specbeam.jobs.rows import USUAL_COLUMNS, Columns, JobRow, row_of
-from specbeam.jobs.tables import kind_of, read_table, write_table
-from specbeam.measure.kept_figures import weights_key
-from specbeam.places import require_place, writing
-from specbeam.whole_files import whole
 
 COMMIT_S = 1.0  # seconds after which an answer is on the disk, and one more step
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from specbeam.apps.jobs.rows import JobRow
+from specbeam.doors.places import require_place, writing
 from specbeam.errors import BadPrompt, BadSetting, CannotWrite
-from specbeam.jobs.rows import JobRow
-from specbeam.places import require_place, writing
 
 LOG = logging.getLogger("specbeam.jobs")
 APPLICATION = 0x5BEA3  # in the header of the file, so that no other database is taken for a journal

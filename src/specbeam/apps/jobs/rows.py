@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from specbeam.doors.inputs import plain
+from specbeam.doors.options.checks import is_integer
+from specbeam.doors.prompts import of_record
 from specbeam.errors import BadPrompt, BadSetting
-from specbeam.inputs import plain
-from specbeam.options.checks import is_integer
-from specbeam.prompts import of_record
 
 # The settings that a row may have for itself; the form of texts among them, but nothing that is a Python object.
 OF_ROWS = (

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from specbeam.doors.places import DAMAGE, OPENERS, require_file
+from specbeam.doors.plain import as_json
 from specbeam.errors import BadPrompt, BadSetting, MissingFile, MissingPackage
-from specbeam.places import DAMAGE, OPENERS, require_file
-from specbeam.plain import as_json
 
 KINDS = (".jsonl", ".csv", ".parquet")
 ROWS_AT_ONCE = 256  # of Parquet, in memory

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from specbeam.apps.jobs.answering import ANSWER_COLUMNS, answer_rows, work_of
+from specbeam.apps.jobs.rows import Columns, row_of
+from specbeam.doors.inputs import plain
 from specbeam.errors import BadSetting
-from specbeam.inputs import plain
-from specbeam.jobs.answering import ANSWER_COLUMNS, answer_rows, work_of
-from specbeam.jobs.rows import Columns, row_of
-from specbeam.pair import load
+from specbeam.models.pair import load
 from specbeam.recipes.settings_text import method_from
 
 ROWS_OF_BLOCK = 64  # a block is written whole, so that is what the end of a worker costs
@@ -111,9 +111,8 @@ def decode_table(
         num_cpus, num_gpus: what each worker takes of the cluster's, as Ray counts.
         decode: the arguments of `Decode`.
     """
-    from ray.data.checkpoint import CheckpointConfig
-
     import ray
+    from ray.data.checkpoint import CheckpointConfig
 
     context = ray.data.DataContext.get_current()
     context.checkpoint_config = CheckpointConfig(

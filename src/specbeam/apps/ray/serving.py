@@ -7,8 +7,8 @@ from functools import partial
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
+from specbeam.apps.serve.config import ServerConfig, read_config
 from specbeam.errors import BadSetting, MissingPackage
-from specbeam.serve.config import ServerConfig, read_config
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -28,8 +28,8 @@ class Replica:
     """
 
     def __init__(self, config: ServerConfig) -> None:
-        from specbeam.serve.app import BeamServer
-        from specbeam.serve.run import load_pair, set_up_log
+        from specbeam.apps.serve.app import BeamServer
+        from specbeam.apps.serve.run import load_pair, set_up_log
 
         set_up_log()
         self.server = BeamServer(config, partial(load_pair, config))
@@ -37,7 +37,7 @@ class Replica:
 
     def __serve_build_asgi_app__(self) -> Any:
         """Return the routes. Ray runs their lifespan, whose end is that of the engine."""
-        from specbeam.serve.app import make_app
+        from specbeam.apps.serve.app import make_app
 
         routes = make_app(self.server)
         return near_clients_only(routes) if self.server.config.is_local else routes
@@ -58,7 +58,7 @@ def near_clients_only(routes: Callable[..., Awaitable[None]]) -> Callable[..., A
         if scope["type"] != "http" or _is_near(scope.get("client")):
             await routes(scope, receive, send)
             return
-        from specbeam.serve.refusals import Refusal
+        from specbeam.apps.serve.refusals import Refusal
 
         refusal = Refusal(
             403,
@@ -134,7 +134,7 @@ def options_of(config: ServerConfig, sticky: bool, given: Mapping[str, Any]) -> 
 
 
 def app(arguments: Mapping[str, Any]) -> "Application":
-    """Return the deployment of these arguments, for ``serve run specbeam.ray:app model=TARGET num_replicas=2``.
+    """Return the deployment of these arguments, for ``serve run specbeam.apps.ray:app model=TARGET num_replicas=2``.
 
     Args:
         arguments: those of `ServerConfig` and of `deployment`, by name, and `config`, a file with those of `ServerConfig`.

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from specbeam.decode import decode
+from specbeam.core.decode import decode
+from specbeam.core.records import Generation
+from specbeam.core.runs import TURNS
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request
 from specbeam.errors import SpecbeamError
-from specbeam.options.settings import Settings
-from specbeam.pair import Pair
+from specbeam.models.pair import Pair
 from specbeam.recipes.method import Method
-from specbeam.records import Generation
-from specbeam.request import Request
-from specbeam.runs import TURNS
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from specbeam.apps.search.grow import GrowingTrees, Wish, as_pair, given_seed, is_number, require_counts, require_odds
+from specbeam.apps.search.tree import CLOSED, OPEN, BudgetRule, SearchResult, calibrated
+from specbeam.apps.search.value import Value, as_value
+from specbeam.doors.options.checks import require
 from specbeam.errors import one_of
-from specbeam.options.checks import require
-from specbeam.pair import Pair
+from specbeam.models.pair import Pair
 from specbeam.recipes.catalogue import resolve
 from specbeam.recipes.method import Method
-from specbeam.search.grow import GrowingTrees, Wish, as_pair, given_seed, is_number, require_counts, require_odds
-from specbeam.search.tree import CLOSED, OPEN, BudgetRule, SearchResult, calibrated
-from specbeam.search.value import Value, as_value
 
 
 def lite_search(
@@ -55,7 +55,7 @@ def lite_search(
             of the value function.
         value: a function that takes a list of texts, each a prompt with the steps so far, and returns a number in [0, 1] for
             each: the odds that the text leads to a right answer, or that a finished one is right. A text of value 0 is not
-            continued. Or the folder of a sequence classifier of transformers (`specbeam.search.value.classifier_value`).
+            continued. Or the folder of a sequence classifier of transformers (see `classifier_value`).
         method: the recipe that draws steps, or its name; any that draws. Drafts make it faster and change nothing else.
         separator: a step ends with the token that completes this text.
         ends: a step that holds one of these texts finishes the text, as the model's end token does: for models that go on

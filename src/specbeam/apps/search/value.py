@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from specbeam.checkpoints.numbers import check_weights
-from specbeam.checkpoints.pretrained import open_checkpoint, pretrained
 from specbeam.errors import BrokenValue, MissingFile
-from specbeam.loading.models import name_or_path
-from specbeam.loading.tokenizers import read_tokenizer
+from specbeam.models.checkpoints.numbers import check_weights
+from specbeam.models.checkpoints.pretrained import open_checkpoint, pretrained
+from specbeam.models.loading.models import name_or_path
+from specbeam.models.loading.tokenizers import read_tokenizer
 
 Value = Callable[[list[str]], Sequence[float]]
 

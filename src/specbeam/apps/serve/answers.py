@@ -11,17 +11,17 @@ from functools import lru_cache
 from typing import Any
 
 from specbeam import __version__
-from specbeam.draft.beams import NoDraft
+from specbeam.apps.serve.engine import Job
+from specbeam.apps.serve.mapping import Order
+from specbeam.apps.serve.scoring import TokenScore
+from specbeam.core.draft.beams import NoDraft
+from specbeam.core.measure.kept_figures import weights_key
+from specbeam.core.records import Beam, Generation
+from specbeam.doors.grammar.spelling import UNKNOWN, text_of_tokens
+from specbeam.doors.options.checks import as_texts
+from specbeam.doors.request import Request
 from specbeam.errors import SpecbeamError, TooFewAnswers
-from specbeam.grammar.spelling import UNKNOWN, text_of_tokens
-from specbeam.measure.kept_figures import weights_key
-from specbeam.options.checks import as_texts
-from specbeam.pair import Pair
-from specbeam.records import Beam, Generation
-from specbeam.request import Request
-from specbeam.serve.engine import Job
-from specbeam.serve.mapping import Order
-from specbeam.serve.scoring import TokenScore
+from specbeam.models.pair import Pair
 
 NO_LOGPROB = -9999.0  # OpenAI's number for a token of probability 0
 

@@ -23,31 +23,14 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from starlette.exceptions import HTTPException
 
 from specbeam import __version__
-from specbeam.chats import BUNDLED_TEMPLATE
-from specbeam.core.constraint import Form
-from specbeam.decode import decode
-from specbeam.errors import BadSetting, MissingFile, NotSupported, SpecbeamError
-from specbeam.generation import chosen_by_speed
-from specbeam.grammar.compiled import compiled
-from specbeam.options.settings import Settings
-from specbeam.pair import Pair
-from specbeam.recipes.beams import dsbd, sampling
-from specbeam.recipes.catalogue import HEAD_RECIPES
-from specbeam.recipes.method import Method, recipe_of
-from specbeam.recipes.search import beam_search, speculative_beam_search
-from specbeam.recipes.sequence import speculative_sampling
-from specbeam.recipes.settings_text import method_from
-from specbeam.records import Generation
-from specbeam.request import Request as SessionRequest
-from specbeam.runs import TURNS
-from specbeam.serve.answers import fingerprint, token_text
-from specbeam.serve.asking import DONE, Asking, FormPool, as_event, new_number
-from specbeam.serve.auth import Client, Keys
-from specbeam.serve.bodies import read_body, unless_gone
-from specbeam.serve.config import MIB, ServerConfig
-from specbeam.serve.engine import COMPILE_S, Engine, EngineLimits, Job
-from specbeam.serve.guarding import Guarding
-from specbeam.serve.mapping import (
+from specbeam.apps.serve.answers import fingerprint, token_text
+from specbeam.apps.serve.asking import DONE, Asking, FormPool, as_event, new_number
+from specbeam.apps.serve.auth import Client, Keys
+from specbeam.apps.serve.bodies import read_body, unless_gone
+from specbeam.apps.serve.config import MIB, ServerConfig
+from specbeam.apps.serve.engine import COMPILE_S, Engine, EngineLimits, Job
+from specbeam.apps.serve.guarding import Guarding
+from specbeam.apps.serve.mapping import (
     RECIPE_OF,
     Served,
     chat_ids,
@@ -55,8 +38,8 @@ from specbeam.serve.mapping import (
     order_of,
     prompt_ids,
 )
-from specbeam.serve.metrics import ServerMetrics
-from specbeam.serve.protocol import (
+from specbeam.apps.serve.metrics import ServerMetrics
+from specbeam.apps.serve.protocol import (
     Body,
     BodyKind,
     ChatBody,
@@ -65,12 +48,29 @@ from specbeam.serve.protocol import (
     TokenizeBody,
     parse_body,
 )
-from specbeam.serve.refusals import Refusal, invalid, refusal_of
-from specbeam.serve.speech_desk import SpeechDesk
-from specbeam.serve.speech_orders import AudioBody
-from specbeam.sources import hears
-from specbeam.speech.audio import RATE
-from specbeam.speech.transcribe import TEMPERATURES, Thresholds, ears_of, extractor_of, methods_of
+from specbeam.apps.serve.refusals import Refusal, invalid, refusal_of
+from specbeam.apps.serve.speech_desk import SpeechDesk
+from specbeam.apps.serve.speech_orders import AudioBody
+from specbeam.apps.speech.audio import RATE
+from specbeam.apps.speech.transcribe import TEMPERATURES, Thresholds, ears_of, extractor_of, methods_of
+from specbeam.core.constraint import Form
+from specbeam.core.decode import decode
+from specbeam.core.records import Generation
+from specbeam.core.runs import TURNS
+from specbeam.doors.chats import BUNDLED_TEMPLATE
+from specbeam.doors.grammar.compiled import compiled
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request as SessionRequest
+from specbeam.doors.sources import hears
+from specbeam.errors import BadSetting, MissingFile, NotSupported, SpecbeamError
+from specbeam.generation import chosen_by_speed
+from specbeam.models.pair import Pair
+from specbeam.recipes.beams import dsbd, sampling
+from specbeam.recipes.catalogue import HEAD_RECIPES
+from specbeam.recipes.method import Method, recipe_of
+from specbeam.recipes.search import beam_search, speculative_beam_search
+from specbeam.recipes.sequence import speculative_sampling
+from specbeam.recipes.settings_text import method_from
 
 LOG = logging.getLogger("specbeam.serve")
 PAGE = Path(__file__).parent / "page" / "index.html"

@@ -11,11 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from specbeam.errors import Cancelled, SpecbeamError
-from specbeam.growing_text import GrowingText, unsent
-from specbeam.records import Generation, Turn
-from specbeam.request import Request
-from specbeam.serve.answers import (
+from specbeam.apps.serve.answers import (
     AnsweredRequest,
     ReturnedText,
     best_of_mean,
@@ -35,13 +31,17 @@ from specbeam.serve.answers import (
     tool_call,
     usage_of,
 )
-from specbeam.serve.auth import Client
-from specbeam.serve.engine import Engine, Job
-from specbeam.serve.mapping import Order, Served
-from specbeam.serve.refusals import Refusal, invalid, refusal_of
-from specbeam.serve.scoring import TokenScore
-from specbeam.serve.trace import turn_record
-from specbeam.session import Session
+from specbeam.apps.serve.auth import Client
+from specbeam.apps.serve.engine import Engine, Job
+from specbeam.apps.serve.mapping import Order, Served
+from specbeam.apps.serve.refusals import Refusal, invalid, refusal_of
+from specbeam.apps.serve.scoring import TokenScore
+from specbeam.apps.serve.trace import turn_record
+from specbeam.core.records import Generation, Turn
+from specbeam.core.session import Session
+from specbeam.doors.growing_text import GrowingText, unsent
+from specbeam.doors.request import Request
+from specbeam.errors import Cancelled, SpecbeamError
 
 PING_S = 15.0  # seconds of silence after which a stream shows that it lives
 MOST_EVENTS = 256  # turns that wait for a slow reader

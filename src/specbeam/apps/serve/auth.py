@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from specbeam.apps.serve.config import ServerConfig
+from specbeam.apps.serve.refusals import Refusal
 from specbeam.errors import BadSetting, MissingFile
-from specbeam.serve.config import ServerConfig
-from specbeam.serve.refusals import Refusal
 
 ANYBODY = "anonymous"
 

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from specbeam.serve.refusals import Refusal, invalid
+from specbeam.apps.serve.refusals import Refusal, invalid
 
 BODY_S = 30.0  # seconds for which a body may take to arrive
 Result = TypeVar("Result")

@@ -7,11 +7,11 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from specbeam.serve.asking import new_number
-from specbeam.serve.config import ServerConfig
-from specbeam.serve.metrics import ServerMetrics
-from specbeam.serve.refusals import Refusal, invalid
-from specbeam.serve.speech_orders import TASKS
+from specbeam.apps.serve.asking import new_number
+from specbeam.apps.serve.config import ServerConfig
+from specbeam.apps.serve.metrics import ServerMetrics
+from specbeam.apps.serve.refusals import Refusal, invalid
+from specbeam.apps.serve.speech_orders import TASKS
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

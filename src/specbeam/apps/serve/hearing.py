@@ -6,21 +6,21 @@ from collections.abc import Callable
 from queue import Queue
 from typing import Any, TypeVar
 
+from specbeam.apps.serve.auth import Client
+from specbeam.apps.serve.config import ServerConfig
+from specbeam.apps.serve.engine import Engine, Job, QueueFull
+from specbeam.apps.serve.speech_orders import SpeechOrder
+from specbeam.apps.speech.audio import read_audio_bytes
+from specbeam.apps.speech.records import Transcript
+from specbeam.apps.speech.transcribe import Models, ears_of
+from specbeam.core.records import Generation
+from specbeam.core.session import Session
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request
 from specbeam.errors import Cancelled, TimedOut
 from specbeam.generation import in_prompt_order
-from specbeam.options.settings import Settings
-from specbeam.pair import Pair
+from specbeam.models.pair import Pair
 from specbeam.recipes.method import Method
-from specbeam.records import Generation
-from specbeam.request import Request
-from specbeam.serve.auth import Client
-from specbeam.serve.config import ServerConfig
-from specbeam.serve.engine import Engine, Job, QueueFull
-from specbeam.serve.speech_orders import SpeechOrder
-from specbeam.session import Session
-from specbeam.speech.audio import read_audio_bytes
-from specbeam.speech.records import Transcript
-from specbeam.speech.transcribe import Models, ears_of
 
 DRAWS = "above temperature 0"  # the name of the method that is taken there, the same for all requests
 AGAIN_S = 0.05  # seconds after which a window asks for a place again

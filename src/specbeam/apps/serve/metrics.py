@@ -8,9 +8,9 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from specbeam import __version__
-from specbeam.serve.answers import drafting_passes
-from specbeam.serve.buckets import SECONDS, Buckets
-from specbeam.serve.engine import Engine, Job
+from specbeam.apps.serve.answers import drafting_passes
+from specbeam.apps.serve.buckets import SECONDS, Buckets
+from specbeam.apps.serve.engine import Engine, Job
 
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)

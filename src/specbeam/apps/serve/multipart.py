@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from email.message import Message
 
-from specbeam.serve.refusals import Refusal, invalid, shown
+from specbeam.apps.serve.refusals import Refusal, invalid, shown
 
 MOST_PARTS = 64
 LONGEST_BOUNDARY = 70  # characters, by RFC 2046

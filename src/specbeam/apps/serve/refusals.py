@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from specbeam.apps.serve.engine import Draining, EngineFailed, NoRoom, QueueFull, QueueTimeout
 from specbeam.errors import (
     BadAudio,
     BadPrompt,
@@ -18,7 +19,6 @@ from specbeam.errors import (
     TimedOut,
     TooFewAnswers,
 )
-from specbeam.serve.engine import Draining, EngineFailed, NoRoom, QueueFull, QueueTimeout
 
 LONGEST = 200  # characters of a value that a message repeats
 MOST_PROBLEMS = 10

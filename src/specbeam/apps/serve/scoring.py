@@ -5,15 +5,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from specbeam.control.fixed import FixedShape
+from specbeam.core.control.fixed import FixedShape
+from specbeam.core.draft.beams import NoDraft
 from specbeam.core.forest import Forest
+from specbeam.core.laws.warp import Warp
 from specbeam.core.limits import Limits
-from specbeam.draft.beams import NoDraft
+from specbeam.core.lm import LM, fill_prompts
+from specbeam.core.session import Parts, Session
+from specbeam.core.verify.search import SearchRule
 from specbeam.errors import BrokenLaw
-from specbeam.laws.warp import Warp
-from specbeam.lm.base import LM, fill_prompts
-from specbeam.session import Parts, Session
-from specbeam.verify.search import SearchRule
 
 ROWS = 64  # of a pass: its logits are as many times the vocabulary
 

@@ -3,9 +3,9 @@
 import math
 from typing import Any
 
-from specbeam.serve.speech_orders import SpeechOrder
-from specbeam.speech.formats import formatted
-from specbeam.speech.records import Segment, Transcript
+from specbeam.apps.serve.speech_orders import SpeechOrder
+from specbeam.apps.speech.formats import formatted
+from specbeam.apps.speech.records import Segment, Transcript
 
 MEDIA = {"text": "text/plain", "srt": "text/plain", "vtt": "text/vtt"}  # of formats that are no JSON
 

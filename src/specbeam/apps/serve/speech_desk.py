@@ -10,26 +10,26 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
+from specbeam.apps.serve.auth import Client
+from specbeam.apps.serve.bodies import read_bytes, unless_gone
+from specbeam.apps.serve.engine import Job
+from specbeam.apps.serve.hearing import Hearing
+from specbeam.apps.serve.mapping import Served
+from specbeam.apps.serve.multipart import parse_form
+from specbeam.apps.serve.refusals import Refusal, invalid
+from specbeam.apps.serve.speech_answers import MEDIA, transcript_json, transcript_text
+from specbeam.apps.serve.speech_orders import SpeechOrder, speech_order_of
+from specbeam.apps.speech.audio import check_readable
+from specbeam.apps.speech.formats import check_subtitles
+from specbeam.apps.speech.records import Transcript
+from specbeam.apps.speech.transcribe import extractor_of, thresholds_of
+from specbeam.core.records import Generation
+from specbeam.doors.speech_tokens import speech_tokens
 from specbeam.errors import BadAudio, SpecbeamError
-from specbeam.pair import Pair
-from specbeam.records import Generation
-from specbeam.serve.auth import Client
-from specbeam.serve.bodies import read_bytes, unless_gone
-from specbeam.serve.engine import Job
-from specbeam.serve.hearing import Hearing
-from specbeam.serve.mapping import Served
-from specbeam.serve.multipart import parse_form
-from specbeam.serve.refusals import Refusal, invalid
-from specbeam.serve.speech_answers import MEDIA, transcript_json, transcript_text
-from specbeam.serve.speech_orders import SpeechOrder, speech_order_of
-from specbeam.speech.audio import check_readable
-from specbeam.speech.formats import check_subtitles
-from specbeam.speech.records import Transcript
-from specbeam.speech.transcribe import extractor_of, thresholds_of
-from specbeam.speech_tokens import speech_tokens
+from specbeam.models.pair import Pair
 
 if TYPE_CHECKING:
-    from specbeam.serve.app import BeamServer
+    from specbeam.apps.serve.app import BeamServer
 
 UPLOAD_S = 120.0  # seconds for which audio may take to arrive
 ROOM = 4  # requests that send, wait or are transcribed, for each that may be transcribed side by side

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
+from specbeam.doors.options.checks import is_integer
 from specbeam.errors import BadAudio, MissingFile, MissingPackage
-from specbeam.options.checks import is_integer
 
 RATE = 16_000  # samples per second that speech models are made for
 LEAST_S = 0.1  # seconds; a window of less is no speech

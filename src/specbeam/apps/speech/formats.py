@@ -6,9 +6,9 @@ import math
 import unicodedata
 from typing import Any
 
+from specbeam.apps.speech.records import Segment, Transcript
+from specbeam.doors.options.checks import is_integer, require
 from specbeam.errors import BadSetting, MissingPackage
-from specbeam.options.checks import is_integer, require
-from specbeam.speech.records import Segment, Transcript
 
 SUBTITLES = ("srt", "vtt")
 FORMATS = ("text", "json", "verbose_json", *SUBTITLES)

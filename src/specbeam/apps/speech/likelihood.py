@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from specbeam.control.fixed import FixedShape
+from specbeam.core.control.fixed import FixedShape
+from specbeam.core.draft.beams import NoDraft
 from specbeam.core.forest import Forest
+from specbeam.core.laws.warp import Warp, on_host, processed_rows
 from specbeam.core.limits import Limits
-from specbeam.draft.beams import NoDraft
+from specbeam.core.lm import fill_prompts
+from specbeam.core.session import Parts, Session
+from specbeam.core.verify.search import SearchRule
 from specbeam.engines.source import Source
-from specbeam.laws.warp import Warp, on_host, processed_rows
-from specbeam.lm.base import fill_prompts
-from specbeam.lm.encoder_decoder import EncoderDecoderLM
-from specbeam.session import Parts, Session
-from specbeam.verify.search import SearchRule
+from specbeam.models.encoder_decoder import EncoderDecoderLM
 
 ROWS = 64  # of a pass: its logits are as many times the vocabulary
 

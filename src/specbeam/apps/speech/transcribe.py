@@ -10,26 +10,26 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from specbeam.checkpoints.boundary import reading
+from specbeam.apps.speech.audio import RATE, Samples, is_silent, read_audio
+from specbeam.apps.speech.likelihood import score_window
+from specbeam.apps.speech.records import Segment, Transcript
+from specbeam.apps.speech.windows import HOP_S, STEP_S, Features, features_of, slices_of, within
+from specbeam.core.records import Generation
+from specbeam.doors.options.checks import is_integer, require
+from specbeam.doors.options.generation_config import OF_ENCODER_DECODERS
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.speech_tokens import SpeechTokens, code_of, speech_tokens
 from specbeam.engines.source import Source
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.generation import generate
-from specbeam.lm.encoder_decoder import EncoderDecoderLM
-from specbeam.options.checks import is_integer, require
-from specbeam.options.generation_config import OF_ENCODER_DECODERS
-from specbeam.options.settings import Settings
-from specbeam.pair import Pair, load
+from specbeam.models.checkpoints.boundary import reading
+from specbeam.models.encoder_decoder import EncoderDecoderLM
+from specbeam.models.pair import Pair, load
 from specbeam.recipes.beams import sampling
 from specbeam.recipes.catalogue import resolve
 from specbeam.recipes.method import Method
 from specbeam.recipes.search import beam_search, speculative_beam_search
 from specbeam.recipes.sequence import speculative_sampling
-from specbeam.records import Generation
-from specbeam.speech.audio import RATE, Samples, is_silent, read_audio
-from specbeam.speech.likelihood import score_window
-from specbeam.speech.records import Segment, Transcript
-from specbeam.speech.windows import HOP_S, STEP_S, Features, features_of, slices_of, within
-from specbeam.speech_tokens import SpeechTokens, code_of, speech_tokens
 
 if TYPE_CHECKING:
     from transformers import WhisperFeatureExtractor
@@ -189,7 +189,7 @@ def transcribe(
 
     Args:
         pair: the models, from `load`; or the path or hub id of a model, which is loaded when the audio has been read.
-        audio: one audio or a list of them; each is a file, or an array as `specbeam.speech.audio.read_audio` takes it.
+        audio: one audio or a list of them; each is a file, or an array as `specbeam.apps.speech.audio.read_audio` takes it.
         method: the recipe, or its name, at temperature 0. None: beam search with 5 beams, or the model's own `num_beams`,
             with drafts if there is a draft.
         rate: samples per second of arrays; None: 16,000.

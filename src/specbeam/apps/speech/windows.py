@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from jaxtyping import Float
 
-from specbeam.lm.encoder_decoder import EncoderDecoderLM
-from specbeam.speech.audio import RATE, Samples
+from specbeam.apps.speech.audio import RATE, Samples
+from specbeam.models.encoder_decoder import EncoderDecoderLM
 
 STEP_S = 0.02  # seconds between two timestamps
 HOP_S = 0.01  # seconds between two frames

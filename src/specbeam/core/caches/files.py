@@ -10,8 +10,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
-from specbeam.caches.folders import VARIABLE, distrust, warn_once
-from specbeam.whole_files import write_whole
+from specbeam.core.caches.folders import VARIABLE, distrust, warn_once
+from specbeam.core.whole_files import write_whole
 
 LOG = logging.getLogger("specbeam.caches")
 ENDINGS = (".nbc", ".json", ".claim", ".part")

@@ -1,5 +1,5 @@
 """The compilation of steps, and compiled sums over the vocabulary."""
 
-from specbeam.kernels.compiling import AVAILABLE, most_threads
+from specbeam.core.compiling.compiler import AVAILABLE, most_threads
 
 __all__ = ["AVAILABLE", "most_threads"]

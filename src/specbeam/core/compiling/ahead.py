@@ -21,8 +21,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from specbeam.errors import BadSetting
-from specbeam.kernels.claims import LOCKS, end_all, wait_for
+from specbeam.core.compiling.claims import LOCKS, end_all, wait_for
+from specbeam.core.errors import BadSetting
 
 MOST = 8  # processes: more find nothing to do
 _MEMORY_OF_ONE = 1.5e9  # bytes; what was measured is 0.9
@@ -35,7 +35,7 @@ _LONGEST_PAUSE = 0.2  # up to this
 _PATIENCE = 60.0  # seconds without anything to do after which a process ends
 _OPEN, _TAKEN, _DONE = range(3)
 _PROGRAM = "import sys, json; given = json.loads(sys.stdin.readline()); sys.path[:] = given.pop(0); "
-_PROGRAM += "from specbeam.kernels.ahead import work; work(*given)"
+_PROGRAM += "from specbeam.core.compiling.ahead import work; work(*given)"
 _SETTINGS = ("CACHE_DIR", "CPU_NAME", "CPU_FEATURES")  # of numba, that a program may set in Python
 _BEGUN: list[Any] = []  # the processes that were begun, at most once in a process
 
@@ -154,7 +154,7 @@ def _forget(process: Any) -> None:
 
 @cache
 def _names() -> frozenset[tuple[str, str]]:
-    from specbeam.kernels.form_list import PLACE, names_in
+    from specbeam.core.compiling.form_list import PLACE, names_in
 
     return names_in(PLACE.read_text()) if PLACE.exists() else frozenset()
 
@@ -164,7 +164,7 @@ def work(processes: int, program: int) -> None:
 
     They end when the program does, which is the process of this number, at the other end of stdin.
     """
-    from specbeam.kernels.form_list import PLACE, forms_in
+    from specbeam.core.compiling.form_list import PLACE, forms_in
 
     os.nice(10)  # whatever else runs has something to do for somebody
     _leave_with(program)
@@ -196,8 +196,8 @@ def work(processes: int, program: int) -> None:
 
 def place_of_claim() -> Path | None:
     """Return the file that the processes claim which compile the list of this package; None where nothing can be kept."""
-    from specbeam.kernels.code_cache import code_folder, compiled_by
-    from specbeam.kernels.form_list import PLACE
+    from specbeam.core.compiling.code_cache import code_folder, compiled_by
+    from specbeam.core.compiling.form_list import PLACE
 
     folder = code_folder()
     key = repr((compiled_by(), str(PLACE)))

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from specbeam.kernels.compiling import AVAILABLE
+from specbeam.core.compiling.compiler import AVAILABLE
 
 if AVAILABLE:
     import numba

@@ -28,16 +28,16 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.serialize import dumps
 
 import specbeam
-from specbeam.caches.files import clean, discard, keep_sealed, read_sealed
-from specbeam.caches.folders import cache_folder
-from specbeam.garbage import rarely_collected
-from specbeam.kernels import ahead
-from specbeam.kernels.claims import LOCKS, Claim, claimed, wait_patiently
-from specbeam.kernels.forms import count_form
-from specbeam.kernels.libraries import KeptLibrary
+from specbeam.core.caches.files import clean, discard, keep_sealed, read_sealed
+from specbeam.core.caches.folders import cache_folder
+from specbeam.core.compiling import ahead
+from specbeam.core.compiling.claims import LOCKS, Claim, claimed, wait_patiently
+from specbeam.core.compiling.forms import count_form
+from specbeam.core.compiling.libraries import KeptLibrary
+from specbeam.core.garbage import rarely_collected
 
 LOG = logging.getLogger("specbeam.kernels")
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 _IMPORT = re.compile(r"^\s*from (specbeam[\w.]*) import (\([^)]*\)|.*)$", re.MULTILINE)
 _COMPILES = re.compile(
     r"^\s*(from specbeam\.(kernels\.compiling|core\.steps)|import numba|from numba|from llvmlite)", re.MULTILINE

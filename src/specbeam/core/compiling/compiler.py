@@ -15,9 +15,9 @@ except ImportError:
     numba = None
 else:
     try:
-        from specbeam.kernels.borrowed import borrow, views_of
-        from specbeam.kernels.code_cache import CodeCache, compile_in_turn
-        from specbeam.kernels.linking import (
+        from specbeam.core.compiling.borrowed import borrow, views_of
+        from specbeam.core.compiling.code_cache import CodeCache, compile_in_turn
+        from specbeam.core.compiling.linking import (
             PythonEntry,
             add_python_entry,
             calling,

@@ -3,10 +3,10 @@
 import inspect
 from typing import Any
 
-from specbeam.kernels.compiling import AVAILABLE, Array
+from specbeam.core.compiling.compiler import AVAILABLE, Array
 
 if AVAILABLE:
-    from specbeam.kernels.compiling import chosen_for
+    from specbeam.core.compiling.compiler import chosen_for
 
 
 def copy_numbers(goal: Array, source: Array) -> None:

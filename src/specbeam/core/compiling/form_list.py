@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from numba import types
 
-from specbeam.kernels.borrowed import RecordKind
+from specbeam.core.compiling.borrowed import RecordKind
 
 PLACE = Path(__file__).with_name("first_text.jsonl")
 _ARRAY = re.compile(r"(readonly )?array\((\w+), (\d)d, ([CFA])\)")

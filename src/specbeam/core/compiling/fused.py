@@ -4,13 +4,13 @@ from typing import Any
 
 import numpy as np
 
-from specbeam.kernels.compiling import AVAILABLE, Array
+from specbeam.core.compiling.compiler import AVAILABLE, Array
 
 if AVAILABLE:
     from numba import types
     from numba.extending import intrinsic
 
-    from specbeam.kernels.compiling import chosen_for
+    from specbeam.core.compiling.compiler import chosen_for
 
 
 def fused(a: Array, b: Array, c: Array) -> Array:

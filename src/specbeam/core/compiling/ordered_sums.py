@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from specbeam.kernels.compiling import AVAILABLE, Array
+from specbeam.core.compiling.compiler import AVAILABLE, Array
 
 if AVAILABLE:
     from llvmlite import ir
@@ -17,7 +17,7 @@ if AVAILABLE:
     from numba.core import cgutils
     from numba.extending import intrinsic
 
-    from specbeam.kernels.compiling import chosen_for
+    from specbeam.core.compiling.compiler import chosen_for
 
 _SIDE_BY_SIDE = 32  # partial sums
 _WORD = 4  # bytes of a number

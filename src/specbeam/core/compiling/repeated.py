@@ -7,7 +7,7 @@ this takes three times as long as reading it.
 from collections.abc import Callable
 from typing import Any
 
-from specbeam.kernels.compiling import AVAILABLE
+from specbeam.core.compiling.compiler import AVAILABLE
 
 if AVAILABLE:
     from numba._dispatcher import compute_fingerprint

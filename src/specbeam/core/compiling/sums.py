@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from specbeam.kernels.compiling import BLOCK, Array, compiled, compiled_loosely
-from specbeam.kernels.fused import fused, fused_doubles
+from specbeam.core.compiling.compiler import BLOCK, Array, compiled, compiled_loosely
+from specbeam.core.compiling.fused import fused, fused_doubles
 
 _LOG2E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.6931471805599453)

@@ -8,7 +8,7 @@ a fifth of the time. The arrays of such a function belong to its caller, who kee
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from specbeam.kernels.compiling import AVAILABLE, compiled
+from specbeam.core.compiling.compiler import AVAILABLE, compiled
 
 if AVAILABLE:
     from numba.extending import overload

@@ -1,5 +1,5 @@
 """PLAN: the controllers that decide how deep and how wide drafts are, and the widths of layers."""
 
-from specbeam.lazy import attached
+from specbeam.core.lazy import attached
 
 __getattr__, __dir__, __all__ = attached(__name__, __file__)  # the names stand in __init__.pyi

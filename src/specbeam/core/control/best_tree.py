@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64
 
-from specbeam.control.cost import CostCurve
+from specbeam.core.control.cost import CostCurve
 
 Topology = tuple[Any, ...]  # the subtrees under a node, in the order in which its children are tried; leaves are ()
 

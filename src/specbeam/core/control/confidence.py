@@ -9,11 +9,11 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from specbeam.control.planning import Plan, plan_of_shape
-from specbeam.control.stops import BY_THRESHOLD, StopSpec, new_stop
+from specbeam.core.control.planning import Plan, plan_of_shape
+from specbeam.core.control.stops import BY_THRESHOLD, StopSpec, new_stop
+from specbeam.core.records import Shape, Turn
+from specbeam.core.session import Session
 from specbeam.core.steps import step
-from specbeam.records import Shape, Turn
-from specbeam.session import Session
 
 
 @runtime_checkable

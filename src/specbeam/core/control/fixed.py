@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from specbeam.control.planning import Plan, plan_of_shape
-from specbeam.records import Shape, Turn
-from specbeam.session import Session
+from specbeam.core.control.planning import Plan, plan_of_shape
+from specbeam.core.records import Shape, Turn
+from specbeam.core.session import Session
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float64
 
-from specbeam.control.cost import CostCurve, HostCost
-from specbeam.control.pace import NO_DRAFTS, PaceMemory, enter_pace, has_drafts, leave_pace
-from specbeam.control.planning import Plan, plan_of_shape
 from specbeam.core.beams import Beams, Layers, depth_of
+from specbeam.core.compiling.copies import copy_numbers
+from specbeam.core.control.cost import CostCurve, HostCost
+from specbeam.core.control.pace import NO_DRAFTS, PaceMemory, enter_pace, has_drafts, leave_pace
+from specbeam.core.control.planning import Plan, plan_of_shape
 from specbeam.core.forest import Forest, depths_of, find_child, nodes_without, start_of, unknown_nodes
+from specbeam.core.laws.ranking import sorted_places
+from specbeam.core.measure.kept_figures import Figures, NumberField, RecordFields
+from specbeam.core.records import Shape, Turn
+from specbeam.core.session import Session
 from specbeam.core.steps import Array, borrowed, step
-from specbeam.kernels.copies import copy_numbers
-from specbeam.laws.ranking import sorted_places
-from specbeam.measure.kept_figures import Figures, NumberField, RecordFields
-from specbeam.records import Shape, Turn
-from specbeam.session import Session
 
 # Between the cells of margins. A draft on the edge itself, with a margin of 0, has a cell of its own.
 EDGES = np.array([-3.0, -2.0, -1.0, -0.5, -1e-9, 0.0, 0.5, 1.0, 2.0, 3.0])

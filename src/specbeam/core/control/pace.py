@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
-from specbeam.control.fixed import FixedShape
-from specbeam.control.planning import Plan, plan_of_shape
-from specbeam.control.worth import DepthByCost
-from specbeam.kernels.threads import allowed_threads
-from specbeam.measure.kept_figures import Figures, FlagField, NumberField, RecordFields
-from specbeam.records import Shape, Turn
-from specbeam.session import Session
+from specbeam.core.compiling.threads import allowed_threads
+from specbeam.core.control.fixed import FixedShape
+from specbeam.core.control.planning import Plan, plan_of_shape
+from specbeam.core.control.worth import DepthByCost
+from specbeam.core.measure.kept_figures import Figures, FlagField, NumberField, RecordFields
+from specbeam.core.records import Shape, Turn
+from specbeam.core.session import Session
 
 LEAST_SESSIONS = 8  # of a phase
 SAMPLES = 24  # of each way; older ones are forgotten

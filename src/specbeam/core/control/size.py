@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from jaxtyping import Float64
 
-from specbeam.control.cost import PassTimes
-from specbeam.records import Shape, Turn
-from specbeam.session import Session
+from specbeam.core.control.cost import PassTimes
+from specbeam.core.records import Shape, Turn
+from specbeam.core.session import Session
 
 
 class PassStatistics:

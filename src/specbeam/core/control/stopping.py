@@ -6,12 +6,12 @@ fall alike.
 
 from typing import Any
 
-from specbeam.control.confidence import is_sure, learn_threshold
-from specbeam.control.stops import BY_COIN, BY_SURVIVAL, BY_THRESHOLD, NO_STOP, StopSpec
-from specbeam.control.survival import SURVIVAL, is_worth_more, learn_survival
-from specbeam.control.thompson import learn_rate, toss
+from specbeam.core.control.confidence import is_sure, learn_threshold
+from specbeam.core.control.stops import BY_COIN, BY_SURVIVAL, BY_THRESHOLD, NO_STOP, StopSpec
+from specbeam.core.control.survival import SURVIVAL, is_worth_more, learn_survival
+from specbeam.core.control.thompson import learn_rate, toss
+from specbeam.core.session import Session
 from specbeam.core.steps import step
-from specbeam.session import Session
 
 
 @step

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specbeam.control.planning import Plan, plan_of_shape
-from specbeam.control.stops import BY_SURVIVAL, StopSpec, new_stop, note_score
+from specbeam.core.control.planning import Plan, plan_of_shape
+from specbeam.core.control.stops import BY_SURVIVAL, StopSpec, new_stop, note_score
+from specbeam.core.records import Shape, Turn
+from specbeam.core.session import Session
 from specbeam.core.steps import step
-from specbeam.records import Shape, Turn
-from specbeam.session import Session
 
 # Indices into `StopSpec.learnt` of kind BY_SURVIVAL: emitted tokens; their cost in target passes; the probability that all
 # tokens drafted in this turn are accepted. Its one setting is the cost of a draft step.

@@ -11,12 +11,12 @@ from typing import Literal
 
 import numpy as np
 
-from specbeam.control.planning import Plan, plan_of_shape
-from specbeam.control.stops import BY_COIN, StopSpec, new_stop, note_score
+from specbeam.core.control.planning import Plan, plan_of_shape
+from specbeam.core.control.stops import BY_COIN, StopSpec, new_stop, note_score
 from specbeam.core.dice import Dice, flip
+from specbeam.core.records import Shape, Turn
+from specbeam.core.session import Session
 from specbeam.core.steps import step
-from specbeam.records import Shape, Turn
-from specbeam.session import Session
 
 Mode = Literal["step", "round", "best"]
 COINS = 0x7505  # tells the coins of a controller from the other random numbers of its session

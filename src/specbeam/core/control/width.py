@@ -6,11 +6,10 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float64
 
-from specbeam.control.races import ENTRANTS, RACE_NOISE, odds_by_drafts, odds_of_rejection
 from specbeam.core.beams import Beams
+from specbeam.core.control.races import ENTRANTS, RACE_NOISE, odds_by_drafts, odds_of_rejection
 from specbeam.core.forest import Forest, Fronts, start_of
-from specbeam.core.steps import Array, compiled_as, step
-from specbeam.laws.joint import (
+from specbeam.core.laws.joint import (
     HEAD,
     JointLaw,
     head_of,
@@ -22,7 +21,8 @@ from specbeam.laws.joint import (
     odds_at,
     support_of,
 )
-from specbeam.laws.ranking import Truncation, ascending, cuts, sorted_places
+from specbeam.core.laws.ranking import Truncation, ascending, cuts, sorted_places
+from specbeam.core.steps import Array, compiled_as, step
 
 UNDECIDED = -1  # in place of a width that depends on rows that are not at hand
 MARGIN = 1e-4  # more than rounding adds to a share of a law, compared with the same share without rounding

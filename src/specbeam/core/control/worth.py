@@ -7,10 +7,10 @@ from functools import lru_cache
 import numpy as np
 from jaxtyping import Float64
 
-from specbeam.control.cost import CostCurve, HostCost
-from specbeam.control.planning import BY_ODDS, Plan, layers_by_depth, plan_depth
-from specbeam.records import Shape, Turn
-from specbeam.session import Session
+from specbeam.core.control.cost import CostCurve, HostCost
+from specbeam.core.control.planning import BY_ODDS, Plan, layers_by_depth, plan_depth
+from specbeam.core.records import Shape, Turn
+from specbeam.core.session import Session
 
 GUESS = 0.6  # prior probability that a layer passes
 WEIGHT = 3.0  # number of layers that the prior counts for

@@ -3,9 +3,9 @@
 import warnings
 
 from specbeam.core.forest import Forest
-from specbeam.lm.base import LM
-from specbeam.records import Shape
-from specbeam.session import Drafter, Session, failing_together
+from specbeam.core.lm import LM
+from specbeam.core.records import Shape
+from specbeam.core.session import Drafter, Session, failing_together
 
 
 def drafted(sessions: list[Session], shapes: list[Shape], vocab: int) -> list[Forest]:

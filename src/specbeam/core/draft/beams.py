@@ -5,7 +5,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from specbeam.control.needs import (
+from specbeam.core.beams import Beams, picked_beams
+from specbeam.core.compiling.copies import copy_numbers
+from specbeam.core.control.needs import (
     NO_BUDGET,
     Budget,
     NodeOdds,
@@ -17,9 +19,9 @@ from specbeam.control.needs import (
     worthy_front,
     worthy_nodes,
 )
-from specbeam.control.width import FixedWidths, Width, is_for_steps, width_by_draft, width_spec
-from specbeam.core.beams import Beams, picked_beams
+from specbeam.core.control.width import FixedWidths, Width, is_for_steps, width_by_draft, width_spec
 from specbeam.core.dice import pick
+from specbeam.core.errors import BrokenLaw, BrokenProcessor, DeadEnd
 from specbeam.core.forest import (
     DISTINCT,
     INDEPENDENT,
@@ -33,12 +35,8 @@ from specbeam.core.forest import (
     nodes_without,
     rows_with_known,
 )
-from specbeam.core.steps import Array, borrowed, compiled_as, step
-from specbeam.engines.pass_steps import run_pass
-from specbeam.errors import BrokenLaw, BrokenProcessor, DeadEnd
-from specbeam.kernels.copies import copy_numbers
-from specbeam.laws.edits import NO_EDITS, Edits, edited_rows
-from specbeam.laws.joint import (
+from specbeam.core.laws.edits import NO_EDITS, Edits, edited_rows
+from specbeam.core.laws.joint import (
     Choice,
     JointLaw,
     all_pairs,
@@ -51,12 +49,14 @@ from specbeam.laws.joint import (
     likelihoods_at,
     odds_among,
 )
-from specbeam.laws.ranking import Truncation, sorted_places
-from specbeam.laws.reduce import BROKEN, SOUND
-from specbeam.laws.warp import Rows, law_of_beams, on_host, processed_rows
-from specbeam.lm.base import LM, fill_prompts, runs_in_steps, takes_a_pass
-from specbeam.records import Scored, Shape, Turn
-from specbeam.session import Session
+from specbeam.core.laws.ranking import Truncation, sorted_places
+from specbeam.core.laws.reduce import BROKEN, SOUND
+from specbeam.core.laws.warp import Rows, law_of_beams, on_host, processed_rows
+from specbeam.core.lm import LM, fill_prompts, runs_in_steps, takes_a_pass
+from specbeam.core.records import Scored, Shape, Turn
+from specbeam.core.session import Session
+from specbeam.core.steps import Array, borrowed, compiled_as, step
+from specbeam.engines.pass_steps import run_pass
 
 
 @borrowed

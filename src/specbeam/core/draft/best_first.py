@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specbeam.draft.children import Draws
-from specbeam.draft.tree import Complete, Family, GrowingTree
-from specbeam.laws.rows import RowLaw
-from specbeam.laws.warp import best_places
+from specbeam.core.draft.children import Draws
+from specbeam.core.draft.tree import Complete, Family, GrowingTree
+from specbeam.core.laws.rows import RowLaw
+from specbeam.core.laws.warp import best_places
 
 
 @dataclass(frozen=True)

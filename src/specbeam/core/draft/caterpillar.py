@@ -4,14 +4,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from specbeam.core.draft.children import Draws
+from specbeam.core.draft.stems import StemSpec
+from specbeam.core.draft.tree import Family, GrowingTree
 from specbeam.core.forest import Siblings
+from specbeam.core.laws.ranking import Truncation, largest
+from specbeam.core.laws.rows import RowLaw
+from specbeam.core.session import Session
 from specbeam.core.steps import Array
-from specbeam.draft.children import Draws
-from specbeam.draft.stems import StemSpec
-from specbeam.draft.tree import Family, GrowingTree
-from specbeam.laws.ranking import Truncation, largest
-from specbeam.laws.rows import RowLaw
-from specbeam.session import Session
 
 Counts = tuple[tuple[float, int], ...]  # (odds, number of children), descending: of the first odds that are exceeded
 OF_BEST: Counts = ((0.95, 3), (0.8, 5), (0.5, 8), (0.0, 10))

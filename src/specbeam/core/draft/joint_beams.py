@@ -13,10 +13,10 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
 from specbeam.core.dice import Dice
+from specbeam.core.draft.tree import GrowingTree
 from specbeam.core.forest import CHOSEN, LOST, Forest, siblings
-from specbeam.draft.tree import GrowingTree
-from specbeam.laws.rows import RowLaw
-from specbeam.laws.warp import best_places
+from specbeam.core.laws.rows import RowLaw
+from specbeam.core.laws.warp import best_places
 
 FAINT = 1e-100  # below this, relative odds are rescaled, for precision
 

@@ -5,11 +5,11 @@ from typing import ClassVar
 
 import numpy as np
 
+from specbeam.core.errors import BadSetting
 from specbeam.core.forest import Forest
-from specbeam.errors import BadSetting
-from specbeam.lm.base import LM
-from specbeam.records import Shape, Turn
-from specbeam.session import Session
+from specbeam.core.lm import LM
+from specbeam.core.records import Shape, Turn
+from specbeam.core.session import Session
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import numpy as np
 from jaxtyping import Bool, Int64
 
 from specbeam.core.forest import LOST, Forest, Siblings, find_child, siblings
-from specbeam.lm.base import LM
-from specbeam.records import Shape, Turn
-from specbeam.session import Session
+from specbeam.core.lm import LM
+from specbeam.core.records import Shape, Turn
+from specbeam.core.session import Session
 
 RETRIEVED = "retrieves its drafts"  # the reason why their law is not known
 

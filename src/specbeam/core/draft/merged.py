@@ -7,15 +7,15 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int64
 
+from specbeam.core.draft.batch import close_drafter, models_of
+from specbeam.core.draft.lookup import retrieved
+from specbeam.core.draft.tree import Complete, GrowingTree, TreeDrafter
 from specbeam.core.forest import Forest, Siblings
-from specbeam.draft.batch import close_drafter, models_of
-from specbeam.draft.lookup import retrieved
-from specbeam.draft.tree import Complete, GrowingTree, TreeDrafter
-from specbeam.laws.rows import RowLaw
-from specbeam.laws.warp import best_places
-from specbeam.lm.base import LM
-from specbeam.records import Shape, Turn
-from specbeam.session import Drafter, Session
+from specbeam.core.laws.rows import RowLaw
+from specbeam.core.laws.warp import best_places
+from specbeam.core.lm import LM
+from specbeam.core.records import Shape, Turn
+from specbeam.core.session import Drafter, Session
 
 
 def united(forests: list[Forest]) -> tuple[Forest, list[Int64[np.ndarray, " _"]]]:

@@ -8,13 +8,13 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Int32
 
+from specbeam.core.draft.lookup import RETRIEVED, permitted, retrieved, started_forest
+from specbeam.core.errors import BadSetting, MissingFile
 from specbeam.core.forest import Forest, Siblings, find_child, unknown_nodes
-from specbeam.draft.lookup import RETRIEVED, permitted, retrieved, started_forest
-from specbeam.errors import BadSetting, MissingFile
-from specbeam.lm.base import LM
-from specbeam.records import Needs, Shape, Turn
-from specbeam.session import Session
-from specbeam.whole_files import whole
+from specbeam.core.lm import LM
+from specbeam.core.records import Needs, Shape, Turn
+from specbeam.core.session import Session
+from specbeam.core.whole_files import whole
 
 Ranks = tuple[int, ...]
 

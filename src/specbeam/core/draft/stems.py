@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specbeam.control.stops import NO_STOP, StopSpec
 from specbeam.core.beams import is_end
+from specbeam.core.control.stops import NO_STOP, StopSpec
 from specbeam.core.dice import pick
 from specbeam.core.forest import CHOSEN, DISTINCT, Forest, Siblings
+from specbeam.core.laws.ranking import Truncation, largest
+from specbeam.core.laws.reduce import BROKEN, SOUND, condition_of_row, exponentials
+from specbeam.core.laws.rows import row_law
 from specbeam.core.steps import Array, borrowed, step
-from specbeam.laws.ranking import Truncation, largest
-from specbeam.laws.reduce import BROKEN, SOUND, condition_of_row, exponentials
-from specbeam.laws.rows import row_law
 
 
 @borrowed

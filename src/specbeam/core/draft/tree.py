@@ -14,16 +14,13 @@ from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 import numpy as np
 from jaxtyping import Int64
 
-from specbeam.control.best_tree import Topology
-from specbeam.control.confidence import Stopping
-from specbeam.control.stopping import begin_draft, goes_on, stops_of
-from specbeam.control.stops import NO_STOP, StopSpec
 from specbeam.core.beams import is_end
+from specbeam.core.control.best_tree import Topology
+from specbeam.core.control.confidence import Stopping
+from specbeam.core.control.stopping import begin_draft, goes_on, stops_of
+from specbeam.core.control.stops import NO_STOP, StopSpec
 from specbeam.core.dice import pick
-from specbeam.core.forest import CHOSEN, DISTINCT, INDEPENDENT, LOST, Forest, Siblings, siblings
-from specbeam.core.noise import with_largest
-from specbeam.core.steps import Array, borrowed, compiled_as, step
-from specbeam.draft.children import (
+from specbeam.core.draft.children import (
     KNOWN,
     LIKELIEST,
     LIKELIEST_AND_ONE,
@@ -34,17 +31,20 @@ from specbeam.draft.children import (
     Draws,
     distinct,
 )
-from specbeam.draft.stems import StemSpec, grow_stems, start_stems, with_siblings
+from specbeam.core.draft.stems import StemSpec, grow_stems, start_stems, with_siblings
+from specbeam.core.errors import BrokenLaw, BrokenProcessor
+from specbeam.core.forest import CHOSEN, DISTINCT, INDEPENDENT, LOST, Forest, Siblings, siblings
+from specbeam.core.laws.edits import NO_EDITS, Edits, edited_rows
+from specbeam.core.laws.ranking import Truncation, largest
+from specbeam.core.laws.reduce import BROKEN, SOUND, condition_of_row, exponentials
+from specbeam.core.laws.rows import RowLaw, row_law
+from specbeam.core.laws.warp import Rows, on_host, processed_rows, row_laws
+from specbeam.core.lm import LM, fill_prompts, runs_in_steps, takes_a_pass
+from specbeam.core.noise import with_largest
+from specbeam.core.records import Shape, Turn
+from specbeam.core.session import Session
+from specbeam.core.steps import Array, borrowed, compiled_as, step
 from specbeam.engines.pass_steps import run_pass
-from specbeam.errors import BrokenLaw, BrokenProcessor
-from specbeam.laws.edits import NO_EDITS, Edits, edited_rows
-from specbeam.laws.ranking import Truncation, largest
-from specbeam.laws.reduce import BROKEN, SOUND, condition_of_row, exponentials
-from specbeam.laws.rows import RowLaw, row_law
-from specbeam.laws.warp import Rows, on_host, processed_rows, row_laws
-from specbeam.lm.base import LM, fill_prompts, runs_in_steps, takes_a_pass
-from specbeam.records import Shape, Turn
-from specbeam.session import Session
 
 ROOM = 4096  # initial capacity for the probabilities of stated laws
 

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int64
 
+from specbeam.core.draft.lookup import permitted
 from specbeam.core.forest import CHOSEN, INDEPENDENT, LOST, Forest, Siblings, siblings
-from specbeam.draft.lookup import permitted
-from specbeam.laws.rows import RowLaw, best_token
-from specbeam.laws.warp import on_host, row_laws
-from specbeam.lm.base import LM, fill_prompts
-from specbeam.records import Shape, Turn
-from specbeam.session import Session
+from specbeam.core.laws.rows import RowLaw, best_token
+from specbeam.core.laws.warp import on_host, row_laws
+from specbeam.core.lm import LM, fill_prompts
+from specbeam.core.records import Shape, Turn
+from specbeam.core.session import Session
 
 MASK = -1
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from specbeam.core.beams import LENGTH, Texts, depth_of, room_for_texts, write_path
 from specbeam.core.callbacks import call_back
+from specbeam.core.compiling.copies import copy_numbers
+from specbeam.core.laws.reduce import log_probabilities
 from specbeam.core.steps import Array, borrowed, step
-from specbeam.kernels.copies import copy_numbers
-from specbeam.laws.reduce import log_probabilities
 
 
 @borrowed

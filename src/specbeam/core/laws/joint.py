@@ -8,10 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from specbeam.core.beams import is_end
-from specbeam.core.noise import ALL_TOKENS, child_keys, gumbel, with_largest
-from specbeam.core.steps import Array, step
-from specbeam.kernels.copies import copy_numbers
-from specbeam.laws.ranking import (
+from specbeam.core.compiling.copies import copy_numbers
+from specbeam.core.laws.ranking import (
     Truncation,
     ascending,
     best_pairs,
@@ -23,7 +21,9 @@ from specbeam.laws.ranking import (
     sorted_places,
     warps,
 )
-from specbeam.laws.reduce import BROKEN, DEAD, SOUND, exponentials, log_norm, log_sum, norms_left_out
+from specbeam.core.laws.reduce import BROKEN, DEAD, SOUND, exponentials, log_norm, log_sum, norms_left_out
+from specbeam.core.noise import ALL_TOKENS, child_keys, gumbel, with_largest
+from specbeam.core.steps import Array, step
 
 HEAD = 14.0  # pairs whose probability is below exp(-14) times the best pair's do not change a width
 

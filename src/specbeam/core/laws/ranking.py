@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specbeam.core.compiling.copies import copy_numbers
 from specbeam.core.noise import bound_noise, gumbel
 from specbeam.core.steps import BLOCK, Array, step
-from specbeam.kernels.copies import copy_numbers
 
 BUCKETS = 4096  # number of buckets of values, by how far a value is below the largest one
 BUCKETS_PER_NAT = 64

@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 
+from specbeam.core.compiling.sums import INF_RANK, MINUS_INF_RANK, exponentials, extremes
+from specbeam.core.compiling.sums import log_norm as log_norm_of_singles
+from specbeam.core.compiling.sums import picked as place_of
 from specbeam.core.steps import BLOCK, Array, compiled_as, step
-from specbeam.kernels.sums import INF_RANK, MINUS_INF_RANK, exponentials, extremes
-from specbeam.kernels.sums import log_norm as log_norm_of_singles
-from specbeam.kernels.sums import picked as place_of
 
 __all__ = ["BLOCK", "INF_RANK", "MINUS_INF_RANK", "exponentials", "extremes", "log_norm", "log_sum", "place_of"]
 

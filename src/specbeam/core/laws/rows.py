@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specbeam.core.laws.ranking import Truncation, ascending, cuts, kept_pairs
+from specbeam.core.laws.reduce import BROKEN, condition_of_row, exponentials, log_norm
 from specbeam.core.steps import Array, step
-from specbeam.laws.ranking import Truncation, ascending, cuts, kept_pairs
-from specbeam.laws.reduce import BROKEN, condition_of_row, exponentials, log_norm
 
 NO_SHIFT = np.zeros(1)
 

@@ -15,8 +15,8 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from specbeam import __version__
-from specbeam.caches.files import clean, digest_of, discard, keep, read_own
-from specbeam.caches.folders import cache_folder
+from specbeam.core.caches.files import clean, digest_of, discard, keep, read_own
+from specbeam.core.caches.folders import cache_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -92,7 +92,7 @@ def weights_key(model: "torch.nn.Module | None") -> str | None:
 @cache
 def source_key(*rooms: str) -> str:
     """Return a hash of the source of these rooms of specbeam, such as "engines": what they cost changes with it."""
-    package = Path(__file__).parent.parent
+    package = Path(__file__).parent.parent.parent
     digest = hashlib.blake2b(digest_size=8)
     for room in rooms:
         for path in sorted((package / room).rglob("*.py")):

@@ -1,9 +1,9 @@
-"""The public parts of this room, each once: `specbeam.lazy` reads this list when the package runs."""
+"""The public parts of this room, each once: `specbeam.core.lazy` reads this list when the package runs."""
 
-from specbeam.verify.beams import BeamRule as BeamRule
-from specbeam.verify.joint_beams import JointRule as JointRule
-from specbeam.verify.joint_tokens import BlockRule as BlockRule
-from specbeam.verify.search import SearchRule as SearchRule
-from specbeam.verify.traversal import TraversalRule as TraversalRule
-from specbeam.verify.walk import MatchRule as MatchRule
-from specbeam.verify.walk import PathRule as PathRule
+from specbeam.core.verify.beams import BeamRule as BeamRule
+from specbeam.core.verify.joint_beams import JointRule as JointRule
+from specbeam.core.verify.joint_tokens import BlockRule as BlockRule
+from specbeam.core.verify.search import SearchRule as SearchRule
+from specbeam.core.verify.traversal import TraversalRule as TraversalRule
+from specbeam.core.verify.walk import MatchRule as MatchRule
+from specbeam.core.verify.walk import PathRule as PathRule

@@ -10,19 +10,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
-from specbeam.audit import Audit
-from specbeam.control.width import (
-    UNDECIDED,
-    FixedWidth,
-    Width,
-    Widths,
-    asked_width,
-    draft_law,
-    ignores_drafts,
-    is_for_steps,
-    width_of_known,
-    width_spec,
-)
+from specbeam.core.audit import Audit
 from specbeam.core.beams import (
     FROM_BEFORE,
     FROM_PASS,
@@ -39,6 +27,20 @@ from specbeam.core.beams import (
     no_layers,
     picked_beams,
 )
+from specbeam.core.control.width import (
+    UNDECIDED,
+    FixedWidth,
+    Width,
+    Widths,
+    asked_width,
+    draft_law,
+    ignores_drafts,
+    is_for_steps,
+    width_of_known,
+    width_spec,
+)
+from specbeam.core.draft.beams import candidate_count, draw_pairs, going_on
+from specbeam.core.errors import DeadEnd
 from specbeam.core.forest import (
     CHOSEN,
     DISTINCT,
@@ -53,12 +55,9 @@ from specbeam.core.forest import (
     start_of,
     turn_rows,
 )
-from specbeam.core.steps import Array, borrowed, compiled_as, step
-from specbeam.draft.beams import candidate_count, draw_pairs, going_on
-from specbeam.errors import DeadEnd
-from specbeam.laws.edits import follows_text, rows_with_bans
-from specbeam.laws.evidence import Evidence, gathers, no_evidence, note_draw
-from specbeam.laws.joint import (
+from specbeam.core.laws.edits import follows_text, rows_with_bans
+from specbeam.core.laws.evidence import Evidence, gathers, no_evidence, note_draw
+from specbeam.core.laws.joint import (
     Choice,
     JointLaw,
     all_pairs,
@@ -72,12 +71,13 @@ from specbeam.laws.joint import (
     log_odds_among,
     odds_among,
 )
-from specbeam.laws.ranking import Truncation
-from specbeam.laws.reduce import SOUND
-from specbeam.laws.warp import Warp, check_condition, law_of_processed, left_by_others, on_host, processed_rows
-from specbeam.records import Trial, Verdict
-from specbeam.session import Session
-from specbeam.verify.trials import Drafts, take_draws
+from specbeam.core.laws.ranking import Truncation
+from specbeam.core.laws.reduce import SOUND
+from specbeam.core.laws.warp import Warp, check_condition, law_of_processed, left_by_others, on_host, processed_rows
+from specbeam.core.records import Trial, Verdict
+from specbeam.core.session import Session
+from specbeam.core.steps import Array, borrowed, compiled_as, step
+from specbeam.core.verify.trials import Drafts, take_draws
 
 ROUNDING = 1e-5  # more than rounding adds to a value, compared with the same value without rounding
 

@@ -11,15 +11,14 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
+from specbeam.core.errors import BadSetting, LostLaw, NotSupported, one_of
 from specbeam.core.forest import Forest
-from specbeam.errors import BadSetting, LostLaw, NotSupported, one_of
-from specbeam.laws.reduce import SOUND
-from specbeam.lm.self_draft import TargetAsDraft
-from specbeam.records import Certificate, Verdict
-from specbeam.session import Rule, Session
-from specbeam.verify.joint_layers import layers
-from specbeam.verify.joint_paths import Paths, Prefix, Theta, deepest_in_chains, deepest_in_tree
-from specbeam.verify.walk import (
+from specbeam.core.laws.reduce import SOUND
+from specbeam.core.records import Certificate, Verdict
+from specbeam.core.session import Rule, Session
+from specbeam.core.verify.joint_layers import layers
+from specbeam.core.verify.joint_paths import Paths, Prefix, Theta, deepest_in_chains, deepest_in_tree
+from specbeam.core.verify.walk import (
     MATCH_BY_DICE,
     MATCH_BY_NOISE,
     NODE,
@@ -34,6 +33,7 @@ from specbeam.verify.walk import (
     row_at,
     start_walk,
 )
+from specbeam.models.self_draft import TargetAsDraft
 
 Coupling = Literal["noise", "dice"]
 Bonus = Literal["sample", "argmax", "none"]

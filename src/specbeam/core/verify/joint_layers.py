@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float, Float64, Int64
 
 from specbeam.core.forest import Forest
-from specbeam.laws.warp import dense_logp, on_host, processed_rows
-from specbeam.session import Session
+from specbeam.core.laws.warp import dense_logp, on_host, processed_rows
+from specbeam.core.session import Session
 
 TIE = 1e-12  # log-likelihoods closer than this are equal up to rounding
 Nodes = Int64[np.ndarray, " n"]

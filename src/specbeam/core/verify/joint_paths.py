@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
-from specbeam.verify.joint_layers import TIE
+from specbeam.core.verify.joint_layers import TIE
 
 Theta = Literal["chain", "max", "own"]
 Prefix = Literal["longest", "first_failure"]

@@ -7,15 +7,15 @@ import numpy as np
 import torch
 from jaxtyping import Float, Float64
 
+from specbeam.core.errors import NotSupported
 from specbeam.core.forest import Forest
-from specbeam.errors import NotSupported
-from specbeam.laws.reduce import DEAD
-from specbeam.laws.warp import check_condition, on_host
-from specbeam.records import Verdict
-from specbeam.session import Session
-from specbeam.verify.joint_beams import refuse_audit
-from specbeam.verify.joint_layers import TIE, layers
-from specbeam.verify.walk import WalkInputs, emitted_layers, start_walk
+from specbeam.core.laws.reduce import DEAD
+from specbeam.core.laws.warp import check_condition, on_host
+from specbeam.core.records import Verdict
+from specbeam.core.session import Session
+from specbeam.core.verify.joint_beams import refuse_audit
+from specbeam.core.verify.joint_layers import TIE, layers
+from specbeam.core.verify.walk import WalkInputs, emitted_layers, start_walk
 
 BlockMode = Literal["argmax", "ancestral", "joint_temperature", "joint_topk"]
 

@@ -6,11 +6,11 @@ from typing import ClassVar
 import torch
 from jaxtyping import Float
 
-from specbeam.control.width import FixedWidths
+from specbeam.core.control.width import FixedWidths
 from specbeam.core.forest import Forest
-from specbeam.records import Verdict
-from specbeam.session import Session
-from specbeam.verify.beams import SearchSpec, can_be_lazy, judged_beams
+from specbeam.core.records import Verdict
+from specbeam.core.session import Session
+from specbeam.core.verify.beams import SearchSpec, can_be_lazy, judged_beams
 
 
 @dataclass(frozen=True)

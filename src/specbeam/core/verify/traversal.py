@@ -7,20 +7,20 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
-from specbeam.control.width import FixedWidths
 from specbeam.core.beams import Beams, Layers, Stop
+from specbeam.core.control.width import FixedWidths
 from specbeam.core.dice import flip, pick
 from specbeam.core.forest import Forest, GroupsUnder, Siblings, groups_by_node, start_of
+from specbeam.core.laws.evidence import Evidence, gathers, note_worth
+from specbeam.core.laws.named import EXACT
+from specbeam.core.laws.ranking import Truncation
+from specbeam.core.laws.reduce import SOUND, exponentials
+from specbeam.core.laws.rows import RowLaw, greedy_law
+from specbeam.core.records import Verdict
+from specbeam.core.session import Session
 from specbeam.core.steps import Array, borrowed, open_step, step
-from specbeam.laws.evidence import Evidence, gathers, note_worth
-from specbeam.laws.named import EXACT
-from specbeam.laws.ranking import Truncation
-from specbeam.laws.reduce import SOUND, exponentials
-from specbeam.laws.rows import RowLaw, greedy_law
-from specbeam.records import Verdict
-from specbeam.session import Session
-from specbeam.verify.trials import NOTHING, Drafts, law_on_trial
-from specbeam.verify.walk import (
+from specbeam.core.verify.trials import NOTHING, Drafts, law_on_trial
+from specbeam.core.verify.walk import (
     ONE_SEQUENCE,
     WalkInputs,
     check_has_laws,

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specbeam.core.dice import flip, pick
+from specbeam.core.laws.evidence import Evidence, gathers, note_trial
 from specbeam.core.steps import Array, step
-from specbeam.laws.evidence import Evidence, gathers, note_trial
 
 NOTHING = 1e-12  # missing mass below this is rounding
 

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64
 
-from specbeam.audit import Audit
-from specbeam.control.width import FixedWidths
+from specbeam.core.audit import Audit
 from specbeam.core.beams import Beams, Layers, Stop, first_layers, is_end, no_layers
+from specbeam.core.control.width import FixedWidths
 from specbeam.core.dice import pick
+from specbeam.core.errors import LostLaw
 from specbeam.core.forest import (
     CHOSEN,
     DISTINCT,
@@ -22,18 +23,17 @@ from specbeam.core.forest import (
     groups_by_node,
     start_of,
 )
+from specbeam.core.laws.evidence import Evidence, gathers, no_evidence, note_draw
+from specbeam.core.laws.named import EXACT
+from specbeam.core.laws.ranking import Truncation, best_pairs, cuts, rank_pairs
+from specbeam.core.laws.reduce import BROKEN, DEAD, SOUND, exponentials, log_norm
+from specbeam.core.laws.rows import RowLaw, best_token, odds_on, place_in, row_law
+from specbeam.core.laws.warp import Rows, check_condition, on_host, processed_rows, row_laws
 from specbeam.core.noise import child_key
+from specbeam.core.records import Verdict
+from specbeam.core.session import Session
 from specbeam.core.steps import Array, borrowed, compiled_as, open_step, step
-from specbeam.errors import LostLaw
-from specbeam.laws.evidence import Evidence, gathers, no_evidence, note_draw
-from specbeam.laws.named import EXACT
-from specbeam.laws.ranking import Truncation, best_pairs, cuts, rank_pairs
-from specbeam.laws.reduce import BROKEN, DEAD, SOUND, exponentials, log_norm
-from specbeam.laws.rows import RowLaw, best_token, odds_on, place_in, row_law
-from specbeam.laws.warp import Rows, check_condition, on_host, processed_rows, row_laws
-from specbeam.records import Verdict
-from specbeam.session import Session
-from specbeam.verify.trials import Drafts, try_drafts
+from specbeam.core.verify.trials import Drafts, try_drafts
 
 TRY, MATCH_BY_NOISE, MATCH_BY_DICE = range(3)
 ONE_SEQUENCE = FixedWidths(1)

@@ -3,7 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from specbeam.cli.common import (
+from specbeam.apps.jobs.answering import Work, work_of
+from specbeam.apps.jobs.batch import batch, settings_described
+from specbeam.apps.jobs.journal import Progress
+from specbeam.apps.jobs.rows import Columns
+from specbeam.doors.cli.common import (
     ProgressBar,
     check_options,
     complain,
@@ -13,12 +17,8 @@ from specbeam.cli.common import (
     quiet_load,
     text_or_file,
 )
+from specbeam.doors.sources import hears, set_languages
 from specbeam.errors import NotSupported
-from specbeam.jobs.answering import Work, work_of
-from specbeam.jobs.batch import batch, settings_described
-from specbeam.jobs.journal import Progress
-from specbeam.jobs.rows import Columns
-from specbeam.sources import hears, set_languages
 
 
 def run(

@@ -3,15 +3,15 @@
 import dataclasses
 from pathlib import Path
 
-from specbeam.bench.acceptance import acceptance
-from specbeam.bench.efficiency import TreeCell, as_markdown, check_budgets, efficiency, halves, plot
-from specbeam.bench.head_cost import head_cost
-from specbeam.bench.pictures import check_picture
-from specbeam.cli.common import check_options, print_json, quiet_load
-from specbeam.cli.generate import gather
+from specbeam.doors.cli.common import check_options, print_json, quiet_load
+from specbeam.doors.cli.generate import gather
+from specbeam.doors.prompts import spread
 from specbeam.errors import BadPrompt
-from specbeam.pair import BUNDLED
-from specbeam.prompts import spread
+from specbeam.lab.bench.acceptance import acceptance
+from specbeam.lab.bench.efficiency import TreeCell, as_markdown, check_budgets, efficiency, halves, plot
+from specbeam.lab.bench.head_cost import head_cost
+from specbeam.lab.bench.pictures import check_picture
+from specbeam.models.pair import BUNDLED
 
 
 def demo_sentences() -> list[str]:
@@ -54,7 +54,7 @@ def block_efficiency(
     rows: int, max_new_tokens: int, seed: int, picture: Path | None, json: bool,
 ) -> int:  # fmt: skip
     """Print the tokens per target pass of each recipe at each budget of nodes; return the exit code."""
-    from specbeam.cli.screen import Screen
+    from specbeam.doors.cli.screen import Screen
 
     if picture is not None:
         check_picture(picture)

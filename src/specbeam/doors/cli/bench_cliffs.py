@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from specbeam.bench.cliffs import KINDS, METHODS, OPTIONS, CliffPlan, SpeedCell, cliffs, contenders_of
-from specbeam.bench.cliffs_report import as_markdown
-from specbeam.bench.provenance import provenance
-from specbeam.cli.bench_speed import demo_rows
-from specbeam.cli.widening import grown_pair
+from specbeam.doors.cli.bench_speed import demo_rows
+from specbeam.doors.cli.widening import grown_pair
+from specbeam.doors.places import write_output
+from specbeam.doors.plain import as_json
 from specbeam.errors import BadSetting, one_of
-from specbeam.places import write_output
-from specbeam.plain import as_json
+from specbeam.lab.bench.cliffs import KINDS, METHODS, OPTIONS, CliffPlan, SpeedCell, cliffs, contenders_of
+from specbeam.lab.bench.cliffs_report import as_markdown
+from specbeam.lab.bench.provenance import provenance
 
 
 def run(
@@ -24,7 +24,7 @@ def run(
     import torch
     from rich.progress import Progress
 
-    from specbeam.cli.screen import Screen
+    from specbeam.doors.cli.screen import Screen
 
     plan = CliffPlan(
         methods=_words("--methods", methods, list(METHODS)),

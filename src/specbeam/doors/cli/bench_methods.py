@@ -5,18 +5,18 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
-from specbeam.bench.method_figures import METRICS, Task
-from specbeam.bench.methods import contenders, measure
-from specbeam.bench.methods_report import as_markdown, plot
-from specbeam.bench.pictures import check_picture
-from specbeam.bench.provenance import provenance
-from specbeam.cli.common import print_json
-from specbeam.cli.widening import grown_pair
+from specbeam.doors.cli.common import print_json
+from specbeam.doors.cli.widening import grown_pair
+from specbeam.doors.places import require_file
 from specbeam.errors import BadPrompt, BadSetting, one_of
-from specbeam.evaluate.lines import lines_of
-from specbeam.evaluate.task import check_bleu
-from specbeam.pair import BUNDLED
-from specbeam.places import require_file
+from specbeam.lab.bench.method_figures import METRICS, Task
+from specbeam.lab.bench.methods import contenders, measure
+from specbeam.lab.bench.methods_report import as_markdown, plot
+from specbeam.lab.bench.pictures import check_picture
+from specbeam.lab.bench.provenance import provenance
+from specbeam.lab.evaluate.lines import lines_of
+from specbeam.lab.evaluate.task import check_bleu
+from specbeam.models.pair import BUNDLED
 
 
 def run(
@@ -32,7 +32,7 @@ def run(
     from rich.markup import escape
     from rich.progress import Progress
 
-    from specbeam.cli.screen import Screen
+    from specbeam.doors.cli.screen import Screen
 
     if metric is not None:
         one_of("--metric", metric, METRICS)

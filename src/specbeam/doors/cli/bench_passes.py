@@ -4,16 +4,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specbeam.bench.passes import PassPlan, fits, passes
-from specbeam.bench.passes_report import as_markdown, as_records, plot
-from specbeam.bench.pictures import check_picture
-from specbeam.bench.provenance import provenance
-from specbeam.bench.widen_model import with_positions
-from specbeam.cli.common import print_json
-from specbeam.cli.widening import grown_pair
+from specbeam.doors.cli.common import print_json
+from specbeam.doors.cli.widening import grown_pair
 from specbeam.errors import BadSetting
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.pair import load
+from specbeam.lab.bench.passes import PassPlan, fits, passes
+from specbeam.lab.bench.passes_report import as_markdown, as_records, plot
+from specbeam.lab.bench.pictures import check_picture
+from specbeam.lab.bench.provenance import provenance
+from specbeam.lab.bench.widen_model import with_positions
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.pair import load
 
 
 def run(
@@ -24,7 +24,7 @@ def run(
     import torch
     from rich.progress import Progress
 
-    from specbeam.cli.screen import Screen
+    from specbeam.doors.cli.screen import Screen
 
     plan = _plan(rows, beams, lengths, copies_gb, repeats)
     if picture is not None:

@@ -5,8 +5,11 @@ import math
 from dataclasses import asdict
 from pathlib import Path
 
-from specbeam.bench.provenance import provenance
-from specbeam.bench.scale import (
+from specbeam.doors.cli.common import complain, print_json
+from specbeam.doors.places import require_file
+from specbeam.errors import BadSetting, MissingFile
+from specbeam.lab.bench.provenance import provenance
+from specbeam.lab.bench.scale import (
     Cluster,
     ModelSize,
     PassSample,
@@ -16,9 +19,6 @@ from specbeam.bench.scale import (
     held_out,
     turn_parts,
 )
-from specbeam.cli.common import complain, print_json
-from specbeam.errors import BadSetting, MissingFile
-from specbeam.places import require_file
 
 TARGET_70B = ModelSize(layers=80, width=8192, weight_bytes=140e9, kv_bytes=2 * 80 * 8 * 128 * 2)
 DRAFT_1B = ModelSize(layers=16, width=2048, weight_bytes=2e9, kv_bytes=2 * 16 * 8 * 64 * 2)
@@ -36,7 +36,7 @@ def measure(model: str, rows: list[int], stored: int, repeats: int) -> int:
     """Time passes of a model and print them as lines of JSON; return the exit code."""
     from transformers.utils import logging
 
-    from specbeam.bench.scale_passes import scale_passes
+    from specbeam.lab.bench.scale_passes import scale_passes
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -5,11 +5,11 @@ import json as json_format
 from dataclasses import dataclass
 from pathlib import Path
 
-from specbeam.bench.serving import Load, LoadReport, measure_load
-from specbeam.cli.common import print_json
-from specbeam.cli.generate import gather
+from specbeam.doors.cli.common import print_json
+from specbeam.doors.cli.generate import gather
 from specbeam.errors import BadSetting
-from specbeam.pair import BUNDLED
+from specbeam.lab.bench.serving import Load, LoadReport, measure_load
+from specbeam.models.pair import BUNDLED
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def _sentences() -> list[str]:
 def _show(report: LoadReport) -> None:
     from rich.table import Table
 
-    from specbeam.cli.screen import Screen
+    from specbeam.doors.cli.screen import Screen
 
     table = Table("figure", "value", box=None, pad_edge=False)
     table.add_row("answered", f"{report.answered} of {report.requests}, {report.gone} went away as planned")

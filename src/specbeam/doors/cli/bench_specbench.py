@@ -4,11 +4,11 @@ import re
 import time
 from pathlib import Path
 
-from specbeam.bench.provenance import provenance
-from specbeam.bench.specbench import as_records, lines_of_specbench, read_questions, specbench, write_answers
-from specbeam.cli.common import ProgressBar, method_from, print_json, quiet_load
+from specbeam.doors.cli.common import ProgressBar, method_from, print_json, quiet_load
+from specbeam.doors.places import writing
 from specbeam.errors import BadSetting
-from specbeam.places import writing
+from specbeam.lab.bench.provenance import provenance
+from specbeam.lab.bench.specbench import as_records, lines_of_specbench, read_questions, specbench, write_answers
 
 USUAL = ["speculative_sampling", "traversal", "sequoia", "prompt_lookup", "opt_tree", "token_recycling"]
 
@@ -31,7 +31,7 @@ def run(
     import torch
     from rich.table import Table
 
-    from specbeam.cli.screen import Screen
+    from specbeam.doors.cli.screen import Screen
 
     if threads is not None:
         torch.set_num_threads(threads)

@@ -6,21 +6,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specbeam.bench.baselines import MAKERS
-from specbeam.bench.head_cost import head_cost
-from specbeam.bench.outcome import Contender, specbeam
-from specbeam.bench.pictures import check_picture
-from specbeam.bench.provenance import provenance
-from specbeam.bench.speed import speed
-from specbeam.bench.speed_report import as_markdown, plot
-from specbeam.cli.common import check_options, method_from, print_json
-from specbeam.cli.widening import grown_pair
+from specbeam.doors.cli.common import check_options, method_from, print_json
+from specbeam.doors.cli.widening import grown_pair
+from specbeam.doors.prompts import PromptRow, read, spread
+from specbeam.doors.sources import hears
 from specbeam.engines.eligibility import reads_sources
 from specbeam.errors import BadSetting, NotSupported
-from specbeam.pair import BUNDLED, Pair
-from specbeam.prompts import PromptRow, read, spread
+from specbeam.lab.bench.baselines import MAKERS
+from specbeam.lab.bench.head_cost import head_cost
+from specbeam.lab.bench.outcome import Contender, specbeam
+from specbeam.lab.bench.pictures import check_picture
+from specbeam.lab.bench.provenance import provenance
+from specbeam.lab.bench.speed import speed
+from specbeam.lab.bench.speed_report import as_markdown, plot
+from specbeam.models.pair import BUNDLED, Pair
 from specbeam.recipes.heads import paper_of
-from specbeam.sources import hears
 
 DEFAULT = [
     "transformers/sampling",
@@ -45,7 +45,7 @@ def run(
     import torch
     from rich.progress import Progress
 
-    from specbeam.cli.screen import Screen
+    from specbeam.doors.cli.screen import Screen
 
     _check(rows, batch_sizes, repeats, picture)
     check_options(options)

@@ -10,17 +10,17 @@ from typing import Any, Protocol, runtime_checkable
 from rich.console import Console
 from rich.text import Text
 
-from specbeam.chats import BUNDLED_TEMPLATE, prompt_of_messages
-from specbeam.cli.common import check_options, method_from, quiet_load
-from specbeam.cli.screen import Screen
+from specbeam.doors.chats import BUNDLED_TEMPLATE, prompt_of_messages
+from specbeam.doors.cli.common import check_options, method_from, quiet_load
+from specbeam.doors.cli.screen import Screen
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.places import text_of
+from specbeam.doors.plain import for_terminal, without_control
+from specbeam.doors.request import Request
 from specbeam.errors import MissingPackage, NotSupported, ServerRefused, SpecbeamError
 from specbeam.generation import pieces_of
-from specbeam.options.settings import Settings
-from specbeam.pair import Pair
-from specbeam.places import text_of
-from specbeam.plain import for_terminal, without_control
+from specbeam.models.pair import Pair
 from specbeam.recipes.method import Method
-from specbeam.request import Request
 
 CHUNK = 64  # tokens of the pieces in which beginnings of prompts are kept
 KEPT_BYTES = 256 * 2**20  # memory for these, of all models together

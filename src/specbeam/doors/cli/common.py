@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from specbeam import plain
+from specbeam.core.records import Generation
+from specbeam.doors import plain
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.sources import require_prompts
+from specbeam.doors.with_memory import load_by_name
 from specbeam.errors import BadPrompt, BadSetting, MissingFile
-from specbeam.options.settings import Settings
-from specbeam.pair import Pair
+from specbeam.models.pair import Pair
 from specbeam.recipes.settings_text import method_from as method_from
-from specbeam.records import Generation
-from specbeam.sources import require_prompts
-from specbeam.with_memory import load_by_name
 
 
 def quiet_load(
@@ -164,7 +164,7 @@ class ProgressBar:
     def __enter__(self) -> "ProgressBar":
         from rich.progress import Progress
 
-        from specbeam.cli.screen import Screen
+        from specbeam.doors.cli.screen import Screen
 
         self.console = Screen(stderr=True)
         self.bar = Progress(console=self.console, transient=True, disable=not self.console.is_terminal)

@@ -7,15 +7,15 @@ from typing import Any
 
 from rich.text import Text
 
-from specbeam import render
-from specbeam.cli.common import print_json, quiet_load
+from specbeam.core.measure.energy import EnergyMeter
+from specbeam.core.records import Generation
+from specbeam.doors import render
+from specbeam.doors.cli.common import print_json, quiet_load
 from specbeam.errors import MissingFile
 from specbeam.generation import generate, turns_of
-from specbeam.measure.energy import EnergyMeter
-from specbeam.pair import BUNDLED, Pair
+from specbeam.models.pair import BUNDLED, Pair
 from specbeam.recipes.beams import beam_sampling, dsbd, sampling
 from specbeam.recipes.method import Method
-from specbeam.records import Generation
 
 SHOWN = 3  # sentences whose translations are printed
 LAW: dict[str, Any] = {
@@ -45,7 +45,7 @@ def run(beams: int, seed: int, json: bool) -> int:
         import sacrebleu  # noqa: F401
     except ImportError as error:
         raise MissingFile("the demo scores with sacrebleu: pip install sacrebleu") from error
-    from specbeam.cli.screen import Screen
+    from specbeam.doors.cli.screen import Screen
 
     console = Screen(stderr=json)
     console.print("Loading the bundled pair ...")

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from specbeam.cli.common import check_options, method_from, print_json, quiet_load, say
-from specbeam.cli.generate import gather
+from specbeam.doors.cli.common import check_options, method_from, print_json, quiet_load, say
+from specbeam.doors.cli.generate import gather
 from specbeam.errors import BadPrompt, BadSetting
-from specbeam.evaluate.against_transformers import Comparison, Difference, comparisons
-from specbeam.evaluate.beam_options import ComparedRun, with_every_option
-from specbeam.pair import Pair
+from specbeam.lab.evaluate.against_transformers import Comparison, Difference, comparisons
+from specbeam.lab.evaluate.beam_options import ComparedRun, with_every_option
+from specbeam.models.pair import Pair
 from specbeam.recipes.method import Method
 
 
@@ -26,7 +26,7 @@ def run(
     """
     from rich.progress import track
 
-    from specbeam.cli.screen import Screen
+    from specbeam.doors.cli.screen import Screen
 
     if any(setting.startswith("beams=") for setting in settings):
         raise BadSetting("--set beams=... would let the methods differ; the number of beams is --beams")

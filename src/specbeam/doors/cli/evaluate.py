@@ -4,18 +4,18 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from specbeam.bench.pictures import check_picture
-from specbeam.cli.bench import texts_of
-from specbeam.cli.common import check_options, method_from, print_json, quiet_load
-from specbeam.cli.generate import gather
+from specbeam.doors.cli.bench import texts_of
+from specbeam.doors.cli.common import check_options, method_from, print_json, quiet_load
+from specbeam.doors.cli.generate import gather
+from specbeam.doors.prompts import spread
 from specbeam.errors import BadPrompt
-from specbeam.evaluate.outputs import read_outputs
-from specbeam.evaluate.perplexity import perplexity as score
-from specbeam.evaluate.same_beams import differences
-from specbeam.evaluate.task import bleu, check_bleu, exact_match
-from specbeam.evaluate.theory import TheoryRow, as_markdown, plot
-from specbeam.evaluate.theory import theory as measure
-from specbeam.prompts import spread
+from specbeam.lab.bench.pictures import check_picture
+from specbeam.lab.evaluate.outputs import read_outputs
+from specbeam.lab.evaluate.perplexity import perplexity as score
+from specbeam.lab.evaluate.same_beams import differences
+from specbeam.lab.evaluate.task import bleu, check_bleu, exact_match
+from specbeam.lab.evaluate.theory import TheoryRow, as_markdown, plot
+from specbeam.lab.evaluate.theory import theory as measure
 
 
 def same_beams(
@@ -53,7 +53,7 @@ def perplexity(files: list[Path], model: str, ended: bool, json: bool) -> int:
     """Score files of outputs by the target, print a row per file, and return the exit code."""
     from rich.table import Table
 
-    from specbeam.cli.screen import Screen
+    from specbeam.doors.cli.screen import Screen
 
     pair = quiet_load(model, None, sources=True)
     table = Table("outputs", box=None, pad_edge=False)
@@ -86,7 +86,7 @@ def theory(
     options: dict[str, Any], picture: Path | None, json: bool,
 ) -> int:  # fmt: skip
     """Print each figure of the theory of rejections beside what was counted, and return the exit code."""
-    from specbeam.cli.screen import Screen
+    from specbeam.doors.cli.screen import Screen
 
     if picture is not None:
         check_picture(picture)

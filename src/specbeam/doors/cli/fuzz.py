@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from specbeam.cli.common import print_json, say
-from specbeam.cli.screen import Screen
-from specbeam.fuzz.campaign import Fault, Tally, campaign
-from specbeam.fuzz.worlds import WORLDS
+from specbeam.doors.cli.common import print_json, say
+from specbeam.doors.cli.screen import Screen
+from specbeam.lab.fuzz.campaign import Fault, Tally, campaign
+from specbeam.lab.fuzz.worlds import WORLDS
 
 
 def fuzz(calls: int, seed: int, worlds: list[str], first: int, processes: int, json: bool) -> int:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specbeam.audit import ALARM, Audit
-from specbeam.cli.common import (
+from specbeam.core.audit import ALARM, Audit
+from specbeam.core.records import Generation
+from specbeam.doors.cli.common import (
     ProgressBar,
     as_json,
     check_options,
@@ -20,14 +21,13 @@ from specbeam.cli.common import (
     say,
     text_or_file,
 )
-from specbeam.cli.profile import profile_if
+from specbeam.doors.cli.profile import profile_if
+from specbeam.doors.places import OPENERS
+from specbeam.doors.prompts import of_record, read
+from specbeam.doors.sources import set_languages
 from specbeam.errors import BadPrompt, SpecbeamError, TooFewAnswers
-from specbeam.evaluate.lines import lines_of
 from specbeam.generation import generate
-from specbeam.places import OPENERS
-from specbeam.prompts import of_record, read
-from specbeam.records import Generation
-from specbeam.sources import set_languages
+from specbeam.lab.evaluate.lines import lines_of
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ def run(arguments: list[str]) -> int:
         from lm_eval.__main__ import cli_evaluate
     except ImportError as error:
         raise MissingPackage(f"the harness needs {error.name}: pip install 'lm-eval>=0.4.13'") from error
-    import_module("specbeam.evaluate.harness")  # it registers the model
+    import_module("specbeam.lab.evaluate.harness")  # it registers the model
 
     sys.argv = ["lm-eval", *arguments]
     cli_evaluate()

@@ -3,22 +3,22 @@
 import warnings
 from typing import Any
 
-from specbeam.cli.common import print_json, quiet_load
+from specbeam.doors.cli.common import print_json, quiet_load
 from specbeam.errors import BadSetting
-from specbeam.heads.exit import ExitHead, how_it_runs
-from specbeam.heads.files import folder_of, read_config
-from specbeam.heads.head import Head
-from specbeam.heads.mtp import is_own_modules
-from specbeam.heads.probe import Overlap, Probed, probed
-from specbeam.heads.read import is_head, read_head
-from specbeam.loading.tokenizers import first_tokens
+from specbeam.models.heads.exit import ExitHead, how_it_runs
+from specbeam.models.heads.files import folder_of, read_config
+from specbeam.models.heads.head import Head
+from specbeam.models.heads.mtp import is_own_modules
+from specbeam.models.heads.probe import Overlap, Probed, probed
+from specbeam.models.heads.read import is_head, read_head
+from specbeam.models.loading.tokenizers import first_tokens
 
 
 def run_inspect(path: str, model: str | None, probe: bool, json: bool) -> int:
     """Read a head, try it on its target, print what was found, and return the exit code."""
     from rich.table import Table
 
-    from specbeam.cli.screen import Screen
+    from specbeam.doors.cli.screen import Screen
 
     if not is_head(path):
         raise BadSetting(f"{path} is no draft head that specbeam knows; docs/heads.md lists them")

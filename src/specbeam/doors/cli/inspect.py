@@ -4,12 +4,12 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from specbeam import render
-from specbeam.cli.common import check_options, method_from, print_json, quiet_load
-from specbeam.cli.generate import gather
+from specbeam.doors import render
+from specbeam.doors.cli.common import check_options, method_from, print_json, quiet_load
+from specbeam.doors.cli.generate import gather
+from specbeam.doors.places import write_output
 from specbeam.errors import BadPrompt, BadSetting
 from specbeam.generation import turns_of
-from specbeam.places import write_output
 
 
 def run(
@@ -43,7 +43,7 @@ def run(
 def _show(nodes: list[render.Leaf], turn: int, turns: int, accepted: int, widths: list[int]) -> None:
     from rich.text import Text
 
-    from specbeam.cli.screen import Screen
+    from specbeam.doors.cli.screen import Screen
 
     console = Screen()
     console.print(

@@ -10,11 +10,11 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from specbeam.cli.commands.bench import bench
-from specbeam.cli.commands.evaluate import diff_by_its_older_name, evaluate
-from specbeam.cli.commands.heads import heads
-from specbeam.cli.commands.train import train
-from specbeam.cli.options import (
+from specbeam.doors.cli.commands.bench import bench
+from specbeam.doors.cli.commands.evaluate import diff_by_its_older_name, evaluate
+from specbeam.doors.cli.commands.heads import heads
+from specbeam.doors.cli.commands.train import train
+from specbeam.doors.cli.options import (
     BatchSize,
     Compile,
     Device,
@@ -50,7 +50,7 @@ from specbeam.cli.options import (
     TopP,
     file_to_write,
 )
-from specbeam.cli.serve_options import given_options, option, server_parameters
+from specbeam.doors.cli.serve_options import given_options, option, server_parameters
 from specbeam.errors import BadPrompt, SpecbeamError
 
 
@@ -91,7 +91,7 @@ def start(
 
         print(__version__)
         raise typer.Exit
-    from specbeam.cli.compiling import showing_compilation
+    from specbeam.doors.cli.compiling import showing_compilation
 
     context.with_resource(showing_compilation())
 
@@ -137,7 +137,7 @@ def generate(
     json: Json = False,
 ) -> None:
     """Answer prompts that are given as arguments, by --prompt, in files, or on standard input."""
-    from specbeam.cli.generate import run
+    from specbeam.doors.cli.generate import run
 
     options = {
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
@@ -198,8 +198,8 @@ def batch(
     json: Json = False,
 ) -> None:
     """Answer the prompts of a table, each once: a job that was killed goes on with --resume, and gives the same texts."""
-    from specbeam.cli.batch import run
-    from specbeam.jobs.rows import Columns
+    from specbeam.apps.jobs.rows import Columns
+    from specbeam.doors.cli.batch import run
 
     options = {
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
@@ -306,7 +306,7 @@ def transcribe(
     kv: KeysAndValues = None,
 ) -> None:
     """Write down what is said in audio files, by a Whisper model."""
-    from specbeam.cli.transcribe import run
+    from specbeam.doors.cli.transcribe import run
 
     options: dict[str, Any] = {
         "language": language, "task": task, "prompt": prompt, "timestamps": timestamps, "temperature": temperature,
@@ -328,7 +328,7 @@ def methods(
     json: Json = False,
 ) -> None:
     """List the methods with their output laws, or explain one of them."""
-    from specbeam.cli.methods import run
+    from specbeam.doors.cli.methods import run
 
     raise typer.Exit(run(name, json))
 
@@ -350,7 +350,7 @@ def inspect(
     json: Json = False,
 ) -> None:
     """Draw the forest of one turn of DSBD: which drafts were accepted, rejected or resampled, and with what odds."""
-    from specbeam.cli.inspect import run
+    from specbeam.doors.cli.inspect import run
 
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     raise typer.Exit(run([*(prompts or []), *prompt], file, model, draft, setting, options, turn, seed, svg, json))
@@ -360,7 +360,7 @@ def _add_serve() -> None:
     """Add the command that serves, with an option for all that can be configured."""
 
     def serve(config: Path | None, **options: Any) -> None:
-        from specbeam.cli.serve import run
+        from specbeam.doors.cli.serve import run
 
         raise typer.Exit(run(config, given_options(options)))
 
@@ -398,7 +398,7 @@ def chat(
     quantize: QuantizeTarget = None,
 ) -> None:
     """Talk with a model in the terminal; Ctrl-C ends an answer, Ctrl-D the chat."""
-    from specbeam.cli.chat import ChatOptions, run
+    from specbeam.doors.cli.chat import ChatOptions, run
 
     given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     options = {name: value for name, value in given.items() if value is not None}
@@ -444,7 +444,7 @@ def tune(
     json: Json = False,
 ) -> None:
     """Measure what controllers decide by, and keep it on disk: the time of passes here, and acceptance by rank."""
-    from specbeam.cli.tune import run
+    from specbeam.doors.cli.tune import run
 
     skipping = (skip_ratio, task)
     raise typer.Exit(run(model, draft, context, beams, draft_beams, odds, explain, prompt, file, skipping, json))
@@ -457,7 +457,7 @@ def demo(
     json: Json = False,
 ) -> None:
     """Translate German sentences by sampling, beam sampling and DSBD side by side, with the bundled pair."""
-    from specbeam.cli.demo import run
+    from specbeam.doors.cli.demo import run
 
     raise typer.Exit(run(beams, seed, json))
 
@@ -510,7 +510,7 @@ def _sentence_of(error: OSError) -> str:
 
 def _end(said: str, code: int) -> NoReturn:
     """Print a message on standard error, and end with an exit code; what standard output has not taken is given up."""
-    from specbeam.plain import for_terminal
+    from specbeam.doors.plain import for_terminal
 
     with suppress(OSError, ValueError):
         sys.stdout.flush()

@@ -2,7 +2,7 @@
 
 import inspect
 
-from specbeam.cli.common import print_json
+from specbeam.doors.cli.common import print_json
 from specbeam.recipes.catalogue import methods, resolve
 from specbeam.recipes.method import Recipe
 
@@ -42,7 +42,7 @@ def _explain(recipe: Recipe) -> None:
 def _print_table(listed: list[Recipe]) -> None:
     from rich.table import Table
 
-    from specbeam.cli.screen import Screen
+    from specbeam.doors.cli.screen import Screen
 
     table = Table("method", "output law", "needs", "paper", box=None, pad_edge=False)
     for recipe in listed:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from specbeam.places import require_file, require_folder_place, require_place
+from specbeam.doors.places import require_file, require_folder_place, require_place
 
 
 def existing_files(files: list[Path] | None) -> list[Path] | None:

@@ -4,8 +4,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from specbeam.measure.profiler import Profile, profiled
-from specbeam.records import Generation
+from specbeam.core.measure.profiler import Profile, profiled
+from specbeam.core.records import Generation
 
 # name of a span -> what happens in it
 MEANINGS = {
@@ -45,7 +45,7 @@ def show(profile: Profile, whole_s: float, answers: list[Generation]) -> None:
     """
     from rich.table import Table
 
-    from specbeam.cli.screen import Screen
+    from specbeam.doors.cli.screen import Screen
 
     passes = max(sum(answer.report.target_passes for answer in answers), 1)
     seconds = dict(profile.seconds)

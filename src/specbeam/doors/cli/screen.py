@@ -5,7 +5,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from specbeam.plain import for_terminal
+from specbeam.doors.plain import for_terminal
 
 
 class Screen(Console):

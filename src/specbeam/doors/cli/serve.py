@@ -19,7 +19,7 @@ def run(config: Path | None, given: dict[str, Any]) -> int:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise MissingPackage(f"serve needs {error.name}: pip install fastapi uvicorn prometheus-client") from error
-    from specbeam.serve.config import read_config
-    from specbeam.serve.run import serve
+    from specbeam.apps.serve.config import read_config
+    from specbeam.apps.serve.run import serve
 
     return serve(read_config(config, given))

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from specbeam.cli.options import Draft, KeysAndValues, QuantizeTarget, Settings, TensorParallel
+from specbeam.doors.cli.options import Draft, KeysAndValues, QuantizeTarget, Settings, TensorParallel
 
 Text = str | None
 Number = int | None

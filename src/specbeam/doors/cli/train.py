@@ -6,20 +6,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbeam.cli.common import print_json, quiet_load
+from specbeam.doors.cli.common import print_json, quiet_load
+from specbeam.doors.prompts import read, spread
 from specbeam.errors import BadSetting
-from specbeam.pair import Pair
-from specbeam.prompts import read, spread
-from specbeam.train.coral import WINDOW, train_coral
-from specbeam.train.course import Trained
-from specbeam.train.draft import train_draft
-from specbeam.train.drawing import DrawPlan
-from specbeam.train.fitting import Schedule
-from specbeam.train.heads import train_head
-from specbeam.train.lessons import Report
+from specbeam.lab.train.coral import WINDOW, train_coral
+from specbeam.lab.train.course import Trained
+from specbeam.lab.train.draft import train_draft
+from specbeam.lab.train.drawing import DrawPlan
+from specbeam.lab.train.fitting import Schedule
+from specbeam.lab.train.heads import train_head
+from specbeam.lab.train.lessons import Report
+from specbeam.models.pair import Pair
 
 if TYPE_CHECKING:
-    from specbeam.cli.screen import Screen
+    from specbeam.doors.cli.screen import Screen
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _run(
     import torch
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from specbeam.cli.screen import Screen
+    from specbeam.doors.cli.screen import Screen
 
     if not options.files:
         raise BadSetting("--data is missing: a file of prompts, like those that the draft will be used for")

@@ -4,11 +4,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from specbeam.cli.common import print_json, quiet_load
+from specbeam.doors.cli.common import print_json, quiet_load
 from specbeam.errors import BadSetting
-from specbeam.memory.plan import MemoryPlan, segment_of_window
-from specbeam.train.hmt import TrainedMemory, read_documents, train_hmt
-from specbeam.train.remembering import MemorySchedule
+from specbeam.lab.train.hmt import TrainedMemory, read_documents, train_hmt
+from specbeam.lab.train.remembering import MemorySchedule
+from specbeam.models.memory.plan import MemoryPlan, segment_of_window
 
 SEGMENT = 222  # tokens of a segment by default: with 32 sensory tokens a window of 256
 
@@ -82,7 +82,7 @@ def run(options: MemoryOptions) -> int:
     import torch
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from specbeam.cli.screen import Screen
+    from specbeam.doors.cli.screen import Screen
 
     if not options.files:
         raise BadSetting("--data is missing: a file of long texts, like those that are to be remembered")
@@ -118,7 +118,7 @@ def run(options: MemoryOptions) -> int:
 def _print_curve(trained: TrainedMemory) -> None:
     from rich.table import Table
 
-    from specbeam.cli.screen import Screen
+    from specbeam.doors.cli.screen import Screen
 
     console = Screen()
     table = Table(title=f"{trained.folder}: {trained.weights / 1e6:.2f} M weights learnt")

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from specbeam.cli.common import complain, method_from, quiet_load
+from specbeam.apps.speech.audio import check_file
+from specbeam.apps.speech.formats import check_format, formatted
+from specbeam.apps.speech.transcribe import transcribe
+from specbeam.core.whole_files import write_whole
+from specbeam.doors.cli.common import complain, method_from, quiet_load
 from specbeam.errors import BadAudio, BadSetting, MissingFile
-from specbeam.speech.audio import check_file
-from specbeam.speech.formats import check_format, formatted
-from specbeam.speech.transcribe import transcribe
-from specbeam.whole_files import write_whole
 
 ENDINGS = {"text": "txt", "json": "json", "verbose_json": "json", "srt": "srt", "vtt": "vtt"}
 

@@ -5,24 +5,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbeam.bench.acceptance import Acceptance, acceptance
-from specbeam.bench.sublayers import FoundSublayers, best_sublayers
-from specbeam.cli.bench import demo_sentences
-from specbeam.cli.common import print_json, quiet_load
-from specbeam.control.cost import CostCurve
-from specbeam.control.needs import NodesByNeed
-from specbeam.control.worth import DepthByCost, PassOdds
+from specbeam.core.control.cost import CostCurve
+from specbeam.core.control.needs import NodesByNeed
+from specbeam.core.control.worth import DepthByCost, PassOdds
+from specbeam.doors.cli.bench import demo_sentences
+from specbeam.doors.cli.common import print_json, quiet_load
+from specbeam.doors.prompts import read, spread
 from specbeam.errors import BadSetting
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.skipping import Skipping
-from specbeam.pair import Pair
-from specbeam.prompts import read, spread
+from specbeam.lab.bench.acceptance import Acceptance, acceptance
+from specbeam.lab.bench.sublayers import FoundSublayers, best_sublayers
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.pair import Pair
+from specbeam.models.skipping import Skipping
 from specbeam.recipes.beams import dsbd
-from specbeam.tuning.acceptance import keep_acceptance, with_guess
-from specbeam.tuning.costs import NODES, measure
+from specbeam.recipes.tuning.acceptance import keep_acceptance, with_guess
+from specbeam.recipes.tuning.costs import NODES, measure
 
 if TYPE_CHECKING:
-    from specbeam.cli.screen import Screen
+    from specbeam.doors.cli.screen import Screen
 
 
 def run(
@@ -50,7 +50,7 @@ def run(
     """
     from rich.table import Table
 
-    from specbeam.cli.screen import Screen
+    from specbeam.doors.cli.screen import Screen
 
     if not 0 < odds < 1:
         raise BadSetting(f"--odds is {odds}; it is a probability, in (0, 1)")

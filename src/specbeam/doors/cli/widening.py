@@ -4,18 +4,18 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from specbeam.bench.widen_head import grown_head
-from specbeam.bench.widen_model import grown
-from specbeam.bench.widen_reader import grown_reader
-from specbeam.bench.widen_vocabulary import with_words
-from specbeam.cli.common import quiet_load
+from specbeam.doors.cli.common import quiet_load
 from specbeam.engines.eligibility import reads_sources
 from specbeam.errors import BadSetting, NotSupported
-from specbeam.heads.head import Head
-from specbeam.heads.read import head_model
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.quantised import is_rounding
-from specbeam.pair import Pair, load
+from specbeam.lab.bench.widen_head import grown_head
+from specbeam.lab.bench.widen_model import grown
+from specbeam.lab.bench.widen_reader import grown_reader
+from specbeam.lab.bench.widen_vocabulary import with_words
+from specbeam.models.heads.head import Head
+from specbeam.models.heads.read import head_model
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.pair import Pair, load
+from specbeam.models.quantised import is_rounding
 
 
 def grown_pair(

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specbeam.core.constraint import Constrained, Constraint, Form
+from specbeam.doors.grammar.with_llguidance import LLGuidance
+from specbeam.doors.grammar.with_xgrammar import XGrammar
+from specbeam.doors.options.checks import GRAMMAR_BACKENDS
 from specbeam.errors import BadSetting, MissingPackage, NotSupported
-from specbeam.grammar.with_llguidance import LLGuidance
-from specbeam.grammar.with_xgrammar import XGrammar
-from specbeam.options.checks import GRAMMAR_BACKENDS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

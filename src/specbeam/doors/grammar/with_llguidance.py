@@ -7,8 +7,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from specbeam.core.constraint import Form
-from specbeam.errors import BadSetting, BrokenLaw
-from specbeam.grammar.spelling import (
+from specbeam.doors.grammar.spelling import (
     THREADS_FROM,
     cached_by_tokenizer,
     restricted_to_text,
@@ -16,6 +15,7 @@ from specbeam.grammar.spelling import (
     text_tokens,
     token_texts,
 )
+from specbeam.errors import BadSetting, BrokenLaw
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -9,8 +9,14 @@ import numpy as np
 from jaxtyping import UInt8
 
 from specbeam.core.constraint import Form
+from specbeam.doors.grammar.spelling import (
+    THREADS_FROM,
+    cached_by_tokenizer,
+    restricted_to_text,
+    text_tokens,
+    token_texts,
+)
 from specbeam.errors import BadSetting, BrokenLaw
-from specbeam.grammar.spelling import THREADS_FROM, cached_by_tokenizer, restricted_to_text, text_tokens, token_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specbeam.core.laws.named import EXACT
+from specbeam.core.session import Drafter
+from specbeam.core.verify.walk import MatchRule
+from specbeam.doors.hf.answer import answer
+from specbeam.doors.hf.call import Call
 from specbeam.errors import NotSupported
-from specbeam.hf.answer import answer
-from specbeam.hf.call import Call
-from specbeam.laws.named import EXACT
 from specbeam.recipes.beams import Coupling, PlainWidthBy, Semantics, WidthBy, sampling
 from specbeam.recipes.beams import beam_sampling as beam_sampling_recipe
 from specbeam.recipes.beams import dsbd as dsbd_recipe
@@ -30,8 +32,6 @@ from specbeam.recipes.search import DrafterName, build_of_search, checked_draft_
 from specbeam.recipes.search import beam_search as beam_search_recipe
 from specbeam.recipes.search import speculative_beam_search as speculative_beam_search_recipe
 from specbeam.recipes.sequence import speculative_sampling
-from specbeam.session import Drafter
-from specbeam.verify.walk import MatchRule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specbeam.core.records import Generation
+from specbeam.doors.hf.call import Call
+from specbeam.doors.hf.processors import warp_of
+from specbeam.doors.request import Request
 from specbeam.errors import NotSupported, SpecbeamError
 from specbeam.generation import run
-from specbeam.hf.call import Call
-from specbeam.hf.processors import warp_of
-from specbeam.lm.encoder_decoder import EncoderDecoderLM
-from specbeam.pair import Pair, load
+from specbeam.models.encoder_decoder import EncoderDecoderLM
+from specbeam.models.pair import Pair, load
 from specbeam.recipes.method import Method
-from specbeam.records import Generation
-from specbeam.request import Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

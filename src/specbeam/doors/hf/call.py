@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specbeam.doors.options.generation_config import OF_MODELS, WARPERS, read
+from specbeam.doors.options.settings import Settings
 from specbeam.engines.eligibility import reads_sources
 from specbeam.engines.source import Source
 from specbeam.errors import BadSetting, NotSupported
-from specbeam.options.generation_config import OF_MODELS, WARPERS, read
-from specbeam.options.settings import Settings
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList

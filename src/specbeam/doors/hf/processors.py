@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from specbeam.core.laws.ranking import NO_TRUNCATION
+from specbeam.core.laws.warp import Warp, truncation_of
+from specbeam.doors.options.processors import AllowedTokens
 from specbeam.errors import NotSupported
-from specbeam.laws.ranking import NO_TRUNCATION
-from specbeam.laws.warp import Warp, truncation_of
-from specbeam.options.processors import AllowedTokens
 
 # The processors that transformers makes from temperature, top_k, ...: these apply to the joint law, all others to each beam.
 _WARPERS = {

@@ -6,8 +6,8 @@ from numbers import Integral, Real
 from pathlib import PurePath
 from typing import Any
 
+from specbeam.doors.inputs import token_lists
 from specbeam.errors import BadPrompt, BadSetting
-from specbeam.inputs import token_lists
 
 LARGEST_LENGTH_PENALTY = 32  # beyond it the scores of long texts leave the range of floats
 LARGEST_INTEGER = 2**31 - 1  # the compiled loops count in integers that a larger setting would leave

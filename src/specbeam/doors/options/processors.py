@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from specbeam.doors.options.checks import as_list
 from specbeam.errors import BadSetting, NotSupported
-from specbeam.options.checks import as_list
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import LogitsProcessorList
 
-    from specbeam.options.settings import Settings
+    from specbeam.doors.options.settings import Settings
 
 
 @dataclass(frozen=True)

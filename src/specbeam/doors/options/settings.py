@@ -7,13 +7,12 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from specbeam.core.constraint import Constrained, Constraint, Form
+from specbeam.core.laws.ranking import NO_TRUNCATION, Truncation
+from specbeam.core.laws.warp import Warp, truncation_of
 from specbeam.core.limits import Decode, Limits
-from specbeam.errors import BadSetting, NotSupported
-from specbeam.laws.ranking import NO_TRUNCATION, Truncation
-from specbeam.laws.warp import Warp, truncation_of
-from specbeam.options.checks import FORMS, as_decoder_prompts, as_list, as_texts, check, require
-from specbeam.options.generation_config import OF_MODELS, WARPERS, read
-from specbeam.options.processors import (
+from specbeam.doors.options.checks import FORMS, as_decoder_prompts, as_list, as_texts, check, require
+from specbeam.doors.options.generation_config import OF_MODELS, WARPERS, read
+from specbeam.doors.options.processors import (
     TextFacts,
     has_further_warpers,
     joined,
@@ -21,6 +20,7 @@ from specbeam.options.processors import (
     warpers_of,
     watermark_of,
 )
+from specbeam.errors import BadSetting, NotSupported
 
 if TYPE_CHECKING:
     from torch import Tensor

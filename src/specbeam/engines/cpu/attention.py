@@ -9,6 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specbeam.core.compiling.atomics import carray, pointer_to
+from specbeam.core.compiling.compiler import Array, compiled
+from specbeam.core.compiling.copies import copy_numbers
+from specbeam.core.compiling.ordered_sums import sum_of
+from specbeam.core.compiling.sums import extremes, rank_of
+from specbeam.core.compiling.uncounted import compiled_without_counts
 from specbeam.engines.cpu.curves import cap_scores, exponential
 from specbeam.engines.cpu.panels import FORM_OF, has_form, part_count
 from specbeam.engines.cpu.shares import (
@@ -25,12 +31,6 @@ from specbeam.engines.cpu.shares import (
     wait_for_all,
 )
 from specbeam.engines.cpu.sums import MOST, WIDTH, write_row_sums
-from specbeam.kernels.atomics import carray, pointer_to
-from specbeam.kernels.compiling import Array, compiled
-from specbeam.kernels.copies import copy_numbers
-from specbeam.kernels.ordered_sums import sum_of
-from specbeam.kernels.sums import extremes, rank_of
-from specbeam.kernels.uncounted import compiled_without_counts
 
 _F0 = np.float32(0)
 _F1 = np.float32(1)

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float32, Int64
 
+from specbeam.core.errors import BadForest
 from specbeam.core.forest import Forest, unknown_nodes
+from specbeam.core.records import Turn
 from specbeam.engines.cpu.early import (
     MOST_WAITING,
     UNFINISHED,
@@ -20,8 +22,6 @@ from specbeam.engines.cpu.early import (
 from specbeam.engines.kv.member import RowMember
 from specbeam.engines.kv.steps import BLOCK
 from specbeam.engines.kv.trie import Feed, KVTrie, widened
-from specbeam.errors import BadForest
-from specbeam.records import Turn
 
 # Tokens of a short text with the drafts of a turn. There is room for them from the start, as growing costs more.
 SHORT = 4 * BLOCK

@@ -4,6 +4,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specbeam.core.compiling.compiler import AVAILABLE, Array, borrowed, compiled
+from specbeam.core.compiling.copies import copy_numbers, copy_rows
 from specbeam.engines.cpu.early import (
     MOST_WAITING,
     UNFINISHED,
@@ -34,11 +36,9 @@ from specbeam.engines.kv.steps import (
     feed_slots,
     prune,
 )
-from specbeam.kernels.compiling import AVAILABLE, Array, borrowed, compiled
-from specbeam.kernels.copies import copy_numbers, copy_rows
 
 if AVAILABLE:
-    from specbeam.kernels.compiling import call_at
+    from specbeam.core.compiling.compiler import call_at
 
 
 # Which layers the passes on a cache run: all of them; those that are run ahead, for drafts; the others, after those that are

@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from specbeam import kernels
-from specbeam.kernels.compiling import Array, compiled, compiled_only
+from specbeam.core import compiling
+from specbeam.core.compiling.compiler import Array, compiled, compiled_only
 
-if kernels.AVAILABLE:
+if compiling.AVAILABLE:
     from numba import types
 
-    from specbeam.kernels.compiling import chosen_for
+    from specbeam.core.compiling.compiler import chosen_for
 
 KeptAs = Literal["float32", "bfloat16"]
 # What they are arrays of: bits, if numpy lacks the type.
@@ -42,7 +42,7 @@ def _in_bfloat16(rows: Array) -> Array:
     return found.reshape(rows.shape)
 
 
-if kernels.AVAILABLE:
+if compiling.AVAILABLE:
 
     @chosen_for(as_kept)
     def _compiled_as_kept(rows: Any, cache: Any) -> Any:

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from specbeam.kernels.compiling import Array
-from specbeam.kernels.fused import fused
-from specbeam.kernels.sums import exp_near_0
-from specbeam.kernels.uncounted import compiled_without_counts
+from specbeam.core.compiling.compiler import Array
+from specbeam.core.compiling.fused import fused
+from specbeam.core.compiling.sums import exp_near_0
+from specbeam.core.compiling.uncounted import compiled_without_counts
 
 _F1 = np.float32(1)
 LOG2E = np.float32(1.4426950408889634)

@@ -18,7 +18,8 @@ import torch
 from jaxtyping import Bool, Float32, Int32, Int64, Shaped
 from torch import Tensor, nn
 
-from specbeam import kernels
+from specbeam.core import compiling
+from specbeam.core.compiling.compiler import Array, address_of, borrowed
 from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.cache import CpuCache
 from specbeam.engines.cpu.cache_steps import ALL, CacheArrays, PassRows
@@ -67,7 +68,6 @@ from specbeam.engines.kv.store import PanelStore
 from specbeam.engines.mapped import NOTHING_MAPPED, MappedFiles, mapped_files
 from specbeam.engines.packed import Grouped, PackedMatrix, joined, matrices_of, weights_in
 from specbeam.engines.shared_tokens import SharedTokens, readable
-from specbeam.kernels.compiling import Array, address_of, borrowed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -698,7 +698,7 @@ def misfit(model: "PreTrainedModel", rounding: Rounding | None) -> str:
 
 def misfit_of_shape(model: "PreTrainedModel", rounding: Rounding | None) -> str:
     """Do `misfit` for a model without looking at its weights, which may not be there yet."""
-    if not kernels.AVAILABLE:
+    if not compiling.AVAILABLE:
         if find_spec("numba") is None:
             return "numba is missing (pip install 'numba>=0.63')"
         return "numba is older than 0.63, or switched off (SPECBEAM_KERNELS=off)"

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float32, Int64
 
+from specbeam.core.compiling.compiler import Array, borrowed, compiled
+from specbeam.core.compiling.copies import copy_numbers, copy_rows
 from specbeam.engines.kv.steps import KNOWN, SIZE, STORED, Trie, prune
-from specbeam.kernels.compiling import Array, borrowed, compiled
-from specbeam.kernels.copies import copy_numbers, copy_rows
 
 UNFINISHED, WAITING, FIRST_ROWS, EXIT_ROWS, LAST_ROWS = range(5)  # indices of `EarlyNodes.counts`
 MOST_WAITING = 64  # nodes that wait for the exit layer where nothing is drafted for long

@@ -8,15 +8,15 @@ import torch
 from jaxtyping import Float32, Int64, Shaped
 from torch import Tensor
 
-from specbeam import kernels
+from specbeam.core import compiling
+from specbeam.core.compiling.compiler import Array, compiled, compiled_only
+from specbeam.core.compiling.copies import copy_numbers
 from specbeam.engines.cpu.sums import FLOAT16_SCALE
-from specbeam.kernels.compiling import Array, compiled, compiled_only
-from specbeam.kernels.copies import copy_numbers
 
-if kernels.AVAILABLE:
+if compiling.AVAILABLE:
     from numba import types
 
-    from specbeam.kernels.compiling import chosen_for
+    from specbeam.core.compiling.compiler import chosen_for
 
 # What stands for a type that numpy or numba does not know: an integer of its size.
 _BITS = {torch.bfloat16: np.uint16, torch.float16: np.int16}
@@ -80,7 +80,7 @@ def _widen_float16(table: Array, token: int, out: Array) -> None:
         bits[place] |= (np.uint32(row[place]) & np.uint32(0x8000)) << np.uint32(16)
 
 
-if kernels.AVAILABLE:
+if compiling.AVAILABLE:
     _BY_TYPE = {types.uint16: _widen_bfloat16, types.int16: _widen_float16}
 
     @chosen_for(look_up)

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Float32, Int64, Shaped
 from torch import nn
 
+from specbeam.core.compiling.repeated import Repeated
 from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.decoder import (
     CompiledDecoder,
@@ -44,7 +45,6 @@ from specbeam.engines.families import (
 )
 from specbeam.engines.mapped import mapped_files
 from specbeam.engines.source import Source, grouped, in_line
-from specbeam.kernels.repeated import Repeated
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

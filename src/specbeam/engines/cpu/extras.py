@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specbeam.core.compiling.compiler import Array, borrowed, borrowed_views
 from specbeam.core.steps import open_step
 from specbeam.engines.families import Activation, Architecture, LayerParts
-from specbeam.kernels.compiling import Array, borrowed, borrowed_views
 
 SILU, GELU_TANH, GELU, RELU = range(4)
 _NUMBER_OF: dict[Activation, int] = {"silu": SILU, "gelu tanh": GELU_TANH, "gelu": GELU, "relu": RELU}

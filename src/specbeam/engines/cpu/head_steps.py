@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specbeam.core.compiling.compiler import AVAILABLE, Array, compiled
 from specbeam.core.steps import borrowed, compiled_as
 from specbeam.engines.cpu.cache_steps import CacheArrays
 from specbeam.engines.cpu.layers import (
@@ -37,10 +38,9 @@ from specbeam.engines.kv.steps import (
     feed_slots,
     prune,
 )
-from specbeam.kernels.compiling import AVAILABLE, Array, compiled
 
 if AVAILABLE:
-    from specbeam.kernels.compiling import call_at
+    from specbeam.core.compiling.compiler import call_at
 
 CHUNK = 512  # rows of a prompt that are run at once
 ATTENTION, PROJECTION, NORMED_PROJECTION = range(

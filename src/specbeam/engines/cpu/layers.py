@@ -11,6 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specbeam.core.compiling.compiler import Array, compiled
+from specbeam.core.compiling.copies import copy_numbers, copy_rows
+from specbeam.core.compiling.ordered_sums import sum_of, sum_of_squares
+from specbeam.core.compiling.uncounted import compiled_without_counts
 from specbeam.engines.cpu.attention import attend
 from specbeam.engines.cpu.cache_words import as_kept
 from specbeam.engines.cpu.curves import cap_scores, exponential
@@ -18,10 +22,6 @@ from specbeam.engines.cpu.extras import GELU, GELU_TANH, SILU, Extras
 from specbeam.engines.cpu.panels import multiply
 from specbeam.engines.cpu.sources import SeenSources, Sources, seen_sources
 from specbeam.engines.cpu.sums import STEP, WIDTH
-from specbeam.kernels.compiling import Array, compiled
-from specbeam.kernels.copies import copy_numbers, copy_rows
-from specbeam.kernels.ordered_sums import sum_of, sum_of_squares
-from specbeam.kernels.uncounted import compiled_without_counts
 
 _F0 = np.float32(0)
 _F1 = np.float32(1)

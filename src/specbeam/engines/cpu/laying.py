@@ -6,11 +6,11 @@ transpose it, which is slow where the columns come from memory: here they are re
 
 import numpy as np
 
+from specbeam.core.compiling.compiler import Array, compiled
+from specbeam.core.compiling.copies import copy_numbers
 from specbeam.engines.cpu.embedding import look_up
 from specbeam.engines.cpu.rounding import BYTES_PER_WORD, GROUP, ZERO, round_column, round_column_in_groups
 from specbeam.engines.cpu.sums import WIDTH
-from specbeam.kernels.compiling import Array, compiled
-from specbeam.kernels.copies import copy_numbers
 
 _BLOCK = 16  # words of a column that are moved together: those of a line of the cache, if they have 4 bytes
 _EARLIER = np.uint64(0xFFFFFFFF)

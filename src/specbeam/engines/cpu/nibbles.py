@@ -10,10 +10,10 @@ fifth: the upper 19 bits of the float32 scale, which are all of a float16 or bfl
 import numpy as np
 from jaxtyping import Float, Float32, Shaped
 
+from specbeam.core.compiling.compiler import Array, compiled
 from specbeam.engines.cpu.rounding import GROUP, LOWEST, OF_SCALE, OF_ZERO, rounded_groups
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.packed import PER_WORD, Grouped, packed_in_words
-from specbeam.kernels.compiling import Array, compiled
 
 WORDS = GROUP // PER_WORD  # of a group in a column
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from specbeam import kernels
+from specbeam.core import compiling
 from specbeam.engines.cpu.curves import LEAST, LN2_HEAD, LN2_REST, LOG2E
 from specbeam.engines.cpu.sums import WIDTH
 
@@ -16,7 +16,7 @@ _OF_EXP = (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0)  # from the highest
 _BIAS = 127
 _FRACTION = 23
 
-if kernels.AVAILABLE:
+if compiling.AVAILABLE:
     from llvmlite import ir
     from numba import types
     from numba.core import cgutils
@@ -94,7 +94,7 @@ class _Odds:
         return ir.Constant(self.words, [number] * WIDTH)
 
 
-if kernels.AVAILABLE:
+if compiling.AVAILABLE:
 
     @intrinsic
     def write_odds(typing: Any, scores: Any, count: Any, totals: Any) -> Any:

@@ -22,7 +22,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from specbeam import kernels
+from specbeam.core import compiling
+from specbeam.core.compiling.atomics import carray, pointer_to
+from specbeam.core.compiling.compiler import compiled, compiled_only
+from specbeam.core.compiling.threads import allowed_threads
+from specbeam.core.compiling.uncounted import chosen_without_counts, compiled_without_counts
 from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.laying import lay_out_bytes, lay_out_groups, lay_out_words
 from specbeam.engines.cpu.nibbles import nibbles_as_float32, rounded_nibbles, write_nibbles
@@ -49,15 +53,11 @@ from specbeam.engines.cpu.shares import (
     wait_for_all,
 )
 from specbeam.engines.cpu.sums import FLOAT16_SCALE, MOST, STEP, WIDTH, write_sums
-from specbeam.kernels.atomics import carray, pointer_to
-from specbeam.kernels.compiling import compiled, compiled_only
-from specbeam.kernels.threads import allowed_threads
-from specbeam.kernels.uncounted import chosen_without_counts, compiled_without_counts
 
-if kernels.AVAILABLE:
+if compiling.AVAILABLE:
     from numba import types
 
-    from specbeam.kernels.compiling import chosen_for
+    from specbeam.core.compiling.compiler import chosen_for
 
 LINE = 64  # bytes of a cache line
 SIGN_OF_NIBBLES = 8  # what numbers of 4 bits are larger by in panels, where they have no sign
@@ -160,7 +160,7 @@ def _source_of(function: Any) -> Any:
     return inspect.unwrap(function)
 
 
-if kernels.AVAILABLE:
+if compiling.AVAILABLE:
     # How rows are packed and multiplied by tiles, by the dtype of the panels.
     _BY_TILES = {
         types.uint16: (tiles.packed_rows, tiles.multiply_panel),

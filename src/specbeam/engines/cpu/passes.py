@@ -12,7 +12,10 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import nn
 
+from specbeam.core.compiling.threads import allowed_threads
 from specbeam.core.forest import Forest, Start, unknown_nodes
+from specbeam.core.measure.profiler import span
+from specbeam.core.records import FINAL, ExtraInputs, Needs, Scored
 from specbeam.engines.cpu.cache import CpuCache
 from specbeam.engines.cpu.cache_steps import ALL, FIRST, LAST, CacheArrays, PassRows, extend_cache, open_pass
 from specbeam.engines.cpu.cache_words import KeptAs
@@ -26,9 +29,6 @@ from specbeam.engines.kv.late import LateRows, late_rows
 from specbeam.engines.kv.masks import Masks
 from specbeam.engines.kv.steps import BLOCK, STORED
 from specbeam.engines.kv.trie import Feed
-from specbeam.kernels.threads import allowed_threads
-from specbeam.measure.profiler import span
-from specbeam.records import FINAL, ExtraInputs, Needs, Scored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

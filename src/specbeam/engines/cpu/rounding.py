@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Float32, Int8
 
-from specbeam.kernels.compiling import Array, compiled
+from specbeam.core.compiling.compiler import Array, compiled
 
 BYTES_PER_WORD = 4
 # The byte that stands for 0 in a row: instructions multiply unsigned bytes of rows with signed ones of columns.

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specbeam.core.compiling.compiler import Array, borrowed, compiled
 from specbeam.engines.cpu.cache_steps import CacheArrays, extend_cache
 from specbeam.engines.kv.steps import HELD, KNOWN, PEAK, SIZE, STORED, Trie, copy_for_scratch
-from specbeam.kernels.compiling import Array, borrowed, compiled
 
 BEGUN, ROWS = range(2)  # indices into `ScratchArrays.numbers`
 

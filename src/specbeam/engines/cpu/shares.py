@@ -12,12 +12,12 @@ until all of its shares are done.
 
 import numpy as np
 
-from specbeam import kernels
-from specbeam.kernels.atomics import add_shared, load_shared, pause, store_shared
-from specbeam.kernels.compiling import Array, compiled
+from specbeam.core import compiling
+from specbeam.core.compiling.atomics import add_shared, load_shared, pause, store_shared
+from specbeam.core.compiling.compiler import Array, compiled
 
-if kernels.AVAILABLE:
-    from specbeam.kernels.compiling import call_at, call_c
+if compiling.AVAILABLE:
+    from specbeam.core.compiling.compiler import call_at, call_c
 
 # Places in the memory of a team. What different threads change lies in different lines of a cache.
 TICKET = 0

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specbeam.kernels.compiling import Array, compiled
+from specbeam.core.compiling.compiler import Array, compiled
 
 
 class Sources(NamedTuple):

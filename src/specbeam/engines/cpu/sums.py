@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from specbeam import kernels
+from specbeam.core import compiling
 from specbeam.engines.cpu.rounding import GROUP, OF_SCALE, OF_ZERO
 
-if kernels.AVAILABLE:
+if compiling.AVAILABLE:
     from llvmlite import ir
     from numba import types
     from numba.extending import intrinsic
 
-    from specbeam.kernels.processor import features
+    from specbeam.core.compiling.processor import features
 
     LANES = 16 if "avx512f" in features() else 8 if "avx2" in features() else 4  # 4-byte numbers in a register
     MOST = 6 if LANES == 8 else 12  # rows at a time, whose sums fit in the registers
@@ -378,7 +378,7 @@ class _LoopOfNibbles(_LoopOfBytes):
         return ir.Constant(self.vector, [value] * LANES)
 
 
-if kernels.AVAILABLE:
+if compiling.AVAILABLE:
 
     @intrinsic
     def write_sums(

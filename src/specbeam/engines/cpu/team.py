@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from specbeam.core.compiling.compiler import address_of, most_threads
+from specbeam.core.compiling.threads import allowed_threads
 from specbeam.engines.cpu import shares
 from specbeam.engines.cpu.attention import ATTENTION_FORM_OF, attention_functions
 from specbeam.engines.cpu.panels import FORM_OF, share_functions
-from specbeam.kernels.compiling import address_of, most_threads
-from specbeam.kernels.threads import allowed_threads
 
 # From so many weights on other threads help: they look for shares all the time, and products of smaller models are over too
 # soon for it to pay.

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from specbeam import kernels
+from specbeam.core import compiling
+from specbeam.core.compiling.compiler import Array, compiled
+from specbeam.core.compiling.uncounted import compiled_without_counts
 from specbeam.engines.cpu.rounding import BYTES_PER_WORD, rounded_row
 from specbeam.engines.cpu.sums import WIDTH, places_in, spread_out
-from specbeam.kernels.compiling import Array, compiled
-from specbeam.kernels.uncounted import compiled_without_counts
 
 # of a tile
 ROWS = 16
@@ -37,12 +37,12 @@ _ARCH_PRCTL = 158
 _ASK_FOR_STATE = 0x1023
 _TILE_DATA = 18
 
-if kernels.AVAILABLE:
+if compiling.AVAILABLE:
     from llvmlite import ir
     from numba import types
     from numba.extending import intrinsic
 
-    from specbeam.kernels.processor import features
+    from specbeam.core.compiling.processor import features
 
     _FEATURES = features()
     _INDEX = ir.IntType(64)
@@ -244,7 +244,7 @@ class _PanelOfBytes(_Panel):
         return b.load(b.bitcast(b.gep(array, [word]), kind.as_pointer()), align=4)
 
 
-if kernels.AVAILABLE:
+if compiling.AVAILABLE:
 
     @intrinsic
     def write_tile_sums(

@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
+from specbeam.core.compiling.compiler import Array, borrowed, borrowed_views
 from specbeam.core.steps import open_step
 from specbeam.engines.cpu.extras import Extras, layers_of_extras
-from specbeam.kernels.compiling import Array, borrowed, borrowed_views
 
 
 @borrowed

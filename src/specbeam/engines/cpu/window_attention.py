@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specbeam.core.compiling.atomics import carray, pointer_to
+from specbeam.core.compiling.compiler import Array, compiled
+from specbeam.core.compiling.uncounted import compiled_without_counts
 from specbeam.engines.cpu.attention import ATTENTION_FORM_OF
 from specbeam.engines.cpu.odds import write_odds
 from specbeam.engines.cpu.panels import has_form, part_count
@@ -30,9 +33,6 @@ from specbeam.engines.cpu.shares import (
     wait_for_all,
 )
 from specbeam.engines.cpu.sums import STEP, WIDTH, write_sums
-from specbeam.kernels.atomics import carray, pointer_to
-from specbeam.kernels.compiling import Array, compiled
-from specbeam.kernels.uncounted import compiled_without_counts
 
 FORM = max(ATTENTION_FORM_OF.values()) + 1  # its number in the memory of a team, after those of attention to caches
 _SHARES_EACH = 4  # of tasks for each thread

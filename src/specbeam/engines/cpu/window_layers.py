@@ -4,11 +4,11 @@ from typing import Any
 
 import numpy as np
 
+from specbeam.core.compiling.compiler import Array, compiled
 from specbeam.engines.cpu.layers import LayerRoom, add_sublayer, layer_room, normalise, run_inner, write_qkv
 from specbeam.engines.cpu.panels import multiply
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.cpu.window_attention import attend_within
-from specbeam.kernels.compiling import Array, compiled
 
 # Rows that are multiplied together. A product looks at all of them for each panel, so they should stay in the processor's
 # cache; and it reads each panel once for all of them, so they should not be few.

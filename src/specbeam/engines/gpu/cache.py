@@ -7,17 +7,17 @@ import numpy as np
 import torch
 from jaxtyping import Int64
 
+from specbeam.core.compiling.compiler import AVAILABLE, Array, borrowed, compiled
 from specbeam.core.forest import Forest, unknown_nodes
+from specbeam.core.records import Turn
 from specbeam.engines.gpu.staging import Inputs, ModelLimits, check_nodes, write_inputs
 from specbeam.engines.kv.cache import Logits, Nodes
 from specbeam.engines.kv.member import RowMember
 from specbeam.engines.kv.steps import SIZE, STORED, Trie, enter
 from specbeam.engines.kv.trie import KVTrie
-from specbeam.kernels.compiling import AVAILABLE, Array, borrowed, compiled
-from specbeam.records import Turn
 
 if AVAILABLE:
-    from specbeam.kernels.compiling import call_c
+    from specbeam.core.compiling.compiler import call_c
 
 FIRST_ROWS = 32  # rows of logits that there is room for at first, unless they take more than so many bytes
 FIRST_BYTES = 2**22

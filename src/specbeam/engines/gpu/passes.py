@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from specbeam import kernels
+from specbeam.core import compiling
+from specbeam.core.answers import scored_rows
 from specbeam.core.forest import Forest, unknown_nodes
-from specbeam.engines.answers import scored_rows
+from specbeam.core.measure.profiler import span
+from specbeam.core.records import ExtraInputs, Needs, Scored
 from specbeam.engines.gpu.cache import GpuCache, GpuCacheArrays, extend_gpu_cache, neighbour_slices
 from specbeam.engines.gpu.decoder import GpuDecoder, PassShape
 from specbeam.engines.gpu.graphs import FEW, Graphs, shape_for
 from specbeam.engines.gpu.staging import ModelLimits, Staging, check_nodes, write_inputs
 from specbeam.engines.kv.cache import Logits, Nodes
 from specbeam.engines.kv.masks import Masks
-from specbeam.measure.profiler import span
-from specbeam.records import ExtraInputs, Needs, Scored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -128,7 +128,7 @@ class GpuPasses:
         self._reserve([cache])
         room = self.staging.holds(rows, 1, rows * cache.trie.capacity * len(self.limits.windows))
         with self._on_device():
-            captured = self.graphs.captured_for_steps(rows) if kernels.AVAILABLE and room else None
+            captured = self.graphs.captured_for_steps(rows) if compiling.AVAILABLE and room else None
             yield captured and GpuCacheArrays(
                 cache.trie.arrays, cache.outputs.numpy(), self.limits, self.staging.filled, cache.row,
                 self._source_of(cache), captured.by_rows, self.staging.addresses, captured.stream, captured.calls,

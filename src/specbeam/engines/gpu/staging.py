@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from specbeam.core.compiling.compiler import Array, compiled
 from specbeam.engines.kv.steps import BLOCK, EXTENT, STORED, Trie, feed_slots
-from specbeam.kernels.compiling import Array, compiled
 
 SESSION_NUMBERS = 8  # of each session in `Inputs.sessions`
 MOST_RANGES = 255  # what a byte of the mask tells apart, besides slots that are not seen

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int64
 
+from specbeam.core.answers import scored_rows
 from specbeam.core.forest import Forest, unknown_nodes
-from specbeam.engines.answers import scored_rows
+from specbeam.core.records import Scored, Turn
 from specbeam.engines.kv.member import RowMember
 from specbeam.engines.kv.rows import rows_at
 from specbeam.engines.kv.trie import KVTrie
-from specbeam.records import Scored, Turn
 
 Nodes = Int64[np.ndarray, " _"]
 Logits = Float[torch.Tensor, "_ vocab"]

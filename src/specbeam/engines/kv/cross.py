@@ -10,9 +10,9 @@ from jaxtyping import Bool, Float, Float32
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from specbeam.core.records import ExtraInputs, Needs
 from specbeam.engines.kv.cross_pool import CrossPool
 from specbeam.engines.source import Source
-from specbeam.records import ExtraInputs, Needs
 
 NO_HEADS = (
     "its hidden states belong to one source and are not handed out: draft heads, exit layers and other parts that read them "

@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from specbeam.core.errors import NotSupported
+from specbeam.core.records import LEARNT, ExtraInputs
 from specbeam.engines.kv.trie import Feed
-from specbeam.errors import NotSupported
-from specbeam.records import LEARNT, ExtraInputs
 
 
 @dataclass(frozen=True, eq=False)

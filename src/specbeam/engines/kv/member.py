@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from jaxtyping import Int64
 
-from specbeam.engines.answers import LOGITS
+from specbeam.core.answers import LOGITS
+from specbeam.core.records import LEARNT, ExtraInputs
 from specbeam.engines.kv.prefix import Beginning
 from specbeam.engines.kv.store import KVStore
 from specbeam.engines.kv.trie import KVTrie
-from specbeam.records import LEARNT, ExtraInputs
 
 
 def as_they_are(keys: torch.Tensor) -> torch.Tensor:

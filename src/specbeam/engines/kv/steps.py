@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specbeam.kernels.compiling import Array, borrowed, compiled
-from specbeam.kernels.copies import copy_numbers
+from specbeam.core.compiling.compiler import Array, borrowed, compiled
+from specbeam.core.compiling.copies import copy_numbers
 
 WASTE = 0  # a slot that no token looks at: padding is written there
 BLOCK = 64  # the number of slots is always a multiple of this

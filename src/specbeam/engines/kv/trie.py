@@ -24,6 +24,7 @@ import numpy as np
 from jaxtyping import Bool, Int64, Shaped
 
 from specbeam.core.forest import Forest
+from specbeam.core.records import LEARNT, Turn
 from specbeam.engines.kv.steps import (
     BLOCK,
     EXTENT,
@@ -40,7 +41,6 @@ from specbeam.engines.kv.steps import (
     feed_slots,
     prune,
 )
-from specbeam.records import LEARNT, Turn
 
 AHEAD = 2**30  # position of the slots of a prefix: no window leaves them behind
 NO_NODES = np.zeros(0, dtype=np.int64)

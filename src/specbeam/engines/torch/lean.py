@@ -14,10 +14,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
+from specbeam.core.records import FINAL
 from specbeam.engines.families import head_size
 from specbeam.engines.kv.late import LateRows
 from specbeam.engines.kv.store import KVStore
-from specbeam.records import FINAL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,6 +14,8 @@ from jaxtyping import Float, Int64
 from torch.utils.hooks import RemovableHandle
 
 from specbeam.core.forest import Forest
+from specbeam.core.measure.profiler import span
+from specbeam.core.records import FINAL, LEARNT, ExtraInputs, Needs, Scored
 from specbeam.engines.eligibility import lacks_taps, layers_of
 from specbeam.engines.kv.cache import Columns, Nodes, PaddedCache
 from specbeam.engines.kv.late import LateRows, late_rows
@@ -28,8 +30,6 @@ from specbeam.engines.torch.captured import WIDEST, CapturedForward, Forward
 from specbeam.engines.torch.lean import LeanDecoder
 from specbeam.engines.torch.sizes import rounded_up
 from specbeam.engines.torch.torch_compiled import torch_compiled
-from specbeam.measure.profiler import span
-from specbeam.records import FINAL, LEARNT, ExtraInputs, Needs, Scored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Int32, Int64
 from torch import nn
 
+from specbeam.core.errors import UnsupportedModel
 from specbeam.engines.families import bucket_settings
-from specbeam.errors import UnsupportedModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from specbeam.core.errors import NotSupported
+from specbeam.core.records import ExtraInputs, Needs
 from specbeam.engines.kv.masks import Mask
 from specbeam.engines.kv.store import KVStore, Place
 from specbeam.engines.torch.passes import NO_EXTRAS, PaddedPasses
-from specbeam.errors import NotSupported
-from specbeam.records import ExtraInputs, Needs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbeam.caches.folders import lend_folder
-from specbeam.errors import NotSupported
+from specbeam.core.caches.folders import lend_folder
+from specbeam.core.errors import NotSupported
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

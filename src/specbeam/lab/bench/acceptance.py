@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from specbeam.core.records import Turn
 from specbeam.generation import Prompt, turns_of
-from specbeam.pair import Pair
+from specbeam.models.pair import Pair
 from specbeam.recipes.sequence import sequoia
-from specbeam.records import Turn
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from specbeam.bench.outcome import Contender, Outcome
+from specbeam.doors.options.generation_config import OF_MODELS, WARPERS
 from specbeam.engines.eligibility import reads_sources
 from specbeam.engines.families import family_of
 from specbeam.errors import BadSetting, MissingPackage, NotSupported
 from specbeam.generation import Prompt
-from specbeam.options.generation_config import OF_MODELS, WARPERS
-from specbeam.pair import Pair
+from specbeam.lab.bench.outcome import Contender, Outcome
+from specbeam.models.pair import Pair
 
 MODES = ("greedy", "sampling", "beam_search", "beam_sampling", "assisted", "assisted_greedy")
 SAMPLING_OPTIONS = WARPERS  # for modes that sample

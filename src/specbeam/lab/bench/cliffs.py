@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from specbeam.bench.baselines import transformers
-from specbeam.bench.outcome import Contender, Outcome, specbeam
-from specbeam.bench.speed import Spread, in_batches, interleaved
 from specbeam.errors import MissingPackage
 from specbeam.generation import Prompt
-from specbeam.pair import Pair
+from specbeam.lab.bench.baselines import transformers
+from specbeam.lab.bench.outcome import Contender, Outcome, specbeam
+from specbeam.lab.bench.speed import Spread, in_batches, interleaved
+from specbeam.models.pair import Pair
 from specbeam.recipes.beams import beam_sampling, dsbd, greedy, sampling
 from specbeam.recipes.method import Method
 from specbeam.recipes.search import beam_search, speculative_beam_search

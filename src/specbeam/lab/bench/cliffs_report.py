@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from specbeam.bench.cliffs import CLIFF, SLOWER, SpeedCell
-from specbeam.bench.speed import Spread
+from specbeam.lab.bench.cliffs import CLIFF, SLOWER, SpeedCell
+from specbeam.lab.bench.speed import Spread
 
 
 def as_markdown(cells: Sequence[SpeedCell]) -> str:

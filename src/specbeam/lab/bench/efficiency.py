@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 
 import specbeam as sb
-from specbeam.bench.acceptance import acceptance
+from specbeam.doors.render import save_figure
 from specbeam.errors import BadPrompt, BadSetting
 from specbeam.generation import Prompt, turns_of
-from specbeam.heads.head import Head
-from specbeam.pair import Pair
+from specbeam.lab.bench.acceptance import acceptance
+from specbeam.models.heads.head import Head
+from specbeam.models.pair import Pair
 from specbeam.recipes.heads import paper_of
 from specbeam.recipes.method import Method
-from specbeam.render import save_figure
-from specbeam.tuning.acceptance import with_guess
+from specbeam.recipes.tuning.acceptance import with_guess
 
 BUDGETS = (5, 10, 21, 30)
 BRANCHING = {5: [(2, 1), (5,), (1, 2, 1)], 10: [(2, 2, 1), (2, 1, 1, 1, 1), (5, 1)],

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from specbeam.bench.method_figures import SAMPLING, SPECULATIVE, MethodLine, MethodRun, Task, line_of
-from specbeam.evaluate.perplexity import log_likelihoods
 from specbeam.generation import generate
-from specbeam.pair import Pair
+from specbeam.lab.bench.method_figures import SAMPLING, SPECULATIVE, MethodLine, MethodRun, Task, line_of
+from specbeam.lab.evaluate.perplexity import log_likelihoods
+from specbeam.models.pair import Pair
 from specbeam.recipes.beams import beam_sampling, dsbd, greedy, sampling
 from specbeam.recipes.joint_beams import mmtad, mtad
 from specbeam.recipes.method import Method

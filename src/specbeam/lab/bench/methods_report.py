@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specbeam.bench.method_figures import Figure, MethodLine
-from specbeam.render import as_label, save_figure
+from specbeam.doors.render import as_label, save_figure
+from specbeam.lab.bench.method_figures import Figure, MethodLine
 
 HEADS = (
     "output perplexity", "against sampling", None, "ms per token", "J per token", "tokens per target pass",

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+from specbeam.core.records import Generation, RowCounts
 from specbeam.generation import Prompt, generate
-from specbeam.pair import Pair
+from specbeam.models.pair import Pair
 from specbeam.recipes.method import Method
-from specbeam.records import Generation, RowCounts
 
 
 @dataclass(frozen=True)

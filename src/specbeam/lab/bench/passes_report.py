@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from specbeam.bench.passes import OURS, THEIRS, Fits, PassCell, PassPlan
-from specbeam.bench.speed import Spread
-from specbeam.render import save_figure
+from specbeam.doors.render import save_figure
+from specbeam.lab.bench.passes import OURS, THEIRS, Fits, PassCell, PassPlan
+from specbeam.lab.bench.speed import Spread
 
 
 def as_records(cells: Sequence[PassCell], fitted: Fits) -> list[dict[str, Any]]:

@@ -3,8 +3,8 @@
 from importlib.util import find_spec
 from pathlib import Path
 
+from specbeam.doors.places import require_place
 from specbeam.errors import CannotWrite, MissingFile, MissingPackage
-from specbeam.places import require_place
 
 KINDS = (".png", ".svg", ".pdf", ".jpg", ".webp")
 

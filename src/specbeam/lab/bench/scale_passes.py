@@ -4,13 +4,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from specbeam.bench.scale import ModelSize, PassSample
-from specbeam.bench.speed import Spread
-from specbeam.bench.transformers_cache import token_bytes
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.loading.models import load_model
-from specbeam.pair import Pair, load
-from specbeam.tuning.stored_prompt import StoredPrompt
+from specbeam.lab.bench.scale import ModelSize, PassSample
+from specbeam.lab.bench.speed import Spread
+from specbeam.lab.bench.transformers_cache import token_bytes
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.loading.models import load_model
+from specbeam.models.pair import Pair, load
+from specbeam.recipes.tuning.stored_prompt import StoredPrompt
 
 
 def size_of(lm: HuggingFaceLM, weight_bytes: float) -> ModelSize:

@@ -8,14 +8,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from specbeam.chats import prompt_of_messages
+from specbeam.doors.chats import prompt_of_messages
+from specbeam.doors.places import text_of, write_output
+from specbeam.doors.plain import as_json
+from specbeam.doors.prompts import spread
 from specbeam.errors import BadPrompt, BadSetting
-from specbeam.evaluate.intervals import ratio_interval
 from specbeam.generation import generate, turns_of
-from specbeam.pair import Pair
-from specbeam.places import text_of, write_output
-from specbeam.plain import as_json
-from specbeam.prompts import spread
+from specbeam.lab.evaluate.intervals import ratio_interval
+from specbeam.models.pair import Pair
 from specbeam.recipes.beams import sampling
 from specbeam.recipes.method import Method
 

@@ -16,14 +16,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from specbeam.bench.outcome import Contender, Outcome
-from specbeam.evaluate.perplexity import log_likelihoods
-from specbeam.evaluate.task import bleu, exact_match
+from specbeam.core.measure.energy import EnergyMeter
+from specbeam.core.records import RowCounts
+from specbeam.doors.prompts import PromptRow
 from specbeam.generation import Prompt
-from specbeam.measure.energy import EnergyMeter
-from specbeam.pair import Pair
-from specbeam.prompts import PromptRow
-from specbeam.records import RowCounts
+from specbeam.lab.bench.outcome import Contender, Outcome
+from specbeam.lab.evaluate.perplexity import log_likelihoods
+from specbeam.lab.evaluate.task import bleu, exact_match
+from specbeam.models.pair import Pair
 
 
 @dataclass(frozen=True)

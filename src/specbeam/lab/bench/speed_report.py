@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from specbeam.bench.speed import SpeedLine, Spread
-from specbeam.render import as_label, save_figure
+from specbeam.doors.render import as_label, save_figure
+from specbeam.lab.bench.speed import SpeedLine, Spread
 
 
 def as_markdown(lines: Sequence[SpeedLine]) -> str:

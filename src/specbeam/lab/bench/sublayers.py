@@ -10,9 +10,9 @@ import numpy as np
 from specbeam.core.forest import Forest
 from specbeam.errors import BadSetting
 from specbeam.generation import generate
-from specbeam.lm.skipping import Skipping, SkippingLM, skipping_model
-from specbeam.lm.sublayers import Sublayers, chosen
-from specbeam.pair import Pair
+from specbeam.models.pair import Pair
+from specbeam.models.skipping import Skipping, SkippingLM, skipping_model
+from specbeam.models.sublayers import Sublayers, chosen
 
 SEED = 0x0FF
 

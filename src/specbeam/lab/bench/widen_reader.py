@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from specbeam.bench.widen_model import (
+from specbeam.engines.families import family_of
+from specbeam.errors import BadSetting, NotSupported
+from specbeam.lab.bench.widen_model import (
     INNER_PER_WIDTH,
     NARROW,
     UNITS,
@@ -25,8 +27,6 @@ from specbeam.bench.widen_model import (
     random_model,
     with_more_units,
 )
-from specbeam.engines.families import family_of
-from specbeam.errors import BadSetting, NotSupported
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from specbeam.bench.widen_model import Size, grown
 from specbeam.errors import BadSetting
+from specbeam.lab.bench.widen_model import Size, grown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from specbeam.decode import decode
+from specbeam.core.decode import decode
+from specbeam.core.session import Session
+from specbeam.doors.options.checks import FORMS
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request
 from specbeam.errors import BadSetting, SpecbeamError
-from specbeam.evaluate.replay import EqualsInOrder, Recorder, Rows, forward_logits, leaves, replaying
 from specbeam.generation import Prompt
-from specbeam.options.checks import FORMS
-from specbeam.options.settings import Settings
-from specbeam.pair import Pair
+from specbeam.lab.evaluate.replay import EqualsInOrder, Recorder, Rows, forward_logits, leaves, replaying
+from specbeam.models.pair import Pair
 from specbeam.recipes.method import Method
-from specbeam.request import Request
-from specbeam.session import Session
 
 ScoredBeams = list[tuple[list[int], float]]  # new tokens and score of each beam, best first
 CLOSE = 1e-4  # scores that differ by less count as equal

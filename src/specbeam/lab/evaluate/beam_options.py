@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from specbeam.evaluate.against_transformers import Comparison, comparisons
 from specbeam.generation import Prompt, generate
-from specbeam.pair import Pair
+from specbeam.lab.evaluate.against_transformers import Comparison, comparisons
+from specbeam.models.pair import Pair
 from specbeam.recipes.method import Method
 from specbeam.recipes.search import beam_search
 

@@ -13,9 +13,9 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from specbeam.errors import BadSetting, NotSupported
-from specbeam.evaluate.perplexity import LOGITS_PER_PASS, batches_of, score_tokens
 from specbeam.generation import generate
-from specbeam.pair import Pair, load
+from specbeam.lab.evaluate.perplexity import LOGITS_PER_PASS, batches_of, score_tokens
+from specbeam.models.pair import Pair, load
 from specbeam.recipes.method import Method
 from specbeam.recipes.settings_text import method_from
 

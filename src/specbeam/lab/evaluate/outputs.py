@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from specbeam.errors import BadPrompt, MissingFile
-from specbeam.evaluate.lines import lines_of
-from specbeam.lm.encoder_decoder import EncoderDecoderLM
-from specbeam.pair import Pair
+from specbeam.lab.evaluate.lines import lines_of
+from specbeam.models.encoder_decoder import EncoderDecoderLM
+from specbeam.models.pair import Pair
 
 
 @dataclass(frozen=True)

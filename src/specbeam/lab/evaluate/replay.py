@@ -10,9 +10,9 @@ from jaxtyping import Float
 from torch.overrides import TorchFunctionMode
 
 from specbeam.core.forest import Forest
-from specbeam.lm.base import LM
-from specbeam.records import Needs, Scored, Turn
-from specbeam.session import Session
+from specbeam.core.lm import LM
+from specbeam.core.records import Needs, Scored, Turn
+from specbeam.core.session import Session
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,20 +13,20 @@ import numpy as np
 import torch
 
 from specbeam.core.beams import Beams
+from specbeam.core.decode import decode
+from specbeam.core.laws.joint import all_pairs, drawn_pairs, odds_among
+from specbeam.core.laws.ranking import cuts
+from specbeam.core.laws.warp import law_of_beams, on_host, processed_rows
 from specbeam.core.noise import gumbel, path_keys
-from specbeam.decode import decode
+from specbeam.core.records import Beam
+from specbeam.core.session import Session
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request
 from specbeam.engines.torch.in_float32 import as_loaded
 from specbeam.generation import Prompt, generate
-from specbeam.laws.joint import all_pairs, drawn_pairs, odds_among
-from specbeam.laws.ranking import cuts
-from specbeam.laws.warp import law_of_beams, on_host, processed_rows
-from specbeam.options.settings import Settings
-from specbeam.pair import Pair
+from specbeam.models.pair import Pair
 from specbeam.recipes.beams import beam_sampling
 from specbeam.recipes.method import Method
-from specbeam.records import Beam
-from specbeam.request import Request
-from specbeam.session import Session
 
 Path = tuple[int, ...]  # new tokens of a beam
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 import specbeam
-from specbeam.fuzz.worlds import World
+from specbeam.lab.fuzz.worlds import World
 from specbeam.recipes.catalogue import HEAD_RECIPES, RECIPES
 
 DOORS = (

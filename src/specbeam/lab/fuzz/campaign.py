@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from specbeam.errors import BadSetting, one_of
-from specbeam.fuzz.trying import BROKEN, CRASHED
-from specbeam.fuzz.worlds import WORLDS
+from specbeam.lab.fuzz.trying import BROKEN, CRASHED
+from specbeam.lab.fuzz.worlds import WORLDS
 
 HUNG = "hung"
 FAULTS = (BROKEN, CRASHED, HUNG)
@@ -144,7 +144,7 @@ def _run_shard(name: str, seed: int, first: int, count: int, add: Callable[..., 
 
 def _run_process(name: str, seed: int, first: int, count: int, add: Callable[..., None]) -> tuple[int, str, str, str]:
     """Run calls in one process. Returns the call that ended it, with kind and text of the fault; "" for a whole shard."""
-    command = [sys.executable, "-m", "specbeam.fuzz.worker", name, str(seed), str(first), str(count)]
+    command = [sys.executable, "-m", "specbeam.lab.fuzz.worker", name, str(seed), str(first), str(count)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
     clock = _Alarm(process)
     errors: list[str] = []

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 import specbeam
-from specbeam.fuzz.calls import RandomCall
-from specbeam.fuzz.worlds import World
-from specbeam.options.checks import as_list, as_texts
+from specbeam.core.records import Generation
+from specbeam.doors.options.checks import as_list, as_texts
+from specbeam.lab.fuzz.calls import RandomCall
+from specbeam.lab.fuzz.worlds import World
 from specbeam.recipes.method import Method
-from specbeam.records import Generation
 
 CLOSE = 2e-3  # nats: sums of float32 logits in another order
 _CHANGE_SCORES = (

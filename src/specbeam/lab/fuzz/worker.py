@@ -3,9 +3,9 @@
 import json
 import sys
 
-from specbeam.fuzz.calls import random_call
-from specbeam.fuzz.trying import tried
-from specbeam.fuzz.worlds import world
+from specbeam.lab.fuzz.calls import random_call
+from specbeam.lab.fuzz.trying import tried
+from specbeam.lab.fuzz.worlds import world
 
 
 def work(name: str, seed: int, first: int, calls: int) -> None:

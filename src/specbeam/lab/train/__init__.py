@@ -9,14 +9,14 @@ the target itself a window of tokens ahead.
 A memory learns from long texts instead (`hmt.py`, by the loop in `remembering.py`).
 """
 
-from specbeam.train.coral import train_coral
-from specbeam.train.course import Trained
-from specbeam.train.draft import train_draft
-from specbeam.train.drawing import DrawPlan
-from specbeam.train.fitting import Schedule
-from specbeam.train.heads import train_head
-from specbeam.train.hmt import TrainedMemory, train_hmt
-from specbeam.train.remembering import MemoryDocument, MemorySchedule
+from specbeam.lab.train.coral import train_coral
+from specbeam.lab.train.course import Trained
+from specbeam.lab.train.draft import train_draft
+from specbeam.lab.train.drawing import DrawPlan
+from specbeam.lab.train.fitting import Schedule
+from specbeam.lab.train.heads import train_head
+from specbeam.lab.train.hmt import TrainedMemory, train_hmt
+from specbeam.lab.train.remembering import MemoryDocument, MemorySchedule
 
 __all__ = [
     "DrawPlan",

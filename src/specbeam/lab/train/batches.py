@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from specbeam.heads.trees import lineage
-from specbeam.train.trees import Trees
+from specbeam.lab.train.trees import Trees
+from specbeam.models.heads.trees import lineage
 
 
 class TreeBatch(NamedTuple):

@@ -10,13 +10,13 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
 
-from specbeam.heads.chimera import OWN, Chimera, ChimeraShape
-from specbeam.heads.head import Head
-from specbeam.heads.layers import Rotary
-from specbeam.heads.own import own_config
-from specbeam.train.eagle3 import first_weights, layer_sizes, own_embedding, own_head
-from specbeam.train.head_files import target_rope, write_head
-from specbeam.train.plan import HeadPlan
+from specbeam.lab.train.eagle3 import first_weights, layer_sizes, own_embedding, own_head
+from specbeam.lab.train.head_files import target_rope, write_head
+from specbeam.lab.train.plan import HeadPlan
+from specbeam.models.heads.chimera import OWN, Chimera, ChimeraShape
+from specbeam.models.heads.head import Head
+from specbeam.models.heads.layers import Rotary
+from specbeam.models.heads.own import own_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

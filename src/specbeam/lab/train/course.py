@@ -10,11 +10,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from specbeam.train.batches import TreeBatch, batches_of
-from specbeam.train.fitting import FilledSchedule, Point, Training
-from specbeam.train.lessons import Lessons, Report
-from specbeam.train.trees import Trees
-from specbeam.whole_files import delete_leftovers
+from specbeam.core.whole_files import delete_leftovers
+from specbeam.lab.train.batches import TreeBatch, batches_of
+from specbeam.lab.train.fitting import FilledSchedule, Point, Training
+from specbeam.lab.train.lessons import Lessons, Report
+from specbeam.lab.train.trees import Trees
 
 
 @runtime_checkable

@@ -10,20 +10,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from specbeam.core.measure import kept_figures
+from specbeam.core.whole_files import whole_files_in
+from specbeam.doors.options.checks import is_integer, require
+from specbeam.doors.options.head_kinds import DRAFT_SCHEDULE
 from specbeam.errors import MissingFile, UnsupportedModel
-from specbeam.lm.huggingface import vocab_of
-from specbeam.measure import kept_figures
-from specbeam.options.checks import is_integer, require
-from specbeam.options.head_kinds import DRAFT_SCHEDULE
-from specbeam.pair import Pair, load
-from specbeam.train.batches import TreeBatch
-from specbeam.train.course import Trained, take_course
-from specbeam.train.drawing import DrawPlan, Prompt
-from specbeam.train.fitting import Schedule, check_optimizers
-from specbeam.train.folders import keep_options, work_folder
-from specbeam.train.lessons import Report, check_prompts, drawn_lessons, lesson_options
-from specbeam.train.losses import draft_loss, overlap
-from specbeam.whole_files import whole_files_in
+from specbeam.lab.train.batches import TreeBatch
+from specbeam.lab.train.course import Trained, take_course
+from specbeam.lab.train.drawing import DrawPlan, Prompt
+from specbeam.lab.train.fitting import Schedule, check_optimizers
+from specbeam.lab.train.folders import keep_options, work_folder
+from specbeam.lab.train.lessons import Report, check_prompts, drawn_lessons, lesson_options
+from specbeam.lab.train.losses import draft_loss, overlap
+from specbeam.models.huggingface import vocab_of
+from specbeam.models.pair import Pair, load
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

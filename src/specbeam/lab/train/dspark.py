@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 from jaxtyping import Int64
 from torch import Tensor
 
-from specbeam.heads.block import BlockHead, BlockShape
-from specbeam.heads.head import Head
-from specbeam.heads.layers import Rotary
-from specbeam.train.eagle3 import first_weights, layer_sizes, own_embedding, own_head
-from specbeam.train.head_files import frame_of, layer_config, target_rope, write_head
-from specbeam.train.plan import HeadPlan
+from specbeam.lab.train.eagle3 import first_weights, layer_sizes, own_embedding, own_head
+from specbeam.lab.train.head_files import frame_of, layer_config, target_rope, write_head
+from specbeam.lab.train.plan import HeadPlan
+from specbeam.models.heads.block import BlockHead, BlockShape
+from specbeam.models.heads.head import Head
+from specbeam.models.heads.layers import Rotary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 from jaxtyping import Int64
 from torch import Tensor, nn
 
-from specbeam.heads.head import Head
-from specbeam.heads.layers import LayerSizes, Rotary
-from specbeam.heads.trunk import PairTrunk, TrunkShape
-from specbeam.train.head_files import frame_of, layer_config, target_rope, write_head
-from specbeam.train.plan import HeadPlan
+from specbeam.lab.train.head_files import frame_of, layer_config, target_rope, write_head
+from specbeam.lab.train.plan import HeadPlan
+from specbeam.models.heads.head import Head
+from specbeam.models.heads.layers import LayerSizes, Rotary
+from specbeam.models.heads.trunk import PairTrunk, TrunkShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

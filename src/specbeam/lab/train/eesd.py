@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from jaxtyping import Int64
 from torch import Tensor
 
-from specbeam.heads.exit import ExitHead
-from specbeam.heads.head import Head
-from specbeam.heads.own import own_config
-from specbeam.train.head_files import write_head
-from specbeam.train.plan import HeadPlan
+from specbeam.lab.train.head_files import write_head
+from specbeam.lab.train.plan import HeadPlan
+from specbeam.models.heads.exit import ExitHead
+from specbeam.models.heads.head import Head
+from specbeam.models.heads.own import own_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

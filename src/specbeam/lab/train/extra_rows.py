@@ -9,14 +9,14 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from specbeam.errors import NotSupported
-from specbeam.heads.bita import Bita
-from specbeam.heads.extra_rows import ExtraHead, StoredTrees
-from specbeam.heads.head import Head
-from specbeam.heads.hidden_transfer import HiddenTransfer
-from specbeam.heads.own import extra_rows_config
-from specbeam.heads.trees import chain_of
-from specbeam.train.head_files import write_head
-from specbeam.train.plan import HeadPlan
+from specbeam.lab.train.head_files import write_head
+from specbeam.lab.train.plan import HeadPlan
+from specbeam.models.heads.bita import Bita
+from specbeam.models.heads.extra_rows import ExtraHead, StoredTrees
+from specbeam.models.heads.head import Head
+from specbeam.models.heads.hidden_transfer import HiddenTransfer
+from specbeam.models.heads.own import extra_rows_config
+from specbeam.models.heads.trees import chain_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

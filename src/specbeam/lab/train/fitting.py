@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from specbeam.doors.options.checks import is_integer, require
 from specbeam.engines.cpu import tiles
 from specbeam.errors import NotSupported
-from specbeam.options.checks import is_integer, require
-from specbeam.train.batches import TreeBatch, batches_of
-from specbeam.train.state import STATE_S, keep_state, resume_from, write_curve
-from specbeam.train.trees import Trees
+from specbeam.lab.train.batches import TreeBatch, batches_of
+from specbeam.lab.train.state import STATE_S, keep_state, resume_from, write_curve
+from specbeam.lab.train.trees import Trees
 
 HEADS = {"lm_head", "embed_out", "matrices", "markov_w2"}  # names of modules that make logits, or of lists of such
 

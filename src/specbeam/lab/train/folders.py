@@ -9,9 +9,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from specbeam.core.whole_files import delete_leftovers, write_whole
 from specbeam.errors import BadSetting, SpecbeamError
-from specbeam.train.trees import read_or_refuse
-from specbeam.whole_files import delete_leftovers, write_whole
+from specbeam.lab.train.trees import read_or_refuse
 
 OPTIONS = "options.json"
 LOCK = ".lock"

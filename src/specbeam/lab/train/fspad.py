@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 from jaxtyping import Int64
 from torch import Tensor
 
-from specbeam.heads.head import Head
-from specbeam.heads.layers import Rotary
-from specbeam.heads.own import own_config
-from specbeam.heads.trunk import PairTrunk, TrunkShape
-from specbeam.records import FINAL
-from specbeam.train.eagle3 import first_weights, layer_sizes, own_embedding, own_head
-from specbeam.train.head_files import target_rope, write_head
-from specbeam.train.plan import HeadPlan
+from specbeam.core.records import FINAL
+from specbeam.lab.train.eagle3 import first_weights, layer_sizes, own_embedding, own_head
+from specbeam.lab.train.head_files import target_rope, write_head
+from specbeam.lab.train.plan import HeadPlan
+from specbeam.models.heads.head import Head
+from specbeam.models.heads.layers import Rotary
+from specbeam.models.heads.own import own_config
+from specbeam.models.heads.trunk import PairTrunk, TrunkShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

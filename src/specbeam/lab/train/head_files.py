@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from specbeam.heads.head import Head
-from specbeam.heads.layers import LayerSizes, Rotary
-from specbeam.train.plan import HeadPlan
-from specbeam.whole_files import write_whole
+from specbeam.core.whole_files import write_whole
+from specbeam.lab.train.plan import HeadPlan
+from specbeam.models.heads.head import Head
+from specbeam.models.heads.layers import LayerSizes, Rotary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,34 +11,34 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from torch.nn import functional
 
+from specbeam.core.records import FINAL
+from specbeam.doors.options.head_kinds import HEAD_KINDS, HeadKind
 from specbeam.errors import BadSetting
-from specbeam.heads.extra_rows import ExtraHead
-from specbeam.heads.head import DraftRows, Head
-from specbeam.heads.trees import ScoredTrees
-from specbeam.options.head_kinds import HEAD_KINDS, HeadKind
-from specbeam.pair import Pair, load
-from specbeam.records import FINAL
-from specbeam.train.batches import TreeBatch, batches_of
-from specbeam.train.chimera import new_chimera, save_chimera
-from specbeam.train.course import Trained, take_course
-from specbeam.train.drawing import DrawPlan, Prompt
-from specbeam.train.dspark import new_dspark, save_dspark
-from specbeam.train.eagle3 import new_eagle3, save_eagle3
-from specbeam.train.eesd import new_eesd, save_eesd
-from specbeam.train.exit_choice import chosen_exit
-from specbeam.train.extra_rows import RankedDrafts, new_bita, new_hidden_transfer, rank_odds, save_extra_rows
-from specbeam.train.fitting import Schedule, check_optimizers
-from specbeam.train.folders import keep_options, work_folder
-from specbeam.train.fspad import new_fspad, save_fspad
-from specbeam.train.head_files import as_written
-from specbeam.train.lessons import Lessons, Report, check_prompts, drawn_lessons, lesson_options, warn_of_rounding
-from specbeam.train.losses import Lesson, draft_loss, overlap
-from specbeam.train.medusa import new_medusa, save_medusa
-from specbeam.train.peagle import new_peagle, save_peagle
-from specbeam.train.plan import HeadPlan, planned
-from specbeam.train.specdiff import masked_lesson, new_specdiff, save_specdiff
-from specbeam.train.teacher import scored
-from specbeam.train.trees import Trees
+from specbeam.lab.train.batches import TreeBatch, batches_of
+from specbeam.lab.train.chimera import new_chimera, save_chimera
+from specbeam.lab.train.course import Trained, take_course
+from specbeam.lab.train.drawing import DrawPlan, Prompt
+from specbeam.lab.train.dspark import new_dspark, save_dspark
+from specbeam.lab.train.eagle3 import new_eagle3, save_eagle3
+from specbeam.lab.train.eesd import new_eesd, save_eesd
+from specbeam.lab.train.exit_choice import chosen_exit
+from specbeam.lab.train.extra_rows import RankedDrafts, new_bita, new_hidden_transfer, rank_odds, save_extra_rows
+from specbeam.lab.train.fitting import Schedule, check_optimizers
+from specbeam.lab.train.folders import keep_options, work_folder
+from specbeam.lab.train.fspad import new_fspad, save_fspad
+from specbeam.lab.train.head_files import as_written
+from specbeam.lab.train.lessons import Lessons, Report, check_prompts, drawn_lessons, lesson_options, warn_of_rounding
+from specbeam.lab.train.losses import Lesson, draft_loss, overlap
+from specbeam.lab.train.medusa import new_medusa, save_medusa
+from specbeam.lab.train.peagle import new_peagle, save_peagle
+from specbeam.lab.train.plan import HeadPlan, planned
+from specbeam.lab.train.specdiff import masked_lesson, new_specdiff, save_specdiff
+from specbeam.lab.train.teacher import scored
+from specbeam.lab.train.trees import Trees
+from specbeam.models.heads.extra_rows import ExtraHead
+from specbeam.models.heads.head import DraftRows, Head
+from specbeam.models.heads.trees import ScoredTrees
+from specbeam.models.pair import Pair, load
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

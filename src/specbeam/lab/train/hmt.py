@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specbeam.core.measure import kept_figures
+from specbeam.core.whole_files import whole_files_in
+from specbeam.doors.options.checks import is_integer, require
+from specbeam.doors.places import OPENERS, text_of
 from specbeam.errors import BadPrompt, BadSetting, MissingFile, UnsupportedModel
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.measure import kept_figures
-from specbeam.memory.files import BACKBONE, save_memory
-from specbeam.memory.lm import MemoryLM
-from specbeam.memory.plan import MemoryPlan
-from specbeam.memory.recall import new_recall
-from specbeam.options.checks import is_integer, require
-from specbeam.pair import Pair, load
-from specbeam.places import OPENERS, text_of
-from specbeam.train.folders import keep_options, work_folder
-from specbeam.train.lessons import Report, warn_of_rounding
-from specbeam.train.remembering import MemoryDocument, MemoryPoint, MemorySchedule, MemoryTraining
-from specbeam.whole_files import whole_files_in
+from specbeam.lab.train.folders import keep_options, work_folder
+from specbeam.lab.train.lessons import Report, warn_of_rounding
+from specbeam.lab.train.remembering import MemoryDocument, MemoryPoint, MemorySchedule, MemoryTraining
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.memory.files import BACKBONE, save_memory
+from specbeam.models.memory.lm import MemoryLM
+from specbeam.models.memory.plan import MemoryPlan
+from specbeam.models.memory.recall import new_recall
+from specbeam.models.pair import Pair, load
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

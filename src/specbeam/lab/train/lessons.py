@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from specbeam.core.measure import kept_figures
 from specbeam.errors import BadPrompt, BadSetting
-from specbeam.lm.quantised import OWN
-from specbeam.measure import kept_figures
-from specbeam.pair import Pair
-from specbeam.train.drawing import DrawPlan, Prompt, draw_files, drawn_trees
-from specbeam.train.folders import keep_options, work_folder
-from specbeam.train.trees import Trees
+from specbeam.lab.train.drawing import DrawPlan, Prompt, draw_files, drawn_trees
+from specbeam.lab.train.folders import keep_options, work_folder
+from specbeam.lab.train.trees import Trees
+from specbeam.models.pair import Pair
+from specbeam.models.quantised import OWN
 
 MOST_HELD_OUT = 512  # prompts
 

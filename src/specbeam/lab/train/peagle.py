@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 from jaxtyping import Int64
 from torch import Tensor, nn
 
-from specbeam.heads.head import Head
-from specbeam.heads.layers import Rotary
-from specbeam.heads.masked import MaskTrunk
-from specbeam.heads.trunk import TrunkShape
-from specbeam.train.dspark import mask_of
-from specbeam.train.eagle3 import eagle3_config, first_weights, layer_sizes, own_embedding, own_head
-from specbeam.train.head_files import target_rope, write_head
-from specbeam.train.plan import HeadPlan
+from specbeam.lab.train.dspark import mask_of
+from specbeam.lab.train.eagle3 import eagle3_config, first_weights, layer_sizes, own_embedding, own_head
+from specbeam.lab.train.head_files import target_rope, write_head
+from specbeam.lab.train.plan import HeadPlan
+from specbeam.models.heads.head import Head
+from specbeam.models.heads.layers import Rotary
+from specbeam.models.heads.masked import MaskTrunk
+from specbeam.models.heads.trunk import TrunkShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

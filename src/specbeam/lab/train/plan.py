@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from specbeam.doors.options.checks import is_integer, require
 from specbeam.engines.eligibility import lacks_taps, layers_of
 from specbeam.errors import BadSetting
-from specbeam.heads.chimera import READ_OUTS, SHARED
-from specbeam.options.checks import is_integer, require
+from specbeam.models.heads.chimera import READ_OUTS, SHARED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

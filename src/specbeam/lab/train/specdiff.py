@@ -13,17 +13,17 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from torch.nn import functional
 
-from specbeam.heads.block import BlockShape
-from specbeam.heads.denoiser import NO_TOKEN, Denoiser
-from specbeam.heads.head import Head
-from specbeam.heads.layers import Rotary
-from specbeam.heads.own import own_config
-from specbeam.heads.trees import ScoredTrees
-from specbeam.train.dspark import mask_of
-from specbeam.train.eagle3 import first_weights, layer_sizes, own_embedding, own_head
-from specbeam.train.head_files import target_rope, write_head
-from specbeam.train.losses import Lesson
-from specbeam.train.plan import HeadPlan
+from specbeam.lab.train.dspark import mask_of
+from specbeam.lab.train.eagle3 import first_weights, layer_sizes, own_embedding, own_head
+from specbeam.lab.train.head_files import target_rope, write_head
+from specbeam.lab.train.losses import Lesson
+from specbeam.lab.train.plan import HeadPlan
+from specbeam.models.heads.block import BlockShape
+from specbeam.models.heads.denoiser import NO_TOKEN, Denoiser
+from specbeam.models.heads.head import Head
+from specbeam.models.heads.layers import Rotary
+from specbeam.models.heads.own import own_config
+from specbeam.models.heads.trees import ScoredTrees
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

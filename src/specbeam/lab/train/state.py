@@ -8,9 +8,9 @@ from zipfile import ZipFile
 
 import torch
 
-from specbeam.plain import as_json
-from specbeam.train.trees import read_or_refuse
-from specbeam.whole_files import whole, write_whole
+from specbeam.core.whole_files import whole, write_whole
+from specbeam.doors.plain import as_json
+from specbeam.lab.train.trees import read_or_refuse
 
 STATE_S = 60.0  # seconds between two states on disk
 STATE = "state.pt"

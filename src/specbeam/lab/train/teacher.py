@@ -6,11 +6,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from specbeam.core.records import FINAL
 from specbeam.engines.eligibility import layers_of
 from specbeam.engines.kv.masks import Masks
-from specbeam.heads.trees import ScoredTrees
-from specbeam.records import FINAL
-from specbeam.train.batches import TreeBatch
+from specbeam.lab.train.batches import TreeBatch
+from specbeam.models.heads.trees import ScoredTrees
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -7,8 +7,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from jaxtyping import Float, Int64
 
+from specbeam.core.whole_files import whole
 from specbeam.errors import BadSetting
-from specbeam.whole_files import whole
 
 Read = TypeVar("Read")
 

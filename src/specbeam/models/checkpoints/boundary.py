@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from specbeam.errors import BadCheckpoint, MissingPackage, SpecbeamError
+from specbeam.core.errors import BadCheckpoint, MissingPackage, SpecbeamError
 
 LARGEST_JSON = 64 * 2**20  # bytes of a file that describes a model
 _LONGEST = 300  # letters of a library's message

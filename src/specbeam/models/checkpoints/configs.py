@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from specbeam.checkpoints.boundary import json_object, reading
-from specbeam.checkpoints.folders import ADAPTER, CONFIG, adapter
-from specbeam.checkpoints.headers import FLOATS, StoredTensor, file_of
-from specbeam.errors import BadCheckpoint, MissingFile, NotSupported, UnsupportedModel
+from specbeam.core.errors import BadCheckpoint, MissingFile, NotSupported, UnsupportedModel
+from specbeam.models.checkpoints.boundary import json_object, reading
+from specbeam.models.checkpoints.folders import ADAPTER, CONFIG, adapter
+from specbeam.models.checkpoints.headers import FLOATS, StoredTensor, file_of
 
 _SIZES = (
     "vocab_size",

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from specbeam.checkpoints.boundary import json_object
-from specbeam.errors import MissingFile, NotSupported, SpecbeamError
+from specbeam.core.errors import MissingFile, NotSupported, SpecbeamError
+from specbeam.models.checkpoints.boundary import json_object
 
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"

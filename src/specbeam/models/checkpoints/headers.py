@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specbeam.checkpoints.boundary import json_object, reading, reading_file
-from specbeam.errors import BadCheckpoint, MissingFile, SpecbeamError
+from specbeam.core.errors import BadCheckpoint, MissingFile, SpecbeamError
+from specbeam.models.checkpoints.boundary import json_object, reading, reading_file
 
 TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 FLOATS = (*TYPES, "F64")

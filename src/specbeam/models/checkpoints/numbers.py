@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from specbeam.errors import BadCheckpoint
+from specbeam.core.errors import BadCheckpoint
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NAN = "holds NaN"

@@ -4,18 +4,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specbeam.checkpoints.boundary import reading
-from specbeam.checkpoints.configs import (
+from specbeam.core.errors import BadCheckpoint, SpecbeamError
+from specbeam.models.checkpoints.boundary import reading
+from specbeam.models.checkpoints.configs import (
     check_fits_files,
     check_generation_config,
     class_for_texts,
     config_of,
     described_by,
 )
-from specbeam.checkpoints.folders import without_weights
-from specbeam.checkpoints.headers import StoredTensor, tensors_in, weight_files
-from specbeam.checkpoints.report import check_report, check_types, lacking_experts
-from specbeam.errors import BadCheckpoint, SpecbeamError
+from specbeam.models.checkpoints.folders import without_weights
+from specbeam.models.checkpoints.headers import StoredTensor, tensors_in, weight_files
+from specbeam.models.checkpoints.report import check_report, check_types, lacking_experts
 
 
 @dataclass(frozen=True, eq=False)

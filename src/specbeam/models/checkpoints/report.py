@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from specbeam.checkpoints.headers import FLOATS, StoredTensor
-from specbeam.errors import BadCheckpoint
+from specbeam.core.errors import BadCheckpoint
+from specbeam.models.checkpoints.headers import FLOATS, StoredTensor
 
 _LISTED = 4  # names that an error lists
 # What transformers computes, or what other programs keep beside the weights.

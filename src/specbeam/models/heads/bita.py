@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from specbeam.heads.extra_rows import ExtraHead, StoredTrees
-from specbeam.heads.trees import ScoredTrees
-from specbeam.records import ExtraInputs
+from specbeam.core.records import ExtraInputs
+from specbeam.models.heads.extra_rows import ExtraHead, StoredTrees
+from specbeam.models.heads.trees import ScoredTrees
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

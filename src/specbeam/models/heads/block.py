@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional
 
-from specbeam.heads.correction import (
+from specbeam.models.heads.correction import (
     BlockNodes,
     Corrected,
     Correction,
@@ -26,7 +26,7 @@ from specbeam.heads.correction import (
     Refiner,
     Selector,
 )
-from specbeam.heads.head import (
+from specbeam.models.heads.head import (
     DraftRows,
     Head,
     described_rope,
@@ -35,8 +35,8 @@ from specbeam.heads.head import (
     moved_taps,
     wanted_below,
 )
-from specbeam.heads.layers import BASE, Attend, DecoderLayer, LayerSizes, LocalLayer, Norm, Rotary, View, view_of
-from specbeam.heads.trees import ScoredTrees
+from specbeam.models.heads.layers import BASE, Attend, DecoderLayer, LayerSizes, LocalLayer, Norm, Rotary, View, view_of
+from specbeam.models.heads.trees import ScoredTrees
 
 
 @dataclass(frozen=True)

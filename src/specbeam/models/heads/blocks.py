@@ -7,12 +7,12 @@ all its rows; to SpecForge and z-lab it ends at each row.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from specbeam.errors import BadHead
-from specbeam.heads.block import BlockHead, BlockShape
-from specbeam.heads.fields import Fields, listed
-from specbeam.heads.files import HeadFiles
-from specbeam.heads.layers import View
-from specbeam.heads.reading import (
+from specbeam.core.errors import BadHead
+from specbeam.models.heads.block import BlockHead, BlockShape
+from specbeam.models.heads.fields import Fields, listed
+from specbeam.models.heads.files import HeadFiles
+from specbeam.models.heads.layers import View
+from specbeam.models.heads.reading import (
     MOST_ROWS,
     check_taps,
     embedding_of,
@@ -27,7 +27,7 @@ from specbeam.heads.reading import (
     views_of,
     width_of,
 )
-from specbeam.heads.vocabulary import read_tokens
+from specbeam.models.heads.vocabulary import read_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from specbeam.core.errors import BadHead, NotSupported
 from specbeam.engines.eligibility import layers_of
-from specbeam.errors import BadHead, NotSupported
-from specbeam.heads.layers import Attend, LayerSizes, Rotary
+from specbeam.models.heads.layers import Attend, LayerSizes, Rotary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

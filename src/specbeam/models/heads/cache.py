@@ -9,9 +9,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
 from specbeam.core.forest import Forest, unknown_nodes
+from specbeam.core.records import Turn
 from specbeam.engines.kv.trie import Feed, KVTrie
-from specbeam.heads.layers import View, attended, view_of
-from specbeam.records import Turn
+from specbeam.models.heads.layers import View, attended, view_of
 
 CHUNK = 512  # rows of a prompt that are run at once
 

@@ -13,12 +13,12 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
-from specbeam.heads.feature import Residual
-from specbeam.heads.head import DraftRows, Head, described_rope, described_taps, wanted_below
-from specbeam.heads.layers import Attend, Attention, Gated, LayerSizes, Norm, Rotary, View
-from specbeam.heads.trees import ScoredTrees
-from specbeam.heads.unroll import unrolled
-from specbeam.records import FINAL
+from specbeam.core.records import FINAL
+from specbeam.models.heads.feature import Residual
+from specbeam.models.heads.head import DraftRows, Head, described_rope, described_taps, wanted_below
+from specbeam.models.heads.layers import Attend, Attention, Gated, LayerSizes, Norm, Rotary, View
+from specbeam.models.heads.trees import ScoredTrees
+from specbeam.models.heads.unroll import unrolled
 
 SHARED = "shared"
 OWN = "own"

@@ -12,8 +12,10 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import nn
 
-from specbeam import kernels
+from specbeam.core import compiling
+from specbeam.core.compiling.compiler import address_of
 from specbeam.core.forest import Forest, unknown_nodes
+from specbeam.core.records import FINAL, Turn
 from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.decoder import (
     TILED_FROM,
@@ -57,12 +59,10 @@ from specbeam.engines.families import FIXED_ROPES, Architecture, llama_architect
 from specbeam.engines.kv.steps import BLOCK
 from specbeam.engines.kv.store import PanelStore
 from specbeam.engines.kv.trie import KVTrie, widened
-from specbeam.heads.block import BlockHead
-from specbeam.heads.head import Head
-from specbeam.heads.layers import LayerSizes, Rotary
-from specbeam.heads.trunk import PairTrunk
-from specbeam.kernels.compiling import address_of
-from specbeam.records import FINAL, Turn
+from specbeam.models.heads.block import BlockHead
+from specbeam.models.heads.head import Head
+from specbeam.models.heads.layers import LayerSizes, Rotary
+from specbeam.models.heads.trunk import PairTrunk
 
 SHORT = 4 * BLOCK  # tokens of a short text with the drafts of a turn, for which there is room from the start
 WORDS = (torch.float32, torch.bfloat16, torch.float16)  # types of weights that can become float32
@@ -318,7 +318,7 @@ def lacks_compiled_form(head: Head, vocab: int, types: tuple[torch.dtype, ...] =
         vocab: number of tokens of the target.
         types: that its weights may be in; the layers compute in float32.
     """
-    if not kernels.AVAILABLE:
+    if not compiling.AVAILABLE:
         return "numba is missing"
     if type(head) not in (PairTrunk, BlockHead):
         return f"compiled layers are for EAGLE, DFlash and DSpark heads, and this is a {type(head).__name__}"

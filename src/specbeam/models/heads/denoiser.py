@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from specbeam.heads.block import BlockHead, BlockShape
-from specbeam.heads.layers import Attend, Rotary
+from specbeam.models.heads.block import BlockHead, BlockShape
+from specbeam.models.heads.layers import Attend, Rotary
 
 NO_TOKEN = -1  # as the mask of `BlockHead`: the mask is no token of the target, but a row of the head's own
 

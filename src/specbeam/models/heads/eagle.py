@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from specbeam.core.errors import BadHead
+from specbeam.core.records import FINAL
 from specbeam.engines.eligibility import layers_of
-from specbeam.errors import BadHead
-from specbeam.heads.fields import Fields, listed
-from specbeam.heads.files import HeadFiles
-from specbeam.heads.layers import BASE, Rotary, View
-from specbeam.heads.masked import MaskTrunk
-from specbeam.heads.reading import (
+from specbeam.models.heads.fields import Fields, listed
+from specbeam.models.heads.files import HeadFiles
+from specbeam.models.heads.layers import BASE, Rotary, View
+from specbeam.models.heads.masked import MaskTrunk
+from specbeam.models.heads.reading import (
     MOST_ROWS,
     check_taps,
     embedding_of,
@@ -31,9 +32,8 @@ from specbeam.heads.reading import (
     views_of,
     width_of,
 )
-from specbeam.heads.trunk import PairTrunk, TrunkShape
-from specbeam.heads.vocabulary import read_tokens
-from specbeam.records import FINAL
+from specbeam.models.heads.trunk import PairTrunk, TrunkShape
+from specbeam.models.heads.vocabulary import read_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

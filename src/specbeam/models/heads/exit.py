@@ -16,23 +16,23 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from specbeam.core.answers import LOGITS
+from specbeam.core.errors import BadHead, NotSupported
 from specbeam.core.forest import Forest
-from specbeam.engines.answers import LOGITS
+from specbeam.core.lm import checked_needs
+from specbeam.core.records import Needs, Scored, Turn
+from specbeam.core.session import CacheOwner
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.eligibility import layers_of
 from specbeam.engines.kv.masks import Masks
-from specbeam.errors import BadHead, NotSupported
-from specbeam.heads.files import HeadFiles
-from specbeam.heads.head import DraftRows, Head, wanted_below
-from specbeam.heads.lm import HeadLM, TimedPrompt
-from specbeam.heads.reading import fill
-from specbeam.heads.trees import ScoredTrees
-from specbeam.lm.base import checked_needs
-from specbeam.lm.early_layers import last_norm, with_exit
-from specbeam.lm.huggingface import CacheForSteps, HuggingFaceLM
-from specbeam.lm.made_up import made_up_prompt
-from specbeam.records import Needs, Scored, Turn
-from specbeam.session import CacheOwner
+from specbeam.models.early_layers import last_norm, with_exit
+from specbeam.models.heads.files import HeadFiles
+from specbeam.models.heads.head import DraftRows, Head, wanted_below
+from specbeam.models.heads.lm import HeadLM, TimedPrompt
+from specbeam.models.heads.reading import fill
+from specbeam.models.heads.trees import ScoredTrees
+from specbeam.models.huggingface import CacheForSteps, HuggingFaceLM
+from specbeam.models.made_up import made_up_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -16,12 +16,12 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from specbeam.core.records import ExtraInputs
 from specbeam.engines.eligibility import layers_of
 from specbeam.engines.kv.masks import Masks
 from specbeam.engines.kv.trie import AHEAD
-from specbeam.heads.head import DraftRows, Head, wanted_below
-from specbeam.heads.trees import ScoredTrees
-from specbeam.records import ExtraInputs
+from specbeam.models.heads.head import DraftRows, Head, wanted_below
+from specbeam.models.heads.trees import ScoredTrees
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

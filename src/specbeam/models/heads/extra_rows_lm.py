@@ -11,12 +11,12 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from specbeam.core.forest import Forest, unknown_nodes
+from specbeam.core.records import LEARNT, NO_EXTRA_ROWS, ExtraRows, Needs, Turn
+from specbeam.core.session import CacheOwner, Session
 from specbeam.engines.families import positions_of
-from specbeam.heads.cache import NodeCache
-from specbeam.heads.extra_rows import ExtraHead
-from specbeam.heads.lm import HeadLM, TimedPrompt
-from specbeam.records import LEARNT, NO_EXTRA_ROWS, ExtraRows, Needs, Turn
-from specbeam.session import CacheOwner, Session
+from specbeam.models.heads.cache import NodeCache
+from specbeam.models.heads.extra_rows import ExtraHead
+from specbeam.models.heads.lm import HeadLM, TimedPrompt
 
 
 class ExtraCache(NodeCache):

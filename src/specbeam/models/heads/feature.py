@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
-from specbeam.heads.head import DraftRows, Head, described_taps, wanted_below
-from specbeam.heads.trees import ScoredTrees
-from specbeam.records import FINAL
+from specbeam.core.records import FINAL
+from specbeam.models.heads.head import DraftRows, Head, described_taps, wanted_below
+from specbeam.models.heads.trees import ScoredTrees
 
 UNLIMITED = 1_000  # depth of heads that make all drafts by one network
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specbeam.errors import BadHead
+from specbeam.core.errors import BadHead
 
 MOST = 2**24  # that a size or a number of things may be, where nothing smaller is stated
 

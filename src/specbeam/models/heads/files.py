@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from specbeam.checkpoints.boundary import json_object, reading
-from specbeam.checkpoints.headers import read_tensors, tensors_in
-from specbeam.checkpoints.numbers import fault_of
-from specbeam.errors import BadHead, MissingFile, SpecbeamError
-from specbeam.heads.fields import Fields
+from specbeam.core.errors import BadHead, MissingFile, SpecbeamError
+from specbeam.models.checkpoints.boundary import json_object, reading
+from specbeam.models.checkpoints.headers import read_tensors, tensors_in
+from specbeam.models.checkpoints.numbers import fault_of
+from specbeam.models.heads.fields import Fields
 
 TENSOR_FILES = ("*.safetensors", "pytorch_model*.bin", "*_lm_head.pt")
 MAPS = ("d2t", "t2d")  # tensors that name tokens

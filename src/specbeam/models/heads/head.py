@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
-from specbeam.heads.layers import View
-from specbeam.heads.trees import ScoredTrees
-from specbeam.records import FINAL
+from specbeam.core.records import FINAL
+from specbeam.models.heads.layers import View
+from specbeam.models.heads.trees import ScoredTrees
 
 
 class DraftRows(NamedTuple):

@@ -14,12 +14,15 @@ import torch
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
+from specbeam.core.answers import LOGITS
+from specbeam.core.errors import NotSupported
 from specbeam.core.forest import Forest
-from specbeam.engines.answers import LOGITS
+from specbeam.core.lm import checked_needs
+from specbeam.core.records import FINAL, Needs, Scored, Turn
+from specbeam.core.session import CacheOwner, is_broken
 from specbeam.engines.cpu.decoder import TILED_FROM
-from specbeam.errors import NotSupported
-from specbeam.heads.block import BlockHead
-from specbeam.heads.cache import (
+from specbeam.models.heads.block import BlockHead
+from specbeam.models.heads.cache import (
     ContextCache,
     ContextRows,
     MaskCache,
@@ -30,19 +33,16 @@ from specbeam.heads.cache import (
     PairRows,
     StateCache,
 )
-from specbeam.heads.chimera import Chimera
-from specbeam.heads.compiled import WORDS, CompiledCache, CompiledHead, lacks_compiled_form
-from specbeam.heads.denoiser import Denoiser
-from specbeam.heads.feature import FeatureHead
-from specbeam.heads.head import Head
-from specbeam.heads.masked import MaskTrunk
-from specbeam.heads.modules import ModulesInARow
-from specbeam.heads.trunk import PairTrunk
-from specbeam.lm.base import checked_needs
-from specbeam.lm.huggingface import CacheForSteps
-from specbeam.lm.made_up import made_up_prompt, made_up_rows
-from specbeam.records import FINAL, Needs, Scored, Turn
-from specbeam.session import CacheOwner, is_broken
+from specbeam.models.heads.chimera import Chimera
+from specbeam.models.heads.compiled import WORDS, CompiledCache, CompiledHead, lacks_compiled_form
+from specbeam.models.heads.denoiser import Denoiser
+from specbeam.models.heads.feature import FeatureHead
+from specbeam.models.heads.head import Head
+from specbeam.models.heads.masked import MaskTrunk
+from specbeam.models.heads.modules import ModulesInARow
+from specbeam.models.heads.trunk import PairTrunk
+from specbeam.models.huggingface import CacheForSteps
+from specbeam.models.made_up import made_up_prompt, made_up_rows
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional
 
-from specbeam.heads.head import DraftRows, wanted_below
-from specbeam.heads.layers import Rotary, View, view_of
-from specbeam.heads.trees import ScoredTrees
-from specbeam.heads.trunk import PairTrunk, TrunkShape
+from specbeam.models.heads.head import DraftRows, wanted_below
+from specbeam.models.heads.layers import Rotary, View, view_of
+from specbeam.models.heads.trees import ScoredTrees
+from specbeam.models.heads.trunk import PairTrunk, TrunkShape
 
 
 class MaskTrunk(PairTrunk):

@@ -6,7 +6,7 @@ The law of a draft does not depend on the drafts above it: it is a product law.
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from specbeam.heads.feature import FeatureHead, FeatureSizes, Residual
+from specbeam.models.heads.feature import FeatureHead, FeatureSizes, Residual
 
 
 class Medusa(FeatureHead):

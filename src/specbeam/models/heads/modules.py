@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from specbeam.heads.head import DraftRows, Head, wanted_below
-from specbeam.heads.trees import ScoredTrees
-from specbeam.heads.trunk import PairTrunk
-from specbeam.heads.unroll import unrolled
+from specbeam.models.heads.head import DraftRows, Head, wanted_below
+from specbeam.models.heads.trees import ScoredTrees
+from specbeam.models.heads.trunk import PairTrunk
+from specbeam.models.heads.unroll import unrolled
 
 
 class ModulesInARow(Head):

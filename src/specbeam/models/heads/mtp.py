@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from specbeam.checkpoints.boundary import reading, reading_file
-from specbeam.checkpoints.headers import INDEX, tensors_in, weight_map
-from specbeam.checkpoints.numbers import fault_of
-from specbeam.errors import BadHead, MissingFile
-from specbeam.heads.borrowed import Borrowed
-from specbeam.heads.files import HeadFiles, folder_of, read_config
-from specbeam.heads.head import Head
-from specbeam.heads.modules import ModulesInARow
-from specbeam.heads.reading import MOST_ROWS, embedding_of, fill, head_of, own_head, width_of
-from specbeam.heads.trunk import BorrowedParts, PairTrunk, TrunkShape
-from specbeam.records import FINAL
+from specbeam.core.errors import BadHead, MissingFile
+from specbeam.core.records import FINAL
+from specbeam.models.checkpoints.boundary import reading, reading_file
+from specbeam.models.checkpoints.headers import INDEX, tensors_in, weight_map
+from specbeam.models.checkpoints.numbers import fault_of
+from specbeam.models.heads.borrowed import Borrowed
+from specbeam.models.heads.files import HeadFiles, folder_of, read_config
+from specbeam.models.heads.head import Head
+from specbeam.models.heads.modules import ModulesInARow
+from specbeam.models.heads.reading import MOST_ROWS, embedding_of, fill, head_of, own_head, width_of
+from specbeam.models.heads.trunk import BorrowedParts, PairTrunk, TrunkShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

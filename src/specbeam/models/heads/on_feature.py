@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from specbeam.errors import BadHead
-from specbeam.heads.feature import UNLIMITED, FeatureHead, FeatureSizes
-from specbeam.heads.fields import Fields
-from specbeam.heads.files import HeadFiles
-from specbeam.heads.medusa import Medusa
-from specbeam.heads.reading import embedding_of, fill, head_of, width_of
-from specbeam.heads.recurrent import Hydra, MLPSpeculator, ReDrafter
+from specbeam.core.errors import BadHead
+from specbeam.models.heads.feature import UNLIMITED, FeatureHead, FeatureSizes
+from specbeam.models.heads.fields import Fields
+from specbeam.models.heads.files import HeadFiles
+from specbeam.models.heads.medusa import Medusa
+from specbeam.models.heads.reading import embedding_of, fill, head_of, width_of
+from specbeam.models.heads.recurrent import Hydra, MLPSpeculator, ReDrafter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -4,19 +4,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from specbeam.errors import BadHead
-from specbeam.heads.bita import Bita
-from specbeam.heads.block import BlockShape
-from specbeam.heads.chimera import OWN, READ_OUTS, Chimera, ChimeraShape
-from specbeam.heads.denoiser import Denoiser
-from specbeam.heads.exit import ExitHead, exit_config, read_exit
-from specbeam.heads.extra_rows import ExtraHead
-from specbeam.heads.fields import Fields
-from specbeam.heads.files import HeadFiles
-from specbeam.heads.head import Head
-from specbeam.heads.hidden_transfer import HiddenTransfer
-from specbeam.heads.layers import LayerSizes, Rotary
-from specbeam.heads.reading import (
+from specbeam.core.errors import BadHead
+from specbeam.core.records import FINAL
+from specbeam.models.heads.bita import Bita
+from specbeam.models.heads.block import BlockShape
+from specbeam.models.heads.chimera import OWN, READ_OUTS, Chimera, ChimeraShape
+from specbeam.models.heads.denoiser import Denoiser
+from specbeam.models.heads.exit import ExitHead, exit_config, read_exit
+from specbeam.models.heads.extra_rows import ExtraHead
+from specbeam.models.heads.fields import Fields
+from specbeam.models.heads.files import HeadFiles
+from specbeam.models.heads.head import Head
+from specbeam.models.heads.hidden_transfer import HiddenTransfer
+from specbeam.models.heads.layers import LayerSizes, Rotary
+from specbeam.models.heads.reading import (
     FIELD_NAMES,
     MOST_ROWS,
     check_layers,
@@ -29,9 +30,8 @@ from specbeam.heads.reading import (
     rotary_of,
     width_of,
 )
-from specbeam.heads.trunk import PairTrunk, TrunkShape
-from specbeam.heads.vocabulary import read_tokens
-from specbeam.records import FINAL
+from specbeam.models.heads.trunk import PairTrunk, TrunkShape
+from specbeam.models.heads.vocabulary import read_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

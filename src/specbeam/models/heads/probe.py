@@ -14,10 +14,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from specbeam.core.forest import Forest
-from specbeam.heads.head import Head
-from specbeam.heads.trees import ScoredTrees, chain_of
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.records import FINAL, Needs
+from specbeam.core.records import FINAL, Needs
+from specbeam.models.heads.head import Head
+from specbeam.models.heads.trees import ScoredTrees, chain_of
+from specbeam.models.huggingface import HuggingFaceLM
 
 TOKENS = 128  # of the text that a head is tried on
 CLEARLY = 0.05  # overlap by which another reading has to be better than the documented one, to be taken

@@ -6,20 +6,22 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from specbeam.core.errors import BadHead, NotSupported, SpecbeamError
+from specbeam.core.lm import LM
 from specbeam.engines.mapped import is_kept
-from specbeam.errors import BadHead, NotSupported, SpecbeamError
-from specbeam.heads.block import BlockHead
-from specbeam.heads.blocks import is_block, read_block
-from specbeam.heads.chimera import Chimera
-from specbeam.heads.denoiser import Denoiser
-from specbeam.heads.eagle import is_eagle, is_eagle3, is_peagle, read_eagle, read_eagle3, read_peagle
-from specbeam.heads.exit import ExitHead, exit_model
-from specbeam.heads.extra_rows import ExtraHead
-from specbeam.heads.extra_rows_lm import ExtraLM
-from specbeam.heads.feature import FeatureHead
-from specbeam.heads.files import HeadFiles, folder_of, names_in, read_config, read_files
-from specbeam.heads.head import Head
-from specbeam.heads.lm import (
+from specbeam.models.engines import COMPILED
+from specbeam.models.heads.block import BlockHead
+from specbeam.models.heads.blocks import is_block, read_block
+from specbeam.models.heads.chimera import Chimera
+from specbeam.models.heads.denoiser import Denoiser
+from specbeam.models.heads.eagle import is_eagle, is_eagle3, is_peagle, read_eagle, read_eagle3, read_peagle
+from specbeam.models.heads.exit import ExitHead, exit_model
+from specbeam.models.heads.extra_rows import ExtraHead
+from specbeam.models.heads.extra_rows_lm import ExtraLM
+from specbeam.models.heads.feature import FeatureHead
+from specbeam.models.heads.files import HeadFiles, folder_of, names_in, read_config, read_files
+from specbeam.models.heads.head import Head
+from specbeam.models.heads.lm import (
     BlockLM,
     ChimeraLM,
     DenoiserLM,
@@ -29,15 +31,13 @@ from specbeam.heads.lm import (
     ModulesLM,
     TrunkLM,
 )
-from specbeam.heads.masked import MaskTrunk
-from specbeam.heads.modules import ModulesInARow
-from specbeam.heads.mtp import is_own_modules, read_own_modules, read_speculators_module
-from specbeam.heads.on_feature import kind_on_feature, read_on_feature
-from specbeam.heads.own import FIELD, read_own
-from specbeam.heads.trunk import PairTrunk
-from specbeam.lm.base import LM
-from specbeam.lm.engines import COMPILED
-from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.models.heads.masked import MaskTrunk
+from specbeam.models.heads.modules import ModulesInARow
+from specbeam.models.heads.mtp import is_own_modules, read_own_modules, read_speculators_module
+from specbeam.models.heads.on_feature import kind_on_feature, read_on_feature
+from specbeam.models.heads.own import FIELD, read_own
+from specbeam.models.heads.trunk import PairTrunk
+from specbeam.models.huggingface import HuggingFaceLM
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from specbeam.core.errors import BadHead
+from specbeam.core.records import FINAL
 from specbeam.engines.eligibility import lacks_taps
-from specbeam.errors import BadHead
-from specbeam.heads.fields import Fields
-from specbeam.heads.files import HeadFiles
-from specbeam.heads.head import Head
-from specbeam.heads.layers import BASE, LayerSizes, Rotary, View
-from specbeam.records import FINAL
+from specbeam.models.heads.fields import Fields
+from specbeam.models.heads.files import HeadFiles
+from specbeam.models.heads.head import Head
+from specbeam.models.heads.layers import BASE, LayerSizes, Rotary, View
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional
 
-from specbeam.heads.feature import FeatureHead, FeatureSizes, Residual
+from specbeam.models.heads.feature import FeatureHead, FeatureSizes, Residual
 
 EPS = 1e-6  # of the norms of MLP speculators
 

@@ -13,8 +13,9 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
-from specbeam.heads.borrowed import BorrowedRotary
-from specbeam.heads.head import (
+from specbeam.core.records import FINAL
+from specbeam.models.heads.borrowed import BorrowedRotary
+from specbeam.models.heads.head import (
     DraftRows,
     Head,
     described_rope,
@@ -23,10 +24,9 @@ from specbeam.heads.head import (
     moved_taps,
     wanted_below,
 )
-from specbeam.heads.layers import BASE, Attend, DecoderLayer, LayerSizes, Norm, PairLayer, Rotary, View
-from specbeam.heads.trees import ScoredTrees
-from specbeam.heads.unroll import unrolled
-from specbeam.records import FINAL
+from specbeam.models.heads.layers import BASE, Attend, DecoderLayer, LayerSizes, Norm, PairLayer, Rotary, View
+from specbeam.models.heads.trees import ScoredTrees
+from specbeam.models.heads.unroll import unrolled
 
 
 @dataclass(frozen=True)

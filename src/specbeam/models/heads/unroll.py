@@ -16,12 +16,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from specbeam.heads.layers import View, attended, view_of
-from specbeam.heads.trees import ScoredTrees
+from specbeam.models.heads.layers import View, attended, view_of
+from specbeam.models.heads.trees import ScoredTrees
 
 if TYPE_CHECKING:
-    from specbeam.heads.chimera import Chimera
-    from specbeam.heads.trunk import PairTrunk
+    from specbeam.models.heads.chimera import Chimera
+    from specbeam.models.heads.trunk import PairTrunk
 
 
 class UnrolledRows:

@@ -4,8 +4,8 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from specbeam.errors import BadHead
-from specbeam.heads.files import HeadFiles
+from specbeam.core.errors import BadHead
+from specbeam.models.heads.files import HeadFiles
 
 
 def read_tokens(files: HeadFiles, count: int, vocab: int) -> Int64[Tensor, " draft_vocab"] | None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from specbeam.checkpoints.numbers import broken_weight
+from specbeam.core.errors import BrokenLaw, NotSupported, SpecbeamError, UnsupportedModel
 from specbeam.core.forest import Forest
 from specbeam.engines.cpu.audio_encoder import AudioEncoder
 from specbeam.engines.cpu.encoder import CompiledEncoder, TextEncoder
@@ -15,11 +15,11 @@ from specbeam.engines.mapped import is_kept
 from specbeam.engines.shared_tokens import readable
 from specbeam.engines.source import Source
 from specbeam.engines.torch.in_float32 import as_loaded
-from specbeam.errors import BrokenLaw, NotSupported, SpecbeamError, UnsupportedModel
-from specbeam.lm.encoder_decoder import EncoderDecoderLM
-from specbeam.lm.engines import COMPILED
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.quantised import OWN
+from specbeam.models.checkpoints.numbers import broken_weight
+from specbeam.models.encoder_decoder import EncoderDecoderLM
+from specbeam.models.engines import COMPILED
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.quantised import OWN
 
 CHECKED_SOURCE = 24  # tokens of the source on which a compiled encoder is tried
 

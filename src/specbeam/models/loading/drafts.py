@@ -6,23 +6,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specbeam.core.errors import BadSetting, NotSupported
+from specbeam.core.lm import LM
+from specbeam.doors.options.checks import is_integer
 from specbeam.engines.cpu.cache_words import KeptAs
 from specbeam.engines.eligibility import reads_sources
 from specbeam.engines.shared_tokens import SharedTokens
-from specbeam.errors import BadSetting, NotSupported
-from specbeam.heads.mtp import is_own_modules
-from specbeam.heads.probe import probed
-from specbeam.heads.read import head_model, is_head, read_head
-from specbeam.lm.base import LM
-from specbeam.lm.encoder_decoder import EncoderDecoderLM, encoder_for
-from specbeam.lm.huggingface import HuggingFaceLM, check_keeps_tokens
-from specbeam.lm.quantised import BY_LIBRARY, Quantize, is_rounding
-from specbeam.lm.skipping import Skipping, skipping_model
-from specbeam.loading.checks import check_scores_forests
-from specbeam.loading.language_models import ShareFrom, by_engine, language_model
-from specbeam.loading.models import use_a_backend_with_masks
-from specbeam.loading.tokenizers import first_tokens
-from specbeam.options.checks import is_integer
+from specbeam.models.encoder_decoder import EncoderDecoderLM, encoder_for
+from specbeam.models.heads.mtp import is_own_modules
+from specbeam.models.heads.probe import probed
+from specbeam.models.heads.read import head_model, is_head, read_head
+from specbeam.models.huggingface import HuggingFaceLM, check_keeps_tokens
+from specbeam.models.loading.checks import check_scores_forests
+from specbeam.models.loading.language_models import ShareFrom, by_engine, language_model
+from specbeam.models.loading.models import use_a_backend_with_masks
+from specbeam.models.loading.tokenizers import first_tokens
+from specbeam.models.quantised import BY_LIBRARY, Quantize, is_rounding
+from specbeam.models.skipping import Skipping, skipping_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbeam.errors import BadSetting, NotSupported
-from specbeam.heads.read import is_head
-from specbeam.lm.base import LM
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.quantised import is_rounding
-from specbeam.loading.drafts import GivenDraft, draft_of
-from specbeam.loading.language_models import ShareFrom, fingerprint
-from specbeam.loading.models import model_of
-from specbeam.loading.vocabularies import tokens_in_common
+from specbeam.core.errors import BadSetting, NotSupported
+from specbeam.core.lm import LM
+from specbeam.models.heads.read import is_head
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.loading.drafts import GivenDraft, draft_of
+from specbeam.models.loading.language_models import ShareFrom, fingerprint
+from specbeam.models.loading.models import model_of
+from specbeam.models.loading.vocabularies import tokens_in_common
+from specbeam.models.quantised import is_rounding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

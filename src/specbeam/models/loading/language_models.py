@@ -4,17 +4,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from specbeam.core.errors import BadSetting, NotSupported
+from specbeam.doors.options.checks import is_integer
 from specbeam.engines.cpu.cache_words import KeptAs
 from specbeam.engines.eligibility import reads_sources
 from specbeam.engines.mapped import mapped_files
 from specbeam.engines.shared_tokens import SharedTokens
-from specbeam.errors import BadSetting, NotSupported
-from specbeam.lm.encoder_decoder import EncoderDecoderLM
-from specbeam.lm.huggingface import HuggingFaceLM, check_keeps_tokens
-from specbeam.lm.quantised import BY_LIBRARY, OWN, Quantize, check_rounding
-from specbeam.loading.checks import check_scores_forests
-from specbeam.loading.models import ONE_AT_A_TIME, cannot_round, use_a_backend_with_masks
-from specbeam.options.checks import is_integer
+from specbeam.models.encoder_decoder import EncoderDecoderLM
+from specbeam.models.huggingface import HuggingFaceLM, check_keeps_tokens
+from specbeam.models.loading.checks import check_scores_forests
+from specbeam.models.loading.models import ONE_AT_A_TIME, cannot_round, use_a_backend_with_masks
+from specbeam.models.quantised import BY_LIBRARY, OWN, Quantize, check_rounding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbeam.checkpoints.folders import checked_folder
-from specbeam.checkpoints.numbers import check_weights
-from specbeam.checkpoints.pretrained import Checkpoint, open_checkpoint, pretrained
+from specbeam.core.errors import BadCheckpoint, BadSetting, MissingFile, NotSupported, SpecbeamError
 from specbeam.engines.mapped import mapped_files, mark_kept
-from specbeam.errors import BadCheckpoint, BadSetting, MissingFile, NotSupported, SpecbeamError
-from specbeam.lm.kept import kept_type
-from specbeam.lm.quantised import BY_LIBRARY, Quantize, library_config, rounding_in, unknown_method
-from specbeam.lm.rounded_files import read_rounded
+from specbeam.models.checkpoints.folders import checked_folder
+from specbeam.models.checkpoints.numbers import check_weights
+from specbeam.models.checkpoints.pretrained import Checkpoint, open_checkpoint, pretrained
+from specbeam.models.kept import kept_type
+from specbeam.models.quantised import BY_LIBRARY, Quantize, library_config, rounding_in, unknown_method
+from specbeam.models.rounded_files import read_rounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from specbeam.checkpoints.pretrained import open_checkpoint
-from specbeam.errors import BadSetting, MissingPackage, NotSupported
-from specbeam.heads.read import is_head
-from specbeam.lm.quantised import OWN, Quantize, is_rounding
-from specbeam.lm.skipping import Skipping
-from specbeam.loading.drafts import not_for_heads
-from specbeam.loading.models import name_or_path
-from specbeam.loading.tokenizers import read_tokenizer
+from specbeam.core.errors import BadSetting, MissingPackage, NotSupported
+from specbeam.models.checkpoints.pretrained import open_checkpoint
+from specbeam.models.heads.read import is_head
+from specbeam.models.loading.drafts import not_for_heads
+from specbeam.models.loading.models import name_or_path
+from specbeam.models.loading.tokenizers import read_tokenizer
+from specbeam.models.quantised import OWN, Quantize, is_rounding
+from specbeam.models.skipping import Skipping
 
 
 def check_spread(

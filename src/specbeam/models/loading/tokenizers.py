@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbeam.checkpoints.boundary import beginning, json_object, reading
-from specbeam.checkpoints.headers import file_of
-from specbeam.errors import MissingFile, MissingPackage
-from specbeam.loading.models import name_or_path
+from specbeam.core.errors import MissingFile, MissingPackage
+from specbeam.models.checkpoints.boundary import beginning, json_object, reading
+from specbeam.models.checkpoints.headers import file_of
+from specbeam.models.loading.models import name_or_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from jaxtyping import Bool
 
+from specbeam.core.errors import SpecbeamError, VocabularyMismatch
 from specbeam.engines.eligibility import reads_sources
 from specbeam.engines.shared_tokens import SharedTokens
-from specbeam.errors import SpecbeamError, VocabularyMismatch
-from specbeam.lm.huggingface import vocab_of
-from specbeam.loading.tokenizers import has_tokenizer_files, read_tokenizer
+from specbeam.models.huggingface import vocab_of
+from specbeam.models.loading.tokenizers import has_tokenizer_files, read_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbeam.checkpoints.boundary import json_object
-from specbeam.checkpoints.headers import read_tensors
-from specbeam.checkpoints.numbers import fault_of
-from specbeam.errors import BadHead, BadSetting, MissingFile
-from specbeam.measure.kept_figures import weights_key
-from specbeam.memory.plan import MemoryPlan
-from specbeam.memory.recall import Recall
-from specbeam.whole_files import write_whole
+from specbeam.core.errors import BadHead, BadSetting, MissingFile
+from specbeam.core.measure.kept_figures import weights_key
+from specbeam.core.whole_files import write_whole
+from specbeam.models.checkpoints.boundary import json_object
+from specbeam.models.checkpoints.headers import read_tensors
+from specbeam.models.checkpoints.numbers import fault_of
+from specbeam.models.memory.plan import MemoryPlan
+from specbeam.models.memory.recall import Recall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,16 +9,18 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from specbeam.core.answers import scored_rows
 from specbeam.core.beams import Beams, Layers
+from specbeam.core.errors import BadHead, BadSetting, NotSupported
 from specbeam.core.forest import Forest
-from specbeam.engines.answers import scored_rows
-from specbeam.errors import BadHead, BadSetting, NotSupported
-from specbeam.lm.base import checked_needs
-from specbeam.lm.guard import ThreadGuard
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.memory.plan import MemoryPlan
-from specbeam.memory.recall import Recall
-from specbeam.memory.windows import (
+from specbeam.core.guard import ThreadGuard
+from specbeam.core.lm import checked_needs
+from specbeam.core.records import Needs, Scored, Shape, Turn, Verdict
+from specbeam.core.session import Session
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.memory.plan import MemoryPlan
+from specbeam.models.memory.recall import Recall
+from specbeam.models.memory.windows import (
     Anchor,
     Answer,
     Ask,
@@ -30,8 +32,6 @@ from specbeam.memory.windows import (
     Window,
     WindowOwner,
 )
-from specbeam.records import Needs, Scored, Shape, Turn, Verdict
-from specbeam.session import Session
 
 Result = TypeVar("Result")
 Task = Generator[list[Ask], list[Answer], Result]  # asks the model for rows, and returns a result in the end

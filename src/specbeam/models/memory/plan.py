@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from specbeam.errors import BadSetting, one_of
-from specbeam.options.checks import is_integer, require
+from specbeam.core.errors import BadSetting, one_of
+from specbeam.doors.options.checks import is_integer, require
 
 RecallBy = Literal["attention", "previous", "initial"]
 Query = Literal["previous_tail", "refresh", "first_half"]

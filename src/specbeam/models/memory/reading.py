@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from specbeam.memory.plan import MemoryPlan
-from specbeam.memory.recall import Recall
+from specbeam.models.memory.plan import MemoryPlan
+from specbeam.models.memory.recall import Recall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

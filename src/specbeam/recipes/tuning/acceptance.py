@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
-from specbeam.lm.base import LM
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.measure import kept_figures
-from specbeam.measure.kept_figures import Figures, NumberField, RecordFields
+from specbeam.core.lm import LM
+from specbeam.core.measure import kept_figures
+from specbeam.core.measure.kept_figures import Figures, NumberField, RecordFields
+from specbeam.models.huggingface import HuggingFaceLM
 
 # Odds that the child accepted at a node is the k-th one tried, before anything is measured; they count as 20 nodes.
 GUESS = (0.7, 0.12, 0.05, 0.03, 0.02)

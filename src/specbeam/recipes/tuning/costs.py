@@ -12,25 +12,25 @@ from typing import Any
 
 import numpy as np
 
-from specbeam import kernels
-from specbeam.control.cost import CostCurve, HostCost
+from specbeam.core import compiling
+from specbeam.core.control.cost import CostCurve, HostCost
+from specbeam.core.decode import decode
+from specbeam.core.errors import BrokenLaw
+from specbeam.core.laws.ranking import Truncation
+from specbeam.core.laws.warp import Warp
 from specbeam.core.limits import Limits
-from specbeam.decode import decode
+from specbeam.core.lm import LM
+from specbeam.core.measure import kept_figures
+from specbeam.core.measure.kept_figures import Figures, NumberField, RecordFields
+from specbeam.core.measure.profiler import profiled
+from specbeam.core.session import Parts, Session
+from specbeam.core.verify.search import SearchRule
 from specbeam.engines.cpu.tiles import available as uses_tiles
-from specbeam.errors import BrokenLaw
-from specbeam.heads.lm import HeadLM
-from specbeam.laws.ranking import Truncation
-from specbeam.laws.warp import Warp
-from specbeam.lm.base import LM
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.skipping import SkippingLM
-from specbeam.measure import kept_figures
-from specbeam.measure.kept_figures import Figures, NumberField, RecordFields
-from specbeam.measure.profiler import profiled
-from specbeam.session import Parts, Session
-from specbeam.tuning.idle_model import IdleLM
-from specbeam.tuning.stored_prompt import StoredPrompt, made_up_context
-from specbeam.verify.search import SearchRule
+from specbeam.models.heads.lm import HeadLM
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.skipping import SkippingLM
+from specbeam.recipes.tuning.idle_model import IdleLM
+from specbeam.recipes.tuning.stored_prompt import StoredPrompt, made_up_context
 
 NODES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 QUICK = (1, 2, 4, 6, 8, 12, 16, 24, 32)  # numbers of nodes that are measured when a curve is needed at once
@@ -244,7 +244,7 @@ def host_cost(vocab: int, parts: PartsOf, key: list[Any], models: tuple[LM, LM] 
         models: target and draft if compiled runs decode with them; then the time of runs outside the models is
             measured.
     """
-    full_key = [vocab, kernels.AVAILABLE, *key]
+    full_key = [vocab, compiling.AVAILABLE, *key]
     if (known := _HOST.get(repr(full_key))) is None:
         record = _HOST_COST.load(full_key)
         if record is not None:
@@ -268,10 +268,10 @@ def measure_host(vocab: int, parts: PartsOf, rounds: int = 3) -> HostCost:
     over turns, and the least of interleaved rounds. Where steps are not compiled, turns take so long that one counts.
     """
     best: dict[tuple[int, bool], float] = {}
-    for number in range(rounds + 1 if kernels.AVAILABLE else 1):
+    for number in range(rounds + 1 if compiling.AVAILABLE else 1):
         for kind in ((0, True), (DEEP, True), (DEEP, False)):
-            seconds = _turn_s(vocab, parts, *kind, TURNS if kernels.AVAILABLE else 1)
-            if number or not kernels.AVAILABLE:  # the first round of compiled steps is warm-up
+            seconds = _turn_s(vocab, parts, *kind, TURNS if compiling.AVAILABLE else 1)
+            if number or not compiling.AVAILABLE:  # the first round of compiled steps is warm-up
                 best[kind] = min(seconds, best.get(kind, seconds))
     undrafted, passing, failing = best.values()
     judge_s = max(passing - failing, 0.0) / DEEP
@@ -355,6 +355,6 @@ def _key(lm: HuggingFaceLM, context: int) -> list[Any]:
         kept_figures.model_key(lm.model),
         lm.engine,
         context,
-        kept_figures.source_key("engines", "kernels"),
+        kept_figures.source_key("engines", "core/compiling"),
         uses_tiles(),
     ]

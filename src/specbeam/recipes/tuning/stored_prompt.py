@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from specbeam.core.beams import Beams, Layers
+from specbeam.core.compiling.threads import allowed_threads
 from specbeam.core.forest import Forest
-from specbeam.kernels.threads import allowed_threads
-from specbeam.lm.base import LM
-from specbeam.lm.encoder_decoder import EncoderDecoderLM
-from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.made_up import made_up_prompt, made_up_rows
-from specbeam.records import Scored, Shape, Turn, Verdict
+from specbeam.core.lm import LM
+from specbeam.core.records import Scored, Shape, Turn, Verdict
+from specbeam.models.encoder_decoder import EncoderDecoderLM
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.made_up import made_up_prompt, made_up_rows
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from specbeam.cli.options import (
+from specbeam.doors.cli.options import (
     DemoPrompts,
     Draft,
     Grow,
@@ -60,7 +60,7 @@ def block_efficiency(
     The shape of each method, and the acceptance by rank that sequoia plans by, are chosen on other prompts than those
     reported.
     """
-    from specbeam.cli.bench import block_efficiency as run
+    from specbeam.doors.cli.bench import block_efficiency as run
 
     raise typer.Exit(
         run(
@@ -84,7 +84,7 @@ def acceptance(
     json: Json = False,
 ) -> None:
     """Measure how often the k-th draft token tried is the accepted one; `sequoia` plans its tree by these odds."""
-    from specbeam.cli.bench import acceptance_by_rank as run
+    from specbeam.doors.cli.bench import acceptance_by_rank as run
 
     raise typer.Exit(
         run([*(prompts or []), *prompt], file, model, draft, children, temperature, rows, max_new_tokens, seed, json)
@@ -117,7 +117,7 @@ def spec_bench(
     json: Json = False,
 ) -> None:
     """Run methods on Spec-Bench's six tasks beside plain decoding: its statistics, and ours."""
-    from specbeam.cli.bench_specbench import run
+    from specbeam.doors.cli.bench_specbench import run
 
     code = run(
         questions, contenders or [], model, draft, each, max_new_tokens, temperature, seed, threads, processor_time,
@@ -154,7 +154,7 @@ def compare(
     json: Json = False,
 ) -> None:
     """Compare methods: perplexity and quality of the text against seconds, joules and target passes per token."""
-    from specbeam.cli.bench_methods import run
+    from specbeam.doors.cli.bench_methods import run
 
     raise typer.Exit(
         run(
@@ -210,7 +210,7 @@ def speed(
     json: Json = False,
 ) -> None:
     """Measure tokens per second, quality and memory of methods, transformers and CTranslate2 in one interleaved run."""
-    from specbeam.cli.bench_speed import run
+    from specbeam.doors.cli.bench_speed import run
 
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "max_new_tokens": max_new_tokens}
     raise typer.Exit(
@@ -267,7 +267,7 @@ def speed_cliffs(
     json: Annotated[Path | None, file_to_write("Write a JSON line per cell to this file.")] = None,
 ) -> None:
     """Find where speed falls off: time methods with each option and batch size, beside transformers with the same."""
-    from specbeam.cli.bench_cliffs import run
+    from specbeam.doors.cli.bench_cliffs import run
 
     code = run(
         methods, options, batch_sizes, older or kinds, rows, repeats, max_new_tokens, model, draft, grow, threads,
@@ -299,7 +299,7 @@ def serving(
     json: Json = False,
 ) -> None:
     """Put a load of many clients on a server: requests and tokens per second, and how long clients wait."""
-    from specbeam.cli.bench_serve import PromptShape, run
+    from specbeam.doors.cli.bench_serve import PromptShape, run
 
     shape = PromptShape(file, joined, before)
     raise typer.Exit(run(url, clients, requests, seconds, rate, gone, body, shape, max_new_tokens, stream, key, json))
@@ -329,7 +329,7 @@ def pass_cost(
     json: Json = False,
 ) -> None:
     """Time a pass by its rows and by the tokens in the KV cache, and a step of beams beside transformers' cache."""
-    from specbeam.cli.bench_passes import run
+    from specbeam.doors.cli.bench_passes import run
 
     raise typer.Exit(
         run(model, grow, grow_vocab, quantize, rows, beams, length, copies_gb, repeats, threads, plot, json)
@@ -369,8 +369,8 @@ def scale(
     json: Json = False,
 ) -> None:
     """Say what a target costs that is spread over devices: by assumption, or by a fit to passes that were timed here."""
-    from specbeam.bench.scale import Cluster, TurnPlan
-    from specbeam.cli import bench_scale
+    from specbeam.doors.cli import bench_scale
+    from specbeam.lab.bench.scale import Cluster, TurnPlan
 
     bench_scale.check_given(measure, samples, json)
     if measure is not None:

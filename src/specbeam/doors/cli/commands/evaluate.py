@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from specbeam.cli.options import (
+from specbeam.doors.cli.options import (
     DemoPrompts,
     Draft,
     Json,
@@ -29,7 +29,7 @@ evaluate = typer.Typer(no_args_is_help=True, help="Check and score the outputs o
 @evaluate.command("harness", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def evaluate_harness(context: typer.Context) -> None:
     """Run lm-evaluation-harness by its own options, with one model more: run --model specbeam --tasks ..."""
-    from specbeam.cli.harness import run
+    from specbeam.doors.cli.harness import run
 
     raise typer.Exit(run(context.args))
 
@@ -55,7 +55,7 @@ def same_beams(
     Each prompt whose beams differ is shown with its gap: the distance between the last pair taken and the first one
     left.
     """
-    from specbeam.cli.evaluate import same_beams as run
+    from specbeam.doors.cli.evaluate import same_beams as run
 
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "max_new_tokens": max_new_tokens}
     raise typer.Exit(run([*(prompts or []), *prompt], file, model, draft, setting, seed, batch_size, options, json))
@@ -91,7 +91,7 @@ def diff(
     json: Json = False,
 ) -> None:
     """Run the beam searches of transformers and specbeam; report each difference, and whether rounding explains it."""
-    from specbeam.cli.diff import run
+    from specbeam.doors.cli.diff import run
 
     texts = [*(prompts or []), *prompt]
     raise typer.Exit(
@@ -131,7 +131,7 @@ def fuzz(
     The models are of all engines, heads and families. Every answer is held against what must be true of it: its tokens,
     beams, scores, form and report, the same text again, alone, and without drafts.
     """
-    from specbeam.cli.fuzz import fuzz as run
+    from specbeam.doors.cli.fuzz import fuzz as run
 
     raise typer.Exit(run(calls, seed, world, first, processes, json))
 
@@ -154,7 +154,7 @@ def perplexity(
 
     `specbeam generate --json` writes such files. Each file gets a row of the table.
     """
-    from specbeam.cli.evaluate import perplexity as run
+    from specbeam.doors.cli.evaluate import perplexity as run
 
     raise typer.Exit(run(files, model, ended, json))
 
@@ -179,7 +179,7 @@ def theory(
 
     Also how far each rule is from the best one for its drafts.
     """
-    from specbeam.cli.evaluate import theory as run
+    from specbeam.doors.cli.evaluate import theory as run
 
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "max_new_tokens": max_new_tokens}
     raise typer.Exit(run(prompts or [], file, model, draft, depth, rows, seed, options, plot, json))

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from specbeam.cli.options import (
+from specbeam.doors.cli.options import (
     Json,
 )
 
@@ -31,6 +31,6 @@ def inspect_head(
     json: Json = False,
 ) -> None:
     """Show what kind of head files hold, how they were read, and how well the head fits its target."""
-    from specbeam.cli.heads import run_inspect
+    from specbeam.doors.cli.heads import run_inspect
 
     raise typer.Exit(run_inspect(path, model, probe, json))

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from specbeam.cli.options import (
+from specbeam.doors.cli.options import (
     Json,
     Model,
     Threads,
@@ -15,7 +15,7 @@ from specbeam.cli.options import (
     files_to_read,
     folder_to_write,
 )
-from specbeam.options.head_kinds import DRAFT_SCHEDULE, HEAD_KINDS, WINDOW_KIND, HeadKind
+from specbeam.doors.options.head_kinds import DRAFT_SCHEDULE, HEAD_KINDS, WINDOW_KIND, HeadKind
 
 train = typer.Typer(no_args_is_help=True, help="Train what drafts.")
 
@@ -86,9 +86,9 @@ def train_draft(
     json: Json = False,
 ) -> None:
     """Train a draft model for any target from prompts alone: it learns the target's laws on what the target's beams draw."""
-    from specbeam.cli.train import TrainingOptions, run_draft
-    from specbeam.train.drawing import DrawPlan
-    from specbeam.train.fitting import Schedule
+    from specbeam.doors.cli.train import TrainingOptions, run_draft
+    from specbeam.lab.train.drawing import DrawPlan
+    from specbeam.lab.train.fitting import Schedule
 
     draws = DrawPlan(beams, temperature, top_k, top_p, max_new_tokens, seed)
     schedule = Schedule(epochs, rate, embedding_rate, batch_tokens, seed=seed)
@@ -185,9 +185,9 @@ def _train_head(
     json: Json = False,
 ) -> None:
     """Train a head; of this function's parameters all but the first two are options of each command, see `_add_head`."""
-    from specbeam.cli.train import TrainingOptions, run_head, run_window
-    from specbeam.train.drawing import DrawPlan
-    from specbeam.train.fitting import Schedule
+    from specbeam.doors.cli.train import TrainingOptions, run_head, run_window
+    from specbeam.lab.train.drawing import DrawPlan
+    from specbeam.lab.train.fitting import Schedule
 
     draws = DrawPlan(beams, temperature, top_k, top_p, max_new_tokens, seed)
     schedule = Schedule(epochs, rate, embedding_rate, batch_tokens, seed=seed)
@@ -275,7 +275,7 @@ def train_memory(
     json: Json = False,
 ) -> None:
     """Train a memory (HMT), with which a model reads texts of any length in segments and recalls earlier ones."""
-    from specbeam.cli.train_memory import MemoryOptions, plan_of, run, schedule_of
+    from specbeam.doors.cli.train_memory import MemoryOptions, plan_of, run, schedule_of
 
     plan = plan_of(segment, window, sensory, memories, share, recall, query)
     schedule = schedule_of(stages, previous_steps, batch, rate, memory_rate, frozen, loss_on, depth, check_every, seed)

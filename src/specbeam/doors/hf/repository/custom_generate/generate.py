@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from specbeam import hf
+from specbeam.doors import hf
 
 
 def generate(
