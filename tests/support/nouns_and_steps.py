@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "specbeam"
 PAGE = ROOT / "docs" / "nouns_and_steps.md"
-ROOMS = ("core", "laws", "control", "draft", "verify", "runs.py")
+ROOMS = ("core", "core/laws", "core/control", "core/draft", "core/verify")
 HEAD = """# Nouns and steps
 
 All that decides a turn, in the order of the rooms. A noun is a record of arrays, a step a pure function of them: numba compiles it for users,

@@ -13,7 +13,7 @@ from specbeam.apps.serve.trace import fates
 from specbeam.generation import turns_of
 from tests.apps.serve.conftest import LONG, SHORT
 
-PAGE = Path(__file__).parents[3] / "src" / "specbeam" / "serve" / "page" / "index.html"
+PAGE = Path(__file__).parents[3] / "src" / "specbeam" / "apps" / "serve" / "page" / "index.html"
 VOID = {"meta", "link", "input", "br", "hr", "img"}
 
 

@@ -81,7 +81,7 @@ def package(tmp_path):
         '["step", "specbeam.three", "later", ["int64"], [1]]',
         '["entry", "specbeam.three", "later", ["int64"], [3]]',
     ]
-    (package / "kernels" / PLACE.name).write_text("\n".join(lines))
+    (package / "core" / "compiling" / PLACE.name).write_text("\n".join(lines))
     return package
 
 
@@ -318,7 +318,7 @@ except ValueError as error:
 
 def test_a_list_of_other_sources_harms_nobody(package):
     """What is in the list and still there is compiled all the same."""
-    place = package / "kernels" / PLACE.name
+    place = package / "core" / "compiling" / PLACE.name
     stale = [
         '["record", "specbeam.three", "Gone", false, ["int64"]]',
         '["step", "specbeam.three", "gone", ["int64"], []]',

@@ -113,23 +113,23 @@ def test_functions_that_numba_keeps_are_kept_and_read_alike_in_steps_and_outside
 )
 def test_an_older_numba_is_said_and_left_alone(older):
     """Its cache has other names, or its libraries know less."""
-    command = [sys.executable, "-c", f"{older}; from specbeam import kernels; print(kernels.AVAILABLE)"]
+    command = [sys.executable, "-c", f"{older}; from specbeam.core import compiling; print(compiling.AVAILABLE)"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
     assert "is too old for specbeam's steps, which need 0.63" in done.stderr
 
 
 def test_sources_are_those_that_are_compiled_in():
-    turns = {str(path.relative_to(SOURCE)) for path in code_cache.sources(SOURCE / "runs.py")}
+    turns = {str(path.relative_to(SOURCE)) for path in code_cache.sources(SOURCE / "core" / "runs.py")}
     assert turns >= {
         "core/beams.py",
         "core/noise.py",
-        "verify/beams.py",
+        "core/verify/beams.py",
         "engines/kv/steps.py",
         "engines/cpu/sums.py",
-        "draft/children.py",  # for constants: it has no steps of its own
+        "core/draft/children.py",  # for constants: it has no steps of its own
     }
-    assert not turns & {"session.py", "lm/huggingface.py", "decode.py"}
-    laws = {str(path.relative_to(SOURCE)) for path in code_cache.sources(SOURCE / "laws" / "joint.py")}
-    assert "laws/reduce.py" in laws
-    assert not laws & {"runs.py", "verify/beams.py"}
+    assert not turns & {"core/session.py", "models/huggingface.py", "core/decode.py"}
+    laws = {str(path.relative_to(SOURCE)) for path in code_cache.sources(SOURCE / "core" / "laws" / "joint.py")}
+    assert "core/laws/reduce.py" in laws
+    assert not laws & {"core/runs.py", "core/verify/beams.py"}

@@ -30,7 +30,7 @@ from tests.support import words
 from tests.support.extra_rows import extra_head
 from tests.support.mtp import tiny_target, with_modules
 
-GOLDEN = Path(__file__).parent.parent.parent / "heads" / "golden"
+GOLDEN = Path(__file__).parents[2] / "models" / "heads" / "golden"
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ LOG = logging.getLogger("specbeam.kernels")
 _ROOT = Path(__file__).parents[3]
 _IMPORT = re.compile(r"^\s*from (specbeam[\w.]*) import (\([^)]*\)|.*)$", re.MULTILINE)
 _COMPILES = re.compile(
-    r"^\s*(from specbeam\.(kernels\.compiling|core\.steps)|import numba|from numba|from llvmlite)", re.MULTILINE
+    r"^\s*(from specbeam\.core\.(compiling\.compiler|steps)|import numba|from numba|from llvmlite)", re.MULTILINE
 )
 # numba's settings that change machine code and are not part of the name of its processor.
 _SETTINGS = (
