@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from specbeam.core.compiling.sums import picked as place_of
-from specbeam.core.steps import Array, borrowed, compiled_as
+from specbeam.core.steps import Array, borrowed, verb
 
 TAKEN_TOGETHER = 64  # least number of uniforms that are drawn from a stream at once
 SMALLEST = 2.0**-53  # in place of a uniform that is 0
@@ -24,45 +24,31 @@ class Uniforms(NamedTuple):
     values: Array  # float64[n] in [0, 1)
     used: Array  # int64[1]: number of values consumed so far
 
-    def flip(self, odds: float) -> bool:
-        """Return True with probability `odds` (1 and above: always; 0 and below: never)."""
-        return bool(self._next() < odds)
 
-    def pick(self, law: Array) -> int:
-        """Return an index drawn with probability proportional to `law`, float64[n], which must have a positive entry."""
-        return int(place_of(law, self._next()))
-
-    def _next(self) -> float:
-        self.used[0] += 1
-        return float(self.values[self.used[0] - 1])
-
-
+@verb(0)
 def flip(dice: Any, odds: float) -> bool:
     """Return True with probability `odds` (1 and above: always; 0 and below: never)."""
-    return dice.flip(odds)
+    return bool(dice.flip(odds))
 
 
+@flip.of(Uniforms)
+def flip_uniform(dice: Uniforms, odds: float) -> bool:
+    """Compare the next uniform with `odds`; see `flip`."""
+    dice.used[0] += 1
+    return dice.values[dice.used[0] - 1] < odds
+
+
+@verb(0)
 def pick(dice: Any, law: Array) -> int:
     """Return an index drawn with probability proportional to `law`, float64[n], which must have a positive entry."""
-    return dice.pick(law)
+    return int(dice.pick(law))
 
 
-@compiled_as(flip)
-def _compiled_flip(dice: Any, odds: Any) -> Any:
-    def run(dice: Any, odds: Any) -> Any:
-        dice.used[0] += 1
-        return dice.values[dice.used[0] - 1] < odds
-
-    return run
-
-
-@compiled_as(pick)
-def _compiled_pick(dice: Any, law: Any) -> Any:
-    def run(dice: Any, law: Any) -> Any:
-        dice.used[0] += 1
-        return place_of(law, dice.values[dice.used[0] - 1])
-
-    return run
+@pick.of(Uniforms)
+def pick_by_uniform(dice: Uniforms, law: Array) -> int:
+    """Return the index at which the sum of `law` passes the next uniform share of the whole; see `pick`."""
+    dice.used[0] += 1
+    return place_of(law, dice.values[dice.used[0] - 1])
 
 
 class Dice:
@@ -85,11 +71,11 @@ class Dice:
 
     def flip(self, odds: float) -> bool:
         """Return True with probability `odds` (1 and above: always; 0 and below: never)."""
-        return self.ready(1).flip(odds)
+        return bool(flip(self.ready(1), odds))
 
     def pick(self, law: Float64[np.ndarray, " n"]) -> int:
         """Return an index drawn with probability proportional to `law`, which must have a positive entry."""
-        return self.ready(1).pick(law)
+        return int(pick(self.ready(1), law))
 
     def uniform(self, shape: tuple[int, ...]) -> Float64[np.ndarray, "*shape"]:
         """Return independent uniforms in (0, 1)."""

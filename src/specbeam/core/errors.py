@@ -16,6 +16,10 @@ class NotSupported(SpecbeamError, ValueError):
     """An option or combination that is not supported; specbeam raises this error instead of ignoring the option."""
 
 
+class UnknownKind(SpecbeamError, TypeError):
+    """A verb has no step for a kind of record: a part or an engine of a user's own has not registered one."""
+
+
 class LostLaw(SpecbeamError, ValueError):
     """A rule that tries drafts against their law was given drafts whose law is unknown."""
 

@@ -9,7 +9,7 @@ from jaxtyping import Int64
 
 from specbeam.core.answers import LOGITS
 from specbeam.core.errors import BadPrompt, NotSupported, VocabularyMismatch
-from specbeam.core.forest import Forest, unknown_nodes
+from specbeam.core.forest import Forest, Start, unknown_nodes
 from specbeam.core.records import Needs, Scored, Turn
 from specbeam.core.session import Session
 
@@ -134,6 +134,63 @@ class StepLM(Protocol):
             needs: what is needed of each row.
         """
         ...
+
+
+class RunLM(LM, Protocol):
+    """A model or draft head that compiled runs of whole turns can run.
+
+    Its caches are records whose kind has registered the steps of `core.passes`. If something has to be stored before the
+    caches of a run are taken, it has a method `prepare_run(session)`.
+    """
+
+    supports_runs: bool  # False: it can run no session in this way
+
+    def for_run(
+        self, session: Any, fresh: int, beams: int, more: int, needs: Needs = LOGITS
+    ) -> AbstractContextManager[Any] | None:
+        """Return a context in which a session's cache is a record for steps; None if runs cannot take this session now.
+
+        The record has room for a turn, and is valid until any session is given more room. The context yields None if the
+        pass that comes first is not for a run, as with a long prompt. A draft model is asked after the target has made room.
+
+        Args:
+            fresh: the most nodes that a turn drafts.
+            beams: the most live beams.
+            more: room to make for further nodes that are stored later.
+            needs: what is needed of each row.
+        """
+        ...
+
+    def finish_run(self, session: Any, passes: int, roots: int) -> None:
+        """Update the counters and the session's cache after a run that made `passes` passes in whole turns.
+
+        Args:
+            roots: number of live beams at its end.
+        """
+        ...
+
+
+class SharedRunLM(RunLM, Protocol):
+    """A model of which the runs of several sessions share passes."""
+
+    passes: int
+
+    def still_has(self, session: Any, arrays: Any) -> bool:
+        """Return whether `for_run` would yield this record again; see `for_run`."""
+        ...
+
+    def has_moved(self, arrays: Any) -> bool:
+        """Return whether the store was reallocated since this record was taken."""
+        ...
+
+    def extend_together(self, arrays: Sequence[Any], starts: Sequence[Start]) -> list[Any]:
+        """Run one pass for several sessions; return their records with the logits in them, or the error of a session."""
+        ...
+
+
+def shares_passes(lm: Any) -> TypeGuard[SharedRunLM]:
+    """Return whether the runs of several sessions can share the passes of a model."""
+    return getattr(lm, "supports_runs", False) and hasattr(lm, "extend_together")
 
 
 def runs_in_steps(lm: Any) -> TypeGuard[StepLM]:

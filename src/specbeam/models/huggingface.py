@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +18,7 @@ from specbeam.core.forest import Forest, Start
 from specbeam.core.guard import ThreadGuard
 from specbeam.core.lm import LM, checked_needs
 from specbeam.core.measure.profiler import record_share
+from specbeam.core.passes import CYCLES, PASSES, now
 from specbeam.core.records import ExtraInputs, Needs, Scored, Turn
 from specbeam.core.session import CacheOwner, is_broken
 from specbeam.engines.cpu.cache import CpuCache, Drafting
@@ -28,7 +29,6 @@ from specbeam.engines.families import positions_of
 from specbeam.engines.kv.prefix import Beginning, KnownPrompts
 from specbeam.engines.kv.steps import BLOCK
 from specbeam.engines.packed import weights_in
-from specbeam.engines.pass_steps import CYCLES, PASSES, AnyCacheArrays, now
 from specbeam.engines.shared_tokens import SharedTokens
 from specbeam.engines.torch.passes import PaddedPasses
 from specbeam.models.engines import COMPILED, choose_engine
@@ -50,13 +50,13 @@ class CacheForSteps:
     Attributes:
         lm: the model, or draft head.
         cache: the cache.
-        arrays: the same cache, as `engines.pass_steps.run_pass` takes it.
+        arrays: the same cache, as `core.passes.run_pass` takes it.
         had_pending: whether any node was not stored yet at the start.
     """
 
     lm: Any
     cache: Any
-    arrays: AnyCacheArrays
+    arrays: Any
 
     def __post_init__(self) -> None:
         # Without pending nodes the logits of the roots are known already, and the first pass runs no layer.
@@ -88,6 +88,17 @@ class EarlyCacheForSteps(CacheForSteps):
 
     def _mark_answered(self) -> None:
         self.cache.cache.answered_early = self.cache.trie.known
+
+
+@contextmanager
+def cache_for_run(lm: Any, session: CacheOwner, fresh: int, more: int, needs: Needs) -> Iterator[Any]:
+    """Yield a session's cache in a model or draft head as a record for steps; None if a run cannot begin with it.
+
+    Args:
+        fresh, more, needs: see `HuggingFaceLM.cache_for_steps`.
+    """
+    with lm.cache_for_steps(session, fresh, more, needs) as found:
+        yield None if found is None or lm.shares(session) else found.arrays
 
 
 class HuggingFaceLM:
@@ -365,6 +376,12 @@ class HuggingFaceLM:
         with self.runner.arrays_for_steps(cache, fresh + more) as arrays:
             yield None if arrays is None else CacheForSteps(self, cache, arrays)
 
+    def for_run(
+        self, session: CacheOwner, fresh: int, beams: int, more: int, needs: Needs = LOGITS
+    ) -> AbstractContextManager[Any] | None:
+        """See `RunLM.for_run`. Sessions that share a row of the store take no runs."""
+        return cache_for_run(self, session, fresh + beams, more, needs) if self.supports_runs else None
+
     def still_has(self, session: CacheOwner, arrays: Any) -> bool:
         """Return whether `cache_for_steps` would yield just these arrays for a session, whose last ones they are.
 
@@ -374,6 +391,11 @@ class HuggingFaceLM:
         if arrays is None or cache is None or not isinstance(self.runner, PackedPasses):
             return False
         return cache.leader is None and len(cache.company) == 1 and self.runner.are_current(cache, arrays)
+
+    def has_moved(self, arrays: Any) -> bool:
+        """See `SharedRunLM.has_moved`."""
+        assert isinstance(self.runner, PackedPasses)
+        return self.runner.has_moved(arrays)
 
     @contextmanager
     def early_cache_for_steps(

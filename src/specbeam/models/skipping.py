@@ -5,7 +5,7 @@ Sources: SWIFT (arXiv 2410.06916), Draft & Verify (arXiv 2309.08168), CLaSp (ACL
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, Literal, get_args
@@ -285,24 +285,27 @@ class SkippingLM:
         found = self._skips(session).found
         return found is None or found.is_over(self.search)
 
-    def store_before_roots(self, session: CacheOwner) -> None:
-        """Let the target store all tokens before the roots; a run may begin then."""
+    def for_run(
+        self, session: CacheOwner, fresh: int, beams: int, more: int, needs: Needs = LOGITS
+    ) -> AbstractContextManager[Any] | None:
+        """See `RunLM.for_run`: drafts of a run are on slots that are free in the target's cache.
+
+        The target has to have room for the run already; see `prepare_run`.
+        """
+        is_possible = self.supports_runs and self.is_settled(session)
+        return self._scratch_for_run(session, fresh + 3 * beams) if is_possible else None
+
+    def prepare_run(self, session: CacheOwner) -> None:
+        """Let the target store all tokens before the roots."""
         self.lm.caches_before_roots([session])
 
     @contextmanager
-    def cache_for_run(self, session: CacheOwner, fresh: int, beams: int) -> Iterator[CacheForSteps]:
-        """Yield a cache for the drafts of a whole run, on slots that are free in the target's.
-
-        That must have room for the run already, as from `HuggingFaceLM.cache_for_steps`, after `store_before_roots`.
-
-        Args:
-            fresh: the most nodes that a turn drafts.
-            beams: the most live beams.
-        """
+    def _scratch_for_run(self, session: CacheOwner, nodes: int) -> Iterator[Any]:
+        """Yield a cache for the drafts of a whole run, with room for `nodes` nodes."""
         cache = session.state[self.lm]
         passes = self._passes_without(self.skipped(session))
-        with passes.scratch_for_steps(cache, fresh + 2 * beams) as arrays:
-            yield CacheForSteps(self, cache, arrays)
+        with passes.scratch_for_steps(cache, nodes) as arrays:
+            yield None if self.shares(session) else arrays
         self.rows += int(arrays.numbers[ROWS])
 
     def shares(self, session: CacheOwner) -> bool:

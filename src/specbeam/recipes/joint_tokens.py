@@ -6,6 +6,7 @@ from typing import Literal, get_args
 from specbeam.core.control.fixed import FixedShape
 from specbeam.core.draft.joint_beams import JointBeams
 from specbeam.core.draft.joint_tokens import EveryBlock
+from specbeam.core.draft.self_draft import TargetAsDraft
 from specbeam.core.draft.tree import TreeDrafter
 from specbeam.core.errors import BadSetting, NotSupported, one_of
 from specbeam.core.laws.named import CHANGED, EXACT
@@ -14,7 +15,6 @@ from specbeam.core.session import Parts
 from specbeam.core.verify.joint_beams import JointRule, OnOwnRows, refuse_audit
 from specbeam.core.verify.joint_tokens import BlockMode, BlockRule
 from specbeam.doors.options.settings import DEFAULT_NEW_TOKENS
-from specbeam.models.self_draft import TargetAsDraft
 from specbeam.recipes.method import Method, RequestInfo, refuse_ignored, require_at_least_one
 
 BeamMode = Literal["beam_search", "beam_sample"]

@@ -461,7 +461,7 @@ def test_the_list_names_steps_that_exist_and_calls_that_come_before():
     for number, form in enumerate(forms):
         assert all(need < number for need in form.needs)
         assert form.function().py_func.__module__ == form.module
-    assert {("specbeam.core.runs", "run_turns"), ("specbeam.engines.cpu.layers", "all_layers")} <= names_in(text)
+    assert {("specbeam.core.run_steps", "run_turns"), ("specbeam.engines.cpu.layers", "all_layers")} <= names_in(text)
 
 
 def test_what_is_no_more_has_no_kind():
@@ -474,4 +474,4 @@ def test_what_is_no_more_has_no_kind():
 
 def test_a_kind_that_a_list_has_no_words_for_is_said():
     with pytest.raises(TypeError, match="no words for omitted"):
-        text_of([StepForm("specbeam.core.runs", "run_turns", False, (types.Omitted(3),), [])])
+        text_of([StepForm("specbeam.core.run_steps", "run_turns", False, (types.Omitted(3),), [])])

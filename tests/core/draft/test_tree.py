@@ -13,7 +13,8 @@ from specbeam.core.control.confidence import SureDraft
 from specbeam.core.dice import Dice, Uniforms
 from specbeam.core.draft import tree as tree_steps
 from specbeam.core.draft.children import Best, BestAndOne, Distinct, Draws, Independent
-from specbeam.core.draft.tree import Branching, FixedTree, TreeDrafter, grow_layer, grow_tree, most_nodes, start_tree
+from specbeam.core.draft.tree import Branching, FixedTree, TreeDrafter, grow_layer, grow_tree, start_tree
+from specbeam.core.draft.turns import nodes_of
 from specbeam.core.forest import CHOSEN, DISTINCT, INDEPENDENT, Forest
 from specbeam.core.laws.edits import NO_EDITS
 from specbeam.core.laws.ranking import NO_TRUNCATION, Truncation
@@ -258,7 +259,7 @@ def test_a_tree_in_one_loop_is_the_tree_layer_by_layer_and_that_of_the_source(pa
     assert len(rows) == session.count.draft_passes  # the loop makes its passes itself
     session = begun(pair, options)
     spec = drafter.spec(session)
-    dice = session.dice.ready(most_nodes(spec, 1, 3))
+    dice = session.dice.ready(nodes_of(spec, 1, 3, 0))
     spent = np.zeros(2, dtype=np.int64)
     with source_of_steps(), passes_that_give(tree_steps, rows):
         draft, condition = grow_tree(None, start_tree(Forest.rooted([3]), 16), 0, 3, spec, NO_EDITS, dice, spent)

@@ -218,8 +218,8 @@ def test_a_constraint_that_broke_is_not_called_again(monkeypatch, turns):
 
 @pytest.mark.parametrize("options", [{}, {"audit": True}, {"num_return_sequences": 2}], ids=str)
 def test_what_a_run_found_out_serves_the_next_one(pair, turns, monkeypatch, options):
-    found_out, spec = [], runs.run_spec
-    monkeypatch.setattr(runs, "run_spec", lambda *given: found_out.append(given) or spec(*given))
+    found_out, spec = [], runs.planned_run
+    monkeypatch.setattr(runs, "planned_run", lambda *given: found_out.append(given) or spec(*given))
     monkeypatch.setattr(runs, "PATIENCE", 0.0)
     prompts = [*PROMPTS, *PROMPTS]
     method = sb.beam_sampling(3)

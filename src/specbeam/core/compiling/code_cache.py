@@ -34,6 +34,7 @@ from specbeam.core.compiling import ahead
 from specbeam.core.compiling.claims import LOCKS, Claim, claimed, wait_patiently
 from specbeam.core.compiling.forms import count_form
 from specbeam.core.compiling.libraries import KeptLibrary
+from specbeam.core.compiling.registered import files_of
 from specbeam.core.garbage import rarely_collected
 
 LOG = logging.getLogger("specbeam.kernels")
@@ -298,10 +299,11 @@ def compile_in_turn(function: Any) -> None:
 
 
 def _records(kind: Any) -> Iterator[str]:
-    """Yield the names of the records in a signature, and of their fields, nested ones included."""
+    """Yield the names of the records in a signature, of their fields, and digests of the steps that verbs have for them."""
     record = getattr(kind, "instance_class", None)
     if record is not None:
         yield f"{record.__module__}.{record.__qualname__}"
         yield from getattr(record, "_fields", ())
+        yield from (digest(path) for path in files_of(record))
     for part in kind if isinstance(kind, tuple) else getattr(kind, "types", ()):
         yield from _records(part)

@@ -22,7 +22,7 @@ from specbeam.core.laws.joint import (
     support_of,
 )
 from specbeam.core.laws.ranking import Truncation, ascending, cuts, sorted_places
-from specbeam.core.steps import Array, compiled_as, step
+from specbeam.core.steps import Array, step, verb
 
 UNDECIDED = -1  # in place of a width that depends on rows that are not at hand
 MARGIN = 1e-4  # more than rounding adds to a share of a law, compared with the same share without rounding
@@ -112,6 +112,10 @@ class FixedWidth:
         """Return the number of draws of a drafted layer."""
         return self.most
 
+    def spec(self, by_noise: bool) -> FixedWidths:
+        """Return its numbers for steps; see `width_spec`."""
+        return FixedWidths(self.most)
+
 
 @dataclass(frozen=True)
 class SureWidth:
@@ -130,6 +134,10 @@ class SureWidth:
     def choose(self, layer: WidthContext) -> int:
         """Return the number of draws of a drafted layer."""
         return int(widest(layer.odds(self.most), self.threshold, self.least, self.most))
+
+    def spec(self, by_noise: bool) -> SureWidths:
+        """Return its numbers for steps; see `width_spec`."""
+        return SureWidths(self.most, self.least, float(self.threshold), by_noise, RACE_NOISE)
 
 
 @dataclass(frozen=True)
@@ -154,13 +162,14 @@ class NucleusWidth:
         """Return the number of draws of a layer."""
         return int(nucleus_width(NucleusWidths(self.most, self.least, self.mass), layer.law))
 
-
-Widths = FixedWidths | NucleusWidths | SureWidths
+    def spec(self, by_noise: bool) -> NucleusWidths:
+        """Return its numbers for steps; see `width_spec`."""
+        return NucleusWidths(self.most, self.least, float(self.mass))
 
 
 def is_for_steps(widths: object) -> bool:
     """Return whether steps choose these widths, and not a policy in Python."""
-    return isinstance(widths, (FixedWidths, NucleusWidths, SureWidths))
+    return asked_width.has_step(type(widths))
 
 
 def ignores_drafts(width: Width) -> bool:
@@ -172,21 +181,22 @@ def ignores_drafts(width: Width) -> bool:
     return says and bool(getattr(width, "ignores_drafts", False))
 
 
-def width_spec(width: Width, by_noise: bool) -> "Widths | Width":
-    """Return how steps choose widths; a policy that steps do not know is returned as it is.
+def width_spec(width: Width, by_noise: bool) -> Any:
+    """Return the numbers by which steps choose widths; a policy that chooses in Python is returned as it is.
+
+    A policy that steps know has a method `spec(by_noise)`. A class that is derived from one, and chooses in its own way,
+    chooses in Python.
 
     Args:
         by_noise: whether draft and target share noise; otherwise drafts are tried.
     """
-    if type(width) is FixedWidth:
-        return FixedWidths(width.most)
-    if type(width) is NucleusWidth:
-        return NucleusWidths(width.most, width.least, float(width.mass))
-    if type(width) is SureWidth:
-        return SureWidths(width.most, width.least, float(width.threshold), by_noise, RACE_NOISE)
+    for kind in type(width).__mro__:
+        if "choose" in vars(kind):
+            return width.spec(by_noise) if "spec" in vars(kind) else width  # type: ignore[attr-defined]
     return width
 
 
+@verb(0)
 def asked_width(widths: Any, law: JointLaw, live: Beams, forest: Forest, number: int) -> int:
     """Return the number of draws of layer `number`, which may come after the drafts.
 
@@ -194,41 +204,33 @@ def asked_width(widths: Any, law: JointLaw, live: Beams, forest: Forest, number:
         widths: numbers of a policy, or a policy that decides in Python.
         law: of the target, over the live beams.
     """
-    if isinstance(widths, FixedWidths):
-        return widths.most
-    if isinstance(widths, NucleusWidths):
-        return nucleus_width(widths, law)
     is_drafted = number < forest.siblings.size
-    if isinstance(widths, SureWidths):
-        return sure_width(widths, law, live, forest, number) if is_drafted else widths.most
     if not is_drafted and not ignores_drafts(widths):
-        return widths.most
-    return widths.choose(WidthContext(law, live, forest, number))
+        return int(widths.most)
+    return int(widths.choose(WidthContext(law, live, forest, number)))
 
 
-@step
-def _most(widths: Any, law: JointLaw, live: Beams, forest: Forest, number: int) -> int:
+@asked_width.of(FixedWidths)
+def fixed_width(widths: FixedWidths, law: JointLaw, live: Beams, forest: Forest, number: int) -> int:
+    """Return the same width for every layer; see `asked_width`."""
     return widths.most
 
 
-@step
-def _by_nucleus(widths: NucleusWidths, law: JointLaw, live: Beams, forest: Forest, number: int) -> int:
+@asked_width.of(NucleusWidths)
+def width_by_nucleus(widths: NucleusWidths, law: JointLaw, live: Beams, forest: Forest, number: int) -> int:
+    """Return the width of the nucleus of the law; see `asked_width`."""
     return nucleus_width(widths, law)
 
 
-@step
-def _if_drafted(widths: SureWidths, law: JointLaw, live: Beams, forest: Forest, number: int) -> int:
+@asked_width.of(SureWidths)
+def width_if_drafted(widths: SureWidths, law: JointLaw, live: Beams, forest: Forest, number: int) -> int:
+    """Return the widest layer that is sure to be accepted, and the most draws after the drafts; see `asked_width`."""
     if number < len(forest.siblings.kinds):
         return sure_width(widths, law, live, forest, number)
     return widths.most
 
 
-@compiled_as(asked_width)
-def _compiled_asked_width(widths: Any, law: Any, live: Any, forest: Any, number: Any) -> Any:
-    choose = {FixedWidths: _most, NucleusWidths: _by_nucleus, SureWidths: _if_drafted}
-    return choose[widths.instance_class]
-
-
+@verb(0)
 def width_of_known(widths: Any, law: JointLaw, unknown: Beams) -> int:
     """Return the number of draws of a layer, computed without the rows of some live beams; UNDECIDED if they matter.
 
@@ -236,30 +238,19 @@ def width_of_known(widths: Any, law: JointLaw, unknown: Beams) -> int:
         law: of the other live beams, which must cut no pairs, at a temperature of at most 1.
         unknown: the live beams without rows.
     """
-    if isinstance(widths, FixedWidths):
-        return widths.most
-    if isinstance(widths, NucleusWidths):
-        return nucleus_width_of_known(widths, law, unknown)
     return UNDECIDED
 
 
-@compiled_as(width_of_known)
-def _compiled_width_of_known(widths: Any, law: Any, unknown: Any) -> Any:
-    if widths.instance_class is FixedWidths:
-        return lambda widths, law, unknown: widths.most
-    if widths.instance_class is NucleusWidths:
-        return nucleus_width_of_known
-    return lambda widths, law, unknown: UNDECIDED
+@width_of_known.of(FixedWidths)
+def fixed_width_of_known(widths: FixedWidths, law: JointLaw, unknown: Beams) -> int:
+    """Return the same width for every layer; see `width_of_known`."""
+    return widths.most
 
 
+@verb(0)
 def width_by_draft(widths: Any, law: JointLaw) -> int:
     """Return the number of draws that a layer may be expected to get, going by the draft model's law of it."""
-    return nucleus_width(widths, law) if isinstance(widths, NucleusWidths) else widths.most
-
-
-@compiled_as(width_by_draft)
-def _compiled_width_by_draft(widths: Any, law: Any) -> Any:
-    return nucleus_width if widths.instance_class is NucleusWidths else lambda widths, law: widths.most
+    return widths.most
 
 
 @step
@@ -273,6 +264,7 @@ def _fewest(weights: Array, total: float, widths: NucleusWidths) -> int:
     return max(count, widths.least)
 
 
+@width_by_draft.of(NucleusWidths)
 @step
 def nucleus_width(widths: NucleusWidths, law: JointLaw) -> int:
     """Return the number of the most probable pairs that hold `mass` of a joint law, between `least` and `most`."""
@@ -307,6 +299,7 @@ def _largest_share(known: Array, total: float, unknown: Array, width: int) -> fl
     return share
 
 
+@width_of_known.of(NucleusWidths)
 @step
 def nucleus_width_of_known(widths: NucleusWidths, law: JointLaw, unknown: Beams) -> int:
     """Return what `nucleus_width` returns for the law of all live beams; UNDECIDED if that depends on the unknown ones.

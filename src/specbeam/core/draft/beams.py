@@ -5,7 +5,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from specbeam.core.beams import Beams, picked_beams
+from specbeam.core.beams import Beams, Layers, Texts, picked_beams
 from specbeam.core.compiling.copies import copy_numbers
 from specbeam.core.control.needs import (
     NO_BUDGET,
@@ -21,6 +21,7 @@ from specbeam.core.control.needs import (
 )
 from specbeam.core.control.width import FixedWidths, Width, is_for_steps, width_by_draft, width_spec
 from specbeam.core.dice import pick
+from specbeam.core.draft.turns import Cut, NoDraftSpec, draft_turn, learn_from, rows_kept, uncut
 from specbeam.core.errors import BrokenLaw, BrokenProcessor, DeadEnd
 from specbeam.core.forest import (
     DISTINCT,
@@ -53,10 +54,10 @@ from specbeam.core.laws.ranking import Truncation, sorted_places
 from specbeam.core.laws.reduce import BROKEN, SOUND
 from specbeam.core.laws.warp import Rows, law_of_beams, on_host, processed_rows
 from specbeam.core.lm import LM, fill_prompts, runs_in_steps, takes_a_pass
+from specbeam.core.passes import run_pass
 from specbeam.core.records import Scored, Shape, Turn
 from specbeam.core.session import Session
-from specbeam.core.steps import Array, borrowed, compiled_as, step
-from specbeam.engines.pass_steps import run_pass
+from specbeam.core.steps import Array, borrowed, step, verb
 
 
 @borrowed
@@ -101,21 +102,6 @@ class Drafted(NamedTuple):
     front: Beams  # the beams of the newest layer, without those that ended
     core: Array  # bool[front]: whether the draft model by itself would have kept the beam
     odds: NodeOdds  # none if the draft is not cut
-
-
-class Cut(NamedTuple):
-    """A draft as it goes to the target, and as the draft model knows it: of its nodes the target may score only some."""
-
-    forest: Forest  # of the nodes that the target scores or knows
-    whole: Forest
-    names: Array  # int64[nodes of `forest`]: the same nodes in `whole`
-    odds: NodeOdds  # of the nodes of `whole`; none if the draft is not cut
-
-
-@step
-def uncut(forest: Forest) -> Cut:
-    """Return a draft of which the target scores all nodes."""
-    return Cut(forest, forest, np.arange(len(forest.tokens)), no_node_odds())
 
 
 @step
@@ -253,14 +239,14 @@ def add_drafted_layer(
     return Drafted(grown, newest, going < choice.core, drafted.odds)
 
 
-def draft_layer(spec: Any, drafted: Drafted, law: JointLaw, width: int, dice: Any) -> Drafted:
+@verb(0, has_body=False)
+def draft_layer(spec: Any, drafted: Drafted, law: JointLaw, width: int, dice: Any) -> Drafted:  # type: ignore[empty-body]
     """Return a draft with one more layer, chosen or drawn from the law of its front, which must be SOUND.
 
     Args:
-        spec: how layers are drafted: a `SharedLayers`, `SearchedLayers` or `DrawnLayers`.
+        spec: the spec of the drafter, which says how layers are drafted.
         width: number of draft beams in the layer.
     """
-    return LAYERS_BY_SPEC[type(spec)](spec, drafted, law, width, dice)
 
 
 @step
@@ -321,6 +307,7 @@ def with_fresh(choice: Choice, drafted: Drafted, fresh: int) -> Choice:
     )
 
 
+@draft_layer.of(SharedLayers)
 @step
 def draft_shared(spec: SharedLayers, drafted: Drafted, law: JointLaw, width: int, dice: Any) -> Drafted:
     """Return a draft with one more layer of best pairs, under shared noise if there is any; see `draft_layer`."""
@@ -340,6 +327,7 @@ def draft_shared(spec: SharedLayers, drafted: Drafted, law: JointLaw, width: int
     return _add_choice(spec, drafted, choice, law.logits.shape[1], core)
 
 
+@draft_layer.of(SearchedLayers)
 @step
 def draft_searched(spec: SearchedLayers, drafted: Drafted, law: JointLaw, width: int, dice: Any) -> Drafted:
     """Return a draft with one more layer for transformers' beam modes; see `draft_layer`."""
@@ -350,6 +338,7 @@ def draft_searched(spec: SearchedLayers, drafted: Drafted, law: JointLaw, width:
     return _add_choice(spec, drafted, choice, law.logits.shape[1], spec.core)
 
 
+@draft_layer.of(DrawnLayers)
 @step
 def draft_drawn(spec: DrawnLayers, drafted: Drafted, law: JointLaw, width: int, dice: Any) -> Drafted:
     """Return a draft with one more layer that is drawn by dice, with its law; see `draft_layer`."""
@@ -363,23 +352,16 @@ def draft_drawn(spec: DrawnLayers, drafted: Drafted, law: JointLaw, width: int, 
     return add_drafted_layer(drafted, choice, draws, counts, kind, pairs, odds, law.logits.shape[1])
 
 
-LAYERS_BY_SPEC: dict[type, Any] = {SharedLayers: draft_shared, SearchedLayers: draft_searched, DrawnLayers: draft_drawn}
-
-
-@compiled_as(draft_layer)
-def _compiled_draft_layer(spec: Any, drafted: Any, law: Any, width: Any, dice: Any) -> Any:
-    return LAYERS_BY_SPEC[spec.instance_class]
-
-
+@verb(0)
 def start_odds(spec: Any, live: Beams, nodes: int) -> NodeOdds:
     """Return the odds of the nodes of a forest before its first layer is drafted; none if the draft is not cut."""
-    if isinstance(spec, DrawnLayers):
-        return no_node_odds()
-    return _start_odds(spec, live, nodes)
+    return no_node_odds()
 
 
+@start_odds.of(SharedLayers, SearchedLayers)
 @step
-def _start_odds(spec: Any, live: Beams, nodes: int) -> NodeOdds:
+def odds_of_roots(spec: Any, live: Beams, nodes: int) -> NodeOdds:
+    """Return the odds of the roots by the best pairs that they can have; see `start_odds`."""
     if len(spec.budget.target_s) == 0:
         return no_node_odds()
     bounds = np.empty(len(live.tokens))
@@ -388,23 +370,19 @@ def _start_odds(spec: Any, live: Beams, nodes: int) -> NodeOdds:
     return root_odds(bounds, nodes)
 
 
-@compiled_as(start_odds)
-def _compiled_start_odds(spec: Any, live: Any, nodes: Any) -> Any:
-    if spec.instance_class is DrawnLayers:
-        return lambda spec, live, nodes: no_node_odds()
-    return _start_odds
-
-
+@verb(0)
 def thinned(spec: Any, drafted: Drafted) -> Drafted:
-    """Return a draft without the nodes of its front that are not worth a further layer; as it is, if it is not cut.
+    """Return a draft without the nodes of its front that do not pay for a further layer; as it is, if it is not cut.
 
     If it should end, its nodes stay, and its front is empty.
     """
-    return drafted if isinstance(spec, DrawnLayers) else _thinned(spec, drafted)
+    return drafted
 
 
+@thinned.of(SharedLayers, SearchedLayers)
 @step
-def _thinned(spec: Any, drafted: Drafted) -> Drafted:
+def thinned_by_budget(spec: Any, drafted: Drafted) -> Drafted:
+    """Return a draft without the nodes of its front that its budget does not allow a further layer; see `thinned`."""
     front = drafted.front
     if len(spec.budget.target_s) == 0 or len(front.nodes) == 0:
         return drafted
@@ -426,32 +404,21 @@ def _thinned(spec: Any, drafted: Drafted) -> Drafted:
     return Drafted(smaller, renamed, core, odds_of_nodes(odds, forest, kept))
 
 
-@compiled_as(thinned)
-def _compiled_thinned(spec: Any, drafted: Any) -> Any:
-    if spec.instance_class is DrawnLayers:
-        return lambda spec, drafted: drafted
-    return _thinned
-
-
+@verb(0)
 def cut(spec: Any, drafted: Drafted) -> Cut:
-    """Return a draft as it goes to the target: with the nodes that are worth being scored, or with all of them."""
-    return uncut(drafted.forest) if isinstance(spec, DrawnLayers) else _cut(spec, drafted)
+    """Return a draft as it goes to the target: with the nodes that pay for being scored, or with all of them."""
+    return uncut(drafted.forest)
 
 
+@cut.of(SharedLayers, SearchedLayers)
 @step
-def _cut(spec: Any, drafted: Drafted) -> Cut:
+def cut_by_budget(spec: Any, drafted: Drafted) -> Cut:
+    """Return a draft with the nodes that its budget pays for; see `cut`."""
     whole = drafted.forest
     if len(spec.budget.target_s) == 0:
         return uncut(whole)
     names = worthy_nodes(spec.budget, whole, drafted.odds)
     return Cut(forest_of_nodes(whole, names), whole, names, drafted.odds)
-
-
-@compiled_as(cut)
-def _compiled_cut(spec: Any, drafted: Any) -> Any:
-    if spec.instance_class is DrawnLayers:
-        return lambda spec, drafted: uncut(drafted.forest)
-    return _cut
 
 
 @step
@@ -478,7 +445,7 @@ def draft_layers(
     Returns DEAD or BROKEN in place of SOUND if a layer has no law to draw from.
 
     Args:
-        model: the cache of a session in a model that compiled steps can run, see `engines.pass_steps.run_pass`.
+        model: the cache of a session in a model that compiled steps can run, see `core.passes.run_pass`.
         drafted: a draft whose forest knows rows after the edits.
         edits: changes of the model's rows.
         spent: int64[2], to which the number of passes and the processor's cycles in the model are added.
@@ -503,11 +470,41 @@ def draft_layers(
     return drafted, SOUND
 
 
+@draft_turn.of(SharedLayers, SearchedLayers, DrawnLayers)
+@step
+def draft_beams(
+    drafts: Any, model: Any, roots: Forest, live: Beams, texts: Texts, depth: int, width: int, edits: Edits, dice: Any,
+    spent: Array,
+) -> tuple[Cut, int]:  # fmt: skip
+    """Draft layers of beams; see `draft_turn`."""
+    begun = start_draft(live, roots, drafts)
+    drafted, condition = draft_layers(model, begun, depth, width, drafts, edits, dice, spent)
+    return cut(drafts, drafted), condition
+
+
+@rows_kept.of(SharedLayers)
+def rows_of_layers(drafts: SharedLayers, beams: int, depth: int, width: int) -> int:
+    """Return how many rows the layers of a draft are drawn from; see `rows_kept`."""
+    return beams + depth * width if drafts.keeps_rows else 0
+
+
+@learn_from.of(SharedLayers, SearchedLayers)
+@step
+def learn_from_layers(drafts: Any, drafted: Cut, layers: Layers) -> None:
+    """Learn the odds of drafts from a turn; see `learn_from`."""
+    if len(drafted.odds.live) > 0:
+        learn_odds(drafts.budget.odds, drafted.odds, drafted.whole, layers, drafted.names)
+
+
 @dataclass(frozen=True)
 class NoDraft:
     """A drafter that drafts nothing, for plain decoding."""
 
     models: ClassVar[tuple[LM, ...]] = ()
+
+    def spec(self, session: Session) -> NoDraftSpec:
+        """Return how steps draft nothing."""
+        return NoDraftSpec(0)
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
         """Return a forest of roots only for each session."""

@@ -10,6 +10,17 @@ import numpy as np
 from specbeam.core.beams import is_end
 from specbeam.core.control.stops import NO_STOP, StopSpec
 from specbeam.core.dice import pick
+from specbeam.core.draft.tree import (
+    draft_tree,
+    finish_growth,
+    grow_one_layer,
+    keep_tosses_of_tree,
+    learn_stop_of_tree,
+    most_draws,
+    start_growth,
+    tosses_of_tree,
+)
+from specbeam.core.draft.turns import draft_turn, keep_tosses, learn_from, nodes_of, tosses_of
 from specbeam.core.forest import CHOSEN, DISTINCT, Forest, Siblings
 from specbeam.core.laws.ranking import Truncation, largest
 from specbeam.core.laws.reduce import BROKEN, SOUND, condition_of_row, exponentials
@@ -208,3 +219,31 @@ def with_siblings(draft: Stems, spec: StemSpec) -> Forest:
         draft.vocab,
     )
     return Forest(whole.tokens, whole.parents, families, whole.logq, whole.beams, whole.fronts, whole.known)
+
+
+@start_growth.of(StemSpec)
+@step
+def start_stems_of_spec(roots: Forest, spec: StemSpec) -> Stems:
+    """Return chains without layers; see `start_growth`."""
+    return start_stems(roots)
+
+
+@most_draws.of(StemSpec)
+def most_draws_of_stems(draft: Stems, spec: StemSpec) -> int:
+    """Return the most draws of a layer: as many children as there may be of each node; see `most_draws`."""
+    return len(draft.front) * int(spec.counts.max())
+
+
+@nodes_of.of(StemSpec)
+@step
+def most_nodes_of_stems(spec: StemSpec, roots: int, depth: int, width: int) -> int:
+    """Return the most nodes of chains with siblings: as many children as there may be at every node; see `nodes_of`."""
+    return roots * depth * spec.counts.max()
+
+
+grow_one_layer.of(StemSpec)(grow_stems)
+finish_growth.of(StemSpec)(with_siblings)
+draft_turn.of(StemSpec)(draft_tree)
+learn_from.of(StemSpec)(learn_stop_of_tree)
+tosses_of.of(StemSpec)(tosses_of_tree)
+keep_tosses.of(StemSpec)(keep_tosses_of_tree)

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 import numpy as np
 from jaxtyping import Int64
 
-from specbeam.core.beams import is_end
+from specbeam.core.beams import Beams, Layers, Texts, is_end
 from specbeam.core.control.best_tree import Topology
 from specbeam.core.control.confidence import Stopping
-from specbeam.core.control.stopping import begin_draft, goes_on, stops_of
+from specbeam.core.control.stopping import begin_draft, goes_on, learn_stop, stops_of
 from specbeam.core.control.stops import NO_STOP, StopSpec
 from specbeam.core.dice import pick
 from specbeam.core.draft.children import (
@@ -31,9 +31,9 @@ from specbeam.core.draft.children import (
     Draws,
     distinct,
 )
-from specbeam.core.draft.stems import StemSpec, grow_stems, start_stems, with_siblings
+from specbeam.core.draft.turns import Cut, draft_turn, keep_tosses, learn_from, nodes_of, tosses_of, uncut
 from specbeam.core.errors import BrokenLaw, BrokenProcessor
-from specbeam.core.forest import CHOSEN, DISTINCT, INDEPENDENT, LOST, Forest, Siblings, siblings
+from specbeam.core.forest import CHOSEN, DISTINCT, INDEPENDENT, LOST, Forest, Siblings, drafted_layers, siblings
 from specbeam.core.laws.edits import NO_EDITS, Edits, edited_rows
 from specbeam.core.laws.ranking import Truncation, largest
 from specbeam.core.laws.reduce import BROKEN, SOUND, condition_of_row, exponentials
@@ -41,10 +41,10 @@ from specbeam.core.laws.rows import RowLaw, row_law
 from specbeam.core.laws.warp import Rows, on_host, processed_rows, row_laws
 from specbeam.core.lm import LM, fill_prompts, runs_in_steps, takes_a_pass
 from specbeam.core.noise import with_largest
+from specbeam.core.passes import run_pass
 from specbeam.core.records import Shape, Turn
 from specbeam.core.session import Session
-from specbeam.core.steps import Array, borrowed, compiled_as, step
-from specbeam.engines.pass_steps import run_pass
+from specbeam.core.steps import Array, borrowed, step, verb
 
 ROOM = 4096  # initial capacity for the probabilities of stated laws
 
@@ -359,52 +359,40 @@ def _with_layer(
     return TreeDraft(grown, size + np.arange(nodes), born.places[:nodes], law_tokens, law_odds, surest)
 
 
+@verb(1, has_body=False)
 def start_growth(roots: Forest, spec: Any) -> Any:
     """Return a draft without layers, as a spec grows it."""
-    return start_stems(roots) if isinstance(spec, StemSpec) else start_tree(roots, ROOM)
 
 
-@compiled_as(start_growth)
-def _compiled_start_growth(roots: Any, spec: Any) -> Any:
-    def stems(roots: Any, spec: Any) -> Any:
-        return start_stems(roots)
+@verb(2, has_body=False)
+def grow_one_layer(draft: Any, rows: Array, spec: Any, dice: Any) -> tuple[Any, int]:  # type: ignore[empty-body]
+    """Return a draft with one more layer, and SOUND; or the same draft, and BROKEN if a row holds NaN or +inf.
 
-    def tree(roots: Any, spec: Any) -> Any:
-        return start_tree(roots, ROOM)
-
-    return stems if spec.instance_class is StemSpec else tree
+    Args:
+        rows: float[front, vocab], logits of the front, after the processors.
+    """
 
 
-def grow_one_layer(draft: Any, rows: Array, spec: Any, dice: Any) -> tuple[Any, int]:
-    """Return a draft with one more layer, as `grow_layer` or `grow_stems` does it."""
-    found: tuple[Any, int]
-    found = grow_stems(draft, rows, spec, dice) if isinstance(spec, StemSpec) else grow_layer(draft, rows, spec, dice)
-    return found
-
-
-@compiled_as(grow_one_layer)
-def _compiled_grow_one_layer(draft: Any, rows: Any, spec: Any, dice: Any) -> Any:
-    return grow_stems if spec.instance_class is StemSpec else grow_layer
-
-
+@verb(1)
 def finish_growth(draft: Any, spec: Any) -> Forest:
     """Return the forest of a draft after its last layer."""
-    found: Forest = with_siblings(draft, spec) if isinstance(spec, StemSpec) else draft.forest
-    return found
+    return draft.forest
 
 
-@compiled_as(finish_growth)
-def _compiled_finish_growth(draft: Any, spec: Any) -> Any:
-    if spec.instance_class is StemSpec:
-        return with_siblings
-    return lambda draft, spec: draft.forest
-
-
+@verb(1)
 def most_draws(draft: Any, spec: Any) -> int:
     """Return the most uniforms that the next layer of a draft takes."""
-    if isinstance(spec, StemSpec):
-        return len(draft.front) * int(spec.counts.max())
     return int(spec.counts[draft.places].sum())
+
+
+@start_growth.of(TreeSpec)
+@step
+def start_tree_of_spec(roots: Forest, spec: TreeSpec) -> TreeDraft:
+    """Return a tree without layers; see `start_growth`."""
+    return start_tree(roots, ROOM)
+
+
+grow_one_layer.of(TreeSpec)(grow_layer)
 
 
 @step
@@ -416,7 +404,7 @@ def grow_tree(
     It has fewer layers where nothing can go on, and where `spec.stops` ends it.
 
     Args:
-        model: the cache of a session in a model that compiled steps can run, see `engines.pass_steps.run_pass`.
+        model: the cache of a session in a model that compiled steps can run, see `core.passes.run_pass`.
         draft, spec: a `TreeDraft` and its `TreeSpec`, or `Stems` and their `StemSpec`.
         answered: number of forest nodes whose logits were computed in this turn already.
         edits: changes of the model's rows.
@@ -437,6 +425,36 @@ def grow_tree(
         if len(draft.front) > 0 and not goes_on(spec.stops, draft.surest):
             break
     return draft, SOUND
+
+
+@draft_turn.of(TreeSpec)
+@step
+def draft_tree(
+    drafts: Any, model: Any, roots: Forest, live: Beams, texts: Texts, depth: int, width: int, edits: Edits, dice: Any,
+    spent: Array,
+) -> tuple[Cut, int]:  # fmt: skip
+    """Grow a tree under each root; see `draft_turn`."""
+    draft, condition = grow_tree(model, start_growth(roots, drafts), 0, depth, drafts, edits, dice, spent)
+    return uncut(finish_growth(draft, drafts)), condition
+
+
+@learn_from.of(TreeSpec)
+@step
+def learn_stop_of_tree(drafts: Any, drafted: Cut, layers: Layers) -> None:
+    """Let the controller that ends drafts between layers learn from a turn; see `learn_from`."""
+    learn_stop(drafts.stops, drafted_layers(drafted.forest), layers.passed.sum())
+
+
+@tosses_of.of(TreeSpec)
+def tosses_of_tree(drafts: Any) -> int:
+    """Return the number of coins used; see `tosses_of`."""
+    return drafts.stops.coins.used[0]
+
+
+@keep_tosses.of(TreeSpec)
+def keep_tosses_of_tree(drafts: Any, used: int) -> None:
+    """Take back the coins after the first `used`; see `keep_tosses`."""
+    drafts.stops.coins.used[0] = used
 
 
 @dataclass(eq=False)
@@ -612,15 +630,14 @@ class TreeDrafter:
                 tree.layers += 1
         return [self._finish(tree) for tree in trees]
 
-    def spec(self, session: Session) -> TreeSpec | StemSpec | None:
+    def spec(self, session: Session) -> Any:
         """Return how steps grow trees for a session; None if only Python can, as for a growth that steps do not know."""
         warp = session.warp
         if warp.others or not self.counts_passes or not hasattr(self.growth, "spec"):
             return None
         shared = getattr(self.lm, "shared", None)
         is_constrained = warp.constraint is not None or (shared is not None and not shared.knows_all)
-        spec = self.growth.spec(warp.cut, session.limits.ending, warp.greedy, is_constrained)
-        return cast("TreeSpec | StemSpec | None", spec)
+        return self.growth.spec(warp.cut, session.limits.ending, warp.greedy, is_constrained)
 
     def _grow_compiled(self, tree: GrowingTree) -> None:
         """Grow all layers in one compiled call, if steps can run the model and Python need not see layers; or do nothing."""
@@ -632,7 +649,7 @@ class TreeDrafter:
         if spec is None or needs_python or not runs_in_steps(self.lm) or not self._wants_layer(tree):
             return
         spec = spec._replace(stops=stops)
-        draws = most_nodes(spec, tree.forest.size, depth)
+        draws = nodes_of(spec, tree.forest.size, depth, 0)
         with self.lm.cache_for_steps(session, draws) as model:
             if model is None:
                 return
@@ -738,26 +755,10 @@ def _confidence(forest: Forest, before: Forest, laws: dict[int, RowLaw]) -> floa
     return max(odds, default=1.0)
 
 
-def most_nodes(spec: Any, roots: int, depth: int) -> int:
-    """Return the most nodes of trees of `depth` layers under `roots` roots."""
-    of_kind: Any = most_nodes_of_stems if isinstance(spec, StemSpec) else most_nodes_of_tree
-    return int(of_kind(spec, roots, depth))
-
-
-@compiled_as(most_nodes)
-def _compiled_most_nodes(spec: Any, roots: Any, depth: Any) -> Any:
-    return most_nodes_of_stems if spec.instance_class is StemSpec else most_nodes_of_tree
-
-
+@nodes_of.of(TreeSpec)
 @step
-def most_nodes_of_stems(spec: StemSpec, roots: int, depth: int) -> int:
-    """Return the most nodes of chains with siblings: as many children as there may be at every node of the chains."""
-    return roots * depth * spec.counts.max()
-
-
-@step
-def most_nodes_of_tree(spec: TreeSpec, roots: int, depth: int) -> int:
-    """Return the most nodes of trees of fixed counts or topology: all children of all places."""
+def most_nodes_of_tree(spec: TreeSpec, roots: int, depth: int, width: int) -> int:
+    """Return the most nodes of trees of fixed counts or topology: all children of all places; see `nodes_of`."""
     total = 0
     parents = np.zeros(len(spec.counts), dtype=np.int64)  # number of nodes in each place
     parents[0] = roots

@@ -4,6 +4,7 @@ Both couplings and transformers' beam modes are judged by one loop, and by the s
 """
 
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -31,7 +32,6 @@ from specbeam.core.control.width import (
     UNDECIDED,
     FixedWidth,
     Width,
-    Widths,
     asked_width,
     draft_law,
     ignores_drafts,
@@ -76,8 +76,9 @@ from specbeam.core.laws.reduce import SOUND
 from specbeam.core.laws.warp import Warp, check_condition, law_of_processed, left_by_others, on_host, processed_rows
 from specbeam.core.records import Trial, Verdict
 from specbeam.core.session import Session
-from specbeam.core.steps import Array, borrowed, compiled_as, step
+from specbeam.core.steps import Array, borrowed, step, verb
 from specbeam.core.verify.trials import Drafts, take_draws
+from specbeam.core.verify.turns import ends_between_layers, verify_turn
 
 ROUNDING = 1e-5  # more than rounding adds to a value, compared with the same value without rounding
 
@@ -118,38 +119,38 @@ class SearchSpec(NamedTuple):
 JudgeSpec = SharedSpec | TriedSpec | SearchSpec
 
 
+@verb(0)
 def law_at(rows: Any, live: Beams, spec: JudgeSpec) -> JointLaw:
     """Return the target's law of the pairs that prolong live beams, which stand at forest nodes.
 
     Args:
         rows: the logits of all forest nodes; or an object that makes laws in Python.
     """
-    if not isinstance(rows, TurnRows):
-        return rows.law(live)
+    found: JointLaw = rows.law(live)
+    return found
+
+
+@law_at.of(TurnRows)
+@step
+def law_of_rows(rows: TurnRows, live: Beams, spec: JudgeSpec) -> JointLaw:
+    """Return the law of these logits; see `law_at`."""
     return joint_law(rows_in_place(rows, live.nodes), live.scores, live.counts, spec.truncation)
 
 
+@verb(0)
 def look_at(eye: Any, law: JointLaw, live: Beams, choice: Choice, looked: int) -> None:
-    """Let Python see what a layer drew, and mark texts that ended; does nothing if `eye` is None.
+    """Show Python the draws of a layer, which marks texts that ended; nothing is done if `eye` is None.
 
     Args:
         looked: number of drafts that were examined.
     """
-    if eye is not None:
-        eye.look(law, live, choice, looked)
+    eye.look(law, live, choice, looked)
 
 
-@compiled_as(law_at)
-def _compiled_law_at(rows: Any, live: Any, spec: Any) -> Any:
-    def run(rows: Any, live: Any, spec: Any) -> Any:
-        return joint_law(rows_in_place(rows, live.nodes), live.scores, live.counts, spec.truncation)
-
-    return run
-
-
-@compiled_as(look_at)
-def _compiled_look_at(eye: Any, law: Any, live: Any, choice: Any, looked: Any) -> Any:
-    return lambda eye, law, live, choice, looked: None
+@look_at.of(NoneType)
+def look_at_nothing(eye: None, law: JointLaw, live: Beams, choice: Choice, looked: int) -> None:
+    """Do nothing: Python does not look at layers."""
+    return
 
 
 @step
@@ -221,15 +222,14 @@ def no_drafts(size: int) -> Drafts:
     return Drafts(none, none, np.empty(0), np.zeros(size), False, False)
 
 
-def draw_layer(
+@verb(0, has_body=False)
+def draw_layer(  # type: ignore[empty-body]
     spec: Any, law: JointLaw, live: Beams, forest: Forest, number: int, width: int, dice: Any, evidence: Evidence
 ) -> tuple[Choice, Array, int]:
-    """Return what a layer drew, how often each pair was drawn, and how many drafts were looked at.
+    """Return the pairs that a layer drew, how often each was drawn, and how many drafts were looked at.
 
     For transformers' beam modes these are candidates, of which some go on (`settle_layer`).
     """
-    draw: Any = {SharedSpec: draw_shared, TriedSpec: draw_tried, SearchSpec: draw_candidates}[type(spec)]
-    return draw(spec, law, live, forest, number, width, dice, evidence)
 
 
 @step
@@ -239,6 +239,7 @@ def _drafts_of(forest: Forest, number: int) -> int:
     return ends[number] - start_of(ends, number) if number < len(ends) else 0
 
 
+@draw_layer.of(SharedSpec)
 @step
 def draw_shared(
     spec: SharedSpec, law: JointLaw, live: Beams, forest: Forest, number: int, width: int, dice: Any, evidence: Evidence
@@ -249,6 +250,7 @@ def draw_shared(
     return choice, np.ones_like(choice.tokens), _drafts_of(forest, number)
 
 
+@draw_layer.of(SearchSpec)
 @step
 def draw_candidates(
     spec: SearchSpec, law: JointLaw, live: Beams, forest: Forest, number: int, width: int, dice: Any, evidence: Evidence
@@ -268,6 +270,7 @@ def draw_candidates(
     return choice, np.ones_like(choice.tokens), _drafts_of(forest, number)
 
 
+@draw_layer.of(TriedSpec)
 @step
 def draw_tried(
     spec: TriedSpec, law: JointLaw, live: Beams, forest: Forest, number: int, width: int, dice: Any, evidence: Evidence
@@ -284,23 +287,16 @@ def draw_tried(
     return choice_of(law, live.keys, pairs[distinct], values, len(distinct), spec.stop.eos), counts, looked
 
 
-@compiled_as(draw_layer)
-def _compiled_draw_layer(
-    spec: Any, law: Any, live: Any, forest: Any, number: Any, width: Any, dice: Any, evidence: Any
-) -> Any:
-    return {SharedSpec: draw_shared, TriedSpec: draw_tried, SearchSpec: draw_candidates}[spec.instance_class]
-
-
+@verb(0)
 def is_lazy(spec: Any) -> bool:
     """Return whether a layer may be decided without the rows of live beams that cannot win."""
-    return not isinstance(spec, TriedSpec) and spec.lazy
+    return False
 
 
-@compiled_as(is_lazy)
-def _compiled_is_lazy(spec: Any) -> Any:
-    if spec.instance_class is TriedSpec:
-        return lambda spec: False
-    return lambda spec: spec.lazy
+@is_lazy.of(SharedSpec, SearchSpec)
+def is_spec_lazy(spec: Any) -> bool:
+    """Return whether the rule says so; see `is_lazy`."""
+    return spec.lazy
 
 
 @step
@@ -313,18 +309,17 @@ def most_value(spec: Any, beams: Beams) -> float:
     return most + ROUNDING
 
 
+@verb(0)
+@step
 def draw_among_known(spec: Any, law: JointLaw, known: Beams, width: int) -> Choice:
-    """Return what a layer draws from the live beams that have rows, best first.
+    """Return the pairs that a layer draws from the live beams that have rows, best first.
+
+    None are drawn by rules that draw by dice: these draws are from the law of all live beams.
 
     Args:
         law: the law of the pairs of `known` alone.
     """
-    draw: dict[type, Any] = {
-        SharedSpec: draw_shared_among_known,
-        TriedSpec: draw_nothing,
-        SearchSpec: draw_candidates_among_known,
-    }
-    return draw[type(spec)](spec, law, known, width)
+    return choice_of(law, known.keys, np.empty(0, dtype=np.int64), np.empty(0), 0, spec.stop.eos)
 
 
 @step
@@ -335,41 +330,33 @@ def _best_of_known(spec: Any, law: JointLaw, known: Beams, count: int) -> Choice
     return choice_of(law, known.keys, pairs, values, len(pairs), spec.stop.eos)
 
 
+@draw_among_known.of(SharedSpec)
 @step
 def draw_shared_among_known(spec: SharedSpec, law: JointLaw, known: Beams, width: int) -> Choice:
     """Return the best pairs; see `draw_among_known`."""
     return _best_of_known(spec, law, known, width)
 
 
+@draw_among_known.of(SearchSpec)
 @step
 def draw_candidates_among_known(spec: SearchSpec, law: JointLaw, known: Beams, width: int) -> Choice:
     """Return the candidates; see `draw_among_known`."""
     return _best_of_known(spec, law, known, candidate_count(spec.beams, len(spec.stop.eos)))
 
 
-@step
-def draw_nothing(spec: TriedSpec, law: JointLaw, known: Beams, width: int) -> Choice:
-    """Return no pairs, as draws by dice are from the law of all live beams; see `draw_among_known`."""
-    return choice_of(law, known.keys, np.empty(0, dtype=np.int64), np.empty(0), 0, spec.stop.eos)
-
-
-@compiled_as(draw_among_known)
-def _compiled_draw_among_known(spec: Any, law: Any, known: Any, width: Any) -> Any:
-    draw = {SharedSpec: draw_shared_among_known, TriedSpec: draw_nothing, SearchSpec: draw_candidates_among_known}
-    return draw[spec.instance_class]
-
-
+@verb(0)
 def pairs_needed(spec: Any, choice: Choice, width: int, is_last: bool) -> int:
     """Return how many of the best pairs a layer depends on.
 
     Args:
         is_last: whether the layer is the last one of the text.
     """
-    return _candidates_needed(spec, choice, width, is_last) if isinstance(spec, SearchSpec) else width
+    return width
 
 
+@pairs_needed.of(SearchSpec)
 @step
-def _candidates_needed(spec: SearchSpec, choice: Choice, width: int, is_last: bool) -> int:
+def candidates_needed(spec: SearchSpec, choice: Choice, width: int, is_last: bool) -> int:
     """Return how many candidates matter: if they are drawn, all; if not, those down to the last one that goes on.
 
     The first `beams` always do, as they may finish. At the end of a text no others do.
@@ -385,35 +372,23 @@ def _candidates_needed(spec: SearchSpec, choice: Choice, width: int, is_last: bo
     return candidate_count(spec.beams, len(spec.stop.eos))
 
 
-@compiled_as(pairs_needed)
-def _compiled_pairs_needed(spec: Any, choice: Any, width: Any, is_last: Any) -> Any:
-    return _candidates_needed if spec.instance_class is SearchSpec else lambda spec, choice, width, is_last: width
-
-
+@verb(0)
 def is_decided(spec: Any, choice: Choice, unknown: Beams, width: int, is_last: bool) -> bool:
     """Return whether a layer draws from all live beams what it draws from those that have rows.
 
     Args:
-        choice: what `draw_among_known` returned.
+        choice: the answer of `draw_among_known`.
         unknown: the live beams without rows.
     """
-    if isinstance(spec, TriedSpec):
-        return False
-    return _is_above(spec, choice, unknown, width, is_last)
+    return False
 
 
+@is_decided.of(SharedSpec, SearchSpec)
 @step
-def _is_above(spec: Any, choice: Choice, unknown: Beams, width: int, is_last: bool) -> bool:
+def is_above(spec: Any, choice: Choice, unknown: Beams, width: int, is_last: bool) -> bool:
     """Return whether all pairs that a layer depends on are above those that other beams can have."""
     needed = pairs_needed(spec, choice, width, is_last)
     return len(choice.values) >= needed and most_value(spec, unknown) < choice.values[needed - 1]
-
-
-@compiled_as(is_decided)
-def _compiled_is_decided(spec: Any, choice: Any, unknown: Any, width: Any, is_last: Any) -> Any:
-    if spec.instance_class is TriedSpec:
-        return lambda spec, choice, unknown, width, is_last: False
-    return _is_above
 
 
 @step
@@ -442,30 +417,29 @@ def _counted(drawn: Array) -> tuple[Array, Array]:
     return distinct[:held], counts[:held]
 
 
+@verb(0)
 def which_settle(spec: Any, choice: Choice, is_last: bool) -> Array:
     """Return which of the pairs that were drawn make the layer, int64[pairs].
 
     In transformers' beam modes the best-scored candidates that did not end go on, and the first ones may finish; the last
     layer of a text takes its beams from the first candidates too.
     """
-    if isinstance(spec, SearchSpec):
-        return _which_go_on_or_finish(spec, choice, is_last)
     return np.arange(len(choice.tokens))
 
 
+@which_settle.of(SearchSpec)
 @step
-def _which_go_on_or_finish(spec: SearchSpec, choice: Choice, is_last: bool) -> Array:
+def which_go_on_or_finish(spec: SearchSpec, choice: Choice, is_last: bool) -> Array:
     first = min(spec.beams, len(choice.tokens))
     looked = first if is_last else len(choice.tokens)
     going = going_on(choice.scores[:looked], choice.ends[:looked], spec.beams)
     return np.concatenate((going, np.flatnonzero(choice.ends[:first])))
 
 
-@compiled_as(which_settle)
-def _compiled_which_settle(spec: Any, choice: Any, is_last: Any) -> Any:
-    if spec.instance_class is SearchSpec:
-        return _which_go_on_or_finish
-    return lambda spec, choice, is_last: np.arange(len(choice.tokens))
+@ends_between_layers.of(SearchSpec)
+def candidates_end(rule: SearchSpec) -> bool:
+    """Return whether candidates are drawn: one that ends may count though it makes no layer; see `ends_between_layers`."""
+    return rule.noisy or rule.by_dice
 
 
 @step
@@ -534,6 +508,7 @@ def count_sources(live: Beams, unknown: Beams, known: Array, sources: Array) -> 
     sources[UNSEEN] = len(unknown.tokens)
 
 
+@verify_turn.of(SharedSpec, TriedSpec, SearchSpec)
 @step
 def judge(
     rows: Any, forest: Forest, live: Beams, spec: Any, widths: Any, length: int, finished: Finished,
@@ -708,7 +683,7 @@ class BeamRule:
         """Return whether layers are decided without the rows of beams that cannot win."""
         return bool(is_lazy(self.judge_spec(session)))
 
-    def widths(self, session: Session) -> "Widths | Width":
+    def widths(self, session: Session) -> Any:
         """Return what chooses widths for a session: numbers for steps, or a custom part."""
         width = FixedWidth(self.width.most) if session.warp.greedy else self.width
         return width_spec(width, self.coupling == "noise")

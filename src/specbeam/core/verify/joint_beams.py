@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
+from specbeam.core.draft.self_draft import TargetAsDraft
 from specbeam.core.errors import BadSetting, LostLaw, NotSupported, one_of
 from specbeam.core.forest import Forest
 from specbeam.core.laws.reduce import SOUND
@@ -33,7 +34,6 @@ from specbeam.core.verify.walk import (
     row_at,
     start_walk,
 )
-from specbeam.models.self_draft import TargetAsDraft
 
 Coupling = Literal["noise", "dice"]
 Bonus = Literal["sample", "argmax", "none"]

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
-from specbeam.core.beams import Beams, Layers, Stop
+from specbeam.core.beams import Beams, Finished, Layers, Stop
 from specbeam.core.control.width import FixedWidths
 from specbeam.core.dice import flip, pick
-from specbeam.core.forest import Forest, GroupsUnder, Siblings, groups_by_node, start_of
+from specbeam.core.forest import Forest, GroupsUnder, Siblings, TurnRows, groups_by_node, start_of
 from specbeam.core.laws.evidence import Evidence, gathers, note_worth
 from specbeam.core.laws.named import EXACT
 from specbeam.core.laws.ranking import Truncation
@@ -20,6 +20,7 @@ from specbeam.core.records import Verdict
 from specbeam.core.session import Session
 from specbeam.core.steps import Array, borrowed, open_step, step
 from specbeam.core.verify.trials import NOTHING, Drafts, law_on_trial
+from specbeam.core.verify.turns import verify_turn
 from specbeam.core.verify.walk import (
     ONE_SEQUENCE,
     WalkInputs,
@@ -237,6 +238,16 @@ def climb(
     ends = (spec.stop.eos == token).any() and is_drafted(groups, under, last, token)
     emit_path(walk, rows, live, spec, length, np.full(1, token), np.full(1, -1), np.full(1, ends), evidence, eye)
     return emitted_layers(walk), SOUND
+
+
+@verify_turn.of(ClimbSpec)
+@step
+def verify_climb(
+    rows: TurnRows, forest: Forest, live: Beams, rule: ClimbSpec, widths: Any, length: int, finished: Finished, dice: Any,
+    evidence: Evidence, eye: Any,
+) -> tuple[Layers, int]:  # fmt: skip
+    """Judge a tree from its leaves; see `verify_turn`. All rows are fresh: one sequence knows none from before."""
+    return climb(rows.fresh, forest, live, rule, widths, length, finished, dice, evidence, eye)
 
 
 @dataclass(frozen=True)

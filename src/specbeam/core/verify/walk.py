@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 
 from specbeam.core.audit import Audit
-from specbeam.core.beams import Beams, Layers, Stop, first_layers, is_end, no_layers
+from specbeam.core.beams import Beams, Finished, Layers, Stop, first_layers, is_end, no_layers
 from specbeam.core.control.width import FixedWidths
 from specbeam.core.dice import pick
 from specbeam.core.errors import LostLaw
@@ -19,6 +20,7 @@ from specbeam.core.forest import (
     Forest,
     GroupsUnder,
     Siblings,
+    TurnRows,
     find_child,
     groups_by_node,
     start_of,
@@ -32,8 +34,9 @@ from specbeam.core.laws.warp import Rows, check_condition, on_host, processed_ro
 from specbeam.core.noise import child_key
 from specbeam.core.records import Verdict
 from specbeam.core.session import Session
-from specbeam.core.steps import Array, borrowed, compiled_as, open_step, step
+from specbeam.core.steps import Array, borrowed, open_step, step, verb
 from specbeam.core.verify.trials import Drafts, try_drafts
+from specbeam.core.verify.turns import verify_turn
 
 TRY, MATCH_BY_NOISE, MATCH_BY_DICE = range(3)
 ONE_SEQUENCE = FixedWidths(1)
@@ -59,54 +62,57 @@ class Emitted(NamedTuple):
 COUNT, NODE = range(2)
 
 
+@verb(0)
 def row_at(rows: Any, node: int) -> Array:
     """Return the logits of a forest node, float[vocab].
 
     Args:
         rows: float[nodes, vocab], or an object that processes rows in Python.
     """
-    if isinstance(rows, np.ndarray):
-        return rows[node]
     return rows.at(node)
 
 
+@row_at.of(np.ndarray)
+def row_of_array(rows: Array, node: int) -> Array:
+    """Return a row of an array; see `row_at`."""
+    return rows[node]
+
+
+@verb(0)
 def law_at_row(rows: Any, row: Array, truncation: Truncation) -> RowLaw:
-    """Return the law of a row of logits; `rows` is what gave it."""
-    if isinstance(rows, np.ndarray):
-        return row_law(row, truncation)
-    return rows.law(row)
+    """Return the law of a row of logits; `rows` is the argument of `row_at` that gave it."""
+    found: RowLaw = rows.law(row)
+    return found
 
 
+@law_at_row.of(np.ndarray)
+def law_of_array_row(rows: Array, row: Array, truncation: Truncation) -> RowLaw:
+    """Return the law of a row of an array; see `law_at_row`."""
+    return row_law(row, truncation)
+
+
+@verb(0)
 def is_whole(rows: Any, truncation: Truncation) -> bool:
     """Return whether the laws of these rows are on the whole vocabulary."""
-    if isinstance(rows, np.ndarray):
-        return not cuts(truncation)
-    return rows.is_whole
+    return bool(rows.is_whole)
 
 
+@is_whole.of(np.ndarray)
+def is_array_whole(rows: Array, truncation: Truncation) -> bool:
+    """Return whether the truncation cuts nothing; see `is_whole`."""
+    return not cuts(truncation)
+
+
+@verb(0)
 def look_at_token(eye: Any, node: int, token: int) -> bool:
     """Return whether Python, which sees each emitted token and its node, finds a stop string; False if `eye` is None."""
-    return eye is not None and eye.look(node, token)
+    return bool(eye.look(node, token))
 
 
-@compiled_as(row_at)
-def _compiled_row_at(rows: Any, node: Any) -> Any:
-    return lambda rows, node: rows[node]
-
-
-@compiled_as(law_at_row)
-def _compiled_law_at_row(rows: Any, row: Any, truncation: Any) -> Any:
-    return lambda rows, row, truncation: row_law(row, truncation)
-
-
-@compiled_as(is_whole)
-def _compiled_is_whole(rows: Any, truncation: Any) -> Any:
-    return lambda rows, truncation: not cuts(truncation)
-
-
-@compiled_as(look_at_token)
-def _compiled_look_at_token(eye: Any, node: Any, token: Any) -> Any:
-    return lambda eye, node, token: False
+@look_at_token.of(NoneType)
+def look_at_no_token(eye: None, node: int, token: int) -> bool:
+    """Return False: Python does not look at tokens."""
+    return False
 
 
 @step
@@ -332,6 +338,16 @@ def walk_down(
         emit(walk, live, np.float64(row[token]) - norm, token, child, ended, drafted)
         going = child >= 0 and not ended and length + walk.state[COUNT] < spec.stop.most
     return emitted_layers(walk), SOUND
+
+
+@verify_turn.of(WalkSpec)
+@step
+def verify_walk(
+    rows: TurnRows, forest: Forest, live: Beams, rule: WalkSpec, widths: Any, length: int, finished: Finished, dice: Any,
+    evidence: Evidence, eye: Any,
+) -> tuple[Layers, int]:  # fmt: skip
+    """Walk down from the root; see `verify_turn`. All rows are fresh: one sequence knows none from before."""
+    return walk_down(rows.fresh, forest, live, rule, widths, length, finished, dice, evidence, eye)
 
 
 @dataclass(eq=False)

@@ -6,6 +6,7 @@ import numpy as np
 
 from specbeam.core.compiling.compiler import AVAILABLE, Array, borrowed, compiled
 from specbeam.core.compiling.copies import copy_numbers, copy_rows
+from specbeam.core.passes import extend, has_pending, has_room_for, keep_only, rewind, runs_layers, settle_target
 from specbeam.engines.cpu.early import (
     MOST_WAITING,
     UNFINISHED,
@@ -259,6 +260,7 @@ def _store_first_and_others(cache: CacheArrays) -> None:
         _run_exit(cache)
 
 
+@extend.of(CacheArrays)
 @compiled
 def extend_cache(cache: CacheArrays, tokens: Array, parents: Array, wanted: Array) -> Array:
     """Do `LM.extend` for one session: store the forest and all pending nodes, return the logits of the `wanted` nodes.
@@ -316,13 +318,10 @@ def open_pass(cache: CacheArrays, tokens: Array, parents: Array) -> tuple[Array,
     return _embedded(cache, len(rows.slots)), rows
 
 
+@keep_only.of(CacheArrays)
 @compiled
 def keep_given(cache: CacheArrays, nodes: Array) -> None:
-    """Take back what the first layers have seen in this turn and the target is not given.
-
-    Args:
-        nodes: int64[n], the nodes of the drafted forest that the target is given, ascending.
-    """
+    """Take back the nodes that the first layers have seen in this turn and the target is not given; see `keep_only`."""
     if cache.part != LAST or cache.early.counts[UNFINISHED] == 0:
         return
     known = cache.trie.counts[KNOWN]
@@ -331,12 +330,22 @@ def keep_given(cache: CacheArrays, nodes: Array) -> None:
         _follow(cache, take_back_drafts(cache.early, cache.trie, kept))
 
 
+@runs_layers.of(CacheArrays)
 @compiled
-def has_unfinished(cache: CacheArrays) -> bool:
-    """Return whether there are nodes that only the first layers have seen."""
-    return cache.early.counts[UNFINISHED] > 0
+def cache_runs_layers(cache: CacheArrays, nodes: int) -> bool:
+    """Return whether nodes are pending or new, or were seen by the first layers alone; see `runs_layers`."""
+    counts = cache.trie.counts
+    return counts[SIZE] > counts[STORED] or nodes > counts[KNOWN] or cache.early.counts[UNFINISHED] > 0
 
 
+@has_pending.of(CacheArrays)
+@compiled
+def cache_has_pending(cache: CacheArrays) -> bool:
+    """Return whether any node is pending; see `has_pending`."""
+    return cache.trie.counts[SIZE] > cache.trie.counts[STORED]
+
+
+@has_room_for.of(CacheArrays)
 @compiled
 def has_room(cache: CacheArrays, fresh: int, beams: int) -> bool:
     """Return whether the cache has room for a turn of `fresh` new forest nodes after which at most `beams` beams live."""
@@ -351,6 +360,7 @@ def has_room(cache: CacheArrays, fresh: int, beams: int) -> bool:
     return fits and has_early_room(cache.early, trie, size, pending + fresh)
 
 
+@settle_target.of(CacheArrays)
 @compiled
 def settle_cache(
     cache: CacheArrays, tree: tuple[Array, Array], nodes: Array, tokens: Array, parents: Array, kept: Array
@@ -371,6 +381,7 @@ def settle_cache(
     _keep(cache, np.concatenate((leaves, cache.trie.local[kept])))
 
 
+@rewind.of(CacheArrays)
 @compiled
 def rewind_cache(cache: CacheArrays, nodes: int) -> None:
     """Take the cache back to the beginning of the turn, whose forest started with `nodes` nodes."""

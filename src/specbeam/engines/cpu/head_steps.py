@@ -10,7 +10,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specbeam.core.compiling.compiler import AVAILABLE, Array, compiled
-from specbeam.core.steps import borrowed, compiled_as
+from specbeam.core.passes import (
+    EACH,
+    SettledTurn,
+    blocks_made,
+    extend,
+    has_pending,
+    has_room_for,
+    rewind,
+    settle_draft,
+)
+from specbeam.core.steps import borrowed, verb
 from specbeam.engines.cpu.cache_steps import CacheArrays
 from specbeam.engines.cpu.layers import (
     all_layers,
@@ -261,10 +271,11 @@ def context_layers(
         store_keys_and_values(qkv, model.heads, rows, slots, keys[layer], values[layer])
 
 
+@extend.of(HeadArrays)
 @compiled
 def extend_head_cache(cache: HeadArrays, tokens: Array, parents: Array, wanted: Array) -> Array:
-    """Return the logits of the `wanted` nodes of a forest, float32[wanted, vocab]; see `cache_steps.extend_cache`."""
-    return head_rows(cache, entered(cache, tokens, parents, wanted))
+    """Return the logits of the `wanted` nodes of a forest, float32[wanted, vocab]; see `extend`."""
+    return head_rows(cache.model, cache, entered(cache, tokens, parents, wanted))
 
 
 @compiled
@@ -281,22 +292,15 @@ def entered(cache: HeadArrays, tokens: Array, parents: Array, wanted: Array) -> 
     return nodes
 
 
-def head_rows(cache: Any, nodes: Array) -> Array:
+@verb(0, has_body=False)
+def head_rows(model: Any, cache: HeadArrays, nodes: Array) -> Array:
     """Return the logits of local nodes, by the kind of the head."""
-    rows: Any = block_rows if isinstance(cache.model, BlockModel) else trunk_rows
-    return rows(cache, nodes)
 
 
-@compiled_as(head_rows)
-def _compiled_head_rows(cache: Any, nodes: Any) -> Any:
-    kind = cache.types[HeadArrays._fields.index("model")].instance_class
-    return block_rows if kind is BlockModel else trunk_rows
-
-
+@head_rows.of(TrunkModel)
 @compiled
-def trunk_rows(cache: HeadArrays, nodes: Array) -> Array:
+def trunk_rows(model: TrunkModel, cache: HeadArrays, nodes: Array) -> Array:
     """Run all rows of a trunk that have something to read, and return the logits of local nodes."""
-    model = cache.model
     count = pairs_ready(cache)
     while count > 0:
         feed = begin_pairs(cache, count)
@@ -387,11 +391,11 @@ def of_all_tokens(model: Any, logits: Array) -> Array:
     return rows
 
 
+@head_rows.of(BlockModel)
 @compiled
-def block_rows(cache: HeadArrays, nodes: Array) -> Array:
+def block_rows(model: BlockModel, cache: HeadArrays, nodes: Array) -> Array:
     """Return the logits of local nodes, after making the blocks that are missing."""
     trie = cache.trie
-    model = cache.model
     blocks = cache.blocks
     _store_context(cache)
     stored = trie.counts[STORED]
@@ -480,6 +484,7 @@ def _make_blocks(cache: HeadArrays, roots: Array) -> None:
     blocks.base[first * model.rows : first * model.rows + count] = scored(cache, x)
 
 
+@has_room_for.of(HeadArrays)
 @compiled
 def head_has_room(cache: HeadArrays, fresh: int, beams: int) -> bool:
     """Return whether the cache has room for a turn of `fresh` new forest nodes after which at most `beams` beams live."""
@@ -492,16 +497,32 @@ def head_has_room(cache: HeadArrays, fresh: int, beams: int) -> bool:
     return fits and (counts[KNOWN] + fresh) * block_size(cache.model) <= len(cache.blocks.base)
 
 
+@verb(0)
+@compiled
 def block_size(model: Any) -> int:
     """Return the number of rows of a block; 0 for a trunk."""
-    return model.rows if isinstance(model, BlockModel) else 0
+    return 0
 
 
-@compiled_as(block_size)
-def _compiled_block_size(model: Any) -> Any:
-    if model.instance_class is BlockModel:
-        return lambda model: model.rows
-    return lambda model: 0
+@block_size.of(BlockModel)
+@compiled
+def rows_of_block(model: BlockModel) -> int:
+    """Return the number of rows of a block."""
+    return model.rows
+
+
+@has_pending.of(HeadArrays)
+@compiled
+def head_has_pending(cache: HeadArrays) -> bool:
+    """Return whether any row is pending; see `has_pending`."""
+    return cache.trie.counts[SIZE] > cache.trie.counts[STORED]
+
+
+@blocks_made.of(HeadArrays)
+@compiled
+def blocks_of_head(cache: HeadArrays) -> int:
+    """Return the number of blocks of a block head; see `blocks_made`."""
+    return cache.blocks.made[0] if block_size(cache.model) > 0 else EACH
 
 
 @compiled
@@ -553,6 +574,19 @@ def settle_head_cache(
     _keep(cache, np.concatenate((leaves, trie.local[kept])))
 
 
+@settle_draft.of(HeadArrays)
+@compiled
+def settle_head(draft: HeadArrays, target: CacheArrays, turn: SettledTurn) -> None:
+    """Settle a head by the target's hidden states of the nodes that it scored; see `settle_draft`."""
+    tree = (turn.tokens, turn.parents)
+    states = states_of(target, turn.scored, draft.model.features.reads_final)
+    settle_head_cache(
+        draft, tree, turn.start, turn.names[turn.scored], states, turn.survivors, turn.survivor_tokens,
+        turn.survivor_parents, turn.kept,
+    )  # fmt: skip
+
+
+@rewind.of(HeadArrays)
 @compiled
 def rewind_head_cache(cache: HeadArrays, nodes: int) -> None:
     """Take back all nodes of this turn's forest but the first `nodes`."""

@@ -417,6 +417,13 @@ class PackedPasses:
         is_alone = arrays.threads == 1 and allowed_threads() == 1
         return is_where_it_was and is_alone and not cache.runs_ahead and self._looks_at(cache, arrays)
 
+    def has_moved(self, arrays: CacheArrays) -> bool:
+        """Return whether the store, or that of sources, was reallocated since these arrays were taken."""
+        sources = getattr(self, "cross", None)
+        if sources is not None and arrays.sources.keys is not sources.keys:
+            return True
+        return arrays.keys is not self.store.keys_by_panel
+
     def _sources_for(self, arrays: Sequence[CacheArrays]) -> Sources:
         """Return all sources, and which of them these sessions look at."""
         return arrays[0].sources

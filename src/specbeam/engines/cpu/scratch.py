@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specbeam.core.compiling.compiler import Array, borrowed, compiled
+from specbeam.core.passes import SettledTurn, extend, has_room_for, rewind, settle_draft
 from specbeam.engines.cpu.cache_steps import CacheArrays, extend_cache
 from specbeam.engines.kv.steps import HELD, KNOWN, PEAK, SIZE, STORED, Trie, copy_for_scratch
 
@@ -36,6 +37,7 @@ def stored_among(trie: Trie, wanted: Array) -> Array:
     return again[:count]
 
 
+@extend.of(ScratchArrays)
 @compiled
 def extend_scratch(cache: ScratchArrays, tokens: Array, parents: Array, wanted: Array) -> Array:
     """Do what `extend_cache` does; the first pass of a turn begins where the text is."""
@@ -51,6 +53,7 @@ def extend_scratch(cache: ScratchArrays, tokens: Array, parents: Array, wanted: 
     return logits
 
 
+@has_room_for.of(ScratchArrays)
 @compiled
 def scratch_has_room(cache: ScratchArrays, fresh: int, beams: int) -> bool:
     """Return whether there is room for a turn's `fresh` new nodes, and for all roots a second time."""
@@ -63,7 +66,15 @@ def scratch_has_room(cache: ScratchArrays, fresh: int, beams: int) -> bool:
     return has_nodes and counts[KNOWN] + fresh <= len(own.local) and slots <= len(own.used)
 
 
+@rewind.of(ScratchArrays)
 @compiled
 def forget_scratch(cache: ScratchArrays, nodes: int) -> None:
-    """Forget what was stored in this turn; `nodes` is not looked at."""
+    """Forget all nodes that were stored in this turn; `nodes` does not matter."""
     cache.numbers[BEGUN] = 0
+
+
+@settle_draft.of(ScratchArrays)
+@compiled
+def settle_scratch(draft: ScratchArrays, target: CacheArrays, turn: SettledTurn) -> None:
+    """Forget all nodes that were stored in this turn: the target's pass has stored the survivors."""
+    forget_scratch(draft, 0)

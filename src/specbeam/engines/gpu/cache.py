@@ -9,6 +9,7 @@ from jaxtyping import Int64
 
 from specbeam.core.compiling.compiler import AVAILABLE, Array, borrowed, compiled
 from specbeam.core.forest import Forest, unknown_nodes
+from specbeam.core.passes import extend
 from specbeam.core.records import Turn
 from specbeam.engines.gpu.staging import Inputs, ModelLimits, check_nodes, write_inputs
 from specbeam.engines.kv.cache import Logits, Nodes
@@ -162,6 +163,7 @@ def _run_pass(cache: GpuCacheArrays, wanted: Array) -> None:
         raise RuntimeError("a call of the CUDA driver failed in a pass on the GPU")
 
 
+@extend.of(GpuCacheArrays)
 @compiled
 def extend_gpu_cache(cache: GpuCacheArrays, tokens: Array, parents: Array, wanted: Array) -> Array:
     """Do `LM.extend` for one session: store the forest and all pending nodes, return the logits of the `wanted` nodes.

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -41,7 +41,7 @@ from specbeam.models.heads.head import Head
 from specbeam.models.heads.masked import MaskTrunk
 from specbeam.models.heads.modules import ModulesInARow
 from specbeam.models.heads.trunk import PairTrunk
-from specbeam.models.huggingface import CacheForSteps
+from specbeam.models.huggingface import CacheForSteps, cache_for_run
 from specbeam.models.made_up import made_up_prompt, made_up_rows
 
 
@@ -144,6 +144,13 @@ class HeadLM:
         cache = session.state[self]
         with self.compiled.arrays_for_steps(cache, fresh, more) as arrays:
             yield CacheForSteps(self, cache, arrays)
+
+    def for_run(
+        self, session: CacheOwner, fresh: int, beams: int, more: int, needs: Needs = LOGITS
+    ) -> AbstractContextManager[Any] | None:
+        """See `RunLM.for_run`."""
+        is_possible = self.supports_runs and self.is_ready(session)
+        return cache_for_run(self, session, fresh + beams, more, needs) if is_possible else None
 
     def shares(self, session: CacheOwner) -> bool:
         """Return whether other sessions store tokens in the same row of the store: never."""

@@ -1,0 +1,99 @@
+"""DRAFT: the verbs by which a compiled turn drafts. A drafter whose spec has a step `draft_turn` drafts in compiled runs."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specbeam.core.beams import Beams, Layers, Texts
+from specbeam.core.control.needs import NodeOdds, no_node_odds
+from specbeam.core.forest import Forest
+from specbeam.core.laws.edits import Edits
+from specbeam.core.laws.reduce import SOUND
+from specbeam.core.steps import Array, borrowed, step, verb
+
+
+class Cut(NamedTuple):
+    """A draft as it goes to the target, and as the draft model knows it: of its nodes the target may score only some."""
+
+    forest: Forest  # of the nodes that the target scores or knows
+    whole: Forest
+    names: Array  # int64[nodes of `forest`]: the same nodes in `whole`
+    odds: NodeOdds  # of the nodes of `whole`; none if the draft is not cut
+
+
+@step
+def uncut(forest: Forest) -> Cut:
+    """Return a draft of which the target scores all nodes."""
+    return Cut(forest, forest, np.arange(len(forest.tokens)), no_node_odds())
+
+
+@verb(0, has_body=False)
+def draft_turn(  # type: ignore[empty-body]
+    drafts: Any, model: Any, roots: Forest, live: Beams, texts: Texts, depth: int, width: int, edits: Edits, dice: Any,
+    spent: Array,
+) -> tuple[Cut, int]:  # fmt: skip
+    """Return the draft of a turn, and SOUND, DEAD or BROKEN.
+
+    Args:
+        drafts: the spec of the drafter.
+        model: the session's cache in the draft model; in the target if the drafter has no model.
+        roots: the forest that the turn starts with: a root for each live beam, then nodes whose rows are known.
+        live: the live beams.
+        texts: the texts of the live beams so far.
+        depth, width: of the draft.
+        edits: changes of the model's rows.
+        spent: int64[2], to which the number of passes and the processor's cycles in the model are added.
+    """
+
+
+@verb(0)
+def nodes_of(drafts: Any, roots: int, depth: int, width: int) -> int:
+    """Return the most nodes that a draft of this shape adds."""
+    return depth * width
+
+
+@verb(0)
+def rows_kept(drafts: Any, beams: int, depth: int, width: int) -> int:
+    """Return the most rows of logits that a draft of this shape passes on to the rule."""
+    return 0
+
+
+@verb(0)
+def learn_from(drafts: Any, drafted: Cut, layers: Layers) -> None:
+    """Learn from the fate of drafts, if that decides how the next ones are cut, or where they end."""
+    return
+
+
+@verb(0)
+def tosses_of(drafts: Any) -> int:
+    """Return how many coins of the controller are used that may end drafts between layers."""
+    return 0
+
+
+@verb(0)
+def keep_tosses(drafts: Any, used: int) -> None:
+    """Take back the coins after the first `used`."""
+    return
+
+
+@borrowed
+class NoDraftSpec(NamedTuple):
+    """The spec of `NoDraft`: nothing is drafted."""
+
+    vocab: int
+
+
+@draft_turn.of(NoDraftSpec)
+@step
+def draft_nothing(
+    drafts: NoDraftSpec, model: Any, roots: Forest, live: Beams, texts: Texts, depth: int, width: int, edits: Edits,
+    dice: Any, spent: Array,
+) -> tuple[Cut, int]:  # fmt: skip
+    """Return the roots; see `draft_turn`."""
+    return uncut(roots), SOUND
+
+
+@nodes_of.of(NoDraftSpec)
+def no_nodes(drafts: NoDraftSpec, roots: int, depth: int, width: int) -> int:
+    """Return 0."""
+    return 0

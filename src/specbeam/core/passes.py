@@ -1,0 +1,122 @@
+"""SCORE: the steps of one session's cache in a model. The engine that makes a kind of cache registers its steps.
+
+An engine whose cache is a record, with the steps `extend`, `has_room_for`, `rewind` and `settle_target`, takes part in
+compiled runs; the other verbs have a body that suits caches without anything special.
+"""
+
+from typing import Any, NamedTuple
+
+from specbeam.core.cycles import cycles
+from specbeam.core.steps import Array, step, verb
+
+PASSES, CYCLES = range(2)  # indices of `spent`
+EACH = -1  # in place of the number of blocks, of models that run for each layer
+
+
+class SettledTurn(NamedTuple):
+    """The facts about a turn that the cache of a draft model settles by; its forest may have held more nodes.
+
+    Node k of the forest that the target scored is node names[k] of the draft model's.
+    """
+
+    tokens: Array  # int64[nodes] of the draft model's forest
+    parents: Array
+    start: int  # number of nodes that it began with
+    scored: Array  # int64[n]: the nodes of the target's forest that it computed rows of
+    names: Array
+    survivors: Array  # int64[beams]: node of the draft model's forest; -1 if it was no draft
+    survivor_tokens: Array
+    survivor_parents: Array
+    kept: Array  # int64[n], see `Verdict.kept`
+
+
+@verb(0, has_body=False)
+def extend(cache: Any, tokens: Array, parents: Array, wanted: Array) -> Array:
+    """Store a forest and all pending nodes, and return the logits of the `wanted` nodes, float32[wanted, vocab].
+
+    Does `LM.extend` for one session.
+
+    Args:
+        tokens, parents: int64[nodes] of the forest.
+        wanted: int64[wanted], forest nodes, ascending.
+    """
+
+
+@verb(0, has_body=False)
+def has_room_for(cache: Any, fresh: int, beams: int) -> bool:  # type: ignore[empty-body]
+    """Return whether a cache has room for a turn of `fresh` new forest nodes after which at most `beams` beams live."""
+
+
+@verb(0, has_body=False)
+def rewind(cache: Any, nodes: int) -> None:
+    """Take a cache back to the beginning of the turn, whose forest started with `nodes` nodes."""
+
+
+@verb(0, has_body=False)
+def settle_target(
+    cache: Any, tree: tuple[Array, Array], nodes: Array, tokens: Array, parents: Array, kept: Array
+) -> None:
+    """Keep the paths to the surviving beams and to kept nodes in the target's cache, and free the rest.
+
+    Args:
+        tree: tokens and parents of the turn's forest.
+        nodes, tokens, parents: int64[beams] of the survivors: forest node (-1 if it was no draft), token, parent node.
+        kept: int64[n], see `Verdict.kept`.
+    """
+
+
+@verb(0)
+@step
+def settle_draft(draft: Any, target: Any, turn: SettledTurn) -> None:
+    """Settle the cache of a draft model, before that of the target, of which a head reads the hidden states."""
+    tree = (turn.tokens, turn.parents)
+    settle_target(draft, tree, turn.survivors, turn.survivor_tokens, turn.survivor_parents, turn.kept)
+
+
+@verb(0)
+def has_pending(cache: Any) -> bool:
+    """Return whether the first pass of a turn runs layers before anything is drafted."""
+    return True
+
+
+@verb(0)
+def runs_layers(cache: Any, nodes: int) -> bool:
+    """Return whether a pass over a forest of `nodes` nodes runs the layers of the model."""
+    return True
+
+
+@verb(0)
+def keep_only(cache: Any, nodes: Array) -> None:
+    """Take back what was stored of a drafted forest in this turn, except for `nodes`, int64[n], which ascend."""
+    return
+
+
+@verb(0)
+def blocks_made(cache: Any) -> int:
+    """Return the number of blocks that a block head has made for the forest; `EACH` for all other models."""
+    return EACH
+
+
+@step
+def run_pass(cache: Any, tokens: Array, parents: Array, wanted: Array, spent: Array) -> Array:
+    """Run one pass of a single session, and return the logits of the `wanted` nodes, float32[wanted, vocab].
+
+    Args:
+        cache: the session's cache in the model or head.
+        tokens, parents: int64[nodes] of the forest.
+        wanted: int64[wanted], forest nodes, ascending.
+        spent: int64[2]; 1 is added to the passes, unless a block head had made the blocks already, and the pass's duration
+            to the cycles.
+    """
+    began = cycles()
+    before = blocks_made(cache)
+    rows = extend(cache, tokens, parents, wanted)
+    spent[PASSES] += before == EACH or blocks_made(cache) > before
+    spent[CYCLES] += cycles() - began
+    return rows
+
+
+@step
+def now() -> int:
+    """Return the present count of the processor's clock, in cycles; see `core.cycles`."""
+    return cycles()

@@ -1,0 +1,333 @@
+"""The compiled loop: turns of one session from plan to settle, made of the steps that its parts and engines register."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specbeam.core.beams import (
+    FROM_BEFORE,
+    FROM_PASS,
+    LENGTH,
+    TEXTS,
+    UNSEEN,
+    USED,
+    Beams,
+    EndedTexts,
+    Finished,
+    Layers,
+    Stop,
+    Texts,
+    is_session_over,
+    live_of,
+    live_parents_of,
+    no_layers,
+    rooted_beams,
+    settle_turn,
+)
+from specbeam.core.callbacks import call_back
+from specbeam.core.compiling.copies import copy_numbers
+from specbeam.core.control.planning import Plan, learn_passed, plan_depth
+from specbeam.core.cycles import cycles
+from specbeam.core.draft.turns import Cut, draft_turn, keep_tosses, learn_from, nodes_of, tosses_of
+from specbeam.core.forest import (
+    Forest,
+    Fronts,
+    KnownRows,
+    Siblings,
+    Start,
+    TurnRows,
+    depths_of,
+    drafted_layers,
+    find_child,
+    kept_nodes,
+    next_start,
+    start_of,
+    start_of_roots,
+    turn_rows,
+    unknown_nodes,
+)
+from specbeam.core.laws.edits import Edits, edited_rows
+from specbeam.core.laws.evidence import Evidence
+from specbeam.core.laws.reduce import BROKEN, SOUND
+from specbeam.core.passes import (
+    SettledTurn,
+    has_pending,
+    has_room_for,
+    keep_only,
+    rewind,
+    run_pass,
+    runs_layers,
+    settle_draft,
+    settle_target,
+)
+from specbeam.core.steps import Array, borrowed, step
+from specbeam.core.verify.turns import verify_turn
+
+SPAN = 128  # most tokens of a run
+PARTS = ("draft", "draft/model", "score/model", "verify", "settle")  # where the time goes
+DRAFT, DRAFT_MODEL, SCORE, VERIFY, SETTLE = range(5)
+# of `RunRoom.numbers`; the last five are the counts of `RowCounts`
+DONE, DRAFT_PASSES, SCORED, DRAFT_SCORED, DRAFTED, LAYERS, ROWS, SAVED, JUDGED, LAZY, FREE = range(11)
+LOOK = 3  # a condition besides SOUND, DEAD and BROKEN: Python has to check whether a stop string ended a text
+
+
+@borrowed
+class RunSpec(NamedTuple):
+    """How the turns of a session go."""
+
+    plan: Plan
+    drafts: Any  # the spec of the drafter, which has a step `draft_turn`
+    drafting: bool  # whether there is a draft model
+    rule: Any  # the spec of the rule, which has a step `verify_turn`
+    widths: Any  # numbers with a step `asked_width`
+    stop: Stop
+    edits: Edits
+    moved: int  # address of a `Callback` that gets the live beams after each turn; 0: none
+    closing: Array  # bool[vocab]: tokens after which Python looks for stop strings; of no tokens: after none
+    most_beams: int
+    most_turns: int
+    keeps_nodes: bool  # whether nodes that a turn scored below its surviving beams are kept for the next turn
+
+
+@borrowed
+class RunRoom(NamedTuple):
+    """What a run writes into."""
+
+    texts: Texts
+    finished: Finished
+    ended: EndedTexts
+    widths: Array  # int64[SPAN]: draws of each layer
+    evidence: Evidence  # for audits
+    fronts: Array  # float32[rows, vocab]: rows that layers are drawn from
+    # int64[11]: turns (DONE), passes as a session counts them and as the models do, draft nodes, layers with draws, and what
+    # `RowCounts` holds
+    numbers: Array
+    passed: Array  # int64[SPAN]: of the turns, how often the layer of each depth passed
+    cycles: Array  # int64[5], by `PARTS`
+
+
+@step
+def begun_forest(start: Start, fronts: Array) -> Forest:
+    """Return the forest that a turn starts with, with room for the rows that layers are drawn from."""
+    groups = Siblings(
+        np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64),
+        np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64),
+        np.empty(0, dtype=np.int64), np.empty(0), 0,
+    )  # fmt: skip
+    none = np.empty(0, dtype=np.int64)
+    rows = Fronts(none, np.empty(0), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), fronts)
+    return Forest(start.tokens, start.parents, groups, np.empty(0), np.empty(0, dtype=np.int64), rows, start.known)
+
+
+@step
+def _has_room(room: RunRoom, draws: int, layers: int, uniforms: int, dice: Any) -> bool:
+    """Return whether there is room for a turn that decides `layers` layers with `draws` draws in all."""
+    length = room.texts.sizes[LENGTH] + layers
+    ended = room.ended
+    texts = ended.sizes[TEXTS] + draws
+    tokens = ended.sizes[USED] + draws * length
+    return (
+        length <= room.texts.tokens.shape[1]
+        and texts <= len(ended.ends)
+        and tokens <= len(ended.tokens)
+        and room.finished.held[0] + 2 * draws <= len(room.finished.scores)
+        and room.numbers[LAYERS] + layers <= len(room.widths)
+        and dice.used[0] + uniforms <= len(dice.values)
+    )
+
+
+class RunTurn(NamedTuple):
+    """A turn of a run that was decided and not yet settled."""
+
+    draft: Cut
+    rows: TurnRows  # before the edits
+    layers: Layers
+    condition: int  # SOUND, or the turn has to be taken in Python; LOOK if only for its text
+    passes: int  # of the draft model
+    layers_run: bool  # whether the pass of the target ran its layers
+    spans: Array  # int64[5]: cycles, by `PARTS`; those of "settle" are added later
+
+
+@step
+def _may_close(tokens: Array, closing: Array) -> bool:
+    """Return whether any of these tokens can complete a stop string."""
+    if len(closing) > 0:
+        for token in tokens:
+            if closing[token]:
+                return True
+    return False
+
+
+@step
+def take_turn(
+    target: Any, draft: Any, spec: RunSpec, live: Beams, start: Start, room: RunRoom, depth: int, width: int, dice: Any
+) -> RunTurn:
+    """Draft, score and verify one turn.
+
+    Args:
+        start: what its forest starts with.
+        depth, width: of the draft.
+    """
+    spans = np.zeros(len(PARTS), dtype=np.int64)
+    spent = np.zeros(2, dtype=np.int64)
+    length = room.texts.sizes[LENGTH]
+    known_rows = edited_rows(start.known.rows, start.known.nodes, start.tokens, start.parents, spec.edits)
+    known = KnownRows(start.known.nodes, known_rows)
+    begun = begun_forest(Start(start.tokens, start.parents, known), room.fronts)
+    began = cycles()
+    drafted, condition = draft_turn(spec.drafts, draft, begun, live, room.texts, depth, width, spec.edits, dice, spent)
+    forest = drafted.forest
+    if spec.drafting:
+        keep_only(target, drafted.names)
+    passes = spent[0]
+    spans[DRAFT_MODEL] = spent[1]
+    spans[DRAFT] = cycles() - began - spent[1]
+    layers_run = runs_layers(target, len(forest.tokens))
+    layers = no_layers(0, 1)
+    raw = turn_rows(start.known.rows[:0], 0, start.known)
+    if condition != BROKEN:
+        began = cycles()
+        wanted = unknown_nodes(0, len(forest.tokens), known.nodes)
+        fresh = start.known.rows[:0]
+        if len(wanted) > 0:
+            fresh = run_pass(target, forest.tokens, forest.parents, wanted, spent)
+        raw = turn_rows(fresh, len(forest.tokens), start.known)
+        edited = edited_rows(fresh, wanted, forest.tokens, forest.parents, spec.edits)
+        rows = turn_rows(edited, len(forest.tokens), known)
+        spans[SCORE] = cycles() - began
+        began = cycles()
+        layers, condition = verify_turn(
+            rows, forest, live, spec.rule, spec.widths, length, room.finished, dice, room.evidence, None
+        )
+        if condition == SOUND and _may_close(layers.beams.tokens, spec.closing):
+            condition = LOOK
+        spans[VERIFY] = cycles() - began
+    return RunTurn(drafted, raw, layers, condition, passes, layers_run, spans)
+
+
+@step
+def settle_run_turn(target: Any, draft: Any, spec: RunSpec, turn: RunTurn, room: RunRoom) -> tuple[Beams, Start]:
+    """Move texts, caches and what is learnt to the end of a turn. Returns the live beams, and the start of the next turn."""
+    drafted = turn.draft
+    forest = drafted.forest
+    layers = turn.layers
+    learn_passed(spec.plan, layers.passed[: min(drafted_layers(forest), len(layers.draw_ends))])
+    survivors = live_of(layers)
+    above = live_parents_of(layers)
+    settle_turn(room.texts, room.finished, room.ended, forest, layers, survivors, above, spec.stop)
+    tree = (forest.tokens, forest.parents)
+    kept = np.empty(0, dtype=np.int64)
+    if spec.keeps_nodes:
+        kept = kept_nodes(forest.parents, survivors.nodes)
+    if spec.drafting:
+        learn_from(spec.drafts, drafted, layers)
+        whole = (drafted.whole.tokens, drafted.whole.parents)
+        whole_above = drafted.names[above]
+        nodes = np.empty(len(above), dtype=np.int64)
+        for beam in range(len(above)):
+            nodes[beam] = find_child(whole[0], whole[1], whole_above[beam], survivors.tokens[beam])
+        known = forest.known.nodes
+        begun = (forest.parents < 0).sum() + (forest.parents[known] >= 0).sum()
+        fresh = unknown_nodes(0, len(forest.tokens), known)
+        settled = SettledTurn(
+            whole[0], whole[1], begun, fresh, drafted.names, nodes, survivors.tokens, whole_above, drafted.names[kept]
+        )
+        settle_draft(draft, target, settled)
+    settle_target(target, tree, survivors.nodes, survivors.tokens, above, kept)
+    if spec.keeps_nodes:
+        start = next_start(forest.tokens, forest.parents, turn.rows, survivors.nodes, survivors.tokens, kept)
+    else:
+        start = start_of_roots(survivors.tokens, turn.rows.known)
+    return rooted_beams(survivors), start
+
+
+@step
+def count_turn(room: RunRoom, turn: RunTurn, begun: int, was_waiting: bool) -> None:
+    """Add a turn to the numbers of a run.
+
+    Args:
+        begun: number of nodes that its forest started with.
+        was_waiting: whether the draft model had anything to run before its first pass.
+    """
+    numbers = room.numbers
+    layers = turn.layers
+    for number in range(len(layers.draw_ends)):
+        counted = 0
+        for draw in range(start_of(layers.draw_ends, number), layers.draw_ends[number]):
+            counted += layers.beams.counts[draw]
+        if counted > 0:
+            room.widths[numbers[LAYERS]] = counted
+            numbers[LAYERS] += 1
+        room.passed[number] += layers.passed[number]
+        sources = layers.sources[number]
+        numbers[SAVED] += sources[FROM_BEFORE]
+        numbers[LAZY] += sources[UNSEEN] > 0
+        numbers[FREE] += sources[FROM_PASS] == 0 and sources[FROM_BEFORE] > 0
+    numbers[DRAFTED] += len(turn.draft.forest.tokens) - begun
+    numbers[ROWS] += len(turn.rows.fresh)
+    numbers[JUDGED] += len(layers.draw_ends)
+    numbers[DONE] += 1
+    numbers[DRAFT_PASSES] += turn.passes
+    numbers[SCORED] += turn.layers_run
+    numbers[DRAFT_SCORED] += turn.passes - (turn.passes > 0 and not was_waiting)
+
+
+@step
+def run_turns(
+    target: Any, draft: Any, spec: RunSpec, live: Beams, start: Start, room: RunRoom, turns: int, dice: Any
+) -> tuple[Beams, Start, int]:
+    """Run turns until the session is over, for a while, or until the next one does not fit or has no law.
+
+    Returns the live beams, the start of the next turn, and SOUND; or BROKEN where the last turn was taken back and has to be
+    taken in Python, or LOOK where that is so for its text alone.
+
+    Args:
+        target, draft: the session in its models; the target's own, if nothing is drafted.
+        turns: number of turns so far.
+    """
+    stop = spec.stop
+    numbers = room.numbers
+    over = False
+    while not over and numbers[DONE] < spec.most_turns:
+        roots = len(live.tokens)
+        remaining = stop.most - room.texts.sizes[LENGTH]
+        depth = plan_depth(spec.plan, roots, turns + numbers[DONE], remaining)
+        width = spec.plan.width
+        if depth < 0:
+            break
+        fresh = nodes_of(spec.drafts, roots, depth, width)
+        layers = 1 + max(depth, depths_of(start.parents).max())
+        draws = fresh + spec.most_beams * layers
+        if not _has_room(room, draws, layers, 2 * draws + fresh, dice):
+            break
+        if not has_room_for(target, fresh, spec.most_beams) or not has_room_for(draft, fresh, spec.most_beams):
+            break
+        used = dice.used[0]
+        tosses = tosses_of(spec.drafts)
+        held = room.finished.held[0]
+        known = room.evidence.numbers.copy()
+        was_waiting = has_pending(draft)
+        turn = take_turn(target, draft, spec, live, start, room, depth, width, dice)
+        room.finished.held[0] = held  # settling adds them again, with their texts
+        if turn.condition != SOUND:
+            dice.used[0] = used
+            keep_tosses(spec.drafts, tosses)
+            copy_numbers(room.evidence.numbers, known)
+            rewind(target, len(start.tokens))
+            if spec.drafting:
+                rewind(draft, len(start.tokens))
+            return live, start, LOOK if turn.condition == LOOK else BROKEN
+        began = cycles()
+        begun = len(start.tokens)
+        live, start = settle_run_turn(target, draft, spec, turn, room)
+        count_turn(room, turn, begun, was_waiting)
+        over = is_session_over(room.finished, stop, live.scores, room.texts.sizes[LENGTH])
+        if (
+            spec.moved != 0
+            and call_back(spec.moved, (live.tokens.ctypes.data, len(live.tokens), over, 0, 0, 0, 0, 0)) != 0
+        ):
+            break
+        turn.spans[SETTLE] = cycles() - began
+        for part in range(len(turn.spans)):
+            room.cycles[part] += turn.spans[part]
+    return live, start, SOUND
