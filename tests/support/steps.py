@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from specbeam.core.steps import AVAILABLE
+from specbeam.core.steps import AVAILABLE, Verb
 
 if AVAILABLE:
     from numba.core.dispatcher import Dispatcher
@@ -86,4 +86,7 @@ def _places_of_steps():
                 value for name, value in vars(module).items() if type(value) is dict and not name.startswith("__")
             ]
             places += [vars(module), *tables]
+            for value in vars(module).values():
+                if isinstance(value, Verb) and value._steps not in places:
+                    places += [value._steps, vars(value)]
     return places

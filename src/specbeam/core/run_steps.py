@@ -26,7 +26,7 @@ from specbeam.core.beams import (
 )
 from specbeam.core.callbacks import call_back
 from specbeam.core.compiling.copies import copy_numbers
-from specbeam.core.control.planning import Plan, learn_passed, plan_depth
+from specbeam.core.control.planning import learn_passed, plan_depth
 from specbeam.core.cycles import cycles
 from specbeam.core.draft.turns import Cut, draft_turn, keep_tosses, learn_from, nodes_of, tosses_of
 from specbeam.core.forest import (
@@ -75,7 +75,7 @@ LOOK = 3  # a condition besides SOUND, DEAD and BROKEN: Python has to check whet
 class RunSpec(NamedTuple):
     """How the turns of a session go."""
 
-    plan: Plan
+    plan: Any  # the numbers of the controller, which have a step `plan_depth`
     drafts: Any  # the spec of the drafter, which has a step `draft_turn`
     drafting: bool  # whether there is a draft model
     rule: Any  # the spec of the rule, which has a step `verify_turn`

@@ -20,14 +20,14 @@ from specbeam.core.beams import (
 )
 from specbeam.core.compiling.repeated import Repeated
 from specbeam.core.compiling.threads import allowed_threads, torch_on_one_thread
-from specbeam.core.control.planning import Plan, deepest_of
+from specbeam.core.control.planning import deepest_of
 from specbeam.core.control.stopping import stops_of
 from specbeam.core.control.stops import NEVER
 from specbeam.core.control.width import FixedWidths, is_for_steps
 from specbeam.core.cycles import cycles
 from specbeam.core.dice import Uniforms
 from specbeam.core.draft.batch import models_of
-from specbeam.core.draft.turns import NoDraftSpec, draft_turn, nodes_of, rows_kept
+from specbeam.core.draft.turns import draft_turn, nodes_of, rows_kept
 from specbeam.core.forest import (
     MOST_KEPT,
     KnownRows,
@@ -130,8 +130,6 @@ def planned_run(target: LM, session: Session, most_turns: int) -> PlannedRun | N
     models: list[Any] = [target, *drafting]
     if any(not getattr(lm, "supports_runs", False) or lm.vocab != target.vocab for lm in models):
         return None
-    if plan.depth != 0 and isinstance(drafts, NoDraftSpec):
-        return None
     verify_turn.step_of(type(rule))
     draft_turn.step_of(type(drafts))
     edits = warp.edits(session.prompt)
@@ -166,7 +164,7 @@ def _drafts_of(drafter: object, controller: object, session: Session, tosses: in
     return drafts._replace(stops=stops) if "stops" in drafts._fields else None
 
 
-def numbers_of(controller: object, session: Session) -> Plan | None:
+def numbers_of(controller: object, session: Session) -> Any:
     """Return the numbers by which a controller plans; None if it plans in Python."""
     for kind in type(controller).__mro__:
         if "plan" in vars(kind):

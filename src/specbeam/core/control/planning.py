@@ -1,12 +1,31 @@
-"""PLAN: depth and width of the next draft, from numbers that steps can read."""
+"""PLAN: depth and width of the next draft, from numbers that steps can read.
 
-from typing import NamedTuple
+A controller whose numbers are a record of another kind, with a field `width`, registers its own steps for these verbs.
+"""
+
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from specbeam.core.steps import Array, borrowed, step
+from specbeam.core.steps import Array, borrowed, step, verb
 
 BY_ODDS = -1  # the value of `Plan.depth` if the depth is chosen
+
+
+@verb(0, has_body=False)
+def plan_depth(plan: Any, roots: int, turns: int, remaining: int) -> int:  # type: ignore[empty-body]
+    """Return the depth of the next draft, after `turns` turns and with `remaining` tokens that may be emitted."""
+
+
+@verb(0)
+def learn_passed(plan: Any, passed: Array) -> None:
+    """Learn which of the drafted layers that were judged in a turn passed, bool[layers]."""
+    return
+
+
+@verb(0, has_body=False)
+def deepest_of(plan: Any) -> int:  # type: ignore[empty-body]
+    """Return the most layers that a plan may draft."""
 
 
 @borrowed
@@ -45,9 +64,10 @@ def layers_by_depth(seen: Array) -> Array:
     return emitted
 
 
+@plan_depth.of(Plan)
 @step
-def plan_depth(plan: Plan, roots: int, turns: int, remaining: int) -> int:
-    """Return the depth of the next draft, after `turns` turns and with `remaining` tokens that may be emitted."""
+def plan_fixed_or_by_odds(plan: Plan, roots: int, turns: int, remaining: int) -> int:
+    """Return the fixed depth, or the one of most expected layers per second; see `plan_depth`."""
     depth = plan.depth
     if depth < 0:
         seconds = plan.seconds[min(roots, len(plan.seconds) - 1)]
@@ -58,15 +78,17 @@ def plan_depth(plan: Plan, roots: int, turns: int, remaining: int) -> int:
     return min(depth, remaining - plan.beyond)
 
 
+@learn_passed.of(Plan)
 @step
-def learn_passed(plan: Plan, passed: Array) -> None:
-    """Count in `plan.seen` which of the drafted layers that were judged in a turn passed, bool[layers]."""
+def count_passed(plan: Plan, passed: Array) -> None:
+    """Count in `plan.seen` which layers passed; see `learn_passed`."""
     if plan.depth < 0:
         for layer in range(min(len(passed), plan.seen.shape[1])):
             plan.seen[0, layer] += passed[layer]
             plan.seen[1, layer] += 1
 
 
-def deepest_of(plan: Plan) -> int:
-    """Return the most layers that a plan may draft."""
+@deepest_of.of(Plan)
+def deepest_of_tables(plan: Plan) -> int:
+    """Return the fixed depth, or the largest in the tables; see `deepest_of`."""
     return int(plan.depth if plan.depth >= 0 else plan.seconds.shape[1] - 1)

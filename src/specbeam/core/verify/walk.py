@@ -24,6 +24,7 @@ from specbeam.core.forest import (
     find_child,
     groups_by_node,
     start_of,
+    turn_rows,
 )
 from specbeam.core.laws.evidence import Evidence, gathers, no_evidence, note_draw
 from specbeam.core.laws.named import EXACT
@@ -458,6 +459,31 @@ def walked(session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes 
     """Return the verdict of `walk_down`. Raises `BrokenLaw`, and `DeadEnd` if the text has no way on."""
     inputs = WalkInputs.of(session, forest, scored)
     layers, condition = inputs.take_turn(walk_down, session, forest, spec)
+    return Verdict(checked(layers, condition, session, scored), audit=inputs.audit(session))
+
+
+def verdict_by_step(
+    session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"], spec: Any, widths: Any = ONE_SEQUENCE
+) -> Verdict:
+    """Return the verdict of the step that a spec has registered for `verify_turn`: the `verify` of a rule of one's own.
+
+    Where Python has to see rows, all rows of the forest are processed first; where there are stop strings, the source of the
+    step is run. Raises `BrokenLaw`, and `DeadEnd` if the text has no way on.
+    """
+    inputs = WalkInputs.of(session, forest, scored)
+    rows = inputs.rows
+    if not isinstance(rows, np.ndarray):
+        rows = np.stack([rows.at(node) for node in range(forest.size)])
+    one = verify_turn.step_of(type(spec))
+    if inputs.eye is not None:
+        one = getattr(one, "py_func", one)
+    finished = session.finished_with_room(2 * forest.size + widths.most)
+    before = int(finished.held[0])
+    turn = turn_rows(rows, forest.size, forest.known)
+    layers, condition = one(
+        turn, forest, session.beams, spec, widths, session.length, finished, inputs.dice, inputs.evidence, inputs.eye
+    )
+    finished.held[0] = before  # the session adds them when it moves on
     return Verdict(checked(layers, condition, session, scored), audit=inputs.audit(session))
 
 
