@@ -1,4 +1,4 @@
-"""What the docs show runs."""
+"""The docs: their snippets run, their links lead somewhere, and they stay short."""
 
 import ast
 import importlib
@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from tools import notebooks
+from tools.nouns_and_steps import page as nouns_and_steps
 
 import specbeam as sb
 from specbeam.core.lazy import homes_in
 from specbeam.models.pair import BUNDLED
-from tests.support.nouns_and_steps import PAGE, page
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = sorted(page.relative_to(DOCS).as_posix() for page in (DOCS / "methods").glob("*.md"))
@@ -72,7 +72,7 @@ def test_calls_show_the_true_defaults(name):
                 assert ast.literal_eval(keyword.value) == true[keyword.arg].default, ast.unparse(call)
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs"])
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "measurements"])
 def test_links_between_pages_lead_somewhere(name):
     place = DOCS.parent / name
     for file in [place] if place.is_file() else place.rglob("*.md"):
@@ -95,7 +95,11 @@ def test_the_systems_page_names_recipes_and_settings_that_exist():
 PAGES_THAT_NAME_TESTS = [
     "README.md",
     "CONTRIBUTING.md",
-    *(page.relative_to(DOCS.parent).as_posix() for page in DOCS.rglob("*.md")),
+    *(
+        page.relative_to(DOCS.parent).as_posix()
+        for folder in ("docs", "measurements")
+        for page in (DOCS.parent / folder).rglob("*.md")
+    ),
 ]
 
 
@@ -183,5 +187,21 @@ def test_each_public_name_has_a_docstring_and_each_recipe_states_its_law():
                 assert "Law: " in value.__doc__, name
 
 
-def test_the_page_of_nouns_and_steps_is_that_of_the_source():
-    assert PAGE.read_text() == page(), "write it anew: python -m tests.support.nouns_and_steps"
+def test_the_page_of_nouns_and_steps_lists_what_decides_a_turn():
+    text = nouns_and_steps()
+    assert text.count("\n- **") > 20
+    assert text.count("\n- `") > 100
+    assert not re.findall(r"^- .*: $", text, re.MULTILINE)
+
+
+FIGURE = re.compile(r"\d ?(×|x|m?s|tokens/s)?( \(.* to .*\))?\**$")  # the end of a cell of a table of measurements
+
+
+def test_the_docs_are_short_and_guides_hold_no_tables_of_measurements():
+    pages = {page.relative_to(DOCS).as_posix(): page.read_text(encoding="utf-8") for page in DOCS.rglob("*.md")}
+    assert sum(len(text.split()) for text in pages.values()) <= 45_000
+    for name, text in pages.items():
+        if name in ("start.md", "which_method.md") or name.startswith("guides/"):
+            cells = [cell.strip() for row in text.splitlines() if row.startswith("| ") for cell in row.split("|")]
+            assert not [cell for cell in cells if FIGURE.search(cell)], name
+    assert (DOCS.parent / "measurements" / "README.md").is_file()

@@ -1,4 +1,4 @@
-"""What the documentation site is made of besides the pages in docs/: pages of the repository, the reference, notebooks.
+"""Add the pages that are not in docs/ to the documentation site: README, measurements, reference, notebooks.
 
 mkdocs calls the functions whose names begin with `on_`.
 """
@@ -7,6 +7,7 @@ import ast
 import json
 import posixpath
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "specbeam"
+sys.path.insert(0, str(ROOT / "tools"))  # mkdocs loads this file by its path
 
-# pages that stand outside of docs/: file -> name on the site
+from nouns_and_steps import page as nouns_and_steps  # noqa: E402
+
+# pages outside of docs/: file -> name on the site
 OUTSIDE = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -24,6 +28,7 @@ OUTSIDE = {
     "src/specbeam/bundled/README.md": "bundled_pair.md",
     "examples/train_pair/README.md": "training_the_pair.md",
     "examples/text_to_sql/README.md": "text_to_sql.md",
+    **{f"measurements/{file.name}": f"measurements/{file.name}" for file in (ROOT / "measurements").iterdir()},
 }
 PLACE = {name: file for file, name in OUTSIDE.items()}
 
@@ -79,7 +84,7 @@ HAND_MADE = {
     "api/errors.md": (
         "Errors",
         "All errors that a user can correct are `sb.SpecbeamError`.\n\n"
-        "::: specbeam.errors\n    options: {show_root_heading: false, show_root_toc_entry: false, heading_level: 2}\n",
+        "::: specbeam.core.errors\n    options: {show_root_heading: false, show_root_toc_entry: false, heading_level: 2}\n",
     ),
 }
 
@@ -87,12 +92,14 @@ HAND_MADE = {
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are not in docs/, and fill the folders of the navigation."""
     for file, name in OUTSIDE.items():
-        _add(files, config, name, (ROOT / file).read_text(encoding="utf-8"))
+        content = (ROOT / file).read_bytes()
+        _add(files, config, name, content.decode() if file.endswith(".md") else content)
     for name, (title, sentence, stubs, modules) in REFERENCE.items():
         _add(files, config, name, f"# {title}\n\n{sentence}\n\n{_entries(stubs, modules)}")
     for name, (title, text) in HAND_MADE.items():
         _add(files, config, name, f"# {title}\n\n{text}")
     _add(files, config, "api/command_line.md", command_line_page())
+    _add(files, config, "nouns_and_steps.md", nouns_and_steps())
     for notebook in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")):
         _add(files, config, f"notebooks/{notebook.stem}.md", as_page(notebook))
     _fill(config.nav, files)
@@ -100,7 +107,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Point links at the pages of the site; of links to other files of the repository only the text stays."""
+    """Point links at the pages of the site, and replace links to other files of the repository by their text."""
     here = page.file.src_uri
     source = PLACE.get(here, f"docs/{here}")
 
@@ -119,8 +126,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     return re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", mended, markdown)
 
 
-def _add(files: Files, config: Any, name: str, text: str) -> None:
-    files.append(File.generated(config, name, content=text))
+def _add(files: Files, config: Any, name: str, content: str | bytes) -> None:
+    files.append(File.generated(config, name, content=content))
 
 
 def _entries(stubs: list[str], modules: tuple[str, ...] | None) -> str:

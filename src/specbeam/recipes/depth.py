@@ -37,7 +37,7 @@ MEASURED = (HuggingFaceLM, ExitLM, SkippingLM)  # draft models of which it is kn
 DEAR = 0.25  # of the bytes of a target's pass; a draft model that reads more drafts as many layers as pay
 FREE = CostCurve((1,), (0.0,))  # cost of drafts that no model makes
 # What a pass over some rows takes where one over a single row takes 1: about what was measured of 1 B in 16 and 8 bits, and
-# of 97 M in 4 bits behind passes of a draft model (docs/speed.md).
+# of 97 M in 4 bits behind passes of a draft model (measurements/engines.md).
 ROWS = CostCurve((1, 8), (1.0, 1.2))
 ROWS_IN_4_BITS = CostCurve((1, 2, 4, 6), (1.0, 1.4, 1.9, 2.3))
 

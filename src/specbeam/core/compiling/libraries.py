@@ -2,7 +2,7 @@
 
 A program that finds all code kept calls a few functions by their machine code, and links nothing. numba reads the LLVM code
 of each nonetheless, to know the names in it; here they are kept beside it. And most functions are only compiled into others,
-numba's own above all: numba makes machine code of these, too (docs/speed.md says what that takes).
+numba's own above all: numba makes machine code of these, too (measurements/first_text.md says what that takes).
 """
 
 from typing import Any
