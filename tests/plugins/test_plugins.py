@@ -5,6 +5,7 @@ import pytest
 
 import specbeam as sb
 from specbeam.core.control.fixed import FixedShape
+from specbeam.core.control.width import FixedWidth
 from specbeam.core.decode import decode
 from specbeam.core.draft.beams import BeamDrafter, NoDraft
 from specbeam.core.draft.children import Independent
@@ -66,7 +67,7 @@ def with_controller():
 
 def with_controller_of_beams():
     models = pair()
-    rule = BeamRule(3)
+    rule = BeamRule(FixedWidth(3))
     return models.target, Parts(BeamDrafter(models.draft, 3), rule, Sawtooth(4, width=5), EXACT)
 
 
@@ -79,7 +80,7 @@ def with_engine_that_drafts():
 
 
 def with_engine_for_beams():
-    return bigrams(), Parts(BeamDrafter(near(), 3), BeamRule(3), FixedShape(3, 5), EXACT)
+    return bigrams(), Parts(BeamDrafter(near(), 3), BeamRule(FixedWidth(3)), FixedShape(3, 5), EXACT)
 
 
 def with_everything():
@@ -87,10 +88,15 @@ def with_everything():
     return target, Parts(BigramDrafter(FOLLOWER), LenientRule(0.5), Sawtooth(3), LenientRule.law)
 
 
-CASES = [
-    with_rule, with_drafter, with_controller, with_controller_of_beams, with_engine, with_engine_that_drafts,
-    with_engine_for_beams, with_everything,
-]  # fmt: skip
+RARE = [
+    with_drafter,
+    with_controller,
+    with_controller_of_beams,
+    with_engine,
+    with_engine_that_drafts,
+    with_engine_for_beams,
+]
+CASES = [with_rule, with_everything, *(pytest.param(case, marks=pytest.mark.slow) for case in RARE)]  # fmt: skip
 
 
 def decoded(case, ahead, warp=None):
