@@ -32,7 +32,7 @@ class LayersOfTrees(TreeDrafter):
         """Return the trees. A drafter that drafts in its own way takes part in no run of turns."""
         return super().draft(sessions, shapes)
 
-    def _grow_compiled(self, one):
+    def _drafted_by_steps(self, session, shape):
         """Leave every layer to Python."""
 
 
@@ -43,7 +43,7 @@ class LayersOfBeams(BeamDrafter):
         """Return the drafts. A drafter that drafts in its own way takes part in no run of turns."""
         return super().draft(sessions, shapes)
 
-    def _grow_compiled(self, one):
+    def _drafted_by_steps(self, session, shape):
         """Leave every layer to Python."""
 
 

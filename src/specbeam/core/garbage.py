@@ -16,8 +16,8 @@ _ours = _before  # as the first of them set it
 def rarely_collected() -> Iterator[None]:
     """Let Python look through all objects for garbage more rarely: in imports, and while steps are compiled.
 
-    measurements/first_text.md says what that saves. The last of several threads to leave sets the threshold back, unless somebody else
-    has set it meanwhile.
+    measurements/first_text.md has what that saves. The last of several threads to leave sets the threshold back, unless
+    another caller has set it meanwhile.
     """
     _enter()
     try:

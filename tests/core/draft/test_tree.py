@@ -11,6 +11,7 @@ from scipy.stats import chisquare
 import specbeam as sb
 from specbeam.core.control.confidence import SureDraft
 from specbeam.core.dice import Dice, Uniforms
+from specbeam.core.draft import by_steps
 from specbeam.core.draft import tree as tree_steps
 from specbeam.core.draft.children import Best, BestAndOne, Distinct, Draws, Independent
 from specbeam.core.draft.tree import Branching, FixedTree, TreeDrafter, grow_layer, grow_tree, start_tree
@@ -358,8 +359,8 @@ class OwnChildren:
 def test_when_trees_are_grown_in_one_loop(pair, monkeypatch):
     """Where Python has to look at rows or at layers, or cannot hand on the model, each layer is a pass of its own."""
     made = []
-    loop = tree_steps.grow_tree
-    monkeypatch.setattr(tree_steps, "grow_tree", lambda *given: (made.append(1), loop(*given))[1])
+    loop = by_steps.draft_turn
+    monkeypatch.setattr(by_steps, "draft_turn", lambda *given: (made.append(1), loop(*given))[1])
     plain = Branching((2, 1), Distinct())
     deep = Shape(2, 4)
     cases = {

@@ -21,8 +21,9 @@ from specbeam.core.control.needs import (
 )
 from specbeam.core.control.width import FixedWidths, Width, is_for_steps, width_by_draft, width_spec
 from specbeam.core.dice import pick
+from specbeam.core.draft.by_steps import drafted_by_steps
 from specbeam.core.draft.turns import Cut, NoDraftSpec, draft_turn, learn_from, rows_kept, uncut
-from specbeam.core.errors import BrokenLaw, BrokenProcessor, DeadEnd
+from specbeam.core.errors import BrokenProcessor, DeadEnd
 from specbeam.core.forest import (
     DISTINCT,
     INDEPENDENT,
@@ -36,7 +37,7 @@ from specbeam.core.forest import (
     nodes_without,
     rows_with_known,
 )
-from specbeam.core.laws.edits import NO_EDITS, Edits, edited_rows
+from specbeam.core.laws.edits import Edits, edited_rows
 from specbeam.core.laws.joint import (
     Choice,
     JointLaw,
@@ -51,9 +52,9 @@ from specbeam.core.laws.joint import (
     odds_among,
 )
 from specbeam.core.laws.ranking import Truncation, sorted_places
-from specbeam.core.laws.reduce import BROKEN, SOUND
+from specbeam.core.laws.reduce import SOUND
 from specbeam.core.laws.warp import Rows, law_of_beams, on_host, processed_rows
-from specbeam.core.lm import LM, fill_prompts, runs_in_steps, takes_a_pass
+from specbeam.core.lm import LM, fill_prompts, takes_a_pass
 from specbeam.core.passes import run_pass
 from specbeam.core.records import Scored, Shape, Turn
 from specbeam.core.session import Session
@@ -634,9 +635,11 @@ class BeamDrafter:
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
         """Return a forest per session: up to `shape.depth` layers of `shape.width` draft beams, fewer if all beams end."""
+        if len(sessions) == 1:
+            drafted = self._drafted_by_steps(sessions[0], shapes[0])
+            if drafted is not None:
+                return [self._passed_on(sessions[0], drafted)]
         drafts = [self._start(session, shape) for session, shape in zip(sessions, shapes, strict=True)]
-        if len(drafts) == 1:
-            self._grow_compiled(drafts[0])
         while active := [draft for draft in drafts if draft.wants_layer]:
             asking = [draft for draft in active if draft.wants_rows]
             answers: list[Scored] = []
@@ -649,13 +652,22 @@ class BeamDrafter:
                 draft.session.count.draft_passes += draft in own and takes_a_pass(self.lm, draft.layers)
                 with draft.session.failing_alone("draft model: "):
                     draft.grow(on_host(own[draft].logits) if draft in own else draft.drafted.forest.known.rows[:0])
-        return [self._cut(draft) for draft in drafts]
+        return [self._passed_on(draft.session, cut(draft.spec, draft.drafted)) for draft in drafts]
 
-    def _cut(self, draft: GrowingBeams) -> Forest:
+    def _drafted_by_steps(self, session: Session, shape: Shape) -> Cut | None:
+        """Return the draft of a session, made in one compiled call; None if Python has to see rows."""
+        return drafted_by_steps(self.lm, session, shape, self.spec(session), self._roots(session))
+
+    def _passed_on(self, session: Session, drafted: Cut) -> Forest:
         """Return the forest that the target scores; the whole draft is kept until the turn is settled."""
-        done = cut(draft.spec, draft.drafted)
-        draft.session.state[_Cut, self] = done
-        return done.forest._replace(known=draft.session.start.known)
+        session.state[_Cut, self] = drafted
+        return drafted.forest._replace(known=session.start.known)
+
+    def _roots(self, session: Session) -> Forest:
+        """Return the forest that a draft starts with, whose rows are of the draft model's tokens."""
+        start = session.start
+        known = start.known._replace(rows=_rows_of_vocab(start.known.rows, self.lm.vocab))
+        return Forest(start.tokens, start.parents, known=known)
 
     def spec(self, session: Session) -> Any:
         """Return how layers are drafted for a session: a `SharedLayers`, `SearchedLayers` or `DrawnLayers`."""
@@ -675,43 +687,8 @@ class BeamDrafter:
 
     def _start(self, session: Session, shape: Shape) -> GrowingBeams:
         """Return a draft without layers."""
-        start = session.start
-        known = start.known._replace(rows=_rows_of_vocab(start.known.rows, self.lm.vocab))
-        forest = Forest(start.tokens, start.parents, known=known)
         spec = self.spec(session)
-        return GrowingBeams(session, shape, spec, start_draft(session.beams, forest, spec))
-
-    def _grow_compiled(self, draft: GrowingBeams) -> None:
-        """Draft all layers in one compiled call if steps can run the model and Python need not see rows; else do nothing."""
-        session = draft.session
-        depth = draft.shape.depth
-        nodes = depth * draft.shape.width
-        if not runs_in_steps(self.lm) or not session.warp.takes_raw_rows or not draft.wants_layer:
-            return
-        with self.lm.cache_for_steps(session, nodes) as model:
-            if model is None:
-                return
-            draft.make_room(self.lm.vocab, np.float32)
-            spent = np.zeros(2, dtype=np.int64)
-            with model.count_passes(spent):
-                dice = session.dice.ready(nodes)
-                draft.drafted, condition = draft_layers(
-                    model.arrays,
-                    draft.drafted,
-                    depth,
-                    draft.shape.width,
-                    draft.spec,
-                    NO_EDITS,
-                    dice,
-                    spent,
-                )
-        session.count.draft_passes += int(spent[0])
-        draft.layers = depth
-        if condition == BROKEN:
-            with session.failing_alone("draft model: "):
-                raise BrokenLaw(
-                    "the model returned NaN or +inf logits; try float32, or look for overflow in the weights"
-                )
+        return GrowingBeams(session, shape, spec, start_draft(session.beams, self._roots(session), spec))
 
     def fill(self, sessions: list[Session], most: int) -> list[bool]:
         """Store the next chunk of up to `most` long prompts; return whether each session may take a turn."""

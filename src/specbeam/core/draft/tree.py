@@ -20,6 +20,7 @@ from specbeam.core.control.confidence import Stopping
 from specbeam.core.control.stopping import begin_draft, goes_on, learn_stop, stops_of
 from specbeam.core.control.stops import NO_STOP, StopSpec
 from specbeam.core.dice import pick
+from specbeam.core.draft.by_steps import drafted_by_steps
 from specbeam.core.draft.children import (
     KNOWN,
     LIKELIEST,
@@ -32,14 +33,14 @@ from specbeam.core.draft.children import (
     distinct,
 )
 from specbeam.core.draft.turns import Cut, draft_turn, keep_tosses, learn_from, nodes_of, tosses_of, uncut
-from specbeam.core.errors import BrokenLaw, BrokenProcessor
+from specbeam.core.errors import BrokenProcessor
 from specbeam.core.forest import CHOSEN, DISTINCT, INDEPENDENT, LOST, Forest, Siblings, drafted_layers, siblings
-from specbeam.core.laws.edits import NO_EDITS, Edits, edited_rows
+from specbeam.core.laws.edits import Edits, edited_rows
 from specbeam.core.laws.ranking import Truncation, largest
 from specbeam.core.laws.reduce import BROKEN, SOUND, condition_of_row, exponentials
 from specbeam.core.laws.rows import RowLaw, row_law
 from specbeam.core.laws.warp import Rows, on_host, processed_rows, row_laws
-from specbeam.core.lm import LM, fill_prompts, runs_in_steps, takes_a_pass
+from specbeam.core.lm import LM, fill_prompts, takes_a_pass
 from specbeam.core.noise import with_largest
 from specbeam.core.passes import run_pass
 from specbeam.core.records import Shape, Turn
@@ -614,9 +615,11 @@ class TreeDrafter:
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
         """Return one tree per session; see `Growth`. A controller that is `Stopping` may end a draft between layers."""
+        if len(sessions) == 1:
+            forest = self._drafted_by_steps(sessions[0], shapes[0])
+            if forest is not None:
+                return [forest]
         trees = [GrowingTree.start(session, shape) for session, shape in zip(sessions, shapes, strict=True)]
-        if len(trees) == 1:
-            self._grow_compiled(trees[0])
         while active := [tree for tree in trees if self._wants_layer(tree)]:
             for tree in active:
                 tree.session.count.draft_passes += self.counts_passes and takes_a_pass(self.lm, tree.layers)
@@ -639,36 +642,15 @@ class TreeDrafter:
         is_constrained = warp.constraint is not None or (shared is not None and not shared.knows_all)
         return self.growth.spec(warp.cut, session.limits.ending, warp.greedy, is_constrained)
 
-    def _grow_compiled(self, tree: GrowingTree) -> None:
-        """Grow all layers in one compiled call, if steps can run the model and Python need not see layers; or do nothing."""
-        session = tree.session
-        depth = tree.shape.depth
+    def _drafted_by_steps(self, session: Session, shape: Shape) -> Forest | None:
+        """Return the tree of a session, grown in one compiled call; None if Python has to see layers or rows."""
         spec = self.spec(session)
-        stops = stops_of(session.parts.controller, session, depth)
-        needs_python = stops is None or not session.warp.takes_raw_rows
-        if spec is None or needs_python or not runs_in_steps(self.lm) or not self._wants_layer(tree):
-            return
-        spec = spec._replace(stops=stops)
-        draws = nodes_of(spec, tree.forest.size, depth, 0)
-        with self.lm.cache_for_steps(session, draws) as model:
-            if model is None:
-                return
-            spent = np.zeros(2, dtype=np.int64)
-            draft = start_growth(tree.forest, spec)
-            with model.count_passes(spent):
-                draft, condition = grow_tree(
-                    model.arrays, draft, model.cache.answered, depth, spec, NO_EDITS, session.dice.ready(draws), spent
-                )
-        session.count.draft_passes += self.counts_passes * int(spent[0])
-        tree.memory["draft"] = draft
-        tree.forest = draft.forest
-        tree.front = draft.front
-        tree.layers = depth
-        if condition == BROKEN:
-            with session.failing_alone("draft model: "):
-                raise BrokenLaw(
-                    "the model returned NaN or +inf logits; try float32, or look for overflow in the weights"
-                )
+        stops = stops_of(session.parts.controller, session, shape.depth)
+        if spec is None or stops is None:
+            return None
+        roots = Forest.rooted(session.beams.tokens)
+        drafted = drafted_by_steps(self.lm, session, shape, spec._replace(stops=stops), roots, self.counts_passes)
+        return None if drafted is None else drafted.forest
 
     def _grow(self, tree: GrowingTree, rows: Rows) -> None:
         """Add a layer by the logits of the front; empty the front if the controller ends the draft."""
