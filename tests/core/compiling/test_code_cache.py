@@ -120,16 +120,56 @@ def test_an_older_numba_is_said_and_left_alone(older):
 
 
 def test_sources_are_those_that_are_compiled_in():
-    turns = {str(path.relative_to(SOURCE)) for path in code_cache.sources(SOURCE / "core" / "runs.py")}
-    assert turns >= {
-        "core/beams.py",
-        "core/noise.py",
-        "core/verify/beams.py",
-        "engines/kv/steps.py",
-        "engines/cpu/sums.py",
-        "core/draft/children.py",  # for constants: it has no steps of its own
+    turns = {str(path.relative_to(SOURCE)) for path in code_cache.sources(SOURCE / "core" / "run_steps.py")}
+    assert turns >= {"core/beams.py", "core/passes.py", "core/draft/turns.py", "core/verify/turns.py"}
+    assert not turns & {"core/session.py", "core/decode.py", "core/verify/beams.py", "core/draft/tree.py"}
+    assert not any(path.startswith(("engines/", "models/")) for path in turns)  # these are told by their records
+    rules = {str(path.relative_to(SOURCE)) for path in code_cache.sources(SOURCE / "core" / "verify" / "beams.py")}
+    assert rules >= {"core/laws/joint.py", "core/noise.py", "core/verify/trials.py"}
+    assert "core/draft/children.py" in {  # for constants: it has no steps of its own
+        str(path.relative_to(SOURCE)) for path in code_cache.sources(SOURCE / "core" / "draft" / "tree.py")
     }
-    assert not turns & {"core/session.py", "models/huggingface.py", "core/decode.py"}
     laws = {str(path.relative_to(SOURCE)) for path in code_cache.sources(SOURCE / "core" / "laws" / "joint.py")}
     assert "core/laws/reduce.py" in laws
-    assert not laws & {"core/runs.py", "core/verify/beams.py"}
+    assert not laws & {"core/run_steps.py", "core/verify/beams.py"}
+
+
+PARTS = {
+    "inner.py": "from specbeam.core.steps import step\n\n@step\ndef added(x):\n    return x + {change}\n",
+    "kinds.py": """
+from typing import NamedTuple
+from .inner import added
+from specbeam.core.steps import borrowed, step, verb
+
+@borrowed
+class Mine(NamedTuple):
+    number: int
+
+@verb(0, has_body=False)
+def answer(kind): ...
+
+@answer.of(Mine)
+@step
+def answer_mine(kind):
+    return added(kind.number)
+
+@step
+def ask(kind):
+    return answer(kind)
+
+print(ask(Mine(5)), sum(ask.python_entry._cache_hits.values()))
+""",
+}
+
+
+def test_a_change_of_a_step_that_a_package_of_ones_own_registers_reaches_the_callers_of_its_verb(tmp_path):
+    package = tmp_path / "own"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    environment = {"PYTHONPATH": f"{SOURCE.parent}:{tmp_path}", "SPECBEAM_CACHE": str(tmp_path / "cache")}
+    for change, expected in ((1, (6, 0)), (1, (6, 1)), (10, (15, 0))):
+        for name, text in PARTS.items():
+            (package / name).write_text(text.replace("{change}", str(change)))
+        command = [sys.executable, "-c", "import own.kinds"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert tuple(int(number) for number in done.stdout.split()) == expected

@@ -39,7 +39,7 @@ from specbeam.core.garbage import rarely_collected
 
 LOG = logging.getLogger("specbeam.kernels")
 _ROOT = Path(__file__).parents[3]
-_IMPORT = re.compile(r"^\s*from (specbeam[\w.]*) import (\([^)]*\)|.*)$", re.MULTILINE)
+_IMPORT = re.compile(r"^\s*from ([\w.]+) import (\([^)]*\)|.*)$", re.MULTILINE)
 _COMPILES = re.compile(
     r"^\s*(from specbeam\.core\.(compiling\.compiler|steps)|import numba|from numba|from llvmlite)", re.MULTILINE
 )
@@ -87,7 +87,7 @@ def sources(path: Path) -> frozenset[Path]:
         for other, names in _imported(waiting.pop()):
             if other in known:
                 continue
-            if _COMPILES.search(_text(other)):
+            if _COMPILES.search(_text(other)) or not other.is_relative_to(_ROOT):
                 waiting.append(other)
             elif not any(name.isupper() for name in names):
                 continue
@@ -97,17 +97,49 @@ def sources(path: Path) -> frozenset[Path]:
 
 @cache
 def _imported(path: Path) -> list[tuple[Path, list[str]]]:
-    """Return the files of this package that a file imports from, each with the names that it imports."""
+    """Return the files of specbeam, or of the file's own package, that it imports from, each with the names it imports."""
     found = []
     for module, names in _IMPORT.findall(_text(path)):
-        place = _ROOT.joinpath(*module.split("."))
+        place = _place_of(module, path)
+        if place is None:
+            continue
         each = re.findall(r"\w+", names.split("#")[0])
         if place.is_dir():
+            found += _homes_in(place / "__init__.pyi", each)
             found += [(place / f"{name}.py", [name]) for name in each if (place / f"{name}.py").exists()]
             place /= "__init__"
         if place.with_suffix(".py").exists():
             found.append((place.with_suffix(".py"), each))
     return found
+
+
+def _homes_in(stub: Path, names: list[str]) -> list[tuple[Path, list[str]]]:
+    """Return the files in which a package's stub says that these names are, each with the names; none without a stub."""
+    if not stub.exists():
+        return []
+    homes = []
+    for module, stated in _IMPORT.findall(_text(stub)):
+        named = [name for name in re.findall(r"\w+", stated) if name in names]
+        if named:
+            homes.append((_ROOT.joinpath(*module.split(".")).with_suffix(".py"), named))
+    return [(path, named) for path, named in homes if path.exists()]
+
+
+def _place_of(module: str, importing: Path) -> Path | None:
+    """Return the path of a module without its suffix; None for modules of other packages than specbeam and the file's own."""
+    (first, *_) = module.lstrip(".").split(".")
+    if first == "specbeam" and not module.startswith("."):
+        return _ROOT.joinpath(*module.split("."))
+    if module.startswith("."):
+        above = importing.parents[len(module) - len(module.lstrip(".")) - 1]
+        return above.joinpath(*module.lstrip(".").split("."))
+    top = importing.parent
+    package = ""
+    while (top / "__init__.py").exists():
+        package = top.name
+        top = top.parent
+    is_sibling = not package and (top / f"{first}.py").exists()
+    return top.joinpath(*module.split(".")) if first == package or is_sibling else None
 
 
 @cache
