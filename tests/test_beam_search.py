@@ -12,13 +12,13 @@ from scipy import stats
 from transformers import LogitsProcessor
 
 import specbeam as sb
-from specbeam.core.draft.joint_tokens import EveryBlock
 from specbeam.core.laws.joint import joint_law
 from specbeam.core.laws.warp import Warp
 from specbeam.core.verify.search import SearchRule
 from specbeam.doors.options.settings import Settings
 from specbeam.models.table import TableLM
 from specbeam.recipes.catalogue import RECIPES
+from specbeam.recipes.joint.block_drafter import EveryBlock
 from tests.support import words
 from tests.support.checking import refused
 from tests.support.exact import distance, exact_law, hf_beam_sampling_law

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from specbeam.core.measure import energy
-from specbeam.core.measure.energy import EnergyMeter
+from specbeam.doors import energy
+from specbeam.doors.energy import EnergyMeter
 
 
 @pytest.fixture

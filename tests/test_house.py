@@ -17,6 +17,7 @@ FLOORS = [
         "core.errors",
         "core.garbage",
         "core.whole_files",
+        "doors.energy",
         "doors.plain",
         "engines.mapped",
         "engines.packed",
@@ -104,6 +105,34 @@ def test_imports_go_down_or_stay_in_their_room():
         for there in imported_rooms(tree_of(path)):
             if there in FLOOR_OF and there != here:
                 assert FLOOR_OF[there] < FLOOR_OF[here], f"{path}: {here} -> {there}"
+
+
+IN_CORE = {"numpy", "numba", "llvmlite", "torch", "jaxtyping", "platformdirs", "specbeam"}  # besides Python's own
+
+
+def test_the_core_is_closed():
+    """It imports nothing of specbeam outside itself, and stays small."""
+    lines = 0
+    for path in (SOURCE / "core").rglob("*.py"):
+        lines += len(path.read_text().splitlines())
+        for node in tree_of(path).body:
+            if isinstance(node, ast.ImportFrom) and node.module != "specbeam":
+                inside = node.module.startswith("specbeam.core.")
+                assert inside or node.module.split(".")[0] in {*IN_CORE, *sys.stdlib_module_names} - {"specbeam"}, path
+    assert lines <= 18_000
+
+
+def test_kinds_register_their_steps_beside_their_records():
+    """No table of types says in another file what is done for each kind."""
+    for path in (SOURCE / "core").rglob("*.py"):
+        tables = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.AnnAssign)]
+        stated = [ast.unparse(node.annotation) for node in tables]
+        assert path.name in ("steps.py", "registered.py") or not any("dict[type" in one for one in stated), path
+
+
+def test_there_are_at_most_twelve_entries_at_the_top():
+    entries = {path.stem for path in SOURCE.iterdir() if path.suffix in ("", ".py")} - {"__pycache__"}
+    assert len(entries) <= 12
 
 
 def test_every_file_has_a_floor():

@@ -38,10 +38,10 @@ from specbeam.recipes.heads import hidden_transfer as hidden_transfer
 from specbeam.recipes.heads import medusa as medusa
 from specbeam.recipes.heads import mtp as mtp
 from specbeam.recipes.heads import specdiff as specdiff
-from specbeam.recipes.joint_beams import mjsd as mjsd
-from specbeam.recipes.joint_beams import mmtad as mmtad
-from specbeam.recipes.joint_beams import mtad as mtad
-from specbeam.recipes.joint_tokens import mtjd as mtjd
+from specbeam.recipes.joint.beams import mjsd as mjsd
+from specbeam.recipes.joint.beams import mmtad as mmtad
+from specbeam.recipes.joint.beams import mtad as mtad
+from specbeam.recipes.joint.tokens import mtjd as mtjd
 from specbeam.recipes.lookup import prompt_lookup as prompt_lookup
 from specbeam.recipes.lookup import suffix_match as suffix_match
 from specbeam.recipes.lookup import token_recycling as token_recycling

@@ -9,10 +9,10 @@ import torch
 
 from specbeam.core.audit import Audit
 from specbeam.core.decode import decode, decode_live
-from specbeam.core.measure.energy import EnergyMeter
 from specbeam.core.records import Generation, Report, Turn
 from specbeam.core.runs import TURNS
 from specbeam.core.session import Session
+from specbeam.doors.energy import EnergyMeter
 from specbeam.doors.fastest import FastestMethod, fastest, tokens_per_second
 from specbeam.doors.growing_text import unsent
 from specbeam.doors.options.checks import is_integer, require

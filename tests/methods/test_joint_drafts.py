@@ -7,8 +7,6 @@ import pytest
 
 import specbeam as sb
 from specbeam.core.dice import Dice
-from specbeam.core.draft.joint_beams import JointBeams, drawn_candidates
-from specbeam.core.draft.joint_tokens import EveryBlock
 from specbeam.core.draft.tree import TreeDrafter
 from specbeam.core.laws.ranking import Truncation
 from specbeam.core.laws.warp import Warp
@@ -16,6 +14,8 @@ from specbeam.core.limits import Limits
 from specbeam.core.records import Shape
 from specbeam.errors import BadSetting
 from specbeam.models.table import TableLM
+from specbeam.recipes.joint.beam_drafter import JointBeams, drawn_candidates
+from specbeam.recipes.joint.block_drafter import EveryBlock
 from tests.support import words
 from tests.support.exact import exact_law, successive
 from tests.support.joint import P, Q, drafted, first_order, letters, odds_of

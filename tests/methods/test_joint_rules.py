@@ -9,13 +9,13 @@ import pytest
 import specbeam as sb
 from specbeam.core.dice import Dice
 from specbeam.core.draft.children import Distinct, Independent
-from specbeam.core.draft.joint_beams import JointBeams
 from specbeam.core.draft.tree import Branching
 from specbeam.core.forest import Forest
-from specbeam.core.verify.joint_beams import JointRule, judged_paths
-from specbeam.core.verify.joint_paths import Paths, deepest_in_chains, deepest_in_tree, passing
 from specbeam.errors import BadSetting, LostLaw, NotSupported
 from specbeam.models.table import TableLM
+from specbeam.recipes.joint.beam_drafter import JointBeams
+from specbeam.recipes.joint.beam_rule import JointRule, judged_paths
+from specbeam.recipes.joint.paths import Paths, deepest_in_chains, deepest_in_tree, passing
 from tests.support.exact import exact_law
 from tests.support.joint import (
     SLOT_P,

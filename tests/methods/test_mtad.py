@@ -11,12 +11,10 @@ from specbeam.core.control.confidence import SureDraft
 from specbeam.core.control.fixed import FixedShape
 from specbeam.core.decode import decode
 from specbeam.core.draft.children import Distinct, Independent
-from specbeam.core.draft.joint_beams import JointBeams
 from specbeam.core.draft.tree import Branching, FixedTree, StochasticBeam, TreeDrafter
 from specbeam.core.laws.warp import Warp
 from specbeam.core.records import Scored
 from specbeam.core.session import Parts
-from specbeam.core.verify.joint_beams import JointRule
 from specbeam.doors.fastest import candidates
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.request import Request
@@ -25,6 +23,8 @@ from specbeam.generation import turns_of
 from specbeam.lab.evaluate.perplexity import log_likelihoods
 from specbeam.models.pair import BUNDLED
 from specbeam.models.table import TableLM
+from specbeam.recipes.joint.beam_drafter import JointBeams
+from specbeam.recipes.joint.beam_rule import JointRule
 from tests.support import words
 from tests.support.checking import refused
 from tests.support.exact import exact_law

@@ -8,8 +8,8 @@ from specbeam.core.laws.warp import Warp
 from specbeam.core.limits import Limits
 from specbeam.core.records import Shape
 from specbeam.core.session import Session
-from specbeam.core.verify.joint_paths import Paths
 from specbeam.models.table import TableLM
+from specbeam.recipes.joint.paths import Paths
 from tests.support.examples import table
 
 

@@ -16,8 +16,8 @@ from specbeam.recipes.heads import (
     mtp,
     specdiff,
 )
-from specbeam.recipes.joint_beams import mjsd, mmtad, mtad
-from specbeam.recipes.joint_tokens import mtjd
+from specbeam.recipes.joint.beams import mjsd, mmtad, mtad
+from specbeam.recipes.joint.tokens import mtjd
 from specbeam.recipes.lookup import prompt_lookup, suffix_match, token_recycling
 from specbeam.recipes.method import Method, Recipe, recipe_of
 from specbeam.recipes.search import beam_search, speculative_beam_search

@@ -17,10 +17,10 @@ from specbeam.apps.serve.line import Line
 from specbeam.apps.serve.scoring import TokenScore, score_texts
 from specbeam.core.decode import Decoder
 from specbeam.core.lm import LM
-from specbeam.core.measure.energy import joules_now
 from specbeam.core.records import Generation, Turn
 from specbeam.core.runs import TURNS
 from specbeam.core.session import Session
+from specbeam.doors.energy import joules_now
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.request import Request
 from specbeam.errors import Cancelled, SpecbeamError, TimedOut

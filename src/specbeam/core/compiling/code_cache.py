@@ -126,7 +126,7 @@ def _homes_in(stub: Path, names: list[str]) -> list[tuple[Path, list[str]]]:
 
 
 def _place_of(module: str, importing: Path) -> Path | None:
-    """Return the path of a module without its suffix; None for modules of other packages than specbeam and the file's own."""
+    """Return the path of a module without its suffix; None for modules of packages other than specbeam and the own one."""
     (first, *_) = module.lstrip(".").split(".")
     if first == "specbeam" and not module.startswith("."):
         return _ROOT.joinpath(*module.split("."))

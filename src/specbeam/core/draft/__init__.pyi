@@ -11,8 +11,6 @@ from specbeam.core.draft.children import Children as Children
 from specbeam.core.draft.children import Distinct as Distinct
 from specbeam.core.draft.children import Draws as Draws
 from specbeam.core.draft.children import Independent as Independent
-from specbeam.core.draft.joint_beams import JointBeams as JointBeams
-from specbeam.core.draft.joint_tokens import EveryBlock as EveryBlock
 from specbeam.core.draft.lookup import PromptLookup as PromptLookup
 from specbeam.core.draft.lookup import SuffixMatch as SuffixMatch
 from specbeam.core.draft.merged import Graph as Graph

@@ -1,8 +1,6 @@
 """The public parts of this room, each once: `specbeam.core.lazy` reads this list when the package runs."""
 
 from specbeam.core.verify.beams import BeamRule as BeamRule
-from specbeam.core.verify.joint_beams import JointRule as JointRule
-from specbeam.core.verify.joint_tokens import BlockRule as BlockRule
 from specbeam.core.verify.search import SearchRule as SearchRule
 from specbeam.core.verify.traversal import TraversalRule as TraversalRule
 from specbeam.core.verify.walk import MatchRule as MatchRule

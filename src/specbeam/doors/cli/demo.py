@@ -7,10 +7,10 @@ from typing import Any
 
 from rich.text import Text
 
-from specbeam.core.measure.energy import EnergyMeter
 from specbeam.core.records import Generation
 from specbeam.doors import render
 from specbeam.doors.cli.common import print_json, quiet_load
+from specbeam.doors.energy import EnergyMeter
 from specbeam.errors import MissingFile
 from specbeam.generation import generate, turns_of
 from specbeam.models.pair import BUNDLED, Pair

@@ -15,7 +15,7 @@ from specbeam.lab.bench.method_figures import SAMPLING, SPECULATIVE, MethodLine,
 from specbeam.lab.evaluate.perplexity import log_likelihoods
 from specbeam.models.pair import Pair
 from specbeam.recipes.beams import beam_sampling, dsbd, greedy, sampling
-from specbeam.recipes.joint_beams import mmtad, mtad
+from specbeam.recipes.joint.beams import mmtad, mtad
 from specbeam.recipes.method import Method
 from specbeam.recipes.search import beam_search, speculative_beam_search
 from specbeam.recipes.sequence import speculative_sampling

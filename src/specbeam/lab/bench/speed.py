@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from specbeam.core.measure.energy import EnergyMeter
 from specbeam.core.records import RowCounts
+from specbeam.doors.energy import EnergyMeter
 from specbeam.doors.prompts import PromptRow
 from specbeam.generation import Prompt
 from specbeam.lab.bench.outcome import Contender, Outcome

@@ -11,14 +11,11 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
-from specbeam.core.draft.self_draft import TargetAsDraft
 from specbeam.core.errors import BadSetting, LostLaw, NotSupported, one_of
 from specbeam.core.forest import Forest
 from specbeam.core.laws.reduce import SOUND
 from specbeam.core.records import Certificate, Verdict
 from specbeam.core.session import Rule, Session
-from specbeam.core.verify.joint_layers import layers
-from specbeam.core.verify.joint_paths import Paths, Prefix, Theta, deepest_in_chains, deepest_in_tree
 from specbeam.core.verify.walk import (
     MATCH_BY_DICE,
     MATCH_BY_NOISE,
@@ -34,6 +31,9 @@ from specbeam.core.verify.walk import (
     row_at,
     start_walk,
 )
+from specbeam.recipes.joint.layers import layers
+from specbeam.recipes.joint.paths import Paths, Prefix, Theta, deepest_in_chains, deepest_in_tree
+from specbeam.recipes.joint.target_as_draft import TargetAsDraft
 
 Coupling = Literal["noise", "dice"]
 Bonus = Literal["sample", "argmax", "none"]

@@ -4,15 +4,15 @@ from typing import Literal, get_args
 
 from specbeam.core.control.best_tree import depth_of_tree, size_of
 from specbeam.core.control.fixed import FixedShape
-from specbeam.core.draft.joint_beams import JointBeams
 from specbeam.core.draft.tree import Branching, FixedTree, Growth, TreeDrafter
 from specbeam.core.errors import BadSetting, one_of
 from specbeam.core.laws.named import CHANGED
 from specbeam.core.lm import LM
 from specbeam.core.session import Controller, Parts
-from specbeam.core.verify.joint_beams import Bonus, JointRule, refuse_audit
-from specbeam.core.verify.joint_paths import Prefix, Theta
 from specbeam.recipes.compose import ControllerName, DraftKind, controller_maker
+from specbeam.recipes.joint.beam_drafter import JointBeams
+from specbeam.recipes.joint.beam_rule import Bonus, JointRule, refuse_audit
+from specbeam.recipes.joint.paths import Prefix, Theta
 from specbeam.recipes.method import Method, RequestInfo, refuse_ignored, require_at_least_one
 
 Draft = Literal["sample", "search"]

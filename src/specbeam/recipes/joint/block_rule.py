@@ -13,9 +13,9 @@ from specbeam.core.laws.reduce import DEAD
 from specbeam.core.laws.warp import check_condition, on_host
 from specbeam.core.records import Verdict
 from specbeam.core.session import Session
-from specbeam.core.verify.joint_beams import refuse_audit
-from specbeam.core.verify.joint_layers import TIE, layers
 from specbeam.core.verify.walk import WalkInputs, emitted_layers, start_walk
+from specbeam.recipes.joint.beam_rule import refuse_audit
+from specbeam.recipes.joint.layers import TIE, layers
 
 BlockMode = Literal["argmax", "ancestral", "joint_temperature", "joint_topk"]
 

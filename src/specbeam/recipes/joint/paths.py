@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
-from specbeam.core.verify.joint_layers import TIE
+from specbeam.recipes.joint.layers import TIE
 
 Theta = Literal["chain", "max", "own"]
 Prefix = Literal["longest", "first_failure"]
@@ -56,7 +56,8 @@ class Paths:
             depth = int(self.depths[node])
             span = slice(depth, None if node in last else depth + 1)
             by_depth[span] = np.maximum(by_depth[span], self.logq[node])
-        return by_depth[self.depths]
+        found: Float64[np.ndarray, " nodes"] = by_depth[self.depths]
+        return found
 
     def best_possible(self, length: int) -> float:
         """Upper bound of the log-likelihood of every path of that many tokens, and of those that end before.
@@ -75,7 +76,7 @@ def passing(paths: Paths, theta: PerNode, threshold: float, prefix: Prefix = "lo
     edge = math.log(threshold) if threshold > 0 else -math.inf
     possible = (paths.logp > -np.inf) & (theta > -np.inf)
     ratio = np.where(possible, paths.logp, -np.inf) - np.where(possible, theta, 0.0)
-    fine = possible & (np.minimum(ratio, 0.0) > edge + TIE)
+    fine: Bool[np.ndarray, " nodes"] = possible & (np.minimum(ratio, 0.0) > edge + TIE)
     fine[0] = True
     if prefix == "first_failure":
         for node in range(1, len(fine)):

@@ -4,17 +4,17 @@ import math
 from typing import Literal, get_args
 
 from specbeam.core.control.fixed import FixedShape
-from specbeam.core.draft.joint_beams import JointBeams
-from specbeam.core.draft.joint_tokens import EveryBlock
-from specbeam.core.draft.self_draft import TargetAsDraft
 from specbeam.core.draft.tree import TreeDrafter
 from specbeam.core.errors import BadSetting, NotSupported, one_of
 from specbeam.core.laws.named import CHANGED, EXACT
 from specbeam.core.lm import LM
 from specbeam.core.session import Parts
-from specbeam.core.verify.joint_beams import JointRule, OnOwnRows, refuse_audit
-from specbeam.core.verify.joint_tokens import BlockMode, BlockRule
 from specbeam.doors.options.settings import DEFAULT_NEW_TOKENS
+from specbeam.recipes.joint.beam_drafter import JointBeams
+from specbeam.recipes.joint.beam_rule import JointRule, OnOwnRows, refuse_audit
+from specbeam.recipes.joint.block_drafter import EveryBlock
+from specbeam.recipes.joint.block_rule import BlockMode, BlockRule
+from specbeam.recipes.joint.target_as_draft import TargetAsDraft
 from specbeam.recipes.method import Method, RequestInfo, refuse_ignored, require_at_least_one
 
 BeamMode = Literal["beam_search", "beam_sample"]
