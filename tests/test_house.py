@@ -53,7 +53,7 @@ FLOORS = [
     {"core.decoder", "models.pair"},
     {"core.decode", "doors.speech_tokens"},
     {"doors.sources", "recipes"},
-    {"doors.fastest", "doors.request", "doors.with_memory"},
+    {"doors.fastest", "doors.method_text", "doors.request", "doors.with_memory"},
     {"apps.jobs", "apps.search", "generation", "lab.train"},
     {"apps.speech", "doors.hf", "lab.evaluate", "lab.fuzz"},
     {"apps.serve", "lab.bench"},

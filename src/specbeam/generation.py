@@ -1,9 +1,9 @@
 """The functions that generate text: `generate`, `stream` and `turns_of`."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
@@ -18,6 +18,7 @@ from specbeam.doors.growing_text import unsent
 from specbeam.doors.options.checks import is_integer, require
 from specbeam.doors.options.generation_config import contradiction
 from specbeam.doors.options.settings import Settings
+from specbeam.doors.options.table import Options
 from specbeam.doors.request import Request
 from specbeam.doors.sources import as_prompts, source_length, sources_in
 from specbeam.engines.source import line_up, part
@@ -43,7 +44,7 @@ def generate(
     generation_config: "GenerationConfig | None" = None,
     streamer: Any = None,
     on_result: Callable[[int, Generation | SpecbeamError], None] | None = None,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> list[Generation]:
     """Generate text for one or many prompts.
 
@@ -61,15 +62,7 @@ def generate(
         streamer: a streamer of transformers, for one prompt. It receives tokens as soon as no live beam can change them.
         on_result: called with (prompt number, result) as soon as a prompt is done, in the order of finishing. The result is
             a `Generation`, or the error of the prompt.
-        options: the fields of `Settings`: max_new_tokens (default: what the model's generation_config says, otherwise 256;
-            fewer if the models have fewer positions left), max_length, min_new_tokens, temperature, top_k, top_p, min_p,
-            repetition_penalty, no_repeat_ngram_size, bad_words_ids, prefix_allowed_tokens_fn, num_return_sequences,
-            eos_token_id, stop_strings, length_penalty, early_stopping, logits_processor, min_length, forced_bos_token_id,
-            forced_eos_token_id, suppress_tokens, begin_suppress_tokens, renormalize_logits, sequence_bias,
-            exponential_decay_length_penalty, encoder_repetition_penalty, encoder_no_repeat_ngram_size,
-            remove_invalid_values, guidance_scale, watermarking_config, top_h, typical_p, epsilon_cutoff, eta_cutoff;
-            decoder_start_token_id and decoder_input_ids, what the decoder of an encoder-decoder model begins with; and one
-            of json_schema, regex and grammar, the form that every text must have, with grammar_backend.
+        options: the options of generation (`Options`), with the names of transformers; the documentation has a table.
 
     Returns:
         One `Generation` per prompt and return sequence, in the order of the prompts. Its `beams` are the best texts, at most
@@ -108,7 +101,15 @@ def generate(
     return in_prompt_order(request, results, meter.joules)
 
 
-def stream(pair: Pair | str, prompt: Any, method: Method | str = "dsbd", **options: Any) -> Iterator[str]:
+def stream(
+    pair: Pair | str,
+    prompt: Any,
+    method: Method | str = "dsbd",
+    *,
+    seed: int | None = None,
+    generation_config: "GenerationConfig | None" = None,
+    **options: Unpack[Options],
+) -> Iterator[str]:
     """Yield pieces of text as soon as no live beam and no further token can change them.
 
     With several beams they are the common prefix. Together they are exactly the text of `generate`. With a tokenizer whose
@@ -120,8 +121,7 @@ def stream(pair: Pair | str, prompt: Any, method: Method | str = "dsbd", **optio
         pair = load(pair)
     if pair.tokenizer is None:
         raise NotSupported("streaming text needs a tokenizer; give load(tokenizer=...)")
-    request = _single_request(pair, prompt, method, options)
-    yield from pieces_of(request)
+    yield from pieces_of(_single_request(pair, prompt, method, seed, generation_config, options))
 
 
 def pieces_of(request: Request) -> Iterator[str]:
@@ -141,26 +141,36 @@ def pieces_of(request: Request) -> Iterator[str]:
         yield rest
 
 
-def turns_of(pair: Pair, prompt: Any, method: Method | str = "dsbd", **options: Any) -> Iterator[Turn]:
+def turns_of(
+    pair: Pair,
+    prompt: Any,
+    method: Method | str = "dsbd",
+    *,
+    seed: int | None = None,
+    generation_config: "GenerationConfig | None" = None,
+    **options: Unpack[Options],
+) -> Iterator[Turn]:
     """Yield the turns of one generation: the drafts, scores and verdict of each pass of the target. For pictures and study.
 
     The arguments and errors are those of `generate`, for one prompt with one return sequence. The logits in a turn are valid
     until the next turn.
     """
-    session = _single_request(pair, prompt, method, options).sessions[0]
+    session = _single_request(pair, prompt, method, seed, generation_config, options).sessions[0]
     for turns in decode(pair.target, [session]):
         yield from (turn for _, turn in turns)
     if session.failure is not None:
         raise session.failure
 
 
-def _single_request(pair: Pair, prompt: Any, method: Method | str, options: dict[str, Any]) -> Request:
-    """Return the request of a single session. Raises the error of the prompt, if there is one.
-
-    Removes "seed" and "generation_config" from `options`.
-    """
-    seed = options.pop("seed", None)
-    config = options.pop("generation_config", None)
+def _single_request(
+    pair: Pair,
+    prompt: Any,
+    method: Method | str,
+    seed: int | None,
+    config: "GenerationConfig | None",
+    options: Mapping[str, Any],
+) -> Request:
+    """Return the request of a single session. Raises the error of the prompt, if there is one."""
     settings = Settings.given(options, config)
     prompts = as_prompts(prompt)
     request = Request(pair, prompts, resolved_method(pair, prompts, method, settings, config), settings, seed)
@@ -199,7 +209,7 @@ def chosen_by_speed(pair: Pair, prompts: Any, settings: Settings, tokens: int = 
     If it is not known yet, the candidates are measured on the first two prompts with up to `tokens` new tokens each.
     """
     sample = as_prompts(prompts)[:2]
-    short = replace(settings, max_new_tokens=tokens, num_return_sequences=1, stop_strings=None)
+    short = settings.changed(max_new_tokens=tokens, num_return_sequences=1, stop_strings=None)
 
     def measure(method: Method) -> float:
         request = Request(pair, sample, method, short, seed=0)

@@ -19,10 +19,11 @@ from specbeam.doors.grammar.compiled import compiled
 from specbeam.doors.grammar.spelling import closing_tokens, text_of_tokens
 from specbeam.doors.growing_text import GrowingText
 from specbeam.doors.options.checks import as_list, as_texts, is_integer, require
-from specbeam.doors.options.generation_config import OF_ENCODER_DECODERS, WARPERS
+from specbeam.doors.options.generation_config import OF_ENCODER_DECODERS
 from specbeam.doors.options.guidance import Guidance
 from specbeam.doors.options.processors import biases_of
 from specbeam.doors.options.settings import Settings
+from specbeam.doors.options.table import warper_names
 from specbeam.doors.sources import (
     as_prompts,
     check_decoder_prompt,
@@ -331,7 +332,7 @@ class Request:
 def _check(method: Method, settings: Settings) -> None:
     """Raise `NotSupported` or `BadSetting` if the method would ignore a setting or cannot give enough answers."""
     if method.greedy:
-        warping = [name for name in WARPERS if getattr(settings, name) is not None]
+        warping = [name for name in warper_names() if getattr(settings, name) is not None]
         if warping and settings.temperature != 0:
             raise NotSupported(f"{method.name} does not draw, so {', '.join(warping)} would be ignored; leave it out")
         if settings.num_return_sequences > 1 and method.beams == 1:

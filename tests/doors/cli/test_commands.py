@@ -15,9 +15,9 @@ import pytest
 
 from specbeam.core.limits import Limits
 from specbeam.doors.cli.main import main
+from specbeam.doors.method_text import method_from
 from specbeam.errors import BadSetting
 from specbeam.recipes.catalogue import HEAD_RECIPES, RECIPES
-from specbeam.recipes.settings_text import method_from
 from specbeam.recipes.tuning.costs import measure
 from tests.support import words
 from tests.support.steps import needs_numba

@@ -9,9 +9,9 @@ import numpy as np
 from specbeam.apps.jobs.answering import ANSWER_COLUMNS, answer_rows, work_of
 from specbeam.apps.jobs.rows import Columns, row_of
 from specbeam.doors.inputs import plain
+from specbeam.doors.method_text import method_from
 from specbeam.errors import BadSetting
 from specbeam.models.pair import load
-from specbeam.recipes.settings_text import method_from
 
 ROWS_OF_BLOCK = 64  # a block is written whole, so that is what the end of a worker costs
 CPUS = 0.5  # of a worker, as Ray counts: when a job goes on, a filter that reads what is done needs a place, too

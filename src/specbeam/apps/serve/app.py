@@ -59,6 +59,7 @@ from specbeam.core.records import Generation
 from specbeam.core.runs import TURNS
 from specbeam.doors.chats import BUNDLED_TEMPLATE
 from specbeam.doors.grammar.compiled import compiled
+from specbeam.doors.method_text import method_from
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.request import Request as SessionRequest
 from specbeam.doors.sources import hears
@@ -70,7 +71,6 @@ from specbeam.recipes.catalogue import HEAD_RECIPES
 from specbeam.recipes.method import Method, recipe_of
 from specbeam.recipes.search import beam_search, speculative_beam_search
 from specbeam.recipes.sequence import speculative_sampling
-from specbeam.recipes.settings_text import method_from
 
 LOG = logging.getLogger("specbeam.serve")
 PAGE = Path(__file__).parent / "page" / "index.html"

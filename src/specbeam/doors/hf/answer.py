@@ -1,6 +1,5 @@
 """Decoding for a custom_generate function, with a result in the form of `generate`."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +51,7 @@ def answer(
     if isinstance(pair.target, EncoderDecoderLM):
         read = call.sources(pair.target.encoder, sources)
         _check_draft_reads(pair, sources is not None)
-        settings = replace(settings, decoder_input_ids=prompts)
+        settings = settings.changed(decoder_input_ids=prompts)
         request = Request(pair, read, method, settings, seed, completes=False)
     else:
         call.sources(None, sources)

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbeam.doors.options.generation_config import OF_MODELS, WARPERS, read
+from specbeam.doors.options.generation_config import read
 from specbeam.doors.options.settings import Settings
+from specbeam.doors.options.table import config_names, warper_names
 from specbeam.engines.eligibility import reads_sources
 from specbeam.engines.source import Source
 from specbeam.errors import BadSetting, NotSupported
@@ -59,7 +60,7 @@ class Call:
             if getattr(self.config, name, None):
                 raise NotSupported(f"{name} is not honoured; leave it out")
         # `generate` itself has healed the prompts, and a time limit is among the criteria.
-        strategies = read(self.config, (*OF_MODELS, *WARPERS, "token_healing", "max_time"))
+        strategies = read(self.config, (*config_names(), *warper_names(), "token_healing", "max_time"))
         if strategies.refused:
             raise NotSupported(f"{strategies.reason} is not honoured; leave it out")
         if self.config.guidance_scale not in (None, 1):
