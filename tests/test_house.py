@@ -54,6 +54,7 @@ FLOORS = [
     {"core.decode", "doors.speech_tokens"},
     {"doors.sources", "recipes"},
     {"doors.fastest", "doors.method_text", "doors.request", "doors.with_memory"},
+    {"doors.usual"},
     {"apps.jobs", "apps.search", "generation", "lab.train"},
     {"apps.speech", "doors.hf", "lab.evaluate", "lab.fuzz"},
     {"apps.serve", "lab.bench"},

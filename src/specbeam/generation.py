@@ -21,6 +21,7 @@ from specbeam.doors.options.settings import Settings
 from specbeam.doors.options.table import Options
 from specbeam.doors.request import Request
 from specbeam.doors.sources import as_prompts, source_length, sources_in
+from specbeam.doors.usual import usual_method
 from specbeam.engines.source import line_up, part
 from specbeam.errors import AuditWarning, BadSetting, NotSupported, SomeFailed, SpecbeamError, TooFewAnswers
 from specbeam.models.pair import Pair, load
@@ -36,7 +37,7 @@ Prompt = str | Sequence[int]  # as files and tokenizers give them; `generate` ta
 def generate(
     pair: Pair | str,
     prompts: Any,
-    method: Method | str = "dsbd",
+    method: Method | str | None = None,
     *,
     seed: int | None = None,
     batch_size: int = 32,
@@ -53,7 +54,8 @@ def generate(
         prompts: one prompt or many: texts, token ids in lists, arrays or tensors, what a tokenizer returns, the messages of
             chats, or rows of data sets (docs/start.md has all forms). For an encoder-decoder model these are sources: what
             its encoder reads. A speech model reads features, float[channels, frames].
-        method: a recipe (`sb.dsbd(beams=4)`) or its name; `sb.methods()` lists them.
+        method: a recipe (`sb.dsbd(beams=4)`) or its name; `sb.methods()` lists them. None: `dsbd` for a pair with a draft,
+            and for one without `beam_sampling`, which has the same law; `report.law` names it.
         seed: the same seed gives the same answers, whatever else is in the batch. None: a random seed.
         batch_size: maximum number of prompts, or of independent return sequences, that are decoded side by side.
         audit: test while decoding that the output has the law that the method declares. The result is in each report
@@ -104,7 +106,7 @@ def generate(
 def stream(
     pair: Pair | str,
     prompt: Any,
-    method: Method | str = "dsbd",
+    method: Method | str | None = None,
     *,
     seed: int | None = None,
     generation_config: "GenerationConfig | None" = None,
@@ -144,7 +146,7 @@ def pieces_of(request: Request) -> Iterator[str]:
 def turns_of(
     pair: Pair,
     prompt: Any,
-    method: Method | str = "dsbd",
+    method: Method | str | None = None,
     *,
     seed: int | None = None,
     generation_config: "GenerationConfig | None" = None,
@@ -165,7 +167,7 @@ def turns_of(
 def _single_request(
     pair: Pair,
     prompt: Any,
-    method: Method | str,
+    method: Method | str | None,
     seed: int | None,
     config: "GenerationConfig | None",
     options: Mapping[str, Any],
@@ -188,13 +190,13 @@ def _check_single(request: Request) -> None:
 
 
 def resolved_method(
-    pair: Pair, prompts: Any, method: Method | str, settings: Settings, config: "GenerationConfig | None"
+    pair: Pair, prompts: Any, method: Method | str | None, settings: Settings, config: "GenerationConfig | None"
 ) -> Method:
-    """Return the method itself or the one of that name; for "auto" the fastest one.
+    """Return the method itself or the one of that name; for "auto" the fastest one; for None the pair's default.
 
     Raises `BadSetting` if the generation config contradicts the method.
     """
-    method = resolve(method)
+    method = usual_method(pair) if method is None else resolve(method)
     if method.name == "auto":
         method = chosen_by_speed(pair, prompts, settings)[0]
     reason = contradiction(config, method.name, method.beams, not (method.greedy or settings.temperature == 0))

@@ -577,4 +577,4 @@ def test_the_command_line_names_sets_and_searches(capsys):
         method_from("swift", ["task"])
     assert method_from("sequoia", ["acceptance=0.7,0.2"]).name == "sequoia"  # as `specbeam bench acceptance` says
     with pytest.raises(BadSetting, match="give both"):
-        tune.run("bundled", None, [64], 4, None, 0.6, False, [], [], (None, "x"), True)
+        tune.tune(tune.Arguments(task="x"))

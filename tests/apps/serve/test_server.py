@@ -20,7 +20,7 @@ httpx = pytest.importorskip("httpx2")
 from specbeam.apps.serve.app import BeamServer, make_app  # noqa: E402
 from specbeam.apps.serve.config import ServerConfig  # noqa: E402
 from specbeam.apps.serve.engine import QueueFull  # noqa: E402
-from specbeam.doors.cli.bench_serve import PromptShape, run  # noqa: E402
+from specbeam.doors.cli import bench_serve  # noqa: E402
 from specbeam.lab.bench.serving import Load, measure_load  # noqa: E402
 
 PROMPT = "Ein Hund läuft durch den Wald und sucht seinen Freund, der sich versteckt hat."
@@ -538,10 +538,12 @@ def test_a_load_is_counted_request_by_request(served, capsys):
         assert found.tokens_per_s > 0
         assert (found.first_s is not None) == (found.per_token_s is not None) == stream
         assert all(one.waited_s >= (one.first_s or 0) for one in found.once)
-    shape = PromptShape([], 3, "Hallo. ")
-    assert run(url, 2, 4, 60.0, None, 0.0, '{"n": 2}', shape, 4, True, "", True) == 0
+    shape = {"url": url, "joined": 3, "before": "Hallo. ", "max_new_tokens": 4}
+    many = bench_serve.Arguments(**shape, clients=2, requests=4, seconds=60.0, body='{"n": 2}', json=True)
+    assert bench_serve.serve(many) == 0
     assert json.loads(capsys.readouterr().out)["answered"] == 4
-    assert run(url, 1, 1, None, None, 0.0, '{"model": "none"}', shape, 4, True, "", False) == 1
+    wrong = bench_serve.Arguments(**shape, clients=1, requests=1, body='{"model": "none"}')
+    assert bench_serve.serve(wrong) == 1
     assert "404" in capsys.readouterr().out
     settle(server)
 

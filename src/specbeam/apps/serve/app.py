@@ -63,14 +63,14 @@ from specbeam.doors.method_text import method_from
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.request import Request as SessionRequest
 from specbeam.doors.sources import hears
+from specbeam.doors.usual import usual_method
 from specbeam.errors import BadSetting, MissingFile, NotSupported, SpecbeamError
 from specbeam.generation import chosen_by_speed
 from specbeam.models.pair import Pair
-from specbeam.recipes.beams import dsbd, sampling
+from specbeam.recipes.beams import dsbd
 from specbeam.recipes.catalogue import HEAD_RECIPES
 from specbeam.recipes.method import Method, recipe_of
 from specbeam.recipes.search import beam_search, speculative_beam_search
-from specbeam.recipes.sequence import speculative_sampling
 
 LOG = logging.getLogger("specbeam.serve")
 PAGE = Path(__file__).parent / "page" / "index.html"
@@ -531,7 +531,7 @@ def default_method(config: ServerConfig, pair: Pair) -> Method:
             raise NotSupported("method 'auto' is measured on texts, and the model reads audio; name a method")
         return methods_of(pair, None if config.method == "" else method_from(config.method, list(config.settings)))[0]
     if config.method == "":
-        return sampling() if pair.draft is None else speculative_sampling()
+        return usual_method(pair, config.settings)
     if config.method == "auto":
         return chosen_by_speed(pair, ["Ein Hund läuft."] if pair.tokenizer is not None else [[1, 2, 3]], Settings())[0]
     return method_from(config.method, list(config.settings))

@@ -349,7 +349,7 @@ class Engine:
     def generate(
         self,
         prompts: Any,
-        method: Method | str = "dsbd",
+        method: Method | str | None = None,
         *,
         seed: int | None = None,
         audit: bool = False,

@@ -24,6 +24,7 @@ from specbeam.doors.inputs import PromptReader, prompts_in
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.options.table import OPTIONS, hint
 from specbeam.doors.sources import hears
+from specbeam.doors.usual import usual_method
 from specbeam.errors import BadPrompt, SpecbeamError
 from specbeam.models.pair import Pair
 from specbeam.recipes.catalogue import HEAD_RECIPES, RECIPES
@@ -328,6 +329,10 @@ def _method(body: Body, options: SpecbeamOptions, served: Served) -> tuple[Metho
             )
         method = served.method
         key = ""
+        wanted = max(count, body.best_of or count)
+        if config.method == "" and wanted > method.beams > 1 and wanted <= config.max_beams:
+            method = usual_method(served.pair, [*config.settings, f"beams={wanted}"])  # as many beams as answers
+            key = repr(("", wanted))
     else:
         method, key = named_method(options, further, width, served)
     if method.beams > 1:

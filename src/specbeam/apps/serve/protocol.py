@@ -85,10 +85,10 @@ def _without_none(kind: Any) -> Any:
 if TYPE_CHECKING:
 
     class OfBody(Strict):
-        temperature: float | None
+        temperature: float | None = None
 
     class OfSpecbeam(BaseModel):
-        no_repeat_ngram_size: int | None
+        no_repeat_ngram_size: int | None = None
 
 else:
     OfBody = create_model("OfBody", __base__=Strict, **_fields_inside(""))

@@ -1,21 +1,31 @@
-"""Commands as functions of one record: its fields are the arguments and options of the command line.
+"""Commands as functions of one record: its attributes are the arguments and options of the command line.
 
-A field has the type that typer reads. A group is a field of several options, whose values it gets as a dictionary: so the
+A group is an attribute of several options, whose values it gets as a dictionary: so the
 options of generation are the same in all commands (`generation`), and there is one place where they are listed.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from inspect import Parameter, Signature
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from types import MappingProxyType
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
 from specbeam.doors.options.table import OPTIONS, Option, kind_of
 
-Record = TypeVar("Record")
 OF_COMMANDS = "Further options of generation"  # the panel of options without a text of their own
 _SIMPLE = {bool, int, float, str}
+
+
+class Record:
+    """The arguments of a command: attributes with the types that typer reads. A value in the class is a default.
+
+    Not a dataclass: making sixty of them would take longer than all else of `--help`.
+    """
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
 
 
 @dataclass(frozen=True)
@@ -24,37 +34,41 @@ class Group:
 
     Args:
         parameters: of the command, in their order.
-        collect: makes the value of the field from theirs, by name.
+        collect: makes the value of the attribute from theirs, by name.
     """
 
     parameters: tuple[Parameter, ...]
     collect: Callable[[dict[str, Any]], Any] = dict
 
+    def __get__(self, record: "Record | None", kind: type) -> Any:
+        """Return the group itself from a class, and what is collected of nothing given from a record."""
+        if record is None:
+            return self
+        return self.collect({parameter.name: parameter.default for parameter in self.parameters})
+
 
 def group(parameters: Mapping[str, Parameter], collect: Callable[[dict[str, Any]], Any] = dict) -> Any:
-    """Return a field of a record that is a group of options."""
-    return field(metadata={"group": Group(tuple(parameters.values()), collect)})
+    """Return the value in its class of an attribute that is a group of options."""
+    return Group(tuple(parameters.values()), collect)
 
 
-def generation(*only: str, **defaults: Any) -> Any:
-    """Return a field with the options of generation that are given, by the names of `specbeam.generate`.
+def generation(without: Sequence[str] = (), **defaults: Any) -> Any:
+    """Return the group of the options of generation that are given, by the names of `specbeam.generate`.
 
     Args:
-        only: names of the options that the command has; none: all with a flag.
+        without: options that the command does not have.
         defaults: of the command, where they are not those of the options.
     """
-    chosen = [option for name, option in OPTIONS.items() if option.flag is not None and (not only or name in only)]
-    if only:
-        chosen.sort(key=lambda option: only.index(option.name))
-    return group({option.name: _parameter_of(option, defaults) for option in chosen}, _given)
+    chosen = [option for name, option in OPTIONS.items() if option.flag is not None and name not in without]
+    return group({option.name: parameter_of(option, defaults) for option in chosen}, _given)
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that were given."""
-    return {name: value for name, value in values.items() if value is not None and value != []}
+    """Return the options that were given, where they are not the usual ones."""
+    return {name: value for name, value in values.items() if value != OPTIONS[name].default and value != []}
 
 
-def _parameter_of(option: Option, defaults: Mapping[str, Any]) -> Parameter:
+def parameter_of(option: Option, defaults: Mapping[str, Any] = MappingProxyType({})) -> Parameter:
     """Return the flag of an option."""
     flag = option.flag
     assert flag is not None
@@ -92,33 +106,25 @@ def add_command(app: typer.Typer, run: Callable[[Any], int], name: str | None = 
     app.command(name or run.__name__.replace("_", "-"), **about)(command)
 
 
-def parameters_of(record: type) -> list[Parameter]:
-    """Return the parameters of a command whose arguments are the fields of a record."""
-    kinds = get_type_hints(record, include_extras=True)
+def parameters_of(record: type[Record]) -> list[Parameter]:
+    """Return the parameters of a command whose arguments are the attributes of a record."""
     found: list[Parameter] = []
-    for one in fields(record):
-        known: Group | None = one.metadata.get("group")
-        if known is not None:
-            found += known.parameters
-            continue
-        found.append(Parameter(one.name, Parameter.KEYWORD_ONLY, default=_default(one), annotation=kinds[one.name]))
+    for name, kind in get_type_hints(record, include_extras=True).items():
+        default = getattr(record, name, Parameter.empty)
+        if isinstance(default, Group):
+            found += default.parameters
+        else:
+            found.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind))
     return found
-
-
-def _default(one: "Field[Any]") -> Any:
-    """Return the default of a field, or what stands for none in a signature."""
-    if one.default_factory is not MISSING:
-        return one.default_factory()
-    return Parameter.empty if one.default is MISSING else one.default
 
 
 def record_of(record: type[Record], values: Mapping[str, Any]) -> Record:
     """Return the record with the values of the parameters of its command."""
     found: dict[str, Any] = {}
-    for one in fields(record):  # type: ignore[arg-type]
-        known: Group | None = one.metadata.get("group")
-        if known is None:
-            found[one.name] = values[one.name]
+    for name in get_type_hints(record):
+        default = getattr(record, name, None)
+        if isinstance(default, Group):
+            found[name] = default.collect({parameter.name: values[parameter.name] for parameter in default.parameters})
         else:
-            found[one.name] = known.collect({parameter.name: values[parameter.name] for parameter in known.parameters})
+            found[name] = values[name]
     return record(**found)

@@ -45,6 +45,38 @@ def method_from(name: str, settings: Sequence[str]) -> "Method":
     return made(name, settings)
 
 
+def check_method(name: str | None, settings: Sequence[str]) -> None:
+    """Raise `BadSetting` if there is no such method or setting; print a note if the method is not lossless.
+
+    Args:
+        name: None: the default method of a pair, which `method_for` makes.
+    """
+    method = method_from(name or "dsbd", settings)
+    if not method.lossless:
+        complain(f"note: {method.name} is {method.law}")
+
+
+def method_for(pair: "Pair", name: str | None, settings: Sequence[str]) -> "Method":
+    """Return the method of this name with its settings; without a name the default method of the pair."""
+    from specbeam.doors.usual import usual_method
+
+    return usual_method(pair, settings) if name is None else method_from(name, settings)
+
+
+def bundled_rows(name: str) -> list[tuple[str, str]]:
+    """Return the pairs of prompt and right answer of a file of the bundled pair."""
+    from specbeam.models.pair import BUNDLED
+
+    lines = (BUNDLED / name).read_text(encoding="utf-8").splitlines()
+    rows = [line.split("\t") for line in lines if line]
+    return [(row[0], row[1]) for row in rows]
+
+
+def demo_sentences() -> list[str]:
+    """Return the German sentences of the bundled pair."""
+    return [sentence for sentence, _ in bundled_rows("sentences.tsv")]
+
+
 def follow_rank_0(models: Mapping[str, Any]) -> None:
     """End here, as soon as rank 0 ends, in a process that torchrun has started for another rank.
 
@@ -82,6 +114,15 @@ def require_text(name: str, text: str) -> None:
         raise BadPrompt(
             f"{name} is {text!r}, which is no text in {sys.getfilesystemencoding()}; give it as UTF-8"
         ) from error
+
+
+def with_files(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of generation whose forms may be names of files, with the content of these files."""
+    found = dict(options)
+    for name, mark in (("json_schema", "{"), ("grammar", ":")):
+        if name in found:
+            found[name] = text_or_file(found[name], mark, name)
+    return found
 
 
 def text_or_file(value: str | None, mark: str, name: str) -> str | None:

@@ -11,6 +11,7 @@ makes its own logits processor (`Option.make`).
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypedDict, get_type_hints
 
 from specbeam.core.errors import BadSetting
@@ -455,6 +456,7 @@ def kind_of(option: Option) -> Any:
     return option.kind if option.kind is not None else _kinds()[option.name]
 
 
+@cache
 def _kinds() -> dict[str, Any]:
     """Return the types of the options in `Options`; those that only a type checker can look up are Any."""
     return get_type_hints(Options, localns={"Tensor": Any, "LogitsProcessorList": Any})
