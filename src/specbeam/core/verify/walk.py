@@ -465,6 +465,7 @@ class PathRule:
     """
 
     law: ClassVar[str] = EXACT
+    most_beams: ClassVar[int] = 1
     tries: ClassVar[bool] = True
 
     def ignores_drafts(self, session: Session) -> bool:
@@ -499,6 +500,7 @@ class MatchRule:
     """
 
     law: ClassVar[str] = EXACT
+    most_beams: ClassVar[int] = 1
     coupling: str = "noise"
 
     def ignores_drafts(self, session: Session) -> bool:
