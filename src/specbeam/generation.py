@@ -16,14 +16,14 @@ from specbeam.core.session import Session
 from specbeam.doors.fastest import FastestMethod, fastest, tokens_per_second
 from specbeam.doors.growing_text import unsent
 from specbeam.doors.options.checks import is_integer, require
-from specbeam.doors.options.generation_config import contradiction
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.options.table import Options
+from specbeam.doors.plan import Plan
 from specbeam.doors.request import Request
 from specbeam.doors.sources import as_prompts, source_length, sources_in
 from specbeam.doors.usual import usual_method
 from specbeam.engines.source import line_up, part
-from specbeam.errors import AuditWarning, BadSetting, NotSupported, SomeFailed, SpecbeamError, TooFewAnswers
+from specbeam.errors import AuditWarning, NotSupported, SomeFailed, SpecbeamError, TooFewAnswers
 from specbeam.models.pair import Pair, load
 from specbeam.recipes.catalogue import resolve
 from specbeam.recipes.method import Method
@@ -81,8 +81,9 @@ def generate(
     require(isinstance(audit, bool), "audit", audit, "True or False")
     settings = Settings.given(options, generation_config)
     prompts = as_prompts(prompts)  # once: an iterator is at its end then
-    method = resolved_method(pair, prompts, method, settings, generation_config)
-    request = Request(pair, prompts, method, settings, seed, audit)
+    method = resolved_method(pair, prompts, method, settings)
+    plan = Plan.of(pair, prompts, method, settings, seed, audit, generation_config=generation_config)
+    request = Request(plan)
     if streamer is not None:
         _check_single(request)
     results: dict[int, list[Generation] | SpecbeamError] = {}
@@ -175,7 +176,8 @@ def _single_request(
     """Return the request of a single session. Raises the error of the prompt, if there is one."""
     settings = Settings.given(options, config)
     prompts = as_prompts(prompt)
-    request = Request(pair, prompts, resolved_method(pair, prompts, method, settings, config), settings, seed)
+    method = resolved_method(pair, prompts, method, settings)
+    request = Request(Plan.of(pair, prompts, method, settings, seed, generation_config=config))
     _check_single(request)
     for error in request.refused.values():
         raise error
@@ -189,20 +191,10 @@ def _check_single(request: Request) -> None:
         raise NotSupported(f"a stream follows one prompt with one return sequence; there are {count}: call generate()")
 
 
-def resolved_method(
-    pair: Pair, prompts: Any, method: Method | str | None, settings: Settings, config: "GenerationConfig | None"
-) -> Method:
-    """Return the method itself or the one of that name; for "auto" the fastest one; for None the pair's default.
-
-    Raises `BadSetting` if the generation config contradicts the method.
-    """
+def resolved_method(pair: Pair, prompts: Any, method: Method | str | None, settings: Settings) -> Method:
+    """Return the method itself or the one of that name; for "auto" the fastest one; for None the pair's default."""
     method = usual_method(pair) if method is None else resolve(method)
-    if method.name == "auto":
-        method = chosen_by_speed(pair, prompts, settings)[0]
-    reason = contradiction(config, method.name, method.beams, not (method.greedy or settings.temperature == 0))
-    if reason is not None:
-        raise BadSetting(reason)
-    return method
+    return chosen_by_speed(pair, prompts, settings)[0] if method.name == "auto" else method
 
 
 def chosen_by_speed(pair: Pair, prompts: Any, settings: Settings, tokens: int = 32) -> tuple[Method, FastestMethod]:
@@ -214,7 +206,7 @@ def chosen_by_speed(pair: Pair, prompts: Any, settings: Settings, tokens: int = 
     short = settings.changed(max_new_tokens=tokens, num_return_sequences=1, stop_strings=None)
 
     def measure(method: Method) -> float:
-        request = Request(pair, sample, method, short, seed=0)
+        request = Request.of(pair, sample, method, short, seed=0)
         return tokens_per_second(
             lambda: [token for session in run(request, 1, None) for token in next(session.hypotheses()).tokens]
         )
@@ -316,7 +308,7 @@ def in_prompt_order(
     flat: list[Generation | None] = []
     for answers in of_prompt.values():
         flat += [_with_energy(answer, joules, total) for answer in answers]
-        flat += [None] * (request.settings.num_return_sequences - len(answers))
+        flat += [None] * (request.plan.answers - len(answers))
     if failures:
         raise SomeFailed(failures, flat)
     return [answer for answer in flat if answer is not None]

@@ -8,7 +8,6 @@ from typing import Any
 from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.core.lm import LM
 from specbeam.core.session import Controller, Drafter, Parts, Rule, is_part, law_of
-from specbeam.doors.options.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -17,7 +16,9 @@ class RequestInfo:
 
     vocab: int  # number of tokens of the target
     eos: tuple[int, ...]  # end tokens
-    settings: Settings
+    longest: int  # maximum number of tokens that are asked for
+    answers: int  # number of return sequences
+    is_sure: bool  # whether the temperature is 0
     audited: bool
 
 

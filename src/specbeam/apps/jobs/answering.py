@@ -56,7 +56,7 @@ def work_of(pair: Pair, method: Method | str | None, seed: int, batch_size: int,
             raise BadSetting(f"{name} is {value!r}; it must be an integer of at least {int(name == 'batch_size')}")
     given = {name: value for name, value in options.items() if value is not None}
     work = Work(pair, resolved, seed, batch_size, given)
-    Request(pair, [], resolved, Settings.given(given), seed)
+    Request.of(pair, [], resolved, Settings.given(given), seed)
     return work
 
 
@@ -116,7 +116,7 @@ def _ask(work: Work, row: JobRow) -> _Asked | AnsweredRow:
     try:
         own = {name: value for name, value in row.settings.items() if name != "seed"}
         prompt = {"messages": row.prompt} if row.is_chat else row.prompt
-        request = Request(work.pair, [prompt], work.method, Settings.given(work.options | own), seed)
+        request = Request.of(work.pair, [prompt], work.method, Settings.given(work.options | own), seed)
         for error in request.refused.values():
             raise error
     except SpecbeamError as error:

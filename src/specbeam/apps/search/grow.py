@@ -104,7 +104,7 @@ class GrowingTrees:
     def _ids(self, prompt: Any, number: int) -> tuple[list[int], int]:
         """Return the token ids of a prompt, and the most tokens of its text."""
         settings = Settings(**self.options, max_new_tokens=self.max_new_tokens)
-        request = Request(self.pair, [prompt], self.method, settings, self.seed)
+        request = Request.of(self.pair, [prompt], self.method, settings, self.seed)
         for error in request.refused.values():
             raise type(error)(str(error).replace("prompt 0", f"prompt {number}"))
         session = request.sessions[0]

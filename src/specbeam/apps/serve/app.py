@@ -569,7 +569,7 @@ def _warm_up(pair: Pair, served: Served) -> None:
     for method in usual:
         settings = Settings(max_new_tokens=WARM_TOKENS, eos_token_id=[])
         for prompts, ahead in (([[1, 2]], 0), ([[1, 2]], TURNS), ([[1, 2], [1, 3]], 1)):
-            request = SessionRequest(pair, prompts, method, settings, 0)
+            request = SessionRequest.of(pair, prompts, method, settings, 0)
             for _ in decode(pair.target, request.sessions, ahead=ahead):
                 pass
 

@@ -92,8 +92,10 @@ def speed(given: Arguments) -> int:
     check_options(given.options)
     if given.threads is not None:
         torch.set_num_threads(given.threads)
+    found = _prompts(given)
     pair = _pair(given)
-    prompts = spread(_prompts(given, pair), given.rows)
+    _check_sources(pair, found)
+    prompts = spread(found or demo_rows(), given.rows)
     running = [_contender(pair, text, given.options) for text in given.contenders or [*DEFAULT, *_of_head(pair)]]
     console = Screen(stderr=True)
     tables = []
@@ -121,17 +123,20 @@ def _pair(given: Arguments) -> "Pair":
     return pair
 
 
-def _prompts(given: Arguments, pair: "Pair") -> list[PromptRow]:
-    """Return the prompts that are given; without any, the demo's for models that continue texts."""
+def _prompts(given: Arguments) -> list[PromptRow]:
+    """Return the prompts that are given."""
+    files = [*given.older, *given.file]
+    return [*map(PromptRow, given.prompt), *(row for file in files for row in read(str(file), None, given.columns))]
+
+
+def _check_sources(pair: "Pair", found: list[PromptRow]) -> None:
+    """Raise `BadSetting` if there is no prompt, and the demo's are none for this pair."""
     from specbeam.engines.eligibility import reads_sources
 
-    files = [*given.older, *given.file]
-    found = [*map(PromptRow, given.prompt), *(row for file in files for row in read(str(file), None, given.columns))]
     if not found and reads_sources(pair.target_model):
         raise BadSetting(
             f"{type(pair.target_model).__name__} reads sources of its own kind; give some by --prompt or --file"
         )
-    return found or demo_rows()
 
 
 def _show(given: Arguments, pair: "Pair", tables: list[Any]) -> None:

@@ -111,7 +111,7 @@ class PairSpeaker:
     def answer(self, messages: list[Message], options: ChatOptions, cost: Cost) -> Iterator[str]:
         ids = prompt_of_messages(self.pair.tokenizer, self.template, messages)
         settings = Settings.given(dict(options.settings), None)
-        request = Request(self.pair, ids, self._method(options), settings, options.seed)
+        request = Request.of(self.pair, ids, self._method(options), settings, options.seed)
         for error in request.refused.values():
             raise error
         (session,) = request.sessions

@@ -294,7 +294,7 @@ def _runs(pair: Pair, prompts: Sequence[Prompt], method: Method, seed: int, opti
 
 
 def _facts(pair: Pair, prompt: Prompt, method: Method, seed: int, options: dict[str, Any]) -> Iterator[TurnFacts]:
-    request = Request(pair, [prompt], method, Settings(**options), seed)
+    request = Request.of(pair, [prompt], method, Settings(**options), seed)
     for error in request.refused.values():
         raise error
     session = request.sessions[0]
