@@ -238,8 +238,8 @@ class _Asked:
                 earlier[tuple(ids)] += 1
                 seen: list[int] | None = start if source is None else _tokens_of(source)
                 warp, limits = self._law_of(start, number, room, seen)
-                read = None if source is None else copied_tokens(self.pair, source)
-                yield number, PlannedText(number, start, warp, limits, key, context, read)
+                copied = None if source is None else copied_tokens(self.pair, source)
+                yield number, PlannedText(number, start, warp, limits, key, context, copied)
 
     def _law_of(
         self, prompt: list[int], number: int, room: int | None, source: list[int] | None

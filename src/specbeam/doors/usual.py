@@ -6,6 +6,7 @@ from specbeam.doors.method_text import method_from
 from specbeam.models.pair import Pair
 from specbeam.recipes.method import Method
 
+USUAL_BEAMS = 4  # of both recipes
 WITHOUT_DRAFTS = "decoded without drafts, as the pair has no draft model"
 
 

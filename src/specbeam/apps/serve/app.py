@@ -63,7 +63,7 @@ from specbeam.doors.method_text import method_from
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.request import Request as SessionRequest
 from specbeam.doors.sources import hears
-from specbeam.doors.usual import usual_method
+from specbeam.doors.usual import USUAL_BEAMS, usual_method
 from specbeam.errors import BadSetting, MissingFile, NotSupported, SpecbeamError
 from specbeam.generation import chosen_by_speed
 from specbeam.models.pair import Pair
@@ -531,7 +531,10 @@ def default_method(config: ServerConfig, pair: Pair) -> Method:
             raise NotSupported("method 'auto' is measured on texts, and the model reads audio; name a method")
         return methods_of(pair, None if config.method == "" else method_from(config.method, list(config.settings)))[0]
     if config.method == "":
-        return usual_method(pair, config.settings)
+        own = [*config.settings]
+        if config.max_beams < USUAL_BEAMS and not any(one.startswith("beams=") for one in own):
+            own.append(f"beams={config.max_beams}")
+        return usual_method(pair, own)
     if config.method == "auto":
         return chosen_by_speed(pair, ["Ein Hund läuft."] if pair.tokenizer is not None else [[1, 2, 3]], Settings())[0]
     return method_from(config.method, list(config.settings))

@@ -52,14 +52,17 @@ def group(parameters: Mapping[str, Parameter], collect: Callable[[dict[str, Any]
     return Group(tuple(parameters.values()), collect)
 
 
-def generation(without: Sequence[str] = (), **defaults: Any) -> Any:
+def generation(without: Sequence[str] = (), only: Sequence[str] | None = None, **defaults: Any) -> Any:
     """Return the group of the options of generation that are given, by the names of `specbeam.generate`.
 
     Args:
         without: options that the command does not have.
+        only: the options that it has; None: all with a flag.
         defaults: of the command, where they are not those of the options.
     """
     chosen = [option for name, option in OPTIONS.items() if option.flag is not None and name not in without]
+    if only is not None:
+        chosen = [option for option in chosen if option.name in only]
     return group({option.name: parameter_of(option, defaults) for option in chosen}, _given)
 
 

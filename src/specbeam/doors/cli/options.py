@@ -5,8 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from specbeam.doors.cli.arguments import Record, parameter_of
-from specbeam.doors.options.table import OPTIONS
+from specbeam.doors.cli.arguments import Record
 from specbeam.doors.places import require_file, require_folder_place, require_place
 
 
@@ -204,12 +203,3 @@ class DemoPromptArguments(PromptArguments):
     """Arguments of a command that reads prompts, or takes the demo's sentences."""
 
     prompts: DemoPrompts = None
-
-
-def flag_of(name: str) -> Any:
-    """Return the type of an option of generation as an option of a command."""
-    return parameter_of(OPTIONS[name]).annotation
-
-
-TopK = flag_of("top_k")
-TopP = flag_of("top_p")

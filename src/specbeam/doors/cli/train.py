@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specbeam.doors.cli.arguments import Record, add_command, group
+from specbeam.doors.cli.arguments import Record, add_command, generation, group
 from specbeam.doors.cli.common import print_json, quiet_load
-from specbeam.doors.cli.options import Json, Model, Threads, TopK, TopP, folder_to_write
+from specbeam.doors.cli.options import Json, Model, Threads, folder_to_write
 from specbeam.doors.options.head_kinds import DRAFT_SCHEDULE, HEAD_KINDS, HEAD_SCHEDULE, WINDOW_KIND, HeadKind
+from specbeam.doors.options.table import OPTIONS
 from specbeam.doors.prompts import read, spread
 from specbeam.errors import BadSetting
 
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from specbeam.lab.train.lessons import Report
     from specbeam.models.pair import Pair
 
+# Options of the target's draws, by the names of `DrawPlan`: those by which most texts are cut.
+OF_DRAWS = tuple(
+    name for name, option in OPTIONS.items() if option.warper and option.field and name not in ("temperature", "min_p")
+)
 TrainingSeed = Annotated[int, typer.Option(help="Seed of draws, batches and first weights.")]
 
 
@@ -61,8 +66,7 @@ class TrainingArguments(Record):
     plan: dict[str, Any] = group({})
     beams: Annotated[int, typer.Option(help="Number of beams that the target draws below each prompt.")] = 4
     temperature: Annotated[float, typer.Option(help="Temperature of these draws.")] = 1.0
-    top_k: TopK = None
-    top_p: TopP = None
+    truncation: dict[str, Any] = generation(only=OF_DRAWS)
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens that are drawn below a prompt.")] = 80
     epochs: Annotated[int, typer.Option(help="How often each drawn tree is learnt from.")] = 4
     rate: Annotated[float, typer.Option(help="Learning rate of Muon, for the matrices of the blocks.")] = 0.02
@@ -80,7 +84,9 @@ class TrainingArguments(Record):
         """How the target draws the texts that are learnt from."""
         from specbeam.lab.train.drawing import DrawPlan
 
-        return DrawPlan(self.beams, self.temperature, self.top_k, self.top_p, self.max_new_tokens, self.seed)
+        return DrawPlan(
+            self.beams, self.temperature, max_new_tokens=self.max_new_tokens, seed=self.seed, **self.truncation
+        )
 
     @property
     def schedule(self) -> "Schedule":

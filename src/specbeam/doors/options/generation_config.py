@@ -171,7 +171,10 @@ def contradiction(config: "GenerationConfig | None", name: str, beams: int, draw
     if config is None:
         return None
     if config.num_beams not in (None, beams):
-        return f"generation_config has num_beams={config.num_beams}, and {name} keeps {beams}: sb.{name}({config.num_beams})"
+        wider = f"sb.{name}({config.num_beams})"
+        if beams == 1 and config.num_beams > 1:
+            wider = f"it decodes one sequence; leave num_beams out, or take sb.dsbd({config.num_beams})"
+        return f"generation_config has num_beams={config.num_beams}, and {name} keeps {beams}: {wider}"
     if config.do_sample is not None and config.do_sample != draws:
         what = "draws nothing" if config.do_sample else "draws"
         return f"generation_config has do_sample={config.do_sample}, and {name} {what}: take another method"

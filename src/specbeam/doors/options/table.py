@@ -364,7 +364,6 @@ _BUILT_IN = (
         "bad_words_ids",
         "Sequences of tokens that no text has.",
         ((checks.are_words, "lists of token ids, one per word, like [[5], [6, 7]]"),),
-        names=("bad_words",),
     ),
     Option("min_length", "Number of tokens of prompt and text before which no text ends.", _counted(0), flag=Flag()),
     Option("forced_bos_token_id", "The first token of every text.", TOKEN, of_rows=False, flag=Flag()),
@@ -500,3 +499,20 @@ def hint(name: str, known: Iterable[str], aliases: Mapping[str, str] | None = No
 def aliases() -> dict[str, str]:
     """Return our name of each name that an option has elsewhere."""
     return {other: name for name, option in OPTIONS.items() for other in option.names}
+
+
+def as_markdown() -> str:
+    """Return the table of all options, with their names at each door, for the documentation."""
+    lines = [
+        "| option | meaning | model's own | command line | server | row of a job |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, option in OPTIONS.items():
+        flag = "" if option.flag is None else f"`--{(option.flag.name or name).replace('_', '-')}`"
+        served = f"`{option.names[0]}`" if option.names else ""
+        if option.field is not None:
+            served = f"`{option.field.inside}.{name}`" if option.field.inside else f"`{name}`"
+        of_model = "yes" if option.of_models else ""
+        of_row = "yes" if option.of_rows else ""
+        lines.append(f"| `{name}` | {option.meaning} | {of_model} | {flag} | {served} | {of_row} |")
+    return "\n".join(lines)
