@@ -72,7 +72,7 @@ HAND_MADE = {
                 "specbeam.core.records.RowCounts",
                 "specbeam.core.records.ExtraInputs",
                 "specbeam.core.decoder.Decoder",
-                "specbeam.doors.plan.Plan",
+                "specbeam.doors.plan.CallPlan",
                 "specbeam.doors.request.Request",
             )
         ),

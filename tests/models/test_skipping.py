@@ -579,4 +579,4 @@ def test_the_command_line_names_sets_and_searches(capsys):
         method_from("swift", ["task"])
     assert method_from("sequoia", ["acceptance=0.7,0.2"]).name == "sequoia"  # as `specbeam bench acceptance` says
     with pytest.raises(BadSetting, match="give both"):
-        tune.tune(tune.Arguments(task="x"))
+        tune.tune(tune.TuneArguments(task="x"))

@@ -3,7 +3,7 @@
 import torch
 
 from specbeam.doors.options.checks import NUMBER
-from specbeam.doors.options.table import Field, Flag, Option, add_option
+from specbeam.doors.options.table import Field, Flag, GenerationOption, add_option
 
 
 class StayShort:
@@ -22,7 +22,7 @@ class StayShort:
 
 def add():
     """Add the option `stay_short`."""
-    option = Option(
+    option = GenerationOption(
         "stay_short",
         "How much likelier the end of a text becomes with each token; 0: off.",
         (*NUMBER, (lambda value: value >= 0, ">= 0")),

@@ -77,7 +77,7 @@ class PlannedText:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class CallPlan:
     """What a call asks for, decoded once. Whoever has it looks at no option again.
 
     A place is the number of a text. A prompt that cannot be decoded takes one place, which holds its error.
@@ -118,7 +118,7 @@ class Plan:
         *,
         generation_config: "GenerationConfig | None" = None,
         completes: bool = True,
-    ) -> "Plan":
+    ) -> "CallPlan":
         """Decode a call. Nothing is generated.
 
         Args:

@@ -10,7 +10,7 @@ from specbeam.core.session import Parts, Session
 from specbeam.doors.grammar.spelling import text_of_tokens
 from specbeam.doors.growing_text import GrowingText
 from specbeam.doors.options.settings import Settings
-from specbeam.doors.plan import NO_OPTIONS, Plan, PlannedText
+from specbeam.doors.plan import NO_OPTIONS, CallPlan, PlannedText
 from specbeam.errors import SpecbeamError, TooFewAnswers
 from specbeam.models.pair import Pair
 from specbeam.recipes.method import Method
@@ -25,7 +25,7 @@ class Request:
         refused: the error of each prompt that cannot be decoded, by place.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: CallPlan) -> None:
         self.plan = plan
         self.sessions: list[Session] = []
         self.refused: dict[int, SpecbeamError] = {}
@@ -45,8 +45,8 @@ class Request:
         seed: int | None = None,
         audit: bool = False,
     ) -> "Request":
-        """Return the sessions of a call; the arguments and errors are those of `Plan.of`."""
-        return cls(Plan.of(pair, prompts, method, options, seed, audit))
+        """Return the sessions of a call; the arguments and errors are those of `CallPlan.of`."""
+        return cls(CallPlan.of(pair, prompts, method, options, seed, audit))
 
     @property
     def pair(self) -> Pair:
@@ -148,7 +148,7 @@ class Request:
         return Generation(answer.text, answer.tokens, beams, report, session.prompt)
 
 
-def _session(plan: Plan, place: int, text: PlannedText) -> Session:
+def _session(plan: CallPlan, place: int, text: PlannedText) -> Session:
     """Return the session of a text."""
     session = Session(text.prompt, plan.parts, text.warp, text.limits, text.key, place, plan.audit, text.number)
     if text.read is not None:

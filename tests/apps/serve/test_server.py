@@ -539,10 +539,10 @@ def test_a_load_is_counted_request_by_request(served, capsys):
         assert (found.first_s is not None) == (found.per_token_s is not None) == stream
         assert all(one.waited_s >= (one.first_s or 0) for one in found.once)
     shape = {"url": url, "joined": 3, "before": "Hallo. ", "max_new_tokens": 4}
-    many = bench_serve.Arguments(**shape, clients=2, requests=4, seconds=60.0, body='{"n": 2}', json=True)
+    many = bench_serve.LoadTestArguments(**shape, clients=2, requests=4, seconds=60.0, body='{"n": 2}', json=True)
     assert bench_serve.serve(many) == 0
     assert json.loads(capsys.readouterr().out)["answered"] == 4
-    wrong = bench_serve.Arguments(**shape, clients=1, requests=1, body='{"model": "none"}')
+    wrong = bench_serve.LoadTestArguments(**shape, clients=1, requests=1, body='{"model": "none"}')
     assert bench_serve.serve(wrong) == 1
     assert "404" in capsys.readouterr().out
     settle(server)

@@ -250,7 +250,7 @@ def test_a_model_that_hears_is_refused_before_anything_runs(tmp_path, given):
     with pytest.raises(
         NotSupported, match="bench speed reads text, and WhisperForConditionalGeneration hears audio; give"
     ):
-        bench_speed.speed(bench_speed.Arguments(prompt=given, model=str(tmp_path), rows=3, repeats=1))
+        bench_speed.speed(bench_speed.SpeedArguments(prompt=given, model=str(tmp_path), rows=3, repeats=1))
 
 
 def test_what_does_not_take_sources_says_so(folder):
@@ -259,4 +259,4 @@ def test_what_does_not_take_sources_says_so(folder):
     with pytest.raises(BadSetting, match="--grow-vocab is for decoder-only models"):
         grown_pair(folder, None, None, grow_vocab="128K", sources=True)
     with pytest.raises(BadSetting, match="reads sources of its own kind; give some by --prompt or --file"):
-        bench_speed.speed(bench_speed.Arguments(model=folder, rows=3, repeats=1))
+        bench_speed.speed(bench_speed.SpeedArguments(model=folder, rows=3, repeats=1))

@@ -11,7 +11,7 @@ import pytest
 
 import specbeam as sb
 from specbeam.doors.cli import bench_methods
-from specbeam.doors.cli.bench_methods import Arguments, bundled_tasks, tasks_of
+from specbeam.doors.cli.bench_methods import MethodsBenchArguments, bundled_tasks, tasks_of
 from specbeam.errors import BadPrompt, BadSetting, MissingFile, MissingPackage
 from specbeam.lab.bench import methods as timed
 from specbeam.lab.bench.method_figures import Figure, MethodRun, Task, _quality
@@ -225,7 +225,9 @@ def test_bleu_is_added_up_from_its_counts():
 
 
 def compared(files, picture, metric=None):
-    given = Arguments(file=files, model="nowhere", metric=metric, beams=2, depth=2, rows=9, seeds=1, plot=picture)
+    given = MethodsBenchArguments(
+        file=files, model="nowhere", metric=metric, beams=2, depth=2, rows=9, seeds=1, plot=picture
+    )
     return bench_methods.methods(given)
 
 

@@ -22,7 +22,7 @@ from specbeam.core.records import Generation, Turn
 from specbeam.core.runs import TURNS
 from specbeam.core.session import Session
 from specbeam.doors.options.settings import Settings
-from specbeam.doors.plan import Plan
+from specbeam.doors.plan import CallPlan
 from specbeam.doors.request import Request
 from specbeam.errors import Cancelled, SpecbeamError, TimedOut
 from specbeam.generation import in_prompt_order, resolved_method, settled_tokens
@@ -316,14 +316,14 @@ class Engine:
         return self.run(score_texts(self.pair.target, prompt, texts, top, namespace))
 
     def request(self, prompts: Any, method: Method, *others: Any, **further: Any) -> Request:
-        """Return the request of these arguments of `Plan.of`, for the engine's pair; its sessions can be jobs.
+        """Return the request of these arguments of `CallPlan.of`, for the engine's pair; its sessions can be jobs.
 
         What the parts of its method have to measure on the models is measured in the engine's thread.
         """
         making = self.prepare(method, _name_of(method))
         if making is not None:
             making.result()
-        return Request(Plan.of(self.pair, prompts, method, *others, **further))
+        return Request(CallPlan.of(self.pair, prompts, method, *others, **further))
 
     def prepare(self, method: Method, key: str) -> "Future[None] | None":
         """Let the engine's thread make the parts of a method once, with all that they measure; None if it has made them.

@@ -322,8 +322,11 @@ def _method(body: Body, options: SpecbeamOptions, served: Served) -> tuple[Metho
     width = _width(body, options, wants_beams, count, config)
     if options.method is None and not wants_beams and options.beams is None:
         if further:
+            first = min(further)
+            near = hint(first, SpecbeamOptions.model_fields)
             raise invalid(
-                f"specbeam has {', '.join(sorted(further))}, which are settings of a method; name it in specbeam.method",
+                f"specbeam has {', '.join(sorted(further))}{near}, which are settings of a method; name it in "
+                "specbeam.method",
                 "specbeam",
                 "unknown_field",
             )

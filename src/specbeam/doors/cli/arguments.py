@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from specbeam.doors.options.table import OPTIONS, Option, kind_of
+from specbeam.doors.options.table import OPTIONS, GenerationOption, kind_of
 
 OF_COMMANDS = "Further options of generation"  # the panel of options without a text of their own
 _SIMPLE = {bool, int, float, str}
@@ -71,7 +71,7 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value != OPTIONS[name].default and value != []}
 
 
-def parameter_of(option: Option, defaults: Mapping[str, Any] = MappingProxyType({})) -> Parameter:
+def parameter_of(option: GenerationOption, defaults: Mapping[str, Any] = MappingProxyType({})) -> Parameter:
     """Return the flag of an option."""
     flag = option.flag
     assert flag is not None

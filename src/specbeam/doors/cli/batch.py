@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from specbeam.apps.jobs.journal import Progress
 
 
-class Arguments(LoadArguments):
+class BatchArguments(LoadArguments):
     """What the command is given."""
 
     source: Annotated[Path, typer.Argument(metavar="IN", help="Table of prompts: .jsonl, .csv or .parquet.")]
@@ -57,7 +57,7 @@ class Arguments(LoadArguments):
     json: Json = False
 
 
-def batch(given: Arguments) -> int:
+def batch(given: BatchArguments) -> int:
     """Answer the prompts of a table, each once: a job that was killed goes on with --resume, and gives the same texts."""
     from specbeam.apps.jobs.answering import work_of
     from specbeam.apps.jobs.batch import batch as answer_table

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from specbeam.lab.bench.cliffs import CliffPlan, SpeedCell
 
 
-class Arguments(PairArguments):
+class CliffsArguments(PairArguments):
     """What the command is given."""
 
     methods: Annotated[
@@ -48,7 +48,7 @@ class Arguments(PairArguments):
     json: Annotated[Path | None, file_to_write("Write a JSON line per cell to this file.")] = None
 
 
-def cliffs(given: Arguments) -> int:
+def cliffs(given: CliffsArguments) -> int:
     """Find where speed falls off: time methods with each option and batch size, beside transformers with the same."""
     import torch
     from rich.progress import Progress
@@ -106,7 +106,7 @@ def _page(cells: "Sequence[SpeedCell]", plan: "CliffPlan", origin: dict[str, str
     )
 
 
-def _write(cells: "Sequence[SpeedCell]", plan: "CliffPlan", origin: dict[str, str], given: Arguments) -> None:
+def _write(cells: "Sequence[SpeedCell]", plan: "CliffPlan", origin: dict[str, str], given: CliffsArguments) -> None:
     """Write the cells to the files that are given: the page in Markdown, a line of JSON per cell."""
     if given.markdown is not None:
         write_output(given.markdown, _page(cells, plan, origin) + "\n")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from specbeam.lab.bench.method_figures import Task
 
 
-class Arguments(PairArguments):
+class MethodsBenchArguments(PairArguments):
     """What the command is given."""
 
     older: Annotated[list[Path], typer.Argument(hidden=True, help="The same as --file.")] = []
@@ -44,7 +44,7 @@ class Arguments(PairArguments):
     json: Json = False
 
 
-def methods(given: Arguments) -> int:
+def methods(given: MethodsBenchArguments) -> int:
     """Compare methods: perplexity and quality of the text against seconds, joules and target passes per token."""
     from rich.markup import escape
     from rich.progress import Progress
@@ -87,7 +87,7 @@ def methods(given: Arguments) -> int:
     return 0
 
 
-def _check(given: Arguments, files: list[Path]) -> None:
+def _check(given: MethodsBenchArguments, files: list[Path]) -> None:
     """Raise an error for options that are wrong or do not go together, or for a plot that cannot be written."""
     from specbeam.lab.bench.method_figures import METRICS
     from specbeam.lab.bench.pictures import check_picture

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from specbeam.models.huggingface import HuggingFaceLM
 
 
-class Arguments(Record):
+class PassesArguments(Record):
     """What the command is given."""
 
     model: Model = "bundled"
@@ -51,7 +51,7 @@ class Arguments(Record):
     json: Json = False
 
 
-def passes(given: Arguments) -> int:
+def passes(given: PassesArguments) -> int:
     """Time a pass by its rows and by the tokens in the KV cache, and a step of beams beside transformers' cache."""
     import torch
     from rich.progress import Progress
@@ -88,7 +88,7 @@ def passes(given: Arguments) -> int:
     return 0
 
 
-def _plan(given: Arguments) -> "PassPlan":
+def _plan(given: PassesArguments) -> "PassPlan":
     """Return the plan of the sizes in ascending order; raise `BadSetting` if one is below 1."""
     from specbeam.lab.bench.passes import PassPlan
 
@@ -101,7 +101,7 @@ def _plan(given: Arguments) -> "PassPlan":
     return PassPlan(ascending[0], ascending[1], ascending[2], given.repeats, given.copies_gb)
 
 
-def _model(given: Arguments, needed: int) -> "tuple[HuggingFaceLM, str]":
+def _model(given: PassesArguments, needed: int) -> "tuple[HuggingFaceLM, str]":
     """Return a model with at least `needed` positions, and a text on where its positions come from."""
     from specbeam.doors.cli.widening import grown_pair
     from specbeam.lab.bench.widen_model import with_positions

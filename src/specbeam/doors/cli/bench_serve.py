@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from specbeam.lab.bench.serving import LoadReport
 
 
-class Arguments(Record):
+class LoadTestArguments(Record):
     """What the command is given."""
 
     url: Annotated[str, typer.Argument(help="Address of a server that speaks OpenAI's API.")] = "http://127.0.0.1:8000"
@@ -73,7 +73,7 @@ class PromptShape:
         return [self.before + " ".join(texts[start : start + self.joined]) for start in starts]
 
 
-def serve(given: Arguments) -> int:
+def serve(given: LoadTestArguments) -> int:
     """Put a load of many clients on a server: requests and tokens per second, and how long clients wait."""
     from specbeam.lab.bench.serving import Load, measure_load
 

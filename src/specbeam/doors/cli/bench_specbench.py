@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 USUAL = ["speculative_sampling", "traversal", "sequoia", "prompt_lookup", "opt_tree", "token_recycling"]
 
 
-class Arguments(PairArguments):
+class SpecBenchArguments(PairArguments):
     """What the command is given."""
 
     questions: Annotated[Path, typer.Argument(help="Spec-Bench's question.jsonl, plain or .gz.")]
@@ -43,7 +43,7 @@ class Arguments(PairArguments):
     json: Json = False
 
 
-def specbench(given: Arguments) -> int:
+def specbench(given: SpecBenchArguments) -> int:
     """Run methods on Spec-Bench's six tasks beside plain decoding: its statistics, and ours."""
     import torch
 
@@ -79,7 +79,9 @@ def specbench(given: Arguments) -> int:
     return 0
 
 
-def _write(given: Arguments, folder: Path, pair: Any, asked: Any, methods: "dict[str, Method]", replies: Any) -> None:
+def _write(
+    given: SpecBenchArguments, folder: Path, pair: Any, asked: Any, methods: "dict[str, Method]", replies: Any
+) -> None:
     """Write a file per method that Spec-Bench's own scripts read."""
     from specbeam.lab.bench.specbench import write_answers
 

@@ -47,7 +47,7 @@ DEFAULT = [
 NOT_COMPARED = ("num_return_sequences", "json_schema", "regex", "grammar", "grammar_backend", "max_length")
 
 
-class Arguments(PairArguments):
+class SpeedArguments(PairArguments):
     """What the command is given."""
 
     contenders: Annotated[
@@ -80,7 +80,7 @@ class Arguments(PairArguments):
     json: Json = False
 
 
-def speed(given: Arguments) -> int:
+def speed(given: SpeedArguments) -> int:
     """Measure tokens per second, quality and memory of methods, transformers and CTranslate2 in one interleaved run."""
     import torch
     from rich.progress import Progress
@@ -107,7 +107,7 @@ def speed(given: Arguments) -> int:
     return 0
 
 
-def _pair(given: Arguments) -> "Pair":
+def _pair(given: SpeedArguments) -> "Pair":
     """Return the pair that is timed."""
     from specbeam.doors.cli.widening import grown_pair
     from specbeam.doors.sources import hears
@@ -123,7 +123,7 @@ def _pair(given: Arguments) -> "Pair":
     return pair
 
 
-def _prompts(given: Arguments) -> list[PromptRow]:
+def _prompts(given: SpeedArguments) -> list[PromptRow]:
     """Return the prompts that are given."""
     files = [*given.older, *given.file]
     return [*map(PromptRow, given.prompt), *(row for file in files for row in read(str(file), None, given.columns))]
@@ -139,7 +139,7 @@ def _check_sources(pair: "Pair", found: list[PromptRow]) -> None:
         )
 
 
-def _show(given: Arguments, pair: "Pair", tables: list[Any]) -> None:
+def _show(given: SpeedArguments, pair: "Pair", tables: list[Any]) -> None:
     """Print and plot what was measured."""
     from specbeam.lab.bench.head_cost import head_cost
     from specbeam.lab.bench.provenance import provenance
@@ -164,7 +164,7 @@ def _show(given: Arguments, pair: "Pair", tables: list[Any]) -> None:
         plot([line for table in tables for line in table], given.plot)
 
 
-def _check(given: Arguments) -> None:
+def _check(given: SpeedArguments) -> None:
     """Raise an error if a number is below 1 or the plot cannot be written."""
     from specbeam.lab.bench.pictures import check_picture
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from specbeam.doors.cli.talking import Speaker
 
 
-class Arguments(PairArguments):
+class ChatArguments(PairArguments):
     """What the command is given."""
 
     method: Annotated[
@@ -34,7 +34,7 @@ class Arguments(PairArguments):
     quantize: QuantizeTarget = None
 
 
-def chat(given: Arguments) -> int:
+def chat(given: ChatArguments) -> int:
     """Talk with a model in the terminal; Ctrl-C ends an answer, Ctrl-D the chat."""
     template = None if given.chat_template is None else text_of(given.chat_template, "give a file with a chat template")
     decoding = with_files(given.options)

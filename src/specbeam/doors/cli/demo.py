@@ -23,7 +23,7 @@ SHOWN = 3  # sentences whose translations are printed
 LAW: Mapping[str, Any] = {"temperature": 1.0, "top_k": 10, "top_p": 0.9}
 
 
-class Arguments(Record):
+class DemoArguments(Record):
     """What the command is given."""
 
     beams: Annotated[int, typer.Option(help="Number of beams of beam sampling and DSBD.")] = 4
@@ -46,7 +46,7 @@ class DemoLine:
 
 
 @dataclass(frozen=True)
-class Contender:
+class DemoContender:
     """A method of the table with what it wrote.
 
     Attributes:
@@ -63,7 +63,7 @@ class Contender:
     joules: float | None
 
 
-def demo(given: Arguments) -> int:
+def demo(given: DemoArguments) -> int:
     """Translate German sentences by sampling, beam sampling and DSBD side by side, with the bundled pair."""
     try:
         import sacrebleu  # noqa: F401
@@ -113,7 +113,7 @@ def demo(given: Arguments) -> int:
 
 def _translate(
     pair: "Pair", name: str, method: "Method", sentences: list[tuple[str, str]], seed: int, console: Any
-) -> Contender:
+) -> DemoContender:
     """Decode sentences one at a time, as for a single user at a keyboard."""
     from rich.progress import track
 
@@ -129,11 +129,11 @@ def _translate(
             answer = generate(pair, source, method, seed=seed, max_new_tokens=64, **LAW)[0]
             seconds.append(time.perf_counter() - began)
             answers.append(answer)
-    return Contender(name, method, answers, seconds, meter.joules)
+    return DemoContender(name, method, answers, seconds, meter.joules)
 
 
 def _line(
-    pair: "Pair", one: Contender, sentences: list[tuple[str, str]], words: list[tuple[str, str]], seed: int
+    pair: "Pair", one: DemoContender, sentences: list[tuple[str, str]], words: list[tuple[str, str]], seed: int
 ) -> DemoLine:
     """Compute the figures of a method from its translations, and let it spell the words as sounds."""
     import sacrebleu

@@ -48,7 +48,7 @@ class ComparedArguments(PairArguments):
         return self.prompt
 
 
-class Arguments(ComparedArguments):
+class DiffArguments(ComparedArguments):
     """What the command is given."""
 
     prompts: Prompts = None
@@ -59,19 +59,19 @@ class Arguments(ComparedArguments):
         return [*(self.prompts or []), *self.prompt]
 
 
-class OlderArguments(ComparedArguments):
+class OlderDiffArguments(ComparedArguments):
     """What the command is given by the name that it had before it was one of `evaluate`."""
 
     model: Annotated[str, typer.Argument(help="Target model.")] = "bundled"
     file: Annotated[list[Path], typer.Option("--file", "--prompts", "-f", help="File of prompts.")] = []
 
 
-def diff_by_its_older_name(given: OlderArguments) -> int:
+def diff_by_its_older_name(given: OlderDiffArguments) -> int:
     """Do what `specbeam evaluate diff` does, with the model as an argument."""
     return _compare(given)
 
 
-def diff(given: Arguments) -> int:
+def diff(given: DiffArguments) -> int:
     """Run the beam searches of transformers and specbeam; report each difference, and whether rounding explains it."""
     return _compare(given)
 

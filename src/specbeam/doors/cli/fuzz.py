@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from specbeam.lab.fuzz.campaign import Fault, Tally
 
 
-class Arguments(Record):
+class FuzzArguments(Record):
     """What the command is given."""
 
     calls: Annotated[int, typer.Option(help="Number of calls in all.")] = 1000
@@ -24,7 +24,7 @@ class Arguments(Record):
     json: Json = False
 
 
-def fuzz(given: Arguments) -> int:
+def fuzz(given: FuzzArguments) -> int:
     """Make random calls on tiny random models, and check each answer; exit code 1 if a call crashes or hangs.
 
     The models are of all engines, heads and families. Every answer is held against what must be true of it: its tokens,

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from specbeam.models.pair import Pair
 
 
-class Arguments(PromptArguments, LoadArguments):
+class GenerateArguments(PromptArguments, LoadArguments):
     """What the command is given."""
 
     method: MethodName = None
@@ -127,7 +127,7 @@ class Writer:
                 self._write(number)
 
 
-def generate(given: Arguments) -> int:
+def generate(given: GenerateArguments) -> int:
     """Answer prompts that are given as arguments, by --prompt, in files, or on standard input."""
     follow_rank_0(given.loading)
     check_method(given.method, given.setting)
@@ -158,7 +158,7 @@ def generate(given: Arguments) -> int:
     return 1 if unreadable or writer.failed or is_suspicious else 0
 
 
-def _answer(pair: "Pair", writer: Writer, given: Arguments, options: dict[str, Any]) -> None:
+def _answer(pair: "Pair", writer: Writer, given: GenerateArguments, options: dict[str, Any]) -> None:
     """Answer the prompts of a writer."""
     from specbeam.doors.cli.profile import profile_if
     from specbeam.generation import generate as answered

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from specbeam.models.pair import Pair
 
 
-class Arguments(Record):
+class HeadArguments(Record):
     """What the command is given."""
 
     path: Annotated[
@@ -32,7 +32,7 @@ class Arguments(Record):
     json: Json = False
 
 
-def inspect(given: Arguments) -> int:
+def inspect(given: HeadArguments) -> int:
     """Show what kind of head files hold, how they were read, and how well the head fits its target."""
     from specbeam.models.heads.read import is_head, read_head
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from specbeam.doors.render import Leaf
 
 
-class Arguments(PairArguments):
+class InspectArguments(PairArguments):
     """What the command is given."""
 
     prompts: Annotated[list[str] | None, typer.Argument(help="The prompt to decode.")] = None
@@ -31,7 +31,7 @@ class Arguments(PairArguments):
     json: Json = False
 
 
-def inspect(given: Arguments) -> int:
+def inspect(given: InspectArguments) -> int:
     """Draw the forest of one turn of DSBD: which drafts were accepted, rejected or resampled, and with what odds."""
     sources, _ = gather([*(given.prompts or []), *given.prompt], given.file)
     if len(sources) != 1:

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from specbeam.recipes.method import Recipe
 
 
-class Arguments(Record):
+class MethodsArguments(Record):
     """What the command is given."""
 
     name: Annotated[str | None, typer.Argument(help="Explain this method.")] = None
     json: Json = False
 
 
-def methods(given: Arguments) -> int:
+def methods(given: MethodsArguments) -> int:
     """List the methods with their output laws, or explain one of them."""
     from specbeam.recipes.catalogue import methods as recipes
     from specbeam.recipes.catalogue import resolve

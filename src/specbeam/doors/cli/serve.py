@@ -8,7 +8,7 @@ from specbeam.doors.cli.serve_options import given_options, option, server_param
 from specbeam.errors import MissingPackage
 
 
-class Arguments(Record):
+class ServeArguments(Record):
     """What the command is given.
 
     Attributes:
@@ -20,7 +20,7 @@ class Arguments(Record):
     options: dict[str, Any] = group({one.name: one for one in server_parameters()}, given_options)
 
 
-def serve(given: Arguments) -> int:
+def serve(given: ServeArguments) -> int:
     """Serve OpenAI's API with beams over HTTP, and a page that shows forests."""
     try:
         import fastapi  # noqa: F401

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SEGMENT = 222  # tokens of a segment by default: with 32 sensory tokens a window of 256
 
 
-class Arguments(Record):
+class MemoryArguments(Record):
     """What the command is given."""
 
     out: Annotated[Path, folder_to_write("Folder to write; a training that was stopped goes on there.", "--out", "-o")]
@@ -115,7 +115,7 @@ def _stages(text: str) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def train_memory(given: Arguments) -> int:
+def train_memory(given: MemoryArguments) -> int:
     """Train a memory (HMT), with which a model reads texts of any length in segments and recalls earlier ones."""
     plan = given.plan
     schedule = given.schedule

@@ -19,7 +19,7 @@ ALWAYS = (
 )  # fmt: skip
 
 
-class Arguments(Record):
+class TranscribeArguments(Record):
     """What the command is given."""
 
     audio: Annotated[
@@ -114,7 +114,7 @@ class Arguments(Record):
         return {name: getattr(self, name) for name in ALWAYS} | given
 
 
-def transcribe(given: Arguments) -> int:
+def transcribe(given: TranscribeArguments) -> int:
     """Write down what is said in audio files, by a Whisper model."""
     from specbeam.apps.speech.formats import check_format, formatted
     from specbeam.apps.speech.transcribe import transcribe as transcribed

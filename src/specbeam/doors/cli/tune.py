@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from specbeam.models.pair import Pair
 
 
-class Arguments(PairArguments):
+class TuneArguments(PairArguments):
     """What the command is given."""
 
     context: Lengths = [64]
@@ -74,7 +74,7 @@ class Measured:
     sublayers: "FoundSublayers | None"
 
 
-def tune(given: Arguments) -> int:
+def tune(given: TuneArguments) -> int:
     """Measure what controllers decide by, and keep it on disk: the time of passes here, and acceptance by rank."""
     from specbeam.recipes.beams import dsbd
 
@@ -108,7 +108,7 @@ def tune(given: Arguments) -> int:
     return 0
 
 
-def _check(given: Arguments) -> None:
+def _check(given: TuneArguments) -> None:
     """Raise `BadSetting` for options that are wrong or do not go together."""
     if not 0 < given.odds < 1:
         raise BadSetting(f"--odds is {given.odds}; it is a probability, in (0, 1)")

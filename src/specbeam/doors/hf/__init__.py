@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Door = Callable[..., Any]
-_NOT_HERE = ("beams", "trace", "drafter", "rule", "controller")  # settings of recipes that no door has by these names
+_NOT_HERE = ("beams", "trace")  # settings of recipes that `generate` has by another name, or no place for
 
 
 def _takes_settings_of(recipe: Callable[..., Method]) -> Callable[[Door], Door]:

@@ -5,7 +5,7 @@ signature of `generate`, the flags of all commands, the fields of the server's b
 table of options in the documentation, and the hints of misspelt names.
 
 A program can add an option of its own with `add_option`, before it imports the command line or the server. This option
-makes its own logits processor (`Option.make`).
+makes its own logits processor (`GenerationOption.make`).
 """
 
 import difflib
@@ -106,7 +106,7 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Option:
+class GenerationOption:
     """One option of generation.
 
     Args:
@@ -165,7 +165,7 @@ TOKEN = _counted(0)
 TOKENS: tuple[Check, ...] = ((checks.are_tokens, "a list of token ids"),)
 
 _BUILT_IN = (
-    Option(
+    GenerationOption(
         "max_new_tokens",
         "Maximum number of new tokens. Not set: the model's own, else 256, or fewer if it has no room.",
         _counted(1),
@@ -174,13 +174,13 @@ _BUILT_IN = (
         ),
         names=("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"),
     ),
-    Option(
+    GenerationOption(
         "max_length",
         "Maximum number of tokens of prompt and text together; max_new_tokens takes precedence.",
         INTEGER,
         flag=Flag(),
     ),
-    Option(
+    GenerationOption(
         "min_new_tokens",
         "Number of new tokens before which no text ends.",
         _counted(0),
@@ -188,7 +188,7 @@ _BUILT_IN = (
         names=("min_tokens",),
     ),
     # Warpers, in the order of transformers.
-    Option(
+    GenerationOption(
         "temperature",
         "Sampling temperature; 0 draws nothing at random.",
         (
@@ -202,14 +202,14 @@ _BUILT_IN = (
         flag=Flag("Sampling temperature; by default the model's own, else 1. With 0 nothing is random."),
         field=Field({"ge": 0, "le": 2}),
     ),
-    Option(
+    GenerationOption(
         "top_h",
         "Draw among the tokens that keep the entropy below this share of the whole.",
         PROBABILITY,
         warper="TopHLogitsWarper",
         flag=Flag(),
     ),
-    Option(
+    GenerationOption(
         "top_k",
         "Draw among the k likeliest tokens only; 0: all.",
         _counted(0, " (0: all tokens)"),
@@ -218,7 +218,7 @@ _BUILT_IN = (
         flag=Flag("Sample among the k likeliest tokens only; by default the model's own setting, else all."),
         field=Field({"ge": -1, "le": LARGEST_INTEGER}),
     ),
-    Option(
+    GenerationOption(
         "top_p",
         "Draw among the fewest likeliest tokens with total probability p.",
         PROBABILITY,
@@ -229,7 +229,7 @@ _BUILT_IN = (
         ),
         field=Field({"gt": 0, "le": 1}),
     ),
-    Option(
+    GenerationOption(
         "min_p",
         "Draw among the tokens with at least p times the probability of the likeliest.",
         (*NUMBER, (lambda value: 0 <= value <= 1, "in [0, 1]")),
@@ -241,7 +241,7 @@ _BUILT_IN = (
         ),
         field=Field({"ge": 0, "le": 1}),
     ),
-    Option(
+    GenerationOption(
         "typical_p",
         "Draw among the tokens whose surprise is nearest to the expected one, with total probability p.",
         PROBABILITY_OR_OFF,
@@ -249,7 +249,7 @@ _BUILT_IN = (
         off=(1,),
         flag=Flag(),
     ),
-    Option(
+    GenerationOption(
         "epsilon_cutoff",
         "Draw among the tokens of at least this probability.",
         CUTOFF,
@@ -257,7 +257,7 @@ _BUILT_IN = (
         off=(0,),
         flag=Flag(),
     ),
-    Option(
+    GenerationOption(
         "eta_cutoff",
         "Draw among the tokens of at least this probability, lowered where the entropy is high.",
         CUTOFF,
@@ -265,7 +265,7 @@ _BUILT_IN = (
         off=(0,),
         flag=Flag(),
     ),
-    Option(
+    GenerationOption(
         "repetition_penalty",
         "Make tokens that occurred before less likely (above 1) or likelier (below 1).",
         PENALTY,
@@ -276,7 +276,7 @@ _BUILT_IN = (
         ),
         field=Field({"gt": 0, "le": 10}),
     ),
-    Option(
+    GenerationOption(
         "num_return_sequences",
         "Number of answers per prompt.",
         _counted(1),
@@ -285,7 +285,7 @@ _BUILT_IN = (
         flag=Flag("Number of answers per prompt.", int),
         names=("n",),
     ),
-    Option(
+    GenerationOption(
         "length_penalty",
         "A score is log-likelihood / length ** this exponent.",
         (
@@ -299,13 +299,13 @@ _BUILT_IN = (
         flag=Flag("A score is log-likelihood / length ** this exponent; by default the model's own, else 1."),
         field=Field(),
     ),
-    Option(
+    GenerationOption(
         "early_stopping",
         "When a beam search ends: True, False or 'never', as in transformers.",
         ((lambda value: isinstance(value, bool) or value == "never", "True, False or 'never'"),),
         field=Field(),
     ),
-    Option(
+    GenerationOption(
         "stop_strings",
         "Texts that end an answer.",
         (
@@ -315,35 +315,35 @@ _BUILT_IN = (
         flag=Flag("End an answer after this text. May be given several times.", list[str], "stop"),
         names=("stop",),
     ),
-    Option(
+    GenerationOption(
         "eos_token_id",
         "The tokens that end a text, in place of the model's own; []: none does.",
         ((checks.are_integers, "a token id or several; to end at a text, use stop_strings"),),
         of_models=False,
         names=("stop_token_ids",),
     ),
-    Option(
+    GenerationOption(
         "json_schema",
         "The text is JSON of this schema; True: any JSON.",
         of_models=False,
         flag=Flag("Answer in JSON that fits this schema: the schema itself or a file with it.", str | None),
         names=("response_format", "guided_json"),
     ),
-    Option(
+    GenerationOption(
         "regex",
         "The text matches this regular expression.",
         of_models=False,
         flag=Flag("Answer with texts that match this regular expression."),
         names=("structured_outputs", "guided_regex"),
     ),
-    Option(
+    GenerationOption(
         "grammar",
         "The text is one of this Lark grammar.",
         of_models=False,
         flag=Flag("Answer with texts of this Lark grammar: the grammar itself or a file with it."),
         names=("structured_outputs", "guided_grammar"),
     ),
-    Option(
+    GenerationOption(
         "grammar_backend",
         "The library that applies json_schema, regex and grammar.",
         ((lambda name: name in GRAMMAR_BACKENDS, " or ".join(map(repr, GRAMMAR_BACKENDS))),),
@@ -352,7 +352,7 @@ _BUILT_IN = (
         of_rows=False,
         flag=Flag("Library that applies schemas, expressions and grammars: llguidance or xgrammar."),
     ),
-    Option(
+    GenerationOption(
         "no_repeat_ngram_size",
         "No n tokens in a row come twice; 0: off.",
         NGRAM,
@@ -360,69 +360,71 @@ _BUILT_IN = (
         flag=Flag(),
         field=Field({"ge": 0, "le": LARGEST_INTEGER}, "specbeam"),
     ),
-    Option(
+    GenerationOption(
         "bad_words_ids",
         "Sequences of tokens that no text has.",
         ((checks.are_words, "lists of token ids, one per word, like [[5], [6, 7]]"),),
     ),
-    Option("min_length", "Number of tokens of prompt and text before which no text ends.", _counted(0), flag=Flag()),
-    Option("forced_bos_token_id", "The first token of every text.", TOKEN, of_rows=False, flag=Flag()),
-    Option(
+    GenerationOption(
+        "min_length", "Number of tokens of prompt and text before which no text ends.", _counted(0), flag=Flag()
+    ),
+    GenerationOption("forced_bos_token_id", "The first token of every text.", TOKEN, of_rows=False, flag=Flag()),
+    GenerationOption(
         "forced_eos_token_id",
         "The last token of texts that reach the limit.",
         ((checks.are_token_ids, "a token id or several"),),
         of_rows=False,
     ),
-    Option("suppress_tokens", "Tokens that no text has.", TOKENS),
-    Option("begin_suppress_tokens", "Tokens that no text begins with.", TOKENS),
-    Option(
+    GenerationOption("suppress_tokens", "Tokens that no text has.", TOKENS),
+    GenerationOption("begin_suppress_tokens", "Tokens that no text begins with.", TOKENS),
+    GenerationOption(
         "sequence_bias",
         "What is added to the logits of sequences of tokens.",
         ((checks.are_biases, "pairs of token ids and a number, like [[[5], -1.0], [[6, 7], 2.5]]"),),
         names=("logit_bias",),
     ),
-    Option(
+    GenerationOption(
         "exponential_decay_length_penalty",
         "From so many new tokens on, the end becomes likelier by this factor per token.",
         ((checks.is_decay, "a number of new tokens and a factor above 0, like (15, 1.6)"),),
     ),
-    Option(
+    GenerationOption(
         "encoder_repetition_penalty", "As repetition_penalty, for tokens of the prompt or source.", PENALTY, flag=Flag()
     ),
-    Option(
+    GenerationOption(
         "encoder_no_repeat_ngram_size", "No n tokens in a row of the prompt or source come again.", NGRAM, flag=Flag()
     ),
-    Option(
+    GenerationOption(
         "guidance_scale",
         "Classifier-free guidance: how far laws move away from those without the prompt; 1: off.",
         (*NUMBER, *FINITE),
         off=(1,),
         flag=Flag(),
     ),
-    Option("watermarking_config", "A watermark, as a WatermarkingConfig of transformers or its fields."),
-    Option(
+    GenerationOption("watermarking_config", "A watermark, as a WatermarkingConfig of transformers or its fields."),
+    GenerationOption(
         "renormalize_logits",
         "Normalise the scores of a beam search after processors.",
         FLAG,
         of_rows=False,
         flag=Flag(),
     ),
-    Option("remove_invalid_values", "Replace NaN and infinite logits.", FLAG, of_rows=False, flag=Flag()),
-    Option(
+    GenerationOption("remove_invalid_values", "Replace NaN and infinite logits.", FLAG, of_rows=False, flag=Flag()),
+    GenerationOption(
         "prefix_allowed_tokens_fn",
         "A function of a prompt's number and its tokens so far that returns the tokens allowed next.",
         ((callable, "a callable that takes the number of a prompt and its tokens"),),
         of_models=False,
         of_rows=False,
     ),
-    Option(
+    GenerationOption(
         "logits_processor",
         "Logits processors of transformers, applied after those that options ask for.",
         ((checks.are_callables, "a list of callables that take input_ids and scores"),),
         of_models=False,
         of_rows=False,
     ),
-    Option(
+    GenerationOption(
         "decoder_start_token_id",
         "The token that the decoder of an encoder-decoder model begins with.",
         TOKEN,
@@ -430,17 +432,17 @@ _BUILT_IN = (
         of_rows=False,
         flag=Flag(),
     ),
-    Option(
+    GenerationOption(
         "decoder_input_ids",
         "The tokens that the decoder of an encoder-decoder model begins with, or as many lists as sources.",
         of_models=False,
         of_rows=False,
     ),
 )
-OPTIONS: dict[str, Option] = {option.name: option for option in _BUILT_IN}
+OPTIONS: dict[str, GenerationOption] = {option.name: option for option in _BUILT_IN}
 
 
-def add_option(option: Option) -> None:
+def add_option(option: GenerationOption) -> None:
     """Let all doors take one more option: `generate`, the command line, the server and jobs.
 
     To be called before the command line or the server is imported. Raises `BadSetting` if there is one of that name.
@@ -450,7 +452,7 @@ def add_option(option: Option) -> None:
     OPTIONS[option.name] = option
 
 
-def kind_of(option: Option) -> Any:
+def kind_of(option: GenerationOption) -> Any:
     """Return the type of an option's values."""
     return option.kind if option.kind is not None else _kinds()[option.name]
 
