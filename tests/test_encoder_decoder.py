@@ -191,7 +191,7 @@ def test_every_method_that_draws_reads_the_source(translator, method):
 def test_samples_of_a_prompt_read_one_source_and_a_batch_frees_what_it_read(translator):
     given = sources("bart", 2)
     options = {"max_new_tokens": 5, "num_return_sequences": 3, "eos_token_id": []}
-    request = Request(translator, given, sb.sampling(), Settings.given(options), 3)
+    request = Request.of(translator, given, sb.sampling(), Settings.given(options), 3)
     decoder = Decoder(translator.target)
     for session in request.sessions:
         decoder.add(session)
@@ -213,7 +213,7 @@ def test_samples_of_a_prompt_read_one_source_and_a_batch_frees_what_it_read(tran
 
 
 def test_sources_can_be_dropped_where_decoding_broke(translator):
-    (session,) = Request(translator, [[3, 4]], sb.greedy(), Settings(max_new_tokens=4), 3).sessions
+    (session,) = Request.of(translator, [[3, 4]], sb.greedy(), Settings(max_new_tokens=4), 3).sessions
     decoder = Decoder(translator.target)
     decoder.add(session)
     decoder.step()
@@ -258,7 +258,7 @@ def stored_bytes(beams):
     pair = sb.load(model)
     features = torch.randn(MELS, 3000, generator=torch.Generator().manual_seed(1))
     settings = Settings.given({"max_new_tokens": 4, "eos_token_id": []})
-    (session,) = Request(pair, features, sb.beam_search(beams), settings, 0).sessions
+    (session,) = Request.of(pair, features, sb.beam_search(beams), settings, 0).sessions
     decoder = Decoder(pair.target)
     decoder.add(session)
     most = 0
@@ -566,7 +566,7 @@ def test_texts_of_a_model_have_the_law_that_its_own_forward_gives_for_the_source
     methods = [sb.sampling(), sb.speculative_sampling(2), sb.rsd_s(3, 2), sb.traversal((2, 2))]
     given = [[3, 4], [4, 3, 2, 3, 4]]
     requests = [
-        Request(pair, given * 200, method, Settings(max_new_tokens=3, eos_token_id=[5]), 40 + number)
+        Request.of(pair, given * 200, method, Settings(max_new_tokens=3, eos_token_id=[5]), 40 + number)
         for number, method in enumerate(methods)
     ]
     line = [session for row in zip(*(request.sessions for request in requests), strict=True) for session in row]

@@ -89,7 +89,7 @@ def test_different_methods_share_a_pass(pair):
         sb.dsbd(2, 3, 3, coupling="rejection", width="dynamic"),
     ]
     requests = [
-        Request(pair, "mixed batch", method, Settings.given({"max_new_tokens": 9}, None), 3) for method in recipes
+        Request.of(pair, "mixed batch", method, Settings.given({"max_new_tokens": 9}, None), 3) for method in recipes
     ]
     sessions = [request.sessions[0] for request in requests]
     before = pair.target.passes
@@ -244,7 +244,7 @@ def test_settled_tokens_are_the_beginning_of_the_answer(pair):
     from specbeam.doors.options.settings import Settings
     from specbeam.doors.request import Request
 
-    request = Request(pair, "abc", sb.dsbd(3, 4, 3), Settings.given({"max_new_tokens": 15}, None), 8)
+    request = Request.of(pair, "abc", sb.dsbd(3, 4, 3), Settings.given({"max_new_tokens": 15}, None), 8)
     seen = []
     for _ in decode(pair.target, request.sessions):
         seen.append(settled_tokens(request.sessions[0]))
@@ -471,7 +471,7 @@ def test_a_drafter_that_breaks_costs_the_prompts_that_it_drafts_for(pair):
             return super().draft(sessions, shapes)
 
     requests = [
-        Request(
+        Request.of(
             pair,
             ["abcab", "aab"],
             sb.speculative_beam_search(2, depth=2, drafter=drafter),
@@ -565,7 +565,9 @@ def test_forests_that_no_model_can_read_cost_their_own_prompts(pair, made, messa
             return [made(forest) for forest in super().draft(sessions, shapes)]
 
     requests = [
-        Request(pair, ["abcab"], sb.speculative_beam_search(2, depth=2, drafter=drafter), Settings(max_new_tokens=5), 1)
+        Request.of(
+            pair, ["abcab"], sb.speculative_beam_search(2, depth=2, drafter=drafter), Settings(max_new_tokens=5), 1
+        )
         for drafter in (Strange(), PromptLookup())
     ]
     sessions = [session for request in requests for session in request.sessions]

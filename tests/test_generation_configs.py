@@ -11,8 +11,9 @@ from transformers.generation import GenerationMixin
 import specbeam as sb
 from specbeam import errors
 from specbeam.core.laws.warp import dense_logp, processed_rows
-from specbeam.doors.options.generation_config import OF_MODELS, WARPERS, read
+from specbeam.doors.options.generation_config import read
 from specbeam.doors.options.settings import Settings
+from specbeam.doors.options.table import config_names, warper_names
 from tests.support import words
 from tests.support.checking import refused
 from tests.support.tiny_models import tiny
@@ -189,7 +190,7 @@ def test_every_field_that_transformers_knows_is_honoured_refused_or_known_to_say
     for name in vars(empty):
         config = GenerationConfig()
         setattr(config, name, object())
-        found = read(config, (*OF_MODELS, *WARPERS))
+        found = read(config, (*config_names(), *warper_names()))
         assert not found.unknown
         if found.refused:
             assert name in REFUSED

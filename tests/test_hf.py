@@ -355,3 +355,40 @@ def test_settings_of_the_recipe_arrive(models):
             target.generate(**call, custom_generate=door, semantics="hf", width="auto", **more)
     with pytest.raises(errors.BadSetting, match="shared noise draws without replacement"):
         target.generate(**call, custom_generate=sb.hf.dsbd, draft_model=draft, replacement=True)
+
+
+def test_another_method_decodes_in_its_place(models):
+    """By name or as a recipe; beams and draws have to be those that `generate` was asked for."""
+    target, draft, tokenizer = models
+    inputs = inputs_of(tokenizer, ["Hello", "a longer prompt"])
+    call = {**inputs, "custom_generate": sb.hf.dsbd, "draft_model": draft, "max_new_tokens": 8, "seed": 4}
+    pair = sb.load(target, draft, tokenizer=tokenizer)
+    for method in ("traversal", sb.traversal((2, 1)), sb.dsbd(3, depth=2)):
+        beams = getattr(method, "beams", 1)
+        found = target.generate(**call, do_sample=True, num_beams=beams, method=method)
+        ours = sb.generate(pair, ["Hello", "a longer prompt"], method, seed=4, max_new_tokens=8)
+        for row, one in zip(found, ours, strict=True):
+            new = row[inputs["input_ids"].shape[1] :].tolist()
+            assert new[: len(one.tokens)] == one.tokens
+    with pytest.raises(sb.SpecbeamError, match="num_beams=3, and traversal keeps 1: it decodes one sequence"):
+        target.generate(**call, do_sample=True, num_beams=3, method="traversal")
+    with pytest.raises(sb.SpecbeamError, match="do_sample=True, and beam_search draws nothing"):
+        target.generate(**call, do_sample=True, num_beams=3, method=sb.beam_search(3))
+    with pytest.raises(sb.SpecbeamError, match="method traversal does not look at depth=2"):
+        target.generate(**call, do_sample=True, method="traversal", depth=2)
+    without = {name: value for name, value in call.items() if name != "draft_model"}
+    with pytest.raises(sb.SpecbeamError, match="traversal needs draft_model"):
+        target.generate(**without, do_sample=True, method="traversal")
+    plain = target.generate(**without, do_sample=True, num_beams=2, method=sb.beam_sampling(2))
+    assert plain.tolist() == target.generate(
+        **without | {"custom_generate": sb.hf.beam_sampling}, do_sample=True, num_beams=2
+    ).tolist()  # fmt: skip
+
+
+def test_a_misspelt_argument_is_recognised(models):
+    target, draft, tokenizer = models
+    ids = inputs_of(tokenizer, ["Hello"])["input_ids"]
+    with pytest.raises(
+        sb.SpecbeamError, match=r"draft_modl would be ignored; leave it out \(did you mean draft_model\?\)"
+    ):
+        sb.hf.dsbd(target, ids, draft_model=draft, draft_modl=draft, generation_config=target.generation_config)

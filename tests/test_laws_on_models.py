@@ -88,7 +88,7 @@ def texts_of(pair, other, settings, draws, seed):
     """Texts by recipe; sessions of all recipes stand in line in turns, so every batch mixes them."""
     methods = {name: make(other) for name, make in RECIPES.items()}
     requests = {
-        name: Request(pair, [PROMPT] * draws, method, Settings(max_new_tokens=LENGTH, **settings), seed + place)
+        name: Request.of(pair, [PROMPT] * draws, method, Settings(max_new_tokens=LENGTH, **settings), seed + place)
         for place, (name, method) in enumerate(methods.items())
     }
     line = [
@@ -122,7 +122,7 @@ def check_each(pair, methods, settings, draws):
     law = plain_law(pair, settings)
     values = {}
     for place, (name, method) in enumerate(methods.items()):
-        request = Request(pair, [PROMPT] * draws, method, Settings(max_new_tokens=LENGTH, **settings), 11 + place)
+        request = Request.of(pair, [PROMPT] * draws, method, Settings(max_new_tokens=LENGTH, **settings), 11 + place)
         for _ in decode(pair.target, request.sessions, at_once=200):
             pass
         counts = Counter(tuple(next(one.hypotheses()).tokens) for one in request.sessions)

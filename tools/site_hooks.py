@@ -77,6 +77,7 @@ HAND_MADE = {
                 "specbeam.core.records.RowCounts",
                 "specbeam.core.records.ExtraInputs",
                 "specbeam.core.decoder.Decoder",
+                "specbeam.doors.plan.CallPlan",
                 "specbeam.doors.request.Request",
             )
         ),
@@ -100,6 +101,7 @@ def on_files(files: Files, config: Any) -> Files:
         _add(files, config, name, f"# {title}\n\n{text}")
     _add(files, config, "api/command_line.md", command_line_page())
     _add(files, config, "nouns_and_steps.md", nouns_and_steps())
+    _add(files, config, "api/options.md", options_page())
     for notebook in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")):
         _add(files, config, f"notebooks/{notebook.stem}.md", as_page(notebook))
     _fill(config.nav, files)
@@ -157,6 +159,19 @@ def command_line_page() -> str:
     lines = ["# The command line", "", "`specbeam COMMAND --help` prints the same.", ""]
     _describe(root, ["specbeam"], lines)
     return "\n".join(lines)
+
+
+def options_page() -> str:
+    """Return a page with the options of generation, and the names that they have at each door."""
+    from specbeam.doors.options.table import as_markdown
+
+    return f"""# Options of generation
+
+`sb.generate`, `sb.stream` and `sb.turns_of` take these by name, with the meanings of transformers where it has them. Those
+of the third column come from the model's own generation config unless they are given.
+
+{as_markdown()}
+"""
 
 
 def _describe(command: Any, names: list[str], lines: list[str]) -> None:

@@ -63,7 +63,7 @@ def answers(models: sb.Pair, examples: list, method: sb.Method, options: dict) -
 
 def acceptance(models: sb.Pair, prompts: list[str]) -> float:
     """Accepted draft tokens of those that were judged, in speculative sampling."""
-    request = Request(models, prompts, sb.speculative_sampling(4), Settings(max_new_tokens=80), seed=0)
+    request = Request.of(models, prompts, sb.speculative_sampling(4), Settings(max_new_tokens=80), seed=0)
     accepted = judged = 0
     for turns in decode(models.target, request.sessions):
         for _, turn in turns:

@@ -1,9 +1,9 @@
 """The functions that generate text: `generate`, `stream` and `turns_of`."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
@@ -16,12 +16,14 @@ from specbeam.doors.energy import EnergyMeter
 from specbeam.doors.fastest import FastestMethod, fastest, tokens_per_second
 from specbeam.doors.growing_text import unsent
 from specbeam.doors.options.checks import is_integer, require
-from specbeam.doors.options.generation_config import contradiction
 from specbeam.doors.options.settings import Settings
+from specbeam.doors.options.table import Options
+from specbeam.doors.plan import CallPlan
 from specbeam.doors.request import Request
 from specbeam.doors.sources import as_prompts, source_length, sources_in
+from specbeam.doors.usual import usual_method
 from specbeam.engines.source import line_up, part
-from specbeam.errors import AuditWarning, BadSetting, NotSupported, SomeFailed, SpecbeamError, TooFewAnswers
+from specbeam.errors import AuditWarning, NotSupported, SomeFailed, SpecbeamError, TooFewAnswers
 from specbeam.models.pair import Pair, load
 from specbeam.recipes.catalogue import resolve
 from specbeam.recipes.method import Method
@@ -35,7 +37,7 @@ Prompt = str | Sequence[int]  # as files and tokenizers give them; `generate` ta
 def generate(
     pair: Pair | str,
     prompts: Any,
-    method: Method | str = "dsbd",
+    method: Method | str | None = None,
     *,
     seed: int | None = None,
     batch_size: int = 32,
@@ -43,7 +45,7 @@ def generate(
     generation_config: "GenerationConfig | None" = None,
     streamer: Any = None,
     on_result: Callable[[int, Generation | SpecbeamError], None] | None = None,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> list[Generation]:
     """Generate text for one or many prompts.
 
@@ -52,7 +54,8 @@ def generate(
         prompts: one prompt or many: texts, token ids in lists, arrays or tensors, what a tokenizer returns, the messages of
             chats, or rows of data sets (docs/start.md has all forms). For an encoder-decoder model these are sources: what
             its encoder reads. A speech model reads features, float[channels, frames].
-        method: a recipe (`sb.dsbd(beams=4)`) or its name; `sb.methods()` lists them.
+        method: a recipe (`sb.dsbd(beams=4)`) or its name; `sb.methods()` lists them. None: `dsbd` for a pair with a draft,
+            and for one without `beam_sampling`, which has the same law; `report.law` names it.
         seed: the same seed gives the same answers, whatever else is in the batch. None: a random seed.
         batch_size: maximum number of prompts, or of independent return sequences, that are decoded side by side.
         audit: test while decoding that the output has the law that the method declares. The result is in each report
@@ -61,15 +64,7 @@ def generate(
         streamer: a streamer of transformers, for one prompt. It receives tokens as soon as no live beam can change them.
         on_result: called with (prompt number, result) as soon as a prompt is done, in the order of finishing. The result is
             a `Generation`, or the error of the prompt.
-        options: the fields of `Settings`: max_new_tokens (default: what the model's generation_config says, otherwise 256;
-            fewer if the models have fewer positions left), max_length, min_new_tokens, temperature, top_k, top_p, min_p,
-            repetition_penalty, no_repeat_ngram_size, bad_words_ids, prefix_allowed_tokens_fn, num_return_sequences,
-            eos_token_id, stop_strings, length_penalty, early_stopping, logits_processor, min_length, forced_bos_token_id,
-            forced_eos_token_id, suppress_tokens, begin_suppress_tokens, renormalize_logits, sequence_bias,
-            exponential_decay_length_penalty, encoder_repetition_penalty, encoder_no_repeat_ngram_size,
-            remove_invalid_values, guidance_scale, watermarking_config, top_h, typical_p, epsilon_cutoff, eta_cutoff;
-            decoder_start_token_id and decoder_input_ids, what the decoder of an encoder-decoder model begins with; and one
-            of json_schema, regex and grammar, the form that every text must have, with grammar_backend.
+        options: the options of generation (`Options`), with the names of transformers; the documentation has a table.
 
     Returns:
         One `Generation` per prompt and return sequence, in the order of the prompts. Its `beams` are the best texts, at most
@@ -86,8 +81,9 @@ def generate(
     require(isinstance(audit, bool), "audit", audit, "True or False")
     settings = Settings.given(options, generation_config)
     prompts = as_prompts(prompts)  # once: an iterator is at its end then
-    method = resolved_method(pair, prompts, method, settings, generation_config)
-    request = Request(pair, prompts, method, settings, seed, audit)
+    method = resolved_method(pair, prompts, method, settings)
+    plan = CallPlan.of(pair, prompts, method, settings, seed, audit, generation_config=generation_config)
+    request = Request(plan)
     if streamer is not None:
         _check_single(request)
     results: dict[int, list[Generation] | SpecbeamError] = {}
@@ -108,7 +104,15 @@ def generate(
     return in_prompt_order(request, results, meter.joules)
 
 
-def stream(pair: Pair | str, prompt: Any, method: Method | str = "dsbd", **options: Any) -> Iterator[str]:
+def stream(
+    pair: Pair | str,
+    prompt: Any,
+    method: Method | str | None = None,
+    *,
+    seed: int | None = None,
+    generation_config: "GenerationConfig | None" = None,
+    **options: Unpack[Options],
+) -> Iterator[str]:
     """Yield pieces of text as soon as no live beam and no further token can change them.
 
     With several beams they are the common prefix. Together they are exactly the text of `generate`. With a tokenizer whose
@@ -120,8 +124,7 @@ def stream(pair: Pair | str, prompt: Any, method: Method | str = "dsbd", **optio
         pair = load(pair)
     if pair.tokenizer is None:
         raise NotSupported("streaming text needs a tokenizer; give load(tokenizer=...)")
-    request = _single_request(pair, prompt, method, options)
-    yield from pieces_of(request)
+    yield from pieces_of(_single_request(pair, prompt, method, seed, generation_config, options))
 
 
 def pieces_of(request: Request) -> Iterator[str]:
@@ -141,29 +144,40 @@ def pieces_of(request: Request) -> Iterator[str]:
         yield rest
 
 
-def turns_of(pair: Pair, prompt: Any, method: Method | str = "dsbd", **options: Any) -> Iterator[Turn]:
+def turns_of(
+    pair: Pair,
+    prompt: Any,
+    method: Method | str | None = None,
+    *,
+    seed: int | None = None,
+    generation_config: "GenerationConfig | None" = None,
+    **options: Unpack[Options],
+) -> Iterator[Turn]:
     """Yield the turns of one generation: the drafts, scores and verdict of each pass of the target. For pictures and study.
 
     The arguments and errors are those of `generate`, for one prompt with one return sequence. The logits in a turn are valid
     until the next turn.
     """
-    session = _single_request(pair, prompt, method, options).sessions[0]
+    session = _single_request(pair, prompt, method, seed, generation_config, options).sessions[0]
     for turns in decode(pair.target, [session]):
         yield from (turn for _, turn in turns)
     if session.failure is not None:
         raise session.failure
 
 
-def _single_request(pair: Pair, prompt: Any, method: Method | str, options: dict[str, Any]) -> Request:
-    """Return the request of a single session. Raises the error of the prompt, if there is one.
-
-    Removes "seed" and "generation_config" from `options`.
-    """
-    seed = options.pop("seed", None)
-    config = options.pop("generation_config", None)
+def _single_request(
+    pair: Pair,
+    prompt: Any,
+    method: Method | str | None,
+    seed: int | None,
+    config: "GenerationConfig | None",
+    options: Mapping[str, Any],
+) -> Request:
+    """Return the request of a single session. Raises the error of the prompt, if there is one."""
     settings = Settings.given(options, config)
     prompts = as_prompts(prompt)
-    request = Request(pair, prompts, resolved_method(pair, prompts, method, settings, config), settings, seed)
+    method = resolved_method(pair, prompts, method, settings)
+    request = Request(CallPlan.of(pair, prompts, method, settings, seed, generation_config=config))
     _check_single(request)
     for error in request.refused.values():
         raise error
@@ -177,20 +191,10 @@ def _check_single(request: Request) -> None:
         raise NotSupported(f"a stream follows one prompt with one return sequence; there are {count}: call generate()")
 
 
-def resolved_method(
-    pair: Pair, prompts: Any, method: Method | str, settings: Settings, config: "GenerationConfig | None"
-) -> Method:
-    """Return the method itself or the one of that name; for "auto" the fastest one.
-
-    Raises `BadSetting` if the generation config contradicts the method.
-    """
-    method = resolve(method)
-    if method.name == "auto":
-        method = chosen_by_speed(pair, prompts, settings)[0]
-    reason = contradiction(config, method.name, method.beams, not (method.greedy or settings.temperature == 0))
-    if reason is not None:
-        raise BadSetting(reason)
-    return method
+def resolved_method(pair: Pair, prompts: Any, method: Method | str | None, settings: Settings) -> Method:
+    """Return the method itself or the one of that name; for "auto" the fastest one; for None the pair's default."""
+    method = usual_method(pair) if method is None else resolve(method)
+    return chosen_by_speed(pair, prompts, settings)[0] if method.name == "auto" else method
 
 
 def chosen_by_speed(pair: Pair, prompts: Any, settings: Settings, tokens: int = 32) -> tuple[Method, FastestMethod]:
@@ -199,10 +203,10 @@ def chosen_by_speed(pair: Pair, prompts: Any, settings: Settings, tokens: int = 
     If it is not known yet, the candidates are measured on the first two prompts with up to `tokens` new tokens each.
     """
     sample = as_prompts(prompts)[:2]
-    short = replace(settings, max_new_tokens=tokens, num_return_sequences=1, stop_strings=None)
+    short = settings.changed(max_new_tokens=tokens, num_return_sequences=1, stop_strings=None)
 
     def measure(method: Method) -> float:
-        request = Request(pair, sample, method, short, seed=0)
+        request = Request.of(pair, sample, method, short, seed=0)
         return tokens_per_second(
             lambda: [token for session in run(request, 1, None) for token in next(session.hypotheses()).tokens]
         )
@@ -304,7 +308,7 @@ def in_prompt_order(
     flat: list[Generation | None] = []
     for answers in of_prompt.values():
         flat += [_with_energy(answer, joules, total) for answer in answers]
-        flat += [None] * (request.settings.num_return_sequences - len(answers))
+        flat += [None] * (request.plan.answers - len(answers))
     if failures:
         raise SomeFailed(failures, flat)
     return [answer for answer in flat if answer is not None]

@@ -36,7 +36,7 @@ def image(seed, patches=5):
 
 def session_of(pair, prompt, method, pictures=None, tokens=12, **options):
     settings = Settings.given({"max_new_tokens": tokens, "eos_token_id": []} | options, None)
-    (session,) = Request(pair, [prompt], method, settings, 3).sessions
+    (session,) = Request.of(pair, [prompt], method, settings, 3).sessions
     if pictures is not None:
         session.context = {lm: {"encoder_hidden_states": pictures} for lm in (pair.target, pair.draft)}
     return session

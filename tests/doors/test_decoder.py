@@ -29,7 +29,7 @@ METHODS = [sb.sampling(), sb.beam_search(3), sb.dsbd(3, 4, 2, width="dynamic"), 
 
 def session_of(pair, prompt, method, seed=3, tokens=12):
     settings = Settings.given({"max_new_tokens": tokens, "eos_token_id": []}, None)
-    (session,) = Request(pair, [prompt], method, settings, seed).sessions
+    (session,) = Request.of(pair, [prompt], method, settings, seed).sessions
     return session
 
 

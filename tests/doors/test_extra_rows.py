@@ -69,7 +69,7 @@ def method(drafter):
 
 def session_of(pair, prompt, chosen, tokens=20):
     settings = Settings.given({"max_new_tokens": tokens, "eos_token_id": []}, None)
-    return Request(pair, [prompt], chosen, settings, 3).sessions[0]
+    return Request.of(pair, [prompt], chosen, settings, 3).sessions[0]
 
 
 def pair_of(engine):

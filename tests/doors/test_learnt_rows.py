@@ -241,7 +241,7 @@ def pair_of(model, kind, engine="compiled"):
 
 def session_of(pair, method):
     settings = Settings.given({"max_new_tokens": 8, "eos_token_id": []}, None)
-    return Request(pair, [[3, 4, 5]], method, settings, 3).sessions[0]
+    return Request.of(pair, [[3, 4, 5]], method, settings, 3).sessions[0]
 
 
 def test_targets_that_cannot_take_them_refuse_them_by_name(monkeypatch):

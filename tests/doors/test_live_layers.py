@@ -79,7 +79,7 @@ def method(beams, draft_beams, depth, layers):
 
 def sessions_of(lm, chosen, prompts, tokens=12):
     settings = Settings.given({"max_new_tokens": tokens, "eos_token_id": []}, None)
-    return Request(Pair(lm.model, None, None, lm, None), prompts, chosen, settings, 3).sessions
+    return Request.of(Pair(lm.model, None, None, lm, None), prompts, chosen, settings, 3).sessions
 
 
 def texts(sessions):

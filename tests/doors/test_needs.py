@@ -284,7 +284,8 @@ def test_what_each_part_needs_is_what_they_need_together():
 
 def sessions_of(pair, method, *prompts):
     return [
-        Request(pair, prompt, method, Settings.given({"max_new_tokens": 5}, None), 1).sessions[0] for prompt in prompts
+        Request.of(pair, prompt, method, Settings.given({"max_new_tokens": 5}, None), 1).sessions[0]
+        for prompt in prompts
     ]
 
 

@@ -103,7 +103,7 @@ def test_texts_are_those_of_sessions_that_share_nothing(engine, method):
 
 def sessions_of(pair, method, count, prompt=SYSTEM, tokens=10):
     settings = Settings.given({"max_new_tokens": tokens, "eos_token_id": [], "num_return_sequences": count}, None)
-    return Request(pair, [prompt], method, settings, 3).sessions
+    return Request.of(pair, [prompt], method, settings, 3).sessions
 
 
 @pytest.mark.parametrize("engine", ["plain", "compiled"])

@@ -120,7 +120,7 @@ def test_the_draft_model_drafts_nothing_that_it_does_not_know_or_the_target_lack
         cut = Settings(
             max_new_tokens=10, top_k=2 if method.name == "sequoia" else None
         )  # beyond it sequoia takes any token
-        request = Request(pair, BEYOND, method, cut, 0)
+        request = Request.of(pair, BEYOND, method, cut, 0)
         drafted = 0
         for turns in decode(pair.target, request.sessions):
             for _, turn in turns:

@@ -279,7 +279,7 @@ def test_tree_attention_gives_what_recomputation_gives(family, name):
     for threshold in (0.0, 0.05, 1.0):
         method = FAMILY[name](3, 3, threshold)
         settings = Settings(max_new_tokens=14, temperature=0, eos_token_id=[])
-        sessions = [Request(pair, [[5, 6, 7]], method, settings, 1).sessions[0] for _ in range(2)]
+        sessions = [Request.of(pair, [[5, 6, 7]], method, settings, 1).sessions[0] for _ in range(2)]
         sessions[1].parts = method.parts(plain[0], plain[1])
         runs = [list(decode(lm, [one])) for lm, one in zip((pair.target, plain[0]), sessions, strict=True)]
         assert text_of(sessions[0]) == text_of(sessions[1])

@@ -8,10 +8,13 @@ import specbeam as sb
 from specbeam.core.forest import Forest
 from specbeam.core.laws.named import EXACT, UNKNOWN
 from specbeam.core.records import Shape
+from specbeam.core.verify.traversal import TraversalRule
 from specbeam.core.verify.walk import MatchRule, PathRule
-from specbeam.errors import LostLaw
+from specbeam.errors import BadSetting, LostLaw
 from specbeam.models.table import TableLM
 from specbeam.recipes.catalogue import RECIPES
+from specbeam.recipes.joint.beam_rule import JointRule
+from specbeam.recipes.joint.block_rule import BlockRule
 from tests.support.checking import refused
 from tests.support.tiny_models import tiny
 
@@ -125,3 +128,27 @@ def test_drafts_without_a_law_are_not_tried(pair):
 def test_what_is_no_part_is_refused(wrong):
     with refused("must be a part"):
         sb.sampling().with_parts(rule=wrong)
+
+
+@pytest.mark.parametrize("rule", [PathRule(), MatchRule(), TraversalRule(), BlockRule(), JointRule(0.5)])
+@pytest.mark.parametrize("recipe", [sb.dsbd, sb.beam_sampling, sb.beam_search, sb.speculative_beam_search])
+def test_a_rule_for_one_sequence_is_refused_with_beams(recipe, rule):
+    """Or one beam would come back in silence."""
+    name = type(rule).__name__
+    expected = f"{name} judges one sequence, and {recipe.__name__} keeps 3 beams; make the method with beams=1"
+    with pytest.raises(BadSetting, match=expected):
+        recipe(beams=3, rule=rule)
+    with pytest.raises(BadSetting, match=expected):
+        recipe(beams=3).with_parts(rule=rule)
+    assert recipe(beams=1, rule=rule).beams == 1
+
+
+def test_recipes_for_beams_take_parts_of_ones_own_directly(pair):
+    controller = OneLayer()
+    for method in (sb.dsbd(2, controller=controller), sb.beam_sampling(2, controller=controller)):
+        assert method.parts(pair.target, pair.draft).controller is controller
+    expected = sb.generate(pair, PROMPTS, sb.beam_sampling(2), seed=3, max_new_tokens=6)
+    found = sb.generate(pair, PROMPTS, sb.dsbd(2, controller=controller), seed=3, max_new_tokens=6)
+    assert [one.tokens for one in found] == [one.tokens for one in expected]
+    with pytest.raises(BadSetting, match="rule is 'match'; it must be a part"):
+        sb.dsbd(2, rule="match")

@@ -238,7 +238,7 @@ def test_a_request_that_is_not_read_to_its_end_leaves_nothing_of_its_sources():
     pair = sb.load(model_of("marian"))
     given = [Source.of_tokens(text_of(length).tolist()) for length in (9, 5, 7)]
     settings = Settings.given({"max_new_tokens": 6}, None)
-    turns = run(Request(pair, given, sb.beam_search(3), settings, seed=1), 1, None)
+    turns = run(Request.of(pair, given, sb.beam_search(3), settings, seed=1), 1, None)
     next(turns)
     assert [bool(one.states) for one in given] == [False, True, True]
     turns.close()

@@ -43,7 +43,7 @@ def pair():
 def session_of(pair, method=None):
     method = sb.speculative_sampling(2) if method is None else method
     settings = Settings.given({"max_new_tokens": 3, "eos_token_id": []}, None)
-    (session,) = Request(pair, [[3, 1, 4]], method, settings, 3).sessions
+    (session,) = Request.of(pair, [[3, 1, 4]], method, settings, 3).sessions
     return session
 
 

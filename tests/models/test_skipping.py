@@ -156,7 +156,7 @@ def test_drafts_are_plain_forwards_after_the_whole_models_text_and_leave_no_trac
 
 def sessions_of(lm, method, prompts=PROMPTS, tokens=14, draft=None, **settings):
     given = Settings.given({"max_new_tokens": tokens, "eos_token_id": [], **settings}, None)
-    request = Request(pair_of(lm, draft), prompts, method, given, 3)
+    request = Request.of(pair_of(lm, draft), prompts, method, given, 3)
     for session in request.sessions:
         list(decode(lm, [session]))
     assert [session.failure for session in request.sessions] == [None] * len(request.sessions)
@@ -196,7 +196,7 @@ def test_a_batch_with_a_set_for_each_text_decodes_what_each_prompt_does_alone():
     alone = texts(sessions_of(lm, sb.sampling()))
     given = Settings.given({"max_new_tokens": 14, "eos_token_id": []}, None)
     method = sb.swift("random", search=SkipSearch(context=3), ratio=0.5, rule="match")
-    request = Request(pair_of(lm), PROMPTS, method, given, 3)
+    request = Request.of(pair_of(lm), PROMPTS, method, given, 3)
     list(decode(lm, list(request.sessions)))
     assert texts(request.sessions) == alone
 
@@ -457,7 +457,7 @@ def test_clasp_finds_the_layers_that_do_nothing():
     lm = HuggingFaceLM(lm.model, engine="compiled", share_from=None)
     method = sb.swift("clasp", ratio=0.34, every=1)
     sets = set()
-    (session,) = Request(pair_of(lm), PROMPTS[:1], method, Settings.given({"max_new_tokens": 8}, None), 3).sessions
+    (session,) = Request.of(pair_of(lm), PROMPTS[:1], method, Settings.given({"max_new_tokens": 8}, None), 3).sessions
     for _ in decode(lm, [session]):
         (draft,) = lm.skipping.values()
         sets |= {session.state[draft].skipped} if draft in session.state else set()
@@ -469,7 +469,7 @@ def test_clasp_waits_until_a_token_after_the_first_is_stored():
     greedy = texts(sessions_of(lm, sb.greedy(), [[3], [3, 4]], tokens=6))
     assert texts(sessions_of(lm, sb.swift("clasp", every=1), [[3], [3, 4]], tokens=6, temperature=0)) == greedy
     (draft,) = lm.skipping.values()
-    request = Request(pair_of(lm), [[3], [3, 4]], sb.greedy(), Settings.given({"max_new_tokens": 2}, None), 3)
+    request = Request.of(pair_of(lm), [[3], [3, 4]], sb.greedy(), Settings.given({"max_new_tokens": 2}, None), 3)
     for session in request.sessions:
         (cache,) = lm.caches_before_roots([session])
         assert draft._by_states(session, cache) is None
@@ -521,7 +521,9 @@ def test_what_cannot_work_is_refused_with_a_reason():
     assert sb.swift(ratio=0.5).parts(target_of(layers=3)).law  # one of the two
     shared = target_of(share_from=4)
     prompt = list(range(3, 12))
-    request = Request(pair_of(shared), [prompt, prompt], sb.swift("a1"), Settings.given({"max_new_tokens": 3}, None), 3)
+    request = Request.of(
+        pair_of(shared), [prompt, prompt], sb.swift("a1"), Settings.given({"max_new_tokens": 3}, None), 3
+    )
     list(decode(shared, list(request.sessions)))
     assert any("share_from=None" in str(session.failure) for session in request.sessions)
 
@@ -577,4 +579,4 @@ def test_the_command_line_names_sets_and_searches(capsys):
         method_from("swift", ["task"])
     assert method_from("sequoia", ["acceptance=0.7,0.2"]).name == "sequoia"  # as `specbeam bench acceptance` says
     with pytest.raises(BadSetting, match="give both"):
-        tune.run("bundled", None, [64], 4, None, 0.6, False, [], [], (None, "x"), True)
+        tune.tune(tune.TuneArguments(task="x"))

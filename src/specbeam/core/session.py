@@ -99,6 +99,7 @@ class Rule(Protocol):
     It may also have:
         law: str, what law the output of a method for one sequence has; it is not inherited (see `law_of`).
         tries: bool, whether it needs the law that drafts were drawn from.
+        most_beams: int, the number of beams that it judges at most; a method that keeps more is refused.
         needs: Needs, what it reads of each row; it is then given `Scored`, and not logits.
         spec(session) and widths(session): the numbers by which steps judge in a compiled run (verify/beams.py).
         keeps_nodes: True if it takes forests with known rows, of which `scored` holds no rows.

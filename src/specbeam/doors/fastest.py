@@ -12,8 +12,8 @@ from typing import Any
 from specbeam.core.lm import LM
 from specbeam.core.measure import kept_figures as measured
 from specbeam.core.measure.kept_figures import ChoiceField, Figures, NumberField, RecordFields
-from specbeam.doors.options.generation_config import WARPERS
 from specbeam.doors.options.settings import Settings
+from specbeam.doors.options.table import warper_names
 from specbeam.models.heads.lm import HeadLM
 from specbeam.models.memory.lm import MemoryLM
 from specbeam.models.pair import Pair
@@ -112,7 +112,7 @@ def _key(pair: Pair, settings: Settings) -> list[Any]:
         str(pair.draft.settings) if isinstance(pair.draft, SkippingLM) else None,
         [[getattr(lm, "engine", None), rounding_of(lm)] for lm in (pair.target, pair.draft)],
         [_memory_key(lm) for lm in (pair.target, pair.draft)],
-        [getattr(settings, name) for name in WARPERS],
+        [getattr(settings, name) for name in warper_names()],
         settings.repetition_penalty,
         settings.no_repeat_ngram_size,
         settings.guidance_scale,

@@ -9,7 +9,7 @@ from specbeam.core.draft.beams import BeamDrafter, NoDraft
 from specbeam.core.errors import BadSetting, one_of
 from specbeam.core.laws.named import EXACT
 from specbeam.core.lm import LM
-from specbeam.core.session import Parts
+from specbeam.core.session import Controller, Drafter, Parts, Rule
 from specbeam.core.verify.beams import BeamRule
 from specbeam.core.verify.search import SearchRule
 from specbeam.recipes.depth import Depth, check_depth, depth_control
@@ -65,6 +65,10 @@ def beam_sampling(
     width: PlainWidthBy = "fixed",
     min_beams: int | None = None,
     mass: float | None = None,
+    *,
+    drafter: Drafter | None = None,
+    rule: Rule | None = None,
+    controller: Controller | None = None,
 ) -> Method:
     """Draw `beams` (beam, token) pairs per step from the joint law over all live beams, without a draft: beam sampling.
 
@@ -79,6 +83,7 @@ def beam_sampling(
             beams=1 both are plain sampling.
         width: "fixed": always `beams`. "auto": few where the target is sure how its texts go on, as in `dsbd`.
         min_beams, mass: for width="auto", as in `dsbd`.
+        drafter, rule, controller: parts of your own in place of the recipe's (`Method.with_parts`).
     """
     require_at_least_one(beams=beams, min_beams=1 if min_beams is None else min_beams)
     one_of("width", width, get_args(PlainWidthBy))
@@ -88,18 +93,20 @@ def beam_sampling(
         raise BadSetting("semantics='hf' needs width='fixed': transformers' beam sampling has no other")
     if hf and beams > 1:
         parts = Parts(NoDraft(), SearchRule(beams), FixedShape(0, 0), HF_LAW)
-        return Method("beam_sampling", HF_LAW, beams, lambda target, draft: parts, search=True)
+        method = Method("beam_sampling", HF_LAW, beams, lambda target, draft: parts, search=True)
+        return method.with_parts(drafter, rule, controller)
     law = HF_LAW if hf else _law_of_draws(policy, replacement)
     coupling = "rejection" if replacement else "noise"
     build = _build_without_draft(law, policy, coupling, replacement)
     if isinstance(policy, FixedWidth):
-        return Method("beam_sampling", law, beams, build)
+        return Method("beam_sampling", law, beams, build).with_parts(drafter, rule, controller)
     own_least = policy.least
 
     def keeping(least: int) -> Method:
         return beam_sampling(beams, replacement, semantics, width, max(own_least, least), mass)
 
-    return Method("beam_sampling", law, beams, build, fills_beams=False, keeping=keeping)
+    method = Method("beam_sampling", law, beams, build, fills_beams=False, keeping=keeping)
+    return method.with_parts(drafter, rule, controller)
 
 
 def _law_of_draws(width: FixedWidth | NucleusWidth | SureWidth, replacement: bool) -> str:
@@ -127,6 +134,10 @@ def dsbd(
     trace: bool = False,
     semantics: Semantics = "paper",
     mass: float | None = None,
+    *,
+    drafter: Drafter | None = None,
+    rule: Rule | None = None,
+    controller: Controller | None = None,
 ) -> Method:
     """Draft layers of beams with a small model and judge them in one pass of the target: dynamic-width speculative beam
     decoding (DSBD).
@@ -167,6 +178,7 @@ def dsbd(
         semantics: "paper"; or "hf": the law of transformers' own beam sampling, which needs width="fixed" and
             coupling="noise".
         mass: for width="auto": a probability; a larger one is wider. None: 0.9.
+        drafter, rule, controller: parts of your own in place of the recipe's (`Method.with_parts`).
     """
     require_at_least_one(beams=beams, min_beams=1 if min_beams is None else min_beams)
     given_draft_beams = draft_beams
@@ -182,17 +194,18 @@ def dsbd(
         raise BadSetting("semantics='hf' needs width='fixed' and coupling='noise', without collapse and trace")
     if hf and beams > 1:
         build_hf = build_of_search(beams, draft_beams, depth, "model", HF_LAW)
-        return Method("dsbd", HF_LAW, beams, build_hf, needs_draft=True, search=True)
+        method = Method("dsbd", HF_LAW, beams, build_hf, needs_draft=True, search=True)
+        return method.with_parts(drafter, rule, controller)
     law = _law_of_draws(policy, replacement)
     if hf:
         law = HF_LAW
     if collapse:
         law = "approximate: beam sampling that collapses to one beam whenever a turn ends"
-    rule = BeamRule(policy, coupling, replacement, collapse, trace)
+    judge = BeamRule(policy, coupling, replacement, collapse, trace)
 
     def build(target: LM | None, draft: LM | None) -> Parts:
         assert draft is not None
-        drafter = partial(
+        drafter_of = partial(
             BeamDrafter,
             beams=beams,
             coupling=coupling,
@@ -201,11 +214,11 @@ def dsbd(
             width=policy,
         )
         may_widen = given_draft_beams is None
-        control = depth_control(depth, beams, draft_beams, target, draft, drafter, rule, may_widen)
-        return Parts(drafter(draft), rule, control, law)
+        control = depth_control(depth, beams, draft_beams, target, draft, drafter_of, judge, may_widen)
+        return Parts(drafter_of(draft), judge, control, law)
 
     if isinstance(policy, FixedWidth):
-        return Method("dsbd", law, beams, build, needs_draft=True)
+        return Method("dsbd", law, beams, build, needs_draft=True).with_parts(drafter, rule, controller)
     own_least = policy.least
 
     def keeping(least: int) -> Method:
@@ -225,7 +238,8 @@ def dsbd(
             mass,
         )
 
-    return Method("dsbd", law, beams, build, needs_draft=True, fills_beams=False, keeping=keeping)
+    method = Method("dsbd", law, beams, build, needs_draft=True, fills_beams=False, keeping=keeping)
+    return method.with_parts(drafter, rule, controller)
 
 
 def _width(

@@ -8,7 +8,6 @@ from typing import Any
 from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.core.lm import LM
 from specbeam.core.session import Controller, Drafter, Parts, Rule, is_part, law_of
-from specbeam.doors.options.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -17,7 +16,9 @@ class RequestInfo:
 
     vocab: int  # number of tokens of the target
     eos: tuple[int, ...]  # end tokens
-    settings: Settings
+    longest: int  # maximum number of tokens that are asked for
+    answers: int  # number of return sequences
+    is_sure: bool  # whether the temperature is 0
     audited: bool
 
 
@@ -65,7 +66,19 @@ class Method:
                 f"{self.name} drafts with a model: load the target with draft=..., or take a method that needs none "
                 "(`specbeam methods`)"
             )
-        return self.build(target, draft)
+        parts = self.build(target, draft)
+        self._check_beams(parts.rule)
+        return parts
+
+    def _check_beams(self, rule: Rule) -> None:
+        """Raise `BadSetting` if a rule judges fewer beams (`most_beams`) than the method keeps."""
+        most = getattr(rule, "most_beams", None)
+        if most is not None and self.beams > most:
+            judged = "one sequence" if most == 1 else f"{most} beams"
+            raise BadSetting(
+                f"{type(rule).__name__} judges {judged}, and {self.name} keeps {self.beams} beams; make the method with "
+                f"beams={most}, or give a rule for beams, such as sb.verify.BeamRule"
+            )
 
     def with_parts(
         self,
@@ -83,10 +96,14 @@ class Method:
             law: the law of the output. None keeps the method's law; with a new rule it is the law that the rule states
                 (`law_of`).
         """
+        if all(one is None for one in (drafter, rule, controller, law)):
+            return self
         new_parts = {"drafter": (drafter, Drafter), "rule": (rule, Rule), "controller": (controller, Controller)}
         for name, (part, kind) in new_parts.items():
             if part is not None and not is_part(part, kind):
                 raise BadSetting(f"{name} is {part!r}; it must be a part (docs/write_a_method.md)")
+        if rule is not None:
+            self._check_beams(rule)
         if law is None:
             law = self.law if rule is None else law_of(rule)
 

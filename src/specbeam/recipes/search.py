@@ -10,7 +10,7 @@ from specbeam.core.draft.lookup import PromptLookup, SuffixMatch
 from specbeam.core.draft.recycle import Successors, TokenRecycling, likeliest
 from specbeam.core.errors import BadSetting, one_of
 from specbeam.core.lm import LM
-from specbeam.core.session import Drafter, Parts, Rule, is_part
+from specbeam.core.session import Controller, Drafter, Parts, Rule, is_part
 from specbeam.core.verify.search import SearchRule
 from specbeam.recipes.depth import Depth, check_depth, depth_control
 from specbeam.recipes.method import Build, Method, refuse_ignored, require_at_least_one
@@ -19,7 +19,9 @@ DrafterName = Literal["model", "prompt_lookup", "suffix_match", "token_recycling
 LAW = "exact: beam search; the beams and scores of transformers in float32"
 
 
-def beam_search(beams: int = 4) -> Method:
+def beam_search(
+    beams: int = 4, *, drafter: Drafter | None = None, rule: Rule | None = None, controller: Controller | None = None
+) -> Method:
     """Search with beams, without a draft: the tokens, beams and scores of transformers'
     ``generate(num_beams=beams, do_sample=False)``.
 
@@ -31,14 +33,22 @@ def beam_search(beams: int = 4) -> Method:
 
     Args:
         beams: number of live beams per step.
+        drafter, rule, controller: parts of your own in place of the recipe's (`Method.with_parts`).
     """
     require_at_least_one(beams=beams)
     parts = Parts(NoDraft(), SearchRule(beams), FixedShape(0, 0), LAW)
-    return Method("beam_search", LAW, beams, lambda target, draft: parts, greedy=True, search=True)
+    method = Method("beam_search", LAW, beams, lambda target, draft: parts, greedy=True, search=True)
+    return method.with_parts(drafter, rule, controller)
 
 
 def speculative_beam_search(
-    beams: int = 4, draft_beams: int | None = None, depth: Depth = "auto", drafter: "DrafterName | Drafter" = "model"
+    beams: int = 4,
+    draft_beams: int | None = None,
+    depth: Depth = "auto",
+    drafter: "DrafterName | Drafter" = "model",
+    *,
+    rule: Rule | None = None,
+    controller: Controller | None = None,
 ) -> Method:
     """Search with beams that are drafted: the same tokens, beams and scores as `beam_search`, in fewer passes of the target.
 
@@ -56,14 +66,15 @@ def speculative_beam_search(
         drafter: "model" drafts beams with the draft model. "prompt_lookup", "suffix_match" and "token_recycling" need no
             draft model and draft a chain or a tree under each beam. Or the drafter of any other recipe, whose trees then
             grow under each beam: ``sb.opt_tree().parts(pair.target, pair.draft).drafter``.
+        rule, controller: parts of your own in place of the recipe's (`Method.with_parts`).
     """
     require_at_least_one(beams=beams)
     check_depth(depth)
     draft_beams = checked_draft_beams(beams, draft_beams, drafter)
     build = build_of_search(beams, draft_beams, depth, drafter, LAW)
-    return Method(
-        "speculative_beam_search", LAW, beams, build, needs_draft=drafter == "model", greedy=True, search=True
-    )
+    needs_draft = drafter == "model"
+    method = Method("speculative_beam_search", LAW, beams, build, needs_draft=needs_draft, greedy=True, search=True)
+    return method.with_parts(rule=rule, controller=controller)
 
 
 def checked_draft_beams(beams: int, draft_beams: int | None, drafter: "DrafterName | Drafter" = "model") -> int:

@@ -14,8 +14,8 @@ import pytest
 from specbeam.apps.jobs.answering import ANSWER_COLUMNS, work_of
 from specbeam.apps.jobs.batch import batch
 from specbeam.apps.jobs.rows import Columns
+from specbeam.doors.method_text import method_from
 from specbeam.errors import BadSetting
-from specbeam.recipes.settings_text import method_from
 from tests.apps.jobs.test_batch import prompts, read_jsonl, write_jsonl
 from tests.support import words
 from tests.support.figures import show

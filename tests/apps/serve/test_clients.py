@@ -8,7 +8,7 @@ import pytest
 
 import specbeam as sb
 from specbeam.doors.chats import prompt_of_messages
-from specbeam.doors.cli.chat import ChatOptions, Cost, PairSpeaker
+from specbeam.doors.cli.talking import ChatOptions, Cost, PairSpeaker
 from specbeam.doors.sources import token_ids
 from specbeam.errors import BadPrompt
 from tests.support import words

@@ -23,7 +23,7 @@ LIMITS = EngineLimits(max_running=4, max_waiting=40, chunk=CHUNK)
 
 def sessions_of(pair, prompts, method, seed=3, **options):
     settings = Settings.given(SHORT | options, None)
-    return Request(pair, prompts, method, settings, seed).sessions
+    return Request.of(pair, prompts, method, settings, seed).sessions
 
 
 class Ends:

@@ -31,7 +31,7 @@ MOST_GROWTH = 1.0  # MB per 1,000 requests
 CHECKED = 60  # answers that are decoded again, of each kind
 TOKENS = 48
 KINDS = [
-    ({}, sb.speculative_sampling(), {}),
+    ({}, sb.dsbd(), {}),
     ({"num_beams": 4, "n": 2}, sb.speculative_beam_search(4), {"num_return_sequences": 2}),
     (
         {"specbeam": {"method": "dsbd", "beams": 4}, "top_k": 10, "top_p": 0.9},

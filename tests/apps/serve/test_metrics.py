@@ -41,7 +41,7 @@ def test_drafts_are_counted_alike_turn_by_turn_and_in_runs(pair, method):
         pytest.skip("its turns are not compiled")
     drafted, passed, counts = 0, np.zeros(16, dtype=int), []
     for ahead in (0, TURNS):
-        (session,) = Request(pair, [[3, 4]], method, Settings(**SHORT), 7).sessions
+        (session,) = Request.of(pair, [[3, 4]], method, Settings(**SHORT), 7).sessions
         kept = 0
         for turns in decode(pair.target, [session], ahead=ahead):
             for _, turn in turns if ahead == 0 else ():

@@ -20,7 +20,7 @@ httpx = pytest.importorskip("httpx2")
 from specbeam.apps.serve.app import BeamServer, make_app  # noqa: E402
 from specbeam.apps.serve.config import ServerConfig  # noqa: E402
 from specbeam.apps.serve.engine import QueueFull  # noqa: E402
-from specbeam.doors.cli.bench_serve import PromptShape, run  # noqa: E402
+from specbeam.doors.cli import bench_serve  # noqa: E402
 from specbeam.lab.bench.serving import Load, measure_load  # noqa: E402
 
 PROMPT = "Ein Hund läuft durch den Wald und sucht seinen Freund, der sich versteckt hat."
@@ -30,7 +30,7 @@ KINDS = {
     "sampling": (sb.sampling(), {"specbeam": {"method": "sampling"}}),
     "beams": (sb.speculative_beam_search(4), {"use_beam_search": True, "n": 4}),
     "dsbd": (sb.dsbd(3, 5, 3), {"specbeam": {"method": "dsbd", "beams": 3, "draft_beams": 5, "depth": 3}}),
-    "speculative": (sb.speculative_sampling(), {}),
+    "default": (sb.dsbd(), {}),
 }
 TOKENS = 20
 
@@ -210,7 +210,7 @@ def test_log_probabilities_belong_to_the_text_and_to_the_prompt_if_it_is_echoed(
 
 
 def test_stop_strings_are_cut_off_and_never_sent(client, expected):
-    text = expected["speculative"][0][0].text
+    text = expected["default"][0][0].text
     stop = text[len(text) // 2 : len(text) // 2 + 2]
     before = text.split(stop)[0]
     (choice,) = ask(client, {}, stop=[stop]).choices
@@ -352,7 +352,7 @@ def test_looking_at_a_server(served, client, worded):
         assert http.post("/detokenize", json={"tokens": found["tokens"]}).json()["prompt"]
         names = {one["name"] for one in http.get("/v1/specbeam/methods").json()["data"]}
         assert {"dsbd", "beam_search", "sampling"} <= names
-        assert http.get("/props").json()["default_method"] == "speculative_sampling"
+        assert http.get("/props").json()["default_method"] == "dsbd"
         figures = http.get("/metrics").text
         for name in ("num_requests_running", "generation_tokens_total", "prefix_cache_hits_total", "beam_width_bucket"):
             assert f"specbeam:{name}" in figures
@@ -403,7 +403,7 @@ def test_a_client_that_goes_away_frees_its_place_and_costs_nobody_anything(serve
     with pytest.raises(httpx.TimeoutException):  # nothing can be answered so soon
         httpx.post(url + "/v1/completions", json=body | {"stream": False}, timeout=0.005)
     (choice,) = ask(client, {}).choices
-    assert choice.text == expected["speculative"][0][0].text
+    assert choice.text == expected["default"][0][0].text
     settle(server)
     number = "my-request"
     with httpx.Client(base_url=url, headers={"x-request-id": number}, timeout=60) as http:
@@ -538,10 +538,12 @@ def test_a_load_is_counted_request_by_request(served, capsys):
         assert found.tokens_per_s > 0
         assert (found.first_s is not None) == (found.per_token_s is not None) == stream
         assert all(one.waited_s >= (one.first_s or 0) for one in found.once)
-    shape = PromptShape([], 3, "Hallo. ")
-    assert run(url, 2, 4, 60.0, None, 0.0, '{"n": 2}', shape, 4, True, "", True) == 0
+    shape = {"url": url, "joined": 3, "before": "Hallo. ", "max_new_tokens": 4}
+    many = bench_serve.LoadTestArguments(**shape, clients=2, requests=4, seconds=60.0, body='{"n": 2}', json=True)
+    assert bench_serve.serve(many) == 0
     assert json.loads(capsys.readouterr().out)["answered"] == 4
-    assert run(url, 1, 1, None, None, 0.0, '{"model": "none"}', shape, 4, True, "", False) == 1
+    wrong = bench_serve.LoadTestArguments(**shape, clients=1, requests=1, body='{"model": "none"}')
+    assert bench_serve.serve(wrong) == 1
     assert "404" in capsys.readouterr().out
     settle(server)
 

@@ -78,12 +78,12 @@ def test_a_session_is_not_timed_while_code_is_compiled(pair, monkeypatch):
     made = iter(range(1000))
     monkeypatch.setattr("specbeam.core.decoder.forms_made", lambda: next(made))
     settings = Settings.given({"max_new_tokens": 3}, None)
-    (session,) = Request(pair, [[3, 1, 4]], sb.sampling(), settings, seed=5).sessions
+    (session,) = Request.of(pair, [[3, 1, 4]], sb.sampling(), settings, seed=5).sessions
     list(decode(pair.target, [session]))
     assert np.isnan(session.count.seconds)
     monkeypatch.undo()
     before = forms_made()
-    (session,) = Request(pair, [[3, 1, 4]], sb.sampling(), settings, seed=5).sessions
+    (session,) = Request.of(pair, [[3, 1, 4]], sb.sampling(), settings, seed=5).sessions
     list(decode(pair.target, [session]))
     assert forms_made() == before
     assert session.count.seconds > 0
@@ -126,7 +126,7 @@ def test_a_session_whose_drafts_are_traced_does_not_rest(pair, monkeypatch):
         method = sb.dsbd(3, trace=trace).with_parts(
             controller=NodesByNeed(CostCurve((1,), (1.0,)), CostCurve((1,), (1e-3,)), 3, 5)
         )
-        (session,) = Request(pair, [[3, 1, 4]], method, settings, seed=5).sessions
+        (session,) = Request.of(pair, [[3, 1, 4]], method, settings, seed=5).sessions
         monkeypatch.setattr(session.parts.controller.paces, "enter", lambda kind: Phase(0, False, True))
         list(decode(pair.target, [session]))
         assert (session.count.draft_passes > 0) == trace
@@ -139,7 +139,7 @@ def test_sessions_leave_however_they_end(end, pair):
     eager = NodesByNeed(CostCurve((1, 100), (1.0, 1.001)), CostCurve((1,), (1e-3,)), 4, 6)
     method = sb.speculative_beam_search(4, drafter="prompt_lookup").with_parts(controller=eager)
     settings = Settings.given({"max_new_tokens": 6}, None)
-    (session,) = Request(pair, [[3, 1, 4]], method, settings, seed=5).sessions
+    (session,) = Request.of(pair, [[3, 1, 4]], method, settings, seed=5).sessions
     with Decoder(pair.target) as decoder:
         decoder.add(session)
         decoder.step()
@@ -183,7 +183,7 @@ def test_texts_do_not_depend_on_who_drafts(ahead, at_once, pair, monkeypatch):
     texts = []
     eager = NodesByNeed(CostCurve((1, 100), (1.0, 1.001)), CostCurve((1,), (1e-3,)), 4, 6)  # drafts cost nothing
     for method in (sb.beam_sampling(4), sb.dsbd(4).with_parts(controller=eager)):
-        request = Request(pair, prompts, method, settings, seed=5)
+        request = Request.of(pair, prompts, method, settings, seed=5)
         for _ in decode(pair.target, request.sessions, at_once, ahead):
             pass
         assert [session.failure for session in request.sessions] == [None] * 8
@@ -212,7 +212,7 @@ def texts_and_draft_passes(pair, method, sessions, seconds_of, monkeypatch, **se
     texts = []
     passes = []
     for number in range(sessions):
-        (session,) = Request(pair, [[3, 1, 4, number % 5]], method, asked, seed=number).sessions
+        (session,) = Request.of(pair, [[3, 1, 4, number % 5]], method, asked, seed=number).sessions
         list(decode(pair.target, [session], 1, 32))
         texts.append(next(iter(session.hypotheses())).tokens)
         passes.append(session.count.draft_passes)
@@ -261,7 +261,7 @@ def test_a_rule_that_judges_in_another_way_does_not_inherit_that_drafts_may_be_l
     settings = Settings.given({"max_new_tokens": 3, "temperature": 0}, None)
     for rule, drafts in ((PathRule(), False), (Named(), False), (Lenient(), True)):
         method = sb.speculative_sampling(3, rule).with_parts(controller=controller)
-        (session,) = Request(pair, [[3, 1, 4]], method, settings, seed=5).sessions
+        (session,) = Request.of(pair, [[3, 1, 4]], method, settings, seed=5).sessions
         assert controller.enter(session, 1) == drafts
 
 
@@ -271,6 +271,6 @@ def test_a_session_that_is_audited_drafts(audit, pair, monkeypatch):
     monkeypatch.setattr(controller.paces, "enter", lambda kind: Phase(0, False, True))
     method = sb.speculative_sampling(3).with_parts(controller=controller)
     settings = Settings.given({"max_new_tokens": 6, "temperature": 0}, None)
-    (session,) = Request(pair, [[3, 1, 4]], method, settings, seed=5, audit=audit).sessions
+    (session,) = Request.of(pair, [[3, 1, 4]], method, settings, seed=5, audit=audit).sessions
     list(decode(pair.target, [session]))
     assert (session.count.draft_passes > 0) == audit

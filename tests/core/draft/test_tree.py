@@ -1,7 +1,6 @@
 """Trees: the law of the children of a node by every way of drawing them, their structure, and the steps that grow them."""
 
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -241,7 +240,7 @@ def test_the_compiled_layer_is_its_source(name, cut):
 def begun(pair, options, seed=0, method=None, **more):
     settings = Settings(max_new_tokens=9, eos_token_id=[9, 30], **options)
     method = method or sb.speculative_sampling(3)
-    return Request(pair, [[1, 7, 3]], method, replace(settings, **more), seed).sessions[0]
+    return Request.of(pair, [[1, 7, 3]], method, settings.changed(**more), seed).sessions[0]
 
 
 @needs_numba

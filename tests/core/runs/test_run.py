@@ -457,7 +457,7 @@ def test_single_turns_may_follow(pair, monkeypatch, name):
     states = []
     for most_turns in (32, 3, 0):
         settings = Settings(max_new_tokens=60, eos_token_id=[], **({} if name in SEARCHES else {"top_k": 6}))
-        request = Request(pair, [PROMPTS[0]], (METHODS | SEARCHES)[name], settings, 3)
+        request = Request.of(pair, [PROMPTS[0]], (METHODS | SEARCHES)[name], settings, 3)
         (session,) = request.sessions
         for _ in decode(pair.target, [session], ahead=most_turns):
             turn_by_turn(monkeypatch)
@@ -481,7 +481,7 @@ def test_runs_of_any_length_give_the_same(pair, name):
     states = []
     for most_turns in (0, 1, 2, 5):
         settings = Settings(max_new_tokens=40, top_k=6, eos_token_id=[])
-        (session,) = Request(pair, [PROMPTS[0]], METHODS[name], settings, 3).sessions
+        (session,) = Request.of(pair, [PROMPTS[0]], METHODS[name], settings, 3).sessions
         for _ in decode(pair.target, [session], ahead=most_turns):
             pass
         states.append(state_of(session))

@@ -99,7 +99,9 @@ def test_some_may_draft(pair, turns):
     found = []
     for ahead in (32, 0):
         settings = Settings(max_new_tokens=12, eos_token_id=[9, 30])
-        each = [Request(pair, [prompt], method, settings, 3) for prompt, method in zip(PROMPTS, methods, strict=False)]
+        each = [
+            Request.of(pair, [prompt], method, settings, 3) for prompt, method in zip(PROMPTS, methods, strict=False)
+        ]
         sessions = [session for request in each for session in request.sessions]
         for _ in decode(pair.target, sessions, ahead=ahead):
             pass
@@ -231,7 +233,7 @@ def test_what_a_run_found_out_serves_the_next_one(pair, turns, monkeypatch, opti
 
 def test_a_session_that_went_on_by_itself_is_looked_at_anew(pair):
     settings = Settings(max_new_tokens=40, eos_token_id=[])
-    sessions = [*Request(pair, PROMPTS[:2], sb.sampling(), settings, 3).sessions]
+    sessions = [*Request.of(pair, PROMPTS[:2], sb.sampling(), settings, 3).sessions]
     one = sessions[0]
     with Decoder(pair.target, ahead=2) as decoder:
         for session in sessions:

@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 import specbeam as sb
-from specbeam.doors.cli import chat
-from specbeam.doors.cli.chat import Chat, ChatOptions, PairSpeaker, ServerSpeaker
+from specbeam.doors.cli import talking
+from specbeam.doors.cli.talking import Chat, ChatOptions, PairSpeaker, ServerSpeaker
 from specbeam.errors import NotSupported, SpecbeamError
 from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.pair import BUNDLED, Pair
@@ -82,7 +82,7 @@ def talk(speaker, *lines, options=OPTIONS, screen=None, system=""):
 
 
 def test_a_conversation_streams_the_texts_of_the_library_and_computes_what_is_known_once(pair, monkeypatch):
-    monkeypatch.setattr(chat, "CHUNK", CHUNK)
+    monkeypatch.setattr(talking, "CHUNK", CHUNK)
     speaker = PairSpeaker(pair, "tiny", TEMPLATE)
     lines = ["Ein Hund läuft durch den Wald und sucht seinen Freund.", "Wo ist mein Hut?", "Ich habe Hunger."]
     one, shown = talk(speaker, *lines, system="Antworte kurz.")
@@ -90,7 +90,7 @@ def test_a_conversation_streams_the_texts_of_the_library_and_computes_what_is_kn
     for line in lines:
         told.append({"role": "user", "content": line})
         prompt = "".join(f"{one['role']}: {one['content']}\n" for one in told) + "assistant: "
-        (expected,) = sb.generate(pair, prompt, sb.speculative_sampling(), seed=7, max_new_tokens=12)
+        (expected,) = sb.generate(pair, prompt, seed=7, max_new_tokens=12)
         told.append({"role": "assistant", "content": expected.text})
     assert one.messages == told
     printable = "".join(letter for letter in told[2]["content"] if letter.isprintable() or letter in "\n\t")
@@ -141,7 +141,7 @@ def test_an_interrupt_ends_an_answer_and_leaves_what_was_said_and_the_models_fre
     assert "(ended)" in shown
     assert "Ctrl-D" in shown.split("(ended)")[1]
     assert [message["role"] for message in one.messages] == ["user", "assistant"] * 2
-    whole = sb.generate(pair, "user: Hallo.\nassistant: ", sb.speculative_sampling(), seed=7, max_new_tokens=60)[0].text
+    whole = sb.generate(pair, "user: Hallo.\nassistant: ", seed=7, max_new_tokens=60)[0].text
     assert whole.startswith(one.messages[1]["content"])
     assert whole != one.messages[1]["content"]
     assert pair.target.caches + pair.draft.caches == []

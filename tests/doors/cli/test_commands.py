@@ -15,9 +15,9 @@ import pytest
 
 from specbeam.core.limits import Limits
 from specbeam.doors.cli.main import main
+from specbeam.doors.method_text import method_from
 from specbeam.errors import BadSetting
 from specbeam.recipes.catalogue import HEAD_RECIPES, RECIPES
-from specbeam.recipes.settings_text import method_from
 from specbeam.recipes.tuning.costs import measure
 from tests.support import words
 from tests.support.steps import needs_numba
@@ -402,8 +402,8 @@ def test_answers_that_are_missing_cost_nothing_else(models):
 
 
 def test_tune_shows_between_what_controllers_choose(models, monkeypatch):
-    monkeypatch.setattr("specbeam.doors.cli.tune.NODES", (1, 4, 8))
-    monkeypatch.setattr("specbeam.doors.cli.tune.measure", partial(measure, least_s=0.0))
+    monkeypatch.setattr("specbeam.recipes.tuning.costs.NODES", (1, 4, 8))
+    monkeypatch.setattr("specbeam.recipes.tuning.costs.measure", partial(measure, least_s=0.0))
     code, out, err = specbeam("tune", *models, "--explain", "--context", "8", "--beams", "3")
     assert code == 0, err
     out = " ".join(out.split())
@@ -414,8 +414,8 @@ def test_tune_shows_between_what_controllers_choose(models, monkeypatch):
 
 
 def test_tune_measures_acceptance_by_rank(models, monkeypatch, tmp_path):
-    monkeypatch.setattr("specbeam.doors.cli.tune.NODES", (1, 4))
-    monkeypatch.setattr("specbeam.doors.cli.tune.measure", partial(measure, least_s=0.0))
+    monkeypatch.setattr("specbeam.recipes.tuning.costs.NODES", (1, 4))
+    monkeypatch.setattr("specbeam.recipes.tuning.costs.measure", partial(measure, least_s=0.0))
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("abc\nno\n")
     code, out, err = specbeam("tune", *models, "--context", "8", "-f", str(prompts), "--json")

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 import specbeam as sb
 from specbeam.doors.cli import heads
 from specbeam.doors.cli import train as train_commands
-from specbeam.doors.cli.commands.train import PLAN_OPTIONS
 from specbeam.doors.cli.main import app
+from specbeam.doors.cli.train import PLAN_OPTIONS
 from specbeam.doors.options.head_kinds import WINDOW_KIND
 from specbeam.errors import BadSetting
 from specbeam.lab.train.course import Trained
@@ -143,7 +143,7 @@ def test_the_options_of_a_window_reach_its_training(tmp_path, monkeypatch):
         given.update(more, target=target, prompts=prompts)
         return Trained(out, 7, (Point(0, 0.0, float("nan"), 1.0, (0.1,)),))
 
-    monkeypatch.setattr(train_commands, "train_coral", train_coral)
+    monkeypatch.setattr("specbeam.lab.train.coral.train_coral", train_coral)
     pair = words.pair()
     monkeypatch.setattr(train_commands, "quiet_load", lambda model, draft: {"target": pair}[model])
     (tmp_path / "prompts.txt").write_text("abc\ncab\n")

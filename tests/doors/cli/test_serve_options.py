@@ -7,7 +7,6 @@ import pytest
 from typer.testing import CliRunner
 
 from specbeam.apps.serve.config import ServerConfig, read_config
-from specbeam.doors.cli import serve
 from specbeam.doors.cli.main import app
 from specbeam.doors.cli.serve_options import SERVER_OPTIONS, given_options
 
@@ -18,7 +17,10 @@ pytest.importorskip("uvicorn")
 def given(monkeypatch):
     """What the command was given, in place of a server."""
     seen = []
-    monkeypatch.setattr(serve, "run", lambda config, options: seen.append((config, options)) or 0)
+    monkeypatch.setattr(
+        "specbeam.apps.serve.config.read_config", lambda config, options: seen.append((config, options))
+    )
+    monkeypatch.setattr("specbeam.apps.serve.run.serve", lambda config: 0)
     return seen
 
 

@@ -32,7 +32,6 @@ READING = {
     "bench methods": ["bench", "methods", "-f", "FILE"],
     "bench speed": ["bench", "speed", "-f", "FILE"],
     "bench serve": ["bench", "serve", "http://127.0.0.1:9", "-f", "FILE"],
-    "bench scale": ["bench", "scale", "--samples", "FILE"],
     "train draft": ["train", "draft", "-o", "new", "-f", "FILE"],
     "train eagle3": ["train", "eagle3", "-o", "new", "-f", "FILE"],  # as all kinds of heads
     "train hmt": ["train", "hmt", "-o", "new", "-f", "FILE"],
@@ -98,10 +97,8 @@ def nothing_is_loaded(monkeypatch):
     def load(*given, **named):
         raise AssertionError("a model is loaded")
 
-    from specbeam.doors.cli import common, widening
-
-    for room in (common, widening):
-        monkeypatch.setattr(room, "load_by_name" if room is common else "quiet_load", load)
+    monkeypatch.setattr("specbeam.doors.with_memory.load_by_name", load)
+    monkeypatch.setattr("specbeam.doors.cli.widening.quiet_load", load)
 
 
 def check_refused(code, out, err, named=""):
@@ -219,7 +216,6 @@ NUMBERS = [
     ["bench", "passes", "--rows", "0"],
     ["bench", "cliffs", "--batch-sizes", "0"],
     ["bench", "methods", "--beams", "0"],
-    ["bench", "scale", "--ranks", "0"],
     ["bench", "serve", "http://127.0.0.1:9", "--requests", "1"],
     ["bench", "serve", "nonsense", "--requests", "1"],
     ["bench", "serve", "--body", "[]"],
@@ -292,8 +288,7 @@ def test_languages_of_the_terminal(monkeypatch):
 
 def test_errors_of_the_system_and_files_that_end_too_early_are_sentences(monkeypatch, capsys):
     """Whatever part of the program they come from."""
-    from specbeam.doors.cli import methods
-
+    catalogue = "specbeam.recipes.catalogue.methods"
     for error, said in [
         (PermissionError(13, "Permission denied", "some/file"), "specbeam: some/file: Permission denied"),
         (
@@ -307,10 +302,10 @@ def test_errors_of_the_system_and_files_that_end_too_early_are_sentences(monkeyp
         def fail(*given, error=error):
             raise error
 
-        monkeypatch.setattr(methods, "run", fail)
+        monkeypatch.setattr(catalogue, fail)
         code, out, err = specbeam("methods")
         assert (code, out, err) == (2, "", said + "\n")
-    monkeypatch.setattr(methods, "run", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(catalogue, lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
     assert specbeam("methods")[0] == 130
     assert callable(main)
 

@@ -153,7 +153,7 @@ def test_a_space_at_the_beginning_stays_where_the_decoder_would_drop_it():
 
 def test_a_session_holds_one_walker_per_live_beam():
     settings = Settings.given({"max_new_tokens": 60, "json_schema": PERSON}, None)
-    request = Request(pair := characters(), "abc", sb.dsbd(3, 5, 3, width="dynamic"), settings, 1)
+    request = Request.of(pair := characters(), "abc", sb.dsbd(3, 5, 3, width="dynamic"), settings, 1)
     (session,) = request.sessions
     for _ in decode(pair.target, [session]):
         assert len(session.warp.constraint) == (0 if session.over else session.beams.size)
@@ -162,7 +162,7 @@ def test_a_session_holds_one_walker_per_live_beam():
 def test_padding_is_no_part_of_the_text():
     """Of a padded batch, logits processors see the padding."""
     plain, padded = (
-        Request(characters(), "abc", sb.dsbd(3, 5, 3, width="dynamic"), Settings(max_new_tokens=20, regex=WORDS), 1)
+        Request.of(characters(), "abc", sb.dsbd(3, 5, 3, width="dynamic"), Settings(max_new_tokens=20, regex=WORDS), 1)
         for _ in range(2)
     )
     padded.sessions[0].pad([2, 2, 2])

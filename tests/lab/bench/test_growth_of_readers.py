@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
 
 import specbeam as sb
-from specbeam.doors.cli.bench_speed import run
+from specbeam.doors.cli import bench_speed
 from specbeam.doors.cli.widening import grown_pair
 from specbeam.doors.prompts import PromptRow
 from specbeam.errors import BadSetting, NotSupported
@@ -250,7 +250,7 @@ def test_a_model_that_hears_is_refused_before_anything_runs(tmp_path, given):
     with pytest.raises(
         NotSupported, match="bench speed reads text, and WhisperForConditionalGeneration hears audio; give"
     ):
-        run([], given, [], (1, 2), str(tmp_path), None, None, None, None, None, 3, [1], 1, None, {}, None, True)
+        bench_speed.speed(bench_speed.SpeedArguments(prompt=given, model=str(tmp_path), rows=3, repeats=1))
 
 
 def test_what_does_not_take_sources_says_so(folder):
@@ -259,4 +259,4 @@ def test_what_does_not_take_sources_says_so(folder):
     with pytest.raises(BadSetting, match="--grow-vocab is for decoder-only models"):
         grown_pair(folder, None, None, grow_vocab="128K", sources=True)
     with pytest.raises(BadSetting, match="reads sources of its own kind; give some by --prompt or --file"):
-        run([], [], [], (1, 2), folder, None, None, None, None, None, 3, [1], 1, None, {}, None, True)
+        bench_speed.speed(bench_speed.SpeedArguments(model=folder, rows=3, repeats=1))

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import specbeam as sb
-from specbeam.doors.cli.bench_methods import bundled_tasks, run, tasks_of
+from specbeam.doors.cli import bench_methods
+from specbeam.doors.cli.bench_methods import MethodsBenchArguments, bundled_tasks, tasks_of
 from specbeam.errors import BadPrompt, BadSetting, MissingFile, MissingPackage
 from specbeam.lab.bench import methods as timed
 from specbeam.lab.bench.method_figures import Figure, MethodRun, Task, _quality
@@ -224,7 +225,10 @@ def test_bleu_is_added_up_from_its_counts():
 
 
 def compared(files, picture, metric=None):
-    return run(files, "nowhere", None, None, metric, (2, 2, 0.5), 9, 1, 4, picture, False)
+    given = MethodsBenchArguments(
+        file=files, model="nowhere", metric=metric, beams=2, depth=2, rows=9, seeds=1, plot=picture
+    )
+    return bench_methods.methods(given)
 
 
 def test_what_would_fail_at_the_end_is_refused_at_the_start(tmp_path, monkeypatch):
@@ -245,13 +249,13 @@ def test_what_would_fail_at_the_end_is_refused_at_the_start(tmp_path, monkeypatc
 
 
 def test_figures_are_printed_before_they_are_drawn(tmp_path, monkeypatch, capsys, lines):
-    monkeypatch.setattr("specbeam.doors.cli.bench_methods.grown_pair", lambda *given: words.pair())
-    monkeypatch.setattr("specbeam.doors.cli.bench_methods.measure", lambda *given: lines)
+    monkeypatch.setattr("specbeam.doors.cli.widening.grown_pair", lambda *given: words.pair())
+    monkeypatch.setattr("specbeam.lab.bench.methods.measure", lambda *given: lines)
 
     def broken(lines, path):
         raise OSError("the disk is full")
 
-    monkeypatch.setattr("specbeam.doors.cli.bench_methods.plot", broken)
+    monkeypatch.setattr("specbeam.lab.bench.methods_report.plot", broken)
     (tmp_path / "t.tsv").write_text("a\tb\n")
     with pytest.raises(OSError, match="full"):
         compared([tmp_path / "t.tsv"], tmp_path / "plot.png")

@@ -220,7 +220,7 @@ METHODS = {
 
 def run_of(draft, method, prompts=PROMPTS, tokens=12, **options):
     settings = Settings.given({"max_new_tokens": tokens, "eos_token_id": [], **options}, None)
-    request = Request(pair_of(draft), prompts, method, settings, 3)
+    request = Request.of(pair_of(draft), prompts, method, settings, 3)
     turns = [turn for done in decode(draft.target, request.sessions) for _, turn in done]
     assert [session.failure for session in request.sessions] == [None] * len(prompts)
     assert draft.target.caches == []
@@ -404,7 +404,7 @@ def test_nothing_but_the_exit_layer_is_stored_besides_the_target(name):
     apart = HuggingFaceLM(target.model, engine="compiled")
     other = HuggingFaceLM(draft.head.exited(), engine="compiled")
     settings = Settings.given({"max_new_tokens": 12, "eos_token_id": []}, None)
-    request = Request(Pair(target.model, None, None, apart, other), [PROMPTS[0]], METHODS[name], settings, 3)
+    request = Request.of(Pair(target.model, None, None, apart, other), [PROMPTS[0]], METHODS[name], settings, 3)
     list(decode(apart, request.sessions))
     texts = [[one.tokens for one in some[0].hypotheses()] for some in (sessions, request.sessions)]
     assert texts[0] == texts[1]
@@ -479,7 +479,7 @@ def test_a_session_of_another_method_shares_no_prefix_with_one_that_has_an_exit_
     settings = Settings.given({"max_new_tokens": 8, "eos_token_id": [], "temperature": 0.0}, None)
     pair = pair_of(draft)
     methods = (sb.sampling(), sb.eesd(3), sb.sampling(), sb.eesd(3))
-    requests = [Request(pair, [LONG], method, settings, 3) for method in methods]
+    requests = [Request.of(pair, [LONG], method, settings, 3) for method in methods]
     sessions = [session for request in requests for session in request.sessions]
     companies = set()
     for _ in decode(draft.target, sessions):

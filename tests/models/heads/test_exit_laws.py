@@ -387,7 +387,7 @@ def pair(request):
 
 def texts_of(pair, settings, draws, seed):
     requests = {
-        name: Request(pair, [PROMPT] * draws, make(), Settings(max_new_tokens=LENGTH, **settings), seed + place)
+        name: Request.of(pair, [PROMPT] * draws, make(), Settings(max_new_tokens=LENGTH, **settings), seed + place)
         for place, (name, make) in enumerate(RECIPES.items())
     }
     line = [session for row in zip(*(one.sessions for one in requests.values()), strict=True) for session in row]

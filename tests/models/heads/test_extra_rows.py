@@ -111,7 +111,7 @@ def test_a_text_that_goes_on_from_a_node_without_rows_has_no_draft_next_and_that
     pair = Pair(model, None, None, HuggingFaceLM(model, engine="compiled"), ExtraLM(extra_head(model, kind), VOCAB))
     method = MAKE[kind](30, 1, tree="measured", least=1.0)
     settings = Settings.given({"max_new_tokens": 40, "eos_token_id": []}, None)
-    (session,) = Request(pair, [PROMPTS[0]], method, settings, 5).sessions
+    (session,) = Request.of(pair, [PROMPTS[0]], method, settings, 5).sessions
     draft = pair.draft.choosing(1.0)
     assert draft is pair.draft.choosing(1.0)
     sizes, accepted = [], []

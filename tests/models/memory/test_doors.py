@@ -205,7 +205,7 @@ def test_a_pass_that_fails_leaves_nothing_stored_and_the_next_call_reads_the_tex
                 raise MemoryError("no room")
             return found
 
-        request = Request(loaded, PROMPTS[:2], sb.greedy(), Settings.given({"max_new_tokens": 3}, None), 3)
+        request = Request.of(loaded, PROMPTS[:2], sb.greedy(), Settings.given({"max_new_tokens": 3}, None), 3)
         one, other = request.sessions
         monkeypatch.setattr(HuggingFaceLM, "extend", fail)
         try:

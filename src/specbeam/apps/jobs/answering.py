@@ -11,6 +11,7 @@ from specbeam.core.runs import TURNS
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.request import Request
 from specbeam.doors.sources import source_length
+from specbeam.doors.usual import usual_method
 from specbeam.errors import BadSetting, NotSupported, SpecbeamError, TooFewAnswers
 from specbeam.models.pair import Pair
 from specbeam.recipes.catalogue import resolve
@@ -29,7 +30,7 @@ class Work:
     """What a job does with each row.
 
     Attributes:
-        method: a recipe, or its name. Not "auto", which measures: a job that goes on could choose another one.
+        method: a recipe. Not "auto", which measures: a job that goes on could choose another one.
         seed: with the id of a row, the seed of its text.
         batch_size: number of texts that are decoded side by side.
         options: those of `specbeam.generate`, for rows that do not say otherwise.
@@ -42,9 +43,9 @@ class Work:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def work_of(pair: Pair, method: Method | str, seed: int, batch_size: int, options: dict[str, Any]) -> Work:
+def work_of(pair: Pair, method: Method | str | None, seed: int, batch_size: int, options: dict[str, Any]) -> Work:
     """Return the work with checked settings. Raises `BadSetting` or `NotSupported` if no row could be decoded with them."""
-    resolved = resolve(method)
+    resolved = usual_method(pair) if method is None else resolve(method)
     if resolved.name == "auto":
         raise NotSupported(
             "a job cannot decode by 'auto', which measures: once it goes on, or on another machine, it could choose another "
@@ -55,7 +56,7 @@ def work_of(pair: Pair, method: Method | str, seed: int, batch_size: int, option
             raise BadSetting(f"{name} is {value!r}; it must be an integer of at least {int(name == 'batch_size')}")
     given = {name: value for name, value in options.items() if value is not None}
     work = Work(pair, resolved, seed, batch_size, given)
-    Request(pair, [], resolved, Settings.given(given), seed)
+    Request.of(pair, [], resolved, Settings.given(given), seed)
     return work
 
 
@@ -115,7 +116,7 @@ def _ask(work: Work, row: JobRow) -> _Asked | AnsweredRow:
     try:
         own = {name: value for name, value in row.settings.items() if name != "seed"}
         prompt = {"messages": row.prompt} if row.is_chat else row.prompt
-        request = Request(work.pair, [prompt], work.method, Settings.given(work.options | own), seed)
+        request = Request.of(work.pair, [prompt], work.method, Settings.given(work.options | own), seed)
         for error in request.refused.values():
             raise error
     except SpecbeamError as error:

@@ -8,17 +8,10 @@ from typing import Any
 
 from specbeam.doors.inputs import plain
 from specbeam.doors.options.checks import is_integer
+from specbeam.doors.options.table import aliases, hint, row_names
 from specbeam.doors.prompts import of_record
 from specbeam.errors import BadPrompt, BadSetting
 
-# The settings that a row may have for itself; the form of texts among them, but nothing that is a Python object.
-OF_ROWS = (
-    "max_new_tokens", "max_length", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
-    "no_repeat_ngram_size", "bad_words_ids", "eos_token_id", "stop_strings", "num_return_sequences", "length_penalty",
-    "early_stopping", "json_schema", "regex", "grammar", "seed", "min_length", "suppress_tokens", "begin_suppress_tokens",
-    "sequence_bias", "exponential_decay_length_penalty", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size",
-    "guidance_scale", "watermarking_config", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff",
-)  # fmt: skip
 OF_ENCODINGS = ("attention_mask", "token_type_ids", "position_ids")  # columns that a tokenizer writes beside input_ids
 MOST_TEXTS = 1024  # of a row: all of them are begun at once
 
@@ -46,7 +39,7 @@ class JobRow:
         id: a text or an integer; None: the row cannot be read so far.
         prompt: a text, token ids, messages, or an encoding as a dictionary.
         is_chat: whether the prompt is messages.
-        settings: those of the row, by the names in `OF_ROWS`.
+        settings: those of the row, by the names of `row_names` and "seed".
         error: why the row cannot be decoded; "" if it can.
     """
 
@@ -152,9 +145,11 @@ def _settings_in(fields: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise BadSetting(f"the {columns.settings} of the row are {str(found)[:80]!r}; they must be a dictionary")
     given = {name: value for name, value in found.items() if value is not None}
-    unknown = sorted(set(given) - set(OF_ROWS))
+    known = (*row_names(), "seed")
+    unknown = sorted(set(given) - set(known))
     if unknown:
-        raise BadSetting(f"a row has no setting {', '.join(map(repr, unknown))}; it has {', '.join(OF_ROWS)}")
+        near = hint(unknown[0], known, aliases())
+        raise BadSetting(f"a row has no setting {', '.join(map(repr, unknown))}{near}; it has {', '.join(known)}")
     seed = given.get("seed", 0)
     if not is_integer(seed) or not 0 <= seed < 2**63:
         raise BadSetting(f"seed is {seed!r}; it must be an integer from 0 to 2**63 - 1")

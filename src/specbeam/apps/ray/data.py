@@ -9,9 +9,10 @@ import numpy as np
 from specbeam.apps.jobs.answering import ANSWER_COLUMNS, answer_rows, work_of
 from specbeam.apps.jobs.rows import Columns, row_of
 from specbeam.doors.inputs import plain
+from specbeam.doors.method_text import method_from
+from specbeam.doors.usual import usual_method
 from specbeam.errors import BadSetting
 from specbeam.models.pair import load
-from specbeam.recipes.settings_text import method_from
 
 ROWS_OF_BLOCK = 64  # a block is written whole, so that is what the end of a worker costs
 CPUS = 0.5  # of a worker, as Ray counts: when a job goes on, a filter that reads what is done needs a place, too
@@ -27,7 +28,7 @@ class Decode:
 
     Args:
         target, draft: as for `specbeam.load`; names or paths that each machine of the cluster can read.
-        method, settings: a recipe by name, and its settings as NAME=VALUE.
+        method, settings: a recipe by name, and its settings as NAME=VALUE; None: the pair's default, as in `generate`.
         id_column, prompt_column: the columns that are read. Each row needs an id: blocks do not know their places.
         seed, batch_size: see `jobs.answering.Work`.
         device, dtype, quantize: see `specbeam.load`.
@@ -41,7 +42,7 @@ class Decode:
         self,
         target: str = "bundled",
         draft: str | None = None,
-        method: str = "dsbd",
+        method: str | None = None,
         settings: Sequence[str] = (),
         id_column: str = "id",
         prompt_column: str = "prompt",
@@ -56,7 +57,8 @@ class Decode:
             raise BadSetting(f"id_column is {id_column!r}, which is a column of answers; give the column another name")
         pair = load(target, draft, device=device, dtype=dtype, quantize=quantize)
         self.columns = Columns(id=id_column, prompt=prompt_column)
-        self.work = work_of(pair, method_from(method, settings), seed, batch_size, options)
+        chosen = usual_method(pair, settings) if method is None else method_from(method, settings)
+        self.work = work_of(pair, chosen, seed, batch_size, options)
 
     def __call__(self, block: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the answers to the rows of a block, in their order."""

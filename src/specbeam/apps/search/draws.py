@@ -73,7 +73,7 @@ def drawn(
     requests = []
     for draw in draws:
         settings = Settings(**options, max_new_tokens=draw.most, stop_strings=draw.stop)
-        requests.append(Request(pair, [draw.prompt], method, settings, draw.seed))
+        requests.append(Request.of(pair, [draw.prompt], method, settings, draw.seed))
     waiting = [session for request in requests for session in request.sessions]
     waiting.sort(key=lambda session: -len(session.prompt))
     for _ in decode(pair.target, waiting, batch_size, ahead=TURNS):

@@ -13,6 +13,7 @@ from specbeam.apps.search.tree import CLOSED, CUT_OFF, FINISHED, OPEN, Node, Sea
 from specbeam.apps.search.value import Value, checked_values
 from specbeam.doors.options.checks import is_integer, require
 from specbeam.doors.options.settings import Settings
+from specbeam.doors.options.table import warper_names
 from specbeam.doors.request import Request
 from specbeam.doors.sources import as_prompts, require_prompts
 from specbeam.errors import BadSetting, BrokenValue, NotSupported, SearchFailed, SpecbeamError
@@ -104,7 +105,7 @@ class GrowingTrees:
     def _ids(self, prompt: Any, number: int) -> tuple[list[int], int]:
         """Return the token ids of a prompt, and the most tokens of its text."""
         settings = Settings(**self.options, max_new_tokens=self.max_new_tokens)
-        request = Request(self.pair, [prompt], self.method, settings, self.seed)
+        request = Request.of(self.pair, [prompt], self.method, settings, self.seed)
         for error in request.refused.values():
             raise type(error)(str(error).replace("prompt 0", f"prompt {number}"))
         session = request.sessions[0]
@@ -127,7 +128,7 @@ class GrowingTrees:
     def draw_greedy(self) -> None:
         """Draw the text of temperature 0 of each prompt that goes on, and value those that are finished."""
         going = [number for number, result in enumerate(self.results) if not result.ended]
-        options = {name: given for name, given in self.options.items() if name not in ("top_k", "top_p", "min_p")}
+        options = {name: given for name, given in self.options.items() if name not in warper_names()}
         options["temperature"] = 0.0
         draws = [
             Draw(self.results[number].prompt, self.seed, min(self.lengths[number], self.left(number)), None)

@@ -73,7 +73,7 @@ def lite_search(
         seed: the same seed gives the same search, whatever other prompts are in the call. None: a random seed.
         batch_size: the most texts that are decoded side by side.
         on_progress: called with (prompt number, result so far) after each iteration of a prompt.
-        options: further options of `generate`: temperature, top_k, top_p, ...
+        options: further options of `generate`: temperature, repetition_penalty, ...
 
     Returns:
         One `SearchResult` per prompt, in their order.

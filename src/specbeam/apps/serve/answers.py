@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -364,10 +364,9 @@ def specbeam_json(request: Request, order: Order, jobs: Sequence[Job], outcome: 
 
 def settings_json(order: Order) -> dict[str, Any]:
     """Return the settings that decoded, without objects."""
-    settings = asdict(order.settings) if not order.settings.logits_processor else dict(vars(order.settings))
     return {
         name: value
-        for name, value in settings.items()
+        for name, value in order.settings.values.items()
         if isinstance(value, (bool, int, float, str)) and name not in ("json_schema", "regex", "grammar")
     } | {"beams": order.method.beams, "seed": order.seed}
 

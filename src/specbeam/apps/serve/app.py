@@ -59,18 +59,18 @@ from specbeam.core.records import Generation
 from specbeam.core.runs import TURNS
 from specbeam.doors.chats import BUNDLED_TEMPLATE
 from specbeam.doors.grammar.compiled import compiled
+from specbeam.doors.method_text import method_from
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.request import Request as SessionRequest
 from specbeam.doors.sources import hears
+from specbeam.doors.usual import USUAL_BEAMS, usual_method
 from specbeam.errors import BadSetting, MissingFile, NotSupported, SpecbeamError
 from specbeam.generation import chosen_by_speed
 from specbeam.models.pair import Pair
-from specbeam.recipes.beams import dsbd, sampling
+from specbeam.recipes.beams import dsbd
 from specbeam.recipes.catalogue import HEAD_RECIPES
 from specbeam.recipes.method import Method, recipe_of
 from specbeam.recipes.search import beam_search, speculative_beam_search
-from specbeam.recipes.sequence import speculative_sampling
-from specbeam.recipes.settings_text import method_from
 
 LOG = logging.getLogger("specbeam.serve")
 PAGE = Path(__file__).parent / "page" / "index.html"
@@ -531,7 +531,10 @@ def default_method(config: ServerConfig, pair: Pair) -> Method:
             raise NotSupported("method 'auto' is measured on texts, and the model reads audio; name a method")
         return methods_of(pair, None if config.method == "" else method_from(config.method, list(config.settings)))[0]
     if config.method == "":
-        return sampling() if pair.draft is None else speculative_sampling()
+        own = [*config.settings]
+        if config.max_beams < USUAL_BEAMS and not any(one.startswith("beams=") for one in own):
+            own.append(f"beams={config.max_beams}")
+        return usual_method(pair, own)
     if config.method == "auto":
         return chosen_by_speed(pair, ["Ein Hund läuft."] if pair.tokenizer is not None else [[1, 2, 3]], Settings())[0]
     return method_from(config.method, list(config.settings))
@@ -569,7 +572,7 @@ def _warm_up(pair: Pair, served: Served) -> None:
     for method in usual:
         settings = Settings(max_new_tokens=WARM_TOKENS, eos_token_id=[])
         for prompts, ahead in (([[1, 2]], 0), ([[1, 2]], TURNS), ([[1, 2], [1, 3]], 1)):
-            request = SessionRequest(pair, prompts, method, settings, 0)
+            request = SessionRequest.of(pair, prompts, method, settings, 0)
             for _ in decode(pair.target, request.sessions, ahead=ahead):
                 pass
 

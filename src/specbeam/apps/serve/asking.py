@@ -114,7 +114,7 @@ class Asking:
             await asyncio.wrap_future(making)
 
         def make() -> Request:
-            return Request(
+            return Request.of(
                 self.engine.pair, order.prompts, order.method, order.settings, order.seed, order.options.audit
             )
 

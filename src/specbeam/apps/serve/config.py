@@ -20,8 +20,9 @@ class ServerConfig:
         model, draft: see `specbeam.load`.
         quantize, kv: see `specbeam.load`.
         name: the name that requests call the model by; "": that of the model.
-        method, settings: the method of requests that name none, and its settings as NAME=VALUE; "": the exact method for one
-            sequence that drafts with the draft model, or `sampling` without one. "auto": the fastest, measured at start.
+        method, settings: the method of requests that name none, and its settings as NAME=VALUE; "": `dsbd`, or
+            `beam_sampling` without a draft, with at least as many beams as answers are asked for. "auto": the fastest,
+            measured at start.
         methods: the methods that requests may name; none: all.
         host, port: where to listen.
         api_keys: keys that clients must have one of; none: nobody needs one. By default those in the environment variable

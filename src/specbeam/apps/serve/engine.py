@@ -22,6 +22,7 @@ from specbeam.core.runs import TURNS
 from specbeam.core.session import Session
 from specbeam.doors.energy import joules_now
 from specbeam.doors.options.settings import Settings
+from specbeam.doors.plan import CallPlan
 from specbeam.doors.request import Request
 from specbeam.errors import Cancelled, SpecbeamError, TimedOut
 from specbeam.generation import in_prompt_order, resolved_method, settled_tokens
@@ -314,16 +315,15 @@ class Engine:
         """Return the log-probabilities of texts after a prompt; see `score_texts`."""
         return self.run(score_texts(self.pair.target, prompt, texts, top, namespace))
 
-    def request(self, *given: Any) -> Request:
-        """Return a `Request` of these arguments for the engine's pair; its sessions can be jobs.
+    def request(self, prompts: Any, method: Method, *others: Any, **further: Any) -> Request:
+        """Return the request of these arguments of `CallPlan.of`, for the engine's pair; its sessions can be jobs.
 
         What the parts of its method have to measure on the models is measured in the engine's thread.
         """
-        prompts, method, *others = given
         making = self.prepare(method, _name_of(method))
         if making is not None:
             making.result()
-        return Request(self.pair, prompts, method, *others)
+        return Request(CallPlan.of(self.pair, prompts, method, *others, **further))
 
     def prepare(self, method: Method, key: str) -> "Future[None] | None":
         """Let the engine's thread make the parts of a method once, with all that they measure; None if it has made them.
@@ -349,7 +349,7 @@ class Engine:
     def generate(
         self,
         prompts: Any,
-        method: Method | str = "dsbd",
+        method: Method | str | None = None,
         *,
         seed: int | None = None,
         audit: bool = False,
@@ -361,9 +361,9 @@ class Engine:
         The arguments, answers and errors are those of `specbeam.generate`; with the same seed the answers are the same, too.
         """
         settings = Settings.given(options, generation_config)
-        resolve = partial(resolved_method, self.pair, prompts, method, settings, generation_config)
+        resolve = partial(resolved_method, self.pair, prompts, method, settings)
         chosen = self.call(resolve, COMPILE_S).result()
-        request = self.request(prompts, chosen, settings, seed, audit)
+        request = self.request(prompts, chosen, settings, seed, audit, generation_config=generation_config)
         results: dict[int, list[Generation] | SpecbeamError] = {**request.refused}
         over: Queue[Job] = Queue()
         jobs = deque(Job(session, lambda job: over.put(job) if job.is_over else None) for session in request.sessions)

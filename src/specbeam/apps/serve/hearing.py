@@ -126,12 +126,12 @@ class Hearing:
         making = self.engine.prepare(method, self.order.method_key if method is self.order.method else DRAWS)
         if making is not None:
             making.result()
-        request = Request(pair, sources, method, settings, seed)
+        request = Request.of(pair, sources, method, settings, seed)
         over: Queue[Job] = Queue()
         self.jobs = [self._job(session, over) for session in request.sessions]
         self._decode(over)
         if any(job.is_lost for job in self.jobs) and self.engine.state == "ready":
-            request = Request(pair, sources, method, settings, seed)
+            request = Request.of(pair, sources, method, settings, seed)
             over = Queue()
             self.jobs = [self._job(new, over, old) for new, old in zip(request.sessions, self.jobs, strict=True)]
             self._decode(over)

@@ -22,7 +22,9 @@ from specbeam.apps.serve.refusals import Refusal, invalid, refusal_of, shown
 from specbeam.doors.chats import prompt_of_messages
 from specbeam.doors.inputs import PromptReader, prompts_in
 from specbeam.doors.options.settings import Settings
+from specbeam.doors.options.table import OPTIONS, hint
 from specbeam.doors.sources import hears
+from specbeam.doors.usual import usual_method
 from specbeam.errors import BadPrompt, SpecbeamError
 from specbeam.models.pair import Pair
 from specbeam.recipes.catalogue import HEAD_RECIPES, RECIPES
@@ -320,13 +322,20 @@ def _method(body: Body, options: SpecbeamOptions, served: Served) -> tuple[Metho
     width = _width(body, options, wants_beams, count, config)
     if options.method is None and not wants_beams and options.beams is None:
         if further:
+            first = min(further)
+            near = hint(first, SpecbeamOptions.model_fields)
             raise invalid(
-                f"specbeam has {', '.join(sorted(further))}, which are settings of a method; name it in specbeam.method",
+                f"specbeam has {', '.join(sorted(further))}{near}, which are settings of a method; name it in "
+                "specbeam.method",
                 "specbeam",
                 "unknown_field",
             )
         method = served.method
         key = ""
+        wanted = max(count, body.best_of or count)
+        if config.method == "" and wanted > method.beams > 1 and wanted <= config.max_beams:
+            method = usual_method(served.pair, [*config.settings, f"beams={wanted}"])  # as many beams as answers
+            key = repr(("", wanted))
     else:
         method, key = named_method(options, further, width, served)
     if method.beams > 1:
@@ -436,9 +445,11 @@ def _check_skipping(method: str, chosen: Mapping[str, Any]) -> None:
 def _setting(method: str, key: str, value: Any, known: Mapping[str, inspect.Parameter]) -> Any:
     """Return a setting of a method from JSON. Raises `Refusal` if there is none of that name, or it is out of bounds."""
     if key not in known or key in _OBJECTS:
-        names = ", ".join(name for name in known if name not in _OBJECTS)
+        names = [name for name in known if name not in _OBJECTS]
         raise invalid(
-            f"specbeam.{key} is no setting of {method}; it has {names or 'none'}", "specbeam", "unknown_field"
+            f"specbeam.{key} is no setting of {method}{hint(key, names)}; it has {', '.join(names) or 'none'}",
+            "specbeam",
+            "unknown_field",
         )
     if isinstance(value, list):
         if len(value) > LARGEST_SETTING:
@@ -459,29 +470,24 @@ def _settings(
 ) -> dict[str, Any]:
     """Return the options of `Settings` that a body gives by other names, or by the same."""
     given: dict[str, Any] = {}
-    warpers = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k, "min_p": body.min_p}
-    nothing = {"temperature": (0, 1), "top_p": (1,), "top_k": (-1, 0), "min_p": (0,)}
-    for name, value in warpers.items():
+    for name, option in OPTIONS.items():
+        if option.field is None:
+            continue
+        value = getattr(options if option.field.inside else body, name)
         if value is None:
             continue
-        if method.greedy:
-            if value not in nothing[name]:
-                raise invalid(
-                    f"{name} is {value}, and {method.name} does not draw; choose specbeam.method beam_sampling or dsbd, or "
-                    "leave it out",
-                    name,
-                )
-            continue
-        given[name] = max(value, 0) if name == "top_k" else value
-    if given.get("temperature", 1) != 0 and given.get("temperature", 1) < 1e-4:
-        raise invalid(f"temperature is {body.temperature}; it must be 0 or at least 0.0001", "temperature")
-    given |= {
-        "repetition_penalty": body.repetition_penalty,
-        "length_penalty": body.length_penalty,
-        "early_stopping": body.early_stopping,
-        "min_new_tokens": body.min_tokens,
-        "no_repeat_ngram_size": options.no_repeat_ngram_size,
-    }
+        if name == "top_k":
+            value = max(value, 0)  # vLLM writes -1 for all
+        if not (option.warper and method.greedy):
+            given[name] = value
+        elif option.is_on(value) and not (name == "temperature" and value == 0):
+            raise invalid(
+                f"{name} is {value}, and {method.name} does not draw; choose specbeam.method beam_sampling or dsbd, or "
+                "leave it out",
+                name,
+            )
+    if body.min_tokens is not None:
+        given["min_new_tokens"] = body.min_tokens
     if body.stop:
         given["stop_strings"] = [body.stop] if isinstance(body.stop, str) else list(body.stop)
     ends = served.pair.eos
@@ -494,7 +500,7 @@ def _settings(
         given["eos_token_id"] = list(more)
     elif more:
         given["eos_token_id"] = [*ends, *more]
-    return {name: value for name, value in given.items() if value is not None}
+    return given
 
 
 def _processors(body: Body, prompts: Sequence[Sequence[int]], served: Served) -> list[Any]:

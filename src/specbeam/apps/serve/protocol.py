@@ -1,15 +1,18 @@
 """The bodies of requests, as OpenAI names their fields, with what vLLM added for beams and what is our own."""
 
-import difflib
 import json
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from functools import reduce
+from operator import or_
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from specbeam.apps.serve.refusals import MOST_PROBLEMS, Refusal, invalid, shown
 from specbeam.doors.options.checks import LARGEST_INTEGER
+from specbeam.doors.options.table import OPTIONS, kind_of, nearest
 
 DEEPEST = 32  # brackets inside each other in a body
 MOST_PROMPTS = 4096  # prompts that are looked at one by one; a server's own limit is lower
@@ -60,14 +63,45 @@ class StructuredOutputs(Strict):
     grammar: str | None = None
 
 
-class SpecbeamOptions(BaseModel):
+def _fields_inside(place: str) -> dict[str, Any]:
+    """Return the fields of the options that stand in a part of a body, for pydantic."""
+    found: dict[str, Any] = {}
+    for name, option in OPTIONS.items():
+        if option.field is None or option.field.inside != place:
+            continue
+        kind = kind_of(option)
+        bounds: dict[str, Any] = dict(option.field.bounds)
+        if bounds:
+            kind = Annotated[_without_none(kind), Field(**bounds)]
+        found[name] = (kind | None, None)
+    return found
+
+
+def _without_none(kind: Any) -> Any:
+    """Return a type without None, if it allows that."""
+    return reduce(or_, [one for one in get_args(kind) if one is not NoneType]) if get_args(kind) else kind
+
+
+if TYPE_CHECKING:
+
+    class OfBody(Strict):
+        temperature: float | None = None
+
+    class OfSpecbeam(BaseModel):
+        no_repeat_ngram_size: int | None = None
+
+else:
+    OfBody = create_model("OfBody", __base__=Strict, **_fields_inside(""))
+    OfSpecbeam = create_model("OfSpecbeam", **_fields_inside("specbeam"))
+
+
+class SpecbeamOptions(OfSpecbeam):
     """What no other server has. Beside these fields it takes every setting of the method."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     method: Annotated[str, Field(max_length=64)] | None = None
     beams: Annotated[int, Field(ge=1, le=LARGEST_INTEGER)] | None = None
-    no_repeat_ngram_size: Annotated[int, Field(ge=0, le=LARGEST_INTEGER)] | None = None
     beams_returned: Annotated[int, Field(ge=0, le=LARGEST_INTEGER)] | Literal["all"] = 0
     min_logp: Annotated[float, Field(le=0)] | None = None
     stream: Literal["settled", "live"] = "settled"
@@ -76,19 +110,13 @@ class SpecbeamOptions(BaseModel):
     report: bool = True
 
 
-class Body(Strict):
-    """What completions and chats have in common."""
+class Body(OfBody):
+    """What completions and chats have in common, besides the options in `OPTIONS` that are fields."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=0, le=LARGEST_INTEGER)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=LARGEST_INTEGER)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=LARGEST_INTEGER)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=LARGEST_INTEGER)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
-    length_penalty: float | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=300)] | None = None
@@ -103,7 +131,6 @@ class Body(Strict):
     use_beam_search: bool | None = None
     num_beams: Annotated[int, Field(ge=1, le=LARGEST_INTEGER)] | None = None
     beam_width: Annotated[int, Field(ge=1, le=LARGEST_INTEGER)] | None = None
-    early_stopping: bool | Literal["never"] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -338,9 +365,6 @@ _REPLACED = {
     "guided_grammar": "use structured_outputs",
     "chat_template": "templates come from the operator: specbeam serve --chat-template FILE",
     "bad_words": "use logit_bias",
-    "max_new_tokens": "use max_tokens",
-    "num_return_sequences": "use n",
-    "stop_strings": "use stop",
     "method": "put it into the object specbeam",
 }
 
@@ -349,5 +373,11 @@ def _nearest(name: str, kind: type[BaseModel]) -> str:
     """Return what to do instead of a field that is not known, as the end of a message."""
     if name in _REPLACED:
         return f": {_REPLACED[name]}"
-    near = difflib.get_close_matches(name, kind.model_fields, 1)
-    return f"; did you mean {near[0]}?" if near else ""
+    option = OPTIONS.get(name)
+    if option is not None and option.field is not None and option.field.inside:
+        return f": put it into the object {option.field.inside}"
+    field = next((other for other in option.names if other in kind.model_fields), "") if option is not None else ""
+    if field:
+        return f": use {field}"
+    near = nearest(name, kind.model_fields)
+    return f"; did you mean {near}?" if near else ""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specbeam.apps.serve.engine import Draining, EngineFailed, NoRoom, QueueFull, QueueTimeout
+from specbeam.doors.options.table import OPTIONS
 from specbeam.errors import (
     BadAudio,
     BadPrompt,
@@ -98,21 +99,7 @@ _KINDS: tuple[tuple[type[Exception], int, str, str], ...] = (
     (BadSetting, 400, "invalid_request_error", "bad_setting"),
 )
 
-# The names of requests for the options that errors of the library begin with.
-_NAMES = {
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "num_return_sequences": "n",
-    "stop_strings": "stop",
-    "eos_token_id": "stop_token_ids",
-    "json_schema": "response_format",
-    "regex": "structured_outputs",
-    "grammar": "structured_outputs",
-}
-_SAME = (
-    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "length_penalty", "early_stopping", "seed",
-    "no_repeat_ngram_size", "language",
-)  # fmt: skip
+_SAME = ("seed", "language")  # what requests call as the library does, besides options
 
 
 def refusal_of(error: Exception, retry_after: int = 1) -> Refusal:
@@ -135,8 +122,9 @@ def refusal_of(error: Exception, retry_after: int = 1) -> Refusal:
 def param_of(message: str) -> str | None:
     """Return the field of a request that an error of the library is about: the option that it begins with."""
     first = message.split(" ", 1)[0].split("=", 1)[0].rstrip(":,")
-    if first in _SAME:
-        return first
-    if first == "prompt" or first.startswith("prompt"):
+    if first.startswith("prompt"):
         return "prompt"
-    return _NAMES.get(first)
+    option = OPTIONS.get(first)
+    if first in _SAME or (option is not None and option.field is not None):
+        return first
+    return option.names[0] if option is not None and option.names else None

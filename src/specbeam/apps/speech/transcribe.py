@@ -533,7 +533,7 @@ class Ears:
             options: those with which it was decoded.
         """
         start = window.start
-        settings = replace(self.settings, logits_processor=options["logits_processor"], max_length=None)
+        settings = self.settings.changed(logits_processor=options["logits_processor"], max_length=None)
         warp = settings.warp(self.ends, True, len(start), most=options["max_new_tokens"])
         asks = self.thresholds.no_speech is not None
         head = start.index(self.tokens.begin) + 1

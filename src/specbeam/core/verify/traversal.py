@@ -261,6 +261,7 @@ class TraversalRule:
     """
 
     law: ClassVar[str] = EXACT
+    most_beams: ClassVar[int] = 1
     tries: ClassVar[bool] = True
 
     def ignores_drafts(self, session: Session) -> bool:

@@ -507,6 +507,7 @@ class PathRule:
     """
 
     law: ClassVar[str] = EXACT
+    most_beams: ClassVar[int] = 1
     tries: ClassVar[bool] = True
 
     def ignores_drafts(self, session: Session) -> bool:
@@ -541,6 +542,7 @@ class MatchRule:
     """
 
     law: ClassVar[str] = EXACT
+    most_beams: ClassVar[int] = 1
     coupling: str = "noise"
 
     def ignores_drafts(self, session: Session) -> bool:

@@ -1,83 +1,106 @@
 """The command `specbeam batch`: answers to the prompts of a table, which survive the end of the process."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from specbeam.apps.jobs.answering import Work, work_of
-from specbeam.apps.jobs.batch import batch, settings_described
-from specbeam.apps.jobs.journal import Progress
-from specbeam.apps.jobs.rows import Columns
+import typer
+
+from specbeam.doors.cli.arguments import generation
 from specbeam.doors.cli.common import (
     ProgressBar,
+    check_method,
     check_options,
     complain,
     follow_rank_0,
-    method_from,
+    method_for,
     print_json,
     quiet_load,
-    text_or_file,
+    with_files,
 )
-from specbeam.doors.sources import hears, set_languages
+from specbeam.doors.cli.options import (
+    BatchSize,
+    Json,
+    LoadArguments,
+    MethodName,
+    Settings,
+    SourceLanguage,
+    TargetLanguage,
+)
+from specbeam.doors.options.table import OPTIONS
 from specbeam.errors import NotSupported
 
+if TYPE_CHECKING:
+    from specbeam.apps.jobs.answering import Work
+    from specbeam.apps.jobs.journal import Progress
 
-def run(
-    source: Path,
-    out: Path,
-    models: dict[str, Any],
-    method_name: str,
-    settings: list[str],
-    options: dict[str, Any],
-    seed: int,
-    batch_size: int,
-    columns: Columns,
-    resume: bool,
-    retry_failed: bool,
-    json: bool,
-    source_language: str | None = None,
-    target_language: str | None = None,
-) -> int:
-    """Decode the rows of a table, and return the exit code: 0, or 1 if rows failed, or 130 after an interrupt.
 
-    Args:
-        models: the arguments of `quiet_load`.
-        options: as for `specbeam.generate`.
-        source_language, target_language: the languages of a multilingual translation model, as its tokenizer names them.
-    """
-    follow_rank_0(models)
-    method = method_from(method_name, settings)
-    for name, mark in (("json_schema", "{"), ("grammar", ":")):
-        options[name] = text_or_file(options[name], mark, name)
-    check_options(options, batch_size)
-    languages = {"source_language": source_language, "target_language": target_language}
-    described = settings_described(
-        {**models, "method": method_name, "settings": sorted(settings), **options, **languages, "seed": seed}
-    )
-    if not method.lossless:
-        complain(f"note: {method.name} is {method.law}")
+class BatchArguments(LoadArguments):
+    """What the command is given."""
 
-    def make_work() -> Work:
-        pair = quiet_load(**models, sources=True)
+    source: Annotated[Path, typer.Argument(metavar="IN", help="Table of prompts: .jsonl, .csv or .parquet.")]
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Table of answers, of one of these kinds.")]
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a job that was begun; begin it if there is none.")
+    ] = False
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="With --resume: decode rows again whose answer is an error.")
+    ] = False
+    method: MethodName = None
+    setting: Settings = []
+    options: dict[str, Any] = generation()
+    source_language: SourceLanguage = None
+    target_language: TargetLanguage = None
+    seed: Annotated[int, typer.Option(help="With the id of a row, the seed of its text.")] = 0
+    batch_size: BatchSize = 32
+    id_column: Annotated[str, typer.Option(help="Column of ids. Without it rows are numbered from 1.")] = "id"
+    prompt_column: Annotated[str, typer.Option(help="Column of prompts: texts, or lists of token ids.")] = "prompt"
+    json: Json = False
+
+
+def batch(given: BatchArguments) -> int:
+    """Answer the prompts of a table, each once: a job that was killed goes on with --resume, and gives the same texts."""
+    from specbeam.apps.jobs.answering import work_of
+    from specbeam.apps.jobs.batch import batch as answer_table
+    from specbeam.apps.jobs.batch import settings_described
+    from specbeam.apps.jobs.journal import Progress
+    from specbeam.apps.jobs.rows import Columns
+    from specbeam.doors.sources import hears, set_languages
+
+    follow_rank_0(given.loading)
+    check_method(given.method, given.setting)
+    options = with_files(given.options)
+    check_options(options, given.batch_size)
+    languages = {"source_language": given.source_language, "target_language": given.target_language}
+    chosen = {"method": given.method or "dsbd", "settings": sorted(given.setting), "seed": given.seed}
+    usual = {name: option.default for name, option in OPTIONS.items() if option.default is not None}
+    described = settings_described({**given.loading, **chosen, **usual, **options, **languages})
+
+    def make_work() -> "Work":
+        pair = quiet_load(**given.loading, sources=True)
         if hears(pair):
-            raise NotSupported(f"{models['model']} hears recordings, and a table holds texts; use specbeam transcribe")
-        set_languages(pair, options, source_language, target_language)
-        return work_of(pair, method, seed, batch_size, options)
+            raise NotSupported(f"{given.model} hears recordings, and a table holds texts; use specbeam transcribe")
+        set_languages(pair, options, given.source_language, given.target_language)
+        method = method_for(pair, given.method, given.setting)
+        return work_of(pair, method, given.seed, given.batch_size, options)
 
     shown = Progress(0, 0, 0)
+    columns = Columns(id=given.id_column, prompt=given.prompt_column)
     with ProgressBar() as bar:
 
-        def show(progress: Progress) -> None:
+        def show(progress: "Progress") -> None:
             nonlocal shown
             shown = progress
             bar.show(progress.done, progress.rows)
 
         try:
-            shown = batch(make_work, source, out, described, columns, resume, retry_failed, show)
+            shown = answer_table(
+                make_work, given.source, given.out, described, columns, given.resume, given.retry_failed, show
+            )
         except KeyboardInterrupt:
             complain(f"interrupted; {shown.done} of {shown.rows} rows are kept: go on with --resume")
             return 130
-    if json:
-        print_json({"rows": shown.rows, "failed": shown.failed, "out": str(out)})
+    if given.json:
+        print_json({"rows": shown.rows, "failed": shown.failed, "out": str(given.out)})
     else:
-        print(f"{out}: {shown.rows} rows, {shown.failed} of them with an error")
+        print(f"{given.out}: {shown.rows} rows, {shown.failed} of them with an error")
     return int(shown.failed > 0)

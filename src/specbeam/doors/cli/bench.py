@@ -2,35 +2,59 @@
 
 import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from specbeam.doors.cli.common import check_options, print_json, quiet_load
+import typer
+
+from specbeam.doors.cli.arguments import generation
+from specbeam.doors.cli.common import check_options, demo_sentences, print_json, quiet_load
 from specbeam.doors.cli.generate import gather
+from specbeam.doors.cli.options import DemoPromptArguments, Json, PairArguments, Plot, Seed, SpacedRows
 from specbeam.doors.prompts import spread
 from specbeam.errors import BadPrompt
-from specbeam.lab.bench.acceptance import acceptance
-from specbeam.lab.bench.efficiency import TreeCell, as_markdown, check_budgets, efficiency, halves, plot
-from specbeam.lab.bench.head_cost import head_cost
-from specbeam.lab.bench.pictures import check_picture
-from specbeam.models.pair import BUNDLED
+
+if TYPE_CHECKING:
+    from specbeam.lab.bench.efficiency import TreeCell
 
 
-def demo_sentences() -> list[str]:
-    """Return the German sentences of the bundled pair."""
-    lines = (BUNDLED / "sentences.tsv").read_text(encoding="utf-8").splitlines()
-    return [line.split("\t")[0] for line in lines]
+class EfficiencyArguments(DemoPromptArguments, PairArguments):
+    """What `bench efficiency` is given."""
+
+    budget: Annotated[
+        list[int], typer.Option(help="Number of nodes scored per pass: 5, 10, 21 or 30. May be given several times.")
+    ] = [5, 10, 21, 30]
+    options: dict[str, Any] = generation(without=["num_return_sequences"], max_new_tokens=48)
+    rows: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Maximum number of prompts reported, taken at even distances from all. As many others choose the shapes.",
+        ),
+    ] = 60
+    seed: Seed = 0
+    plot: Plot = None
+    json: Json = False
 
 
-def acceptance_by_rank(
-    prompts: list[str], files: list[Path], model: str, draft: str | None, children: int, temperature: float | None,
-    rows: int, max_new_tokens: int, seed: int, json: bool,
-) -> int:  # fmt: skip
-    """Print how often the k-th draft token tried is the accepted one; return the exit code."""
-    options = {"temperature": temperature, "max_new_tokens": max_new_tokens}
-    check_options(options)
-    texts = spread(texts_of(prompts, files), rows)
-    pair = quiet_load(model, draft)
-    measured = acceptance(pair, texts, children, seed, **options)
-    if json:
+class AcceptanceArguments(DemoPromptArguments, PairArguments):
+    """What `bench acceptance` is given."""
+
+    children: Annotated[int, typer.Option(min=1, max=1024, help="Number of draft tokens tried per step.")] = 8
+    options: dict[str, Any] = generation(without=["num_return_sequences"], max_new_tokens=48)
+    rows: SpacedRows = 60
+    seed: Seed = 0
+    json: Json = False
+
+
+def acceptance(given: AcceptanceArguments) -> int:
+    """Measure how often the k-th draft token tried is the accepted one; `sequoia` plans its tree by these odds."""
+    from specbeam.lab.bench.acceptance import acceptance as measure
+
+    check_options(given.options)
+    texts = spread(texts_of(given.texts, given.file), given.rows)
+    pair = quiet_load(given.model, given.draft)
+    measured = measure(pair, texts, given.children, given.seed, **given.options)
+    if given.json:
         print_json(dataclasses.asdict(measured))
         return 0
     for place, (odds, error) in enumerate(zip(measured.odds, measured.error, strict=True)):
@@ -49,33 +73,37 @@ def texts_of(prompts: list[str], files: list[Path]) -> list[str]:
     return texts
 
 
-def block_efficiency(
-    prompts: list[str], files: list[Path], model: str, draft: str | None, budgets: list[int], temperature: float | None,
-    rows: int, max_new_tokens: int, seed: int, picture: Path | None, json: bool,
-) -> int:  # fmt: skip
-    """Print the tokens per target pass of each recipe at each budget of nodes; return the exit code."""
-    from specbeam.doors.cli.screen import Screen
+def efficiency(given: EfficiencyArguments) -> int:
+    """Measure tokens per target pass at a fixed budget of scored nodes, for every method that decodes one sequence.
 
-    if picture is not None:
-        check_picture(picture)
-    options = {"temperature": temperature, "max_new_tokens": max_new_tokens}
-    check_options(options)
-    check_budgets(budgets)
-    reported, choosing = halves(spread(texts_of(prompts, files), 2 * rows))
-    pair = quiet_load(model, draft)
+    The shape of each method, and the acceptance by rank that sequoia plans by, are chosen on other prompts than those
+    reported.
+    """
+    from specbeam.doors.cli.screen import Screen
+    from specbeam.lab.bench.efficiency import as_markdown, check_budgets, halves, plot
+    from specbeam.lab.bench.efficiency import efficiency as measure
+    from specbeam.lab.bench.head_cost import head_cost
+    from specbeam.lab.bench.pictures import check_picture
+
+    if given.plot is not None:
+        check_picture(given.plot)
+    check_options(given.options)
+    check_budgets(given.budget)
+    reported, choosing = halves(spread(texts_of(given.texts, given.file), 2 * given.rows))
+    pair = quiet_load(given.model, given.draft)
     console = Screen(stderr=True)
 
-    def on_progress(cell: TreeCell) -> None:
+    def on_progress(cell: "TreeCell") -> None:
         console.print(f"{cell.budget:3} nodes  {cell.recipe:<24} {cell.efficiency:.2f}  ({cell.shape})")
 
-    cells = efficiency(pair, reported, choosing, budgets, seed, on_progress, **options)
-    if json:
+    cells = measure(pair, reported, choosing, given.budget, given.seed, on_progress, **given.options)
+    if given.json:
         for cell in cells:
             print_json(dataclasses.asdict(cell))
     else:
         print(as_markdown(cells))
         if cost := head_cost(pair):
             print(f"\n{cost}.")
-    if picture is not None:
-        plot(cells, picture)
+    if given.plot is not None:
+        plot(cells, given.plot)
     return 0

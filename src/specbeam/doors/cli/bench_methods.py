@@ -4,58 +4,75 @@ import dataclasses
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from specbeam.doors.cli.common import print_json
-from specbeam.doors.cli.widening import grown_pair
+import typer
+
+from specbeam.doors.cli.common import bundled_rows, print_json
+from specbeam.doors.cli.options import Grow, Json, NewTokens, PairArguments, Plot
 from specbeam.doors.places import require_file
 from specbeam.errors import BadPrompt, BadSetting, one_of
-from specbeam.lab.bench.method_figures import METRICS, Task
-from specbeam.lab.bench.methods import contenders, measure
-from specbeam.lab.bench.methods_report import as_markdown, plot
-from specbeam.lab.bench.pictures import check_picture
-from specbeam.lab.bench.provenance import provenance
-from specbeam.lab.evaluate.lines import lines_of
-from specbeam.lab.evaluate.task import check_bleu
-from specbeam.models.pair import BUNDLED
+
+if TYPE_CHECKING:
+    from specbeam.lab.bench.method_figures import Task
 
 
-def run(
-    pairs: list[Path], model: str, draft: str | None, grow: str | None, metric: str | None,
-    shape: tuple[int, int, float], rows: int, seeds: int, max_new_tokens: int, picture: Path | None, json: bool,
-) -> int:  # fmt: skip
-    """Compare methods on tasks, print a table per task, and return the exit code.
+class MethodsBenchArguments(PairArguments):
+    """What the command is given."""
 
-    Args:
-        pairs: TSV files of prompts and answers; empty: the bundled tasks.
-        shape: beams, draft depth, and threshold of the methods.
-    """
+    older: Annotated[list[Path], typer.Argument(hidden=True, help="The same as --file.")] = []
+    file: Annotated[
+        list[Path],
+        typer.Option(
+            "--file",
+            "-f",
+            help="TSV file with a prompt and its right answer per line, a task of its own. May be given several times. By "
+            "default the bundled tasks.",
+        ),
+    ] = []
+    grow: Grow = None
+    metric: Annotated[
+        str | None, typer.Option(help="Quality measure of the files: 'BLEU' (default) or 'exact match'.")
+    ] = None
+    beams: Annotated[int, typer.Option(help="Number of beams of the methods that have beams.")] = 4
+    depth: Annotated[int, typer.Option(help="Number of draft layers per pass, except of methods named 'auto'.")] = 4
+    threshold: Annotated[float, typer.Option(help="Acceptance threshold of MTAD and MMTAD.")] = 0.5
+    rows: Annotated[int, typer.Option(help="Maximum number of prompts per task: the first ones.")] = 400
+    seeds: Annotated[int, typer.Option(help="Number of times that each prompt is answered, with different seeds.")] = 3
+    max_new_tokens: NewTokens = 64
+    plot: Plot = None
+    json: Json = False
+
+
+def methods(given: MethodsBenchArguments) -> int:
+    """Compare methods: perplexity and quality of the text against seconds, joules and target passes per token."""
     from rich.markup import escape
     from rich.progress import Progress
 
     from specbeam.doors.cli.screen import Screen
+    from specbeam.doors.cli.widening import grown_pair
+    from specbeam.lab.bench.methods import contenders, measure
+    from specbeam.lab.bench.methods_report import as_markdown, plot
+    from specbeam.lab.bench.provenance import provenance
+    from specbeam.lab.evaluate.task import check_bleu
 
-    if metric is not None:
-        one_of("--metric", metric, METRICS)
-        if not pairs:
-            raise BadSetting("--metric is of files, and the bundled tasks have their own; give files or leave it out")
-    if picture is not None:
-        check_picture(picture)
-    if rows < 1 or seeds < 1:
-        raise BadSetting(f"--rows is {rows}, --seeds is {seeds}; both must be at least 1")
-    tasks = tasks_of(pairs, metric or "BLEU") or bundled_tasks()
+    files = [*given.older, *given.file]
+    _check(given, files)
+    tasks = tasks_of(files, given.metric or "BLEU") or bundled_tasks()
     if any(task.metric == "BLEU" for task in tasks):
         check_bleu()
-    methods = contenders(*shape)
-    loaded = grown_pair(model, draft, grow)
+    compared = contenders(given.beams, given.depth, given.threshold)
+    loaded = grown_pair(given.model, given.draft, given.grow)
     console = Screen(stderr=True)
     lines = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         for task in tasks:
-            shortened = dataclasses.replace(task, rows=task.rows[:rows])
-            bar = progress.add_task(escape(task.name), total=seeds * len(shortened.rows))
-            lines += measure(loaded, shortened, methods, seeds, max_new_tokens, partial(progress.advance, bar))
+            shortened = dataclasses.replace(task, rows=task.rows[: given.rows])
+            bar = progress.add_task(escape(task.name), total=given.seeds * len(shortened.rows))
+            step = partial(progress.advance, bar)
+            lines += measure(loaded, shortened, compared, given.seeds, given.max_new_tokens, step)
     origin = provenance() | {"vocabulary": str(loaded.target.vocab)}
-    if json:
+    if given.json:
         for line in lines:
             print_json({**dataclasses.asdict(line), "provenance": origin})
     else:
@@ -65,25 +82,44 @@ def run(
         )
         print("One prompt at a time.\n")
         print("; ".join(f"{name}: {value}" for name, value in origin.items()))
-    if picture is not None:
-        plot(lines, picture)
+    if given.plot is not None:
+        plot(lines, given.plot)
     return 0
 
 
-def bundled_tasks() -> list[Task]:
+def _check(given: MethodsBenchArguments, files: list[Path]) -> None:
+    """Raise an error for options that are wrong or do not go together, or for a plot that cannot be written."""
+    from specbeam.lab.bench.method_figures import METRICS
+    from specbeam.lab.bench.pictures import check_picture
+
+    if given.metric is not None:
+        one_of("--metric", given.metric, METRICS)
+        if not files:
+            raise BadSetting("--metric is of files, and the bundled tasks have their own; give files or leave it out")
+    if given.plot is not None:
+        check_picture(given.plot)
+    if given.rows < 1 or given.seeds < 1:
+        raise BadSetting(f"--rows is {given.rows}, --seeds is {given.seeds}; both must be at least 1")
+
+
+def bundled_tasks() -> "list[Task]":
     """Return the tasks of the bundled pair: German sentences to translate, and letters to spell as sounds."""
-    words = [(f"<sounds> {' '.join(word)}", sounds) for word, sounds in _rows(BUNDLED / "words.tsv")]
+    from specbeam.lab.bench.method_figures import Task
+
+    words = [(f"<sounds> {' '.join(word)}", sounds) for word, sounds in bundled_rows("words.tsv")]
     return [
-        Task("German sentences", "BLEU", _rows(BUNDLED / "sentences.tsv")),
+        Task("German sentences", "BLEU", bundled_rows("sentences.tsv")),
         Task("letters to sounds", "exact match", words),
     ]
 
 
-def tasks_of(files: list[Path], metric: str) -> list[Task]:
+def tasks_of(files: list[Path], metric: str) -> "list[Task]":
     """Return a task per TSV file, named after the file; by its path if several files have the same name.
 
     Raises `BadSetting` if a file is given twice.
     """
+    from specbeam.lab.bench.method_figures import Task
+
     if len({file.resolve() for file in files}) < len(files):
         raise BadSetting("a file is given twice; give each task once")
     stems = Counter(file.stem for file in files)
@@ -92,6 +128,8 @@ def tasks_of(files: list[Path], metric: str) -> list[Task]:
 
 def _rows(file: Path) -> list[tuple[str, str]]:
     """Read the prompts and answers of a TSV file; raise `MissingFile` or `BadPrompt` if it has none."""
+    from specbeam.lab.evaluate.lines import lines_of
+
     require_file(file, "give a TSV with a prompt and its answer per line")
     rows = []
     for number, line in enumerate(lines_of(file), 1):

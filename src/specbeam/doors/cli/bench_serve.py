@@ -4,12 +4,53 @@ import dataclasses
 import json as json_format
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from specbeam.doors.cli.common import print_json
+import typer
+
+from specbeam.doors.cli.arguments import Record
+from specbeam.doors.cli.common import demo_sentences, print_json
 from specbeam.doors.cli.generate import gather
+from specbeam.doors.cli.options import Json, NewTokens, PromptFiles
 from specbeam.errors import BadSetting
-from specbeam.lab.bench.serving import Load, LoadReport, measure_load
-from specbeam.models.pair import BUNDLED
+
+if TYPE_CHECKING:
+    from specbeam.lab.bench.serving import LoadReport
+
+
+class LoadTestArguments(Record):
+    """What the command is given."""
+
+    url: Annotated[str, typer.Argument(help="Address of a server that speaks OpenAI's API.")] = "http://127.0.0.1:8000"
+    clients: Annotated[int, typer.Option(min=1, help="Number of clients, each with one request at a time.")] = 8
+    requests: Annotated[int, typer.Option(min=1, help="Most requests in all.")] = 100
+    seconds: Annotated[
+        float | None, typer.Option(help="Seconds after which no further request is sent; by default all are.")
+    ] = None
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Requests per second, at random times (Poisson); by default each client asks again at once."),
+    ] = None
+    gone: Annotated[float, typer.Option(help="Share of the requests whose client goes away in the middle.")] = 0.0
+    body: Annotated[str, typer.Option(help="Fields of each request as JSON, like '{\"num_beams\": 4}'.")] = "{}"
+    file: PromptFiles = []
+    joined: Annotated[int, typer.Option(min=1, help="Number of prompts that are joined to one: long prompts.")] = 1
+    before: Annotated[str, typer.Option(help="A text that all prompts begin with: shared prefixes.")] = ""
+    max_new_tokens: NewTokens = 64
+    stream: Annotated[bool, typer.Option(help="Let answers be streamed.")] = True
+    key: Annotated[str, typer.Option(help="API key.", envvar="SPECBEAM_API_KEY")] = ""
+    json: Json = False
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of each request. Raises `BadSetting` if they are no JSON object."""
+        try:
+            found = json_format.loads(self.body)
+        except ValueError as error:
+            raise BadSetting(f"--body is {self.body!r}; it must be JSON: {error}") from error
+        if not isinstance(found, dict):
+            raise BadSetting(f"--body is {self.body!r}; it must be a JSON object")
+        return {"max_tokens": self.max_new_tokens} | found
 
 
 @dataclass(frozen=True)
@@ -27,36 +68,30 @@ class PromptShape:
     before: str = ""
 
     def prompts(self) -> list[str]:
-        texts = [one.text for one in gather([], self.files)[0]] if self.files else _sentences()
+        texts = [one.text for one in gather([], self.files)[0]] if self.files else demo_sentences()
         starts = range(0, len(texts), self.joined)
         return [self.before + " ".join(texts[start : start + self.joined]) for start in starts]
 
 
-def run(
-    url: str,
-    clients: int,
-    requests: int,
-    seconds: float | None,
-    rate: float | None,
-    gone: float,
-    body: str,
-    shape: PromptShape,
-    max_new_tokens: int,
-    stream: bool,
-    key: str,
-    json: bool,
-) -> int:
-    """Put the load on the server, print its figures, and return the exit code: 1 if a request was not answered."""
-    try:
-        fields = json_format.loads(body)
-    except ValueError as error:
-        raise BadSetting(f"--body is {body!r}; it must be JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise BadSetting(f"--body is {body!r}; it must be a JSON object")
-    fields = {"max_tokens": max_new_tokens} | fields
-    load = Load(shape.prompts(), fields, clients, requests, rate, gone, stream, key, seconds=seconds)
-    report = measure_load(url, load)
-    if json:
+def serve(given: LoadTestArguments) -> int:
+    """Put a load of many clients on a server: requests and tokens per second, and how long clients wait."""
+    from specbeam.lab.bench.serving import Load, measure_load
+
+    fields = given.fields
+    prompts = PromptShape(given.file, given.joined, given.before).prompts()
+    load = Load(
+        prompts,
+        fields,
+        given.clients,
+        given.requests,
+        given.rate,
+        given.gone,
+        given.stream,
+        given.key,
+        seconds=given.seconds,
+    )
+    report = measure_load(given.url, load)
+    if given.json:
         record = dataclasses.asdict(report)
         del record["once"]
         print_json(record)
@@ -65,13 +100,7 @@ def run(
     return 0 if report.answered + report.gone == report.requests else 1
 
 
-def _sentences() -> list[str]:
-    """Return the German sentences of the demo."""
-    lines = (BUNDLED / "sentences.tsv").read_text(encoding="utf-8").splitlines()
-    return [line.split("\t")[0] for line in lines if line]
-
-
-def _show(report: LoadReport) -> None:
+def _show(report: "LoadReport") -> None:
     from rich.table import Table
 
     from specbeam.doors.cli.screen import Screen

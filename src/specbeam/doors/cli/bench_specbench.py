@@ -3,45 +3,62 @@
 import re
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from specbeam.doors.cli.common import ProgressBar, method_from, print_json, quiet_load
+from specbeam.doors.cli.options import Json, NewTokens, PairArguments, Seed, Threads, folder_to_write
 from specbeam.doors.places import writing
 from specbeam.errors import BadSetting
-from specbeam.lab.bench.provenance import provenance
-from specbeam.lab.bench.specbench import as_records, lines_of_specbench, read_questions, specbench, write_answers
+
+if TYPE_CHECKING:
+    from specbeam.recipes.method import Method
 
 USUAL = ["speculative_sampling", "traversal", "sequoia", "prompt_lookup", "opt_tree", "token_recycling"]
 
 
-def run(
-    questions: Path,
-    contenders: list[str],
-    model: str,
-    draft: str | None,
-    each: int | None,
-    max_new_tokens: int,
-    temperature: float,
-    seed: int,
-    threads: int | None,
-    processor_time: bool,
-    answers: Path | None,
-    json: bool,
-) -> int:
-    """Run the contenders on the questions, print a row per method and task, and return the exit code."""
+class SpecBenchArguments(PairArguments):
+    """What the command is given."""
+
+    questions: Annotated[Path, typer.Argument(help="Spec-Bench's question.jsonl, plain or .gz.")]
+    contenders: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[METHOD]...", help="Methods, each with its settings: 'sequoia budget=21'."),
+    ] = None
+    each: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of questions of each task; by default all.")
+    ] = None
+    max_new_tokens: NewTokens = 1024
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is Spec-Bench's greedy decoding.")] = 0.0
+    seed: Seed = 0
+    threads: Threads = None
+    processor_time: Annotated[
+        bool, typer.Option("--processor-time", help="Count the processor's time, for a machine with other work.")
+    ] = False
+    answers: Annotated[
+        Path | None,
+        folder_to_write("Also write a file per method that Spec-Bench's own scripts read to this folder."),
+    ] = None
+    json: Json = False
+
+
+def specbench(given: SpecBenchArguments) -> int:
+    """Run methods on Spec-Bench's six tasks beside plain decoding: its statistics, and ours."""
     import torch
-    from rich.table import Table
 
-    from specbeam.doors.cli.screen import Screen
+    from specbeam.lab.bench.specbench import as_records, lines_of_specbench, read_questions
+    from specbeam.lab.bench.specbench import specbench as measure
 
-    if threads is not None:
-        torch.set_num_threads(threads)
-    methods = {name: method_from(*_split(name)) for name in contenders or USUAL}
+    if given.threads is not None:
+        torch.set_num_threads(given.threads)
+    methods = {name: method_from(*_split(name)) for name in given.contenders or USUAL}
     for name, method in methods.items():
-        if method.beams > 1 and temperature == 0 and not method.search:
+        if method.beams > 1 and given.temperature == 0 and not method.search:
             raise BadSetting(f"{name} draws beams, and at temperature 0 they are one; give --temperature 1")
-    asked = read_questions(questions, each)
-    pair = quiet_load(model, draft)
-    clock = time.process_time if processor_time else time.perf_counter
+    asked = read_questions(given.questions, given.each)
+    pair = quiet_load(given.model, given.draft)
+    clock = time.process_time if given.processor_time else time.perf_counter
     with ProgressBar() as bar:
         done = 0
 
@@ -50,18 +67,39 @@ def run(
             done += 1
             bar.show(done, len(asked))
 
-        replies = specbench(pair, asked, methods, seed, max_new_tokens, temperature, clock, show)
-    if answers is not None:
-        with writing(answers):
-            answers.mkdir(parents=True, exist_ok=True)
-        for name, method in methods.items():
-            path = answers / f"{re.sub('[ /]', '_', name)}.jsonl"
-            write_answers(path, pair, asked, replies[name], name, method, seed, max_new_tokens, temperature)
+        replies = measure(pair, asked, methods, given.seed, given.max_new_tokens, given.temperature, clock, show)
+    if given.answers is not None:
+        _write(given, given.answers, pair, asked, methods, replies)
     lines = lines_of_specbench(asked, replies)
-    if json:
+    if given.json:
         for record in as_records(lines):
             print_json(record)
         return 0
+    _show(lines, sum(one.cut for one in replies["plain"]))
+    return 0
+
+
+def _write(
+    given: SpecBenchArguments, folder: Path, pair: Any, asked: Any, methods: "dict[str, Method]", replies: Any
+) -> None:
+    """Write a file per method that Spec-Bench's own scripts read."""
+    from specbeam.lab.bench.specbench import write_answers
+
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    for name, method in methods.items():
+        path = folder / f"{re.sub('[ /]', '_', name)}.jsonl"
+        own = (given.seed, given.max_new_tokens, given.temperature)
+        write_answers(path, pair, asked, replies[name], name, method, *own)
+
+
+def _show(lines: Any, cut: int) -> None:
+    """Print the table of all methods and tasks."""
+    from rich.table import Table
+
+    from specbeam.doors.cli.screen import Screen
+    from specbeam.lab.bench.provenance import provenance
+
     table = Table("method", "task", box=None, pad_edge=False)
     for head in ("questions", "tokens", "accepted", "their speedup", "speedup", "95 %", "same text"):
         table.add_column(head, justify="right")
@@ -71,10 +109,8 @@ def run(
             f"{line.their_speedup:.2f}", f"{line.speedup:.2f}", f"{line.low:.2f} to {line.high:.2f}", f"{line.same:.0%}",
         )  # fmt: skip
     Screen(width=120).print(table)
-    cut = sum(one.cut for one in replies["plain"])
     print(f"{cut} prompts were longer than the models have positions, and were cut at their beginning")
     print(", ".join(f"{name} {value}" for name, value in provenance().items()))
-    return 0
 
 
 def _split(contender: str) -> tuple[str, list[str]]:

@@ -4,23 +4,32 @@ import dataclasses
 import shlex
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from specbeam.doors.cli.common import check_options, method_from, print_json
-from specbeam.doors.cli.widening import grown_pair
+import typer
+
+from specbeam.doors.cli.arguments import generation
+from specbeam.doors.cli.common import bundled_rows, check_options, method_from, print_json
+from specbeam.doors.cli.options import (
+    Grow,
+    GrowVocab,
+    Json,
+    PairArguments,
+    Plot,
+    PromptFiles,
+    PromptTexts,
+    QuantizeTarget,
+    Rounds,
+    SpacedRows,
+    Threads,
+)
+from specbeam.doors.options.table import warper_names
 from specbeam.doors.prompts import PromptRow, read, spread
-from specbeam.doors.sources import hears
-from specbeam.engines.eligibility import reads_sources
 from specbeam.errors import BadSetting, NotSupported
-from specbeam.lab.bench.baselines import MAKERS
-from specbeam.lab.bench.head_cost import head_cost
-from specbeam.lab.bench.outcome import Contender, specbeam
-from specbeam.lab.bench.pictures import check_picture
-from specbeam.lab.bench.provenance import provenance
-from specbeam.lab.bench.speed import speed
-from specbeam.lab.bench.speed_report import as_markdown, plot
-from specbeam.models.pair import BUNDLED, Pair
-from specbeam.recipes.heads import paper_of
+
+if TYPE_CHECKING:
+    from specbeam.lab.bench.outcome import Contender
+    from specbeam.models.pair import Pair
 
 DEFAULT = [
     "transformers/sampling",
@@ -34,80 +43,153 @@ DEFAULT = [
     "beam_search",
     "speculative_beam_search",
 ]
+# Options whose texts transformers and CTranslate2 do not write, or of which a figure would say nothing.
+NOT_COMPARED = ("num_return_sequences", "json_schema", "regex", "grammar", "grammar_backend", "max_length")
 
 
-def run(
-    contenders: list[str], texts: list[str], files: list[Path], columns: tuple[int, int], model: str, draft: str | None,
-    grow: str | None, grow_draft: str | None, grow_vocab: str | None, quantize: str | None, rows: int,
-    batch_sizes: list[int], repeats: int, threads: int | None, options: dict[str, Any], picture: Path | None, json: bool,
-) -> int:  # fmt: skip
-    """Measure contenders, print a table per batch size, and return the exit code."""
+class SpeedArguments(PairArguments):
+    """What the command is given."""
+
+    contenders: Annotated[
+        list[str],
+        typer.Argument(
+            help="'dsbd beams=4 depth=2', 'transformers/beam_sampling beams=4', 'ctranslate2/beam_search "
+            "compute_type=int8', ... Ratios are to the first one. Without any a usual selection runs."
+        ),
+    ] = []
+    prompt: PromptTexts = []
+    file: PromptFiles = []
+    older: Annotated[list[Path], typer.Option("--prompts", hidden=True, help="The same as --file.")] = []
+    columns: Annotated[
+        tuple[int, int], typer.Option(help="Columns of prompt and answer in a .tsv, counted from 1.")
+    ] = (1, 2)
+    grow: Grow = None
+    grow_draft: Annotated[
+        str | None, typer.Option(help="Enlarge the draft model in the same way to this many weights. By default not.")
+    ] = None
+    grow_vocab: GrowVocab = None
+    quantize: QuantizeTarget = None
+    rows: SpacedRows = 30
+    batch_size: Annotated[
+        list[int], typer.Option(help="Number of prompts decoded at once. May be given several times.")
+    ] = [1]
+    repeats: Rounds = 7
+    threads: Threads = None
+    options: dict[str, Any] = generation(without=NOT_COMPARED, max_new_tokens=64)
+    plot: Plot = None
+    json: Json = False
+
+
+def speed(given: SpeedArguments) -> int:
+    """Measure tokens per second, quality and memory of methods, transformers and CTranslate2 in one interleaved run."""
     import torch
     from rich.progress import Progress
 
     from specbeam.doors.cli.screen import Screen
+    from specbeam.lab.bench.speed import speed as measure
 
-    _check(rows, batch_sizes, repeats, picture)
-    check_options(options)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    given = [*map(PromptRow, texts), *(row for file in files for row in read(str(file), None, columns))]
-    pair = grown_pair(model, draft, grow, grow_draft, quantize, grow_vocab, sources=True)
+    _check(given)
+    check_options(given.options)
+    if given.threads is not None:
+        torch.set_num_threads(given.threads)
+    found = _prompts(given)
+    pair = _pair(given)
+    _check_sources(pair, found)
+    prompts = spread(found or demo_rows(), given.rows)
+    running = [_contender(pair, text, given.options) for text in given.contenders or [*DEFAULT, *_of_head(pair)]]
+    console = Screen(stderr=True)
+    tables = []
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        for size in given.batch_size:
+            bar = progress.add_task(f"{size} at once", total=given.repeats * -(-len(prompts) // size))
+            tables.append(measure(pair, running, prompts, size, given.repeats, partial(progress.advance, bar)))
+    _show(given, pair, tables)
+    return 0
+
+
+def _pair(given: SpeedArguments) -> "Pair":
+    """Return the pair that is timed."""
+    from specbeam.doors.cli.widening import grown_pair
+    from specbeam.doors.sources import hears
+
+    pair = grown_pair(
+        given.model, given.draft, given.grow, given.grow_draft, given.quantize, given.grow_vocab, sources=True
+    )
     if hears(pair):
         raise NotSupported(
             f"bench speed reads text, and {type(pair.target_model).__name__} hears audio; give a model that reads text "
             "(specbeam transcribe runs this one)"
         )
-    if not given and reads_sources(pair.target_model):
+    return pair
+
+
+def _prompts(given: SpeedArguments) -> list[PromptRow]:
+    """Return the prompts that are given."""
+    files = [*given.older, *given.file]
+    return [*map(PromptRow, given.prompt), *(row for file in files for row in read(str(file), None, given.columns))]
+
+
+def _check_sources(pair: "Pair", found: list[PromptRow]) -> None:
+    """Raise `BadSetting` if there is no prompt, and the demo's are none for this pair."""
+    from specbeam.engines.eligibility import reads_sources
+
+    if not found and reads_sources(pair.target_model):
         raise BadSetting(
             f"{type(pair.target_model).__name__} reads sources of its own kind; give some by --prompt or --file"
         )
-    prompts = spread(given or demo_rows(), rows)
-    running = [_contender(pair, text, options) for text in contenders or [*DEFAULT, *_of_head(pair)]]
-    console = Screen(stderr=True)
-    tables = []
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        for size in batch_sizes:
-            bar = progress.add_task(f"{size} at once", total=repeats * -(-len(prompts) // size))
-            tables.append(speed(pair, running, prompts, size, repeats, partial(progress.advance, bar)))
+
+
+def _show(given: SpeedArguments, pair: "Pair", tables: list[Any]) -> None:
+    """Print and plot what was measured."""
+    from specbeam.lab.bench.head_cost import head_cost
+    from specbeam.lab.bench.provenance import provenance
+    from specbeam.lab.bench.speed_report import as_markdown, plot
+
     origin = provenance() | {"vocabulary": str(pair.target.vocab)}
     for table in tables:
-        if json:
+        if given.json:
             for line in table:
                 print_json({**dataclasses.asdict(line), "provenance": origin})
         else:
             print(as_markdown(table) + "\n")
-    if not json:
+    if not given.json:
         print(
-            f"Ratios are to {tables[0][0].name}, round by round; median of {repeats} rounds, smallest to largest. ",
+            f"Ratios are to {tables[0][0].name}, round by round; median of {given.repeats} rounds, smallest to largest. ",
             end="",
         )
         print("; ".join(f"{name}: {value}" for name, value in origin.items()))
         if cost := head_cost(pair):
             print(f"{cost}.")
-    if picture is not None:
-        plot([line for table in tables for line in table], picture)
-    return 0
+    if given.plot is not None:
+        plot([line for table in tables for line in table], given.plot)
 
 
-def _check(rows: int, batch_sizes: list[int], repeats: int, picture: Path | None) -> None:
+def _check(given: SpeedArguments) -> None:
     """Raise an error if a number is below 1 or the plot cannot be written."""
-    for name, value in (("--rows", rows), ("--repeats", repeats), *(("--batch-size", size) for size in batch_sizes)):
+    from specbeam.lab.bench.pictures import check_picture
+
+    sizes = [("--batch-size", size) for size in given.batch_size]
+    for name, value in (("--rows", given.rows), ("--repeats", given.repeats), *sizes):
         if value < 1:
             raise BadSetting(f"{name} is {value}; it must be at least 1")
-    if picture is not None:
-        check_picture(picture)
+    if given.plot is not None:
+        check_picture(given.plot)
 
 
-def _of_head(pair: Pair) -> list[str]:
+def _of_head(pair: "Pair") -> list[str]:
     """Return the method of the paper of the pair's draft head, if the draft is one and has any."""
+    from specbeam.recipes.heads import paper_of
+
     head = getattr(pair.draft, "head", None)
     name = "" if head is None else paper_of(head)
     return [name] if name else []
 
 
-def _contender(pair: Pair, text: str, options: dict[str, Any]) -> Contender:
+def _contender(pair: "Pair", text: str, options: dict[str, Any]) -> "Contender":
     """Return the contender that a text like "dsbd beams=4" or "transformers/sampling" describes."""
+    from specbeam.lab.bench.baselines import MAKERS
+    from specbeam.lab.bench.outcome import specbeam
+
     name, *settings = shlex.split(text)
     engine, _, mode = name.partition("/")
     if not mode:
@@ -123,7 +205,7 @@ def _contender(pair: Pair, text: str, options: dict[str, Any]) -> Contender:
 
 def _options_for(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return the options that are set, without warpers if the method does not sample."""
-    warpers = ("temperature", "top_k", "top_p") if name in ("greedy", "beam_search", "speculative_beam_search") else ()
+    warpers = warper_names() if name in ("greedy", "beam_search", "speculative_beam_search") else ()
     return {key: value for key, value in options.items() if value is not None and key not in warpers}
 
 
@@ -133,5 +215,4 @@ def _read(value: str) -> int | str:
 
 def demo_rows() -> list[PromptRow]:
     """Return the German sentences of the bundled pair with their translations."""
-    lines = (BUNDLED / "sentences.tsv").read_text(encoding="utf-8").splitlines()
-    return [PromptRow(*line.split("\t")[:2]) for line in lines]
+    return [PromptRow(sentence, translation) for sentence, translation in bundled_rows("sentences.tsv")]

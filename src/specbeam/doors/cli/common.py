@@ -3,59 +3,81 @@
 import dataclasses
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from specbeam.core.records import Generation
 from specbeam.doors import plain
-from specbeam.doors.options.settings import Settings
-from specbeam.doors.sources import require_prompts
-from specbeam.doors.with_memory import load_by_name
 from specbeam.errors import BadPrompt, BadSetting, MissingFile
-from specbeam.models.pair import Pair
-from specbeam.recipes.settings_text import method_from as method_from
+
+if TYPE_CHECKING:
+    from specbeam.core.records import Generation
+    from specbeam.models.pair import Pair
+    from specbeam.recipes.method import Method
 
 
-def quiet_load(
-    model: str,
-    draft: str | None,
-    device: str | None = None,
-    dtype: str = "auto",
-    quantize: Any = None,
-    compile: bool = False,
-    tensor_parallel: bool = False,
-    device_map: str | None = None,
-    kv: Any = None,
-    sources: bool = False,
-) -> Pair:
+def quiet_load(model: str, draft: str | None, *, sources: bool = False, **options: Any) -> "Pair":
     """Load a pair as `specbeam.load` does, without the progress bars and messages of the model library.
 
     The folder of a memory (`specbeam train hmt`) stands for its model with this memory, as target and as draft.
 
     Args:
         sources: whether the command takes encoder-decoder models; if not, they are refused with `NotSupported`.
+        options: of `specbeam.load`.
     """
     from transformers.utils import logging
 
+    from specbeam.doors.sources import require_prompts
+    from specbeam.doors.with_memory import load_by_name
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    pair = load_by_name(
-        model,
-        draft,
-        device=device,
-        dtype=dtype,
-        quantize=quantize,
-        compile=compile,
-        tensor_parallel=tensor_parallel,
-        device_map=device_map,
-        kv=kv,
-    )
+    pair = load_by_name(model, draft, **{"dtype": "auto"} | options)
     if not sources:
         require_prompts(pair, "this command")
     return pair
 
 
-def follow_rank_0(models: dict[str, Any]) -> None:
+def method_from(name: str, settings: Sequence[str]) -> "Method":
+    """Return the method of this name, with its settings as NAME=VALUE; see `method_text.method_from`."""
+    from specbeam.doors.method_text import method_from as made
+
+    return made(name, settings)
+
+
+def check_method(name: str | None, settings: Sequence[str]) -> None:
+    """Raise `BadSetting` if there is no such method or setting; print a note if the method is not lossless.
+
+    Args:
+        name: None: the default method of a pair, which `method_for` makes.
+    """
+    method = method_from(name or "dsbd", settings)
+    if not method.lossless:
+        complain(f"note: {method.name} is {method.law}")
+
+
+def method_for(pair: "Pair", name: str | None, settings: Sequence[str]) -> "Method":
+    """Return the method of this name with its settings; without a name the default method of the pair."""
+    from specbeam.doors.usual import usual_method
+
+    return usual_method(pair, settings) if name is None else method_from(name, settings)
+
+
+def bundled_rows(name: str) -> list[tuple[str, str]]:
+    """Return the pairs of prompt and right answer of a file of the bundled pair."""
+    from specbeam.models.pair import BUNDLED
+
+    lines = (BUNDLED / name).read_text(encoding="utf-8").splitlines()
+    rows = [line.split("\t") for line in lines if line]
+    return [(row[0], row[1]) for row in rows]
+
+
+def demo_sentences() -> list[str]:
+    """Return the German sentences of the bundled pair."""
+    return [sentence for sentence, _ in bundled_rows("sentences.tsv")]
+
+
+def follow_rank_0(models: Mapping[str, Any]) -> None:
     """End here, as soon as rank 0 ends, in a process that torchrun has started for another rank.
 
     To be called before a command reads or writes anything, which rank 0 alone does.
@@ -67,12 +89,14 @@ def follow_rank_0(models: dict[str, Any]) -> None:
         quiet_load(**models)
 
 
-def check_options(options: dict[str, Any], batch_size: int = 1) -> None:
+def check_options(options: Mapping[str, Any], batch_size: int = 1) -> None:
     """Raise `BadSetting` for an option of `specbeam.generate` that is wrong for any model, before one is loaded.
 
     Args:
         options: by name; None: not given.
     """
+    from specbeam.doors.options.settings import Settings
+
     for name, value in options.items():
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str):
@@ -90,6 +114,15 @@ def require_text(name: str, text: str) -> None:
         raise BadPrompt(
             f"{name} is {text!r}, which is no text in {sys.getfilesystemencoding()}; give it as UTF-8"
         ) from error
+
+
+def with_files(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of generation whose forms may be names of files, with the content of these files."""
+    found = dict(options)
+    for name, mark in (("json_schema", "{"), ("grammar", ":")):
+        if name in found:
+            found[name] = text_or_file(found[name], mark, name)
+    return found
 
 
 def text_or_file(value: str | None, mark: str, name: str) -> str | None:
@@ -126,7 +159,7 @@ def _is_there(name: str) -> bool:
         return False
 
 
-def as_json(number: int, prompt: Any, generation: Generation) -> str:
+def as_json(number: int, prompt: Any, generation: "Generation") -> str:
     """Return an answer as a line of JSON.
 
     A prompt that is not text, such as a chat, is written as its token ids.

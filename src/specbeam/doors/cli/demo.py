@@ -2,27 +2,33 @@
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.text import Text
+import typer
 
-from specbeam.core.records import Generation
-from specbeam.doors import render
-from specbeam.doors.cli.common import print_json, quiet_load
-from specbeam.doors.energy import EnergyMeter
+from specbeam.doors.cli.arguments import Record
+from specbeam.doors.cli.common import bundled_rows, print_json, quiet_load
+from specbeam.doors.cli.options import Json
 from specbeam.errors import MissingFile
-from specbeam.generation import generate, turns_of
-from specbeam.models.pair import BUNDLED, Pair
-from specbeam.recipes.beams import beam_sampling, dsbd, sampling
-from specbeam.recipes.method import Method
+
+if TYPE_CHECKING:
+    from specbeam.core.records import Generation
+    from specbeam.models.pair import Pair
+    from specbeam.recipes.method import Method
 
 SHOWN = 3  # sentences whose translations are printed
-LAW: dict[str, Any] = {
-    "temperature": 1.0,
-    "top_k": 10,
-    "top_p": 0.9,
-}  # options of all methods; they apply to the joint law of the beams
+# Options of all methods; they apply to the joint law of the beams.
+LAW: Mapping[str, Any] = {"temperature": 1.0, "top_k": 10, "top_p": 0.9}
+
+
+class DemoArguments(Record):
+    """What the command is given."""
+
+    beams: Annotated[int, typer.Option(help="Number of beams of beam sampling and DSBD.")] = 4
+    seed: Annotated[int, typer.Option(help="The same seed gives the same texts.")] = 0
+    json: Json = False
 
 
 @dataclass(frozen=True)
@@ -39,41 +45,61 @@ class DemoLine:
     law: str
 
 
-def run(beams: int, seed: int, json: bool) -> int:
-    """Run the demo, print texts and a table or JSON, and return the exit code."""
+@dataclass(frozen=True)
+class DemoContender:
+    """A method of the table with what it wrote.
+
+    Attributes:
+        name: in the table.
+        answers: to the sentences, in their order.
+        seconds: that each took.
+        joules: that all took; None if this machine cannot tell.
+    """
+
+    name: str
+    method: "Method"
+    answers: "list[Generation]"
+    seconds: list[float]
+    joules: float | None
+
+
+def demo(given: DemoArguments) -> int:
+    """Translate German sentences by sampling, beam sampling and DSBD side by side, with the bundled pair."""
     try:
         import sacrebleu  # noqa: F401
     except ImportError as error:
         raise MissingFile("the demo scores with sacrebleu: pip install sacrebleu") from error
-    from specbeam.doors.cli.screen import Screen
+    from rich.text import Text
 
-    console = Screen(stderr=json)
+    from specbeam.doors.cli.screen import Screen
+    from specbeam.doors.usual import usual_method
+    from specbeam.generation import generate
+    from specbeam.recipes.beams import beam_sampling, dsbd, sampling
+
+    console = Screen(stderr=given.json)
     console.print("Loading the bundled pair ...")
     pair = quiet_load("bundled", None)
-    sentences = _rows("sentences.tsv")
-    words = _rows("words.tsv")
-    contenders: dict[str, Method] = {
+    sentences = bundled_rows("sentences.tsv")
+    words = bundled_rows("words.tsv")
+    beams = given.beams
+    methods: dict[str, Method] = {
         "sampling": sampling(),
         f"beam sampling {beams}": beam_sampling(beams),
-        f"dsbd {beams}, fixed width": dsbd(beams, beams + 2, width="fixed"),
+        f"dsbd {beams}, fixed width": usual_method(pair, [f"beams={beams}", f"draft_beams={beams + 2}"]),
         f"dsbd {beams}, dynamic width": dsbd(beams, beams + 2, width="dynamic"),
     }
     console.print("Warming up; this takes a minute if anything has to be compiled ...")
-    for method in contenders.values():
-        generate(pair, sentences[0][0], method, seed=seed, max_new_tokens=64, **LAW)
-    texts = {}
-    lines = []
-    for name, method in contenders.items():
-        with EnergyMeter() as meter:
-            answers, seconds = _translate(pair, method, [source for source, _ in sentences], name, seed, console)
-        lines.append(_line(pair, name, method, answers, seconds, meter.joules, sentences, words, seed))
-        texts[name] = [answer.text for answer in answers]
-    if json:
+    for method in methods.values():
+        generate(pair, sentences[0][0], method, seed=given.seed, max_new_tokens=64, **LAW)
+    contenders = [_translate(pair, name, method, sentences, given.seed, console) for name, method in methods.items()]
+    lines = [_line(pair, one, sentences, words, given.seed) for one in contenders]
+    if given.json:
         for line in lines:
             print_json(dataclasses.asdict(line))
         return 0
+    texts = {one.name: [answer.text for answer in one.answers] for one in contenders}
     _show(console, sentences, texts, lines)
-    _draw(console, pair, sentences[0][0], dsbd(beams, beams + 2, 4, width="fixed", trace=True), seed)
+    _draw(console, pair, sentences[0][0], dsbd(beams, beams + 2, 4, width="fixed", trace=True), given.seed)
     console.print(
         Text.assemble(
             "\nNext: ",
@@ -85,58 +111,59 @@ def run(beams: int, seed: int, json: bool) -> int:
     return 0
 
 
-def _rows(name: str) -> list[tuple[str, str]]:
-    """Read the pairs of prompt and right answer of a bundled file."""
-    lines = (BUNDLED / name).read_text(encoding="utf-8").splitlines()
-    return [(source, answer) for source, answer in (line.split("\t") for line in lines)]
-
-
 def _translate(
-    pair: Pair, method: Method, sources: list[str], name: str, seed: int, console: Any
-) -> tuple[list[Generation], list[float]]:
-    """Decode prompts one at a time, as for a single user at a keyboard; return the answers and the seconds of each."""
+    pair: "Pair", name: str, method: "Method", sentences: list[tuple[str, str]], seed: int, console: Any
+) -> DemoContender:
+    """Decode sentences one at a time, as for a single user at a keyboard."""
     from rich.progress import track
+
+    from specbeam.doors.energy import EnergyMeter
+    from specbeam.generation import generate
 
     answers = []
     seconds = []
-    for source in track(sources, name.ljust(24), console=console, transient=True, disable=not console.is_terminal):
-        began = time.perf_counter()
-        answer = generate(pair, source, method, seed=seed, max_new_tokens=64, **LAW)[0]
-        seconds.append(time.perf_counter() - began)
-        answers.append(answer)
-    return answers, seconds
+    bar = track(sentences, name.ljust(24), console=console, transient=True, disable=not console.is_terminal)
+    with EnergyMeter() as meter:
+        for source, _ in bar:
+            began = time.perf_counter()
+            answer = generate(pair, source, method, seed=seed, max_new_tokens=64, **LAW)[0]
+            seconds.append(time.perf_counter() - began)
+            answers.append(answer)
+    return DemoContender(name, method, answers, seconds, meter.joules)
 
 
 def _line(
-    pair: Pair, name: str, method: Method, answers: list[Generation], seconds: list[float], joules: float | None,
-    sentences: Any, words: Any, seed: int,
-) -> DemoLine:  # fmt: skip
+    pair: "Pair", one: DemoContender, sentences: list[tuple[str, str]], words: list[tuple[str, str]], seed: int
+) -> DemoLine:
     """Compute the figures of a method from its translations, and let it spell the words as sounds."""
     import sacrebleu
 
-    tokens = sum(len(answer.tokens) for answer in answers)
-    passes = sum(answer.report.target_passes for answer in answers)
-    widths = [width for answer in answers for width in answer.report.widths]
+    from specbeam.generation import generate
+
+    tokens = sum(len(answer.tokens) for answer in one.answers)
+    passes = sum(answer.report.target_passes for answer in one.answers)
+    widths = [width for answer in one.answers for width in answer.report.widths]
     references = [reference for _, reference in sentences]
-    score = sacrebleu.corpus_bleu([answer.text for answer in answers], [references]).score
+    score = sacrebleu.corpus_bleu([answer.text for answer in one.answers], [references]).score
     word_prompts = ["<sounds> " + " ".join(word) for word, _ in words]
-    spoken = generate(pair, word_prompts, method, seed=seed, max_new_tokens=32, **LAW)
+    spoken = generate(pair, word_prompts, one.method, seed=seed, max_new_tokens=32, **LAW)
     right = sum(answer.text == sounds for answer, (_, sounds) in zip(spoken, words, strict=True))
     return DemoLine(
-        method=name,
+        method=one.name,
         bleu=round(score, 1),
         words_right=right / len(words),
         target_passes_per_token=round(passes / tokens, 3),
-        tokens_per_second=round(tokens / sum(seconds), 1),
+        tokens_per_second=round(tokens / sum(one.seconds), 1),
         mean_width=round(sum(widths) / len(widths), 2),
-        joules_per_token=None if joules is None else round(joules / tokens, 2),
-        law=answers[0].report.law,
+        joules_per_token=None if one.joules is None else round(one.joules / tokens, 2),
+        law=one.answers[0].report.law,
     )
 
 
 def _show(console: Any, sentences: list[tuple[str, str]], texts: dict[str, list[str]], lines: list[DemoLine]) -> None:
     """Print some translations of each method, and the table of figures."""
     from rich.table import Table
+    from rich.text import Text
 
     for number in range(SHOWN):
         source, answer = sentences[number]
@@ -161,8 +188,13 @@ def _show(console: Any, sentences: list[tuple[str, str]], texts: dict[str, list[
         console.print(f"{line.method}: {line.law}", style="dim")
 
 
-def _draw(console: Any, pair: Pair, source: str, method: Method, seed: int) -> None:
+def _draw(console: Any, pair: "Pair", source: str, method: "Method", seed: int) -> None:
     """Print the forest of the first turn of a sentence, with a legend."""
+    from rich.text import Text
+
+    from specbeam.doors import render
+    from specbeam.generation import turns_of
+
     turn = next(iter(turns_of(pair, source, method, seed=seed, **LAW)))
     console.print(Text.assemble("\nThe first turn's forest for ", (source, "bold")))
     for tree in render.as_trees(render.picture(turn, pair.word)):

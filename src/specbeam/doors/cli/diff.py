@@ -4,66 +4,122 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from specbeam.doors.cli.common import check_options, method_from, print_json, quiet_load, say
 from specbeam.doors.cli.generate import gather
+from specbeam.doors.cli.options import Json, NewTokens, PairArguments, PromptFiles, Prompts, PromptTexts, Settings
 from specbeam.errors import BadPrompt, BadSetting
-from specbeam.lab.evaluate.against_transformers import Comparison, Difference, comparisons
-from specbeam.lab.evaluate.beam_options import ComparedRun, with_every_option
-from specbeam.models.pair import Pair
-from specbeam.recipes.method import Method
+
+if TYPE_CHECKING:
+    from specbeam.lab.evaluate.against_transformers import Comparison, Difference
+    from specbeam.lab.evaluate.beam_options import ComparedRun
+    from specbeam.models.pair import Pair
+    from specbeam.recipes.method import Method
 
 
-def run(
-    model: str, draft: str | None, prompts: list[str], files: list[Path], beams: int, settings: list[str], rows: int,
-    every_option: bool, batch_size: int, max_new_tokens: int, dtype: str, json: bool,
-) -> int:  # fmt: skip
-    """Compare the beam searches of transformers and of specbeam, and print each difference.
+class ComparedArguments(PairArguments):
+    """What the command is given by either of its names."""
 
-    Returns exit code 1 if beams differ and rounding does not explain it, if a prompt failed, or if a line could not be
-    read; else 0.
+    beams: Annotated[int, typer.Option(help="Number of beams of both searches.")] = 4
+    setting: Settings = []
+    prompt: PromptTexts = []
+    file: PromptFiles = []
+    rows: Annotated[int, typer.Option(help="Maximum number of prompts: the first ones.")] = 1000
+    every_option: Annotated[
+        bool,
+        typer.Option(
+            "--every-option",
+            help="Use different search options for each prompt, so that any two values of two options meet somewhere.",
+        ),
+    ] = False
+    batch_size: Annotated[int, typer.Option(help="Number of prompts that specbeam decodes side by side.")] = 1
+    max_new_tokens: NewTokens = 64
+    dtype: Annotated[
+        str, typer.Option(help="Type of the weights: float32, bfloat16, ...; 'auto' takes the checkpoint's.")
+    ] = "auto"
+    json: Json = False
+
+    @property
+    def texts(self) -> list[str]:
+        """The prompts that stand on the command line."""
+        return self.prompt
+
+
+class DiffArguments(ComparedArguments):
+    """What the command is given."""
+
+    prompts: Prompts = None
+
+    @property
+    def texts(self) -> list[str]:
+        """The prompts that stand on the command line."""
+        return [*(self.prompts or []), *self.prompt]
+
+
+class OlderDiffArguments(ComparedArguments):
+    """What the command is given by the name that it had before it was one of `evaluate`."""
+
+    model: Annotated[str, typer.Argument(help="Target model.")] = "bundled"
+    file: Annotated[list[Path], typer.Option("--file", "--prompts", "-f", help="File of prompts.")] = []
+
+
+def diff_by_its_older_name(given: OlderDiffArguments) -> int:
+    """Do what `specbeam evaluate diff` does, with the model as an argument."""
+    return _compare(given)
+
+
+def diff(given: DiffArguments) -> int:
+    """Run the beam searches of transformers and specbeam; report each difference, and whether rounding explains it."""
+    return _compare(given)
+
+
+def _compare(given: ComparedArguments) -> int:
+    """Compare the searches, print each difference, and return the exit code.
+
+    It is 1 if beams differ and rounding does not explain it, if a prompt failed, or if a line could not be read.
     """
     from rich.progress import track
 
     from specbeam.doors.cli.screen import Screen
 
-    if any(setting.startswith("beams=") for setting in settings):
+    if any(setting.startswith("beams=") for setting in given.setting):
         raise BadSetting("--set beams=... would let the methods differ; the number of beams is --beams")
-    if beams < 2:
-        raise BadSetting(f"--beams is {beams}; transformers searches with at least 2")
-    for name, value in (("--rows", rows), ("--batch-size", batch_size)):
+    if given.beams < 2:
+        raise BadSetting(f"--beams is {given.beams}; transformers searches with at least 2")
+    for name, value in (("--rows", given.rows), ("--batch-size", given.batch_size)):
         if value < 1:
             raise BadSetting(f"{name} is {value}; it must be at least 1")
-    sources, unreadable = gather(prompts, files)
+    sources, unreadable = gather(given.texts, given.file)
     if not sources:
         raise BadPrompt("there is no prompt; give one as an argument, with --prompt or --file, or on standard input")
-    check_options({"max_new_tokens": max_new_tokens})
-    method_from("speculative_beam_search", [f"beams={beams}", *settings])
-    pair = quiet_load(model, draft, dtype=dtype)
-    methods = _methods(pair, beams, settings)
-    sources = sources[:rows]
-    texts = [source.text for source in sources]
-    runs = _runs(pair, texts, methods, every_option, batch_size, max_new_tokens)
+    check_options({"max_new_tokens": given.max_new_tokens})
+    method_from("speculative_beam_search", [f"beams={given.beams}", *given.setting])
+    pair = quiet_load(given.model, given.draft, dtype=given.dtype)
+    methods = _methods(pair, given.beams, given.setting)
+    sources = sources[: given.rows]
+    runs = _runs(pair, [source.text for source in sources], methods, given)
     seen: list[Comparison] = []
-    total = None if every_option else len(sources) * len(methods)
+    total = None if given.every_option else len(sources) * len(methods)
     for run in track(runs, "comparing", total, console=Screen(stderr=True), transient=True):
         comparison = run.comparison
         place = sources[comparison.prompt].place
         seen.append(comparison)
-        if json:
+        if given.json:
             print_json(_record(run))
         elif comparison.failure is not None:
             print(f"{place}, {comparison.method}: {comparison.failure}")
         elif comparison.difference is not None:
             _show(pair, place, run, comparison.difference)
     bad = [comparison for comparison in seen if comparison.failure is not None or not _is_fine(comparison)]
-    if not json:
-        print(_summary(seen, "runs" if every_option else "prompts", beams))
+    if not given.json:
+        print(_summary(seen, "runs" if given.every_option else "prompts", given.beams))
     return int(bool(bad or unreadable))
 
 
-def _methods(pair: Pair, beams: int, settings: list[str]) -> list[Method]:
+def _methods(pair: "Pair", beams: int, settings: list[str]) -> "list[Method]":
     """Return the methods to compare: beam search, and if there is a draft or a setting, the speculative one."""
     methods = [method_from("beam_search", [f"beams={beams}"])]
     if pair.draft is not None or settings:
@@ -72,17 +128,20 @@ def _methods(pair: Pair, beams: int, settings: list[str]) -> list[Method]:
 
 
 def _runs(
-    pair: Pair, texts: Sequence[str], methods: list[Method], every_option: bool, batch_size: int, max_new_tokens: int
-) -> Iterator[ComparedRun]:
+    pair: "Pair", texts: Sequence[str], methods: "list[Method]", given: ComparedArguments
+) -> "Iterator[ComparedRun]":
     """Yield the comparisons of all prompts and methods, each with its options."""
-    if every_option:
-        return with_every_option(pair, texts, methods, batch_size, max_new_tokens)
-    options = {"max_new_tokens": max_new_tokens}
-    found = comparisons(pair, texts, methods, batch_size, **options)
+    from specbeam.lab.evaluate.against_transformers import comparisons
+    from specbeam.lab.evaluate.beam_options import ComparedRun, with_every_option
+
+    if given.every_option:
+        return with_every_option(pair, texts, methods, given.batch_size, given.max_new_tokens)
+    options = {"max_new_tokens": given.max_new_tokens}
+    found = comparisons(pair, texts, methods, given.batch_size, **options)
     return (ComparedRun(options, comparison) for comparison in found)
 
 
-def _is_fine(comparison: Comparison) -> bool:
+def _is_fine(comparison: "Comparison") -> bool:
     return comparison.difference is None or comparison.difference.is_rounding
 
 
@@ -95,7 +154,7 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (int, float, str)) or (isinstance(value, list) and all(map(_is_plain, value)))
 
 
-def _record(run: ComparedRun) -> dict[str, Any]:
+def _record(run: "ComparedRun") -> dict[str, Any]:
     """Return a comparison with its options, for JSON."""
     record = dataclasses.asdict(run.comparison) | {"options": _printable(run.options)}
     if run.comparison.difference is not None:
@@ -103,7 +162,7 @@ def _record(run: ComparedRun) -> dict[str, Any]:
     return record
 
 
-def _show(pair: Pair, place: str, run: ComparedRun, difference: Difference) -> None:
+def _show(pair: "Pair", place: str, run: "ComparedRun", difference: "Difference") -> None:
     """Print a difference with its reason and with the beams of both sides."""
     where = "the score" if difference.step is None else f"token {difference.step + 1}"
     gap = "" if difference.gap is None else f", logits {difference.gap:.2g} apart"
@@ -113,7 +172,7 @@ def _show(pair: Pair, place: str, run: ComparedRun, difference: Difference) -> N
         say(f"  {side:12} {pair.tokenizer.decode(tokens) if pair.tokenizer else tokens}")
 
 
-def _why(difference: Difference) -> str:
+def _why(difference: "Difference") -> str:
     """Return a text that says whether rounding explains a difference, and why."""
     distance = f"logits within {difference.apart:.2g} of a plain forward, whose own vary by {difference.noise:.2g}"
     if not difference.replayed:
@@ -123,7 +182,7 @@ def _why(difference: Difference) -> str:
     return f"rounding: transformers' search finds the same beams in the logits that specbeam saw, {distance}"
 
 
-def _summary(seen: list[Comparison], unit: str, beams: int) -> str:
+def _summary(seen: "list[Comparison]", unit: str, beams: int) -> str:
     """Return a line per method with the numbers of equal and of different beams."""
     lines = []
     for name in dict.fromkeys(comparison.method for comparison in seen):
@@ -146,7 +205,7 @@ _OTHER_KINDS = {
 }
 
 
-def _kind(comparison: Comparison) -> str:
+def _kind(comparison: "Comparison") -> str:
     """Return "same" or a key of `_OTHER_KINDS`."""
     if comparison.failure is not None:
         return "failed"

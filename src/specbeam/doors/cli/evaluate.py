@@ -2,40 +2,91 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from specbeam.doors.cli.arguments import Record, generation
 from specbeam.doors.cli.bench import texts_of
 from specbeam.doors.cli.common import check_options, method_from, print_json, quiet_load
 from specbeam.doors.cli.generate import gather
+from specbeam.doors.cli.options import (
+    DemoPrompts,
+    Json,
+    Model,
+    PairArguments,
+    Plot,
+    PromptArguments,
+    PromptFiles,
+    Seed,
+    Settings,
+    SpacedRows,
+    existing_files,
+)
 from specbeam.doors.prompts import spread
 from specbeam.errors import BadPrompt
-from specbeam.lab.bench.pictures import check_picture
-from specbeam.lab.evaluate.outputs import read_outputs
-from specbeam.lab.evaluate.perplexity import perplexity as score
-from specbeam.lab.evaluate.same_beams import differences
-from specbeam.lab.evaluate.task import bleu, check_bleu, exact_match
-from specbeam.lab.evaluate.theory import TheoryRow, as_markdown, plot
-from specbeam.lab.evaluate.theory import theory as measure
+
+if TYPE_CHECKING:
+    from specbeam.lab.evaluate.theory import TheoryRow
 
 
-def same_beams(
-    prompts: list[str], files: list[Path], model: str, draft: str | None, settings: list[str], seed: int,
-    batch_size: int, options: dict[str, Any], json: bool,
-) -> int:  # fmt: skip
-    """Compare the beams of DSBD with those of beam sampling, and print each prompt whose beams differ.
+class SameBeamsArguments(PromptArguments, PairArguments):
+    """What `evaluate same-beams` is given."""
 
-    Returns exit code 1 if beams differ and rounding does not explain it, else 0.
+    setting: Settings = []
+    seed: Annotated[int, typer.Option(help="Seed of both methods.")] = 0
+    batch_size: Annotated[int, typer.Option(help="Number of prompts that DSBD decodes side by side.")] = 1
+    options: dict[str, Any] = generation(without=["num_return_sequences"], max_new_tokens=64)
+    json: Json = False
+
+
+class PerplexityArguments(Record):
+    """What `evaluate perplexity` is given."""
+
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            help="JSON lines with 'prompt', 'tokens' or 'text', and perhaps 'reference'.", callback=existing_files
+        ),
+    ]
+    model: Model = "bundled"
+    ended: Annotated[
+        bool, typer.Option("--ended", help="Outputs that have a text only are complete: score their end token too.")
+    ] = False
+    json: Json = False
+
+
+class TheoryArguments(PairArguments):
+    """What `evaluate theory` is given."""
+
+    prompts: DemoPrompts = None
+    file: PromptFiles = []
+    depth: Annotated[int, typer.Option(help="Number of draft layers where the length of a draft matters.")] = 4
+    options: dict[str, Any] = generation(without=["num_return_sequences"], max_new_tokens=48)
+    rows: SpacedRows = 60
+    seed: Seed = 0
+    plot: Plot = None
+    json: Json = False
+
+
+def same_beams(given: SameBeamsArguments) -> int:
+    """Compare the beams of fixed-width DSBD with those of plain beam sampling under the same seed.
+
+    Each prompt whose beams differ is shown with its gap: the distance between the last pair taken and the first one
+    left.
     """
-    sources, _ = gather(prompts, files)
+    sources, _ = gather(given.texts, given.file)
     if not sources:
         raise BadPrompt("there is no prompt; give one as an argument, with --file, or on standard input")
-    method = method_from("dsbd", ["width=fixed", *settings])
-    check_options(options, batch_size)
-    pair = quiet_load(model, draft)
+    method = method_from("dsbd", ["width=fixed", *given.setting])
+    check_options(given.options, given.batch_size)
+    from specbeam.lab.evaluate.same_beams import differences
+
+    pair = quiet_load(given.model, given.draft)
     texts = [source.text for source in sources]
-    found = differences(pair, texts, method, seed, batch_size, **options)
+    found = differences(pair, texts, method, given.seed, given.batch_size, **given.options)
     for difference in found:
-        if json:
+        if given.json:
             print_json(dataclasses.asdict(difference))
         else:
             why = "rounding" if difference.is_rounding else "NOT rounding"
@@ -44,30 +95,36 @@ def same_beams(
             for name, paths in (("plain", difference.plain), ("dsbd", difference.other)):
                 shown = [pair.tokenizer.decode(path) if pair.tokenizer else str(path) for path in paths]
                 print(f"  {name:6} {shown}")
-    if not json:
+    if not given.json:
         print(f"{len(sources) - len(found)} of {len(sources)} prompts: the same {method.beams} beams")
     return int(any(not difference.is_rounding for difference in found))
 
 
-def perplexity(files: list[Path], model: str, ended: bool, json: bool) -> int:
-    """Score files of outputs by the target, print a row per file, and return the exit code."""
+def perplexity(given: PerplexityArguments) -> int:
+    """Score files of outputs by the target's raw probabilities, whatever decoder wrote them.
+
+    `specbeam generate --json` writes such files. Each file gets a row of the table.
+    """
     from rich.table import Table
 
     from specbeam.doors.cli.screen import Screen
+    from specbeam.lab.evaluate.outputs import read_outputs
+    from specbeam.lab.evaluate.perplexity import perplexity as score
+    from specbeam.lab.evaluate.task import bleu, check_bleu, exact_match
 
-    pair = quiet_load(model, None, sources=True)
+    pair = quiet_load(given.model, None, sources=True)
     table = Table("outputs", box=None, pad_edge=False)
     heads = ("number", "perplexity", "95 %", "by token", "tokens each", "distinct-2", "repeated", "BLEU", "exact match")
     for head in heads:
         table.add_column(head, justify="right")
-    read = {file: read_outputs(file, pair, ended) for file in files}
+    read = {file: read_outputs(file, pair, given.ended) for file in given.files}
     if any(outputs.references for outputs in read.values()):
         check_bleu()
     for file, outputs in read.items():
         scores = score(pair, outputs.prompts, outputs.tokens, outputs.places)
         metrics = (bleu, exact_match) if outputs.references else ()
         quality = [metric(outputs.texts, outputs.references) for metric in metrics]
-        if json:
+        if given.json:
             named = dict(zip(("bleu", "exact_match"), quality, strict=False))
             print_json({"file": str(file), **dataclasses.asdict(scores), **named})
         table.add_row(
@@ -75,35 +132,38 @@ def perplexity(files: list[Path], model: str, ended: bool, json: bool) -> int:
             f"{scores.by_token:.3f}", f"{scores.tokens_per_output:.1f}", f"{scores.distinct_2:.3f}",
             f"{scores.repeated:.1%}", *([f"{quality[0]:.1f}", f"{quality[1]:.1%}"] if quality else ["no references", ""]),
         )  # fmt: skip
-    if not json:
+    if not given.json:
         Screen(width=140).print(table)
         print("Low perplexity alone proves little: look at length, repetition and the quality beside it.")
     return 0
 
 
-def theory(
-    prompts: list[str], files: list[Path], model: str, draft: str | None, depth: int, rows: int, seed: int,
-    options: dict[str, Any], picture: Path | None, json: bool,
-) -> int:  # fmt: skip
-    """Print each figure of the theory of rejections beside what was counted, and return the exit code."""
-    from specbeam.doors.cli.screen import Screen
+def theory(given: TheoryArguments) -> int:
+    """Count rejections and accepted tokens, and compare them with what the total variation of the two laws predicts.
 
-    if picture is not None:
-        check_picture(picture)
-    check_options(options)
-    texts = spread(texts_of(prompts, files), rows)
-    pair = quiet_load(model, draft)
+    Also how far each rule is from the best one for its drafts.
+    """
+    from specbeam.doors.cli.screen import Screen
+    from specbeam.lab.bench.pictures import check_picture
+    from specbeam.lab.evaluate.theory import as_markdown, plot
+    from specbeam.lab.evaluate.theory import theory as measure
+
+    if given.plot is not None:
+        check_picture(given.plot)
+    check_options(given.options)
+    texts = spread(texts_of(given.prompts or [], given.file), given.rows)
+    pair = quiet_load(given.model, given.draft)
     console = Screen(stderr=True)
 
-    def on_progress(row: TheoryRow) -> None:
+    def on_progress(row: "TheoryRow") -> None:
         console.print(f"{row.check:<26} {row.method:<34} {row.bucket:<11} {row.measured:.3f} of {row.predicted:.3f}")
 
-    found = measure(pair, texts, seed, depth, on_progress, **options)
-    if json:
+    found = measure(pair, texts, given.seed, given.depth, on_progress, **given.options)
+    if given.json:
         for row in found:
             print_json(dataclasses.asdict(row))
     else:
         print(as_markdown(found))
-    if picture is not None:
-        plot(found, picture)
+    if given.plot is not None:
+        plot(found, given.plot)
     return 0

@@ -1,40 +1,68 @@
 """The command `specbeam evaluate fuzz`: random calls on tiny random models, and the invariants that answers must hold."""
 
 import dataclasses
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from specbeam.doors.cli.arguments import Record
 from specbeam.doors.cli.common import print_json, say
-from specbeam.doors.cli.screen import Screen
-from specbeam.lab.fuzz.campaign import Fault, Tally, campaign
-from specbeam.lab.fuzz.worlds import WORLDS
+from specbeam.doors.cli.options import Json
+
+if TYPE_CHECKING:
+    from specbeam.lab.fuzz.campaign import Fault, Tally
 
 
-def fuzz(calls: int, seed: int, worlds: list[str], first: int, processes: int, json: bool) -> int:
-    """Run a campaign, print its faults and a summary, and return the exit code: 1 if there are faults."""
+class FuzzArguments(Record):
+    """What the command is given."""
+
+    calls: Annotated[int, typer.Option(help="Number of calls in all.")] = 1000
+    seed: Annotated[int, typer.Option(help="The same seed gives the same calls.")] = 0
+    world: Annotated[list[str], typer.Option("--world", help="Pair of tiny models, repeatable; default: all.")] = []
+    first: Annotated[int, typer.Option(help="Number of the first call of each pair.")] = 0
+    processes: Annotated[int, typer.Option(help="Number of processes side by side.")] = 1
+    json: Json = False
+
+
+def fuzz(given: FuzzArguments) -> int:
+    """Make random calls on tiny random models, and check each answer; exit code 1 if a call crashes or hangs.
+
+    The models are of all engines, heads and families. Every answer is held against what must be true of it: its tokens,
+    beams, scores, form and report, the same text again, alone, and without drafts.
+    """
     from rich.progress import Progress
+
+    from specbeam.doors.cli.screen import Screen
+    from specbeam.lab.fuzz.campaign import campaign
+    from specbeam.lab.fuzz.worlds import WORLDS
 
     console = Screen(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("calls", total=calls)
-        tally = campaign(calls, seed, worlds, first, processes, lambda now: bar.update(task, completed=now.calls))
-    if json:
-        print_json(_record(tally, seed))
+        task = bar.add_task("calls", total=given.calls)
+
+        def show(now: "Tally") -> None:
+            bar.update(task, completed=now.calls)
+
+        tally = campaign(given.calls, given.seed, given.world, given.first, given.processes, show)
+    if given.json:
+        print_json(_record(tally, given.seed))
         return int(bool(tally.faults))
     for fault in tally.faults:
-        say(_described(fault, seed))
+        say(_described(fault, given.seed))
     outcomes = ", ".join(f"{count} {kind}" for kind, count in sorted(tally.outcomes.items()))
-    chosen = len(worlds) or len(WORLDS)
-    print(f"{tally.calls} calls on {chosen} pairs of tiny random models with seed {seed}: {outcomes}")
+    chosen = len(given.world) or len(WORLDS)
+    print(f"{tally.calls} calls on {chosen} pairs of tiny random models with seed {given.seed}: {outcomes}")
     print(f"Methods that answered: {len(tally.answered_by_method)}. Faults: {len(tally.faults)}.")
     return int(bool(tally.faults))
 
 
-def _described(fault: Fault, seed: int) -> str:
+def _described(fault: "Fault", seed: int) -> str:
     """Return a fault as text, with the command that repeats its call."""
     again = f"specbeam evaluate fuzz --world {fault.world!r} --seed {seed} --first {fault.number} --calls 1"
     return f"{fault.kind.upper()} {fault.world}, call {fault.number}\n  {fault.call}\n  {fault.text}\n  {again}\n"
 
 
-def _record(tally: Tally, seed: int) -> dict[str, object]:
+def _record(tally: "Tally", seed: int) -> dict[str, object]:
     return {
         "seed": seed,
         "calls": tally.calls,

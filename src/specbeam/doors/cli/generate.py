@@ -5,29 +5,61 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from specbeam.core.audit import ALARM, Audit
-from specbeam.core.records import Generation
+import typer
+
+from specbeam.doors.cli.arguments import generation
 from specbeam.doors.cli.common import (
     ProgressBar,
     as_json,
+    check_method,
     check_options,
     complain,
     follow_rank_0,
-    method_from,
+    method_for,
     quiet_load,
     require_text,
     say,
-    text_or_file,
+    with_files,
 )
-from specbeam.doors.cli.profile import profile_if
+from specbeam.doors.cli.options import (
+    BatchSize,
+    Json,
+    LoadArguments,
+    MethodName,
+    PromptArguments,
+    Settings,
+    SourceLanguage,
+    TargetLanguage,
+)
 from specbeam.doors.places import OPENERS
 from specbeam.doors.prompts import of_record, read
-from specbeam.doors.sources import set_languages
 from specbeam.errors import BadPrompt, SpecbeamError, TooFewAnswers
-from specbeam.generation import generate
-from specbeam.lab.evaluate.lines import lines_of
+
+if TYPE_CHECKING:
+    from specbeam.core.audit import Audit
+    from specbeam.core.records import Generation
+    from specbeam.models.pair import Pair
+
+
+class GenerateArguments(PromptArguments, LoadArguments):
+    """What the command is given."""
+
+    method: MethodName = None
+    setting: Settings = []
+    options: dict[str, Any] = generation()
+    source_language: SourceLanguage = None
+    target_language: TargetLanguage = None
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers; by default random.")] = None
+    batch_size: BatchSize = 32
+    audit: Annotated[
+        bool, typer.Option("--audit", help="Test while decoding that the output has the law that the method declares.")
+    ] = False
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Print the time spent in each part of a turn to standard error.")
+    ] = False
+    json: Json = False
 
 
 @dataclass(frozen=True)
@@ -49,18 +81,18 @@ class Writer:
         done: the answers so far by the number of their prompt.
         failed: numbers of the prompts that failed.
         written: number of prompts whose answers are written, or failed, with all prompts before them.
-        audit: sum of the audits of all answers.
+        audit: sum of the audits of all answers; None: there are none.
     """
 
     prompts: list[PromptSource]
     json: bool
     expected: int
-    done: dict[int, list[Generation]] = field(default_factory=dict)
+    done: "dict[int, list[Generation]]" = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
     written: int = 0
-    audit: Audit = field(default_factory=Audit)
+    audit: "Audit | None" = None
 
-    def take(self, number: int, result: Generation | SpecbeamError) -> None:
+    def take(self, number: int, result: "Generation | SpecbeamError") -> None:
         """Take an answer to a prompt, or its error, and write what can be written now."""
         if isinstance(result, SpecbeamError):
             for generation in result.generations if isinstance(result, TooFewAnswers) else []:
@@ -69,7 +101,8 @@ class Writer:
             complain(f"{self.prompts[number].place}: {result}")
         else:
             self.done.setdefault(number, []).append(result)
-            self.audit += result.report.audit or Audit()
+            found = result.report.audit
+            self.audit = found if self.audit is None else self.audit + found if found is not None else self.audit
             if self.json:
                 print(as_json(number, self.prompts[number].text, result), flush=True)
         self._write_ready()
@@ -94,78 +127,76 @@ class Writer:
                 self._write(number)
 
 
-def run(
-    prompts: list[str],
-    files: list[Path],
-    models: dict[str, Any],
-    method_name: str,
-    settings: list[str],
-    options: dict[str, Any],
-    seed: int | None,
-    batch_size: int,
-    audit: bool,
-    profile: bool,
-    json: bool,
-    source_language: str | None = None,
-    target_language: str | None = None,
-) -> int:
-    """Answer prompts, and return the exit code.
-
-    The code is 0, or 1 if a prompt failed or could not be read or an audit is suspicious, or 130 after an interrupt.
-
-    Args:
-        models: the arguments of `quiet_load`.
-        options: as for `specbeam.generate`.
-        source_language, target_language: the languages of a multilingual translation model, as its tokenizer names them.
-    """
-    follow_rank_0(models)
-    method = method_from(method_name, settings)
-    for name, mark in (("json_schema", "{"), ("grammar", ":")):
-        options[name] = text_or_file(options[name], mark, name)
-    check_options(options, batch_size)
-    if not method.lossless:
-        complain(f"note: {method.name} is {method.law}")
-    sources, unreadable = gather(prompts, files, _prompt_of)
+def generate(given: GenerateArguments) -> int:
+    """Answer prompts that are given as arguments, by --prompt, in files, or on standard input."""
+    follow_rank_0(given.loading)
+    check_method(given.method, given.setting)
+    options = with_files(given.options)
+    check_options(options, given.batch_size)
+    sources, unreadable = gather(given.texts, given.file, _prompt_of)
     if not sources and not unreadable:
         raise BadPrompt("there is no prompt; give one as an argument, with --file, or on standard input")
-    pair = quiet_load(**models, sources=True)
-    set_languages(pair, options, source_language, target_language)
-    writer = Writer(sources, json, options["num_return_sequences"])
+    from specbeam.doors.sources import set_languages
+
+    pair = quiet_load(**given.loading, sources=True)
+    set_languages(pair, options, given.source_language, given.target_language)
+    writer = Writer(sources, given.json, options.get("num_return_sequences", 1))
     if sources:
-        with ProgressBar() as bar:
-            finished = 0
-            bar.show(finished, len(sources))
-
-            def take(number: int, result: Generation | SpecbeamError) -> None:
-                nonlocal finished
-                writer.take(number, result)
-                finished += 1
-                bar.show(finished, len(sources))
-
-            try:
-                texts = [source.text for source in sources]
-                if profile:  # a warm-up loads kernels and makes caches before time is measured
-                    generate(pair, texts[0], method, seed=seed, **options | {"max_new_tokens": 8})
-                with profile_if(profile) as answers:
-                    answers += generate(
-                        pair, texts, method, seed=seed, batch_size=batch_size, audit=audit, on_result=take, **options
-                    )
-            except KeyboardInterrupt:
-                complain("interrupted; what was finished is written")
-                return 130
-            except SpecbeamError:  # includes SomeFailed, whose failures the writer has reported already
-                if not writer.failed:
-                    raise
-            finally:
-                writer.close()
-    if audit:
+        try:
+            _answer(pair, writer, given, options)
+        except KeyboardInterrupt:
+            complain("interrupted; what was finished is written")
+            return 130
+        except SpecbeamError:  # includes SomeFailed, whose failures the writer has reported already
+            if not writer.failed:
+                raise
+        finally:
+            writer.close()
+    is_suspicious = writer.audit is not None and writer.audit.suspicious
+    if given.audit:
         _print_audit(writer.audit)
-    return 1 if unreadable or writer.failed or writer.audit.suspicious else 0
+    return 1 if unreadable or writer.failed or is_suspicious else 0
 
 
-def _print_audit(audit: Audit) -> None:
+def _answer(pair: "Pair", writer: Writer, given: GenerateArguments, options: dict[str, Any]) -> None:
+    """Answer the prompts of a writer."""
+    from specbeam.doors.cli.profile import profile_if
+    from specbeam.generation import generate as answered
+
+    method = method_for(pair, given.method, given.setting)
+    texts = [source.text for source in writer.prompts]
+    with ProgressBar() as bar:
+        finished = 0
+        bar.show(finished, len(texts))
+
+        def take(number: int, result: "Generation | SpecbeamError") -> None:
+            nonlocal finished
+            writer.take(number, result)
+            finished += 1
+            bar.show(finished, len(texts))
+
+        if given.profile:  # a warm-up loads kernels and makes caches before time is measured
+            short: Any = options | {"max_new_tokens": 8}
+            answered(pair, texts[0], method, seed=given.seed, **short)
+        with profile_if(given.profile) as answers:
+            all_options: Any = options
+            answers += answered(
+                pair,
+                texts,
+                method,
+                seed=given.seed,
+                batch_size=given.batch_size,
+                audit=given.audit,
+                on_result=take,
+                **all_options,
+            )
+
+
+def _print_audit(audit: "Audit | None") -> None:
     """Print the outcome of an audit on standard error."""
-    if audit.empty:
+    from specbeam.core.audit import ALARM
+
+    if audit is None or audit.empty:
         complain("audit: there is nothing to test, because nothing was drawn at random")
         return
     word = "FAILED" if audit.suspicious else "passed"
@@ -202,6 +233,8 @@ def gather(
             rows = read(str(file))
             sources += [PromptSource(row.prompt, f"{file}, prompt {number}") for number, row in enumerate(rows, 1)]
             continue
+        from specbeam.lab.evaluate.lines import lines_of
+
         for number, line in _numbered_lines(lines_of(file)):
             place = f"{file}, line {number}"
             try:

@@ -1,35 +1,70 @@
 """The command `specbeam heads inspect`: what a draft head is, how it was read, and how well it fits its target."""
 
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from specbeam.doors.cli.arguments import Record
 from specbeam.doors.cli.common import print_json, quiet_load
+from specbeam.doors.cli.options import Json
 from specbeam.errors import BadSetting
-from specbeam.models.heads.exit import ExitHead, how_it_runs
-from specbeam.models.heads.files import folder_of, read_config
-from specbeam.models.heads.head import Head
-from specbeam.models.heads.mtp import is_own_modules
-from specbeam.models.heads.probe import Overlap, Probed, probed
-from specbeam.models.heads.read import is_head, read_head
-from specbeam.models.loading.tokenizers import first_tokens
+
+if TYPE_CHECKING:
+    from specbeam.models.heads.head import Head
+    from specbeam.models.heads.probe import Overlap, Probed
+    from specbeam.models.pair import Pair
 
 
-def run_inspect(path: str, model: str | None, probe: bool, json: bool) -> int:
-    """Read a head, try it on its target, print what was found, and return the exit code."""
-    from rich.table import Table
+class HeadArguments(Record):
+    """What the command is given."""
 
-    from specbeam.doors.cli.screen import Screen
+    path: Annotated[
+        str, typer.Argument(help="Draft head: a folder or a hub id; 'mtp': the modules in the target's own files.")
+    ]
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", "-m", help="Its target: a path, a hub id, or 'bundled'; by default what its files name."
+        ),
+    ] = None
+    probe: Annotated[bool, typer.Option(help="Try the head on words of the target, read in different ways.")] = True
+    json: Json = False
 
+
+def inspect(given: HeadArguments) -> int:
+    """Show what kind of head files hold, how they were read, and how well the head fits its target."""
+    from specbeam.models.heads.read import is_head, read_head
+
+    path = given.path
     if not is_head(path):
         raise BadSetting(f"{path} is no draft head that specbeam knows; docs/heads.md lists them")
     stated = _stated_target(path)
-    pair = quiet_load(model or _named(stated, path), None)
+    pair = quiet_load(given.model or _named(stated, path), None)
     head = read_head(path, pair.target_model)
-    found: Probed | None = None
-    if probe:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the table says it
-            found = probed(head, pair.forgetful_target, first_tokens(pair.tokenizer, pair.target.vocab))
+    found = _probed(head, pair) if given.probe else None
+    about = _about(head, pair, stated)
+    if given.json:
+        print_json(about | _as_json(found))
+        return 0
+    _show(path, about, found)
+    return 0
+
+
+def _probed(head: "Head", pair: "Pair") -> "Probed":
+    """Return how well a head fits its target, read in different ways."""
+    from specbeam.models.heads.probe import probed
+    from specbeam.models.loading.tokenizers import first_tokens
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the table says it
+        return probed(head, pair.forgetful_target, first_tokens(pair.tokenizer, pair.target.vocab))
+
+
+def _about(head: "Head", pair: "Pair", stated: str) -> dict[str, str]:
+    """Return what a head is, by name."""
+    from specbeam.models.heads.exit import ExitHead, how_it_runs
+
     weights = sum(weight.numel() for weight in head.parameters())
     about = {
         **head.described,
@@ -39,9 +74,15 @@ def run_inspect(path: str, model: str | None, probe: bool, json: bool) -> int:
     }
     if isinstance(head, ExitHead):
         about["drafts"] = how_it_runs(head, pair.forgetful_target)
-    if json:
-        print_json(about | _as_json(found))
-        return 0
+    return about
+
+
+def _show(path: str, about: dict[str, str], found: "Probed | None") -> None:
+    """Print what a head is, and how well it fits."""
+    from rich.table import Table
+
+    from specbeam.doors.cli.screen import Screen
+
     console = Screen()
     table = Table(title=path, show_header=False)
     for name, value in about.items():
@@ -53,11 +94,13 @@ def run_inspect(path: str, model: str | None, probe: bool, json: bool) -> int:
             "overlap: the share of a draft's law that lies on the target's, on words that the target writes: so many drafts "
             "are accepted. First: one deep, from the target's hidden states; second: one below that"
         )
-    return 0
 
 
 def _stated_target(path: str) -> str:
     """Return the target that the files of a head name; "" if they name none."""
+    from specbeam.models.heads.files import folder_of, read_config
+    from specbeam.models.heads.mtp import is_own_modules
+
     if is_own_modules(path):
         return ""
     config = read_config(folder_of(path))
@@ -70,6 +113,8 @@ def _stated_target(path: str) -> str:
 
 def _named(stated: str, path: str) -> str:
     """Return the target that the files of a head name. Raises `BadSetting` if they name none."""
+    from specbeam.models.heads.mtp import is_own_modules
+
     if is_own_modules(path):
         raise BadSetting(f"--model is missing: {path} stands for modules in the target's own files")
     if not stated:
@@ -77,15 +122,15 @@ def _named(stated: str, path: str) -> str:
     return stated
 
 
-def _tokens(head: Head, vocab: int) -> str:
+def _tokens(head: "Head", vocab: int) -> str:
     return f"all {vocab}" if head.tokens is None else f"{len(head.tokens)} of {vocab}"
 
 
-def _as_json(found: Probed | None) -> dict[str, Any]:
+def _as_json(found: "Probed | None") -> dict[str, Any]:
     if found is None:
         return {}
 
-    def fit(one: Overlap) -> list[float]:
+    def fit(one: "Overlap") -> list[float]:
         return [round(value, 4) for value in (one.first, one.second) if value is not None]
 
     return {
@@ -96,7 +141,7 @@ def _as_json(found: Probed | None) -> dict[str, Any]:
     }
 
 
-def _fits(found: Probed) -> Any:
+def _fits(found: "Probed") -> Any:
     """Return the table of readings that were tried."""
     from rich.table import Table
 
@@ -112,5 +157,5 @@ def _fits(found: Probed) -> Any:
     return table
 
 
-def _numbers(fit: Overlap) -> list[str]:
+def _numbers(fit: "Overlap") -> list[str]:
     return [f"{value:.3f}" for value in (fit.first, fit.second) if value is not None]

@@ -2,53 +2,74 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from specbeam.doors import render
+import typer
+
+from specbeam.doors.cli.arguments import generation
 from specbeam.doors.cli.common import check_options, method_from, print_json, quiet_load
 from specbeam.doors.cli.generate import gather
+from specbeam.doors.cli.options import Json, PairArguments, PromptFiles, PromptTexts, Settings, file_to_write
 from specbeam.doors.places import write_output
 from specbeam.errors import BadPrompt, BadSetting
-from specbeam.generation import turns_of
+
+if TYPE_CHECKING:
+    from specbeam.doors.render import Leaf
 
 
-def run(
-    prompts: list[str], files: list[Path], model: str, draft: str | None, settings: list[str], options: dict[str, Any],
-    turn: int, seed: int, svg: Path | None, json: bool,
-) -> int:  # fmt: skip
-    """Draw the forest of a turn of DSBD in the terminal, as JSON or as SVG, and return the exit code."""
-    sources, _ = gather(prompts, files)
+class InspectArguments(PairArguments):
+    """What the command is given."""
+
+    prompts: Annotated[list[str] | None, typer.Argument(help="The prompt to decode.")] = None
+    prompt: PromptTexts = []
+    file: PromptFiles = []
+    setting: Settings = []
+    options: dict[str, Any] = generation(without=["num_return_sequences"])
+    turn: Annotated[int, typer.Option(help="Number of the turn to draw, counted from 1.")] = 1
+    seed: Annotated[int, typer.Option(help="The same seed gives the same forest.")] = 0
+    svg: Annotated[Path | None, file_to_write("Also write the picture to this SVG file.")] = None
+    json: Json = False
+
+
+def inspect(given: InspectArguments) -> int:
+    """Draw the forest of one turn of DSBD: which drafts were accepted, rejected or resampled, and with what odds."""
+    sources, _ = gather([*(given.prompts or []), *given.prompt], given.file)
     if len(sources) != 1:
         raise BadPrompt(f"inspect draws the forest of one prompt, and there are {len(sources)}; give one")
     # With a fixed depth every machine draws the same forest; a depth by cost depends on the machine.
-    method = method_from("dsbd", ["trace=true", "depth=4", *settings])
-    check_options(options)
-    if turn < 1:
-        raise BadSetting(f"--turn is {turn}; turns are counted from 1")
-    pair = quiet_load(model, draft, sources=True)
-    turns = list(turns_of(pair, sources[0].text, method, seed=seed, **options))
-    if not 1 <= turn <= len(turns):
-        raise BadSetting(f"--turn is {turn}, but the generation has turns 1 to {len(turns)}")
-    chosen = turns[turn - 1]
+    method = method_from("dsbd", ["trace=true", "depth=4", *given.setting])
+    check_options(given.options)
+    if given.turn < 1:
+        raise BadSetting(f"--turn is {given.turn}; turns are counted from 1")
+    from specbeam.doors import render
+    from specbeam.generation import turns_of
+
+    pair = quiet_load(given.model, given.draft, sources=True)
+    options: Any = given.options
+    turns = list(turns_of(pair, sources[0].text, method, seed=given.seed, **options))
+    if not 1 <= given.turn <= len(turns):
+        raise BadSetting(f"--turn is {given.turn}, but the generation has turns 1 to {len(turns)}")
+    chosen = turns[given.turn - 1]
     nodes = render.picture(chosen, pair.word)
-    if json:
-        print_json({"turn": turn, "turns": len(turns), "nodes": [dataclasses.asdict(n) for n in nodes]})
+    if given.json:
+        leaves = [dataclasses.asdict(node) for node in nodes]
+        print_json({"turn": given.turn, "turns": len(turns), "nodes": leaves})
     else:
-        _show(nodes, turn, len(turns), chosen.verdict.accepted, [step.width for step in chosen.verdict.steps])
-    if svg is not None:
-        write_output(svg, render.as_svg(nodes))
+        widths = [step.width for step in chosen.verdict.steps]
+        _show(nodes, f"turn {given.turn} of {len(turns)}", chosen.verdict.accepted, widths)
+    if given.svg is not None:
+        write_output(given.svg, render.as_svg(nodes))
     return 0
 
 
-def _show(nodes: list[render.Leaf], turn: int, turns: int, accepted: int, widths: list[int]) -> None:
+def _show(nodes: "list[Leaf]", turn: str, accepted: int, widths: list[int]) -> None:
     from rich.text import Text
 
+    from specbeam.doors import render
     from specbeam.doors.cli.screen import Screen
 
     console = Screen()
-    console.print(
-        f"turn {turn} of {turns}: {accepted} layers of drafts accepted in one pass of the target; widths {widths}\n"
-    )
+    console.print(f"{turn}: {accepted} layers of drafts accepted in one pass of the target; widths {widths}\n")
     for tree in render.as_trees(nodes):
         console.print(tree)
     console.print()

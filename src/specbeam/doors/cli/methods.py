@@ -1,18 +1,35 @@
 """The command `specbeam methods`: the catalogue of methods."""
 
 import inspect
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from specbeam.doors.cli.arguments import Record
 from specbeam.doors.cli.common import print_json
-from specbeam.recipes.catalogue import methods, resolve
-from specbeam.recipes.method import Recipe
+from specbeam.doors.cli.options import Json
+
+if TYPE_CHECKING:
+    from specbeam.recipes.method import Recipe
 
 
-def run(name: str | None, json: bool) -> int:
-    """List all methods, or explain the one of this name; return the exit code."""
+class MethodsArguments(Record):
+    """What the command is given."""
+
+    name: Annotated[str | None, typer.Argument(help="Explain this method.")] = None
+    json: Json = False
+
+
+def methods(given: MethodsArguments) -> int:
+    """List the methods with their output laws, or explain one of them."""
+    from specbeam.recipes.catalogue import methods as recipes
+    from specbeam.recipes.catalogue import resolve
+
+    name = given.name
     if name is not None:
         resolve(name)  # raises an error if the name is unknown
-    listed = [recipe for recipe in methods() if name in (None, recipe.name)]
-    if json:
+    listed = [recipe for recipe in recipes() if name in (None, recipe.name)]
+    if given.json:
         for recipe in listed:
             print_json(_record(recipe))
     elif name is not None:
@@ -22,7 +39,7 @@ def run(name: str | None, json: bool) -> int:
     return 0
 
 
-def _record(recipe: Recipe) -> dict[str, object]:
+def _record(recipe: "Recipe") -> dict[str, object]:
     return {
         "name": recipe.name,
         "law": recipe.law,
@@ -34,12 +51,12 @@ def _record(recipe: Recipe) -> dict[str, object]:
     }
 
 
-def _explain(recipe: Recipe) -> None:
+def _explain(recipe: "Recipe") -> None:
     defaults = ", ".join(f"{key}={value!r}" for key, value in recipe.defaults.items())
     print(f"{recipe.name}({defaults})\n\n{inspect.cleandoc(recipe.make.__doc__ or '')}")
 
 
-def _print_table(listed: list[Recipe]) -> None:
+def _print_table(listed: "list[Recipe]") -> None:
     from rich.table import Table
 
     from specbeam.doors.cli.screen import Screen

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from specbeam.doors.cli.arguments import Record
 from specbeam.doors.places import require_file, require_folder_place, require_place
 
 
@@ -78,7 +79,6 @@ GrowVocab = Annotated[
         "not."
     ),
 ]
-MethodName = Annotated[str, typer.Option("--method", help="Decoding method; `specbeam methods` lists them.")]
 Settings = Annotated[
     list[str],
     typer.Option("--set", "-s", metavar="NAME=VALUE", help="A setting of the method, e.g. -s beams=4 -s width=fixed."),
@@ -95,63 +95,12 @@ PromptFiles = Annotated[
         ".xz. Or a data set: gsm8k, humaneval, mt_bench, squad or spider. May be given several times.",
     ),
 ]
-MaxNewTokens = Annotated[int, typer.Option(help="Maximum number of new tokens per answer.")]
-Temperature = Annotated[
-    float | None,
-    typer.Option(help="Sampling temperature; by default the model's own, else 1. With 0 nothing is random."),
-]
-TopK = Annotated[
-    int | None,
-    typer.Option(help="Sample among the k likeliest tokens only; by default the model's own setting, else all."),
-]
-TopP = Annotated[
-    float | None,
-    typer.Option(
-        help="Sample among the fewest likeliest tokens with total probability p; by default the model's own, else 1."
-    ),
-]
 SpacedRows = Annotated[int, typer.Option(min=1, help="Maximum number of prompts, taken at even distances from all.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Number of CPU threads; by default as many as torch chooses.")]
-StopTexts = Annotated[list[str], typer.Option(help="End an answer after this text. May be given several times.")]
 PassRows = Annotated[list[int], typer.Option(help="Number of rows of a pass. May be given several times.")]
 Lengths = Annotated[list[int], typer.Option(help="Number of tokens in the KV cache. May be given several times.")]
 Plot = Annotated[Path | None, typer.Option(help="Also write a plot to this file.")]
 Rounds = Annotated[int, typer.Option(help="Number of rounds that count; a warm-up runs before them.")]
-MostNewTokens = Annotated[
-    int | None,
-    typer.Option(
-        help="Maximum number of new tokens per answer; by default the model's own, else 256, or fewer if it has no room."
-    ),
-]
-MinP = Annotated[
-    float | None,
-    typer.Option(
-        help="Sample among the tokens with at least p times the probability of the likeliest; by default the "
-        "model's own, else 0."
-    ),
-]
-RepetitionPenalty = Annotated[
-    float | None,
-    typer.Option(
-        help="Make tokens that occurred before less likely (above 1) or likelier (below 1); by default the model's "
-        "own, else 1."
-    ),
-]
-NumReturnSequences = Annotated[int, typer.Option(help="Number of answers per prompt.")]
-LengthPenalty = Annotated[
-    float | None,
-    typer.Option(help="A score is log-likelihood / length ** this exponent; by default the model's own, else 1."),
-]
-JsonSchema = Annotated[
-    str | None, typer.Option(help="Answer in JSON that fits this schema: the schema itself or a file with it.")
-]
-Regex = Annotated[str | None, typer.Option(help="Answer with texts that match this regular expression.")]
-Grammar = Annotated[
-    str | None, typer.Option(help="Answer with texts of this Lark grammar: the grammar itself or a file with it.")
-]
-GrammarBackend = Annotated[
-    str, typer.Option(help="Library that applies schemas, expressions and grammars: llguidance or xgrammar.")
-]
 BatchSize = Annotated[int, typer.Option(help="Number of prompts decoded side by side.")]
 Device = Annotated[
     str | None, typer.Option(help="Device of the models: cpu, cuda, ...; by default a GPU if there is one.")
@@ -193,3 +142,64 @@ SourceLanguage = Annotated[
 TargetLanguage = Annotated[
     str | None, typer.Option(help="Language that such a model is to translate to, like fra_Latn.")
 ]
+
+MethodName = Annotated[
+    str | None,
+    typer.Option(
+        "--method",
+        help="Decoding method; `specbeam methods` lists them. By default dsbd, or beam_sampling without a draft.",
+    ),
+]
+NewTokens = Annotated[int, typer.Option(help="Maximum number of new tokens per answer.")]
+Seed = Annotated[int, typer.Option(help="Seed of the decoding.")]
+
+
+class PairArguments(Record):
+    """Arguments of a command that loads a target and a draft."""
+
+    model: Model = "bundled"
+    draft: Draft = None
+
+
+class LoadArguments(PairArguments):
+    """Arguments of a command that loads models in any way that `specbeam.load` has."""
+
+    device: Device = None
+    quantize: Quantize = None
+    kv: KeysAndValues = None
+    compile: Compile = False
+    tensor_parallel: TensorParallel = False
+    device_map: DeviceMap = None
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """The arguments of `quiet_load`."""
+        return {
+            "model": self.model,
+            "draft": self.draft,
+            "device": self.device,
+            "quantize": self.quantize,
+            "compile": self.compile,
+            "tensor_parallel": self.tensor_parallel,
+            "device_map": self.device_map,
+            "kv": self.kv,
+        }
+
+
+class PromptArguments(Record):
+    """Arguments of a command that reads prompts."""
+
+    prompts: Prompts = None
+    prompt: PromptTexts = []
+    file: PromptFiles = []
+
+    @property
+    def texts(self) -> list[str]:
+        """The prompts that stand on the command line."""
+        return [*(self.prompts or []), *self.prompt]
+
+
+class DemoPromptArguments(PromptArguments):
+    """Arguments of a command that reads prompts, or takes the demo's sentences."""
+
+    prompts: DemoPrompts = None

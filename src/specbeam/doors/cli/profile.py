@@ -3,9 +3,11 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from specbeam.core.measure.profiler import Profile, profiled
-from specbeam.core.records import Generation
+if TYPE_CHECKING:
+    from specbeam.core.measure.profiler import Profile
+    from specbeam.core.records import Generation
 
 # name of a span -> what happens in it
 MEANINGS = {
@@ -22,7 +24,7 @@ MEANINGS = {
 
 
 @contextmanager
-def profile_if(wanted: bool) -> Iterator[list[Generation]]:
+def profile_if(wanted: bool) -> "Iterator[list[Generation]]":
     """Time the work done inside if `wanted`, and print a table at the end.
 
     Yields an empty list, into which the caller puts the answers; their passes and tokens are counted in the table.
@@ -31,13 +33,15 @@ def profile_if(wanted: bool) -> Iterator[list[Generation]]:
     if not wanted:
         yield answers
         return
+    from specbeam.core.measure.profiler import profiled
+
     began = time.perf_counter()
     with profiled() as profile:
         yield answers
     show(profile, time.perf_counter() - began, answers)
 
 
-def show(profile: Profile, whole_s: float, answers: list[Generation]) -> None:
+def show(profile: "Profile", whole_s: float, answers: "list[Generation]") -> None:
     """Print milliseconds per target pass of each span on standard error.
 
     Args:

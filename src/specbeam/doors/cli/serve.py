@@ -3,16 +3,25 @@
 from pathlib import Path
 from typing import Any
 
+from specbeam.doors.cli.arguments import Record, group
+from specbeam.doors.cli.serve_options import given_options, option, server_parameters
 from specbeam.errors import MissingPackage
 
 
-def run(config: Path | None, given: dict[str, Any]) -> int:
-    """Serve until a signal ends it, and return the exit code.
+class ServeArguments(Record):
+    """What the command is given.
 
-    Args:
+    Attributes:
         config: a YAML file with the names of `ServerConfig`.
-        given: what was given on the command line; None: was not.
+        options: what was given on the command line, by these names.
     """
+
+    config: option(Path | None, "A YAML file with these options (docs/serve.md); what is given here goes before it.") = None  # type: ignore[valid-type]  # fmt: skip
+    options: dict[str, Any] = group({one.name: one for one in server_parameters()}, given_options)
+
+
+def serve(given: ServeArguments) -> int:
+    """Serve OpenAI's API with beams over HTTP, and a page that shows forests."""
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
@@ -20,6 +29,6 @@ def run(config: Path | None, given: dict[str, Any]) -> int:
     except ImportError as error:
         raise MissingPackage(f"serve needs {error.name}: pip install fastapi uvicorn prometheus-client") from error
     from specbeam.apps.serve.config import read_config
-    from specbeam.apps.serve.run import serve
+    from specbeam.apps.serve.run import serve as serve_until_ended
 
-    return serve(read_config(config, given))
+    return serve_until_ended(read_config(given.config, given.options))

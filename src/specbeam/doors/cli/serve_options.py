@@ -34,8 +34,8 @@ MODELS = {
 METHODS = {
     "method": option(
         Text,
-        "Method of requests that name none; 'auto' measures the fastest exact one at start. By default "
-        "speculative_sampling, or sampling without a draft model.",
+        "Method of requests that name none; 'auto' measures the fastest exact one at start. By default dsbd, or "
+        "beam_sampling without a draft model.",
     ),
     "settings": Settings,
     "methods": option(Text, "Methods that requests may name, separated by commas; by default all."),

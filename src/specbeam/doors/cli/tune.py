@@ -1,113 +1,172 @@
 """The command `specbeam tune`: the cost of passes on this machine, and the draft shapes that follow from it."""
 
 import dataclasses
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from specbeam.core.control.cost import CostCurve
-from specbeam.core.control.needs import NodesByNeed
-from specbeam.core.control.worth import DepthByCost, PassOdds
-from specbeam.doors.cli.bench import demo_sentences
-from specbeam.doors.cli.common import print_json, quiet_load
+import typer
+
+from specbeam.doors.cli.common import demo_sentences, print_json, quiet_load
+from specbeam.doors.cli.options import Json, Lengths, PairArguments, PromptTexts
 from specbeam.doors.prompts import read, spread
 from specbeam.errors import BadSetting
-from specbeam.lab.bench.acceptance import Acceptance, acceptance
-from specbeam.lab.bench.sublayers import FoundSublayers, best_sublayers
-from specbeam.models.huggingface import HuggingFaceLM
-from specbeam.models.pair import Pair
-from specbeam.models.skipping import Skipping
-from specbeam.recipes.beams import dsbd
-from specbeam.recipes.tuning.acceptance import keep_acceptance, with_guess
-from specbeam.recipes.tuning.costs import NODES, measure
 
 if TYPE_CHECKING:
+    from specbeam.core.control.cost import CostCurve
+    from specbeam.core.control.needs import NodesByNeed
+    from specbeam.core.control.worth import DepthByCost
     from specbeam.doors.cli.screen import Screen
+    from specbeam.lab.bench.acceptance import Acceptance
+    from specbeam.lab.bench.sublayers import FoundSublayers
+    from specbeam.models.pair import Pair
 
 
-def run(
-    model: str,
-    draft: str | None,
-    contexts: list[int],
-    beams: int,
-    width: int | None,
-    odds: float,
-    explain: bool,
-    prompts: list[str],
-    files: list[Path],
-    skipping: tuple[float | None, str | None],
-    json: bool,
-) -> int:
-    """Measure passes of the models and acceptance by rank, print them, and return the exit code.
+class TuneArguments(PairArguments):
+    """What the command is given."""
 
-    Args:
-        contexts: numbers of tokens in the cache.
-        width: draft nodes per layer; None: as `dsbd` chooses.
-        odds: probability that a draft layer passes, for `explain`.
-        prompts, files: prompts on which acceptance by rank is measured; none: the demo's, for the bundled pair.
-        skipping: the share of sublayers to search for that drafts do without, and the name of the kind of texts; without
-             the share nothing is searched for.
+    context: Lengths = [64]
+    beams: Annotated[int, typer.Option(help="Number of beams that --explain assumes.")] = 4
+    draft_beams: Annotated[
+        int | None, typer.Option(help="Number of draft nodes per layer that --explain assumes; by default beams + 2.")
+    ] = None
+    odds: Annotated[
+        float, typer.Option(help="Probability that a draft layer passes, which --explain assumes; in (0, 1).")
+    ] = 0.6
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show the options between which depth='auto' and width='auto' choose.")
+    ] = False
+    prompt: PromptTexts = []
+    file: Annotated[
+        list[Path],
+        typer.Option(
+            "--file",
+            "-f",
+            help="File of prompts like those to come: measures on 30 of them how often the k-th draft tried is accepted, "
+            "for sequoia. By default the bundled pair's sentences, for that pair.",
+        ),
+    ] = []
+    skip_ratio: Annotated[
+        float | None,
+        typer.Option(
+            help="Search on these prompts for the share of the target's sublayers that drafts of swift do without, and keep "
+            "what is found for swift with the same ratio and task; such as 0.45."
+        ),
+    ] = None
+    task: Annotated[
+        str | None, typer.Option(help="Name of the kind of texts that --skip-ratio searches for, as in swift.")
+    ] = None
+    json: Json = False
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured.
+
+    Attributes:
+        curves: the cost of a pass, by model and by number of tokens in the cache.
+        by_rank: acceptance by rank; None: there was nothing to measure it on.
+        sublayers: what drafts of swift do without; None: nothing was searched for.
     """
-    from rich.table import Table
 
+    curves: "dict[str, dict[int, CostCurve]]"
+    by_rank: "Acceptance | None"
+    sublayers: "FoundSublayers | None"
+
+
+def tune(given: TuneArguments) -> int:
+    """Measure what controllers decide by, and keep it on disk: the time of passes here, and acceptance by rank."""
+    from specbeam.recipes.beams import dsbd
+
+    _check(given)
+    dsbd(given.beams, given.draft_beams, width="fixed")  # raises what is wrong with them
+    texts = _prompts(given.model, given.prompt, given.file)
+    if given.skip_ratio is not None and not texts:
+        raise BadSetting("--skip-ratio searches on prompts; give them with --file")
+    pair = quiet_load(given.model, given.draft)
+    models = {"target": pair.forgetful_target} | ({"draft": pair.draft} if _is_model(pair.draft) else {})
+    measured = Measured(
+        {name: {context: _cost_curve(lm, context) for context in given.context} for name, lm in models.items()},
+        _measured_acceptance(pair, texts),
+        _found_sublayers(pair, texts, given.skip_ratio, given.task),
+    )
+    if given.json:
+        print_json(_record(measured))
+        return 0
     from specbeam.doors.cli.screen import Screen
 
-    if not 0 < odds < 1:
-        raise BadSetting(f"--odds is {odds}; it is a probability, in (0, 1)")
-    if skipping[0] is None and skipping[1] is not None:
+    console = Screen()
+    _show(console, measured, given.context)
+    if given.explain and "draft" in measured.curves:
+        target_curve = measured.curves["target"][given.context[0]]
+        draft_curve = measured.curves["draft"][given.context[0]]
+        width = given.draft_beams
+        by_cost = replace(_depth_controller(pair, given.beams, width), target=target_curve, draft=draft_curve)
+        by_need = replace(_need_controller(pair, given.beams, width), target=target_curve, draft=draft_curve)
+        _explain_needs(console, by_need)
+        _explain_depth(console, by_cost, given.odds)
+    return 0
+
+
+def _check(given: TuneArguments) -> None:
+    """Raise `BadSetting` for options that are wrong or do not go together."""
+    if not 0 < given.odds < 1:
+        raise BadSetting(f"--odds is {given.odds}; it is a probability, in (0, 1)")
+    if given.skip_ratio is None and given.task is not None:
         raise BadSetting(
-            f"--task {skipping[1]!r} names texts that --skip-ratio searches for; give both, or leave it out"
+            f"--task {given.task!r} names texts that --skip-ratio searches for; give both, or leave it out"
         )
-    for context in contexts:
+    for context in given.context:
         if context < 1:
             raise BadSetting(f"--context is {context}; it must be at least 1")
-    dsbd(beams, width, width="fixed")  # raises what is wrong with them
-    texts = _prompts(model, prompts, files)
-    if skipping[0] is not None and not texts:
-        raise BadSetting("--skip-ratio searches on prompts; give them with --file")
-    pair = quiet_load(model, draft)
-    models = {"target": pair.forgetful_target} | (
-        {"draft": pair.draft} if isinstance(pair.draft, HuggingFaceLM) else {}
-    )
-    console = Screen()
-    curves = {name: {context: _cost_curve(lm, context) for context in contexts} for name, lm in models.items()}
-    by_rank = _measured_acceptance(pair, texts)
-    found = _found_sublayers(pair, texts, *skipping)
-    if json:
-        record: dict[str, Any] = {
-            name: {context: dataclasses.asdict(curve) for context, curve in by_context.items()}
-            for name, by_context in curves.items()
-        }
-        if by_rank is not None:
-            record["acceptance"] = dataclasses.asdict(by_rank)
-        if found is not None:
-            record["sublayers"] = {**dataclasses.asdict(found), "skipped": str(found.skipped)}
-        print_json(record)
-        return 0
+
+
+def _is_model(draft: object) -> bool:
+    """Return whether a draft is a model of its own, whose passes can be timed."""
+    from specbeam.models.huggingface import HuggingFaceLM
+
+    return isinstance(draft, HuggingFaceLM)
+
+
+def _record(measured: Measured) -> dict[str, Any]:
+    """Return what was measured, for JSON."""
+    record: dict[str, Any] = {
+        name: {context: dataclasses.asdict(curve) for context, curve in by_context.items()}
+        for name, by_context in measured.curves.items()
+    }
+    if measured.by_rank is not None:
+        record["acceptance"] = dataclasses.asdict(measured.by_rank)
+    found = measured.sublayers
+    if found is not None:
+        record["sublayers"] = {**dataclasses.asdict(found), "skipped": str(found.skipped)}
+    return record
+
+
+def _show(console: "Screen", measured: Measured, contexts: list[int]) -> None:
+    """Print the table of passes, acceptance by rank, and the sublayers that were found."""
+    from rich.table import Table
+
+    from specbeam.recipes.tuning import costs
+
+    curves = measured.curves
     table = Table(title="milliseconds of a pass, by nodes")
     table.add_column("nodes", justify="right")
     columns = [(name, context) for name in curves for context in contexts]
     for name, context in columns:
         table.add_column(f"{name}, {context} tokens cached", justify="right")
-    for place, nodes in enumerate(NODES):
+    for place, nodes in enumerate(costs.NODES):
         table.add_row(str(nodes), *(f"{1e3 * curves[name][context].seconds[place]:.2f}" for name, context in columns))
     console.print(table)
+    by_rank = measured.by_rank
     if by_rank is not None:
         odds_by_rank = ", ".join(f"{value:.2f}" for value in by_rank.odds)
         console.print(f"acceptance of the first, second, ... draft tried, at {by_rank.nodes} nodes: {odds_by_rank}")
+    found = measured.sublayers
     if found is not None:
         console.print(
             f"without the sublayers {found.skipped} the target takes {found.matchness:.2f} of {found.tokens} of its own "
             f"tokens for the likeliest (at first {found.first:.2f}); {found.tries} sets were tried"
         )
-    if explain and "draft" in curves:
-        target_curve = curves["target"][contexts[0]]
-        draft_curve = curves["draft"][contexts[0]]
-        by_cost = replace(_depth_controller(pair, beams, width), target=target_curve, draft=draft_curve)
-        by_need = replace(_need_controller(pair, beams, width), target=target_curve, draft=draft_curve)
-        _explain_needs(console, by_need)
-        _explain_depth(console, by_cost, odds)
-    return 0
 
 
 def _prompts(model: str, prompts: list[str], files: list[Path]) -> list[str]:
@@ -119,8 +178,12 @@ def _prompts(model: str, prompts: list[str], files: list[Path]) -> list[str]:
     return spread(prompts, 30)
 
 
-def _measured_acceptance(pair: Pair, prompts: list[str]) -> Acceptance | None:
+def _measured_acceptance(pair: "Pair", prompts: list[str]) -> "Acceptance | None":
     """Measure acceptance by rank, and keep it for `sequoia`; None without a draft model or without prompts."""
+    from specbeam.lab.bench.acceptance import acceptance
+    from specbeam.models.huggingface import HuggingFaceLM
+    from specbeam.recipes.tuning.acceptance import keep_acceptance, with_guess
+
     if not isinstance(pair.draft, HuggingFaceLM) or not prompts:
         return None
     found = acceptance(pair, prompts, children=5, max_new_tokens=48)
@@ -128,37 +191,50 @@ def _measured_acceptance(pair: Pair, prompts: list[str]) -> Acceptance | None:
     return found
 
 
-def _found_sublayers(pair: Pair, prompts: list[str], ratio: float | None, task: str | None) -> FoundSublayers | None:
+def _found_sublayers(
+    pair: "Pair", prompts: list[str], ratio: float | None, task: str | None
+) -> "FoundSublayers | None":
     """Search for sublayers that drafts do without, and keep what is found; None without a share of them."""
     if ratio is None:
         return None
+    from specbeam.lab.bench.sublayers import best_sublayers
+    from specbeam.models.skipping import Skipping
+
     return best_sublayers(pair, prompts, Skipping("bayes", ratio, task=task))
 
 
-def _cost_curve(lm: HuggingFaceLM, context: int) -> CostCurve:
+def _cost_curve(lm: Any, context: int) -> "CostCurve":
     """Measure the cost curve of a model; raise `BadSetting` if its positions do not suffice."""
+    from specbeam.recipes.tuning import costs
+
     most = lm.max_positions
-    if most is not None and context + len(NODES) > most:
+    if most is not None and context + len(costs.NODES) > most:
         raise BadSetting(f"--context is {context}, but the model has {most} positions")
-    return measure(lm, NODES, context)
+    return costs.measure(lm, costs.NODES, context)
 
 
-def _depth_controller(pair: Pair, beams: int, width: int | None) -> DepthByCost:
+def _depth_controller(pair: "Pair", beams: int, width: int | None) -> "DepthByCost":
     """Return the controller that chooses the depth of `dsbd` with a fixed width by rejection."""
+    from specbeam.core.control.worth import DepthByCost
+    from specbeam.recipes.beams import dsbd
+
     method = dsbd(beams, width, width="fixed", coupling="rejection", depth="auto")
     controller = method.parts(pair.target, pair.draft).controller
     assert isinstance(controller, DepthByCost)
     return controller
 
 
-def _need_controller(pair: Pair, beams: int, width: int | None) -> NodesByNeed:
+def _need_controller(pair: "Pair", beams: int, width: int | None) -> "NodesByNeed":
     """Return the controller that chooses the drafts of `dsbd` with a fixed width."""
+    from specbeam.core.control.needs import NodesByNeed
+    from specbeam.recipes.beams import dsbd
+
     controller = dsbd(beams, width, width="fixed").parts(pair.target, pair.draft).controller
     assert isinstance(controller, NodesByNeed)
     return controller
 
 
-def _explain_needs(console: "Screen", controller: NodesByNeed) -> None:
+def _explain_needs(console: "Screen", controller: "NodesByNeed") -> None:
     """Print from which odds of being needed a draft is worth its row."""
     from rich.table import Table
 
@@ -177,9 +253,11 @@ def _explain_needs(console: "Screen", controller: NodesByNeed) -> None:
     console.print("as if the rows of all beams were needed; how likely drafts are needed is learnt while decoding")
 
 
-def _explain_depth(console: "Screen", controller: DepthByCost, odds: float) -> None:
+def _explain_depth(console: "Screen", controller: "DepthByCost", odds: float) -> None:
     """Print the depths between which `depth="auto"` chooses, if layers pass with these odds."""
     from rich.table import Table
+
+    from specbeam.core.control.worth import PassOdds
 
     seen = PassOdds(8)
     seen.seen[:] = [[odds], [1.0]]

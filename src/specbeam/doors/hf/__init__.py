@@ -12,6 +12,8 @@ whole rows of scores are not kept. With ``seed=None`` the seed is drawn from tor
 supported raise `NotSupported` with their names.
 """
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +25,10 @@ from specbeam.core.verify.walk import MatchRule
 from specbeam.doors.hf.answer import answer
 from specbeam.doors.hf.call import Call
 from specbeam.errors import NotSupported
-from specbeam.recipes.beams import Coupling, PlainWidthBy, Semantics, WidthBy, sampling
 from specbeam.recipes.beams import beam_sampling as beam_sampling_recipe
 from specbeam.recipes.beams import dsbd as dsbd_recipe
-from specbeam.recipes.depth import Depth
+from specbeam.recipes.beams import sampling
+from specbeam.recipes.catalogue import resolve
 from specbeam.recipes.method import Method, refuse_ignored
 from specbeam.recipes.search import DrafterName, build_of_search, checked_draft_beams
 from specbeam.recipes.search import beam_search as beam_search_recipe
@@ -36,71 +38,82 @@ from specbeam.recipes.sequence import speculative_sampling
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+Door = Callable[..., Any]
+_NOT_HERE = ("beams", "trace")  # settings of recipes that `generate` has by another name, or no place for
 
+
+def _takes_settings_of(recipe: Callable[..., Method]) -> Callable[[Door], Door]:
+    """Let a door take the settings of a recipe by name.
+
+    `generate` hands over those arguments that stand in a function's signature, so they are added to it.
+    """
+    known = inspect.signature(recipe).parameters
+    settings = [one for name, one in known.items() if name not in _NOT_HERE]
+
+    def add(door: Door) -> Door:
+        own = inspect.signature(door)
+        *first, given = own.parameters.values()
+        added = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in settings]
+        door.__signature__ = own.replace(parameters=[*first, *added, given])  # type: ignore[attr-defined]
+        return door
+
+    return add
+
+
+def _split(door: Door, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings of a door's recipe among its further arguments, and what `generate` has passed besides."""
+    known = inspect.signature(door).parameters
+    settings = {name: value for name, value in given.items() if name in known}
+    return settings, {name: value for name, value in given.items() if name not in known}
+
+
+@_takes_settings_of(dsbd_recipe)
 def dsbd(
     model: "PreTrainedModel",
     input_ids: torch.Tensor,
     draft_model: "PreTrainedModel | str | Path | None" = None,
-    draft_beams: int | None = None,
-    depth: Depth | None = None,
-    width: WidthBy = "fixed",
-    threshold: float | None = None,
-    min_beams: int | None = None,
-    coupling: Coupling = "noise",
-    replacement: bool = False,
-    collapse: bool = False,
-    semantics: Semantics = "paper",
-    mass: float | None = None,
+    method: "Method | str | None" = None,
     seed: int | None = None,
     stream_to: Any = None,
     sources: torch.Tensor | None = None,
     **given: Any,
 ) -> Any:
-    """Decode with `sb.dsbd` and ``num_beams`` beams, as a custom_generate function.
+    """Decode with `sb.dsbd` and ``num_beams`` beams, or with another method, as a custom_generate function.
 
     ``do_sample=False`` means temperature 0: the widths, and the rule by which a search ends, remain those of the paper. For
     the beams of transformers take `beam_search`.
 
     Args:
-        model, input_ids, given: passed by `generate`.
+        model, input_ids: passed by `generate`.
         draft_model: the draft model, or the folder or hub id of one or of a draft head; "int8", "int4" or "fp8": the model
-            itself with rounded weights; required.
-        draft_beams, depth, width, threshold, min_beams, coupling, replacement, collapse, semantics, mass: as in
-            `sb.dsbd`, with the same defaults. `num_beams` has the place of `beams`.
+            itself with rounded weights; required unless `method` drafts without a model.
+        method: a recipe (``sb.traversal()``) or its name, in place of `sb.dsbd`; it keeps ``num_beams`` beams.
         seed: the same seed gives the same text. None: drawn from torch's generator.
         stream_to: a streamer of transformers, for one prompt with one return sequence.
         sources: for an encoder-decoder model whose draft model has an encoder of its own: the inputs of `generate`.
+        given: passed by `generate`; and the settings of `sb.dsbd`, with the same names and defaults. `num_beams` has the
+            place of `beams`.
     """
-    if draft_model is None:
+    settings, passed = _split(dsbd, given)
+    chosen = None if method is None else resolve(method)
+    if draft_model is None and (chosen is None or chosen.needs_draft):
         raise NotSupported(
-            "dsbd needs draft_model=...; assistant_model never reaches a custom_generate function, "
-            "so pass the draft under the name draft_model, or use the repository form (sb.hf.repository())"
+            f"{'dsbd' if chosen is None else chosen.name} needs draft_model=...; assistant_model never reaches a "
+            "custom_generate function, so pass the draft under the name draft_model, or use the repository form "
+            "(sb.hf.repository())"
         )
-    call = Call.of(model, input_ids, given)
-    method = dsbd_recipe(
-        call.beams,
-        draft_beams,
-        depth,
-        width,
-        threshold,
-        min_beams,
-        coupling,
-        replacement,
-        collapse,
-        semantics=semantics,
-        mass=mass,
-    )
-    return answer(call, draft_model, method, seed, stream_to, sources)
+    call = Call.of(model, input_ids, passed, inspect.signature(dsbd).parameters)
+    if chosen is None:
+        return answer(call, draft_model, dsbd_recipe(call.beams, **settings), seed, stream_to, sources)
+    refuse_ignored(False, f"method {chosen.name}", **settings)
+    call.check_method(chosen)
+    return answer(call, draft_model, chosen, seed, stream_to, sources)
 
 
+@_takes_settings_of(beam_sampling_recipe)
 def beam_sampling(
     model: "PreTrainedModel",
     input_ids: torch.Tensor,
-    replacement: bool = False,
-    semantics: Semantics = "paper",
-    width: PlainWidthBy = "fixed",
-    min_beams: int | None = None,
-    mass: float | None = None,
     seed: int | None = None,
     stream_to: Any = None,
     sources: torch.Tensor | None = None,
@@ -110,13 +123,13 @@ def beam_sampling(
     without a draft.
 
     Args:
-        model, input_ids, given: passed by `generate`.
-        replacement, semantics, width, min_beams, mass: as in `sb.beam_sampling`, with the same defaults.
+        model, input_ids: passed by `generate`.
         seed, stream_to, sources: as in `dsbd`.
+        given: passed by `generate`; and the settings of `sb.beam_sampling`, with the same names and defaults.
     """
-    call = Call.of(model, input_ids, given)
-    method = beam_sampling_recipe(call.beams, replacement, semantics, width, min_beams, mass)
-    return answer(call, None, method, seed, stream_to, sources)
+    settings, passed = _split(beam_sampling, given)
+    call = Call.of(model, input_ids, passed, inspect.signature(beam_sampling).parameters)
+    return answer(call, None, beam_sampling_recipe(call.beams, **settings), seed, stream_to, sources)
 
 
 def beam_search(
@@ -138,13 +151,14 @@ def beam_search(
     With one beam it is transformers' greedy search, or plain sampling.
 
     Args:
-        model, input_ids, given: passed by `generate`.
+        model, input_ids: passed by `generate`.
         draft_model: the draft model, or the folder or hub id of one or of a draft head; None for no drafts, or for a drafter
             that needs no model.
         draft_beams, depth, drafter: as in `sb.speculative_beam_search`.
         seed, stream_to, sources: as in `dsbd`.
+        given: passed by `generate`.
     """
-    call = Call.of(model, input_ids, given)
+    call = Call.of(model, input_ids, given, inspect.signature(beam_search).parameters)
     with_drafts = draft_model is not None or drafter != "model"
     refuse_ignored(drafter == "model", f"drafter={drafter!r}", draft_model=draft_model)
     refuse_ignored(with_drafts, "beam search without drafts", draft_beams=draft_beams, depth=depth)

@@ -1,6 +1,5 @@
 """Decoding for a custom_generate function, with a result in the form of `generate`."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +8,7 @@ import torch
 from specbeam.core.records import Generation
 from specbeam.doors.hf.call import Call
 from specbeam.doors.hf.processors import warp_of
+from specbeam.doors.plan import CallPlan
 from specbeam.doors.request import Request
 from specbeam.errors import NotSupported, SpecbeamError
 from specbeam.generation import run
@@ -52,11 +52,11 @@ def answer(
     if isinstance(pair.target, EncoderDecoderLM):
         read = call.sources(pair.target.encoder, sources)
         _check_draft_reads(pair, sources is not None)
-        settings = replace(settings, decoder_input_ids=prompts)
-        request = Request(pair, read, method, settings, seed, completes=False)
+        settings = settings.changed(decoder_input_ids=prompts)
+        request = Request(CallPlan.of(pair, read, method, settings, seed, completes=False))
     else:
         call.sources(None, sources)
-        request = Request(pair, prompts, method, settings, seed, completes=False)
+        request = Request(CallPlan.of(pair, prompts, method, settings, seed, completes=False))
     for session in request.sessions:
         number = request.prompt_of[session.place]
         session.pad(paddings[number])

@@ -1,16 +1,19 @@
 """The arguments that `generate` passes to a custom_generate function, checked and translated into specbeam's terms."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbeam.doors.options.generation_config import OF_MODELS, WARPERS, read
+from specbeam.doors.options.generation_config import contradiction, read
 from specbeam.doors.options.settings import Settings
+from specbeam.doors.options.table import config_names, hint, warper_names
 from specbeam.engines.eligibility import reads_sources
 from specbeam.engines.source import Source
 from specbeam.errors import BadSetting, NotSupported
+from specbeam.recipes.method import Method
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
@@ -38,15 +41,18 @@ class Call:
     criteria: "StoppingCriteriaList | None"
     given_config: "GenerationConfig | None"
     model_kwargs: dict[str, Any]
+    own_names: Collection[str] = ()  # of the function's own arguments, for hints
 
     @classmethod
-    def of(cls, model: "PreTrainedModel", input_ids: torch.Tensor, given: dict[str, Any]) -> "Call":
+    def of(
+        cls, model: "PreTrainedModel", input_ids: torch.Tensor, given: dict[str, Any], own_names: Collection[str] = ()
+    ) -> "Call":
         """Return the call with the arguments `given` that `generate` passes by name."""
         model_kwargs = dict(given)
         processors = model_kwargs.pop("logits_processor", None)
         criteria = model_kwargs.pop("stopping_criteria", None)
         config = model_kwargs.pop("generation_config", None)
-        return cls(model, input_ids, processors, criteria, config, model_kwargs)
+        return cls(model, input_ids, processors, criteria, config, model_kwargs, own_names)
 
     def __post_init__(self) -> None:
         criteria = [type(criterion).__name__ for criterion in self.criteria or []]
@@ -59,7 +65,7 @@ class Call:
             if getattr(self.config, name, None):
                 raise NotSupported(f"{name} is not honoured; leave it out")
         # `generate` itself has healed the prompts, and a time limit is among the criteria.
-        strategies = read(self.config, (*OF_MODELS, *WARPERS, "token_healing", "max_time"))
+        strategies = read(self.config, (*config_names(), *warper_names(), "token_healing", "max_time"))
         if strategies.refused:
             raise NotSupported(f"{strategies.reason} is not honoured; leave it out")
         if self.config.guidance_scale not in (None, 1):
@@ -68,8 +74,16 @@ class Call:
         known = _WITHOUT_EFFECT | _CHECKED | (_OF_SOURCES if self.reads else set())
         unknown = given - known
         if unknown:
-            raise NotSupported(f"{', '.join(sorted(unknown))} would be ignored; leave it out")
+            first = min(unknown)
+            near = hint(first, self.own_names) if first not in self.own_names else ""
+            raise NotSupported(f"{', '.join(sorted(unknown))} would be ignored; leave it out{near}")
         self._check_inputs()
+
+    def check_method(self, method: Method) -> None:
+        """Raise `BadSetting` if `generate` was asked for other beams than the method keeps, or for draws that it lacks."""
+        reason = contradiction(self.config, method.name, method.beams, not (method.greedy or self.greedy))
+        if reason is not None:
+            raise BadSetting(reason)
 
     def _check_inputs(self) -> None:
         """Raise `NotSupported` for a cache that holds tokens, for token types, and for positions other than 0, 1, 2, ..."""

@@ -10,33 +10,6 @@ from specbeam.errors import BadSetting
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-# Settings that apply only where tokens are drawn, in the order of transformers.
-WARPERS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-# Settings that are taken from a model's own config, besides the warpers. The number of texts is left to the caller.
-OF_MODELS = (
-    "max_new_tokens",
-    "max_length",
-    "min_new_tokens",
-    "repetition_penalty",
-    "no_repeat_ngram_size",
-    "bad_words_ids",
-    "stop_strings",
-    "length_penalty",
-    "early_stopping",
-    "min_length",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "suppress_tokens",
-    "begin_suppress_tokens",
-    "renormalize_logits",
-    "sequence_bias",
-    "exponential_decay_length_penalty",
-    "encoder_repetition_penalty",
-    "encoder_no_repeat_ngram_size",
-    "remove_invalid_values",
-    "guidance_scale",
-    "watermarking_config",
-)
 # Settings that transformers takes from the config of encoder-decoder models alone.
 OF_ENCODER_DECODERS = ("decoder_start_token_id",)
 # Fields that a model's own config may hold and that do not change a text that specbeam writes.
@@ -198,7 +171,10 @@ def contradiction(config: "GenerationConfig | None", name: str, beams: int, draw
     if config is None:
         return None
     if config.num_beams not in (None, beams):
-        return f"generation_config has num_beams={config.num_beams}, and {name} keeps {beams}: sb.{name}({config.num_beams})"
+        wider = f"sb.{name}({config.num_beams})"
+        if beams == 1 and config.num_beams > 1:
+            wider = f"it decodes one sequence; leave num_beams out, or take sb.dsbd({config.num_beams})"
+        return f"generation_config has num_beams={config.num_beams}, and {name} keeps {beams}: {wider}"
     if config.do_sample is not None and config.do_sample != draws:
         what = "draws nothing" if config.do_sample else "draws"
         return f"generation_config has do_sample={config.do_sample}, and {name} {what}: take another method"

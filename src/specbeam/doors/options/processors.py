@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from specbeam.core.laws.ranking import Truncation
 from specbeam.doors.options.checks import as_list
+from specbeam.doors.options.table import OPTIONS, warper_names
 from specbeam.errors import BadSetting, NotSupported
 
 if TYPE_CHECKING:
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
     from transformers import LogitsProcessorList
 
     from specbeam.doors.options.settings import Settings
+
+WITHOUT_LEAST = ("temperature", "top_h")  # options whose warpers keep no least number of tokens
 
 
 @dataclass(frozen=True)
@@ -158,6 +162,9 @@ def _at_the_end(settings: "Settings", text: TextFacts) -> Iterator[Any]:
         if begin == 1 and settings.forced_bos_token_id is not None:
             begin += 1
         yield SuppressTokensAtBeginLogitsProcessor(list(settings.begin_suppress_tokens), begin)
+    for name, option in OPTIONS.items():
+        if option.make is not None and option.is_on(settings.values[name]):
+            yield option.make(settings.values[name], text)
 
 
 def warpers_of(settings: "Settings", least: int) -> list[Any]:
@@ -166,49 +173,23 @@ def warpers_of(settings: "Settings", least: int) -> list[Any]:
     Args:
         least: number of tokens that each of them keeps at least.
     """
-    from transformers import (
-        EpsilonLogitsWarper,
-        EtaLogitsWarper,
-        MinPLogitsWarper,
-        TemperatureLogitsWarper,
-        TopKLogitsWarper,
-        TopPLogitsWarper,
-        TypicalLogitsWarper,
-    )
+    import transformers
 
-    def keeping(warper: Callable[..., Any], value: float) -> Any:
-        return warper(value, min_tokens_to_keep=least)
-
-    warpers: list[Any] = []
-    if settings.temperature not in (None, 1):
-        warpers.append(TemperatureLogitsWarper(float(settings.temperature)))
-    if settings.top_h is not None:
-        from transformers import TopHLogitsWarper  # not in the earliest version that specbeam takes
-
-        warpers.append(TopHLogitsWarper(settings.top_h))
-    if settings.top_k:
-        warpers.append(keeping(TopKLogitsWarper, settings.top_k))
-    if settings.top_p not in (None, 1):
-        warpers.append(keeping(TopPLogitsWarper, float(settings.top_p)))
-    if settings.min_p:
-        warpers.append(keeping(MinPLogitsWarper, settings.min_p))
-    if settings.typical_p not in (None, 1):
-        warpers.append(keeping(TypicalLogitsWarper, float(settings.typical_p)))
-    if settings.epsilon_cutoff:
-        warpers.append(keeping(EpsilonLogitsWarper, settings.epsilon_cutoff))
-    if settings.eta_cutoff:
-        warpers.append(keeping(EtaLogitsWarper, settings.eta_cutoff))
-    return warpers
+    found: list[Any] = []
+    for name, option in OPTIONS.items():
+        value = settings.values[name]
+        if not option.warper or not option.is_on(value):
+            continue
+        kind = getattr(transformers, option.warper)  # not all are in the earliest version that specbeam takes
+        value = value if isinstance(value, int) and name == "top_k" else float(value)
+        found.append(kind(value) if name in WITHOUT_LEAST else kind(value, min_tokens_to_keep=least))
+    return found
 
 
 def has_further_warpers(settings: "Settings") -> bool:
-    """Return whether the settings ask for warpers besides temperature, top-k, top-p and min-p."""
-    return (
-        settings.top_h is not None
-        or settings.typical_p not in (None, 1)
-        or bool(settings.epsilon_cutoff)
-        or bool(settings.eta_cutoff)
-    )
+    """Return whether the settings ask for warpers besides those of a `Truncation`: temperature, top-k, top-p and min-p."""
+    further = [name for name in warper_names() if name not in Truncation._fields]
+    return any(OPTIONS[name].is_on(settings.values[name]) for name in further)
 
 
 def watermark_of(settings: "Settings", vocab: int) -> list[Any]:

@@ -3,15 +3,15 @@
 import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from specbeam.core.constraint import Constrained, Constraint, Form
 from specbeam.core.laws.ranking import NO_TRUNCATION, Truncation
 from specbeam.core.laws.warp import Warp, truncation_of
 from specbeam.core.limits import Decode, Limits
-from specbeam.doors.options.checks import FORMS, as_decoder_prompts, as_list, as_texts, check, require
-from specbeam.doors.options.generation_config import OF_MODELS, WARPERS, read
+from specbeam.doors.inputs import token_lists
+from specbeam.doors.options.checks import FORMS, as_list, as_texts, check_forms, require
+from specbeam.doors.options.generation_config import read
 from specbeam.doors.options.processors import (
     TextFacts,
     has_further_warpers,
@@ -20,71 +20,52 @@ from specbeam.doors.options.processors import (
     warpers_of,
     watermark_of,
 )
-from specbeam.errors import BadSetting, NotSupported
+from specbeam.doors.options.table import OPTIONS, aliases, config_names, hint, warper_names
+from specbeam.errors import BadPrompt, BadSetting, NotSupported
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import GenerationConfig, LogitsProcessorList
+    from transformers import GenerationConfig
 
 DEFAULT_NEW_TOKENS = 256
 
 
-@dataclass(frozen=True)
 class Settings:
-    """The options of `generate`, with the names and meanings of transformers; None means not set.
+    """The checked options of one call, by the names of `table.OPTIONS`; None means not set.
 
-    `decoder_start_token_id` and `decoder_input_ids` are for encoder-decoder models: what their decoder begins with.
-
-    Options that transformers does not have:
-        json_schema, regex, grammar: the form that every text must have; at most one of them (docs/constrained.md).
-        grammar_backend: the library that enforces the form, "llguidance" or "xgrammar".
+    Raises `BadSetting` for the first option that is unknown or has a wrong value.
     """
 
-    max_new_tokens: int | None = None
-    max_length: int | None = None
-    min_new_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    num_return_sequences: int = 1
-    eos_token_id: SupportsIndex | Iterable[int] | None = None
-    stop_strings: str | Sequence[str] | None = None
-    length_penalty: float | None = None
-    early_stopping: bool | str | None = None
-    no_repeat_ngram_size: int | None = None
-    bad_words_ids: Sequence[Sequence[int]] | None = None
-    prefix_allowed_tokens_fn: "Callable[[int, Tensor], list[int]] | None" = None
-    logits_processor: "LogitsProcessorList | Sequence[Any] | None" = None
-    min_length: int | None = None
-    forced_bos_token_id: int | None = None
-    forced_eos_token_id: SupportsIndex | Iterable[int] | None = None
-    suppress_tokens: Sequence[int] | None = None
-    begin_suppress_tokens: Sequence[int] | None = None
-    renormalize_logits: bool | None = None
-    sequence_bias: "Mapping[tuple[int, ...], float] | Sequence[Sequence[Any]] | None" = None
-    exponential_decay_length_penalty: Sequence[float] | None = None
-    encoder_repetition_penalty: float | None = None
-    encoder_no_repeat_ngram_size: int | None = None
-    remove_invalid_values: bool | None = None
-    guidance_scale: float | None = None
-    watermarking_config: Any = None
-    top_h: float | None = None
-    typical_p: float | None = None
-    epsilon_cutoff: float | None = None
-    eta_cutoff: float | None = None
-    decoder_start_token_id: int | None = None
-    decoder_input_ids: Any = None  # in any container of integers; kept as lists
-    json_schema: str | bool | Mapping[str, Any] | None = None
-    regex: str | None = None
-    grammar: str | None = None
-    grammar_backend: str = "llguidance"
+    def __init__(self, **given: Any) -> None:
+        unknown = sorted(set(given) - set(OPTIONS))
+        if unknown:
+            names = ", ".join(OPTIONS)
+            near = hint(unknown[0], OPTIONS, aliases())
+            raise BadSetting(f"generate() has no option {', '.join(unknown)}{near}; it has {names}")
+        values = {name: option.default for name, option in OPTIONS.items()} | given
+        if values["decoder_input_ids"] is not None:
+            values["decoder_input_ids"] = as_decoder_prompts(values["decoder_input_ids"])
+        for name in given:
+            OPTIONS[name].check(values[name])
+        check_forms(values)
+        self.values: Mapping[str, Any] = values
 
-    def __post_init__(self) -> None:
-        if self.decoder_input_ids is not None:
-            object.__setattr__(self, "decoder_input_ids", as_decoder_prompts(self.decoder_input_ids))
-        check({name: getattr(self, name) for name in _names()})
+    def __getattr__(self, name: str) -> Any:
+        if name == "values" or name not in self.values:
+            raise AttributeError(f"there is no option {name}")
+        return self.values[name]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Settings) and self.values == other.values
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        set_ones = [f"{name}={value!r}" for name, value in self.values.items() if value != OPTIONS[name].default]
+        return f"Settings({', '.join(set_ones)})"
+
+    def changed(self, **given: Any) -> "Settings":
+        """Return the same settings with other values for some options."""
+        return Settings(**{**self.values, **given})
 
     @property
     def form(self) -> Form | None:
@@ -100,25 +81,21 @@ class Settings:
         return next((name for name in FORMS if getattr(self, name) is not None), None)
 
     @classmethod
-    def given(cls, options: dict[str, Any], config: "GenerationConfig | None" = None) -> "Settings":
+    def given(cls, options: Mapping[str, Any], config: "GenerationConfig | None" = None) -> "Settings":
         """Return the settings in keyword arguments; options that are not given come from a generation config.
 
         Raises `BadSetting` for a wrong option, and `NotSupported` if the config sets a field that specbeam does not honour.
         """
-        names = _names()
-        unknown = sorted(set(options) - set(names))
-        if unknown:
-            raise BadSetting(f"generate() has no option {', '.join(unknown)}; it has {', '.join(names)}")
         from_config: dict[str, Any] = {}
         if config is not None:
-            found = read(config, names)
+            found = read(config, OPTIONS)
             reasons = [found.reason, *found.unknown] if found.refused else found.unknown
             if reasons:
                 raise NotSupported(
                     f"generation_config sets {', '.join(reasons)}, which specbeam does not honour; set it to None"
                 )
             from_config = found.settings
-        settings = cls(**(from_config | options))
+        settings = cls(**from_config | dict(options))
         least = settings.min_new_tokens
         most = settings.max_new_tokens
         if least is not None and most is not None and least > most:
@@ -142,7 +119,8 @@ class Settings:
         """
         if config is None:
             return self
-        found = read(config, (*OF_MODELS, *WARPERS, *also))
+        drawing = warper_names()
+        found = read(config, (*config_names(), *drawing, *also))
         if found.refused:
             raise NotSupported(
                 f"the model's generation_config sets {found.reason}, which specbeam does not honour; remove it from "
@@ -154,7 +132,7 @@ class Settings:
                 "specbeam reads",
                 stacklevel=2,
             )
-        taken = {name: value for name, value in found.settings.items() if draws or name not in WARPERS}
+        taken = {name: value for name, value in found.settings.items() if draws or name not in drawing}
         missing = {name: value for name, value in taken.items() if getattr(self, name) is None}
         most = missing.get("max_new_tokens")
         if self.max_length is not None and most is not None:
@@ -163,7 +141,7 @@ class Settings:
                 f"max_new_tokens={most}; give max_new_tokens",
                 stacklevel=2,
             )
-        return replace(self, **missing)
+        return self.changed(**missing)
 
     def warp(
         self,
@@ -231,9 +209,10 @@ class Settings:
 
     def new_tokens(self, prompt_length: int) -> int | None:
         """Return the maximum number of new tokens after a prompt of this length, or None if it is not set."""
-        if self.max_new_tokens is not None or self.max_length is None:
-            return self.max_new_tokens
-        return self.max_length - prompt_length
+        most: int | None = self.max_new_tokens
+        if most is not None or self.max_length is None:
+            return most
+        return int(self.max_length) - prompt_length
 
     def limits(
         self, eos: tuple[int, ...], prompt_length: int, room: int | None, decode: Decode | None, keep: int
@@ -266,17 +245,18 @@ class Settings:
         return tuple(as_list(chosen))
 
     def _truncation(self) -> Truncation:
-        """Return the temperature, top-k, top-p and min-p of these settings."""
-        return Truncation(
-            1.0 if self.temperature is None else float(self.temperature),
-            self.top_k or 0,
-            1.0 if self.top_p is None else self.top_p,
-            self.min_p or 0.0,
-        )
+        """Return the warpers of these settings that compiled steps apply: temperature, top-k and their kin."""
+        given = {name: self.values[name] for name in Truncation._fields if name in OPTIONS}
+        kinds = Truncation._field_defaults
+        return Truncation(**{name: type(kinds[name])(value) for name, value in given.items() if value is not None})
 
 
-def _names() -> list[str]:
-    return [field.name for field in fields(Settings)]
+def as_decoder_prompts(given: Any) -> list[int] | list[list[int]]:
+    """Return what decoders begin with as a list of token ids, or as several. Raises `BadSetting` if it is neither."""
+    try:
+        return token_lists(given, "decoder_input_ids")
+    except BadPrompt as error:
+        raise BadSetting(f"{error}; it must be a list of token ids, or one such list for each source") from error
 
 
 def _as_json(schema: Any) -> str:

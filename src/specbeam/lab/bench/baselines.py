@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from specbeam.doors.options.generation_config import OF_MODELS, WARPERS
+from specbeam.doors.options.table import config_names, warper_names
 from specbeam.engines.eligibility import reads_sources
 from specbeam.engines.families import family_of
 from specbeam.errors import BadSetting, MissingPackage, NotSupported
@@ -19,9 +19,9 @@ from specbeam.lab.bench.outcome import Contender, Outcome
 from specbeam.models.pair import Pair
 
 MODES = ("greedy", "sampling", "beam_search", "beam_sampling", "assisted", "assisted_greedy")
-SAMPLING_OPTIONS = WARPERS  # for modes that sample
+SAMPLING_OPTIONS = warper_names()  # for modes that sample
 _LENGTHS = ("max_new_tokens", "max_length")  # of which every mode has the first
-COMMON_OPTIONS = (*(name for name in OF_MODELS if name not in _LENGTHS), "streamer")  # for every mode
+COMMON_OPTIONS = (*(name for name in config_names() if name not in _LENGTHS), "streamer")  # for every mode
 DEFAULT_NEW_TOKENS = 64
 SCALED_IF_TIED = ("t5", "mt5", "umt5")  # kinds whose logits CTranslate2 scales where their configurations say "tied"
 

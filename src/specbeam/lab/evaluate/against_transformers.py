@@ -133,7 +133,7 @@ class RecordedBatch:
     def __init__(self, pair: Pair, prompts: Sequence[Prompt], method: Method, options: dict[str, Any]) -> None:
         self.pair = pair
         self.method = method
-        self.request = Request(pair, list(prompts), method, Settings.given(options), seed=None)
+        self.request = Request.of(pair, list(prompts), method, Settings.given(options), seed=None)
         self.sessions = {session.place: session for session in self.request.sessions}
         recorder = Recorder(pair.forgetful_target)
         for _ in decode(recorder, self.request.sessions, len(prompts)):

@@ -97,7 +97,7 @@ def _first_difference(
 
 
 def _session(pair: Pair, prompt: Prompt, method: Method, seed: int, options: dict[str, Any]) -> Session:
-    return Request(pair, [prompt], method, Settings(**options), seed).sessions[0]
+    return Request.of(pair, [prompt], method, Settings(**options), seed).sessions[0]
 
 
 def _history(pair: Pair, session: Session) -> list[list[Path]]:

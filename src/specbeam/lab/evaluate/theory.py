@@ -90,7 +90,7 @@ def theory(
         pair: the models; the draft model must state the law of its drafts.
         depth: number of layers of drafts whose length matters. For rejections per text, drafts go on to the end of the text.
         on_progress: called with each row as soon as it is known.
-        options: as for `specbeam.generate`: max_new_tokens, temperature, top_k, top_p, min_p.
+        options: as for `specbeam.generate`: max_new_tokens, temperature, and those that cut unlikely tokens.
 
     Raises:
         NotSupported: temperature 0, where nothing is random, or options that change laws token by token.
@@ -294,7 +294,7 @@ def _runs(pair: Pair, prompts: Sequence[Prompt], method: Method, seed: int, opti
 
 
 def _facts(pair: Pair, prompt: Prompt, method: Method, seed: int, options: dict[str, Any]) -> Iterator[TurnFacts]:
-    request = Request(pair, [prompt], method, Settings(**options), seed)
+    request = Request.of(pair, [prompt], method, Settings(**options), seed)
     for error in request.refused.values():
         raise error
     session = request.sessions[0]

@@ -11,6 +11,7 @@ import torch
 import specbeam
 from specbeam.core.records import Generation
 from specbeam.doors.options.checks import as_list, as_texts
+from specbeam.doors.options.table import warper_names
 from specbeam.lab.fuzz.calls import RandomCall
 from specbeam.lab.fuzz.worlds import World
 from specbeam.recipes.method import Method
@@ -21,7 +22,7 @@ _CHANGE_SCORES = (
     "forced_eos_token_id", "forced_bos_token_id", "prefix_allowed_tokens_fn", "logits_processor", "min_new_tokens", "regex",
     "json_schema", "grammar",
 )  # fmt: skip
-_TRUNCATE = ("top_k", "top_p", "min_p")
+_TRUNCATE = tuple(name for name in warper_names() if name != "temperature")
 
 
 def broken_invariants(world: World, call: RandomCall, method: Method, answers: Sequence[Generation]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import specbeam
 from specbeam.core.records import Generation
+from specbeam.doors.options.table import warper_names
 from specbeam.errors import BrokenPart, SomeFailed, SpecbeamError
 from specbeam.lab.fuzz.calls import RandomCall
 from specbeam.lab.fuzz.invariants import broken_invariants, differs_by_more_than_rounding, plain_method
@@ -101,7 +102,7 @@ def _faults_of_comparisons(world: World, call: RandomCall, method: Method, answe
     plain = plain_method(method)
     is_sure = method.greedy or call.options.get("temperature") == 0
     if plain is not None and method.lossless and is_sure:
-        options = {name: value for name, value in call.options.items() if name not in _WARPERS}
+        options = {name: value for name, value in call.options.items() if name not in warper_names()}
         if method.beams == 1 and count > 1:
             options["num_return_sequences"] = 1
         expected = specbeam.generate(world.pair, call.prompts, plain, **options)
@@ -109,9 +110,6 @@ def _faults_of_comparisons(world: World, call: RandomCall, method: Method, answe
         why = differs_by_more_than_rounding(expected, given, exact=False)
         faults.append(why and f"without drafts: {why}")
     return [fault for fault in faults if fault]
-
-
-_WARPERS = ("temperature", "top_k", "top_p", "min_p")
 
 
 def _faults_of_stream(world: World, call: RandomCall, method: Method) -> list[str]:

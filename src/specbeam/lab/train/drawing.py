@@ -81,7 +81,7 @@ def draw_files(pair: Pair, prompts: Sequence[Prompt], draws: DrawPlan, folder: P
 
 def drawn_trees(pair: Pair, prompts: Sequence[Prompt], draws: DrawPlan) -> Trees:
     """Return the trees that the target draws below the prompts; prompts that it cannot continue have none."""
-    request = Request(pair, list(prompts), beam_sampling(draws.beams), draws.settings, draws.seed)
+    request = Request.of(pair, list(prompts), beam_sampling(draws.beams), draws.settings, draws.seed)
     growing = {session: TreeBeingDrawn(list(session.prompt)) for session in request.sessions}
     for turns in decode(pair.target, request.sessions, AT_ONCE):
         add_turns([(growing[session], turn) for session, turn in turns])

@@ -5,7 +5,7 @@ This trades the law of the text for likelihood and length, and says so: nothing 
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import numpy as np
 import torch
@@ -59,6 +59,7 @@ class JointRule:
     Source: arXiv 2407.09722 (MTAD, sec. 3; MJSD in v1; MMTAD in the final version).
     """
 
+    most_beams: ClassVar[int] = 1
     threshold: float
     chains: int | None = None
     theta: Theta = "chain"
@@ -132,6 +133,7 @@ class OnOwnRows:
 
     rule: Rule
     lm: TargetAsDraft
+    most_beams: ClassVar[int] = 1
 
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "new vocab"]) -> Verdict:
         verdict = self.rule.verify(session, forest, self.lm.all_rows(session, scored))

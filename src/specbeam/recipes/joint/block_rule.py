@@ -1,7 +1,7 @@
 """VERIFY: whole blocks of tokens out of the complete joint law, for tables and small vocabularies."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ class BlockRule:
     Source: multi-token joint decoding, arXiv 2407.09722, sec. 2.
     """
 
+    most_beams: ClassVar[int] = 1
     mode: BlockMode = "argmax"
     temperature: float = 1.0
     top: int = 1

@@ -9,7 +9,6 @@ from specbeam.core.errors import BadSetting, NotSupported, one_of
 from specbeam.core.laws.named import CHANGED, EXACT
 from specbeam.core.lm import LM
 from specbeam.core.session import Parts
-from specbeam.doors.options.settings import DEFAULT_NEW_TOKENS
 from specbeam.recipes.joint.beam_drafter import JointBeams
 from specbeam.recipes.joint.beam_rule import JointRule, OnOwnRows, refuse_audit
 from specbeam.recipes.joint.block_drafter import EveryBlock
@@ -76,9 +75,8 @@ def _by_blocks(rule: BlockRule, depth: int) -> Method:
     def check(request: RequestInfo) -> None:
         if rule.mode == "argmax":
             _check_single_answer(request)
-        rule.check(request.settings.temperature == 0, request.audited)
-        longest = request.settings.max_new_tokens or request.settings.max_length or DEFAULT_NEW_TOKENS
-        EveryBlock(request.vocab).check(min(depth, longest) - 1, request.eos)
+        rule.check(request.is_sure, request.audited)
+        EveryBlock(request.vocab).check(min(depth, request.longest) - 1, request.eos)
 
     def build(target: LM | None, draft: LM | None) -> Parts:
         assert target is not None
@@ -111,6 +109,6 @@ def _by_beams(mode: BeamMode, depth: int, beams: int) -> Method:
 
 def _check_single_answer(request: RequestInfo) -> None:
     """Raise `NotSupported` if several return sequences are requested of a mode that draws nothing."""
-    wanted = request.settings.num_return_sequences
+    wanted = request.answers
     if wanted > 1:
         raise NotSupported(f"this mode of mtjd draws nothing and has one answer; num_return_sequences is {wanted}")

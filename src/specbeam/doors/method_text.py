@@ -6,6 +6,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from specbeam.core.errors import BadSetting
+from specbeam.doors.options.table import hint
 from specbeam.recipes.catalogue import HEAD_RECIPES, RECIPES, resolve
 from specbeam.recipes.method import Method
 
@@ -27,7 +28,7 @@ def method_from(name: str, settings: Sequence[str]) -> Method:
         if not equals:
             raise BadSetting(f"the setting {setting!r} has no value; write NAME=VALUE")
         if key not in known:
-            raise BadSetting(f"{name} has no setting {key!r}; it has {', '.join(known) or 'none'}")
+            raise BadSetting(f"{name} has no setting {key!r}{hint(key, known)}; it has {', '.join(known) or 'none'}")
         chosen[key] = _value_of(name, known[key], value)
     return make(**chosen)
 

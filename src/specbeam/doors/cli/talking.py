@@ -1,0 +1,348 @@
+"""A conversation in the terminal, with a pair or with a server."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from rich.console import Console
+from rich.text import Text
+
+from specbeam.doors.chats import BUNDLED_TEMPLATE, prompt_of_messages
+from specbeam.doors.cli.common import method_for, method_from
+from specbeam.doors.options.checks import FORMS
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.options.table import OPTIONS
+from specbeam.doors.plain import for_terminal, without_control
+from specbeam.doors.request import Request
+from specbeam.errors import MissingPackage, NotSupported, ServerRefused, SpecbeamError
+from specbeam.generation import pieces_of
+from specbeam.models.pair import Pair
+from specbeam.recipes.method import Method
+
+CHUNK = 64  # tokens of the pieces in which beginnings of prompts are kept
+KEPT_BYTES = 256 * 2**20  # memory for these, of all models together
+TIMEOUT_S = 600.0  # seconds that a server may be silent
+HELP = """\
+/new              begin a new conversation
+/method NAME      decode by another method
+/set NAME=VALUE   change a setting of the method; /set alone: back to its defaults
+/quit             end (also Ctrl-D); Ctrl-C ends an answer
+"""
+Message = dict[str, str]
+
+
+@dataclass
+class Cost:
+    """What an answer took, as far as it is known."""
+
+    tokens: int = 0
+    passes: int | None = None
+    prompt_tokens: int = 0
+    known_tokens: int = 0
+
+    def __str__(self) -> str:
+        parts = [f"{self.tokens} tokens"]
+        if self.passes is not None and self.tokens:
+            parts.append(f"{self.passes / self.tokens:.2f} passes per token")
+        parts.append(f"{self.known_tokens} of {self.prompt_tokens} tokens of the prompt were known")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """How answers are decoded.
+
+    Args:
+        settings: the options of generation that are not None, by the names of `specbeam.generate`.
+    """
+
+    method: str = ""
+    method_settings: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+
+
+@runtime_checkable
+class Speaker(Protocol):
+    """Who answers."""
+
+    name: str
+    holds_conversation: bool  # or answers each message by itself
+
+    def check(self, options: ChatOptions) -> str:
+        """Return in words what these options decode by. Raises `SpecbeamError` if they are wrong."""
+        ...
+
+    def answer(self, messages: list[Message], options: ChatOptions, cost: Cost) -> Iterator[str]:
+        """Yield the pieces of an answer, and note its cost at the end."""
+        ...
+
+
+class PairSpeaker:
+    """A pair in this process. What messages begin with is computed once for the whole conversation."""
+
+    def __init__(self, pair: Pair, name: str, template: str | None) -> None:
+        own = getattr(pair.tokenizer, "chat_template", None)
+        chosen = template or own
+        if chosen is None and name == "bundled":
+            chosen = BUNDLED_TEMPLATE
+        if chosen is None:
+            raise NotSupported(
+                f"{name} has no chat template; give one with --chat-template, or use `specbeam generate`"
+            )
+        self.pair = pair
+        self.name = name
+        self.template = chosen if chosen != own else None
+        self.holds_conversation = chosen != BUNDLED_TEMPLATE
+        models = [lm for lm in (pair.target, pair.draft) if lm is not None and hasattr(lm, "remember_prompts")]
+        for lm in models:
+            lm.remember_prompts(CHUNK, KEPT_BYTES // len(models))
+
+    def check(self, options: ChatOptions) -> str:
+        method = self._method(options)
+        method.parts(self.pair.target, self.pair.draft)
+        return f"{method.name}, {method.law}"
+
+    def _method(self, options: ChatOptions) -> Method:
+        return method_for(self.pair, options.method or None, options.method_settings)
+
+    def answer(self, messages: list[Message], options: ChatOptions, cost: Cost) -> Iterator[str]:
+        ids = prompt_of_messages(self.pair.tokenizer, self.template, messages)
+        settings = Settings.given(dict(options.settings), None)
+        request = Request.of(self.pair, ids, self._method(options), settings, options.seed)
+        for error in request.refused.values():
+            raise error
+        (session,) = request.sessions
+        yield from pieces_of(request)
+        best = request.answers(session)[0]
+        cost.tokens = len(best.tokens)
+        cost.passes = session.count.target_passes
+        cost.prompt_tokens = len(ids)
+        cost.known_tokens = session.recalled.get(self.pair.target, 0)
+
+
+class ServerSpeaker:
+    """A server that speaks OpenAI's API; methods and their settings are for specbeam's own."""
+
+    holds_conversation = True
+
+    def __init__(self, url: str, key: str) -> None:
+        try:
+            import httpx2
+        except ImportError as error:
+            raise MissingPackage("a server is asked with httpx2: pip install httpx2") from error
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._broken = (httpx2.HTTPError, httpx2.InvalidURL)
+        place = url.rstrip("/").removesuffix("/v1")
+        try:
+            self._http = httpx2.Client(base_url=place, headers=headers, timeout=TIMEOUT_S)
+        except self._broken as error:
+            raise ServerRefused(f"{url} is no address of a server: {error}") from error
+        self.name = self._model()
+
+    def _model(self) -> str:
+        try:
+            found = self._http.get("/v1/models")
+        except self._broken as error:
+            raise ServerRefused(f"no server answers at {self._http.base_url}: {error}") from error
+        self._raise_if_refused(found)
+        try:
+            return str(found.json()["data"][0]["id"])
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise ServerRefused(
+                f"{self._http.base_url} does not answer as OpenAI's API does: {found.text[:80]!r}"
+            ) from error
+
+    @staticmethod
+    def _raise_if_refused(answer: Any) -> None:
+        if answer.status_code == 200:
+            return
+        answer.read()
+        try:
+            message = str(answer.json()["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            message = answer.text[:200]
+        raise ServerRefused(f"the server refuses ({answer.status_code}): {message}")
+
+    def check(self, options: ChatOptions) -> str:
+        self._own(options)
+        return options.method or "the server's method"
+
+    @staticmethod
+    def _own(options: ChatOptions) -> dict[str, Any]:
+        """Return the part of a body that is specbeam's own."""
+        own: dict[str, Any] = {"method": options.method} if options.method else {}
+        if options.method:
+            method_from(options.method, options.method_settings)  # raises what is wrong with them
+        elif options.method_settings:
+            raise NotSupported("settings belong to a method; choose one first: --method NAME, or /method NAME")
+        for setting in options.method_settings:
+            name, _, value = setting.partition("=")
+            own[name] = _as_json(value)
+        return own
+
+    def answer(self, messages: list[Message], options: ChatOptions, cost: Cost) -> Iterator[str]:
+        body = _fields_of(options.settings)
+        body |= {"model": self.name, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
+        if options.seed is not None:
+            body["seed"] = options.seed
+        if own := body.pop("specbeam", {}) | self._own(options):
+            body["specbeam"] = own
+        try:
+            with self._http.stream("POST", "/v1/chat/completions", json=body) as answer:
+                self._raise_if_refused(answer)
+                yield from _pieces(answer.iter_lines(), cost)
+        except self._broken as error:
+            raise ServerRefused(f"the server went away: {error}") from error
+
+
+def _fields_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of generation as fields of a request. Raises `NotSupported` for those that have none of their form."""
+    body: dict[str, Any] = {}
+    for name, value in options.items():
+        option = OPTIONS[name]
+        if value == option.default:
+            continue
+        if option.field is None and (not option.names or name in FORMS):
+            raise NotSupported(f"{name} is not sent to servers; leave it out")
+        place = body.setdefault(option.field.inside, {}) if option.field is not None and option.field.inside else body
+        place[option.names[0] if option.field is None else name] = value
+    return body
+
+
+def _pieces(lines: Iterator[str], cost: Cost) -> Iterator[str]:
+    """Yield the text of a stream of events, and note its cost."""
+    for line in lines:
+        if not line.startswith("data: {"):
+            continue
+        event = json.loads(line.removeprefix("data: "))
+        if "error" in event:
+            raise ServerRefused(str(event["error"]["message"]))
+        for choice in event.get("choices", ()):
+            yield choice["delta"].get("content") or ""
+        if usage := event.get("usage"):
+            cost.tokens = usage["completion_tokens"]
+            cost.prompt_tokens = usage["prompt_tokens"]
+            cost.known_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        report = (event.get("specbeam") or {}).get("report")
+        if report:
+            cost.passes = report["target_passes"]
+
+
+def _as_json(value: str) -> Any:
+    try:
+        return json.loads(value.lower() if value in ("True", "False") else value)
+    except ValueError:
+        return value
+
+
+@dataclass
+class Chat:
+    """A conversation.
+
+    Args:
+        speaker: who answers.
+        options: how.
+        console: where it is shown.
+        read: returns what the user types; raises `EOFError` at the end.
+        system: what the speaker is told first; "": nothing.
+    """
+
+    speaker: Speaker
+    options: ChatOptions
+    console: Console
+    read: Callable[[], str]
+    system: str = ""
+    messages: list[Message] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Talk until the user ends it."""
+        self._begin()
+        self._note(f"{self.speaker.name}: {self.speaker.check(self.options)}. /help shows what else can be typed.")
+        if not self.speaker.holds_conversation:
+            self._note("It holds no conversation: each message is answered by itself.")
+        while True:
+            try:
+                line = self.read().strip()
+                if line == "/quit":
+                    return
+                self._take(line)
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                self._note("\n/quit or Ctrl-D ends the chat")
+
+    def _take(self, line: str) -> None:
+        """Answer a message, or do what a line that begins with a slash says."""
+        if line.startswith("/"):
+            self._obey(line)
+        elif line:
+            self._answer(line)
+
+    def _begin(self) -> None:
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    def _obey(self, line: str) -> None:
+        """Do what a line that begins with a slash says."""
+        order, _, value = line.partition(" ")
+        value = value.strip()
+        if order == "/new":
+            self._begin()
+            self._note("a new conversation")
+        elif order == "/method" and value:
+            self._change(ChatOptions(value, (), self.options.settings, self.options.seed))
+        elif order == "/set":
+            name = value.partition("=")[0]
+            others = [one for one in self.options.method_settings if one.partition("=")[0] != name]
+            chosen = (*others, value) if value else ()
+            self._change(ChatOptions(self.options.method, chosen, self.options.settings, self.options.seed))
+        else:
+            self._note(HELP.rstrip())
+
+    def _change(self, options: ChatOptions) -> None:
+        """Decode by other options from now on, unless they are wrong."""
+        try:
+            said = self.speaker.check(options)
+        except SpecbeamError as error:
+            self._complain(error)
+            return
+        self.options = options
+        self._note(said)
+
+    def _answer(self, text: str) -> None:
+        """Answer a message. An interrupt ends the answer, and what there is of it stays said; an error leaves no trace."""
+        asked = [*self.messages, {"role": "user", "content": text}]
+        cost = Cost()
+        said: list[str] = []
+        try:
+            with closing(self.speaker.answer(asked, self.options, cost)) as pieces:  # type: ignore[type-var]
+                for piece in pieces:
+                    said.append(piece)
+                    self._show(piece)
+        except KeyboardInterrupt:
+            self._note("\n(ended)")
+        except SpecbeamError as error:
+            if said:
+                self.console.print()
+            self._complain(error)
+            return
+        else:
+            self.console.print()
+            self._note(str(cost))
+        if self.speaker.holds_conversation:
+            self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
+
+    def _show(self, piece: str) -> None:
+        """Show a piece of an answer: of its control characters only ends of lines and tabs reach the terminal."""
+        self._print(without_control(piece), end="")
+
+    def _note(self, text: str) -> None:
+        self._print(text, style="dim")
+
+    def _complain(self, error: Exception) -> None:
+        self._print(f"specbeam: {error}", style="red")
+
+    def _print(self, text: str, end: str = "\n", style: str | None = None) -> None:
+        self.console.print(Text(for_terminal(text)), end=end, style=style, soft_wrap=True)

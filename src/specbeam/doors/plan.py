@@ -1,0 +1,418 @@
+"""One call, decoded: prompts, sources, options, generation configs and the method become numbers and parts, once."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool
+
+from specbeam.core.constraint import Constraint
+from specbeam.core.draft.batch import models_of
+from specbeam.core.draft.beams import NoDraft
+from specbeam.core.laws.warp import Warp
+from specbeam.core.limits import Limits
+from specbeam.core.lm import LM
+from specbeam.core.noise import request_key
+from specbeam.core.session import Parts
+from specbeam.doors.grammar.compiled import compiled
+from specbeam.doors.grammar.spelling import closing_tokens
+from specbeam.doors.options.checks import as_list, as_texts, is_integer, require
+from specbeam.doors.options.generation_config import OF_ENCODER_DECODERS, contradiction
+from specbeam.doors.options.guidance import Guidance
+from specbeam.doors.options.processors import biases_of
+from specbeam.doors.options.settings import DEFAULT_NEW_TOKENS, Settings
+from specbeam.doors.options.table import warper_names
+from specbeam.doors.sources import (
+    as_prompts,
+    check_decoder_prompt,
+    copied_tokens,
+    decoder_prompt,
+    readers,
+    source_of,
+    token_ids,
+)
+from specbeam.doors.usual import usual_method
+from specbeam.engines.families import most_before_angles_change
+from specbeam.engines.source import Source
+from specbeam.errors import BadPrompt, BadSetting, NotSupported
+from specbeam.models.encoder_decoder import EncoderDecoderLM
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.memory.lm import MemoryLM
+from specbeam.models.pair import Pair
+from specbeam.models.quantised import rounding_of
+from specbeam.recipes.catalogue import resolve
+from specbeam.recipes.method import Method, RequestInfo
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedText:
+    """One text to decode.
+
+    Attributes:
+        number: of its prompt.
+        prompt: the tokens that it begins with.
+        warp: turns logits into its law.
+        limits: when it ends.
+        key: of its chance; None: random.
+        context: what models read besides tokens, by model.
+        read: tokens of the source that the text may copy; None: there is no source.
+    """
+
+    number: int
+    prompt: list[int]
+    warp: Warp
+    limits: Limits
+    key: int | None
+    context: dict[Any, Any] = field(default_factory=dict)
+    read: list[int] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class CallPlan:
+    """What a call asks for, decoded once. Whoever has it looks at no option again.
+
+    A place is the number of a text. A prompt that cannot be decoded takes one place, which holds its error.
+
+    Attributes:
+        pair: the models.
+        method: the method that decodes.
+        parts: its parts; their law names rounded weights and the form of the texts, too.
+        eos: the end tokens.
+        constraint: enforces the form of the texts; None if there is no form.
+        answers: number of return sequences of each prompt.
+        answers_per_session: number of these that are decoded together, as beams.
+        audit: whether texts are audited.
+        texts: the text of each place, or the error of its prompt.
+        prompt_of: the number of the prompt at each place.
+    """
+
+    pair: Pair
+    method: Method
+    parts: Parts
+    eos: tuple[int, ...]
+    constraint: Constraint | None
+    answers: int
+    answers_per_session: int
+    audit: bool
+    texts: tuple[PlannedText | BadPrompt, ...]
+    prompt_of: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        pair: Pair,
+        prompts: Any,
+        method: Method | str | None = None,
+        options: Settings | Mapping[str, Any] = NO_OPTIONS,
+        seed: int | None = None,
+        audit: bool = False,
+        *,
+        generation_config: "GenerationConfig | None" = None,
+        completes: bool = True,
+    ) -> "CallPlan":
+        """Decode a call. Nothing is generated.
+
+        Args:
+            pair: the models.
+            prompts: one prompt or many, in any form that `inputs` lists.
+            method: a recipe, or its name; None: the default of the pair.
+            options: those of `generate`, by name.
+            seed: the same seed gives the same answers; None: a random seed.
+            audit: whether to test while decoding that the output has the declared law.
+            generation_config: of the caller; single options take precedence over it.
+            completes: whether options that are not given come from the model's own generation config.
+
+        Raises:
+            BadSetting, NotSupported: the options are wrong, or the method cannot honour them. The error of a single prompt
+                takes its place in `texts`.
+        """
+        settings = options if isinstance(options, Settings) else Settings.given(options, generation_config)
+        chosen = usual_method(pair) if method is None else resolve(method)
+        reason = contradiction(
+            generation_config, chosen.name, chosen.beams, not (chosen.greedy or settings.temperature == 0)
+        )
+        if reason is not None:
+            raise BadSetting(reason)
+        _check(chosen, settings)
+        limit_is_given = settings.max_new_tokens is not None or settings.max_length is not None
+        config = getattr(pair.target_model, "generation_config", None) if completes else None
+        also = OF_ENCODER_DECODERS if isinstance(pair.target, EncoderDecoderLM) else ()
+        settings = settings.completed(config, not chosen.greedy, also)
+        require(seed is None or is_integer(seed), "seed", seed, "an integer, or None for a random seed")
+        answers = settings.num_return_sequences
+        if answers > 1 and chosen.keeping is not None:
+            chosen = chosen.keeping(answers)
+        asked = _Asked.of(pair, chosen, settings, audit, limit_is_given)
+        per_session = answers if chosen.beams > 1 else 1
+        placed = list(asked.texts(prompts, None if seed is None else int(seed), answers // per_session))
+        return cls(
+            pair=pair,
+            method=chosen,
+            parts=asked.parts,
+            eos=asked.eos,
+            constraint=asked.constraint,
+            answers=answers,
+            answers_per_session=per_session,
+            audit=audit,
+            texts=tuple(text for _, text in placed),
+            prompt_of=tuple(number for number, _ in placed),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """What all texts of a call have in common, with the settings from which each text is planned.
+
+    Attributes:
+        guided: the model of the second pass for `guidance_scale`; None without guidance.
+        closing: which tokens can complete a stop string; None if that is not known or not needed.
+        drafting: the models that draft.
+        reading: the models that read sources.
+        limit_is_given: whether the caller has limited the length of texts.
+    """
+
+    pair: Pair
+    method: Method
+    settings: Settings
+    parts: Parts
+    eos: tuple[int, ...]
+    constraint: Constraint | None
+    guided: Any
+    closing: Bool[np.ndarray, " vocab"] | None
+    drafting: Sequence[LM]
+    reading: list[EncoderDecoderLM]
+    limit_is_given: bool
+
+    @classmethod
+    def of(cls, pair: Pair, method: Method, settings: Settings, audit: bool, limit_is_given: bool) -> "_Asked":
+        """Make the parts, and check what can be checked without a prompt."""
+        parts = method.parts(pair.target, pair.draft)
+        eos = settings.eos(pair.eos)
+        _check_tokens(settings, pair.target.vocab)
+        longest = settings.max_new_tokens or settings.max_length or DEFAULT_NEW_TOKENS
+        is_sure = settings.temperature == 0
+        method.check(RequestInfo(pair.target.vocab, eos, longest, settings.num_return_sequences, is_sure, audit))
+        form = settings.form
+        constraint = None
+        if form is not None:
+            constraint = compiled(form, settings.grammar_backend, pair.tokenizer, pair.target.vocab, eos)
+        parts = replace(parts, law=_full_law(parts.law, pair, settings))
+        guided = _guided_by(method, parts, pair, settings)
+        closing = _closing_tokens(pair, settings)
+        drafting = models_of(parts.drafter) or ()
+        reading = readers(pair, drafting)
+        return cls(pair, method, settings, parts, eos, constraint, guided, closing, drafting, reading, limit_is_given)
+
+    def texts(self, prompts: Any, seed: int | None, each: int) -> Iterator[tuple[int, PlannedText | BadPrompt]]:
+        """Yield the texts of each prompt, `each` of them, with its number; of a prompt that cannot be decoded its error."""
+        earlier: Counter[tuple[int, ...]] = Counter()  # number of texts so far, by prompt
+        reads = isinstance(self.pair.target, EncoderDecoderLM)
+        given = as_prompts(prompts)
+        check_decoder_prompt(self.pair, self.settings, len(given))
+        for number, prompt in enumerate(given):
+            source = None
+            context: dict[Any, Any] = {}  # of all texts of the prompt, so that its source is read once
+            try:
+                if reads:
+                    source, read = source_of(self.pair, prompt, number, self.reading)
+                    context = {lm: lm.own_source(source) for lm in self.reading}
+                    start = decoder_prompt(self.pair, self.settings, number)
+                    ids = [*read, *start]
+                else:
+                    start = ids = token_ids(self.pair, prompt, number, self.pair.target.vocab)
+                room = self._room(start, number)
+            except BadPrompt as error:
+                yield number, error
+                continue
+            for _ in range(each):
+                key = None if seed is None else request_key(seed, ids, earlier[tuple(ids)])
+                earlier[tuple(ids)] += 1
+                seen: list[int] | None = start if source is None else _tokens_of(source)
+                warp, limits = self._law_of(start, number, room, seen)
+                copied = None if source is None else copied_tokens(self.pair, source)
+                yield number, PlannedText(number, start, warp, limits, key, context, copied)
+
+    def _law_of(
+        self, prompt: list[int], number: int, room: int | None, source: list[int] | None
+    ) -> tuple[Warp, Limits]:
+        """Return what makes the law of one text, and when it ends.
+
+        Args:
+            prompt: the token ids.
+            number: number of the prompt.
+            room: number of new tokens for which the models have positions; None if there is no limit.
+            source: the tokens that an encoder reads, or those of the prompt; None for a source that is not text.
+        """
+        pair = self.pair
+        settings = self.settings
+        method = self.method
+        decoder = None if pair.tokenizer is None else pair.tokenizer.decode  # with its special tokens
+        fills_beams = method.fills_beams or method.greedy or settings.temperature == 0
+        keep = method.beams if fills_beams else settings.num_return_sequences
+        limits = settings.limits(self.eos, len(prompt), room, decoder, keep)
+        if method.beams == 1:  # greedy search and sampling are over at their first end
+            limits = replace(limits, early_stopping=True)
+        limits = replace(limits, closing=self.closing)
+        guidance = None
+        if self.guided is not None:
+            scale = float(settings.guidance_scale or 0)
+            guidance = Guidance(self.guided, scale, len(prompt), by_place=method.search)
+        warp = settings.warp(
+            self.eos,
+            method.greedy,
+            len(prompt),
+            number,
+            method.search,
+            self.constraint,
+            limits.max_new_tokens,
+            single=method.beams == 1,
+            source=source,
+            vocab=pair.target.vocab,
+            guidance=guidance,
+        )
+        return warp, limits
+
+    def _room(self, prompt: list[int], number: int) -> int | None:
+        """Return the number of new tokens for which the models have positions; None if there is no limit.
+
+        Raises `BadPrompt` if prompt `number` is too long for the settings or for the models. A limit in the model's own
+        generation config asks for no room: texts then end where the positions end.
+        """
+        settings = self.settings
+        pair = self.pair
+        models = pair if self.method.needs_draft else Pair(pair.target_model, None, None, pair.target, None)
+        room = models.room(len(prompt), self.drafting)
+        wanted = settings.new_tokens(len(prompt))
+        if wanted is not None and wanted < 1:
+            whose = "" if self.limit_is_given else " in the model's generation_config"
+            raise BadPrompt(
+                f"prompt {number} has {len(prompt)} tokens and max_length is {settings.max_length}{whose}, prompt and new "
+                "tokens together; raise it, or give max_new_tokens"
+            )
+        least = wanted if wanted is not None and self.limit_is_given else 1
+        if room is not None and room < least:
+            most = room + len(prompt)
+            why = f"the model has {most} positions; shorten the prompt or lower max_new_tokens"
+            if any(most_before_angles_change(config) == most for config in _configs_of(models)):
+                why = (
+                    f"beyond {most} tokens the model reads all of them with other angles ('longrope'), which what is stored "
+                    "does not have; shorten the prompt or lower max_new_tokens, or give the model its long factors for all "
+                    "lengths (docs/models.md)"
+                )
+            raise BadPrompt(f"prompt {number} has {len(prompt)} tokens and may get {least} new ones, but {why}")
+        return room
+
+
+def _guided_by(method: Method, parts: Parts, pair: Pair, settings: Settings) -> Any:
+    """Return the model of the second pass for `guidance_scale`; None without guidance.
+
+    Raises `NotSupported` if the pair or the method cannot have it.
+    """
+    if settings.guidance_scale in (None, 1):
+        return None
+    if method.search and not isinstance(parts.drafter, NoDraft):
+        raise NotSupported(
+            f"guidance_scale is not for {method.name}: with several beams transformers guides each beam by what "
+            "stood in its place before, which drafts cannot know; take sb.beam_search, or sb.dsbd, which guides each "
+            "text by itself"
+        )
+    return _guided_model(pair.target)
+
+
+def _full_law(law: str, pair: Pair, settings: Settings) -> str:
+    """Return the method's law, completed by how the target's weights are rounded, and by the form of the texts."""
+    rounding = rounding_of(pair.target)
+    if rounding:
+        law = f"{law}; of the target in {rounding}"
+    if isinstance(pair.target, MemoryLM):
+        law = f"{law}; of the target {pair.target.note}"
+    if settings.form_kind is not None:
+        law = f"{law}; constrained by {settings.form_kind}"
+    return law
+
+
+def _closing_tokens(pair: Pair, settings: Settings) -> Bool[np.ndarray, " vocab"] | None:
+    """Return which tokens can complete a stop string; None if that is not known or not needed.
+
+    Only compiled runs of many turns need it.
+    """
+    stops = as_texts(settings.stop_strings)
+    may_run = bool(stops) and pair.tokenizer is not None and getattr(pair.target, "supports_runs", False)
+    return closing_tokens(pair.tokenizer, pair.target.vocab, stops) if may_run else None
+
+
+def _check(method: Method, settings: Settings) -> None:
+    """Raise `NotSupported` or `BadSetting` if the method would ignore a setting or cannot give enough answers."""
+    if method.greedy:
+        warping = [name for name in warper_names() if getattr(settings, name) is not None]
+        if warping and settings.temperature != 0:
+            raise NotSupported(f"{method.name} does not draw, so {', '.join(warping)} would be ignored; leave it out")
+        if settings.num_return_sequences > 1 and method.beams == 1:
+            raise NotSupported(f"{method.name} has one answer; num_return_sequences is {settings.num_return_sequences}")
+    if method.beams > 1 and settings.num_return_sequences > method.beams:
+        raise BadSetting(
+            f"num_return_sequences is {settings.num_return_sequences}, but {method.name} keeps {method.beams} beams"
+        )
+
+
+def _check_tokens(settings: Settings, vocab: int) -> None:
+    """Raise `BadSetting` if eos_token_id or bad_words_ids holds a token that the model does not have."""
+    ends = [token for token in settings.eos(None) if not 0 <= token < vocab]
+    if ends:
+        raise BadSetting(f"eos_token_id is {ends[0]}; the model knows 0 to {vocab - 1} ([] for no end token)")
+    words = [token for word in settings.bad_words_ids or [] for token in word]
+    named = {
+        "bad_words_ids": words,
+        "forced_bos_token_id": as_list(settings.forced_bos_token_id),
+        "forced_eos_token_id": as_list(settings.forced_eos_token_id),
+        "suppress_tokens": settings.suppress_tokens or [],
+        "sequence_bias": [token for words in biases_of(settings.sequence_bias) for token in words],
+        "begin_suppress_tokens": settings.begin_suppress_tokens or [],
+    }
+    for name, tokens in named.items():
+        unknown = [token for token in tokens if token is not None and token >= vocab]
+        if unknown:
+            raise BadSetting(f"{name} holds {unknown[0]}; the model knows 0 to {vocab - 1}")
+
+
+def _guided_model(target: Any) -> Any:
+    """Return the model of transformers that runs the second pass of a target.
+
+    Raises `NotSupported` if it would have another law than the target's own passes, or if there is none.
+    """
+    reason = ""
+    if not isinstance(target, HuggingFaceLM):
+        reason = "the target of this pair is not run by transformers' model alone"
+    elif isinstance(target, EncoderDecoderLM):
+        reason = f"{type(target.model).__name__} reads a source, and transformers guides models that continue prompts"
+    elif rounding_of(target):
+        reason = f"the target is decoded in {rounding_of(target)}, and the second pass would not be"
+    elif target.engine == "compiled" and target.model.dtype != torch.float32:
+        reason = (
+            f"the target computes in float32, and the second pass would in {target.model.dtype}: load(dtype='float32')"
+        )
+    if reason:
+        raise NotSupported(f"guidance_scale needs a second pass of the target without the prompt; {reason}")
+    return target.model
+
+
+def _tokens_of(source: Source) -> list[int] | None:
+    """Return the tokens of a source; None if it is not text."""
+    if source.inputs is None or source.name != "input_ids":
+        return None
+    return [int(token) for token in source.inputs[0].tolist()]
+
+
+def _configs_of(pair: Pair) -> list[Any]:
+    """Return the configurations of the models of a pair, of their texts."""
+    models: list[Any] = [pair.target_model, pair.draft_model]
+    return [model.config.get_text_config() for model in models if hasattr(model, "config")]

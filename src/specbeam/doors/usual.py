@@ -1,0 +1,28 @@
+"""The method of a pair for which none is chosen: the same at all doors."""
+
+from collections.abc import Sequence
+
+from specbeam.doors.method_text import method_from
+from specbeam.models.pair import Pair
+from specbeam.recipes.method import Method
+
+USUAL_BEAMS = 4  # of both recipes
+WITHOUT_DRAFTS = "decoded without drafts, as the pair has no draft model"
+
+
+def usual_name(pair: Pair) -> str:
+    """Return the name of a pair's default recipe: `dsbd` with a draft, and without one the recipe of the same law."""
+    return "beam_sampling" if pair.draft is None else "dsbd"
+
+
+def usual_method(pair: Pair, settings: Sequence[str] = ()) -> Method:
+    """Return the default method of a pair. Its law, which each report has, names the lack of drafts.
+
+    Args:
+        pair: the models.
+        settings: of the recipe, as NAME=VALUE.
+    """
+    method = method_from(usual_name(pair), settings)
+    if pair.draft is not None:
+        return method
+    return method.with_parts(law=f"{method.law}; {WITHOUT_DRAFTS}")
