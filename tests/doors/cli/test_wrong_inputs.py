@@ -32,7 +32,6 @@ READING = {
     "bench methods": ["bench", "methods", "-f", "FILE"],
     "bench speed": ["bench", "speed", "-f", "FILE"],
     "bench serve": ["bench", "serve", "http://127.0.0.1:9", "-f", "FILE"],
-    "bench scale": ["bench", "scale", "--samples", "FILE"],
     "train draft": ["train", "draft", "-o", "new", "-f", "FILE"],
     "train eagle3": ["train", "eagle3", "-o", "new", "-f", "FILE"],  # as all kinds of heads
     "train hmt": ["train", "hmt", "-o", "new", "-f", "FILE"],
@@ -219,7 +218,6 @@ NUMBERS = [
     ["bench", "passes", "--rows", "0"],
     ["bench", "cliffs", "--batch-sizes", "0"],
     ["bench", "methods", "--beams", "0"],
-    ["bench", "scale", "--ranks", "0"],
     ["bench", "serve", "http://127.0.0.1:9", "--requests", "1"],
     ["bench", "serve", "nonsense", "--requests", "1"],
     ["bench", "serve", "--body", "[]"],
