@@ -4,17 +4,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from specbeam import Beam, Generation, Method, Pair
 from specbeam.apps.jobs.rows import JobRow, row_seed
-from specbeam.core.decoder import Decoder
-from specbeam.core.records import Beam, Generation
-from specbeam.core.runs import TURNS
-from specbeam.doors.options.settings import Settings
-from specbeam.doors.request import Request
-from specbeam.doors.sources import source_length
+from specbeam.core import TURNS, Decoder
+from specbeam.doors import Request, Settings, source_length
 from specbeam.errors import BadSetting, NotSupported, SpecbeamError, TooFewAnswers
-from specbeam.models.pair import Pair
-from specbeam.recipes.catalogue import resolve
-from specbeam.recipes.method import Method
+from specbeam.recipes import resolve
 
 # The columns of an answer, with their types for tables that have such; `id` is a text or an integer.
 ANSWER_COLUMNS = {

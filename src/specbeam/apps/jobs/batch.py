@@ -12,9 +12,8 @@ from specbeam.apps.jobs.answering import ANSWER_COLUMNS, Work, answer_rows
 from specbeam.apps.jobs.journal import Journal, Progress
 from specbeam.apps.jobs.rows import USUAL_COLUMNS, Columns, JobRow, row_of
 from specbeam.apps.jobs.tables import kind_of, read_table, write_table
-from specbeam.core.measure.kept_figures import weights_key
-from specbeam.core.whole_files import whole
-from specbeam.doors.places import require_place, writing
+from specbeam.core import weights_key, whole
+from specbeam.doors import require_place, writing
 from specbeam.errors import BadPrompt, BadSetting, SpecbeamError
 
 COMMIT_S = 1.0  # seconds after which an answer is on the disk, and one more step

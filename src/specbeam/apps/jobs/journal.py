@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specbeam.apps.jobs.rows import JobRow
-from specbeam.doors.places import require_place, writing
+from specbeam.doors import require_place, writing
 from specbeam.errors import BadPrompt, BadSetting, CannotWrite
 
 LOG = logging.getLogger("specbeam.jobs")

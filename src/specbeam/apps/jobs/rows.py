@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from specbeam.doors.inputs import plain
-from specbeam.doors.options.checks import is_integer
-from specbeam.doors.prompts import of_record
+from specbeam.doors import as_plain, is_integer, of_record
 from specbeam.errors import BadPrompt, BadSetting
 
 # The settings that a row may have for itself; the form of texts among them, but nothing that is a Python object.
@@ -110,7 +108,7 @@ def _id_in(fields: Mapping[str, Any], columns: Columns, number: int) -> str | in
 def _prompt_in(fields: Mapping[str, Any], columns: Columns) -> tuple[Any, bool]:
     """Return the prompt of a row, and whether it is messages."""
     names = (columns.prompt, columns.messages, columns.token_ids)
-    fields = {name: plain(value) for name, value in fields.items()}
+    fields = {name: as_plain(value) for name, value in fields.items()}
     given = [name for name in names if fields.get(name) is not None and _is_filled(fields[name])]
     if len(given) > 1:
         raise BadPrompt(f"the row has {' and '.join(given)}; leave all but one of them empty")

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specbeam.doors.places import DAMAGE, OPENERS, require_file
-from specbeam.doors.plain import as_json
+from specbeam.doors import DAMAGE, OPENERS, as_json, require_file
 from specbeam.errors import BadPrompt, BadSetting, MissingFile, MissingPackage
 
 KINDS = (".jsonl", ".csv", ".parquet")

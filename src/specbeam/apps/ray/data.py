@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from specbeam import load
 from specbeam.apps.jobs.answering import ANSWER_COLUMNS, answer_rows, work_of
 from specbeam.apps.jobs.rows import Columns, row_of
-from specbeam.doors.inputs import plain
+from specbeam.doors import as_plain
 from specbeam.errors import BadSetting
-from specbeam.models.pair import load
-from specbeam.recipes.settings_text import method_from
+from specbeam.recipes import method_from
 
 ROWS_OF_BLOCK = 64  # a block is written whole, so that is what the end of a worker costs
 CPUS = 0.5  # of a worker, as Ray counts: when a job goes on, a filter that reads what is done needs a place, too
@@ -64,7 +64,9 @@ class Decode:
 
         fields = [dict(zip(block, values, strict=True)) for values in zip(*block.values(), strict=True)]
         rows = [
-            row_of(number, {self.columns.id: None} | {name: plain(value) for name, value in one.items()}, self.columns)
+            row_of(
+                number, {self.columns.id: None} | {name: as_plain(value) for name, value in one.items()}, self.columns
+            )
             for number, one in enumerate(fields)
         ]
         answers: dict[int, dict[str, Any]] = {}

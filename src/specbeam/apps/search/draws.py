@@ -6,14 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from specbeam.core.decode import decode
-from specbeam.core.records import Generation
-from specbeam.core.runs import TURNS
-from specbeam.doors.options.settings import Settings
-from specbeam.doors.request import Request
+from specbeam import Generation, Method, Pair, decode
+from specbeam.core import TURNS
+from specbeam.doors import Request, Settings
 from specbeam.errors import SpecbeamError
-from specbeam.models.pair import Pair
-from specbeam.recipes.method import Method
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specbeam import Method, Pair, load
 from specbeam.apps.search.draws import Draw, Drawn, drawn, seed_of
 from specbeam.apps.search.tree import CLOSED, CUT_OFF, FINISHED, OPEN, Node, SearchResult
 from specbeam.apps.search.value import Value, checked_values
-from specbeam.doors.options.checks import is_integer, require
-from specbeam.doors.options.settings import Settings
-from specbeam.doors.request import Request
-from specbeam.doors.sources import as_prompts, require_prompts
+from specbeam.doors import Request, Settings, as_prompts, is_integer, require, require_prompts
 from specbeam.errors import BadSetting, BrokenValue, NotSupported, SearchFailed, SpecbeamError
-from specbeam.models.pair import Pair, load
-from specbeam.recipes.method import Method
 
 TAKEN = ("max_new_tokens", "stop_strings", "num_return_sequences", "max_length", "min_new_tokens")
 NO_LIMIT = 2**62  # tokens

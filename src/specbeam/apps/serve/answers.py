@@ -10,18 +10,14 @@ from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from specbeam import __version__
+from specbeam import Beam, Generation, Pair, __version__
 from specbeam.apps.serve.engine import Job
 from specbeam.apps.serve.mapping import Order
 from specbeam.apps.serve.scoring import TokenScore
-from specbeam.core.draft.beams import NoDraft
-from specbeam.core.measure.kept_figures import weights_key
-from specbeam.core.records import Beam, Generation
-from specbeam.doors.grammar.spelling import UNKNOWN, text_of_tokens
-from specbeam.doors.options.checks import as_texts
-from specbeam.doors.request import Request
+from specbeam.core import weights_key
+from specbeam.core.draft import NoDraft
+from specbeam.doors import Request, as_texts, text_of_tokens
 from specbeam.errors import SpecbeamError, TooFewAnswers
-from specbeam.models.pair import Pair
 
 NO_LOGPROB = -9999.0  # OpenAI's number for a token of probability 0
 
@@ -185,7 +181,7 @@ def _token_text(tokenizer: Any, token: int) -> tuple[str, bytes]:
     text = text_of_tokens(tokenizer, [token])
     if text == "":  # special tokens are no text
         text = str(tokenizer.decode([token], skip_special_tokens=False))
-    if UNKNOWN not in text:
+    if "\N{REPLACEMENT CHARACTER}" not in text:
         return text, text.encode()
     piece = str(tokenizer.convert_ids_to_tokens(token))
     if found := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece):

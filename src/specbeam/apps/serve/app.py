@@ -22,7 +22,18 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from specbeam import __version__
+from specbeam import (
+    Generation,
+    Method,
+    Pair,
+    __version__,
+    beam_search,
+    decode,
+    dsbd,
+    sampling,
+    speculative_beam_search,
+    speculative_sampling,
+)
 from specbeam.apps.serve.answers import fingerprint, token_text
 from specbeam.apps.serve.asking import DONE, Asking, FormPool, as_event, new_number
 from specbeam.apps.serve.auth import Client, Keys
@@ -53,24 +64,11 @@ from specbeam.apps.serve.speech_desk import SpeechDesk
 from specbeam.apps.serve.speech_orders import AudioBody
 from specbeam.apps.speech.audio import RATE
 from specbeam.apps.speech.transcribe import TEMPERATURES, Thresholds, ears_of, extractor_of, methods_of
-from specbeam.core.constraint import Form
-from specbeam.core.decode import decode
-from specbeam.core.records import Generation
-from specbeam.core.runs import TURNS
-from specbeam.doors.chats import BUNDLED_TEMPLATE
-from specbeam.doors.grammar.compiled import compiled
-from specbeam.doors.options.settings import Settings
-from specbeam.doors.request import Request as SessionRequest
-from specbeam.doors.sources import hears
+from specbeam.core import TURNS
+from specbeam.doors import BUNDLED_TEMPLATE, Settings, chosen_by_speed, hears
+from specbeam.doors import Request as SessionRequest
 from specbeam.errors import BadSetting, MissingFile, NotSupported, SpecbeamError
-from specbeam.generation import chosen_by_speed
-from specbeam.models.pair import Pair
-from specbeam.recipes.beams import dsbd, sampling
-from specbeam.recipes.catalogue import HEAD_RECIPES
-from specbeam.recipes.method import Method, recipe_of
-from specbeam.recipes.search import beam_search, speculative_beam_search
-from specbeam.recipes.sequence import speculative_sampling
-from specbeam.recipes.settings_text import method_from
+from specbeam.recipes import HEAD_RECIPES, method_from, recipe_of
 
 LOG = logging.getLogger("specbeam.serve")
 PAGE = Path(__file__).parent / "page" / "index.html"
@@ -561,7 +559,7 @@ def _warm_up(pair: Pair, served: Served) -> None:
         _warm_ears(pair, served)
         return
     with contextlib.suppress(SpecbeamError):  # what the first form would wait for: the spellings of all tokens
-        compiled(Form("regex", "a+"), "llguidance", pair.tokenizer, pair.target.vocab, tuple(pair.eos))
+        SessionRequest(pair, [], sampling(), Settings(regex="a+"), 0)
     beams = min(config.default_beams, config.max_beams)
     usual = [served.method, beam_search(beams)]
     if pair.draft is not None:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
+from specbeam import Generation
 from specbeam.apps.serve.answers import (
     AnsweredRequest,
     ReturnedText,
@@ -37,10 +38,8 @@ from specbeam.apps.serve.mapping import Order, Served
 from specbeam.apps.serve.refusals import Refusal, invalid, refusal_of
 from specbeam.apps.serve.scoring import TokenScore
 from specbeam.apps.serve.trace import turn_record
-from specbeam.core.records import Generation, Turn
-from specbeam.core.session import Session
-from specbeam.doors.growing_text import GrowingText, unsent
-from specbeam.doors.request import Request
+from specbeam.core import Session, Turn
+from specbeam.doors import GrowingText, Request, unsent
 from specbeam.errors import Cancelled, SpecbeamError
 
 PING_S = 15.0  # seconds of silence after which a stream shows that it lives

@@ -12,22 +12,14 @@ from functools import partial
 from queue import Queue
 from typing import Any, TypeVar
 
+from specbeam import Generation, Method, Pair
 from specbeam.apps.serve.buckets import SECONDS, Buckets
 from specbeam.apps.serve.line import Line
 from specbeam.apps.serve.scoring import TokenScore, score_texts
-from specbeam.core.decode import Decoder
-from specbeam.core.lm import LM
-from specbeam.core.measure.energy import joules_now
-from specbeam.core.records import Generation, Turn
-from specbeam.core.runs import TURNS
-from specbeam.core.session import Session
-from specbeam.doors.options.settings import Settings
-from specbeam.doors.request import Request
+from specbeam.core import LM, TURNS, Decoder, Session, Turn, joules_now
+from specbeam.doors import Request, Settings, in_prompt_order, resolved_method, settled_tokens
 from specbeam.errors import Cancelled, SpecbeamError, TimedOut
-from specbeam.generation import in_prompt_order, resolved_method, settled_tokens
-from specbeam.models.encoder_decoder import EncoderDecoderLM
-from specbeam.models.pair import Pair
-from specbeam.recipes.method import Method
+from specbeam.models import EncoderDecoderLM
 
 LOG = logging.getLogger("specbeam.serve")
 DELAY_S = 0.05  # seconds for which turns may be taken without looking up

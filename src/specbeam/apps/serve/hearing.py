@@ -6,6 +6,7 @@ from collections.abc import Callable
 from queue import Queue
 from typing import Any, TypeVar
 
+from specbeam import Generation, Method, Pair
 from specbeam.apps.serve.auth import Client
 from specbeam.apps.serve.config import ServerConfig
 from specbeam.apps.serve.engine import Engine, Job, QueueFull
@@ -13,14 +14,9 @@ from specbeam.apps.serve.speech_orders import SpeechOrder
 from specbeam.apps.speech.audio import read_audio_bytes
 from specbeam.apps.speech.records import Transcript
 from specbeam.apps.speech.transcribe import Models, ears_of
-from specbeam.core.records import Generation
-from specbeam.core.session import Session
-from specbeam.doors.options.settings import Settings
-from specbeam.doors.request import Request
+from specbeam.core import Session
+from specbeam.doors import Request, Settings, in_prompt_order
 from specbeam.errors import Cancelled, TimedOut
-from specbeam.generation import in_prompt_order
-from specbeam.models.pair import Pair
-from specbeam.recipes.method import Method
 
 DRAWS = "above temperature 0"  # the name of the method that is taken there, the same for all requests
 AGAIN_S = 0.05  # seconds after which a window asks for a place again

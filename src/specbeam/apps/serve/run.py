@@ -13,11 +13,11 @@ from typing import Any
 
 import uvicorn
 
+from specbeam import Pair
 from specbeam.apps.serve.app import BeamServer, make_app
 from specbeam.apps.serve.config import ServerConfig
-from specbeam.doors.with_memory import load_by_name
+from specbeam.doors import load_by_name
 from specbeam.errors import SpecbeamError
-from specbeam.models.pair import Pair
 
 LOG = logging.getLogger("specbeam.serve")
 WATCH_S = 1.0  # seconds between two looks at the engine

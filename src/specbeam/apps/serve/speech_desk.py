@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
+from specbeam import Generation, Pair
 from specbeam.apps.serve.auth import Client
 from specbeam.apps.serve.bodies import read_bytes, unless_gone
 from specbeam.apps.serve.engine import Job
@@ -23,10 +24,8 @@ from specbeam.apps.speech.audio import check_readable
 from specbeam.apps.speech.formats import check_subtitles
 from specbeam.apps.speech.records import Transcript
 from specbeam.apps.speech.transcribe import extractor_of, thresholds_of
-from specbeam.core.records import Generation
-from specbeam.doors.speech_tokens import speech_tokens
+from specbeam.doors import speech_tokens_of
 from specbeam.errors import BadAudio, SpecbeamError
-from specbeam.models.pair import Pair
 
 if TYPE_CHECKING:
     from specbeam.apps.serve.app import BeamServer
@@ -70,7 +69,7 @@ class SpeechDesk:
         check_subtitles()
         thresholds_of(pair.target_model.generation_config)
         self.extractor = extractor_of(pair)
-        self.knows_languages = bool(speech_tokens(pair).languages)
+        self.knows_languages = bool(speech_tokens_of(pair).languages)
 
     def close(self) -> None:
         """Let the threads end when what they do is done."""

@@ -5,12 +5,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
+from specbeam import Method
 from specbeam.apps.serve.mapping import Served, check_model, named_method
 from specbeam.apps.serve.multipart import MultipartForm
 from specbeam.apps.serve.protocol import SpecbeamOptions, Strict, object_of, refusal_of_fields
 from specbeam.apps.serve.refusals import invalid, shown
 from specbeam.apps.speech.transcribe import TEMPERATURES
-from specbeam.recipes.method import Method
 
 AudioFormat = Literal["json", "text", "srt", "verbose_json", "vtt"]
 TASKS = {"/v1/audio/transcriptions": "transcribe", "/v1/audio/translations": "translate"}

@@ -4,9 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from specbeam.core.records import Turn
-from specbeam.core.session import Session
-from specbeam.doors.render import Leaf, Words, picture
+from specbeam.core import Session, Turn
+from specbeam.doors import Leaf, Words, picture
 
 
 def turn_record(session: Session, turn: Turn, words: Words, number: int, milliseconds: float) -> dict[str, Any]:

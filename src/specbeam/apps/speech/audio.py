@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-from specbeam.doors.options.checks import is_integer
+from specbeam.doors import is_integer
 from specbeam.errors import BadAudio, MissingFile, MissingPackage
 
 RATE = 16_000  # samples per second that speech models are made for

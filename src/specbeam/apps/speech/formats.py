@@ -7,7 +7,7 @@ import unicodedata
 from typing import Any
 
 from specbeam.apps.speech.records import Segment, Transcript
-from specbeam.doors.options.checks import is_integer, require
+from specbeam.doors import is_integer, require
 from specbeam.errors import BadSetting, MissingPackage
 
 SUBTITLES = ("srt", "vtt")

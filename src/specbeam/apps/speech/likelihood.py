@@ -2,23 +2,16 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from specbeam.core.control.fixed import FixedShape
-from specbeam.core.draft.beams import NoDraft
-from specbeam.core.forest import Forest
-from specbeam.core.laws.warp import Warp, on_host, processed_rows
-from specbeam.core.limits import Limits
-from specbeam.core.lm import fill_prompts
-from specbeam.core.session import Parts, Session
-from specbeam.core.verify.search import SearchRule
-from specbeam.engines.source import Source
-from specbeam.models.encoder_decoder import EncoderDecoderLM
-
-ROWS = 64  # of a pass: its logits are as many times the vocabulary
+from specbeam.core import logits_below
+from specbeam.core.laws import Warp, on_host, processed_rows
+from specbeam.engines import Source
+from specbeam.models import EncoderDecoderLM
 
 
 @dataclass(frozen=True)
@@ -63,29 +56,22 @@ def score_window(
     logliks = [0.0] * len(texts)
     silence = None
     everywhere, later, first_only = _parts_of(warp, len(start))
-    session = _seat(list(start[:head]), lm, source)
-    try:
-        while not fill_prompts(lm, [session], [session.parts.needs], 1)[0]:
-            pass
-        forest = Forest.rooted([start[head - 1]])
-        for first in range(0, len(tokens) + 1, ROWS):
-            last = min(first + ROWS, len(tokens) + 1)
-            fresh = slice(max(first - 1, 0), last - 1)
-            forest = forest.grown(tokens[fresh], parents[fresh])
-            (scored,) = lm.extend([session], [forest])
-            rows = on_host(scored.logits)
+    with closing(logits_below(lm, start[:head], tokens, parents, context={lm: source})) as passes:
+        first = 0
+        for logits in passes:
+            if not len(logits):  # a part of the prompt was stored
+                continue
+            rows = on_host(logits)
             if first == 0 and no_speech is not None:
                 silence = float(torch.from_numpy(rows[0]).double().softmax(-1)[no_speech])
-            rows = processed_rows(rows, everywhere, np.zeros((last - first, 1), dtype=np.int64).copy)
-            for node in range(first, last):
-                row = rows[node - first : node - first + 1]
+            rows = processed_rows(rows, everywhere, np.zeros((len(rows), 1), dtype=np.int64).copy)
+            for node, row in enumerate(rows, first):
                 for number, place in asked[node]:
                     so_far = np.array([[*start, *texts[number][:place]]], dtype=np.int64)
-                    made = processed_rows(row, first_only if place == 0 else later, so_far.copy)
+                    made = processed_rows(row[None], first_only if place == 0 else later, so_far.copy)
                     law = torch.from_numpy(made).double().log_softmax(-1)
                     logliks[number] += float(law[0, texts[number][place]])
-    finally:
-        lm.close(session)
+            first += len(rows)
     return WindowScores(logliks, silence)
 
 
@@ -133,11 +119,3 @@ def _joined(trunk: Sequence[int], texts: Sequence[Sequence[int]]) -> tuple[list[
             path.append(len(tokens))
         places.append(path)
     return tokens, parents, places
-
-
-def _seat(prompt: list[int], lm: EncoderDecoderLM, source: Source) -> Session:
-    """Return a session that is not decoded: what a model needs to score forests below a prompt."""
-    parts = Parts(NoDraft(), SearchRule(1), FixedShape(0, 0), "")
-    session = Session(prompt, parts, Warp(greedy=True), Limits(1), 0)
-    session.context = {lm: source}
-    return session

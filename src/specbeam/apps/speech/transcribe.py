@@ -10,26 +10,26 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
+from specbeam import (
+    Generation,
+    Method,
+    Pair,
+    beam_search,
+    generate,
+    load,
+    sampling,
+    speculative_beam_search,
+    speculative_sampling,
+)
 from specbeam.apps.speech.audio import RATE, Samples, is_silent, read_audio
 from specbeam.apps.speech.likelihood import score_window
 from specbeam.apps.speech.records import Segment, Transcript
 from specbeam.apps.speech.windows import HOP_S, STEP_S, Features, features_of, slices_of, within
-from specbeam.core.records import Generation
-from specbeam.doors.options.checks import is_integer, require
-from specbeam.doors.options.generation_config import OF_ENCODER_DECODERS
-from specbeam.doors.options.settings import Settings
-from specbeam.doors.speech_tokens import SpeechTokens, code_of, speech_tokens
-from specbeam.engines.source import Source
+from specbeam.doors import OF_ENCODER_DECODERS, Settings, SpeechTokens, code_of, is_integer, require, speech_tokens_of
+from specbeam.engines import Source
 from specbeam.errors import BadSetting, NotSupported
-from specbeam.generation import generate
-from specbeam.models.checkpoints.boundary import reading
-from specbeam.models.encoder_decoder import EncoderDecoderLM
-from specbeam.models.pair import Pair, load
-from specbeam.recipes.beams import sampling
-from specbeam.recipes.catalogue import resolve
-from specbeam.recipes.method import Method
-from specbeam.recipes.search import beam_search, speculative_beam_search
-from specbeam.recipes.sequence import speculative_sampling
+from specbeam.models import EncoderDecoderLM, reading
+from specbeam.recipes import resolve
 
 if TYPE_CHECKING:
     from transformers import WhisperFeatureExtractor
@@ -311,7 +311,7 @@ def ears_of(
         conditions: whether a window is conditioned on what the windows before it say.
     """
     lm = listener_of(pair)
-    tokens = speech_tokens(pair)
+    tokens = speech_tokens_of(pair)
     temperatures = _temperatures(temperature)
     require(is_integer(best_of) and best_of >= 1, "best_of", best_of, "an integer of at least 1")
     if conditions is None:

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 
 from specbeam.apps.speech.audio import RATE, Samples
-from specbeam.models.encoder_decoder import EncoderDecoderLM
+from specbeam.models import EncoderDecoderLM
 
 STEP_S = 0.02  # seconds between two timestamps
 HOP_S = 0.01  # seconds between two frames

@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from specbeam.core.records import Turn
-from specbeam.generation import Prompt, turns_of
-from specbeam.models.pair import Pair
-from specbeam.recipes.sequence import sequoia
+from specbeam import Pair, sequoia, turns_of
+from specbeam.core import Turn
+from specbeam.doors import Prompt
 
 
 @dataclass(frozen=True)

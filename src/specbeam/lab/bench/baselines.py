@@ -10,13 +10,11 @@ from typing import Any
 
 import torch
 
-from specbeam.doors.options.generation_config import OF_MODELS, WARPERS
-from specbeam.engines.eligibility import reads_sources
-from specbeam.engines.families import family_of
+from specbeam import Pair
+from specbeam.doors import OF_MODELS, WARPERS, Prompt
+from specbeam.engines import family_of, reads_sources
 from specbeam.errors import BadSetting, MissingPackage, NotSupported
-from specbeam.generation import Prompt
 from specbeam.lab.bench.outcome import Contender, Outcome
-from specbeam.models.pair import Pair
 
 MODES = ("greedy", "sampling", "beam_search", "beam_sampling", "assisted", "assisted_greedy")
 SAMPLING_OPTIONS = WARPERS  # for modes that sample

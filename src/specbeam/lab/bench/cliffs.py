@@ -7,16 +7,22 @@ from typing import Any
 
 import numpy as np
 
+from specbeam import (
+    Method,
+    Pair,
+    beam_sampling,
+    beam_search,
+    dsbd,
+    greedy,
+    sampling,
+    speculative_beam_search,
+    speculative_sampling,
+)
+from specbeam.doors import Prompt
 from specbeam.errors import MissingPackage
-from specbeam.generation import Prompt
 from specbeam.lab.bench.baselines import transformers
 from specbeam.lab.bench.outcome import Contender, Outcome, specbeam
 from specbeam.lab.bench.speed import Spread, in_batches, interleaved
-from specbeam.models.pair import Pair
-from specbeam.recipes.beams import beam_sampling, dsbd, greedy, sampling
-from specbeam.recipes.method import Method
-from specbeam.recipes.search import beam_search, speculative_beam_search
-from specbeam.recipes.sequence import speculative_sampling
 
 # name of a method -> (its recipe, the mode of transformers that it replaces)
 METHODS: dict[str, tuple[Callable[[], Method], str]] = {

@@ -1,9 +1,9 @@
 """What a pass of a draft head costs, beside a pass of its target."""
 
-from specbeam.models.heads.lm import HeadLM
-from specbeam.models.huggingface import HuggingFaceLM
-from specbeam.models.pair import Pair
-from specbeam.recipes.tuning.costs import curve_of
+from specbeam import Pair
+from specbeam.models import HuggingFaceLM
+from specbeam.models.heads import HeadLM
+from specbeam.recipes import curve_of
 
 ROWS = (1, 8, 32)
 

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specbeam.core.records import Generation
+from specbeam import Generation, Method
 from specbeam.lab.evaluate.intervals import interval, ratio_interval, share_interval
 from specbeam.lab.evaluate.perplexity import exp, summary
 from specbeam.lab.evaluate.task import bleu, bleu_counts, bleu_of, exact_match, hits
-from specbeam.recipes.method import Method
 
 METRICS = ("BLEU", "exact match")
 # names of the methods to which the ratios of the others are taken

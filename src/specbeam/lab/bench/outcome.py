@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from specbeam.core.records import Generation, RowCounts
-from specbeam.generation import Prompt, generate
-from specbeam.models.pair import Pair
-from specbeam.recipes.method import Method
+from specbeam import Generation, Method, Pair, generate
+from specbeam.core import RowCounts
+from specbeam.doors import Prompt
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ from typing import TypeVar
 from specbeam.lab.bench.cost_fits import Fit, knee_fit, straight_fit
 from specbeam.lab.bench.speed import Spread
 from specbeam.lab.bench.transformers_cache import CopiedPrompt, token_bytes
-from specbeam.models.huggingface import HuggingFaceLM
-from specbeam.recipes.tuning.costs import NODES
-from specbeam.recipes.tuning.stored_prompt import StoredPrompt, TurnCost
+from specbeam.models import HuggingFaceLM
+from specbeam.recipes import NODES, StoredPrompt, TurnCost
 
 LENGTHS = (128, 512, 1024, 2048, 4096)
 BEAMS = (1, 4, 16, 64)

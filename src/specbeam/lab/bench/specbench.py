@@ -8,16 +8,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from specbeam.doors.chats import prompt_of_messages
-from specbeam.doors.places import text_of, write_output
-from specbeam.doors.plain import as_json
-from specbeam.doors.prompts import spread
+from specbeam import Method, Pair, generate, sampling, turns_of
+from specbeam.doors import as_json, prompt_of_messages, spread, text_of, write_output
 from specbeam.errors import BadPrompt, BadSetting
-from specbeam.generation import generate, turns_of
 from specbeam.lab.evaluate.intervals import ratio_interval
-from specbeam.models.pair import Pair
-from specbeam.recipes.beams import sampling
-from specbeam.recipes.method import Method
 
 TASKS = ("multi-turn", "translation", "summarization", "qa", "math_reasoning", "rag")
 PLAIN = "plain"

@@ -16,14 +16,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from specbeam.core.measure.energy import EnergyMeter
-from specbeam.core.records import RowCounts
-from specbeam.doors.prompts import PromptRow
-from specbeam.generation import Prompt
+from specbeam import Pair
+from specbeam.core import EnergyMeter, RowCounts
+from specbeam.doors import Prompt, PromptRow
 from specbeam.lab.bench.outcome import Contender, Outcome
 from specbeam.lab.evaluate.perplexity import log_likelihoods
 from specbeam.lab.evaluate.task import bleu, exact_match
-from specbeam.models.pair import Pair
 
 
 @dataclass(frozen=True)

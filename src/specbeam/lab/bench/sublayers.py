@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from specbeam.core.forest import Forest
+from specbeam import Pair, Skipping, generate
+from specbeam.core import Forest
 from specbeam.errors import BadSetting
-from specbeam.generation import generate
-from specbeam.models.pair import Pair
-from specbeam.models.skipping import Skipping, SkippingLM, skipping_model
-from specbeam.models.sublayers import Sublayers, chosen
+from specbeam.models import SkippingLM, Sublayers, chosen, skipping_model
 
 SEED = 0x0FF
 

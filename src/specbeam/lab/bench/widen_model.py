@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from specbeam.engines.families import head_size
-from specbeam.engines.packed import matrices_of
+from specbeam.engines import head_size, matrices_of
 from specbeam.errors import BadSetting, NotSupported
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from specbeam.engines.families import family_of
+from specbeam.engines import family_of
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.lab.bench.widen_model import (
     INNER_PER_WIDTH,

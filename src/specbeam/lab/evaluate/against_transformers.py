@@ -7,16 +7,11 @@ from typing import Any
 
 import torch
 
-from specbeam.core.decode import decode
-from specbeam.core.session import Session
-from specbeam.doors.options.checks import FORMS
-from specbeam.doors.options.settings import Settings
-from specbeam.doors.request import Request
+from specbeam import Method, Pair, decode
+from specbeam.core import Session
+from specbeam.doors import FORMS, Prompt, Request, Settings
 from specbeam.errors import BadSetting, SpecbeamError
-from specbeam.generation import Prompt
 from specbeam.lab.evaluate.replay import EqualsInOrder, Recorder, Rows, forward_logits, leaves, replaying
-from specbeam.models.pair import Pair
-from specbeam.recipes.method import Method
 
 ScoredBeams = list[tuple[list[int], float]]  # new tokens and score of each beam, best first
 CLOSE = 1e-4  # scores that differ by less count as equal

@@ -9,11 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from specbeam.generation import Prompt, generate
+from specbeam import Method, Pair, beam_search, generate
+from specbeam.doors import Prompt
 from specbeam.lab.evaluate.against_transformers import Comparison, comparisons
-from specbeam.models.pair import Pair
-from specbeam.recipes.method import Method
-from specbeam.recipes.search import beam_search
 
 CANDIDATES = 200  # number of random rows, of which the best one joins the design
 Row = dict[str, Any]  # a value for each option

@@ -12,12 +12,10 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from specbeam import Method, Pair, generate, load
 from specbeam.errors import BadSetting, NotSupported
-from specbeam.generation import generate
 from specbeam.lab.evaluate.perplexity import LOGITS_PER_PASS, batches_of, score_tokens
-from specbeam.models.pair import Pair, load
-from specbeam.recipes.method import Method
-from specbeam.recipes.settings_text import method_from
+from specbeam.recipes import method_from
 
 LOG = logging.getLogger("specbeam.evaluate")
 MOST_NEW_TOKENS = 256  # where a task does not say, as for the harness's other models; or half of few positions

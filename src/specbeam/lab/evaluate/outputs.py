@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specbeam import Pair
 from specbeam.errors import BadPrompt, MissingFile
 from specbeam.lab.evaluate.lines import lines_of
-from specbeam.models.encoder_decoder import EncoderDecoderLM
-from specbeam.models.pair import Pair
+from specbeam.models import EncoderDecoderLM
 
 
 @dataclass(frozen=True)

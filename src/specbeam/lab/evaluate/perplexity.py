@@ -12,13 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
-from specbeam.doors.options.settings import Settings
-from specbeam.doors.sources import decoder_prompt, hears, source_of
-from specbeam.engines.torch.in_float32 import as_loaded
+from specbeam import Pair
+from specbeam.doors import Settings, decoder_prompt, hears, source_of
+from specbeam.engines import as_loaded
 from specbeam.errors import BadPrompt, NotSupported
 from specbeam.lab.evaluate.intervals import ratio_interval
-from specbeam.models.encoder_decoder import EncoderDecoderLM
-from specbeam.models.pair import Pair
+from specbeam.models import EncoderDecoderLM
 
 LOGITS_PER_PASS = 2**26  # keeps the memory of a pass below some hundred megabytes
 REPEAT = 4  # number of tokens that make a repetition

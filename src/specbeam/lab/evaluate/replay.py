@@ -9,10 +9,8 @@ import torch
 from jaxtyping import Float
 from torch.overrides import TorchFunctionMode
 
-from specbeam.core.forest import Forest
-from specbeam.core.lm import LM
-from specbeam.core.records import Needs, Scored, Turn
-from specbeam.core.session import Session
+from specbeam import Needs
+from specbeam.core import LM, Forest, Scored, Session, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,21 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from specbeam.core.beams import Beams
-from specbeam.core.decode import decode
-from specbeam.core.laws.joint import all_pairs, drawn_pairs, odds_among
-from specbeam.core.laws.ranking import cuts
-from specbeam.core.laws.warp import law_of_beams, on_host, processed_rows
-from specbeam.core.noise import gumbel, path_keys
-from specbeam.core.records import Beam
-from specbeam.core.session import Session
-from specbeam.doors.options.settings import Settings
-from specbeam.doors.request import Request
-from specbeam.engines.torch.in_float32 import as_loaded
-from specbeam.generation import Prompt, generate
-from specbeam.models.pair import Pair
-from specbeam.recipes.beams import beam_sampling
-from specbeam.recipes.method import Method
+from specbeam import Beam, Method, Pair, beam_sampling, decode, generate
+from specbeam.core import Beams, Session, path_keys
+from specbeam.core.laws import largest_values, law_of_beams, on_host, processed_rows
+from specbeam.doors import Prompt, Request, Settings
+from specbeam.engines import as_loaded
 
 Path = tuple[int, ...]  # new tokens of a beam
 
@@ -137,12 +127,5 @@ def _gap(pair: Pair, session: Session, live: list[Path], beams: int) -> float:
     processed = processed_rows(on_host(torch.stack(rows)), session.warp, lambda: paths)
     law = law_of_beams(processed, beams_now, session.warp)
     keys = beams_now.keys[:0] if session.warp.greedy else beams_now.keys
-    if not cuts(law.truncation):
-        every = np.ones(beams_now.size, dtype=np.bool_)
-        values = drawn_pairs(law, keys, every, beams + 1)[1]
-        return float(values[beams - 1] - values[beams])
-    pairs = all_pairs(law)
-    vocab = law.logits.shape[1]
-    noise = [gumbel(keys[pair // vocab], pair % vocab) for pair in pairs] if len(keys) else 0.0
-    values = np.sort(np.log(odds_among(law, pairs)) + noise)[::-1]
+    values = largest_values(law, keys, beams + 1)
     return float(values[beams - 1] - values[beams])

@@ -16,20 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from specbeam.core.decode import decode
-from specbeam.core.forest import CHOSEN, DISTINCT, INDEPENDENT, LOST, SHARED, Siblings
-from specbeam.core.laws.warp import Warp, dense_logp, on_host
-from specbeam.core.records import Turn
-from specbeam.doors.options.settings import Settings
-from specbeam.doors.render import save_figure
-from specbeam.doors.request import Request
-from specbeam.errors import BadPrompt, NotSupported
-from specbeam.generation import Prompt
-from specbeam.lab.evaluate.intervals import interval
-from specbeam.models.pair import Pair
-from specbeam.recipes.method import Method, require_at_least_one
-from specbeam.recipes.sequence import (
+from specbeam import (
+    Method,
+    Pair,
     block_verification,
+    decode,
     multi_draft,
     opt_tree,
     rsd_c,
@@ -38,6 +29,12 @@ from specbeam.recipes.sequence import (
     speculative_sampling,
     traversal,
 )
+from specbeam.core import CHOSEN, DISTINCT, INDEPENDENT, LOST, SHARED, Siblings, Turn
+from specbeam.core.laws import Warp, dense_logp, on_host
+from specbeam.doors import Prompt, Request, Settings, save_figure
+from specbeam.errors import BadPrompt, NotSupported
+from specbeam.lab.evaluate.intervals import interval
+from specbeam.recipes import require_at_least_one
 
 Law = Float64[np.ndarray, " vocab"]
 EDGES = (0.0, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)  # of the buckets of odds of rejection

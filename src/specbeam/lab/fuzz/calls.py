@@ -9,7 +9,7 @@ import torch
 
 import specbeam
 from specbeam.lab.fuzz.worlds import World
-from specbeam.recipes.catalogue import HEAD_RECIPES, RECIPES
+from specbeam.recipes import HEAD_RECIPES, RECIPES
 
 DOORS = (
     "generate",

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 import specbeam
-from specbeam.core.records import Generation
-from specbeam.doors.options.checks import as_list, as_texts
+from specbeam import Generation, Method
+from specbeam.doors import as_list, as_texts
 from specbeam.lab.fuzz.calls import RandomCall
 from specbeam.lab.fuzz.worlds import World
-from specbeam.recipes.method import Method
 
 CLOSE = 2e-3  # nats: sums of float32 logits in another order
 _CHANGE_SCORES = (

@@ -7,12 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import specbeam
-from specbeam.core.records import Generation
+from specbeam import Generation, Method
 from specbeam.errors import BrokenPart, SomeFailed, SpecbeamError
 from specbeam.lab.fuzz.calls import RandomCall
 from specbeam.lab.fuzz.invariants import broken_invariants, differs_by_more_than_rounding, plain_method
 from specbeam.lab.fuzz.worlds import World
-from specbeam.recipes.method import Method
 
 ANSWERED = "answered"
 REFUSED = "refused"

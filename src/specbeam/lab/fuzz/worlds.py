@@ -9,15 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from specbeam.doors.options.head_kinds import HEAD_KINDS
-from specbeam.doors.with_memory import hmt
+from specbeam import Pair, hmt, load
+from specbeam.doors import HEAD_KINDS
 from specbeam.errors import one_of
 from specbeam.lab.fuzz.tiny import FRAMES, MELS, VOCAB, byte_tokenizer, tiny_decoder, tiny_reader
 from specbeam.lab.train.heads import KINDS
 from specbeam.lab.train.plan import planned
-from specbeam.models.memory.plan import MemoryPlan
-from specbeam.models.memory.recall import new_recall
-from specbeam.models.pair import Pair, load
+from specbeam.models.memory import MemoryPlan, new_recall
 
 ALONE = ("greedy", "sampling", "beam_search", "beam_sampling", "mtjd")
 BY_LOOKUP = ("prompt_lookup", "suffix_match", "token_recycling")

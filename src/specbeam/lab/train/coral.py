@@ -15,10 +15,10 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
-from specbeam.core.whole_files import whole_files_in
-from specbeam.doors.options.head_kinds import WINDOW_KIND
-from specbeam.engines.eligibility import is_llama_like, layers_of
-from specbeam.engines.kv.masks import Masks
+from specbeam import Pair, load
+from specbeam.core import whole_files_in
+from specbeam.doors import WINDOW_KIND
+from specbeam.engines import Masks, is_llama_like, layers_of
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.lab.train.course import Trained, take_course
 from specbeam.lab.train.drawing import DrawPlan, Prompt
@@ -28,13 +28,8 @@ from specbeam.lab.train.head_files import write_head
 from specbeam.lab.train.heads import ExtraStudent
 from specbeam.lab.train.lessons import Lessons, Report, check_prompts, drawn_lessons, lesson_options, warn_of_rounding
 from specbeam.lab.train.plan import HeadPlan, planned
-from specbeam.models.early_layers import last_norm
-from specbeam.models.heads.extra_rows import logits_of
-from specbeam.models.heads.head import DraftRows
-from specbeam.models.heads.hidden_transfer import HiddenTransfer
-from specbeam.models.heads.own import extra_rows_config
-from specbeam.models.heads.trees import ScoredTrees
-from specbeam.models.pair import Pair, load
+from specbeam.models import last_norm
+from specbeam.models.heads import DraftRows, HiddenTransfer, ScoredTrees, extra_rows_config, logits_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from specbeam.core.whole_files import delete_leftovers
+from specbeam.core import delete_leftovers
 from specbeam.lab.train.batches import TreeBatch, batches_of
 from specbeam.lab.train.fitting import FilledSchedule, Point, Training
 from specbeam.lab.train.lessons import Lessons, Report

@@ -10,10 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from specbeam.core.measure import kept_figures
-from specbeam.core.whole_files import whole_files_in
-from specbeam.doors.options.checks import is_integer, require
-from specbeam.doors.options.head_kinds import DRAFT_SCHEDULE
+from specbeam import Pair, load
+from specbeam.core import weights_key, whole_files_in
+from specbeam.doors import DRAFT_SCHEDULE, is_integer, require
 from specbeam.errors import MissingFile, UnsupportedModel
 from specbeam.lab.train.batches import TreeBatch
 from specbeam.lab.train.course import Trained, take_course
@@ -22,8 +21,7 @@ from specbeam.lab.train.fitting import Schedule, check_optimizers
 from specbeam.lab.train.folders import keep_options, work_folder
 from specbeam.lab.train.lessons import Report, check_prompts, drawn_lessons, lesson_options
 from specbeam.lab.train.losses import draft_loss, overlap
-from specbeam.models.huggingface import vocab_of
-from specbeam.models.pair import Pair, load
+from specbeam.models import vocab_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -85,7 +83,7 @@ def train_draft(
     torch.manual_seed(schedule.seed)
     model = new_draft(pair, layers, hidden) if start is None else started_draft(pair, start)
     options = {
-        "start": None if start is None else kept_figures.weights_key(model),
+        "start": None if start is None else weights_key(model),
         "layers": int(layers),
         "hidden": int(hidden),
         "variation": float(variation),

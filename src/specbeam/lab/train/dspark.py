@@ -9,9 +9,7 @@ from torch import Tensor
 from specbeam.lab.train.eagle3 import first_weights, layer_sizes, own_embedding, own_head
 from specbeam.lab.train.head_files import frame_of, layer_config, target_rope, write_head
 from specbeam.lab.train.plan import HeadPlan
-from specbeam.models.heads.block import BlockHead, BlockShape
-from specbeam.models.heads.head import Head
-from specbeam.models.heads.layers import Rotary
+from specbeam.models.heads import BlockHead, BlockShape, Head, Rotary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

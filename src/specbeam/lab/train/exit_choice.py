@@ -12,18 +12,17 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from specbeam.core.measure.kept_figures import NumberField, RecordFields
-from specbeam.core.whole_files import write_whole
-from specbeam.engines.eligibility import layers_of
+from specbeam import Pair
+from specbeam.core import NumberField, RecordFields, write_whole
+from specbeam.engines import layers_of
 from specbeam.lab.train.batches import TreeBatch, batches_of
 from specbeam.lab.train.course import Student, acceptances
 from specbeam.lab.train.fitting import FilledSchedule, new_optimizers
 from specbeam.lab.train.lessons import Lessons, Report
 from specbeam.lab.train.trees import Trees, read_or_refuse
-from specbeam.models.heads.exit import ExitHead, ExitLM, exit_model
-from specbeam.models.huggingface import HuggingFaceLM
-from specbeam.models.pair import Pair
-from specbeam.recipes.tuning.costs import curve_of, rest_curve
+from specbeam.models import HuggingFaceLM
+from specbeam.models.heads import ExitHead, ExitLM, exit_model
+from specbeam.recipes import curve_of, rest_curve
 
 TRIAL_BATCHES = 24  # that the layer of each number learns from
 HELD_OUT_TREES = 64  # on which it is then tried

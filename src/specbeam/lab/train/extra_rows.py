@@ -11,12 +11,7 @@ from torch import Tensor
 from specbeam.errors import NotSupported
 from specbeam.lab.train.head_files import write_head
 from specbeam.lab.train.plan import HeadPlan
-from specbeam.models.heads.bita import Bita
-from specbeam.models.heads.extra_rows import ExtraHead, StoredTrees
-from specbeam.models.heads.head import Head
-from specbeam.models.heads.hidden_transfer import HiddenTransfer
-from specbeam.models.heads.own import extra_rows_config
-from specbeam.models.heads.trees import chain_of
+from specbeam.models.heads import Bita, ExtraHead, Head, HiddenTransfer, StoredTrees, chain_of, extra_rows_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from specbeam.doors.options.checks import is_integer, require
-from specbeam.engines.cpu import tiles
+from specbeam.doors import is_integer, require
+from specbeam.engines import prefers_bfloat16
 from specbeam.errors import NotSupported
 from specbeam.lab.train.batches import TreeBatch, batches_of
 from specbeam.lab.train.state import STATE_S, keep_state, resume_from, write_curve
@@ -98,7 +98,7 @@ class Point:
 class Training:
     """Training of one model.
 
-    Products are in bfloat16 where this is faster (`multiplies_bfloat16`); weights, laws and losses stay
+    Products are in bfloat16 where this is faster (`prefers_bfloat16`); weights, laws and losses stay
     in float32. A training that goes on keeps to what it began with.
 
     Args:
@@ -129,7 +129,7 @@ class Training:
         self.folder = folder
         self.device = device
         self.optimizers = new_optimizers(model, schedule)
-        self.in_bfloat16 = multiplies_bfloat16(device)
+        self.in_bfloat16 = prefers_bfloat16(device)
         self.epoch = 0  # finished epochs
         self.file = 0  # finished files of this epoch
         self.losses: list[float] = []  # of this epoch
@@ -236,11 +236,6 @@ class Training:
         self.losses = state["losses"]
         self.seconds = state["seconds"]
         self.curve = [Point(**point) for point in state["curve"]]
-
-
-def multiplies_bfloat16(device: torch.device) -> bool:
-    """Return whether a device multiplies matrices of bfloat16 sooner than those of float32: GPUs, and CPUs with tiles."""
-    return device.type == "cuda" or (device.type == "cpu" and tiles.available())
 
 
 def check_optimizers() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from specbeam.core.whole_files import delete_leftovers, write_whole
+from specbeam.core import delete_leftovers, write_whole
 from specbeam.errors import BadSetting, SpecbeamError
 from specbeam.lab.train.trees import read_or_refuse
 

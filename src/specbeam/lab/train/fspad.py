@@ -11,14 +11,11 @@ from typing import TYPE_CHECKING
 from jaxtyping import Int64
 from torch import Tensor
 
-from specbeam.core.records import FINAL
+from specbeam.core import FINAL
 from specbeam.lab.train.eagle3 import first_weights, layer_sizes, own_embedding, own_head
 from specbeam.lab.train.head_files import target_rope, write_head
 from specbeam.lab.train.plan import HeadPlan
-from specbeam.models.heads.head import Head
-from specbeam.models.heads.layers import Rotary
-from specbeam.models.heads.own import own_config
-from specbeam.models.heads.trunk import PairTrunk, TrunkShape
+from specbeam.models.heads import Head, PairTrunk, Rotary, TrunkShape, own_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

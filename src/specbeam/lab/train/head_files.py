@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from specbeam.core.whole_files import write_whole
+from specbeam.core import write_whole
 from specbeam.lab.train.plan import HeadPlan
-from specbeam.models.heads.head import Head
-from specbeam.models.heads.layers import LayerSizes, Rotary
+from specbeam.models.heads import Head, LayerSizes, Rotary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

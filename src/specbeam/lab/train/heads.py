@@ -11,8 +11,9 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from torch.nn import functional
 
-from specbeam.core.records import FINAL
-from specbeam.doors.options.head_kinds import HEAD_KINDS, HeadKind
+from specbeam import Pair, load
+from specbeam.core import FINAL
+from specbeam.doors import HEAD_KINDS, HeadKind
 from specbeam.errors import BadSetting
 from specbeam.lab.train.batches import TreeBatch, batches_of
 from specbeam.lab.train.chimera import new_chimera, save_chimera
@@ -35,10 +36,7 @@ from specbeam.lab.train.plan import HeadPlan, planned
 from specbeam.lab.train.specdiff import masked_lesson, new_specdiff, save_specdiff
 from specbeam.lab.train.teacher import scored
 from specbeam.lab.train.trees import Trees
-from specbeam.models.heads.extra_rows import ExtraHead
-from specbeam.models.heads.head import DraftRows, Head
-from specbeam.models.heads.trees import ScoredTrees
-from specbeam.models.pair import Pair, load
+from specbeam.models.heads import DraftRows, ExtraHead, Head, ScoredTrees
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

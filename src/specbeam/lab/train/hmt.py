@@ -11,20 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbeam.core.measure import kept_figures
-from specbeam.core.whole_files import whole_files_in
-from specbeam.doors.options.checks import is_integer, require
-from specbeam.doors.places import OPENERS, text_of
+from specbeam import Pair, load
+from specbeam.core import weights_key, whole_files_in
+from specbeam.doors import OPENERS, is_integer, require, text_of
 from specbeam.errors import BadPrompt, BadSetting, MissingFile, UnsupportedModel
 from specbeam.lab.train.folders import keep_options, work_folder
 from specbeam.lab.train.lessons import Report, warn_of_rounding
 from specbeam.lab.train.remembering import MemoryDocument, MemoryPoint, MemorySchedule, MemoryTraining
-from specbeam.models.huggingface import HuggingFaceLM
-from specbeam.models.memory.files import BACKBONE, save_memory
-from specbeam.models.memory.lm import MemoryLM
-from specbeam.models.memory.plan import MemoryPlan
-from specbeam.models.memory.recall import new_recall
-from specbeam.models.pair import Pair, load
+from specbeam.models import HuggingFaceLM
+from specbeam.models.memory import BACKBONE, MemoryLM, MemoryPlan, new_recall, save_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -96,7 +91,7 @@ def train_hmt(
     folder = Path(out)
     training = folder / "training"
     options = {
-        "target": f"{type(pair.target_model).__name__} {kept_figures.weights_key(pair.target_model)}",
+        "target": f"{type(pair.target_model).__name__} {weights_key(pair.target_model)}",
         "documents": f"{len(encoded)}, {_digest(encoded)}",
         "width": int(width),
         **{f"plan.{name}": value for name, value in asdict(plan).items()},

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from specbeam.core.measure import kept_figures
+from specbeam import Pair
+from specbeam.core import weights_key
 from specbeam.errors import BadPrompt, BadSetting
 from specbeam.lab.train.drawing import DrawPlan, Prompt, draw_files, drawn_trees
 from specbeam.lab.train.folders import keep_options, work_folder
 from specbeam.lab.train.trees import Trees
-from specbeam.models.pair import Pair
-from specbeam.models.quantised import OWN
+from specbeam.models import OWN_ROUNDINGS
 
 MOST_HELD_OUT = 512  # prompts
 
@@ -76,7 +76,7 @@ def lesson_options(pair: Pair, prompts: Sequence[Prompt], draws: DrawPlan, seed:
     """Return what the trees of prompts depend on."""
     engine = pair.forgetful_target.engine
     return {
-        "target": f"{type(pair.target_model).__name__} {kept_figures.weights_key(pair.target_model)}, {engine}",
+        "target": f"{type(pair.target_model).__name__} {weights_key(pair.target_model)}, {engine}",
         "prompts": f"{len(prompts)}, {_digest(prompts)}",
         "seed": int(seed),
         **{f"draws.{name}": value for name, value in asdict(draws).items()},
@@ -86,7 +86,7 @@ def lesson_options(pair: Pair, prompts: Sequence[Prompt], draws: DrawPlan, seed:
 def warn_of_rounding(pair: Pair) -> None:
     """Warn if what learns from the hidden states of a target learns from other weights than the target is run with."""
     engine = pair.forgetful_target.engine
-    if engine in OWN:
+    if engine in OWN_ROUNDINGS:
         warnings.warn(
             f"the target runs with weights rounded to {engine}, and what is trained reads the model's own, unrounded ones: "
             "drafts may fit worse; load the target without quantize to train for the model itself",

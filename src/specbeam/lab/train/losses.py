@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from specbeam.models.heads.head import DraftRows
+from specbeam.models.heads import DraftRows
 
 
 class Lesson(NamedTuple):

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from specbeam.doors.options.checks import is_integer, require
-from specbeam.engines.eligibility import lacks_taps, layers_of
+from specbeam.doors import is_integer, require
+from specbeam.engines import lacks_taps, layers_of
 from specbeam.errors import BadSetting
-from specbeam.models.heads.chimera import READ_OUTS, SHARED
+from specbeam.models.heads import READ_OUTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +49,7 @@ class HeadPlan:
     decay: float = 0.8
     variation: float = 0.5
     regression: float = 10.0
-    read_out: str = SHARED
+    read_out: str = "shared"
     shown: float = 0.5
     exit_layer: int | None = None
     prefix: int = 16

@@ -13,13 +13,11 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional
 
-from specbeam.doors.options.checks import is_integer, require
+from specbeam.doors import is_integer, require
 from specbeam.errors import BadSetting, one_of
 from specbeam.lab.train.fitting import rate_factor
 from specbeam.lab.train.state import STATE_S, keep_state, resume_from, write_curve
-from specbeam.models.memory.plan import MemoryPlan
-from specbeam.models.memory.reading import SegmentReader
-from specbeam.models.memory.recall import Recall
+from specbeam.models.memory import MemoryPlan, Recall, SegmentReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

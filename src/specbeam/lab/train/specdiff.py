@@ -18,12 +18,7 @@ from specbeam.lab.train.eagle3 import first_weights, layer_sizes, own_embedding,
 from specbeam.lab.train.head_files import target_rope, write_head
 from specbeam.lab.train.losses import Lesson
 from specbeam.lab.train.plan import HeadPlan
-from specbeam.models.heads.block import BlockShape
-from specbeam.models.heads.denoiser import NO_TOKEN, Denoiser
-from specbeam.models.heads.head import Head
-from specbeam.models.heads.layers import Rotary
-from specbeam.models.heads.own import own_config
-from specbeam.models.heads.trees import ScoredTrees
+from specbeam.models.heads import NO_TOKEN, BlockShape, Denoiser, Head, Rotary, ScoredTrees, own_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -8,8 +8,8 @@ from zipfile import ZipFile
 
 import torch
 
-from specbeam.core.whole_files import whole, write_whole
-from specbeam.doors.plain import as_json
+from specbeam.core import whole, write_whole
+from specbeam.doors import as_json
 from specbeam.lab.train.trees import read_or_refuse
 
 STATE_S = 60.0  # seconds between two states on disk

@@ -6,11 +6,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from specbeam.core.records import FINAL
-from specbeam.engines.eligibility import layers_of
-from specbeam.engines.kv.masks import Masks
+from specbeam.core import FINAL
+from specbeam.engines import Masks, layers_of
 from specbeam.lab.train.batches import TreeBatch
-from specbeam.models.heads.trees import ScoredTrees
+from specbeam.models.heads import ScoredTrees
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

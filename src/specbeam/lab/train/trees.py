@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from jaxtyping import Float, Int64
 
-from specbeam.core.whole_files import whole
+from specbeam.core import whole
 from specbeam.errors import BadSetting
 
 Read = TypeVar("Read")
