@@ -14,15 +14,13 @@ from typing import Any
 import numpy as np
 
 import specbeam as sb
-from specbeam.doors.render import save_figure
+from specbeam import Method, Pair, turns_of
+from specbeam.doors import Prompt
 from specbeam.errors import BadPrompt, BadSetting
-from specbeam.generation import Prompt, turns_of
 from specbeam.lab.bench.acceptance import acceptance
-from specbeam.models.heads.head import Head
-from specbeam.models.pair import Pair
-from specbeam.recipes.heads import paper_of
-from specbeam.recipes.method import Method
-from specbeam.recipes.tuning.acceptance import with_guess
+from specbeam.lab.bench.tables import colours_of, finish_figure, markdown_table, new_figure, put_legend_right
+from specbeam.models.heads import Head
+from specbeam.recipes import paper_of, with_guess
 
 BUDGETS = (5, 10, 21, 30)
 BRANCHING = {5: [(2, 1), (5,), (1, 2, 1)], 10: [(2, 2, 1), (2, 1, 1, 1, 1), (5, 1)],
@@ -222,30 +220,24 @@ def _cell(
 def as_markdown(cells: Sequence[TreeCell]) -> str:
     """Return a table with a row per recipe and a column per budget."""
     budgets = sorted({cell.budget for cell in cells})
-    lines = [
-        "| recipe | " + " | ".join(f"{budget} nodes" for budget in budgets) + " |",
-        "| --- " * (len(budgets) + 1) + "|",
-    ]
+    rows = []
     for recipe in dict.fromkeys(cell.recipe for cell in cells):
         row = {cell.budget: cell for cell in cells if cell.recipe == recipe}
-        texts = [
-            f"**{row[b].efficiency:.2f}** ({row[b].low:.2f} to {row[b].high:.2f}) {row[b].shape}" if b in row else ""
-            for b in budgets
-        ]
-        lines.append(f"| `{recipe}` | " + " | ".join(texts) + " |")
-    return "\n".join(lines)
+        rows.append([f"`{recipe}`", *(_text_of(row.get(budget)) for budget in budgets)])
+    return markdown_table(["recipe", *(f"{budget} nodes" for budget in budgets)], rows)
+
+
+def _text_of(cell: TreeCell | None) -> str:
+    if cell is None:
+        return ""
+    return f"**{cell.efficiency:.2f}** ({cell.low:.2f} to {cell.high:.2f}) {cell.shape}"
 
 
 def plot(cells: Sequence[TreeCell], path: str | Path) -> None:
     """Write a plot of efficiency against budget to `path`, with a line per recipe and 95 % intervals."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 6))
+    figure, axes = new_figure(1, 1, figsize=(9, 6))
     names = list(dict.fromkeys(cell.recipe for cell in cells))
-    colours = pyplot.get_cmap("tab20")
+    colours = colours_of("tab20")
     for place, recipe in enumerate(names):
         row = sorted((cell for cell in cells if cell.recipe == recipe), key=lambda cell: cell.budget)
         x = np.array([cell.budget for cell in row]) + 0.12 * (place - len(names) / 2)
@@ -258,6 +250,5 @@ def plot(cells: Sequence[TreeCell], path: str | Path) -> None:
     axes.set_ylabel("tokens per pass of the target")
     axes.set_xticks(sorted({cell.budget for cell in cells}))
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
-    figure.tight_layout()
-    save_figure(figure, path)
+    put_legend_right(axes)
+    finish_figure(figure, path)
