@@ -17,7 +17,7 @@ OF_ROWS = (
     "sequence_bias", "exponential_decay_length_penalty", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size",
     "guidance_scale", "watermarking_config", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff",
 )  # fmt: skip
-OF_ENCODINGS = ("attention_mask", "token_type_ids", "position_ids")  # columns that a tokenizer writes beside input_ids
+OF_ENCODINGS = ("attention_mask", "token_type_ids", "position_ids")  # other columns of a tokenizer
 MOST_TEXTS = 1024  # of a row: all of them are begun at once
 
 
@@ -44,7 +44,7 @@ class JobRow:
         id: a text or an integer; None: the row cannot be read so far.
         prompt: a text, token ids, messages, or an encoding as a dictionary.
         is_chat: whether the prompt is messages.
-        settings: those of the row, by the names in `OF_ROWS`.
+        settings: settings of the row, by the names in `OF_ROWS`.
         error: why the row cannot be decoded; "" if it can.
     """
 
@@ -62,7 +62,7 @@ class JobRow:
 
     @property
     def digest(self) -> str:
-        """A hash of all that its answer depends on. Raises `TypeError` or `ValueError` if that is no JSON."""
+        """A hash of everything that the answer depends on. Raises `TypeError` or `ValueError` if it is not JSON."""
         read = [self.id, self.prompt, self.is_chat, dict(self.settings), self.error]
         content = json.dumps(read, sort_keys=True, ensure_ascii=False)
         return hashlib.blake2b(content.encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()
@@ -163,7 +163,7 @@ def _settings_in(fields: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
 
 
 def _from_json(value: Any, name: str) -> Any:
-    """Return a value, or what it stands for if it is a JSON text."""
+    """Return a value; the parsed value if it is a JSON text."""
     if not isinstance(value, str):
         return value
     try:
@@ -173,7 +173,7 @@ def _from_json(value: Any, name: str) -> Any:
 
 
 def row_seed(seed: int, row: JobRow) -> int:
-    """Return the seed of a row, of 63 bits: its own, or else one by the job's seed and the row's id."""
+    """Return the seed of a row, of 63 bits: from its settings, or else from the job's seed and the row's id."""
     own = row.settings.get("seed")
     if own is not None:
         return int(own)

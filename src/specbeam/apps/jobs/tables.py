@@ -22,7 +22,7 @@ class TableRow(NamedTuple):
 
 
 def kind_of(path: Path) -> str:
-    """Return the kind of table in a file, by its name. Raises `BadSetting` if the name says none."""
+    """Return the kind of table in a file, by its suffix. Raises `BadSetting` for an unknown suffix."""
     kind = path.with_suffix("").suffix if path.suffix in OPENERS else path.suffix
     if kind not in KINDS or (kind == ".parquet" and path.suffix in OPENERS):
         raise BadSetting(f"{path} is no table that is known; its name must end in {', '.join(KINDS)}, or .jsonl.gz")
@@ -32,10 +32,10 @@ def kind_of(path: Path) -> str:
 
 
 def read_table(path: Path) -> Iterator[TableRow]:
-    """Yield the rows of a table, without holding them; empty lines are none.
+    """Yield the rows of a table one at a time; empty lines are skipped.
 
     Raises:
-        BadSetting: the name of the file says no kind of table.
+        BadSetting: the suffix of the file is not that of a table.
         MissingFile: there is no such file.
         MissingPackage: the table is in Parquet, and pyarrow is not installed.
         BadPrompt: the file is no such table. A single row that cannot be read has an error instead.
@@ -71,7 +71,7 @@ def _read_jsonl(path: Path) -> Iterator[TableRow]:
                 continue
             try:
                 found = json.loads(line.decode("utf-8-sig"))
-            except (ValueError, RecursionError) as error:  # also of what is no UTF-8
+            except (ValueError, RecursionError) as error:  # also for bytes that are not UTF-8
                 yield TableRow(None, f"the line is no JSON: {error}")
                 continue
             if isinstance(found, str):
@@ -105,7 +105,7 @@ def _read_csv(path: Path) -> Iterator[TableRow]:
 
 
 def _checked(row: dict[str | Any, Any], columns: int) -> TableRow:
-    """Return the fields of a row of CSV, or what is wrong with it."""
+    """Return the fields of a row of CSV, or a description of its error."""
     further = row.get(None) or []
     found = columns + len(further) - sum(value is None for value in row.values())
     if found != columns:
@@ -130,7 +130,7 @@ def _read_parquet(path: Path) -> Iterator[TableRow]:
                 rows = next(batches).to_pylist()
             except StopIteration:
                 return
-            except (arrow.ArrowException, OSError, ValueError) as error:  # ValueError: a text that is no UTF-8
+            except (arrow.ArrowException, OSError, ValueError) as error:  # ValueError: a text that is not UTF-8
                 raise BadPrompt(f"{path} is damaged: {error}; write it anew") from error
             for row in rows:
                 yield TableRow(row)

@@ -13,14 +13,14 @@ from specbeam.doors import as_plain
 from specbeam.errors import BadSetting
 from specbeam.recipes import method_from
 
-ROWS_OF_BLOCK = 64  # a block is written whole, so that is what the end of a worker costs
-CPUS = 0.5  # of a worker, as Ray counts: when a job goes on, a filter that reads what is done needs a place, too
+ROWS_OF_BLOCK = 64  # a block is written whole, so a worker that ends loses at most one
+CPUS = 0.5  # of a worker, as Ray counts: a resumed job also needs room for the filter that reads finished rows
 
 
 class Decode:
     """A callable class for ``Dataset.map_batches``: each worker loads the pair once, and decodes blocks of rows.
 
-    The columns of an answer are those of ``specbeam batch`` (`jobs.answering.ANSWER_COLUMNS`). The id is that of the row,
+    An answer has the columns of ``specbeam batch`` (`jobs.answering.ANSWER_COLUMNS`). The id is the row's,
     with its type, in a column of the same name, so that answers can be joined and filtered by it; `beams` is JSON text, so
     that any file format can hold it. The seed of a row is made of `seed` and its id, so a block that is decoded again after
     a worker was lost has the same texts. A row that cannot be decoded has an `error`, and costs no other row.
@@ -31,7 +31,7 @@ class Decode:
         id_column, prompt_column: the columns that are read. Each row needs an id: blocks do not know their places.
         seed, batch_size: see `jobs.answering.Work`.
         device, dtype, quantize: see `specbeam.load`.
-        options: those of `specbeam.generate`, for rows that do not say otherwise in their column "settings".
+        options: options of `specbeam.generate`; the column "settings" of a row takes precedence.
 
     Raises:
         BadSetting: the column of ids has the name of another column of answers, or a setting is wrong.
@@ -110,7 +110,7 @@ def decode_table(
         checkpoint: a folder for the ids that are done; delete it with `out` to begin anew.
         workers: number of processes that each hold the models.
         rows_of_block: rows that are decoded and written together.
-        num_cpus, num_gpus: what each worker takes of the cluster's, as Ray counts.
+        num_cpus, num_gpus: resources of each worker, as Ray counts.
         decode: the arguments of `Decode`.
     """
     import ray
@@ -120,7 +120,7 @@ def decode_table(
     context.checkpoint_config = CheckpointConfig(
         id_column=id_column,
         checkpoint_path=str(checkpoint),
-        delete_checkpoint_on_success=False,  # or a job that is over, said again, would write each answer twice
+        delete_checkpoint_on_success=False,  # or running a finished job again would write each answer twice
     )
     readers = {".jsonl": ray.data.read_json, ".csv": ray.data.read_csv}
     suffix = Path(source).suffix

@@ -1,4 +1,4 @@
-"""What a search is compared with: the best of several whole texts, and beams of steps of a fixed width."""
+"""Baselines of the search: the best of several whole texts, and beams of steps of a fixed width."""
 
 from pathlib import Path
 from typing import Any

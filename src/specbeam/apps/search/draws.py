@@ -1,4 +1,4 @@
-"""Draws of steps: texts continued by a recipe up to a separator, each with a seed of its own, decoded side by side."""
+"""Draws of steps: texts continued by a recipe up to a separator, each with a separate seed, decoded side by side."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class Drawn:
 
 
 def seed_of(seed: int, *numbers: int) -> int:
-    """Return the seed of one draw of a search: a function of the search's seed and of what the draw is."""
+    """Return the seed of one draw of a search: a function of the search's seed and of numbers that identify the draw."""
     return int(np.random.SeedSequence([seed, *numbers]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 

@@ -82,7 +82,7 @@ class GrowingTrees:
             raise NotSupported("a search reads texts and finds where steps end; give load(tokenizer=...)")
 
     def begin(self, prompts: Any) -> None:
-        """Set up a tree for each prompt, its root valued. Raises the error of the first prompt that is none."""
+        """Set up a tree for each prompt, with the value of its root. Raises the error of the first invalid prompt."""
         earlier: Counter[tuple[int, ...]] = Counter()
         for number, prompt in enumerate(as_prompts(prompts)):
             ids, length = self._ids(prompt, number)
@@ -121,7 +121,7 @@ class GrowingTrees:
         return NO_LIMIT if self.budget is None else self.budget - self.results[number].spent
 
     def draw_greedy(self) -> None:
-        """Draw the text of temperature 0 of each prompt that goes on, and value those that are finished."""
+        """Draw the text of temperature 0 for each active prompt, and compute the values of finished texts."""
         going = [number for number, result in enumerate(self.results) if not result.ended]
         options = {name: given for name, given in self.options.items() if name not in ("top_k", "top_p", "min_p")}
         options["temperature"] = 0.0
@@ -285,7 +285,7 @@ def given_seed(seed: int | None) -> int:
 
 
 def as_pair(pair: Pair | str) -> Pair:
-    """Return the models of a search: `pair` itself, or those that this name loads."""
+    """Return the models of a search: `pair` itself, or the pair loaded by name."""
     return load(pair) if isinstance(pair, str) else pair
 
 
@@ -302,5 +302,5 @@ def require_odds(**odds: object) -> None:
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is a finite number of Python; True and False are none."""
+    """Return whether a value is a finite number of Python; True and False do not count."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,4 +1,4 @@
-"""Value functions: what says how good a text is, and checks of what it says."""
+"""Value functions, which score texts, and checks of their values."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""From what was decoded to the answer of a request, as OpenAI's clients read it."""
+"""Conversion of decoded texts to the answer of a request in OpenAI's format."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ class ReturnedText:
         index: its number in the answer.
         prompt: number of the prompt.
         text: as it is returned: cut before a stop string.
-        tokens: those of the text, the end token included.
+        tokens: tokens of the text, including the end token.
         finish_reason: "stop", "length" or "tool_calls".
         stop_reason: the stop string, or the end token; None: it was cut off.
         scores: of the tokens; None if they were not asked for.
@@ -48,12 +48,12 @@ class ReturnedText:
 
 @dataclass(frozen=True)
 class AnsweredRequest:
-    """What came of a request.
+    """The outcome of a request.
 
     Attributes:
         choices: the texts, in the order of prompts.
-        generations: those of each prompt, best first.
-        warnings: what was done otherwise than asked.
+        generations: generations of each prompt, best first.
+        warnings: deviations from the request.
     """
 
     choices: list[ReturnedText]
@@ -64,7 +64,7 @@ class AnsweredRequest:
 def generations_of(
     request: Request, jobs: Sequence[Job], order: Order
 ) -> tuple[list[list[Generation]], list[str], SpecbeamError | None]:
-    """Return the generations of each prompt, what was done otherwise than asked, and the error if there is no answer."""
+    """Return the generations of each prompt, deviations from the request, and the error if there is no answer."""
     by_prompt: list[list[Generation]] = [[] for _ in order.prompts]
     warnings = [*order.warnings]
     failure: SpecbeamError | None = None
@@ -125,7 +125,7 @@ def shows_special(order: Order) -> bool:
 
 
 def cut_text(request: Request, order: Order, tokens: list[int]) -> tuple[str, str | None, list[int]]:
-    """Return a text up to the stop string that ended it, this string (None without one), and the tokens of what is left."""
+    """Return a text up to the stop string that ended it, this string (None without one), and the tokens of the rest."""
     special = shows_special(order)
     text = request.text_of(tokens, special)
     cut, stop = cut_at(order, text)
@@ -163,7 +163,7 @@ def sendable(order: Order, text: str) -> str:
 
 @lru_cache(maxsize=1)
 def _byte_of() -> dict[str, int]:
-    """Return the byte that each character of a byte-level vocabulary stands for: printable ones for themselves."""
+    """Return the byte of each character of a byte-level vocabulary; printable ASCII characters map to themselves."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
@@ -216,10 +216,10 @@ def chat_logprobs(pair: Pair, order: Order, scores: Sequence[TokenScore]) -> dic
 def completion_logprobs(
     pair: Pair, order: Order, scores: Sequence[TokenScore | None], tokens: Sequence[int], before: int = 0
 ) -> dict[str, Any]:
-    """Return log-probabilities in the form of completions; None stands for a token without any, the first of a prompt.
+    """Return log-probabilities in the form of completions; None for a token without one, the first of a prompt.
 
     Args:
-        tokens: as many as scores.
+        tokens: the tokens of the scores.
         before: characters before the first token.
     """
     texts = [token_text(pair, token)[0] for token in tokens]
@@ -238,7 +238,7 @@ def completion_logprobs(
 
 
 def _likeliest(pair: Pair, order: Order, score: TokenScore) -> dict[str, float]:
-    """Return the likeliest tokens by name. Of those that are spelled alike, all but the likeliest have their number."""
+    """Return the likeliest tokens by name. Of tokens with the same spelling, all but the likeliest are named by number."""
     found: dict[str, float] = {}
     for token, value in score.top:
         name = _named(pair, order, token)[0]
@@ -299,7 +299,7 @@ def tool_call(order: Order, choice: ReturnedText) -> dict[str, Any]:
 
 
 def extras_of(order: Order, choice: ReturnedText) -> dict[str, Any]:
-    """Return what a choice has besides OpenAI's fields."""
+    """Return specbeam's fields of a choice."""
     extras: dict[str, Any] = {
         "stop_reason": choice.stop_reason,
         "score": _number(choice.beam.score),
@@ -318,7 +318,7 @@ def _number(value: float) -> float | None:
 
 
 def usage_of(order: Order, choices: Sequence[ReturnedText], cached: int) -> dict[str, Any]:
-    """Return the tokens that count: prompts once, those of the returned texts, no drafts."""
+    """Return the numbers of tokens for billing: of prompts once and of returned texts, without drafts."""
     prompt = sum(map(len, order.prompts))
     completion = sum(len(choice.tokens) for choice in choices)
     return {
@@ -369,7 +369,7 @@ def settings_json(order: Order) -> dict[str, Any]:
 
 
 def report_json(request: Request, jobs: Sequence[Job], outcome: AnsweredRequest) -> dict[str, Any]:
-    """Return what a request has cost, all its sessions together."""
+    """Return the cost of a request over all its sessions."""
     counts = [job.session.count for job in jobs]
     widths = Counter(width for count in counts for width in count.widths)
     tokens = sum(job.session.length for job in jobs)

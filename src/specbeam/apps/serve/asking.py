@@ -53,7 +53,7 @@ class Asking:
     """A request while it is decoded.
 
     Args:
-        order: what is asked for.
+        order: the request.
         served: what answers.
         engine: decodes.
         client: who asks.
@@ -84,8 +84,8 @@ class Asking:
         self._turns = 0
         self._last_turn = time.monotonic()
         self._last_live = 0.0
-        self._live_text: GrowingText | None = None  # of what is settled of a text whose live beams are shown
-        self._texts: dict[int, GrowingText] = {}  # of what was streamed, by place of a session
+        self._live_text: GrowingText | None = None  # settled part of a text whose live beams are shown
+        self._texts: dict[int, GrowingText] = {}  # streamed text, by place of a session
 
     @property
     def request(self) -> Request:
@@ -138,11 +138,11 @@ class Asking:
     async def _begins_again(self, sent: Iterable[str] = ()) -> bool:
         """Begin again, once, if the texts were lost by a fault that may be another request's; return whether it does.
 
-        Each text is then decoded alone, so that what is at fault fails by itself. What was sent has to come again: only a
+        Each text is then decoded alone, so that a faulty one fails by itself. Text already sent has to come again: only a
         seed makes sure of that.
 
         Args:
-            sent: what was sent of the texts.
+            sent: the parts of the texts already sent.
         """
         is_lost = any(job.is_lost for job in self.jobs)
         options = self.order.options
@@ -196,11 +196,11 @@ class Asking:
 
     def _watch(self, job: Job) -> None:
         """Wake up who waits for the job; called in the engine's thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._moved.set)
 
     def _see(self, session: Session, turn: Turn) -> None:
-        """Keep what a turn looks like; called in the engine's thread."""
+        """Store the record of a turn; called in the engine's thread."""
         now = time.monotonic()
         self._turns += 1
         if self.order.options.trace:
@@ -233,7 +233,7 @@ class Asking:
         return {"text": best[0], "score": best[1], "beams": beams[:32], "settled": self._live_text.settled(settled)}
 
     def cancel(self) -> None:
-        """End what is still decoded; the answer is not wanted any more."""
+        """Cancel the unfinished texts: the answer is no longer wanted."""
         left = [job for job in self.jobs if not job.is_over]
         if left:
             self.engine.cancel(left)
@@ -422,7 +422,7 @@ class Asking:
     async def _growing(
         self, indices: dict[int, list[int]], sent: dict[int, str]
     ) -> AsyncIterator[dict[str, Any] | None]:
-        """Yield chunks until all texts have ended, and note what was sent of each choice."""
+        """Yield chunks until all texts have ended, and store how much of each choice was sent."""
         order = self.order
         waits_for_all = order.method.beams == 1 and order.drawn > order.count
         while not self.is_over:
@@ -442,7 +442,7 @@ class Asking:
                 yield None
 
     def _indices(self) -> dict[int, list[int]]:
-        """Return by place of a session the numbers of the choices that it makes, without those that may be dropped."""
+        """Return the numbers of the choices that each session makes, by its place, without choices that may be dropped."""
         order = self.order
         found: dict[int, list[int]] = {}
         if order.method.beams > 1:
@@ -466,7 +466,7 @@ class Asking:
         return taken
 
     async def _settled_text(self, job: Job) -> str:
-        """Return what may be sent of a text: what is settled, without what may become a stop string or a character."""
+        """Return the part of a text that may be sent: settled, and not the beginning of a stop string or a character."""
         tokens = job.settled
         if not tokens:
             return ""
@@ -477,7 +477,7 @@ class Asking:
         return await self._in_pool(lambda: sendable(self.order, growing.settled(tokens)))
 
     def _new_deltas(self, text: str, indices: list[int], sent: dict[int, str]) -> list[dict[str, Any]]:
-        """Return what of a text is not sent yet, for each of its choices; and note that it is sent."""
+        """Return the unsent part of a text for each of its choices, and mark it as sent."""
         if not indices or not text:
             return []
         before = sent[indices[0]]
@@ -508,7 +508,7 @@ class Asking:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
     def _last_delta(self, choice: ReturnedText, sent: str) -> dict[str, Any]:
-        """Return what is left of a choice, with its end."""
+        """Return the rest of a choice, with its end."""
         order = self.order
         last = self._delta(choice.index, unsent(choice.text, sent))
         if order.is_chat and order.forced_tool is not None and choice.finish_reason == "tool_calls":
@@ -556,7 +556,7 @@ class FormPool:
         self._patience = patience
 
     async def make(self, function: Callable[[], Result], field: str) -> Result:
-        """Return what a function makes of the form in this field of a request.
+        """Return the result of a function on the form in this field of a request.
 
         Raises `Refusal` if that takes too long, or if no thread becomes free.
         """
@@ -577,7 +577,7 @@ class FormPool:
     def _is_over(self, making: "asyncio.Future[Any]") -> None:
         self._free.release()
         if not making.cancelled():
-            making.exception()  # looked at, as nobody may be waiting for it any more
+            making.exception()  # retrieved, as the client may be gone
 
 
 def as_event(chunk: dict[str, Any] | None) -> bytes:

@@ -90,7 +90,7 @@ class ServerMetrics:
         yield from self._store(engine)
 
     def _engine_counters(self, engine: Engine) -> Iterable[Metric]:
-        """Yield what the engine has done."""
+        """Yield counters of the engine's work."""
         counts = engine.counts
         yield self._counter("target_passes", "Passes of the target, by texts.", counts.target_passes)
         yield self._counter("draft_passes", "Passes of the draft, by texts.", counts.draft_passes)
@@ -109,7 +109,7 @@ class ServerMetrics:
         )
 
     def _store(self, engine: Engine) -> Iterable[Metric]:
-        """Yield what is stored of prompts and texts."""
+        """Yield numbers of stored tokens of prompts and texts."""
         known = getattr(engine.pair.target, "known_prompts", None)
         if known is not None:
             yield self._counter("prefix_cache_queries", "Tokens of prompts that could be known.", known.asked)

@@ -13,11 +13,11 @@ LONGEST_FIELD = 65536  # bytes of the value of a field
 
 @dataclass(frozen=True)
 class MultipartForm:
-    """What a form holds.
+    """The content of a form.
 
     Attributes:
         fields: the values of each field, in their order.
-        files: the bytes of each file, by the name of its field. What a client calls the file is not looked at.
+        files: the bytes of each file, by the name of its field. The client's file name is ignored.
     """
 
     fields: dict[str, list[str]] = field(default_factory=dict)
@@ -25,13 +25,13 @@ class MultipartForm:
 
 
 def parse_form(content_type: str, raw: bytes) -> MultipartForm:
-    """Return what a body of several parts holds.
+    """Return the content of a body of several parts.
 
     Args:
         content_type: the header, with the boundary between the parts.
         raw: the whole body.
 
-    Raises `Refusal` for a body that is none, or that has too many parts or too long ones.
+    Raises `Refusal` for a malformed body, or one with too many or too long parts.
     """
     boundary = _boundary(content_type)
     form = MultipartForm()

@@ -1,4 +1,4 @@
-"""Logits processors that only servers have: penalties for what was generated, and biases of tokens."""
+"""Logits processors that only servers have: penalties for generated tokens, and biases of tokens."""
 
 from collections.abc import Mapping
 
@@ -10,8 +10,8 @@ class CountPenalty:
 
     Args:
         prompt_length: number of tokens before the generated ones, which do not count.
-        presence: what a token loses that occurred.
-        frequency: what it loses for each time.
+        presence: penalty of a token that occurred.
+        frequency: penalty for each occurrence.
     """
 
     def __init__(self, prompt_length: int, presence: float, frequency: float) -> None:

@@ -36,13 +36,13 @@ ROOM = 4  # requests that send, wait or are transcribed, for each that may be tr
 
 @dataclass
 class _Place:
-    """What a request has of the desk: the work of its thread, once that has begun."""
+    """The place of a request at the desk: the work of its thread, once it has begun."""
 
     working: "asyncio.Future[Transcript] | None" = None
 
 
 class SpeechDesk:
-    """Takes requests about audio, as many as fit, and answers them.
+    """Takes requests about audio up to a limit, and answers them.
 
     Args:
         server: whose engine decodes.
@@ -55,12 +55,12 @@ class SpeechDesk:
         self._free = asyncio.Semaphore(at_once)
         self._most = ROOM * at_once
         self.extractor: Any = None  # makes the features that the model reads; set when the models are there
-        self.knows_languages = False  # whether the model tells languages apart; set with the extractor
+        self.knows_languages = False  # whether the model detects languages; set with the extractor
         self.under_way = 0  # requests that are here, from their upload on until nothing works on them any more
         self._here: Counter[str] = Counter()  # the same by client
 
     def open(self, pair: Pair) -> None:
-        """Note what the models need and know, when they are there.
+        """Store the feature extractor and the languages of the models once they are loaded.
 
         Raises `MissingPackage` if audio could not be read or subtitles not be written, and `NotSupported` if the model has
         settings of its own that are not honoured.
@@ -72,7 +72,7 @@ class SpeechDesk:
         self.knows_languages = bool(speech_tokens_of(pair).languages)
 
     def close(self) -> None:
-        """Let the threads end when what they do is done."""
+        """Let the threads end after their current work."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def answer(self, http: Request, task: str) -> Response:
@@ -95,7 +95,7 @@ class SpeechDesk:
         finally:
             if place.working is None:
                 self._leave(client)
-            else:  # its thread may still be at work, though nobody waits for the answer any more
+            else:  # its thread may still be at work, although the client is gone
                 place.working.add_done_callback(lambda working: self._leave(client))
 
     def _come(self, client: Client) -> None:
@@ -115,11 +115,11 @@ class SpeechDesk:
 
     def _leave(self, client: Client) -> None:
         self._here[client.name] -= 1
-        self._here += Counter()  # without those that have none
+        self._here += Counter()  # drops clients without requests
         self.under_way -= 1
 
     async def _read(self, http: Request, task: str, served: Served) -> tuple[SpeechOrder, bytes]:
-        """Return what a request asks for, and its audio. The body itself is not kept."""
+        """Return the order of a request, and its audio. The body itself is not kept."""
         raw = await read_bytes(http, served.config.max_audio_body, UPLOAD_S)
         content_type = http.headers.get("content-type", "")
         return await self._server.in_pool(lambda: speech_order_of(parse_form(content_type, raw), task, served))
@@ -172,7 +172,7 @@ class SpeechDesk:
         return JSONResponse(transcript_json(order, transcript, seconds, self.knows_languages))
 
     async def _transcript(self, hearing: Hearing, audio: bytes, place: "_Place") -> Transcript:
-        """Wait for a place, and return what is said. Raises `Refusal` if no place becomes free in time."""
+        """Wait for a place, and return the transcript. Raises `Refusal` if no place becomes free in time."""
         config = self._server.config
         try:
             await asyncio.wait_for(self._free.acquire(), config.queue_timeout)
@@ -194,4 +194,4 @@ class SpeechDesk:
     def _is_over(self, working: "asyncio.Future[Transcript]") -> None:
         self._free.release()
         if not working.cancelled():
-            working.exception()  # looked at, as nobody may be waiting for it any more
+            working.exception()  # retrieved, as the client may be gone

@@ -1,4 +1,4 @@
-"""What a turn looks like to a page: its forest, the fate of each node, and the beams that live on."""
+"""A turn as JSON for a web page: its forest, the fate of each node, and the live beams."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def fates(turn: Turn, words: Words) -> list[Leaf]:
     """Return the nodes of a turn's forest with their fates, of methods that record no trials.
 
     Nodes that layers took are accepted; siblings of these under parents that were live are rejected; all deeper ones were
-    not reached. What the target took without a draft is resampled.
+    not reached. Tokens that the target took without a draft are resampled.
     """
     forest = turn.forest
     parents = np.asarray(forest.parents)

@@ -40,11 +40,11 @@ def score_window(
     """Return the scores of texts that the decoder wrote for a window.
 
     The law is that of the model after the processors of `warp`, at temperature 1: a text has the same likelihood in beam
-    search as in sampling. What texts begin with is computed once: they are scored as one forest.
+    search as in sampling. The common beginning of the texts is computed once: they are scored as one forest.
 
     Args:
-        start: what the decoder began with.
-        head: number of its tokens up to the one that begins a transcript, after which the model tells silence.
+        start: the first tokens of the decoder.
+        head: number of its tokens up to the one that begins a transcript, where the model predicts silence.
         texts: the tokens that follow.
         no_speech: the token of silence; None: its probability is not wanted.
     """
@@ -76,10 +76,10 @@ def score_window(
 
 
 def _parts_of(warp: Warp, begin: int) -> tuple[Warp, Warp, Warp]:
-    """Return the warp of all rows at once, and those of single rows behind it: after the first, and of the first.
+    """Return three warps: for all rows at once, then for single rows after the first, and for the first row.
 
-    What transformers suppresses everywhere, or in the first row alone, would be looked up in the vocabulary for each row. It
-    does not matter when: a token that is banned stays so.
+    Processors of transformers that suppress tokens look them up in the vocabulary for each row. Applying them early is
+    equivalent, because a banned token stays banned.
 
     Args:
         begin: the number of the first row's token.

@@ -1,4 +1,4 @@
-"""A table of the places where speed falls off: every method with every option and batch size, beside transformers."""
+"""A table of speed by method, option and batch size, compared with transformers, to find where it falls off."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -54,7 +54,7 @@ class SpeedCell:
     """One method with one option, one kind of prompts and one batch size.
 
     Attributes:
-        replaces: the mode of transformers that is measured beside the method.
+        replaces: the mode of transformers that the method is compared with.
         ours, theirs: tokens per second in the rounds, of specbeam and of transformers; None if it cannot be measured.
         ratio: `ours` divided by `theirs`, taken within each round; None if one of them is missing.
         why_not_ours, why_not_theirs: a short reason why the figure is missing, "" if it is there.
@@ -162,7 +162,7 @@ Key = tuple[str, str]  # (method, option), or (mode of transformers, option)
 def replaced_mode(method: str, batch_size: int) -> str:
     """Return the mode of transformers that a method replaces.
 
-    Assisted decoding takes a single prompt, so in larger batches plain sampling stands in its place.
+    Assisted decoding takes a single prompt, so in larger batches plain sampling is measured instead.
     """
     mode = METHODS[method][1]
     return "sampling" if mode == "assisted" and batch_size > 1 else mode
@@ -193,7 +193,7 @@ def why_not_theirs(mode: str, option: str, batch_size: int) -> str:
 
 
 def settings_of(option: str, max_new_tokens: int) -> dict[str, Any]:
-    """Return the arguments of `generate` that an option of the table stands for."""
+    """Return the arguments of `generate` of an option of the table."""
     known: dict[str, dict[str, Any]] = {
         "none": {},
         "top_p": {"top_p": 0.9, "temperature": 0.7},
@@ -297,7 +297,7 @@ def _table(
 def _with_results(
     cell: SpeedCell, attempts: dict[tuple[str, Key], Attempt], rates: dict[tuple[str, Key], list[float]]
 ) -> SpeedCell:
-    """Return the cell with its figures, or with the reasons why there are none."""
+    """Return the cell with its figures, or with the reasons for missing ones."""
     our_key = ("ours", (cell.method, cell.option))
     their_key = ("theirs", (cell.replaces, cell.option))
     us = attempts.get(our_key)

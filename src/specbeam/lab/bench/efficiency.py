@@ -1,7 +1,7 @@
 """Block efficiency at a fixed budget of scored nodes: tokens per pass of the target (the protocol of RSD).
 
 A comparison of trees at equal depth favours the wide ones, but the target pays for nodes. So each recipe has several shapes
-that fit the budget. The best of them is chosen on prompts of its own, and reported on others: the best of several figures
+that fit the budget. The best of them is chosen on separate prompts, and reported on others: the best of several figures
 that were measured on the reported prompts would be too good.
 """
 
@@ -50,14 +50,14 @@ def contenders(
     No shape has more nodes than the budget. A recipe may have no shape that fits.
 
     Args:
-        head: the draft head of the pair, which brings the recipe of its paper; `multi_draft` needs models in its place.
+        head: the draft head of the pair, which adds the recipe of its paper; `multi_draft` needs models instead.
         odds: acceptance by rank, for `sequoia`'s tree; None: as its recipe has it.
     """
     chains = [length for length in (budget, 8, 5) if length <= budget]
     counts = BRANCHING[budget]
     beams = BEAMS[budget]
     depth = 2 if budget < 14 else 3
-    fixed: dict[str, Any] = {"controller": "fixed"}  # what is compared is the shape, and not when it is left out
+    fixed: dict[str, Any] = {"controller": "fixed"}  # shapes are compared, and not when drafts are skipped
     found: dict[str, dict[str, Callable[[], Method]]] = {
         "speculative_sampling": {f"{n}": partial(sb.speculative_sampling, n, **fixed) for n in chains},
         "block_verification": {f"{n}": partial(sb.block_verification, n, **fixed) for n in chains},
@@ -143,7 +143,7 @@ def efficiency(
     measure = partial(_cell, pair, seed=seed, options=options)
     cells = list[TreeCell]()
     reported = dict[tuple[str, str], TreeCell]()
-    shapes = dict[str, dict[str, Callable[[], Method]]]()  # of each recipe, those of all budgets so far
+    shapes = dict[str, dict[str, Callable[[], Method]]]()  # shapes of each recipe, of all budgets so far
     tried = dict[tuple[str, str], float]()  # efficiency on the prompts for choosing
     for budget in sorted(budgets):
         for recipe, more in contenders(budget, head, odds).items():

@@ -1,4 +1,4 @@
-"""What a pass of a draft head costs, beside a pass of its target."""
+"""The cost of a pass of a draft head and of its target."""
 
 from specbeam import Pair
 from specbeam.models import HuggingFaceLM
@@ -9,7 +9,7 @@ ROWS = (1, 8, 32)
 
 
 def head_cost(pair: Pair) -> str:
-    """Return what passes of the pair's draft head and of its target cost by their rows, as people read it.
+    """Return a sentence with the cost of passes of the pair's draft head and of its target, by rows.
 
     Returns "" if the draft is no head.
     """

@@ -94,7 +94,7 @@ def line_of(task: Task, name: str, method: Method, run: MethodRun, runs: dict[st
     """Compute all figures of one method on a task. Intervals are by bootstrap over prompts.
 
     Args:
-        run: what the method did; its answers have to be scored.
+        run: the run of the method; its answers have to be scored.
         runs: the runs of all methods by name, from which those to compare with are taken.
     """
     scores = summary(run.logp, [answer.tokens for answer in run.answers])
@@ -138,7 +138,7 @@ def _perplexity_ratio(run: MethodRun, plain: MethodRun | None) -> Figure | None:
 
 
 def _pass_ratio(run: MethodRun, speculative: MethodRun | None) -> Figure | None:
-    """Return the tokens per pass divided by those of `speculative`, None if `speculative` is None."""
+    """Return the tokens per pass relative to `speculative`, None if `speculative` is None."""
     if speculative is None:
         return None
     columns = [side.by_prompt(values) for side in (run, speculative) for values in (side.lengths, side.passes)]

@@ -53,7 +53,7 @@ def _with_interval(figure: Figure, digits: int, scale: float = 1) -> str:
 
 
 def _change(ratio: Figure | None) -> str:
-    """Return a ratio with its interval as changes in percent, "" if there is none."""
+    """Return a ratio with its interval as changes in percent, "" without a ratio."""
     if ratio is None:
         return ""
     return interval_text(ratio.value - 1, ratio.low - 1, ratio.high - 1, "+.0%")

@@ -1,4 +1,4 @@
-"""Contenders of a benchmark, and what it reads of their answers."""
+"""Contenders of a benchmark, and the outcomes of their answers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""The cost of a target pass by its rows and by the tokens in the cache, and of a step of beams beside transformers.
+"""The cost of a target pass by its rows and by the tokens in the cache, and of a step of beams, also in transformers.
 
 Transformers keeps a copy of the prompt per beam. Every round times all lengths and sizes, so that a busy moment of the
 machine affects all of them.
@@ -42,7 +42,7 @@ class PassPlan:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The numbers of rows of specbeam's passes: those of `rows` and of `beams`, ascending."""
+        """The numbers of rows of specbeam's passes, from `rows` and `beams`, ascending."""
         return tuple(sorted({*self.rows, *self.beams}))
 
     @property

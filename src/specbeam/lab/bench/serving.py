@@ -23,7 +23,7 @@ class ServedOnce:
         first_s: seconds to the first piece of text; None if there was none.
         tokens: new tokens of the answer.
         number: of the request, from 0 on.
-        texts: those of the answer, by index; empty if it was not answered.
+        texts: the answer's texts, by index; empty if it was not answered.
     """
 
     status: int
@@ -73,7 +73,7 @@ class Load:
         key: API key.
         seed: of the times, and of the first request; further ones count on.
         seconds: after which no further request is sent; None: all are.
-        kinds: fields in addition to those of `body`, taken in turn; none: `body` is all.
+        kinds: fields in addition to `body`, taken in turn; empty: `body` only.
     """
 
     prompts: Sequence[str]
@@ -196,7 +196,7 @@ async def _ask(http: Any, load: Load, number: int, leaves: bool, since: float) -
 
 
 async def _figures(http: Any) -> dict[str, float]:
-    """Return the server's own counters of passes and tokens; {} if it does not tell."""
+    """Return the server's counters of passes and tokens; {} if it has none."""
     answer = await http.get("/metrics")
     found: dict[str, float] = {}
     for line in answer.text.splitlines() if answer.status_code == 200 else ():

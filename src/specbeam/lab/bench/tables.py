@@ -1,4 +1,4 @@
-"""Tables of figures as Markdown, and the plots beside them."""
+"""Tables of figures as Markdown, and plots."""
 
 from collections.abc import Sequence
 from pathlib import Path

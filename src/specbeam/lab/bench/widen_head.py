@@ -59,7 +59,7 @@ def _larger(head: Head, target: "PreTrainedModel") -> Head:
 
 
 def _larger_exit(head: ExitHead, target: "PreTrainedModel", width: int) -> ExitHead:
-    """Return an exit head whose layer is like those of the target, with the weights of the small one inside."""
+    """Return an exit head whose layer has the target's shape, with the weights of the small one inside."""
     larger = ExitHead(target, head.after)
     norm: Any = larger.norm
     layer: Any = larger.layer

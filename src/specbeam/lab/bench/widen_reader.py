@@ -56,7 +56,7 @@ class ReaderSize:
         """Return the number of weights, without norms and biases of distances, which are negligible.
 
         Args:
-            config: what says the size of a head, the number of tokens, and whether feed-forward layers have a gate.
+            config: has the size of a head, the vocabulary size, and whether feed-forward layers have a gate.
             tied: whether the embedding and the output head share their weights.
         """
         attention = 4 * self.hidden * self.heads * config.d_kv
@@ -132,7 +132,7 @@ def grown_reader(model: "PreTrainedModel", to: ReaderSize | int, seed: int = 0) 
     config.num_heads = size.heads
     config.layer_norm_epsilon = model.config.layer_norm_epsilon * own.hidden / size.hidden
     large = random_model(type(model), config, model, seed)
-    if not is_tied(model):  # whatever the configuration says, which transformers sets to "tied" for each of these
+    if not is_tied(model):  # the configuration is not reliable: transformers sets it to "tied" for each of these
         large.lm_head.weight = nn.Parameter(large.lm_head.weight.clone())
     keep_short(large, model)
     norm_scale = math.sqrt(own.hidden / size.hidden)  # a norm over more width divides by less

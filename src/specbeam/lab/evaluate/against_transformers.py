@@ -1,4 +1,4 @@
-"""A comparison of beam search with that of transformers, which tells rounding from other differences."""
+"""A comparison with the beam search of transformers, which separates rounding from other differences."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ class Difference:
         theirs, ours: new tokens of this beam in transformers and in specbeam.
         gap: distance between the logits of the two tokens at this place; None if there are no two tokens to compare.
         replayed: whether transformers' search, given the logits that specbeam saw, finds specbeam's beams and scores.
-        apart: largest distance of these logits, as log-odds of likely tokens, from those of a plain forward.
+        apart: largest distance of these logits, as log-odds of likely tokens, from the logits of a plain forward.
         noise: the largest such distance between a plain forward and one that runs token by token.
     """
 
@@ -70,7 +70,7 @@ class Comparison:
 def comparisons(
     pair: Pair, prompts: Sequence[Prompt], methods: Sequence[Method], batch_size: int = 1, **options: Any
 ) -> Iterator[Comparison]:
-    """Compare all beams and scores with those of transformers' ``generate(num_beams=W, do_sample=False)``.
+    """Compare all beams and scores with transformers' ``generate(num_beams=W, do_sample=False)``.
 
     Args:
         pair: the target, and the draft if a method drafts with one.
@@ -269,7 +269,7 @@ def _gap(model: Any, prompt: list[int], ours: list[int], theirs: list[int], step
 
 
 def _distance_from_plain(model: Any, rows: Rows, start: int) -> float:
-    """Return the largest distance of recorded logits from those of plain forwards; `start` is the prompt's length."""
+    """Return the largest distance of recorded logits from the logits of plain forwards; `start` is the prompt's length."""
     most = 0.0
     for leaf in leaves(rows):
         plain = forward_logits(model, leaf)[start - 1 :]

@@ -2,7 +2,7 @@
 
 Raw means temperature 1, no truncation and no logits processor, so that the outputs of all methods are scored alike. Low
 perplexity alone proves little, because a text that repeats itself has it too. So length and repetition are reported
-beside it, and if there are references, a task metric.
+as well, and if there are references, a task metric.
 """
 
 import math
@@ -218,7 +218,7 @@ def score_tokens(
     Padding comes after the texts, where no token that is scored attends to it.
 
     Args:
-        sources: what the encoder of the target reads for each text; None: it has none.
+        sources: the encoder's input for each text; None: the target has no encoder.
     """
     tokens, mask = _padded(texts, pair)
     arguments = {"input_ids": tokens, "attention_mask": mask}

@@ -61,7 +61,7 @@ class Recorder:
 
 
 def replaying(model: "PreTrainedModel", rows: Rows) -> "PreTrainedModel":
-    """Return a copy of the model that takes the logits after a path from `rows`, and computes those that are not there.
+    """Return a copy of the model that takes the logits after a path from `rows`, and computes missing ones.
 
     The copy shares the weights and has no KV cache: call its `generate` with ``use_cache=False``.
     """

@@ -1,4 +1,4 @@
-"""A comparison of the beams of speculative decoding with those of plain beam sampling under the same seed.
+"""A comparison of the beams of speculative decoding with the beams of plain beam sampling under the same seed.
 
 With shared noise both are the same function of the target's logits. A pass over a forest rounds the logits differently
 from a pass over one token, so beams may differ where two pairs are nearly tied. Each difference is reported with its
@@ -28,8 +28,8 @@ class BeamsDifference:
     Attributes:
         prompt: number of the prompt.
         step: number of new tokens before the step.
-        plain: beams of plain beam sampling after the step, live ones and those that it ended.
-        other: those of the method.
+        plain: beams of plain beam sampling after the step, live and just ended ones.
+        other: beams of the method.
         gap: distance between the last pair taken and the first one left, in log-odds plus noise.
     """
 

@@ -1,9 +1,9 @@
 """The theory of rejections, measured on one's own runs (arXiv 2411.00841, NeurIPS 2024).
 
 A draft that is tried against the target's law p after having been drawn from q is rejected with the odds of the total
-variation of the two laws, TV = 1 - sum(min(p, q)). What follows from it is a figure for every run: of rejections, of
-accepted tokens, of what several drafts save, of what a better rule could still gain. Each `TheoryRow` holds such a figure
-beside what was counted.
+variation of the two laws, TV = 1 - sum(min(p, q)). This predicts for every run the number of rejections, the accepted
+tokens, the gain of several drafts, and the possible gain of a better rule. Each `TheoryRow` compares a prediction with
+counts.
 """
 
 import itertools
@@ -46,7 +46,7 @@ MIN_CONTEXTS = 30  # fewer contexts make no bucket
 
 @dataclass(frozen=True)
 class TheoryRow:
-    """One figure of the theory beside what was counted; 95 % intervals by bootstrap over prompts.
+    """A prediction of the theory and the measured value; 95 % intervals by bootstrap over prompts.
 
     Attributes:
         check: "acceptance", "rejections", "rejections of other texts", "accepted tokens", "optimum", "optimum of a chain",
@@ -55,8 +55,8 @@ class TheoryRow:
         bucket: "all", or the odds with which a draft is rejected in the contexts counted, as "0.2 to 0.4": their total
             variation; for "optimum" the odds with which even the best rule rejects all drafts.
         count: number of contexts, turns or tokens that the figure is a mean over.
-        measured: what was counted, per context, turn or token.
-        predicted: what the theory says of the same contexts; for "optimum" what the best rule would accept.
+        measured: the count per context, turn or token.
+        predicted: the theory's value for the same contexts; for "optimum" the acceptance of the best rule.
         gap: measured - predicted.
     """
 
@@ -81,7 +81,7 @@ def theory(
     on_progress: Callable[[TheoryRow], None] | None = None,
     **options: Any,
 ) -> list[TheoryRow]:
-    """Run methods on the prompts, and return each figure of the theory beside what was counted.
+    """Run methods on the prompts, and compare each prediction of the theory with counts.
 
     Args:
         pair: the models; the draft model must state the law of its drafts.
@@ -228,7 +228,7 @@ def law_of(group: Siblings, vocab: int) -> Law:
 
 
 def _by_ratio(p: Law, q: Law) -> Int64[np.ndarray, " vocab"]:
-    """Return the tokens in the order of rising p / q; those that q has not come last."""
+    """Return the tokens in the order of rising p / q; tokens with q = 0 come last."""
     return np.argsort(np.divide(p, q, out=np.full_like(p, np.inf), where=q > 0), kind="stable")
 
 
@@ -254,7 +254,7 @@ def _best_of_distinct_two(p: Law, q: Law) -> float:
     return float(1.0 + min(0.0, (np.cumsum(p[order]) - inside).min()))
 
 
-# ---- what the runs have shown -------------------------------------------------------------------------------------
+# ---- the runs -----------------------------------------------------------------------------------------------------
 
 
 class Context(NamedTuple):
@@ -269,7 +269,7 @@ class Context(NamedTuple):
 
 
 class TurnFacts(NamedTuple):
-    """What one turn has shown."""
+    """The observations of one turn."""
 
     contexts: list[Context]
     accepted: int  # drafted tokens
@@ -286,7 +286,7 @@ class Runs(NamedTuple):
 
 
 def _runs(pair: Pair, prompts: Sequence[Prompt], method: Method, seed: int, options: dict[str, Any]) -> Runs:
-    """Decode each prompt by a method, and return what its turns have shown."""
+    """Decode each prompt by a method, and return the observations of its turns."""
     return Runs(method.name, [list(_facts(pair, prompt, method, seed, options)) for prompt in prompts])
 
 
@@ -309,7 +309,7 @@ def _facts(pair: Pair, prompt: Prompt, method: Method, seed: int, options: dict[
 
 
 def turn_facts(turn: Turn, warp: Warp) -> TurnFacts:
-    """Return what a turn has shown; its logits must still be valid."""
+    """Return the observations of a turn; its logits must still be valid."""
     steps = turn.verdict.steps
     contexts = []
     for step in steps:
@@ -369,7 +369,7 @@ def _chain_ratios(turn: Turn, warp: Warp) -> list[float] | None:
 
 
 class Sums(NamedTuple):
-    """Sums of one prompt: what was counted, what was predicted, and the number of things that both are means over."""
+    """Sums of one prompt: counted, predicted, and the number of items that both are means over."""
 
     measured: float
     predicted: float
@@ -499,10 +499,10 @@ def _chain_rows(run: Runs) -> list[TheoryRow]:
 
 
 def _optimum_rows(run: Runs, name: str) -> list[TheoryRow]:
-    """Compare how often one of the drafts under a node was accepted with what the best rule for these drafts would do.
+    """Compare how often one of the drafts under a node was accepted with the best rule for these drafts.
 
     A rule that walks down is compared at each node that it visits. One that judges from the leaves is compared at the root:
-    whether it visits a deeper node depends on what is below.
+    whether it visits a deeper node depends on the nodes below.
     """
     only_roots = run.name == "traversal"
     contexts = [
@@ -575,7 +575,7 @@ def plot(rows: Sequence[TheoryRow], path: str | Path) -> None:
     right.set_yticks(places, [row.method for row in gaps])
     right.invert_yaxis()
     right.axvline(0, color="grey", lw=1)
-    right.set_xlabel("what the best rule for the same two drafts would accept more often, per node")
+    right.set_xlabel("additional acceptance of the best rule for the same two drafts, per node")
     for axes in (left, right):
         axes.grid(alpha=0.3)
     figure.tight_layout()

@@ -85,7 +85,7 @@ def _answers(world: World, call: RandomCall, method: Method, **more: Any) -> lis
 def _faults_of_comparisons(world: World, call: RandomCall, method: Method, answers: Sequence[Generation]) -> list[str]:
     """Decode once more, in another way that must give the same texts."""
     faults = []
-    same_method = call.make()  # with a memory of its own
+    same_method = call.make()  # with a separate memory
     if call.door == "again":
         why = differs_by_more_than_rounding(answers, _answers(world, call, same_method), world.same_alone)
         faults.append(why and f"called again: {why}")
@@ -140,7 +140,7 @@ def _faults_of_turns(world: World, call: RandomCall, method: Method) -> list[str
 
 
 def _faults_after_cancelling(world: World) -> list[str]:
-    """Look for what a cancelled call has left, and decode once more."""
+    """Look for leftovers of a cancelled call, and decode once more."""
     caches = getattr(world.pair.target, "caches", None)
     return [f"a cancelled call left {len(caches)} caches"] if caches else []
 

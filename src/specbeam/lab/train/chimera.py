@@ -1,6 +1,6 @@
 """Chimera heads that are to be trained, and their files, in our own format (arXiv 2402.15758).
 
-As in the paper's code, the features that the head makes are to be like the target's: by how much, the plan says.
+As in the paper's code, the head's features are trained to resemble the target's, with a weight from the plan.
 """
 
 from pathlib import Path
@@ -46,7 +46,7 @@ def new_chimera(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor,
 
 
 def save_chimera(head: Head, target: "PreTrainedModel", plan: HeadPlan, folder: Path) -> None:
-    """Write a Chimera head in our own format; what is the target's own is left out."""
+    """Write a Chimera head in specbeam's format, without the target's weights."""
     assert isinstance(head, Chimera)
     leaves_out = ("embed_tokens.",) if head.tokens is not None else ("embed_tokens.", "lm_head.")
     write_head(head, own_config("chimera", head, target), folder, target, leaves_out)

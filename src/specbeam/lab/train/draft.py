@@ -56,7 +56,7 @@ def train_draft(
         prompts: texts, or lists of token ids, that the target is asked to continue, like those that the draft will be used
             for.
         out: the folder to write.
-        trees: the folder of what the target draws, which several trainings with the same prompts, draws and seed may share;
+        trees: the folder of the target's draws, which several trainings with the same prompts, draws and seed may share;
             None: `out/training/trees`.
         start: a model with the target's vocabulary to go on from; None: a new Llama with a shared embedding.
         layers: number of blocks of a new model.
@@ -64,7 +64,7 @@ def train_draft(
         draws: how the target draws; None: four beams at temperature 1.
         schedule: how long and how hard to train; rates and batch are as is usual for drafts where it leaves them out.
         variation: the share of total variation in the loss, in [0, 1]; cross-entropy has the rest.
-        report: called with what is under way, how much of it is done and how much there is.
+        report: called with the current stage, the amount done and the total.
 
     Raises:
         BadSetting: an option is wrong, or `out` holds a training with other options.

@@ -25,7 +25,7 @@ class DrawPlan:
 
     Args:
         beams: number of beams of each prompt. Drafts for beams are best learnt from what beams draw; 1: plain samples.
-        temperature: the temperature of the draws, above 0. The laws that are learnt are those of temperature 1.
+        temperature: the temperature of the draws, above 0. The learned laws have temperature 1.
         top_k: draw among the k likeliest tokens only; None: among all.
         top_p: draw among the fewest likeliest tokens with total probability p; None: among all.
         max_new_tokens: maximum number of tokens that are drawn below a prompt.

@@ -37,7 +37,7 @@ class Schedule:
 
     Args:
         epochs: how often each tree is learnt from.
-        rate: the learning rate of Muon, for the matrices of the blocks; None: as is usual for what is trained.
+        rate: the learning rate of Muon, for the matrices of the blocks; None: the default for the kind of model.
         embedding_rate: the learning rate of Adam, for embeddings, heads, norms and biases; None: as is usual.
         batch_tokens: number of tokens of a batch, padding included; None: as is usual.
         warm: the part of all steps in which rates rise.
@@ -66,12 +66,12 @@ class Schedule:
         require(is_integer(self.seed), "seed", self.seed, "an integer")
 
     def filled(self, usual: Mapping[str, Any]) -> "FilledSchedule":
-        """Return the schedule with what is usual in place of what it leaves out."""
+        """Return the schedule completed by defaults."""
         given = {name: value for name, value in asdict(self).items() if value is not None}
         return FilledSchedule(**{**usual, **given})
 
     def rate_factor(self, part: float) -> float:
-        """Return what the rates are multiplied with after this part of all steps: they rise, stay, and fall to zero."""
+        """Return the factor of the learning rates after this share of all steps: it rises, stays, and falls to zero."""
         return rate_factor(part, self.warm, self.decay)
 
 
@@ -99,10 +99,10 @@ class Training:
     """Training of one model.
 
     Products are in bfloat16 where this is faster (`prefers_bfloat16`); weights, laws and losses stay
-    in float32. A training that goes on keeps to what it began with.
+    in float32. A resumed training keeps the arithmetic that it began with.
 
     Args:
-        model: what is trained.
+        model: the model to train.
         loss: returns the loss of a batch.
         check: returns the acceptance on held-out trees, by depth of the draft.
         schedule: how long and how hard.
@@ -222,7 +222,7 @@ class Training:
         keep_state(self.folder, state)
 
     def resume(self) -> bool:
-        """Go on from the state on disk. Returns False if there is none; raises `BadSetting` if it is broken."""
+        """Resume from the state on disk. Returns False without one; raises `BadSetting` if it is broken."""
         return resume_from(self.folder, self.device, self._restore)
 
     def _restore(self, state: dict[str, Any]) -> None:

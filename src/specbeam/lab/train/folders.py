@@ -1,4 +1,4 @@
-"""Folders of work that a killed run goes on in: each says of what it is, and that of another work is refused."""
+"""Folders of training runs that can be resumed: each stores its options, and a folder of other options is refused."""
 
 import json
 import warnings
@@ -22,7 +22,7 @@ def work_folder(folder: Path, options: dict[str, Any], leftovers: str) -> Iterat
     """Work in a folder, which no other process does meanwhile. It is made if it is missing.
 
     Args:
-        options: what the work depends on; see `keep_options`.
+        options: settings that the work depends on; see `keep_options`.
         leftovers: a pattern of files that only a folder with options may hold.
 
     Raises:

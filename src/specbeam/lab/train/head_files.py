@@ -80,7 +80,7 @@ def layer_config(target: "PreTrainedModel", sizes: LayerSizes, layers: int, rota
 def write_head(
     head: Head, config: dict[str, Any], folder: Path, target: "PreTrainedModel", leaves_out: tuple[str, ...] = ()
 ) -> None:
-    """Write the configuration and the weights of a head (`as_written`), with the maps of its vocabulary if it has its own.
+    """Write the configuration and the weights of a head (`as_written`), with the maps of a separate vocabulary.
 
     Files are whole or not there.
 

@@ -29,7 +29,7 @@ HELD_OUT = 32  # pieces of text to check with
 
 @dataclass(frozen=True)
 class TrainedMemory:
-    """What training gave."""
+    """The result of training."""
 
     folder: Path  # which `hmt` takes
     weights: int  # number of weights that were learnt
@@ -49,7 +49,7 @@ def train_hmt(
     """Train a memory for a model, and write it to a folder that `hmt(pair, folder)` takes.
 
     Texts are read segment by segment with gradients through all memories (arXiv 2405.06067). The model learns, too, unless
-    it is frozen; it is then written beside its memory, and `hmt(folder)` loads both.
+    it is frozen; it is then written next to its memory, and `hmt(folder)` loads both.
 
     A run that was killed goes on where it was when it is called again with the same arguments: `out/training` holds the
     state and the curve, and can be deleted afterwards.
@@ -68,7 +68,7 @@ def train_hmt(
         BadSetting: an option is wrong, `out` holds a training with other options, or a stage finds no texts.
         BadPrompt: the documents are empty, or none is longer than a segment.
         MissingFile: the model cannot be loaded, or a text is given and there is no tokenizer.
-        UnsupportedModel: the logits are not those of the head, of the last hidden states.
+        UnsupportedModel: the logits are not the output of the head on the last hidden states.
         BadHead, NotSupported: the model cannot have a memory; see `MemoryLM`.
     """
     schedule = schedule or MemorySchedule()
@@ -151,7 +151,7 @@ def _check_fits(lm: HuggingFaceLM, plan: MemoryPlan, recall: Any) -> None:
 
 @torch.no_grad()
 def _check_head(model: "PreTrainedModel") -> None:
-    """Raise `UnsupportedModel` unless a model's logits are its head's, of what its base model returns."""
+    """Raise `UnsupportedModel` unless a model's logits are the output of its head on its base model's states."""
     tokens = torch.arange(8, device=model.get_input_embeddings().weight.device)[None]
     tokens = tokens % model.get_input_embeddings().weight.shape[0]
     whole = model(input_ids=tokens).logits
@@ -195,7 +195,7 @@ def split_documents(
     Of ten or more a tenth is held out, at most 32; of fewer the last tenth of each. Texts without answers are checked in
     pieces of twice as many segments as are learnt.
 
-    Raises `BadPrompt` if there are none, or if none is longer than a segment: nothing could be remembered.
+    Raises `BadPrompt` if there are no texts, or if all fit into one segment: there is nothing to remember.
     """
     longest = max((len(one.tokens) for one in documents), default=0)
     if longest <= segment:
@@ -241,7 +241,7 @@ def read_documents(files: Sequence[Path], tokenizer: Any, prompt_weight: float =
     A file of JSON lines has a document in each: "text", or "prompt" with an "answer". Any other file is one document.
 
     Args:
-        prompt_weight: weight of the tokens of a prompt in the loss; those of its answer have 1.
+        prompt_weight: weight of the tokens of a prompt in the loss; tokens of its answer have weight 1.
 
     Raises:
         MissingFile: there is no such file, or there is no tokenizer.

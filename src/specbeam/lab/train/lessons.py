@@ -1,4 +1,4 @@
-"""What there is to learn from: trees that the target drew below prompts, some of which are held out."""
+"""Training data: trees that the target drew below prompts, some of which are held out."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ from specbeam.models import OWN_ROUNDINGS
 
 MOST_HELD_OUT = 512  # prompts
 
-Report = Callable[[str, int, int], None]  # what is under way, how much of it is done, and how much there is
+Report = Callable[[str, int, int], None]  # called with the current stage, the amount done and the total
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Lessons:
 def drawn_lessons(
     pair: Pair, prompts: Sequence[Prompt], draws: DrawPlan, seed: int, folder: Path, report: Report
 ) -> Lessons:
-    """Have the target draw below prompts, into a folder; what is there already is not drawn again.
+    """Let the target draw below prompts, into a folder; existing trees are not drawn again.
 
     At most 512 prompts, or a tenth, are held out.
 
@@ -55,7 +55,7 @@ def drawn_lessons(
     options = lesson_options(pair, prompts, draws, seed)
     with work_folder(folder, options, "trees-*.npz"):
         path = folder / "held_out.npz"
-        if not (folder / "options.json").exists():  # what a folder without options holds may be of something else
+        if not (folder / "options.json").exists():  # a folder without options may hold other data
             path.unlink(missing_ok=True)
         if not path.exists():
             trees = drawn_trees(pair, held_out, draws)
@@ -73,7 +73,7 @@ def drawn_lessons(
 
 
 def lesson_options(pair: Pair, prompts: Sequence[Prompt], draws: DrawPlan, seed: int) -> dict[str, Any]:
-    """Return what the trees of prompts depend on."""
+    """Return the settings that the trees of prompts depend on."""
     engine = pair.forgetful_target.engine
     return {
         "target": f"{type(pair.target_model).__name__} {weights_key(pair.target_model)}, {engine}",
@@ -84,7 +84,7 @@ def lesson_options(pair: Pair, prompts: Sequence[Prompt], draws: DrawPlan, seed:
 
 
 def warn_of_rounding(pair: Pair) -> None:
-    """Warn if what learns from the hidden states of a target learns from other weights than the target is run with."""
+    """Warn if training reads other weights of a target than the ones it is run with."""
     engine = pair.forgetful_target.engine
     if engine in OWN_ROUNDINGS:
         warnings.warn(

@@ -18,7 +18,7 @@ FULL_VOCAB = 32_000  # tokens of a target, up to which a head knows them all by 
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """What a head is to be.
+    """The shape of a head to be trained.
 
     Args:
         taps: the hidden states of the target that it reads: numbers of the layers that they enter, the number of layers for
@@ -32,7 +32,7 @@ class HeadPlan:
         variation: the share of total variation in the loss, in [0, 1]; cross-entropy has the rest.
         prefix: number of soft prompts in each layer.
         enters: the layer at which rows enter that are made of states there.
-        regression: how much the error of a head that estimates the target's hidden states counts beside that of its laws.
+        regression: weight of the error of estimated hidden states, relative to the error of laws.
         read_out: of Chimera heads: "own", a matrix of all tokens for each depth, or "shared", a map for each depth and one
             matrix of tokens; see `ChimeraShape`.
         shown: of SpecDiff heads: the share of blocks that are learnt with some of their drafts shown, for drafts in several
@@ -78,7 +78,7 @@ def planned(target: "PreTrainedModel", usual: Mapping[str, Any], asked: Mapping[
 
     Args:
         usual: what differs from the usual plan for a kind of head.
-        asked: what is asked for instead; None stands for what is usual.
+        asked: values that override the defaults; None: the default.
 
     Raises `BadSetting` if there is no such option, if one is wrong, or if the target does not have the taps.
     """
@@ -108,6 +108,6 @@ def planned(target: "PreTrainedModel", usual: Mapping[str, Any], asked: Mapping[
 def usual_taps(layers: int) -> tuple[int, ...]:
     """Return the hidden states that heads read by default: after the first layers, in the middle, and before the last ones.
 
-    Of a target with few layers, those that differ.
+    A target with few layers has fewer, distinct ones.
     """
     return tuple(sorted({min(2, layers), layers // 2, max(layers - 3, 0)}))

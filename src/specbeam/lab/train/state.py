@@ -1,4 +1,4 @@
-"""The state of a training on disk, from which a killed one goes on, and its curve beside it."""
+"""The state of a training on disk, from which a killed one resumes, and its learning curve."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -23,7 +23,7 @@ def keep_state(folder: Path, state: dict[str, Any]) -> None:
 
 
 def resume_from(folder: Path, device: torch.device, restore: Callable[[dict[str, Any]], None]) -> bool:
-    """Hand the state on disk to `restore`. Returns False if there is none; raises `BadSetting` if it is broken."""
+    """Pass the state on disk to `restore`. Returns False without one; raises `BadSetting` if it is broken."""
     path = folder / STATE
     if not path.exists():
         return False

@@ -1,4 +1,4 @@
-"""What a target thinks of trees of tokens: its hidden states there, on which heads draft."""
+"""A target's hidden states on trees of tokens, which heads draft from."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,7 @@ def hidden_states(
 
             handles.append(layers[-1].register_forward_hook(keep_output))
     try:
-        # What heads read in drafting is not rounded either.
+        # Heads read unrounded states in drafting, too.
         with torch.autocast(batch.tokens.device.type, enabled=False):
             last = model.base_model(
                 input_ids=batch.tokens,

@@ -159,5 +159,5 @@ def trees_of(grown: list[TreeBeingDrawn]) -> Trees:
 
 
 def _with_children(tree: TreeBeingDrawn) -> list[int]:
-    """Return the nodes of the prompt, and those of which something was drawn."""
+    """Return the nodes of the prompt, and the nodes with drawn children."""
     return [node for node in range(len(tree.tokens)) if tree.weights[node] > 0 or node < tree.prompt_size]
