@@ -74,14 +74,20 @@ class Checkout:
             parts = [PACKAGE, *path.relative_to(self.source).with_suffix("").parts]
             name = ".".join(parts).removesuffix(".__init__")
             self.modules[name] = Module(path, name)
+        self.homes = {}  # of the names that stubs list: (package, name) -> module
+        for stub in self.source.rglob("__init__.pyi"):
+            package = ".".join([PACKAGE, *stub.parent.relative_to(self.source).parts])
+            for name, (home, _) in Module(stub, package).imports.items():
+                self.homes[package, name] = home
 
     def named(self, last: str) -> Module:
         """Return the one module whose file has a name."""
         return next(module for name, module in self.modules.items() if name.endswith(f".{last}"))
 
     def module_of(self, module: str, name: str) -> Module | None:
-        """Return the file that ``from module import name`` reads: a module of that name, or `module` itself."""
-        return self.modules.get(f"{module}.{name}") or self.modules.get(module)
+        """Return the file that ``from module import name`` reads: a submodule, the name's home by a stub, or `module`."""
+        home = self.homes.get((module, name), module)
+        return self.modules.get(f"{module}.{name}") or self.modules.get(home)
 
     # Figures
 
@@ -151,7 +157,7 @@ class Checkout:
             module, name = waiting.pop()
             if name in module.imports:
                 above, name_there = module.imports[name]
-                other = self.modules.get(above)
+                other = self.module_of(above, name_there)
                 if other is not None:
                     waiting.append((other, name_there))
             elif (module.name, name) not in reached and definitions_of(module, name):

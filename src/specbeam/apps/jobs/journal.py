@@ -370,7 +370,8 @@ def _explained(path: Path, advice: str = "go on with --resume, which keeps what 
 
 def _check_same(kept: dict[str, Any], given: dict[str, Any], path: Path) -> None:
     """Raise `BadSetting` if a job was begun with other settings: its answers would be of two kinds."""
-    names = sorted(name for name in {*kept, *given} if kept.get(name) != given.get(name))
+    every = sorted({*kept, *given})
+    names = [name for name in every if kept.get(name) != given.get(name)]
     if names:
         (name, *_) = names
         raise BadSetting(

@@ -164,7 +164,8 @@ def _write_csv(file: Any, columns: dict[str, str], rows: Iterable[dict[str, Any]
     writer = csv.DictWriter(file, list(columns))
     writer.writeheader()
     for row in rows:
-        writer.writerow({name: as_json(value) if isinstance(value, list) else value for name, value in row.items()})
+        cells = {name: as_json(value) if isinstance(value, list) else value for name, value in row.items()}
+        writer.writerow(cells)
 
 
 def _write_parquet(path: Path, columns: dict[str, str], rows: Iterable[dict[str, Any]]) -> None:
@@ -195,7 +196,9 @@ def _proper(value: Any) -> Any:
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, list):
         return [_proper(one) for one in value]
-    return {name: _proper(one) for name, one in value.items()} if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        return {name: _proper(one) for name, one in value.items()}
+    return value
 
 
 def _chunks(rows: Iterable[dict[str, Any]], size: int) -> Iterator[list[dict[str, Any]]]:

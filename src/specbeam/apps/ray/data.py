@@ -62,19 +62,22 @@ class Decode:
         """Return the answers to the rows of a block, in their order."""
         import json
 
-        fields = [dict(zip(block, values, strict=True)) for values in zip(*block.values(), strict=True)]
-        rows = [
-            row_of(
-                number, {self.columns.id: None} | {name: as_plain(value) for name, value in one.items()}, self.columns
-            )
-            for number, one in enumerate(fields)
-        ]
+        rows = []
+        for number, values in enumerate(zip(*block.values(), strict=True)):
+            fields = {self.columns.id: None}
+            for name, value in zip(block, values, strict=True):
+                fields[name] = as_plain(value)
+            rows.append(row_of(number, fields, self.columns))
         answers: dict[int, dict[str, Any]] = {}
         for row, record in answer_rows(self.work, rows):
             beams = record["beams"]
-            answers[row.number] = record | {"beams": None if beams is None else json.dumps(beams, ensure_ascii=False)}
-        found = {name: [answers[row.number][name] for row in rows] for name in ANSWER_COLUMNS}
-        columns = {name: _column(values, ANSWER_COLUMNS[name]) for name, values in found.items() if name != "id"}
+            if beams is not None:
+                record["beams"] = json.dumps(beams, ensure_ascii=False)
+            answers[row.number] = record
+        columns = {}
+        for name, kind in ANSWER_COLUMNS.items():
+            if name != "id":
+                columns[name] = _column([answers[row.number][name] for row in rows], kind)
         ids = block.get(self.columns.id, np.full(len(rows), "", dtype=object))
         return {self.columns.id: ids, **columns}
 

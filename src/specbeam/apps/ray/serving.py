@@ -144,7 +144,9 @@ def app(arguments: Mapping[str, Any]) -> "Application":
         BadSetting, MissingFile: as `deployment` and `read_config`; also where a name is none of the server's and Ray knows
             no such option.
     """
-    values = {name: _read(name, value) if isinstance(value, str) else value for name, value in arguments.items()}
+    values = {}
+    for name, value in arguments.items():
+        values[name] = _read(name, value) if isinstance(value, str) else value
     own = {one.name for one in fields(ServerConfig)}
     path = values.pop("config", None)
     sticky = values.pop("sticky", True)

@@ -52,7 +52,8 @@ class Drawn:
 
 def seed_of(seed: int, *numbers: int) -> int:
     """Return the seed of one draw of a search: a function of the search's seed and of numbers that identify the draw."""
-    return int(np.random.SeedSequence([seed, *numbers]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    (state,) = np.random.SeedSequence([seed, *numbers]).generate_state(1, np.uint64)
+    return int(state >> np.uint64(1))
 
 
 def drawn(

@@ -68,7 +68,8 @@ class GrowingTrees:
         require(
             callable(self.value), "value", self.value, "a function of a list of texts, or the folder of a classifier"
         )
-        are_texts = not isinstance(self.ends, str) and all(isinstance(end, str) and end for end in self.ends)
+        are_texts = not isinstance(self.ends, str)
+        are_texts = are_texts and all(isinstance(end, str) and end for end in self.ends)
         require(are_texts, "ends", self.ends, "a list of texts")
         for name in TAKEN:
             if self.options.get(name) is not None:
@@ -213,7 +214,9 @@ class GrowingTrees:
                 result.nodes[known].times += 1
                 return None
         is_last = step.finished or (step.complete and any(end in step.text for end in self.ends))
-        status = FINISHED if is_last else OPEN if step.complete else CUT_OFF
+        status = OPEN if step.complete else CUT_OFF
+        if is_last:
+            status = FINISHED
         depth = result.nodes[parent].depth + 1
         result.nodes.append(Node(parent, depth, step.tokens, "", status=status))
         child = len(result.nodes) - 1

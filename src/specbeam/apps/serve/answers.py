@@ -166,7 +166,10 @@ def _byte_of() -> dict[str, int]:
     """Return the byte of each character of a byte-level vocabulary; printable ASCII characters map to themselves."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    found = {chr(byte): byte for byte in printable}
+    for place, byte in enumerate(others):
+        found[chr(256 + place)] = byte
+    return found
 
 
 def token_text(pair: Pair, token: int) -> tuple[str, bytes]:
@@ -207,9 +210,10 @@ def chat_logprobs(pair: Pair, order: Order, scores: Sequence[TokenScore]) -> dic
         text, raw = _named(pair, order, token)
         return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
 
-    content = [
-        entry(score.token, score.logprob) | {"top_logprobs": [entry(*one) for one in score.top]} for score in scores
-    ]
+    content = []
+    for score in scores:
+        top = [entry(token, logprob) for token, logprob in score.top]
+        content.append(entry(score.token, score.logprob) | {"top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
@@ -420,7 +424,9 @@ def _beams_json(order: Order, outcome: AnsweredRequest) -> list[dict[str, Any]]:
     most = order.options.beams_returned
     found = []
     for prompt, answers in enumerate(outcome.generations):
-        beams = answers[0].beams if order.method.beams > 1 and answers else [_beam_of(one) for one in answers]
+        beams = [_beam_of(one) for one in answers]
+        if order.method.beams > 1 and answers:
+            beams = answers[0].beams
         chosen = [answer.tokens for answer in answers]
         for beam in beams if most == "all" else beams[: int(most)]:
             number = chosen.index(beam.tokens) if beam.tokens in chosen else None
@@ -451,14 +457,15 @@ def metrics_json(jobs: Sequence[Job], completion_tokens: int) -> dict[str, Any]:
     first = _span(jobs, "arrived", "first_token", first=True)
     whole = _span(jobs, "started", "ended")
     queue = _span(jobs, "arrived", "started", first=True)
+    counts = [job.session.count for job in jobs]
     passes = sum(map(drafting_passes, jobs))
-    accepted = sum(job.session.count.accepted for job in jobs)
-    drafted = sum(job.session.count.drafted for job in jobs)
-    rows = sum(job.session.count.rows.scored for job in jobs)
+    accepted = sum(count.accepted for count in counts)
+    drafted = sum(count.drafted for count in counts)
+    rows = sum(count.rows.scored for count in counts)
     return {
-        "time_to_first_token_ms": None if first is None else 1000 * first,
-        "generation_time_ms": None if whole is None else 1000 * whole,
-        "queue_time_ms": None if queue is None else 1000 * queue,
+        "time_to_first_token_ms": _milliseconds(first),
+        "generation_time_ms": _milliseconds(whole),
+        "queue_time_ms": _milliseconds(queue),
         "tokens_per_second": completion_tokens / whole if whole else None,
         "speculative_decoding": {
             "mean_acceptance_length": 1 + accepted / passes if passes else None,
@@ -468,6 +475,10 @@ def metrics_json(jobs: Sequence[Job], completion_tokens: int) -> dict[str, Any]:
             "num_scored_rows": rows,
         },
     }
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else 1000 * seconds
 
 
 def best_of_mean(
@@ -480,7 +491,10 @@ def best_of_mean(
     for answers in generations:
         own = [*scores[place : place + len(answers)]]
         place += len(answers)
-        means = [sum(score.logprob for score in each) / max(len(each), 1) for each in own]
+        means = []
+        for each in own:
+            total = sum(score.logprob for score in each)
+            means.append(total / max(len(each), 1))
         best = sorted(range(len(answers)), key=lambda number: -means[number])[:count]
         chosen.append([answers[number] for number in best])
         kept += [own[number] for number in best]

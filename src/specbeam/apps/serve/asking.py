@@ -173,7 +173,11 @@ class Asking:
         order = self.order
         session.namespace = self._namespace
         now = time.monotonic()
-        end_by = now + config.request_timeout if before is None else before.end_by
+        start_by = now + config.queue_timeout
+        end_by = now + config.request_timeout
+        if before is not None:
+            end_by = before.end_by
+            start_by = min(start_by, end_by)
         shows = order.options.trace or order.options.stream == "live"
         return Job(
             session,
@@ -181,10 +185,10 @@ class Asking:
             key=self.client.name,
             priority=max(order.body.priority or 0, self.client.least_priority),
             alone=before is not None,
-            again_after=before.lost_at if before is not None else None,
+            again_after=None if before is None else before.lost_at,
             streams=order.streams,
             see=self._see if shows else None,
-            start_by=now + config.queue_timeout if before is None else min(now + config.queue_timeout, end_by),
+            start_by=start_by,
             end_by=end_by,
         )
 

@@ -203,8 +203,9 @@ def read_config(path: str | Path | None, given: dict[str, Any]) -> ServerConfig:
     known = {one.name for one in fields(ServerConfig)}
     if unknown := sorted(set(values) - known):
         raise BadSetting(f"the configuration has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
-    lists = {name for name, value in values.items() if isinstance(value, list)}
-    chosen: dict[str, Any] = {name: tuple(value) if name in lists else value for name, value in values.items()}
+    chosen: dict[str, Any] = {}
+    for name, value in values.items():
+        chosen[name] = tuple(value) if isinstance(value, list) else value
     return ServerConfig(**chosen)
 
 

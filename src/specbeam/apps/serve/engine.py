@@ -358,7 +358,12 @@ class Engine:
         request = self.request(prompts, chosen, settings, seed, audit)
         results: dict[int, list[Generation] | SpecbeamError] = {**request.refused}
         over: Queue[Job] = Queue()
-        jobs = deque(Job(session, lambda job: over.put(job) if job.is_over else None) for session in request.sessions)
+
+        def put_if_over(job: Job) -> None:
+            if job.is_over:
+                over.put(job)
+
+        jobs = deque(Job(session, put_if_over) for session in request.sessions)
         under_way = 0
         while jobs or under_way:
             try:

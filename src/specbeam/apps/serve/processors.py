@@ -34,7 +34,8 @@ class TokenBias:
 
     def __init__(self, biases: Mapping[int, float]) -> None:
         self.tokens = torch.tensor([*biases], dtype=torch.int64)
-        self.values = torch.tensor([float("-inf") if value <= -100 else value for value in biases.values()])
+        values = torch.tensor([*biases.values()], dtype=torch.float64)
+        self.values = values.masked_fill(values <= -100, -torch.inf).float()
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         changed = scores.clone()

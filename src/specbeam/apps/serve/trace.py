@@ -17,6 +17,10 @@ def turn_record(session: Session, turn: Turn, words: Words, number: int, millise
         number: of the turn, from 1 on.
         milliseconds: that it took.
     """
+
+    def text_of(tokens: list[int]) -> str:
+        return "".join(map(words, tokens))
+
     leaves = picture(turn, words) if turn.verdict.trials else fates(turn, words)
     limits = session.limits
     length = session.length
@@ -35,9 +39,9 @@ def turn_record(session: Session, turn: Turn, words: Words, number: int, millise
         "nodes": [[leaf.parent, leaf.text, leaf.fate, leaf.p, leaf.q] for leaf in leaves],
         "widths": [int(step.width) for step in turn.verdict.steps],
         "accepted": turn.verdict.accepted,
-        "beams": [["".join(map(words, tail)), score] for tail, score in beams],
-        "ended": [["".join(map(words, tokens)), score, finished] for tokens, score, finished in ended],
-        "settled": "".join(map(words, session.settled)),
+        "beams": [[text_of(tail), score] for tail, score in beams],
+        "ended": [[text_of(tokens), score, finished] for tokens, score, finished in ended],
+        "settled": text_of(session.settled),
     }
 
 

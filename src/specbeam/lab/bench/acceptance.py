@@ -26,7 +26,9 @@ class Acceptance:
     @property
     def error(self) -> tuple[float, ...]:
         """The standard error of each of the odds."""
-        return tuple(float(np.sqrt(p * (1 - p) / max(self.nodes, 1))) for p in self.odds)
+        odds = np.array(self.odds)
+        errors = np.sqrt(odds * (1 - odds) / max(self.nodes, 1))
+        return tuple(errors.tolist())
 
 
 def acceptance(pair: Pair, prompts: Sequence[Prompt], children: int = 8, seed: int = 0, **options: Any) -> Acceptance:

@@ -305,16 +305,11 @@ def _with_results(
     why_ours = why_not_ours(cell.method, cell.option, cell.batch_size) if us is None else us.why_not
     why_theirs = why_not_theirs(cell.replaces, cell.option, cell.batch_size) if them is None else them.why_not
     failures = [side.failure for side in (us, them) if side is not None and side.failure is not None]
-    return with_rates(
-        replace(
-            cell,
-            why_not_ours=why_ours,
-            why_not_theirs=why_theirs,
-            message="; ".join(f"{type(error).__name__}: {error}" for error in failures),
-        ),
-        [] if why_ours else rates[our_key],
-        [] if why_theirs else rates[their_key],
-    )
+    messages = [f"{type(error).__name__}: {error}" for error in failures]
+    explained = replace(cell, why_not_ours=why_ours, why_not_theirs=why_theirs, message="; ".join(messages))
+    our_rates = [] if why_ours else rates[our_key]
+    their_rates = [] if why_theirs else rates[their_key]
+    return with_rates(explained, our_rates, their_rates)
 
 
 def with_rates(cell: SpeedCell, ours: Sequence[float], theirs: Sequence[float]) -> SpeedCell:

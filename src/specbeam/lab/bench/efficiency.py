@@ -23,9 +23,18 @@ from specbeam.models.heads import Head
 from specbeam.recipes import paper_of, with_guess
 
 BUDGETS = (5, 10, 21, 30)
-BRANCHING = {5: [(2, 1), (5,), (1, 2, 1)], 10: [(2, 2, 1), (2, 1, 1, 1, 1), (5, 1)],
-             21: [(3, 2, 2), (3, 2, 1, 1), (3, *[1] * 6)], 30: [(2, 2, 2, 2), (3, 3, 1, 1), (3, *[1] * 9)]}  # fmt: skip
-BEAMS = {5: [(1, 5), (2, 2)], 10: [(2, 5), (3, 3)], 21: [(3, 7), (4, 5), (7, 3)], 30: [(3, 10), (5, 6), (6, 5)]}
+BRANCHING = {
+    5: [(2, 1), (5,), (1, 2, 1)],
+    10: [(2, 2, 1), (2, 1, 1, 1, 1), (5, 1)],
+    21: [(3, 2, 2), (3, 2, 1, 1), (3, *[1] * 6)],
+    30: [(2, 2, 2, 2), (3, 3, 1, 1), (3, *[1] * 9)],
+}
+BEAMS = {
+    5: [(1, 5), (2, 2)],
+    10: [(2, 5), (3, 3)],
+    21: [(3, 7), (4, 5), (7, 3)],
+    30: [(3, 10), (5, 6), (6, 5)],
+}
 
 
 @dataclass(frozen=True)
@@ -57,30 +66,39 @@ def contenders(
     counts = BRANCHING[budget]
     beams = BEAMS[budget]
     depth = 2 if budget < 14 else 3
+    half = min(budget // 2, 8)
+    nodes = f"{budget} nodes"
     fixed: dict[str, Any] = {"controller": "fixed"}  # shapes are compared, and not when drafts are skipped
+    best_and_one = partial(sb.traversal, children="best_and_one")
+    hub: dict[str, Callable[[], Method]] = {f"depth {depth}": partial(sb.spechub, depth, **fixed)}
     found: dict[str, dict[str, Callable[[], Method]]] = {
-        "speculative_sampling": {f"{n}": partial(sb.speculative_sampling, n, **fixed) for n in chains},
-        "block_verification": {f"{n}": partial(sb.block_verification, n, **fixed) for n in chains},
-        "specinfer": {f"{c}": partial(sb.specinfer, c, **fixed) for c in counts},
-        "rsd_c": {f"{c}": partial(sb.rsd_c, c, **fixed) for c in counts},
-        "rsd_s": {f"{w} x {d}": partial(sb.rsd_s, w, d, **fixed) for w, d in beams},
-        "sequoia": {f"{budget} nodes": partial(sb.sequoia, budget, 8, odds, cost=None, **fixed)},
-        "spechub": {f"depth {depth}": partial(sb.spechub, depth, **fixed)} if budget > 5 else {},
-        "traversal": {f"{c}": partial(sb.traversal, c, **fixed) for c in counts},
-        "traversal, best and one": {f"{c}": partial(sb.traversal, c, "best_and_one", **fixed) for c in counts},
-        "multi_draft": {f"2 x {n}": partial(sb.multi_draft, [], (1,) * n) for n in [min(budget // 2, 8)]},
-        "opt_tree": {f"{budget} nodes": partial(sb.opt_tree, budget, 8, **fixed)},
-        "dyspec": {f"{budget} nodes": partial(sb.dyspec, budget, 8, **fixed)},
-        "gsd": {f"{budget} nodes": partial(sb.gsd, 5, 3, 0, budget, **fixed)},
-        "propd": {f"{budget} nodes": partial(sb.propd, budget, 6, **fixed)},
+        "speculative_sampling": _each(sb.speculative_sampling, chains, fixed),
+        "block_verification": _each(sb.block_verification, chains, fixed),
+        "specinfer": _each(sb.specinfer, counts, fixed),
+        "rsd_c": _each(sb.rsd_c, counts, fixed),
+        "rsd_s": {f"{width} x {depth}": partial(sb.rsd_s, width, depth, **fixed) for width, depth in beams},
+        "sequoia": {nodes: partial(sb.sequoia, budget, 8, odds, cost=None, **fixed)},
+        "spechub": hub if budget > 5 else {},
+        "traversal": _each(sb.traversal, counts, fixed),
+        "traversal, best and one": _each(best_and_one, counts, fixed),
+        "multi_draft": {f"2 x {half}": partial(sb.multi_draft, [], (1,) * half)},
+        "opt_tree": {nodes: partial(sb.opt_tree, budget, 8, **fixed)},
+        "dyspec": {nodes: partial(sb.dyspec, budget, 8, **fixed)},
+        "gsd": {nodes: partial(sb.gsd, 5, 3, 0, budget, **fixed)},
+        "propd": {nodes: partial(sb.propd, budget, 6, **fixed)},
         "prompt_lookup": {f"{budget}": partial(sb.prompt_lookup, budget)},
         "suffix_match": {f"{budget}": partial(sb.suffix_match, budget)},
-        "token_recycling": {f"{budget} nodes": partial(sb.token_recycling, 6, None, 8, budget)},
+        "token_recycling": {nodes: partial(sb.token_recycling, 6, None, 8, budget)},
     }
     if head is not None:
         del found["multi_draft"]
         found |= of_paper(paper_of(head), budget)
     return found
+
+
+def _each(make: Callable[..., Method], sizes: Sequence[Any], fixed: dict[str, Any]) -> dict[str, Callable[[], Method]]:
+    """Return a shape for each size, which is the first argument of the recipe."""
+    return {f"{size}": partial(make, size, **fixed) for size in sizes}
 
 
 def of_paper(name: str, budget: int) -> dict[str, dict[str, Callable[[], Method]]]:
@@ -184,7 +202,7 @@ def _check_apart(prompts: Sequence[Prompt], choosing: Sequence[Prompt]) -> None:
         raise BadPrompt(
             f"there are {len(prompts)} prompts to report and {len(choosing)} to choose shapes on; give both"
         )
-    both = {str(prompt) for prompt in prompts} & {str(prompt) for prompt in choosing}
+    both = {*map(str, prompts)} & {*map(str, choosing)}
     if both:
         raise BadPrompt(
             f"{len(both)} prompts are reported and also choose shapes, such as {min(both)!r}; keep them apart"
@@ -214,7 +232,16 @@ def _cell(
     rng = np.random.default_rng(0)
     resampled = table[rng.integers(0, len(table), (2000, len(table)))].sum(1)
     low, high = np.quantile(resampled[:, 0] / resampled[:, 1], [0.025, 0.975])
-    return TreeCell(recipe, budget, shape, emitted / passes, float(low), float(high), nodes / passes, layers / passes)
+    return TreeCell(
+        recipe,
+        budget,
+        shape,
+        efficiency=emitted / passes,
+        low=float(low),
+        high=float(high),
+        nodes=nodes / passes,
+        draft_passes=layers / passes,
+    )
 
 
 def as_markdown(cells: Sequence[TreeCell]) -> str:
@@ -242,9 +269,17 @@ def plot(cells: Sequence[TreeCell], path: str | Path) -> None:
         row = sorted((cell for cell in cells if cell.recipe == recipe), key=lambda cell: cell.budget)
         x = np.array([cell.budget for cell in row]) + 0.12 * (place - len(names) / 2)
         y = np.array([cell.efficiency for cell in row])
-        bars = np.array([[cell.efficiency - cell.low for cell in row], [cell.high - cell.efficiency for cell in row]])
+        below = y - [cell.low for cell in row]
+        above = [cell.high for cell in row] - y
         axes.errorbar(
-            x, y, yerr=np.maximum(bars, 0), marker="o", capsize=2, label=recipe, color=colours(place % 20), lw=1.2
+            x,
+            y,
+            yerr=np.maximum([below, above], 0),
+            marker="o",
+            capsize=2,
+            label=recipe,
+            color=colours(place % 20),
+            lw=1.2,
         )
     axes.set_xlabel("nodes scored per pass of the target (budget)")
     axes.set_ylabel("tokens per pass of the target")

@@ -121,7 +121,8 @@ def line_of(task: Task, name: str, method: Method, run: MethodRun, runs: dict[st
 
 def _ratio(run: MethodRun, above: np.ndarray, below: np.ndarray) -> Figure:
     """Return sum(above) / sum(below). The answers to one prompt are resampled together."""
-    return Figure(float(above.sum() / below.sum()), *ratio_interval(run.by_prompt(above), run.by_prompt(below)))
+    low, high = ratio_interval(run.by_prompt(above), run.by_prompt(below))
+    return Figure(float(above.sum() / below.sum()), low, high)
 
 
 def _perplexity_ratio(run: MethodRun, plain: MethodRun | None) -> Figure | None:
@@ -156,5 +157,9 @@ def _quality(task: Task, run: MethodRun) -> Figure:
         total = run.by_prompt(np.ones(len(texts)))
         return Figure(exact_match(texts, answers), *share_interval(correct, total))
     columns = [run.by_prompt(np.array(column)) for column in zip(*bleu_counts(texts, answers), strict=True)]
-    low, high = interval(columns, lambda *sums: np.array([bleu_of(row) for row in zip(*sums, strict=True)]))
+
+    def bleu_of_each(*sums: np.ndarray) -> np.ndarray:
+        return np.array([bleu_of(row) for row in zip(*sums, strict=True)])
+
+    low, high = interval(columns, bleu_of_each)
     return Figure(bleu(texts, answers), low, high)

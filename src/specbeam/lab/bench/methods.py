@@ -78,7 +78,8 @@ def measure(
         on_progress: called after every round, in which all methods answer one prompt.
     """
     runs = {name: MethodRun([], [], [], []) for name in methods}
-    _round(pair, methods, task.rows[0][0], 0, 0, max_new_tokens, {name: MethodRun([], [], [], []) for name in methods})
+    not_counted = {name: MethodRun([], [], [], []) for name in methods}
+    _round(pair, methods, task.rows[0][0], 0, 0, max_new_tokens, not_counted)
     for number in range(seeds * len(task.rows)):
         seed, place = divmod(number, len(task.rows))
         _round(pair, methods, task.rows[place][0], place, seed, max_new_tokens, runs)

@@ -175,17 +175,21 @@ def fits(cells: Sequence[PassCell], plan: PassPlan) -> Fits:
     Lines over lengths that would rest on fewer than two lengths are left out.
     """
     at = {(cell.engine, cell.length, cell.rows): cell for cell in cells}
-    by_length = {
-        length: knee_fit(plan.rows, [_median(at[OURS, length, rows].pass_ms) for rows in plan.rows])
-        for length in (plan.lengths if len(plan.rows) >= 4 else ())
-    }
+    by_length = {}
+    if len(plan.rows) >= 4:
+        for length in plan.lengths:
+            times = [_median(at[OURS, length, rows].pass_ms) for rows in plan.rows]
+            by_length[length] = knee_fit(plan.rows, times)
     by_beams = {}
     for engine, beams in [(engine, beams) for beams in plan.beams for engine in (OURS, THEIRS)]:
         measured = [length for length in plan.lengths if at[engine, length, beams].turn_ms is not None]
         if len(measured) >= 2:
             turns = [_median(at[engine, length, beams].turn_ms) for length in measured]
             by_beams[engine, beams] = straight_fit(measured, turns)
-    row = straight_fit(list(by_length), [fit.slope for fit in by_length.values()]) if len(by_length) >= 2 else None
+    row = None
+    if len(by_length) >= 2:
+        slopes = [fit.slope for fit in by_length.values()]
+        row = straight_fit(list(by_length), slopes)
     return Fits(by_length, row, by_beams)
 
 

@@ -199,7 +199,8 @@ async def _figures(http: Any) -> dict[str, float]:
     """Return the server's counters of passes and tokens; {} if it has none."""
     answer = await http.get("/metrics")
     found: dict[str, float] = {}
-    for line in answer.text.splitlines() if answer.status_code == 200 else ():
+    lines = answer.text.splitlines() if answer.status_code == 200 else []
+    for line in lines:
         for name in ("target_passes_total", "generation_tokens_total"):
             if line.startswith(f"specbeam:{name}{{"):
                 found[name] = float(line.rsplit(" ", 1)[1])
@@ -216,6 +217,7 @@ def _report(
         for one in answered
         if one.first_s is not None and one.tokens > 1
     ]
+    statuses = Counter(one.status for one in once)
     gained = {name: after[name] - before.get(name, 0.0) for name in after}
     tokens = gained.get("generation_tokens_total", 0.0)
     return LoadReport(
@@ -223,8 +225,8 @@ def _report(
         requests=len(once),
         seconds=seconds,
         answered=len(answered),
-        gone=sum(one.status == 0 for one in once),
-        statuses={str(status): number for status, number in sorted(Counter(one.status for one in once).items())},
+        gone=statuses[0],
+        statuses={str(status): number for status, number in sorted(statuses.items())},
         requests_per_s=len(answered) / seconds,
         tokens_per_s=sum(one.tokens for one in answered) / seconds,
         waited_s=_middle_and_end([one.waited_s for one in answered]),

@@ -91,7 +91,10 @@ def read_questions(path: Path, each: int | None = None) -> list[Question]:
     if not questions:
         raise BadPrompt(f"{path} holds no questions; give Spec-Bench's question.jsonl")
     by_task = {task: [one for one in questions if one.task == task] for task in TASKS}
-    return [one for task in TASKS for one in (by_task[task] if each is None else spread(by_task[task], each))]
+    found = []
+    for task in TASKS:
+        found += by_task[task] if each is None else spread(by_task[task], each)
+    return found
 
 
 def specbench(

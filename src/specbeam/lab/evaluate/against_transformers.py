@@ -160,14 +160,19 @@ def _compare_prompt(
         arguments = transformers_arguments(run.pair, session, run.method.beams, options, number)
         if theirs is None:
             theirs = transformers_beams(run.pair.target_model, session, arguments)
-        off = max((abs(a - b) for (x, a), (y, b) in zip(ours, theirs, strict=False) if x == y), default=0.0)
+        off = 0.0
+        for (our_tokens, our_score), (their_tokens, their_score) in zip(ours, theirs, strict=False):
+            if our_tokens == their_tokens:
+                off = max(off, abs(our_score - their_score))
         difference = None if are_same(ours, theirs) else _difference(run, place, theirs, ours, arguments)
         yield Comparison(number, name, off, difference)
 
 
 def are_same(ours: ScoredBeams, theirs: ScoredBeams) -> bool:
     """Return whether both sides have the same beams in the same order, with scores that are close."""
-    return [tokens for tokens, _ in ours] == [tokens for tokens, _ in theirs] and all(map(_close, ours, theirs))
+    our_texts = [tokens for tokens, _ in ours]
+    their_texts = [tokens for tokens, _ in theirs]
+    return our_texts == their_texts and all(map(_close, ours, theirs))
 
 
 def _close(ours: tuple[list[int], float], theirs: tuple[list[int], float]) -> bool:
@@ -273,9 +278,9 @@ def _distance_from_plain(model: Any, rows: Rows, start: int) -> float:
     most = 0.0
     for leaf in leaves(rows):
         plain = forward_logits(model, leaf)[start - 1 :]
-        seen = [(place, rows[path]) for place in range(len(plain)) if (path := leaf[: start + place]) in rows]
-        places = [place for place, _ in seen]
-        most = max(most, _distance(plain[places], torch.stack([row for _, row in seen]).to(plain.device)))
+        places = [place for place in range(len(plain)) if leaf[: start + place] in rows]
+        seen = torch.stack([rows[leaf[: start + place]] for place in places])
+        most = max(most, _distance(plain[places], seen.to(plain.device)))
     return most
 
 

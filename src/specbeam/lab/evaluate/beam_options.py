@@ -37,7 +37,8 @@ def covering(values: Mapping[str, Sequence[Any]], seed: int = 0) -> list[Row]:
         rows = [{name: draw.randrange(len(choice)) for name, choice in values.items()} for _ in range(CANDIDATES)]
         best = max(rows, key=lambda row: len(missing & _pairs(row)))
         missing -= _pairs(best)
-        design.append({name: values[name][place] for name, place in best.items() if values[name][place] is not None})
+        chosen = {name: values[name][place] for name, place in best.items()}
+        design.append({name: value for name, value in chosen.items() if value is not None})
     return design
 
 

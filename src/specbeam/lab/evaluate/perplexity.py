@@ -229,7 +229,8 @@ def score_tokens(
         found = pair.target_model(**arguments, use_cache=False)
     logits = found.logits[:, :-1].float()
     following = tokens[:, 1:]
-    logp = logits.gather(2, following[..., None])[..., 0].double() - logits.logsumexp(2).double()
+    chosen = logits.gather(2, following[..., None])[..., 0]
+    logp = chosen.double() - logits.logsumexp(2).double()
     is_likeliest = logits.argmax(2) == following
     return list(zip(logp.cpu(), is_likeliest.cpu(), strict=True))
 

@@ -79,7 +79,7 @@ def _first_difference(
     other = _history(pair, _session(pair, prompt, method, seed, options))
     steps = zip(plain, other, strict=False)
     last = min(len(plain), len(other)) - 1
-    step = next((number for number, (a, b) in enumerate(steps) if set(a) != set(b)), last)
+    step = next((number for number, (ours, others) in enumerate(steps) if set(ours) != set(others)), last)
     before: list[Path] = [()]
     if step:
         before = [path for path in plain[step - 1] if path[-1] not in session.limits.eos]

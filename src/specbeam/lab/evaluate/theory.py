@@ -206,7 +206,9 @@ def best_acceptance(p: Law, groups: Sequence[Siblings]) -> float | None:
     if chosen:
         rest = p.copy()
         rest[chosen] = 0.0
-        return float(p[list(set(chosen))].sum() + np.minimum(rest, q).sum()) if count == 1 else None
+        if count > 1:
+            return None
+        return float(p[list(set(chosen))].sum() + np.minimum(rest, q).sum())
     if any(not np.array_equal(law_of(group, len(p)), q) for group in drawn[1:]):
         return None
     is_independent = all(group.kinds[0] == INDEPENDENT or len(group.tokens) == 1 for group in drawn)
@@ -390,7 +392,7 @@ def figure(check: str, method: str, bucket: str, sums: Sequence[Sums]) -> Theory
 
 
 def _contexts(run: Runs) -> list[list[Context]]:
-    return [[context for turn in turns for context in turn.contexts] for turns in run.turns]
+    return [list(itertools.chain.from_iterable(turn.contexts for turn in turns)) for turns in run.turns]
 
 
 def _by_bucket(
@@ -505,12 +507,15 @@ def _optimum_rows(run: Runs, name: str) -> list[TheoryRow]:
     whether it visits a deeper node depends on the nodes below.
     """
     only_roots = run.name == "traversal"
-    contexts = [
-        [one for one in some if one.best is not None and (one.is_root or not only_roots)] for some in _contexts(run)
-    ]
+    contexts = []
+    for some in _contexts(run):
+        known = [one for one in some if one.best is not None]
+        contexts.append([one for one in known if one.is_root or not only_roots])
 
     def sums_of(some: list[Context]) -> Sums:
-        return Sums(sum(one.accepted for one in some), sum(one.best or 0.0 for one in some), len(some))
+        accepted = sum(one.accepted for one in some)
+        best = sum(one.best or 0.0 for one in some)
+        return Sums(accepted, best, len(some))
 
     return _by_bucket("optimum", name, contexts, lambda one: 1.0 - (one.best or 0.0), sums_of)
 
@@ -561,9 +566,11 @@ def plot(rows: Sequence[TheoryRow], path: str | Path) -> None:
     buckets = [row for row in rows if row.check == "acceptance" and row.bucket != ALL]
     x = np.array([row.predicted for row in buckets])
     y = np.array([row.measured for row in buckets])
-    bars = np.array([[row.measured - row.low for row in buckets], [row.high - row.measured for row in buckets]])
+    below = y - [row.low for row in buckets]
+    above = [row.high for row in buckets] - y
     left.plot([0, 1], [0, 1], color="grey", lw=1, label="theory: 1 - TV")
-    left.errorbar(x, y, yerr=np.maximum(bars, 0), marker="o", capsize=3, ls="", label="counted, by bucket of TV")
+    bars = np.maximum([below, above], 0)
+    left.errorbar(x, y, yerr=bars, marker="o", capsize=3, ls="", label="counted, by bucket of TV")
     left.set_xlabel("1 - total variation of the two laws, mean of the bucket")
     left.set_ylabel("share of drafts that were accepted")
     left.legend()

@@ -169,7 +169,8 @@ class Training:
         order = rng.permutation(len(self.files))
         trees = Trees.read(self.files[order[self.file]])
         # Losses may draw from torch's own stream: the same numbers for this file, whether the run was killed before or not.
-        torch.manual_seed(int(np.random.default_rng([self.schedule.seed, self.epoch, self.file, 1]).integers(2**62)))
+        random = np.random.default_rng([self.schedule.seed, self.epoch, self.file, 1])
+        torch.manual_seed(int(random.integers(2**62)))
         rng = np.random.default_rng([self.schedule.seed, self.epoch, self.file])
         batches = list(batches_of(trees, self.schedule.batch_tokens, rng))
         for number, batch in enumerate(batches):

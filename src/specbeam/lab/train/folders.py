@@ -73,10 +73,14 @@ def _check_options(folder: Path, options: dict[str, Any], leftovers: str) -> Non
             )
         return
     before = read_or_refuse(path, lambda: dict(json.loads(path.read_text())))
-    other = {name: before.get(name) for name in {**before, **options} if before.get(name) != options.get(name)}
-    if other:
-        said = ", ".join(f"{name} {value!r} (now {options.get(name)!r})" for name, value in sorted(other.items()))
-        raise BadSetting(f"{folder} holds work with {said}; choose another folder, or delete this one")
+    different = []
+    for name in sorted({**before, **options}):
+        old = before.get(name)
+        new = options.get(name)
+        if old != new:
+            different.append(f"{name} {old!r} (now {new!r})")
+    if different:
+        raise BadSetting(f"{folder} holds work with {', '.join(different)}; choose another folder, or delete this one")
 
 
 def keep_options(folder: Path, options: dict[str, Any]) -> None:

@@ -209,17 +209,23 @@ def split_documents(
         held_out = [documents[place] for place in order[:count]]
         learnt = [documents[place] for place in order[count:]]
     else:
-        cuts = [len(one.tokens) if one.answer else len(one.tokens) - len(one.tokens) // 10 for one in documents]
-        learnt = [_piece(one, 0, cut) for one, cut in zip(documents, cuts, strict=True)]
-        held_out = [_piece(one, cut, len(one.tokens)) for one, cut in zip(documents, cuts, strict=True)]
-        held_out = [one for one in held_out if len(one.tokens) > 1]
+        learnt = []
+        held_out = []
+        for one in documents:
+            size = len(one.tokens)
+            cut = size if one.answer else size - size // 10
+            learnt.append(_piece(one, 0, cut))
+            rest = _piece(one, cut, size)
+            if len(rest.tokens) > 1:
+                held_out.append(rest)
     most = 2 * segments * segment
     pieces = []
     for one in held_out:
         if one.answer:
             pieces.append(one)
             continue
-        pieces += [_piece(one, start, start + most) for start in range(0, len(one.tokens) - 1, most)]
+        starts = range(0, len(one.tokens) - 1, most)
+        pieces += [_piece(one, start, start + most) for start in starts]
     return learnt, pieces[:HELD_OUT]
 
 

@@ -62,8 +62,9 @@ class HeadPlan:
             require(is_integer(value) and value >= 1, name, value, "an integer of at least 1")
         require(is_integer(self.prefix) and self.prefix >= 0, "prefix", self.prefix, "an integer of at least 0")
         require(is_integer(self.enters) and self.enters >= 1, "enters", self.enters, "an integer of at least 1")
-        are_taps = isinstance(self.taps, tuple) and self.taps and all(is_integer(tap) and tap >= 0 for tap in self.taps)
-        require(bool(are_taps), "taps", self.taps, "a tuple of integers of at least 0")
+        are_taps = isinstance(self.taps, tuple) and len(self.taps) > 0
+        are_taps = are_taps and all(is_integer(tap) and tap >= 0 for tap in self.taps)
+        require(are_taps, "taps", self.taps, "a tuple of integers of at least 0")
         after = self.exit_layer
         require(after is None or (is_integer(after) and after >= 1), "exit_layer", after, "an integer of at least 1")
         require(0 < self.decay <= 1, "decay", self.decay, "in (0, 1]")
