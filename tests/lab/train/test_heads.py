@@ -257,7 +257,7 @@ def test_a_head_learns_in_trees_what_it_would_draft_in_chains(pair, small_files,
     [
         ({"kind": "eagle9"}, "kind is 'eagle9'; it must be one of eagle3"),
         ({"plan": {"layers": 0}}, "layers is 0"),
-        ({"plan": {"width": 3}}, "width is no option of a head; these are: decay, depth,"),
+        ({"plan": {"width": 3}}, "width is not an option of a head; these are: decay, depth,"),
         ({"plan": {"taps": (0, 99)}}, r"taps is \(0, 99\); LlamaForCausalLM has 2 layers"),
         ({"plan": {"taps": ()}}, r"taps is \(\); it must be a tuple"),
         ({"plan": {"taps": (-1, 1)}}, r"taps is \(-1, 1\); it must be a tuple of integers of at least 0"),

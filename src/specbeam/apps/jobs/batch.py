@@ -68,8 +68,8 @@ def batch(
         found = _count(out)
         if retry_failed and found.failed:
             raise BadSetting(
-                f"{found.failed} rows of {out} failed, and its journal {path} is gone, which knows them; delete the answers "
-                "and begin anew"
+                f"{found.failed} rows of {out} failed, and its journal {path}, which lists them, is missing; delete the "
+                "answers and start again"
             )
         return found
     is_begun = path.exists()
@@ -172,7 +172,7 @@ def _count(out: Path) -> Progress:
     failed = 0
     for fields, error in read_table(out):
         if fields is None or "error" not in fields:
-            raise BadPrompt(f"{out} is no table of answers ({error or 'it has no column error'}); give another name")
+            raise BadPrompt(f"{out} is not a table of answers ({error or 'it has no column error'}); give another name")
         rows += 1
         failed += bool(fields["error"])
     return Progress(rows, rows, failed)

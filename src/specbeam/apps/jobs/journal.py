@@ -170,8 +170,7 @@ class Journal:
             rows = []
         if len(rows) != 1 or _seal(rows[0][0]) != rows[0][1]:
             raise BadSetting(
-                f"{self.path} is so damaged that nothing says with what settings the job was begun; delete the file and "
-                "begin anew"
+                f"{self.path} is too damaged to read the settings of the job; delete the file and start again"
             )
         found: dict[str, Any] = json.loads(rows[0][0])
         return found
@@ -340,7 +339,7 @@ def _is_of_the_system(error: Exception) -> bool:
     return getattr(error, "sqlite_errorname", "").startswith((*_SYSTEM, "SQLITE_BUSY", "SQLITE_LOCKED"))
 
 
-BEYOND_HELP = "nothing in it can be read; delete it and begin anew"
+BEYOND_HELP = "nothing in it can be read; delete it and start again"
 
 
 @contextmanager
@@ -363,7 +362,7 @@ def _explained(path: Path, advice: str = "go on with --resume, which keeps what 
                 "--resume: no answer that was kept is lost"
             ) from error
         if name == "SQLITE_NOTADB":
-            raise BadSetting(f"{path} is no journal of a job: {found}; delete it and begin anew") from error
+            raise BadSetting(f"{path} is not a journal of a job: {found}; delete it and start again") from error
         why = f" ({found})" if found else ""
         raise BadSetting(f"the journal {path} is damaged{why}; {advice}") from error
 

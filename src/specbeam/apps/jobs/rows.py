@@ -87,7 +87,7 @@ def row_of(number: int, fields: Mapping[str, Any], columns: Columns) -> JobRow:
     except UnicodeEncodeError:
         return JobRow(number, identity, error="BadPrompt: the row holds half a character; write proper Unicode")
     except (TypeError, ValueError, RecursionError) as error:
-        return JobRow(number, identity, error=f"BadPrompt: a field of the row is no JSON: {error}")
+        return JobRow(number, identity, error=f"BadPrompt: a field of the row is not JSON: {error}")
     return row
 
 
@@ -169,7 +169,7 @@ def _from_json(value: Any, name: str) -> Any:
     try:
         return json.loads(value)
     except ValueError as error:
-        raise BadPrompt(f"the {name} of the row are no JSON: {error}") from error
+        raise BadPrompt(f"the {name} of the row are not JSON: {error}") from error
 
 
 def row_seed(seed: int, row: JobRow) -> int:

@@ -25,7 +25,7 @@ def kind_of(path: Path) -> str:
     """Return the kind of table in a file, by its suffix. Raises `BadSetting` for an unknown suffix."""
     kind = path.with_suffix("").suffix if path.suffix in OPENERS else path.suffix
     if kind not in KINDS or (kind == ".parquet" and path.suffix in OPENERS):
-        raise BadSetting(f"{path} is no table that is known; its name must end in {', '.join(KINDS)}, or .jsonl.gz")
+        raise BadSetting(f"{path} is not a known kind of table; its name must end in {', '.join(KINDS)}, or .jsonl.gz")
     if kind == ".parquet":
         _pyarrow()
     return kind
@@ -57,10 +57,10 @@ def _undamaged(path: Path, rows: Iterator[TableRow]) -> Iterator[TableRow]:
     try:
         yield from rows
     except DAMAGE as error:
-        raise BadPrompt(f"{path} is damaged, or not packed as its name says: {error}; pack it anew") from error
+        raise BadPrompt(f"{path} is damaged, or not packed as its suffix says: {error}; pack it again") from error
     except OSError as error:
         raise BadPrompt(
-            f"{path} cannot be read: {error.strerror or error}; look at the disk, or write it anew"
+            f"{path} cannot be read: {error.strerror or error}; look at the disk, or write it again"
         ) from error
 
 
@@ -72,7 +72,7 @@ def _read_jsonl(path: Path) -> Iterator[TableRow]:
             try:
                 found = json.loads(line.decode("utf-8-sig"))
             except (ValueError, RecursionError) as error:  # also for bytes that are not UTF-8
-                yield TableRow(None, f"the line is no JSON: {error}")
+                yield TableRow(None, f"the line is not JSON: {error}")
                 continue
             if isinstance(found, str):
                 found = {"prompt": found}
@@ -99,7 +99,7 @@ def _read_csv(path: Path) -> Iterator[TableRow]:
             except StopIteration:
                 return
             except csv.Error as error:
-                yield TableRow(None, f"line {rows.line_num} is no CSV: {error}")
+                yield TableRow(None, f"line {rows.line_num} is not CSV: {error}")
                 continue
             yield _checked(row, len(rows.fieldnames))
 
@@ -113,7 +113,7 @@ def _checked(row: dict[str | Any, Any], columns: int) -> TableRow:
     try:
         "".join(row.values()).encode("utf-8")
     except UnicodeEncodeError:
-        return TableRow(None, "the row is no UTF-8; save the table as UTF-8")
+        return TableRow(None, "the row is not UTF-8; save the table as UTF-8")
     return TableRow(row)
 
 
@@ -122,7 +122,7 @@ def _read_parquet(path: Path) -> Iterator[TableRow]:
     try:
         file = parquet.ParquetFile(path)
     except (arrow.ArrowException, OSError, ValueError) as error:
-        raise BadPrompt(f"{path} is no Parquet, or damaged: {error}; write it anew") from error
+        raise BadPrompt(f"{path} is not Parquet, or damaged: {error}; write it again") from error
     with file:
         batches = iter(file.iter_batches(batch_size=ROWS_AT_ONCE))
         while True:
@@ -131,7 +131,7 @@ def _read_parquet(path: Path) -> Iterator[TableRow]:
             except StopIteration:
                 return
             except (arrow.ArrowException, OSError, ValueError) as error:  # ValueError: a text that is not UTF-8
-                raise BadPrompt(f"{path} is damaged: {error}; write it anew") from error
+                raise BadPrompt(f"{path} is damaged: {error}; write it again") from error
             for row in rows:
                 yield TableRow(row)
 

@@ -110,7 +110,7 @@ def decode_table(
     Args:
         source: a table (.jsonl, .csv or .parquet) or a folder of Parquet files, that all machines can read.
         out: a folder that all machines can write.
-        checkpoint: a folder for the ids that are done; delete it with `out` to begin anew.
+        checkpoint: a folder for the ids that are done; delete it with `out` to start again.
         workers: number of processes that each hold the models.
         rows_of_block: rows that are decoded and written together.
         num_cpus, num_gpus: resources of each worker, as Ray counts.

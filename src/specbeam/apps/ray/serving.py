@@ -169,4 +169,4 @@ def _read(name: str, text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise BadSetting(f"{name} is {text!r}, which is no YAML: {error}") from error
+        raise BadSetting(f"{name} is {text!r}, which is not YAML: {error}") from error

@@ -262,7 +262,7 @@ class BeamServer:
         if len(times) == MOST_NEW and now - times[0] < NEW_S:
             raise self.refuse_full(
                 "key_limit",
-                f"{MOST_NEW} new settings of methods in {NEW_S:g} seconds are as many as may be; try again later",
+                f"{MOST_NEW} new settings of methods in {NEW_S:g} seconds are the limit; try again later",
             )
         times.append(now)
 
@@ -726,7 +726,7 @@ def _add_looking(app: FastAPI, server: BeamServer) -> None:
         client = server.client(http)
         asking = server.asking.get(number)
         if asking is None or asking.client.name != client.name:
-            raise invalid(f"there is no request {number[:64]!r} under way", None, "unknown_url", 404)
+            raise invalid(f"there is no request {number[:64]!r} in progress", None, "unknown_url", 404)
         asking.cancel()
         return {"id": number, "cancelled": True}
 

@@ -44,7 +44,7 @@ class Keys:
             named = _read(Path(config.api_key_file).expanduser())
             if taken := {one.name for one in clients.values()} & {one.name for one in named.values()}:
                 raise BadSetting(
-                    f"{config.api_key_file} has {', '.join(sorted(taken))}, what a key of api_keys is called; rename it"
+                    f"{config.api_key_file} has {', '.join(sorted(taken))}, also the name of a key of api_keys; rename it"
                 )
             clients |= named
         return cls(clients)

@@ -172,7 +172,7 @@ class ServerConfig:
         if not (self.is_local or self.api_keys or self.api_key_file or self.no_auth):
             raise BadSetting(
                 f"host is {self.host!r}, so other machines can reach the server, and there is no key; give --api-key-file, "
-                "or say --no-auth if this is meant"
+                "or --no-auth if this is intended"
             )
 
 

@@ -703,7 +703,7 @@ class Engine:
         try:
             job.watch(job)
         except Exception:
-            LOG.exception("the owner of a request could not be told of it")
+            LOG.exception("the owner of a request could not be notified")
 
     def _step_task(self) -> None:
         """Run one piece of the task that waits longest."""

@@ -96,7 +96,7 @@ class ServerMetrics:
         yield self._counter("draft_passes", "Passes of the draft, by texts.", counts.draft_passes)
         yield self._counter("target_rows", "Rows that the target scored.", counts.target_rows)
         yield self._counter("cancelled", "Texts that were cancelled.", counts.cancelled)
-        yield self._counter("engine_restarts", "Times that the engine had to begin anew.", counts.restarts)
+        yield self._counter("engine_restarts", "Times that the engine had to start again.", counts.restarts)
         yield self._counter("audit_failures", "Texts whose audit speaks against their law.", counts.audit_failures)
         yield self._counter("step_seconds", "Seconds of decoding.", counts.step_seconds)
         if counts.joules is not None:

@@ -45,7 +45,7 @@ def parse_form(content_type: str, raw: bytes) -> MultipartForm:
         try:
             form.fields.setdefault(name, []).append(content.decode("utf-8"))
         except UnicodeDecodeError as error:
-            raise invalid(f"the field {shown(name)} is no UTF-8; send proper Unicode", name) from error
+            raise invalid(f"the field {shown(name)} is not UTF-8; send valid Unicode", name) from error
     return form
 
 
@@ -102,4 +102,4 @@ def _name_of(head: bytes) -> tuple[str, bool]:
 
 
 def _broken(reason: str) -> Refusal:
-    return invalid(f"the body is no proper multipart/form-data: {reason}", None, "bad_form")
+    return invalid(f"the body is not valid multipart/form-data: {reason}", None, "bad_form")

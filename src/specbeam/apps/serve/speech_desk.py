@@ -102,13 +102,11 @@ class SpeechDesk:
         """Count a request. Raises `Refusal` if too many are here, or too many of its key where there are others."""
         server = self._server
         if self.under_way >= self._most:
-            raise server.refuse_full(
-                "queue_full", f"{self._most} requests about audio are as many as may be; try again later"
-            )
+            raise server.refuse_full("queue_full", f"{self._most} requests about audio are the limit; try again later")
         share = max(self._most // 2, 1)
         if len(server.keys.weights) > 1 and self._here[client.name] >= share:
             raise server.refuse_full(
-                "key_limit", f"{share} requests about audio are as many as a key may have; try again later"
+                "key_limit", f"{share} requests about audio are the limit of a key; try again later"
             )
         self._here[client.name] += 1
         self.under_way += 1

@@ -133,7 +133,7 @@ def _value(name: str, text: str) -> Any:
 def _method(options: SpecbeamOptions, served: Served) -> tuple[Method, str]:
     """Return the method of windows at temperature 0, and its name with its settings."""
     if wrong := sorted(options.model_fields_set - TAKEN - set(options.model_extra or {})):
-        raise invalid(f"specbeam.{wrong[0]} says nothing of audio; leave it out", "specbeam", "not_supported")
+        raise invalid(f"specbeam.{wrong[0]} does not apply to audio; leave it out", "specbeam", "not_supported")
     further = dict(options.model_extra or {})
     if options.method is None and options.beams is None:
         if further:

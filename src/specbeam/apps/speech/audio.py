@@ -245,7 +245,7 @@ class _Sound:
         """Raise `BadAudio` if fewer frames were read than the file promises."""
         promised = self._promised_seconds(count)
         found = count / self.rate
-        advice = "get the whole file, or convert what is there to another file"
+        advice = "get the whole file, or convert its content to another file"
         if found + max(_LOST_S, 0.01 * promised) < promised:
             raise BadAudio(
                 f"{self._name} is cut off: its header promises {promised:.2f} seconds, and {found:.2f} are there; {advice}"
@@ -303,7 +303,8 @@ def _array(audio: Any) -> np.ndarray:
         return np.asarray(held)
     except (TypeError, ValueError, RuntimeError) as error:
         raise BadAudio(
-            f"the audio is a {type(audio).__name__}, which is no array: {error}; give the path of a file, or float32 samples"
+            f"the audio is a {type(audio).__name__}, which is not an array: {error}; give the path of a file, or float32 "
+            "samples"
         ) from error
 
 

@@ -438,12 +438,10 @@ class Ears:
         held = [token for token in found if token in special]
         if held:
             name = tokenizer.convert_ids_to_tokens(held[0])
-            raise BadSetting(f"prompt holds {name}, which is no text for the model; take it out")
+            raise BadSetting(f"prompt holds {name}, which is a special token; remove it")
         most = self.most_before
         if len(found) > most:
-            raise BadSetting(
-                f"prompt has {len(found)} tokens, and the model takes {most} of what was said before; shorten it"
-            )
+            raise BadSetting(f"prompt has {len(found)} tokens, and the model takes {most} of previous text; shorten it")
         return found
 
     def hear(self, listenings: list[Listening]) -> None:

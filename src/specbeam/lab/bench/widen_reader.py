@@ -119,7 +119,7 @@ def grown_reader(model: "PreTrainedModel", to: ReaderSize | int, seed: int = 0) 
     family = family_of(model)
     if family is None or family.kind not in READERS:
         raise NotSupported(
-            f"growth knows {', '.join(READERS)} of those that read sources; this is {type(model).__name__}"
+            f"encoder-decoder models can be grown if they are {', '.join(READERS)}; this is {type(model).__name__}"
         )
     size = reader_size_for(model, to) if isinstance(to, int) else to
     own = ReaderSize.of(model.config)

@@ -91,7 +91,9 @@ def comparisons(
         raise BadSetting(f"{', '.join(strange)} keeps fewer than 2 beams, so there is nothing to compare with")
     if len({method.beams for method in methods}) > 1:
         numbers = ", ".join(f"{method.beams} of {method.name}" for method in methods)
-        raise BadSetting(f"the methods keep different numbers of beams: {numbers}; compare those of one number")
+        raise BadSetting(
+            f"the methods keep different numbers of beams: {numbers}; compare methods with the same number"
+        )
     strange = [name for name in (*FORMS, "grammar_backend") if options.get(name) is not None]
     if strange:
         raise BadSetting(f"transformers has no option {', '.join(strange)}, so there is nothing to compare with")

@@ -214,6 +214,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         has_draft = self.pair.draft is not None
         if beams > 1:
             if draws:
-                raise NotSupported("a task draws with beams; say how: method=beam_sampling or dsbd, with beams=...")
+                raise NotSupported(
+                    "a task samples with beams; choose a method: method=beam_sampling or dsbd, with beams=..."
+                )
             return method_from("speculative_beam_search" if has_draft else "beam_search", [f"beams={beams}"])
         return method_from("speculative_sampling" if has_draft else "sampling", [])

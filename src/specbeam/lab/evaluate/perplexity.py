@@ -149,7 +149,9 @@ def log_likelihoods(
     sources: Sequence[Tokens] | None = None
     if isinstance(pair.target, EncoderDecoderLM):
         if hears(pair):
-            raise NotSupported(f"{pair.target.model_name} hears, and outputs are scored for models that read texts")
+            raise NotSupported(
+                f"{pair.target.model_name} reads audio, and outputs are scored for models that read texts"
+            )
         begins = [decoder_prompt(pair, Settings(), 0)] * len(prompts)
         sources = prompts
     else:

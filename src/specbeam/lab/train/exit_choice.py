@@ -94,7 +94,7 @@ _FIGURES = RecordFields(
 def _figures_in(kept: Any) -> list[ExitFigures]:
     """Return the figures that a folder holds. Raises `ValueError` if they make no sense."""
     if not isinstance(kept, list) or not all(_FIGURES.accepts(one) for one in kept):
-        raise ValueError("it holds other figures than those of exit layers")
+        raise ValueError("it does not hold figures of exit layers")
     return [ExitFigures(**one) for one in kept]
 
 

@@ -38,7 +38,7 @@ def work_folder(folder: Path, options: dict[str, Any], leftovers: str) -> Iterat
         raise
     except OSError as error:
         raise BadSetting(
-            f"{folder} cannot be written: {error}; make room, or choose another folder. What is kept there stays, and the "
+            f"{folder} cannot be written: {error}; make room, or choose another folder. Finished work stays, and the "
             "same call goes on from it"
         ) from error
 
@@ -68,9 +68,7 @@ def _check_options(folder: Path, options: dict[str, Any], leftovers: str) -> Non
     path = folder / OPTIONS
     if not path.exists():
         if any(folder.glob(leftovers)):
-            raise BadSetting(
-                f"{folder} holds {leftovers}, and no {OPTIONS} says of what; delete it, or choose another folder"
-            )
+            raise BadSetting(f"{folder} holds {leftovers}, but no {OPTIONS}; delete it, or choose another folder")
         return
     before = read_or_refuse(path, lambda: dict(json.loads(path.read_text())))
     different = []

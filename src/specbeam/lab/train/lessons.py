@@ -88,7 +88,7 @@ def warn_of_rounding(pair: Pair) -> None:
     engine = pair.forgetful_target.engine
     if engine in OWN_ROUNDINGS:
         warnings.warn(
-            f"the target runs with weights rounded to {engine}, and what is trained reads the model's own, unrounded ones: "
+            f"the target runs with weights rounded to {engine}, but training reads the unrounded ones: "
             "drafts may fit worse; load the target without quantize to train for the model itself",
             stacklevel=3,
         )

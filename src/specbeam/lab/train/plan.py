@@ -85,7 +85,7 @@ def planned(target: "PreTrainedModel", usual: Mapping[str, Any], asked: Mapping[
     """
     known = {field.name for field in fields(HeadPlan)}
     if strange := [name for name in asked if name not in known]:
-        raise BadSetting(f"{strange[0]} is no option of a head; these are: {', '.join(sorted(known))}")
+        raise BadSetting(f"{strange[0]} is not an option of a head; these are: {', '.join(sorted(known))}")
     vocab = int(target.get_output_embeddings().weight.shape[0])
     width = int(target.config.get_text_config().hidden_size)
     layers = len(layers_of(target))
