@@ -558,9 +558,7 @@ def _warm_up(pair: Pair, served: Served) -> None:
     if served.hears:
         _warm_ears(pair, served)
         return
-    with contextlib.suppress(
-        SpecbeamError
-    ):  # computes the spellings of all tokens, which the first form would wait for
+    with contextlib.suppress(SpecbeamError):  # the first form would wait for the spellings of all tokens
         SessionRequest(pair, [], sampling(), Settings(regex="a+"), 0)
     beams = min(config.default_beams, config.max_beams)
     usual = [served.method, beam_search(beams)]
