@@ -23,7 +23,7 @@ import specbeam as sb
 from specbeam.apps.jobs.answering import answer_rows, work_of
 from specbeam.apps.jobs.rows import USUAL_COLUMNS, row_of
 from specbeam.doors.fastest import FastestMethod
-from specbeam.doors.inputs import PromptReader, plain, prompts_in
+from specbeam.doors.inputs import PromptReader, as_plain, prompts_in
 from specbeam.errors import BadPrompt, BadSetting, SomeFailed
 from tests.support import words
 from tests.support.tiny_models import tiny
@@ -176,7 +176,7 @@ def through_stream(pair, make, rows):
 def through_a_job(pair, make, rows):
     """A row holds what can be written into a table: arrays and tensors of a block, lists, encodings."""
     made = [make([row]) for row in rows]
-    fields = [dict(one) if hasattr(one, "keys") else {"prompt": plain(one)} for one in made]
+    fields = [dict(one) if hasattr(one, "keys") else {"prompt": as_plain(one)} for one in made]
     work = work_of(pair, sb.greedy(), 0, 2, {"max_new_tokens": 3})
     jobs = [row_of(number, one, USUAL_COLUMNS) for number, one in enumerate(fields)]
     found = {row.number: record for row, record in answer_rows(work, jobs)}

@@ -8,6 +8,7 @@ from specbeam.apps.speech.transcribe import transcribe as transcribe
 from specbeam.core import control as control
 from specbeam.core import draft as draft
 from specbeam.core import verify as verify
+from specbeam.core.decode import decode as decode
 from specbeam.core.errors import SpecbeamError as SpecbeamError
 from specbeam.core.records import Beam as Beam
 from specbeam.core.records import Generation as Generation

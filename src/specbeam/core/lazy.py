@@ -39,7 +39,8 @@ def attached(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[]
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module, there = homes[name]
         with rarely_collected():
-            value = getattr(import_module(module), there, None) or import_module(f"{module}.{there}")
+            home = import_module(module)
+            value = getattr(home, there) if hasattr(home, there) else import_module(f"{module}.{there}")
         setattr(sys.modules[package], name, value)
         return value
 

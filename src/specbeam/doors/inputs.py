@@ -264,12 +264,12 @@ def features_in(given: Any) -> Any:
     return given
 
 
-def plain(value: Any) -> Any:
+def as_plain(value: Any) -> Any:
     """Return a value with lists in place of arrays, tensors, tuples and deques, and with Python's own numbers."""
     if is_array(value):
-        return plain(_listed(value)) if value.ndim else value.item()
+        return as_plain(_listed(value)) if value.ndim else value.item()
     if isinstance(value, (list, tuple, deque, range)):
-        return [plain(one) for one in value]
+        return [as_plain(one) for one in value]
     return value
 
 
@@ -442,7 +442,7 @@ def _rows_of_encoding(given: Mapping[Any, Any], name: str) -> list[EncodedPrompt
 
 def _as_rows(value: Any, key: str, name: str) -> tuple[list[list[Any]], bool]:
     """Return the rows of a field of an encoding, and whether it is a single row without a container around it."""
-    values = plain(value if is_array(value) else _elements(value, f"{key} of {name}"))
+    values = as_plain(value if is_array(value) else _elements(value, f"{key} of {name}"))
     if not isinstance(values, list):
         raise _no_prompt(value, f"{key} of {name}")
     are_rows = [isinstance(one, list) for one in values]

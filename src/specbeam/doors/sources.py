@@ -10,7 +10,7 @@ from specbeam.core.session import Session
 from specbeam.doors.inputs import PromptReader, features_in, is_array, prompts_in
 from specbeam.doors.options.checks import as_list, is_integer
 from specbeam.doors.options.settings import Settings
-from specbeam.doors.speech_tokens import speech_tokens
+from specbeam.doors.speech_tokens import speech_tokens_of
 from specbeam.engines.source import Source
 from specbeam.errors import BadPrompt, BadSetting, NoPrompts, NotSupported
 from specbeam.models.encoder_decoder import EncoderDecoderLM
@@ -226,7 +226,7 @@ def _spoken_prompt(pair: Pair) -> list[int] | None:
     chosen["forced_decoder_ids"] = chosen["forced_decoder_ids"] or of_model
     if not any(chosen.values()):
         return None
-    tokens = speech_tokens(pair)
+    tokens = speech_tokens_of(pair)
     choice = tokens.choice(None, None)
     if choice.detects:
         named = ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value)

@@ -155,7 +155,7 @@ def code_of(language: str | None) -> str | None:
     return None if language is None else language.strip("<|>")
 
 
-def speech_tokens(pair: Pair) -> SpeechTokens:
+def speech_tokens_of(pair: Pair) -> SpeechTokens:
     """Return the special tokens of a Whisper model. Raises `NotSupported` if its generation config does not name them."""
     config: Any = getattr(pair.target_model, "generation_config", None)
     no_timestamps: Any = getattr(config, "no_timestamps_token_id", None)

@@ -18,16 +18,16 @@ OnGpu = Literal["fp8"]
 # transformers loads them from files.
 ByLibrary = Literal["torchao-int8", "torchao-int4", "bitsandbytes-int8", "bitsandbytes-nf4"]
 Quantize = Literal[Rounding, OnGpu, ByLibrary]
-OWN: tuple[str, ...] = (*get_args(Rounding), *get_args(OnGpu))
+OWN_ROUNDINGS: tuple[str, ...] = (*get_args(Rounding), *get_args(OnGpu))
 BY_LIBRARY: tuple[str, ...] = get_args(ByLibrary)
-_KNOWN = ", ".join(repr(one) for one in (*OWN, *BY_LIBRARY))
+_KNOWN = ", ".join(repr(one) for one in (*OWN_ROUNDINGS, *BY_LIBRARY))
 _LIKE_A_ROUNDING = re.compile(r"(u?int|fp|nf|float)\d+|(torchao|bitsandbytes)-[\w-]+", re.IGNORECASE)
 GROUP = 32  # numbers that share a scale where a library rounds to 4 bits, as in the compiled forward
 
 
 def is_rounding(name: object) -> bool:
     """Return whether a value is the name of a way to round weights."""
-    return isinstance(name, str) and name in (*OWN, *BY_LIBRARY)
+    return isinstance(name, str) and name in (*OWN_ROUNDINGS, *BY_LIBRARY)
 
 
 def check_kv(kv: object) -> None:
@@ -107,7 +107,7 @@ def _rounding_of_weights(lm: Any) -> str:
     engine = getattr(lm, "engine", "")
     model = getattr(lm, "model", None)
     stored = rounding_in(getattr(model, "config", None))
-    if engine in OWN:
+    if engine in OWN_ROUNDINGS:
         named = f"{stored} and {engine}" if stored else str(engine)
         encoder = getattr(lm, "encoder", None)
         of_encoder = getattr(encoder, "rounding", None)

@@ -107,7 +107,7 @@ BAD = [
     ({"id": "unknown", "prompt": "abc", "settings": {"speed": 2}}, "no setting 'speed'"),
     ({"id": "wrong", "prompt": "abc", "settings": {"top_k": "many"}}, "BadSetting"),
     ({"id": "seed", "prompt": "abc", "settings": {"seed": -1}}, "seed is -1"),
-    ({"id": "no json", "prompt": "abc", "settings": "{"}, "no JSON"),
+    ({"id": "no json", "prompt": "abc", "settings": "{"}, "not JSON"),
 ]
 
 
@@ -190,7 +190,7 @@ def test_rows_of_a_broken_csv_are_named(tmp_path):
     assert [one.error for one in found if one.error] == [
         "the row has 1 fields, and the table has 2 columns",
         "the row has 3 fields, and the table has 2 columns",
-        "the row is no UTF-8; save the table as UTF-8",
+        "the row is not UTF-8; save the table as UTF-8",
     ]
     (tmp_path / "long.csv").write_text("prompt\n" + "x" * 200_000 + "\n")
     assert len(next(read_table(tmp_path / "long.csv")).fields["prompt"]) == 200_000
@@ -275,7 +275,7 @@ def test_a_job_goes_on_with_its_own_settings_only_and_follows_its_table(make_wor
     assert texts_in(records) == texts_in(read_jsonl(tmp_path / "anew.jsonl"))
     job.write_bytes(b"no database" * 100)
     out.unlink()
-    with pytest.raises(BadSetting, match="is no journal of a job"):
+    with pytest.raises(BadSetting, match="is not a journal of a job"):
         batch(make_work, source, out, resume=True)
 
 
@@ -307,7 +307,7 @@ def test_a_job_refuses_to_go_on_with_other_weights_and_decodes_failed_rows_again
     assert len(decoded) == 2
     job = tmp_path / "out.jsonl.job"
     job.unlink()
-    with pytest.raises(BadSetting, match=r"its journal .* is gone"):
+    with pytest.raises(BadSetting, match=r"its journal .* is missing"):
         batch(noting, source, out, resume=True, retry_failed=True)
 
 

@@ -172,7 +172,7 @@ def rollback_of_another(path):
 
 SAME = ""  # no error: the texts of a job that was not disturbed
 ANY = None  # either
-ANEW = "delete it and begin anew|delete the file and begin anew"
+ANEW = "delete it and start again|delete the file and start again"
 FAULTS = {
     "empty": (changed(lambda raw: b""), SAME),
     "one byte": (changed(lambda raw: raw[:1]), SAME),

@@ -111,7 +111,7 @@ def test_arguments_of_a_deployment_are_those_of_the_server_and_of_ray(tmp_path):
         app({"max_running": "0"})
     with pytest.raises(BadSetting, match="neither the server nor Ray's deployments have one of replicas"):
         app({"replicas": 2})
-    with pytest.raises(BadSetting, match=r"max_running is '\{', which is no YAML"):
+    with pytest.raises(BadSetting, match=r"max_running is '\{', which is not YAML"):
         app({"max_running": "{"})
     with pytest.raises(MissingFile, match="could not read the configuration"):
         app({"config": str(tmp_path / "none.yaml")})

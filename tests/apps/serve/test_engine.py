@@ -204,7 +204,7 @@ def test_a_job_that_was_ended_before_it_was_submitted_does_not_wait(pair):
         engine.submit(ends.jobs)
         engine.call(lambda: None).result()
         assert engine.waiting == 0
-        assert all(job.company == () for job in ends.jobs)
+        assert all(job.group == () for job in ends.jobs)
         began = time.monotonic()
         engine.drain(20)
         assert time.monotonic() - began < 10

@@ -7,6 +7,7 @@ from transformers import WhisperFeatureExtractor
 
 import specbeam as sb
 from specbeam import errors
+from specbeam.apps.speech.transcribe import Ears
 from tests.support import words
 from tests.support.checking import refused
 from tests.test_speech import (
@@ -211,14 +212,14 @@ def test_audios_side_by_side_are_each_conditioned_on_their_own_text():
 def test_what_was_said_above_a_temperature_of_one_half_is_no_prompt(temperature, resets, monkeypatch):
     pair = ears()
     starts = []
-    window = sb.speech.transcribe.Ears._window
+    window = Ears._window
 
     def noted(self, listening):
         made = window(self, listening)
         starts.append(made.start)
         return made
 
-    monkeypatch.setattr(sb.speech.transcribe.Ears, "_window", noted)
+    monkeypatch.setattr(Ears, "_window", noted)
     options = {**UNCHECKED, "temperature": temperature, "best_of": 1, "seed": 3, "max_new_tokens": 6, "language": "en"}
     sb.transcribe(pair, noise(7, seed=1), sb.greedy(), prompt="ab", condition_on_previous_text=True, **options)
     assert len(starts) > 2

@@ -7,6 +7,7 @@ from transformers import LogitsProcessorList, SuppressTokensAtBeginLogitsProcess
 import specbeam as sb
 from specbeam import errors
 from specbeam.apps.speech.transcribe import Thresholds, thresholds_of
+from specbeam.doors import speech_tokens_of
 from tests.support import words
 from tests.test_speech import (
     BEGIN,
@@ -55,7 +56,7 @@ def average(pair, tokens, sound=SOUND):
         [
             SuppressTokensLogitsProcessor(config.suppress_tokens),
             SuppressTokensAtBeginLogitsProcessor(config.begin_suppress_tokens, len(START)),
-            *sb.speech_tokens.speech_tokens(pair).processors(len(START), True),
+            *speech_tokens_of(pair).processors(len(START), True),
         ]
     )
     total = 0.0

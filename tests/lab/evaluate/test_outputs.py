@@ -48,9 +48,9 @@ def test_tokens_go_before_text_and_text_is_read_with_the_tokenizer(tmp_path):
         ('{"text": "a"}', "line 1: 'prompt'"),
         ('{"prompt": "a", "text": [5, 6], "reference": "x"}', r"line 1: 'text' is \[5, 6\] and no text"),
         ('{"prompt": "a", "text": "b", "reference": 7}', "line 1: 'reference' is 7 and no text"),
-        ('{"prompt": "a", "tokens": "b"}', "line 1: 'b' is no list of token ids"),
-        ('{"prompt": 5, "text": "b"}', "line 1: 5 is no list of token ids"),
-        ('{"prompt": [5, 1.5], "text": "b"}', "is no list of token ids"),
+        ('{"prompt": "a", "tokens": "b"}', "line 1: 'b' is not a list of token ids"),
+        ('{"prompt": 5, "text": "b"}', "line 1: 5 is not a list of token ids"),
+        ('{"prompt": [5, 1.5], "text": "b"}', "is not a list of token ids"),
     ],
 )
 def test_a_line_that_cannot_be_read_is_named(tmp_path, line, message):

@@ -203,11 +203,11 @@ def test_a_broken_file_is_named(pair, small_files, tmp_path, name, content):
 def test_trees_of_an_unknown_training_are_not_taken(pair, small_files, tmp_path):
     trained(pair, tmp_path)
     (tmp_path / "training" / "options.json").unlink()
-    with pytest.raises(BadSetting, match=r"state.pt, and no options.json says of what"):
+    with pytest.raises(BadSetting, match=r"state.pt, but no options.json"):
         trained(pair, tmp_path)
     (tmp_path / "training" / "state.pt").unlink()
     (tmp_path / "training" / "trees" / "options.json").unlink()
-    with pytest.raises(BadSetting, match=r"trees-\*.npz, and no options.json says of what"):
+    with pytest.raises(BadSetting, match=r"trees-\*.npz, but no options.json"):
         trained(pair, tmp_path)
 
 

@@ -140,7 +140,7 @@ def test_a_training_that_was_killed_goes_on_where_it_was(kind, in_bfloat16, pair
 
     A training in bfloat16 goes on in it wherever it goes on.
     """
-    monkeypatch.setattr(fitting, "multiplies_bfloat16", lambda device: in_bfloat16)
+    monkeypatch.setattr(fitting, "prefers_bfloat16", lambda device: in_bfloat16)
     trained(pair, tmp_path / "whole", None, kind)
     monkeypatch.setattr(fitting, "STATE_S", 0.0)
 
@@ -158,7 +158,7 @@ def test_a_training_that_was_killed_goes_on_where_it_was(kind, in_bfloat16, pair
         with pytest.raises(Killed):
             trained(pair, tmp_path / "parts", None, kind, report=kill_at(what, when))
         if what == "training":
-            monkeypatch.setattr(fitting, "multiplies_bfloat16", lambda device: False)
+            monkeypatch.setattr(fitting, "prefers_bfloat16", lambda device: False)
     done = trained(pair, tmp_path / "parts", None, kind)
     assert [point.epoch for point in done.curve] == [0, 1, 2, 3]
     paths = [next((tmp_path / name).glob("*.safetensors")) for name in ("whole", "parts")]
@@ -183,7 +183,7 @@ def test_laws_and_losses_are_computed_in_float32_whatever_products_are(
             return found
 
         monkeypatch.setattr("specbeam.lab.train.heads.overlap", watched)
-        monkeypatch.setattr(fitting, "multiplies_bfloat16", lambda device, chosen=in_bfloat16: chosen)
+        monkeypatch.setattr(fitting, "prefers_bfloat16", lambda device, chosen=in_bfloat16: chosen)
         schedule = Schedule(epochs=1, rate=0.02, embedding_rate=0.01, batch_tokens=200, seed=3)
         done = trained(pair, tmp_path / str(in_bfloat16), drawn, kind, schedule=schedule)
         losses[in_bfloat16] = done.curve[-1].loss
@@ -257,7 +257,7 @@ def test_a_head_learns_in_trees_what_it_would_draft_in_chains(pair, small_files,
     [
         ({"kind": "eagle9"}, "kind is 'eagle9'; it must be one of eagle3"),
         ({"plan": {"layers": 0}}, "layers is 0"),
-        ({"plan": {"width": 3}}, "width is no option of a head; these are: decay, depth,"),
+        ({"plan": {"width": 3}}, "width is not an option of a head; these are: decay, depth,"),
         ({"plan": {"taps": (0, 99)}}, r"taps is \(0, 99\); LlamaForCausalLM has 2 layers"),
         ({"plan": {"taps": ()}}, r"taps is \(\); it must be a tuple"),
         ({"plan": {"taps": (-1, 1)}}, r"taps is \(-1, 1\); it must be a tuple of integers of at least 0"),

@@ -1,21 +1,15 @@
-"""Decoding the rows of a job side by side: each one with its seed and settings, and each error its own row's."""
+"""Decodes the rows of a job side by side; each row has its own seed and settings, and an error fails only its row."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from specbeam import Beam, Generation, Method, Pair
 from specbeam.apps.jobs.rows import JobRow, row_seed
-from specbeam.core.decoder import Decoder
-from specbeam.core.records import Beam, Generation
-from specbeam.core.runs import TURNS
-from specbeam.doors.options.settings import Settings
-from specbeam.doors.request import Request
-from specbeam.doors.sources import source_length
-from specbeam.doors.usual import usual_method
+from specbeam.core import TURNS, Decoder
+from specbeam.doors import Request, Settings, source_length, usual_method
 from specbeam.errors import BadSetting, NotSupported, SpecbeamError, TooFewAnswers
-from specbeam.models.pair import Pair
-from specbeam.recipes.catalogue import resolve
-from specbeam.recipes.method import Method
+from specbeam.recipes import resolve
 
 # The columns of an answer, with their types for tables that have such; `id` is a text or an integer.
 ANSWER_COLUMNS = {
@@ -27,13 +21,13 @@ ANSWER_COLUMNS = {
 
 @dataclass(frozen=True)
 class Work:
-    """What a job does with each row.
+    """The models, method and settings that a job decodes each row with.
 
     Attributes:
         method: a recipe. Not "auto", which measures: a job that goes on could choose another one.
         seed: with the id of a row, the seed of its text.
         batch_size: number of texts that are decoded side by side.
-        options: those of `specbeam.generate`, for rows that do not say otherwise.
+        options: options of `specbeam.generate`; the settings of a row take precedence.
     """
 
     pair: Pair
@@ -80,7 +74,7 @@ def answer_rows(
 ) -> Iterator[AnsweredRow]:
     """Decode rows, and yield each with its answer as soon as there is one. Rows are taken when there is a place for them.
 
-    A row that fails has an answer, too, which says why; it costs no other row.
+    A row that fails gets an answer with its error, and does not affect other rows.
 
     Args:
         after_step: called after each step of the rows that are decoded side by side, whether it brought an answer or not.
@@ -180,5 +174,5 @@ def _reason(beam: Beam) -> str:
 
 
 def _said(error: SpecbeamError) -> str:
-    """Return the kind of an error and what it says; a row is the only prompt of its request, so its number says nothing."""
+    """Return the kind and message of an error, without the number of the prompt: a row is the only prompt of its request."""
     return f"{type(error).__name__}: {str(error).replace('prompt 0', 'the prompt', 1)}"

@@ -12,9 +12,8 @@ from specbeam.apps.jobs.answering import ANSWER_COLUMNS, Work, answer_rows
 from specbeam.apps.jobs.journal import Journal, Progress
 from specbeam.apps.jobs.rows import USUAL_COLUMNS, Columns, JobRow, row_of
 from specbeam.apps.jobs.tables import kind_of, read_table, write_table
-from specbeam.core.measure.kept_figures import weights_key
-from specbeam.core.whole_files import whole
-from specbeam.doors.places import require_place, writing
+from specbeam.core import weights_key, whole
+from specbeam.doors import require_place, writing
 from specbeam.errors import BadPrompt, BadSetting, SpecbeamError
 
 COMMIT_S = 1.0  # seconds after which an answer is on the disk, and one more step
@@ -32,19 +31,19 @@ def batch(
 ) -> Progress:
     """Decode each row of a table, and write the answers to another one, in the order of the rows.
 
-    Until all are there, they are kept in a journal beside `out`, named `out` + ".job". A process that is killed at any
-    moment loses the rows under way, and answers not yet committed: those of the last `COMMIT_S` seconds and one step. With
-    `resume` the next one goes on; the texts are those of a job that was not disturbed, as the seed of a row is made of the
+    Until the job is done, answers are kept in a journal named `out` + ".job". A process that is killed at any moment loses
+    the rows in progress, and answers of the last `COMMIT_S` seconds and one step, which are not yet committed. With `resume`
+    the next process continues the job; its texts equal those of an undisturbed job, because the seed of a row is made of the
     job's seed and the row's id. Rows that were added or changed since are decoded, too, and the answers to rows that are
     gone are dropped. The journal of a job that is over stays there if rows failed, so that they can be decoded again.
 
     Args:
         make_work: loads the models; called if there is anything to decode, after the rows were read once.
         source, out: files whose names end in .jsonl (or .jsonl.gz, .jsonl.xz), .csv (the same) or .parquet.
-        described: what the answers depend on, by name; a job goes on only if it is the same.
+        described: settings that the answers depend on, by name; a job is resumed only if they are the same.
         columns: the names of the columns that are read.
         resume: whether to go on with a job that was begun. If it is over, and no row failed, nothing is done.
-        retry_failed: whether rows whose answer is an error are decoded again, also those of a job that is over.
+        retry_failed: whether rows whose answer is an error are decoded again, also in a finished job.
         on_progress: called when the number of answers has changed.
 
     Returns:
@@ -56,7 +55,7 @@ def batch(
         BadPrompt: the table cannot be read, or two rows have one id, or it was changed while the job ran. What is wrong
             with a single row is its answer.
         MissingFile, MissingPackage: there is no table, or no package that reads it.
-        CannotWrite: the answers or the journal cannot be written; what was kept in the journal is there for `resume`.
+        CannotWrite: the answers or the journal cannot be written; committed answers are there for `resume`.
     """
     kind = kind_of(out)
     require_place(out)
@@ -69,8 +68,8 @@ def batch(
         found = _count(out)
         if retry_failed and found.failed:
             raise BadSetting(
-                f"{found.failed} rows of {out} failed, and its journal {path} is gone, which knows them; delete the answers "
-                "and begin anew"
+                f"{found.failed} rows of {out} failed, and its journal {path}, which lists them, is missing; delete the "
+                "answers and start again"
             )
         return found
     is_begun = path.exists()
@@ -99,7 +98,7 @@ def batch(
         if is_begun or _has_answers(journal):
             journal.close()
         else:
-            journal.delete()  # nothing is lost, and a command that was wrong can be said again without the mistake
+            journal.delete()  # nothing is lost, and the corrected command can be run again
         raise
     if progress.failed:
         journal.close()
@@ -116,7 +115,7 @@ def _is_same_file(source: Path, out: Path) -> bool:
 
 
 def _has_answers(journal: Journal) -> bool:
-    """Return whether there is any answer in a journal; if that cannot be said, there may be some."""
+    """Return whether there may be an answer in a journal; True if the journal cannot be read."""
     try:
         return journal.has_answers
     except SpecbeamError:
@@ -173,7 +172,7 @@ def _count(out: Path) -> Progress:
     failed = 0
     for fields, error in read_table(out):
         if fields is None or "error" not in fields:
-            raise BadPrompt(f"{out} is no table of answers ({error or 'it has no column error'}); give another name")
+            raise BadPrompt(f"{out} is not a table of answers ({error or 'it has no column error'}); give another name")
         rows += 1
         failed += bool(fields["error"])
     return Progress(rows, rows, failed)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specbeam.apps.jobs.rows import JobRow
-from specbeam.doors.places import require_place, writing
+from specbeam.doors import require_place, writing
 from specbeam.errors import BadPrompt, BadSetting, CannotWrite
 
 LOG = logging.getLogger("specbeam.jobs")
@@ -32,7 +32,7 @@ _ANSWER = "answers.name, answers.digest, failed, record, seal"
 
 
 class Progress(NamedTuple):
-    """The numbers of rows: all, those that have an answer, and those of them whose answer is an error."""
+    """The numbers of rows: all, answered rows, and answered rows whose answer is an error."""
 
     rows: int
     done: int
@@ -43,11 +43,11 @@ class _Damaged(Exception):
     """The database cannot be read, or something in it does not have its seal."""
 
 
-BROKEN = (_Damaged, sqlite3.Error, UnicodeDecodeError)  # the last one is raised if what SQLite says is no text
+BROKEN = (_Damaged, sqlite3.Error, UnicodeDecodeError)  # the last one is raised for stored bytes that are not UTF-8
 
 
 class Journal:
-    """The journal of one job, kept by SQLite: what was committed is there however the process ends, and no more.
+    """The journal of one job, kept by SQLite: exactly the committed answers survive any end of the process.
 
     A row is identified by its name; its answer is valid as long as the row's digest is unchanged. Each answer is stored
     with a seal, a hash of all its fields. In a damaged file, answers with a wrong seal are dropped and their rows decoded
@@ -55,12 +55,12 @@ class Journal:
 
     Args:
         path: of the database; made if it is not there.
-        description: what the answers depend on besides the rows.
+        description: settings that the answers depend on besides the rows.
         resume: whether to go on with a job that was begun.
 
     Raises:
         BadSetting: a job was begun and `resume` is False, or its answers have another description, or another process
-            works on it, or the file is no journal, or so damaged that nothing says what its answers are.
+            works on it, or the file is not a journal, or too damaged to identify its answers.
         CannotWrite: the file cannot be opened or written. Each method may raise that, if the disk is full for example.
     """
 
@@ -161,7 +161,7 @@ class Journal:
         )
 
     def _description(self) -> dict[str, Any]:
-        """Return what the answers depend on. Raises `BadSetting` if it does not have its seal."""
+        """Return the settings that the answers depend on. Raises `BadSetting` if their seal is missing or wrong."""
         try:
             rows = self._base.execute("select description, seal from job").fetchall()
         except BROKEN as error:
@@ -170,8 +170,7 @@ class Journal:
             rows = []
         if len(rows) != 1 or _seal(rows[0][0]) != rows[0][1]:
             raise BadSetting(
-                f"{self.path} is so damaged that nothing says with what settings the job was begun; delete the file and "
-                "begin anew"
+                f"{self.path} is too damaged to read the settings of the job; delete the file and start again"
             )
         found: dict[str, Any] = json.loads(rows[0][0])
         return found
@@ -207,7 +206,7 @@ class Journal:
             ) from error
 
     def agree(self, further: dict[str, Any]) -> None:
-        """Add to the description what is known later. Raises `BadSetting` if the job was begun with something else."""
+        """Add later settings to the description. Raises `BadSetting` if the job was begun with other values."""
         with _explained(self.path):
             description = self._description()
             _check_same({name: description.get(name, value) for name, value in further.items()}, further, self.path)
@@ -232,7 +231,7 @@ class Journal:
             self._base.execute("insert or replace into answers values (?, ?, ?, ?, ?)", [*content, _seal(*content)])
 
     def commit(self) -> None:
-        """Write what was kept to the disk."""
+        """Commit the answers kept so far to the disk."""
         with _explained(self.path):
             if self._base.in_transaction:
                 self._base.execute("commit")
@@ -324,7 +323,7 @@ def _seal(*content: Any) -> str:
     return hashlib.blake2b(json.dumps(content, default=repr).encode(), digest_size=16).hexdigest()
 
 
-# What SQLite says where the system is at fault, and not what is in the file.
+# SQLite's error codes for faults of the system, as opposed to a damaged file.
 _SYSTEM = (
     "SQLITE_FULL",
     "SQLITE_IOERR",
@@ -340,15 +339,15 @@ def _is_of_the_system(error: Exception) -> bool:
     return getattr(error, "sqlite_errorname", "").startswith((*_SYSTEM, "SQLITE_BUSY", "SQLITE_LOCKED"))
 
 
-BEYOND_HELP = "nothing in it can be read; delete it and begin anew"
+BEYOND_HELP = "nothing in it can be read; delete it and start again"
 
 
 @contextmanager
 def _explained(path: Path, advice: str = "go on with --resume, which keeps what can be read of it") -> Iterator[None]:
-    """Raise an error that names the journal, and says what to do, in place of one of SQLite inside.
+    """Replace errors of SQLite inside the context by an error that names the journal and gives advice.
 
     Args:
-        advice: what to do with a damaged file.
+        advice: how to deal with a damaged file.
     """
     try:
         yield
@@ -363,14 +362,15 @@ def _explained(path: Path, advice: str = "go on with --resume, which keeps what 
                 "--resume: no answer that was kept is lost"
             ) from error
         if name == "SQLITE_NOTADB":
-            raise BadSetting(f"{path} is no journal of a job: {found}; delete it and begin anew") from error
+            raise BadSetting(f"{path} is not a journal of a job: {found}; delete it and start again") from error
         why = f" ({found})" if found else ""
         raise BadSetting(f"the journal {path} is damaged{why}; {advice}") from error
 
 
 def _check_same(kept: dict[str, Any], given: dict[str, Any], path: Path) -> None:
     """Raise `BadSetting` if a job was begun with other settings: its answers would be of two kinds."""
-    names = sorted(name for name in {*kept, *given} if kept.get(name) != given.get(name))
+    every = sorted({*kept, *given})
+    names = [name for name in every if kept.get(name) != given.get(name)]
     if names:
         (name, *_) = names
         raise BadSetting(

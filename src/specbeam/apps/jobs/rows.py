@@ -6,13 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from specbeam.doors.inputs import plain
-from specbeam.doors.options.checks import is_integer
-from specbeam.doors.options.table import aliases, hint, row_names
-from specbeam.doors.prompts import of_record
+from specbeam.doors import aliases, as_plain, hint, is_integer, of_record, row_names
 from specbeam.errors import BadPrompt, BadSetting
 
-OF_ENCODINGS = ("attention_mask", "token_type_ids", "position_ids")  # columns that a tokenizer writes beside input_ids
+OF_ENCODINGS = ("attention_mask", "token_type_ids", "position_ids")  # other columns of a tokenizer
 MOST_TEXTS = 1024  # of a row: all of them are begun at once
 
 
@@ -39,7 +36,7 @@ class JobRow:
         id: a text or an integer; None: the row cannot be read so far.
         prompt: a text, token ids, messages, or an encoding as a dictionary.
         is_chat: whether the prompt is messages.
-        settings: those of the row, by the names of `row_names` and "seed".
+        settings: settings of the row, by the names of `row_names` and "seed".
         error: why the row cannot be decoded; "" if it can.
     """
 
@@ -57,7 +54,7 @@ class JobRow:
 
     @property
     def digest(self) -> str:
-        """A hash of all that its answer depends on. Raises `TypeError` or `ValueError` if that is no JSON."""
+        """A hash of everything that the answer depends on. Raises `TypeError` or `ValueError` if it is not JSON."""
         read = [self.id, self.prompt, self.is_chat, dict(self.settings), self.error]
         content = json.dumps(read, sort_keys=True, ensure_ascii=False)
         return hashlib.blake2b(content.encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()
@@ -82,7 +79,7 @@ def row_of(number: int, fields: Mapping[str, Any], columns: Columns) -> JobRow:
     except UnicodeEncodeError:
         return JobRow(number, identity, error="BadPrompt: the row holds half a character; write proper Unicode")
     except (TypeError, ValueError, RecursionError) as error:
-        return JobRow(number, identity, error=f"BadPrompt: a field of the row is no JSON: {error}")
+        return JobRow(number, identity, error=f"BadPrompt: a field of the row is not JSON: {error}")
     return row
 
 
@@ -103,7 +100,7 @@ def _id_in(fields: Mapping[str, Any], columns: Columns, number: int) -> str | in
 def _prompt_in(fields: Mapping[str, Any], columns: Columns) -> tuple[Any, bool]:
     """Return the prompt of a row, and whether it is messages."""
     names = (columns.prompt, columns.messages, columns.token_ids)
-    fields = {name: plain(value) for name, value in fields.items()}
+    fields = {name: as_plain(value) for name, value in fields.items()}
     given = [name for name in names if fields.get(name) is not None and _is_filled(fields[name])]
     if len(given) > 1:
         raise BadPrompt(f"the row has {' and '.join(given)}; leave all but one of them empty")
@@ -160,17 +157,17 @@ def _settings_in(fields: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
 
 
 def _from_json(value: Any, name: str) -> Any:
-    """Return a value, or what it stands for if it is a JSON text."""
+    """Return a value; the parsed value if it is a JSON text."""
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value)
     except ValueError as error:
-        raise BadPrompt(f"the {name} of the row are no JSON: {error}") from error
+        raise BadPrompt(f"the {name} of the row are not JSON: {error}") from error
 
 
 def row_seed(seed: int, row: JobRow) -> int:
-    """Return the seed of a row, of 63 bits: its own, or else one by the job's seed and the row's id."""
+    """Return the seed of a row, of 63 bits: from its settings, or else from the job's seed and the row's id."""
     own = row.settings.get("seed")
     if own is not None:
         return int(own)

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specbeam.doors.places import DAMAGE, OPENERS, require_file
-from specbeam.doors.plain import as_json
+from specbeam.doors import DAMAGE, OPENERS, as_json, require_file
 from specbeam.errors import BadPrompt, BadSetting, MissingFile, MissingPackage
 
 KINDS = (".jsonl", ".csv", ".parquet")
@@ -23,20 +22,20 @@ class TableRow(NamedTuple):
 
 
 def kind_of(path: Path) -> str:
-    """Return the kind of table in a file, by its name. Raises `BadSetting` if the name says none."""
+    """Return the kind of table in a file, by its suffix. Raises `BadSetting` for an unknown suffix."""
     kind = path.with_suffix("").suffix if path.suffix in OPENERS else path.suffix
     if kind not in KINDS or (kind == ".parquet" and path.suffix in OPENERS):
-        raise BadSetting(f"{path} is no table that is known; its name must end in {', '.join(KINDS)}, or .jsonl.gz")
+        raise BadSetting(f"{path} is not a known kind of table; its name must end in {', '.join(KINDS)}, or .jsonl.gz")
     if kind == ".parquet":
         _pyarrow()
     return kind
 
 
 def read_table(path: Path) -> Iterator[TableRow]:
-    """Yield the rows of a table, without holding them; empty lines are none.
+    """Yield the rows of a table one at a time; empty lines are skipped.
 
     Raises:
-        BadSetting: the name of the file says no kind of table.
+        BadSetting: the suffix of the file is not that of a table.
         MissingFile: there is no such file.
         MissingPackage: the table is in Parquet, and pyarrow is not installed.
         BadPrompt: the file is no such table. A single row that cannot be read has an error instead.
@@ -58,10 +57,10 @@ def _undamaged(path: Path, rows: Iterator[TableRow]) -> Iterator[TableRow]:
     try:
         yield from rows
     except DAMAGE as error:
-        raise BadPrompt(f"{path} is damaged, or not packed as its name says: {error}; pack it anew") from error
+        raise BadPrompt(f"{path} is damaged, or not packed as its suffix says: {error}; pack it again") from error
     except OSError as error:
         raise BadPrompt(
-            f"{path} cannot be read: {error.strerror or error}; look at the disk, or write it anew"
+            f"{path} cannot be read: {error.strerror or error}; look at the disk, or write it again"
         ) from error
 
 
@@ -72,8 +71,8 @@ def _read_jsonl(path: Path) -> Iterator[TableRow]:
                 continue
             try:
                 found = json.loads(line.decode("utf-8-sig"))
-            except (ValueError, RecursionError) as error:  # also of what is no UTF-8
-                yield TableRow(None, f"the line is no JSON: {error}")
+            except (ValueError, RecursionError) as error:  # also for bytes that are not UTF-8
+                yield TableRow(None, f"the line is not JSON: {error}")
                 continue
             if isinstance(found, str):
                 found = {"prompt": found}
@@ -100,13 +99,13 @@ def _read_csv(path: Path) -> Iterator[TableRow]:
             except StopIteration:
                 return
             except csv.Error as error:
-                yield TableRow(None, f"line {rows.line_num} is no CSV: {error}")
+                yield TableRow(None, f"line {rows.line_num} is not CSV: {error}")
                 continue
             yield _checked(row, len(rows.fieldnames))
 
 
 def _checked(row: dict[str | Any, Any], columns: int) -> TableRow:
-    """Return the fields of a row of CSV, or what is wrong with it."""
+    """Return the fields of a row of CSV, or a description of its error."""
     further = row.get(None) or []
     found = columns + len(further) - sum(value is None for value in row.values())
     if found != columns:
@@ -114,7 +113,7 @@ def _checked(row: dict[str | Any, Any], columns: int) -> TableRow:
     try:
         "".join(row.values()).encode("utf-8")
     except UnicodeEncodeError:
-        return TableRow(None, "the row is no UTF-8; save the table as UTF-8")
+        return TableRow(None, "the row is not UTF-8; save the table as UTF-8")
     return TableRow(row)
 
 
@@ -123,7 +122,7 @@ def _read_parquet(path: Path) -> Iterator[TableRow]:
     try:
         file = parquet.ParquetFile(path)
     except (arrow.ArrowException, OSError, ValueError) as error:
-        raise BadPrompt(f"{path} is no Parquet, or damaged: {error}; write it anew") from error
+        raise BadPrompt(f"{path} is not Parquet, or damaged: {error}; write it again") from error
     with file:
         batches = iter(file.iter_batches(batch_size=ROWS_AT_ONCE))
         while True:
@@ -131,8 +130,8 @@ def _read_parquet(path: Path) -> Iterator[TableRow]:
                 rows = next(batches).to_pylist()
             except StopIteration:
                 return
-            except (arrow.ArrowException, OSError, ValueError) as error:  # ValueError: a text that is no UTF-8
-                raise BadPrompt(f"{path} is damaged: {error}; write it anew") from error
+            except (arrow.ArrowException, OSError, ValueError) as error:  # ValueError: a text that is not UTF-8
+                raise BadPrompt(f"{path} is damaged: {error}; write it again") from error
             for row in rows:
                 yield TableRow(row)
 
@@ -165,7 +164,8 @@ def _write_csv(file: Any, columns: dict[str, str], rows: Iterable[dict[str, Any]
     writer = csv.DictWriter(file, list(columns))
     writer.writeheader()
     for row in rows:
-        writer.writerow({name: as_json(value) if isinstance(value, list) else value for name, value in row.items()})
+        cells = {name: as_json(value) if isinstance(value, list) else value for name, value in row.items()}
+        writer.writerow(cells)
 
 
 def _write_parquet(path: Path, columns: dict[str, str], rows: Iterable[dict[str, Any]]) -> None:
@@ -196,7 +196,9 @@ def _proper(value: Any) -> Any:
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, list):
         return [_proper(one) for one in value]
-    return {name: _proper(one) for name, one in value.items()} if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        return {name: _proper(one) for name, one in value.items()}
+    return value
 
 
 def _chunks(rows: Iterable[dict[str, Any]], size: int) -> Iterator[list[dict[str, Any]]]:

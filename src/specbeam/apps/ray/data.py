@@ -6,22 +6,20 @@ from typing import Any
 
 import numpy as np
 
+from specbeam import load
 from specbeam.apps.jobs.answering import ANSWER_COLUMNS, answer_rows, work_of
 from specbeam.apps.jobs.rows import Columns, row_of
-from specbeam.doors.inputs import plain
-from specbeam.doors.method_text import method_from
-from specbeam.doors.usual import usual_method
+from specbeam.doors import as_plain, method_from, usual_method
 from specbeam.errors import BadSetting
-from specbeam.models.pair import load
 
-ROWS_OF_BLOCK = 64  # a block is written whole, so that is what the end of a worker costs
-CPUS = 0.5  # of a worker, as Ray counts: when a job goes on, a filter that reads what is done needs a place, too
+ROWS_OF_BLOCK = 64  # a block is written whole, so a worker that ends loses at most one
+CPUS = 0.5  # of a worker, as Ray counts: a resumed job also needs room for the filter that reads finished rows
 
 
 class Decode:
     """A callable class for ``Dataset.map_batches``: each worker loads the pair once, and decodes blocks of rows.
 
-    The columns of an answer are those of ``specbeam batch`` (`jobs.answering.ANSWER_COLUMNS`). The id is that of the row,
+    An answer has the columns of ``specbeam batch`` (`jobs.answering.ANSWER_COLUMNS`). The id is the row's,
     with its type, in a column of the same name, so that answers can be joined and filtered by it; `beams` is JSON text, so
     that any file format can hold it. The seed of a row is made of `seed` and its id, so a block that is decoded again after
     a worker was lost has the same texts. A row that cannot be decoded has an `error`, and costs no other row.
@@ -32,7 +30,7 @@ class Decode:
         id_column, prompt_column: the columns that are read. Each row needs an id: blocks do not know their places.
         seed, batch_size: see `jobs.answering.Work`.
         device, dtype, quantize: see `specbeam.load`.
-        options: those of `specbeam.generate`, for rows that do not say otherwise in their column "settings".
+        options: options of `specbeam.generate`; the column "settings" of a row takes precedence.
 
     Raises:
         BadSetting: the column of ids has the name of another column of answers, or a setting is wrong.
@@ -64,17 +62,22 @@ class Decode:
         """Return the answers to the rows of a block, in their order."""
         import json
 
-        fields = [dict(zip(block, values, strict=True)) for values in zip(*block.values(), strict=True)]
-        rows = [
-            row_of(number, {self.columns.id: None} | {name: plain(value) for name, value in one.items()}, self.columns)
-            for number, one in enumerate(fields)
-        ]
+        rows = []
+        for number, values in enumerate(zip(*block.values(), strict=True)):
+            fields = {self.columns.id: None}
+            for name, value in zip(block, values, strict=True):
+                fields[name] = as_plain(value)
+            rows.append(row_of(number, fields, self.columns))
         answers: dict[int, dict[str, Any]] = {}
         for row, record in answer_rows(self.work, rows):
             beams = record["beams"]
-            answers[row.number] = record | {"beams": None if beams is None else json.dumps(beams, ensure_ascii=False)}
-        found = {name: [answers[row.number][name] for row in rows] for name in ANSWER_COLUMNS}
-        columns = {name: _column(values, ANSWER_COLUMNS[name]) for name, values in found.items() if name != "id"}
+            if beams is not None:
+                record["beams"] = json.dumps(beams, ensure_ascii=False)
+            answers[row.number] = record
+        columns = {}
+        for name, kind in ANSWER_COLUMNS.items():
+            if name != "id":
+                columns[name] = _column([answers[row.number][name] for row in rows], kind)
         ids = block.get(self.columns.id, np.full(len(rows), "", dtype=object))
         return {self.columns.id: ids, **columns}
 
@@ -107,10 +110,10 @@ def decode_table(
     Args:
         source: a table (.jsonl, .csv or .parquet) or a folder of Parquet files, that all machines can read.
         out: a folder that all machines can write.
-        checkpoint: a folder for the ids that are done; delete it with `out` to begin anew.
+        checkpoint: a folder for the ids that are done; delete it with `out` to start again.
         workers: number of processes that each hold the models.
         rows_of_block: rows that are decoded and written together.
-        num_cpus, num_gpus: what each worker takes of the cluster's, as Ray counts.
+        num_cpus, num_gpus: resources of each worker, as Ray counts.
         decode: the arguments of `Decode`.
     """
     import ray
@@ -120,7 +123,7 @@ def decode_table(
     context.checkpoint_config = CheckpointConfig(
         id_column=id_column,
         checkpoint_path=str(checkpoint),
-        delete_checkpoint_on_success=False,  # or a job that is over, said again, would write each answer twice
+        delete_checkpoint_on_success=False,  # or running a finished job again would write each answer twice
     )
     readers = {".jsonl": ray.data.read_json, ".csv": ray.data.read_csv}
     suffix = Path(source).suffix

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ray.serve import Application
 
 STICKY = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-RETRY_AFTER_S = 1.0  # what Ray says to a client for which it has no place
+RETRY_AFTER_S = 1.0  # of a client that Ray has no place for
 MARGIN_S = 5.0  # seconds for the last answers to be sent, after the longest text has ended
 HEALTH_S = 2.0  # seconds between two looks at the engine of a replica
 CONSTRUCTIONS = 3  # of a replica that cannot start, before the deployment counts as failed
@@ -24,7 +24,7 @@ class Replica:
     """A server in a process of Ray Serve, which sends requests to it once its pair is loaded and its loops are compiled.
 
     Args:
-        config: what the operator has set.
+        config: the operator's settings.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -52,7 +52,7 @@ class Replica:
 
 
 def near_clients_only(routes: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
-    """Return routes that refuse clients of other machines: Ray listens where it was told, not where `host` says."""
+    """Return routes that refuse clients of other machines, because Ray ignores `host`."""
 
     async def guarded(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or _is_near(scope.get("client")):
@@ -85,7 +85,7 @@ def deployment(config: ServerConfig | None = None, *, sticky: bool = True, **opt
     """Return replicas of a server for ``ray.serve.run``.
 
     Each replica is a process with a pair, an engine and beginnings of prompts of its own. Ray sends it requests when it is
-    ready, takes it out when its engine is dead, and lets what it decodes end before it stops it. Texts are those of
+    ready, removes it when its engine is dead, and lets its requests finish before it stops it. Texts are those of
     `specbeam serve`: a seed gives the same one on each replica.
 
     Limits are mapped: a replica takes `max_running` + `max_waiting` requests, `max_waiting` more wait in Ray's proxy, and
@@ -94,10 +94,10 @@ def deployment(config: ServerConfig | None = None, *, sticky: bool = True, **opt
 
     Args:
         config: as for `specbeam serve`; None: its defaults, the bundled pair. Ray listens, so `port` does nothing, and
-            `host` says who may call: clients of this machine alone, or with another address, which needs keys, all.
+            `host` sets who may call: by default clients of this machine only; with another address, which needs keys, all.
         sticky: whether requests with the same header ``x-session-id`` go to the same replica while it lives, so that what a
             conversation begins with is known there. Those without it are spread.
-        options: what ``ray.serve.deployment`` takes, in place of what is made of `config`: `num_replicas`,
+        options: options of ``ray.serve.deployment``, which override those derived from `config`: `num_replicas`,
             `autoscaling_config`, `ray_actor_options`, `max_ongoing_requests`, and others.
 
     Raises:
@@ -118,7 +118,7 @@ def deployment(config: ServerConfig | None = None, *, sticky: bool = True, **opt
 
 
 def options_of(config: ServerConfig, sticky: bool, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of Ray's deployment that follow from a configuration, with those that are given."""
+    """Return the options of Ray's deployment: derived from a configuration, overridden by the given ones."""
     own: dict[str, Any] = {
         "max_ongoing_requests": config.max_running + config.max_waiting,
         "max_queued_requests": max(config.max_waiting, 1),
@@ -137,14 +137,16 @@ def app(arguments: Mapping[str, Any]) -> "Application":
     """Return the deployment of these arguments, for ``serve run specbeam.apps.ray:app model=TARGET num_replicas=2``.
 
     Args:
-        arguments: those of `ServerConfig` and of `deployment`, by name, and `config`, a file with those of `ServerConfig`.
+        arguments: arguments of `ServerConfig` and `deployment` by name, and `config`, a file with fields of `ServerConfig`.
             Texts are read as YAML, as a command line has nothing else.
 
     Raises:
         BadSetting, MissingFile: as `deployment` and `read_config`; also where a name is none of the server's and Ray knows
             no such option.
     """
-    values = {name: _read(name, value) if isinstance(value, str) else value for name, value in arguments.items()}
+    values = {}
+    for name, value in arguments.items():
+        values[name] = _read(name, value) if isinstance(value, str) else value
     own = {one.name for one in fields(ServerConfig)}
     path = values.pop("config", None)
     sticky = values.pop("sticky", True)
@@ -152,7 +154,7 @@ def app(arguments: Mapping[str, Any]) -> "Application":
     options = {name: value for name, value in values.items() if name not in own}
     try:
         return deployment(config, sticky=sticky, **options)
-    except TypeError as error:  # what Ray says of an option that it does not know
+    except TypeError as error:  # Ray's error for an unknown option
         if not options:
             raise
         raise BadSetting(
@@ -161,10 +163,10 @@ def app(arguments: Mapping[str, Any]) -> "Application":
 
 
 def _read(name: str, text: str) -> Any:
-    """Return what a text of the command line says. Raises `BadSetting` if it is no YAML."""
+    """Return the value of a text of the command line. Raises `BadSetting` if it is not YAML."""
     import yaml
 
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise BadSetting(f"{name} is {text!r}, which is no YAML: {error}") from error
+        raise BadSetting(f"{name} is {text!r}, which is not YAML: {error}") from error

@@ -1,14 +1,13 @@
-"""What a search is compared with: the best of several whole texts, and beams of steps of a fixed width."""
+"""Baselines of the search: the best of several whole texts, and beams of steps of a fixed width."""
 
 from pathlib import Path
 from typing import Any
 
+from specbeam import Method, Pair
 from specbeam.apps.search.grow import GrowingTrees, Wish, as_pair, given_seed, require_counts, require_odds
 from specbeam.apps.search.tree import OPEN, SearchResult
 from specbeam.apps.search.value import Value, as_value
-from specbeam.models.pair import Pair
-from specbeam.recipes.catalogue import resolve
-from specbeam.recipes.method import Method
+from specbeam.recipes import resolve
 
 WHOLE = 2**30  # tokens of a step that is a whole text
 

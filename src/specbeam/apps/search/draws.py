@@ -1,4 +1,4 @@
-"""Draws of steps: texts continued by a recipe up to a separator, each with a seed of its own, decoded side by side."""
+"""Draws of steps: texts continued by a recipe up to a separator, each with a separate seed, decoded side by side."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,14 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from specbeam.core.decode import decode
-from specbeam.core.records import Generation
-from specbeam.core.runs import TURNS
-from specbeam.doors.options.settings import Settings
-from specbeam.doors.request import Request
+from specbeam import Generation, Method, Pair, decode
+from specbeam.core import TURNS
+from specbeam.doors import Request, Settings
 from specbeam.errors import SpecbeamError
-from specbeam.models.pair import Pair
-from specbeam.recipes.method import Method
 
 
 @dataclass(frozen=True)
@@ -55,8 +51,9 @@ class Drawn:
 
 
 def seed_of(seed: int, *numbers: int) -> int:
-    """Return the seed of one draw of a search: a function of the search's seed and of what the draw is."""
-    return int(np.random.SeedSequence([seed, *numbers]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    """Return the seed of one draw of a search: a function of the search's seed and of numbers that identify the draw."""
+    (state,) = np.random.SeedSequence([seed, *numbers]).generate_state(1, np.uint64)
+    return int(state >> np.uint64(1))
 
 
 def drawn(

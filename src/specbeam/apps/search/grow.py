@@ -8,17 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specbeam import Method, Pair, load
 from specbeam.apps.search.draws import Draw, Drawn, drawn, seed_of
 from specbeam.apps.search.tree import CLOSED, CUT_OFF, FINISHED, OPEN, Node, SearchResult
 from specbeam.apps.search.value import Value, checked_values
-from specbeam.doors.options.checks import is_integer, require
-from specbeam.doors.options.settings import Settings
-from specbeam.doors.options.table import warper_names
-from specbeam.doors.request import Request
-from specbeam.doors.sources import as_prompts, require_prompts
+from specbeam.doors import Request, Settings, as_prompts, is_integer, require, require_prompts, warper_names
 from specbeam.errors import BadSetting, BrokenValue, NotSupported, SearchFailed, SpecbeamError
-from specbeam.models.pair import Pair, load
-from specbeam.recipes.method import Method
 
 TAKEN = ("max_new_tokens", "stop_strings", "num_return_sequences", "max_length", "min_new_tokens")
 NO_LIMIT = 2**62  # tokens
@@ -73,7 +68,8 @@ class GrowingTrees:
         require(
             callable(self.value), "value", self.value, "a function of a list of texts, or the folder of a classifier"
         )
-        are_texts = not isinstance(self.ends, str) and all(isinstance(end, str) and end for end in self.ends)
+        are_texts = not isinstance(self.ends, str)
+        are_texts = are_texts and all(isinstance(end, str) and end for end in self.ends)
         require(are_texts, "ends", self.ends, "a list of texts")
         for name in TAKEN:
             if self.options.get(name) is not None:
@@ -87,7 +83,7 @@ class GrowingTrees:
             raise NotSupported("a search reads texts and finds where steps end; give load(tokenizer=...)")
 
     def begin(self, prompts: Any) -> None:
-        """Set up a tree for each prompt, its root valued. Raises the error of the first prompt that is none."""
+        """Set up a tree for each prompt, with the value of its root. Raises the error of the first invalid prompt."""
         earlier: Counter[tuple[int, ...]] = Counter()
         for number, prompt in enumerate(as_prompts(prompts)):
             ids, length = self._ids(prompt, number)
@@ -126,7 +122,7 @@ class GrowingTrees:
         return NO_LIMIT if self.budget is None else self.budget - self.results[number].spent
 
     def draw_greedy(self) -> None:
-        """Draw the text of temperature 0 of each prompt that goes on, and value those that are finished."""
+        """Draw the text of temperature 0 for each active prompt, and compute the values of finished texts."""
         going = [number for number, result in enumerate(self.results) if not result.ended]
         options = {name: given for name, given in self.options.items() if name not in warper_names()}
         options["temperature"] = 0.0
@@ -218,7 +214,9 @@ class GrowingTrees:
                 result.nodes[known].times += 1
                 return None
         is_last = step.finished or (step.complete and any(end in step.text for end in self.ends))
-        status = FINISHED if is_last else OPEN if step.complete else CUT_OFF
+        status = OPEN if step.complete else CUT_OFF
+        if is_last:
+            status = FINISHED
         depth = result.nodes[parent].depth + 1
         result.nodes.append(Node(parent, depth, step.tokens, "", status=status))
         child = len(result.nodes) - 1
@@ -290,7 +288,7 @@ def given_seed(seed: int | None) -> int:
 
 
 def as_pair(pair: Pair | str) -> Pair:
-    """Return the models of a search: `pair` itself, or those that this name loads."""
+    """Return the models of a search: `pair` itself, or the pair loaded by name."""
     return load(pair) if isinstance(pair, str) else pair
 
 
@@ -307,5 +305,5 @@ def require_odds(**odds: object) -> None:
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is a finite number of Python; True and False are none."""
+    """Return whether a value is a finite number of Python; True and False do not count."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

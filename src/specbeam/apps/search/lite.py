@@ -5,14 +5,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from specbeam import Method, Pair
 from specbeam.apps.search.grow import GrowingTrees, Wish, as_pair, given_seed, is_number, require_counts, require_odds
 from specbeam.apps.search.tree import CLOSED, OPEN, BudgetRule, SearchResult, calibrated
 from specbeam.apps.search.value import Value, as_value
-from specbeam.doors.options.checks import require
+from specbeam.doors import require
 from specbeam.errors import one_of
-from specbeam.models.pair import Pair
-from specbeam.recipes.catalogue import resolve
-from specbeam.recipes.method import Method
+from specbeam.recipes import resolve
 
 
 def lite_search(

@@ -21,7 +21,7 @@ class Node:
         depth: number of steps after the prompt.
         tokens: token ids of the last step; empty for the root.
         text: the text of the last step.
-        value: what the value function says of prompt and steps together; NaN before it was asked.
+        value: the value of the prompt with the steps; NaN before it is computed.
         status: "open" (it can be continued), "finished" (the model ended the text), "cut off" (the step reached the limit of
             tokens before the separator came), or "closed" (its draws are spent, or its value is 0).
         limit: number of draws that it may have; 0 before that was decided.

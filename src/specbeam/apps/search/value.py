@@ -1,4 +1,4 @@
-"""Value functions: what says how good a text is, and checks of what it says."""
+"""Value functions, which score texts, and checks of their values."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,10 +8,7 @@ from typing import Any
 import torch
 
 from specbeam.errors import BrokenValue, MissingFile
-from specbeam.models.checkpoints.numbers import check_weights
-from specbeam.models.checkpoints.pretrained import open_checkpoint, pretrained
-from specbeam.models.loading.models import name_or_path
-from specbeam.models.loading.tokenizers import read_tokenizer
+from specbeam.models import check_weights, name_or_path, open_checkpoint, pretrained, read_tokenizer
 
 Value = Callable[[list[str]], Sequence[float]]
 

@@ -1,4 +1,4 @@
-"""From what was decoded to the answer of a request, as OpenAI's clients read it."""
+"""Conversion of decoded texts to the answer of a request in OpenAI's format."""
 
 import hashlib
 import json
@@ -10,18 +10,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from specbeam import __version__
+from specbeam import Beam, Generation, Pair, __version__
 from specbeam.apps.serve.engine import Job
 from specbeam.apps.serve.mapping import Order
 from specbeam.apps.serve.scoring import TokenScore
-from specbeam.core.draft.beams import NoDraft
-from specbeam.core.measure.kept_figures import weights_key
-from specbeam.core.records import Beam, Generation
-from specbeam.doors.grammar.spelling import UNKNOWN, text_of_tokens
-from specbeam.doors.options.checks import as_texts
-from specbeam.doors.request import Request
+from specbeam.core import weights_key
+from specbeam.core.draft import NoDraft
+from specbeam.doors import Request, as_texts, text_of_tokens
 from specbeam.errors import SpecbeamError, TooFewAnswers
-from specbeam.models.pair import Pair
 
 NO_LOGPROB = -9999.0  # OpenAI's number for a token of probability 0
 
@@ -34,7 +30,7 @@ class ReturnedText:
         index: its number in the answer.
         prompt: number of the prompt.
         text: as it is returned: cut before a stop string.
-        tokens: those of the text, the end token included.
+        tokens: tokens of the text, including the end token.
         finish_reason: "stop", "length" or "tool_calls".
         stop_reason: the stop string, or the end token; None: it was cut off.
         scores: of the tokens; None if they were not asked for.
@@ -52,12 +48,12 @@ class ReturnedText:
 
 @dataclass(frozen=True)
 class AnsweredRequest:
-    """What came of a request.
+    """The outcome of a request.
 
     Attributes:
         choices: the texts, in the order of prompts.
-        generations: those of each prompt, best first.
-        warnings: what was done otherwise than asked.
+        generations: generations of each prompt, best first.
+        warnings: deviations from the request.
     """
 
     choices: list[ReturnedText]
@@ -68,7 +64,7 @@ class AnsweredRequest:
 def generations_of(
     request: Request, jobs: Sequence[Job], order: Order
 ) -> tuple[list[list[Generation]], list[str], SpecbeamError | None]:
-    """Return the generations of each prompt, what was done otherwise than asked, and the error if there is no answer."""
+    """Return the generations of each prompt, deviations from the request, and the error if there is no answer."""
     by_prompt: list[list[Generation]] = [[] for _ in order.prompts]
     warnings = [*order.warnings]
     failure: SpecbeamError | None = None
@@ -129,7 +125,7 @@ def shows_special(order: Order) -> bool:
 
 
 def cut_text(request: Request, order: Order, tokens: list[int]) -> tuple[str, str | None, list[int]]:
-    """Return a text up to the stop string that ended it, this string (None without one), and the tokens of what is left."""
+    """Return a text up to the stop string that ended it, this string (None without one), and the tokens of the rest."""
     special = shows_special(order)
     text = request.text_of(tokens, special)
     cut, stop = cut_at(order, text)
@@ -167,10 +163,13 @@ def sendable(order: Order, text: str) -> str:
 
 @lru_cache(maxsize=1)
 def _byte_of() -> dict[str, int]:
-    """Return the byte that each character of a byte-level vocabulary stands for: printable ones for themselves."""
+    """Return the byte of each character of a byte-level vocabulary; printable ASCII characters map to themselves."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    found = {chr(byte): byte for byte in printable}
+    for place, byte in enumerate(others):
+        found[chr(256 + place)] = byte
+    return found
 
 
 def token_text(pair: Pair, token: int) -> tuple[str, bytes]:
@@ -185,7 +184,7 @@ def _token_text(tokenizer: Any, token: int) -> tuple[str, bytes]:
     text = text_of_tokens(tokenizer, [token])
     if text == "":  # special tokens are no text
         text = str(tokenizer.decode([token], skip_special_tokens=False))
-    if UNKNOWN not in text:
+    if "\N{REPLACEMENT CHARACTER}" not in text:
         return text, text.encode()
     piece = str(tokenizer.convert_ids_to_tokens(token))
     if found := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece):
@@ -211,19 +210,20 @@ def chat_logprobs(pair: Pair, order: Order, scores: Sequence[TokenScore]) -> dic
         text, raw = _named(pair, order, token)
         return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
 
-    content = [
-        entry(score.token, score.logprob) | {"top_logprobs": [entry(*one) for one in score.top]} for score in scores
-    ]
+    content = []
+    for score in scores:
+        top = [entry(token, logprob) for token, logprob in score.top]
+        content.append(entry(score.token, score.logprob) | {"top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
 def completion_logprobs(
     pair: Pair, order: Order, scores: Sequence[TokenScore | None], tokens: Sequence[int], before: int = 0
 ) -> dict[str, Any]:
-    """Return log-probabilities in the form of completions; None stands for a token without any, the first of a prompt.
+    """Return log-probabilities in the form of completions; None for a token without one, the first of a prompt.
 
     Args:
-        tokens: as many as scores.
+        tokens: the tokens of the scores.
         before: characters before the first token.
     """
     texts = [token_text(pair, token)[0] for token in tokens]
@@ -242,7 +242,7 @@ def completion_logprobs(
 
 
 def _likeliest(pair: Pair, order: Order, score: TokenScore) -> dict[str, float]:
-    """Return the likeliest tokens by name. Of those that are spelled alike, all but the likeliest have their number."""
+    """Return the likeliest tokens by name. Of tokens with the same spelling, all but the likeliest are named by number."""
     found: dict[str, float] = {}
     for token, value in score.top:
         name = _named(pair, order, token)[0]
@@ -303,7 +303,7 @@ def tool_call(order: Order, choice: ReturnedText) -> dict[str, Any]:
 
 
 def extras_of(order: Order, choice: ReturnedText) -> dict[str, Any]:
-    """Return what a choice has besides OpenAI's fields."""
+    """Return specbeam's fields of a choice."""
     extras: dict[str, Any] = {
         "stop_reason": choice.stop_reason,
         "score": _number(choice.beam.score),
@@ -322,7 +322,7 @@ def _number(value: float) -> float | None:
 
 
 def usage_of(order: Order, choices: Sequence[ReturnedText], cached: int) -> dict[str, Any]:
-    """Return the tokens that count: prompts once, those of the returned texts, no drafts."""
+    """Return the numbers of tokens for billing: of prompts once and of returned texts, without drafts."""
     prompt = sum(map(len, order.prompts))
     completion = sum(len(choice.tokens) for choice in choices)
     return {
@@ -372,7 +372,7 @@ def settings_json(order: Order) -> dict[str, Any]:
 
 
 def report_json(request: Request, jobs: Sequence[Job], outcome: AnsweredRequest) -> dict[str, Any]:
-    """Return what a request has cost, all its sessions together."""
+    """Return the cost of a request over all its sessions."""
     counts = [job.session.count for job in jobs]
     widths = Counter(width for count in counts for width in count.widths)
     tokens = sum(job.session.length for job in jobs)
@@ -423,7 +423,9 @@ def _beams_json(order: Order, outcome: AnsweredRequest) -> list[dict[str, Any]]:
     most = order.options.beams_returned
     found = []
     for prompt, answers in enumerate(outcome.generations):
-        beams = answers[0].beams if order.method.beams > 1 and answers else [_beam_of(one) for one in answers]
+        beams = [_beam_of(one) for one in answers]
+        if order.method.beams > 1 and answers:
+            beams = answers[0].beams
         chosen = [answer.tokens for answer in answers]
         for beam in beams if most == "all" else beams[: int(most)]:
             number = chosen.index(beam.tokens) if beam.tokens in chosen else None
@@ -454,14 +456,15 @@ def metrics_json(jobs: Sequence[Job], completion_tokens: int) -> dict[str, Any]:
     first = _span(jobs, "arrived", "first_token", first=True)
     whole = _span(jobs, "started", "ended")
     queue = _span(jobs, "arrived", "started", first=True)
+    counts = [job.session.count for job in jobs]
     passes = sum(map(drafting_passes, jobs))
-    accepted = sum(job.session.count.accepted for job in jobs)
-    drafted = sum(job.session.count.drafted for job in jobs)
-    rows = sum(job.session.count.rows.scored for job in jobs)
+    accepted = sum(count.accepted for count in counts)
+    drafted = sum(count.drafted for count in counts)
+    rows = sum(count.rows.scored for count in counts)
     return {
-        "time_to_first_token_ms": None if first is None else 1000 * first,
-        "generation_time_ms": None if whole is None else 1000 * whole,
-        "queue_time_ms": None if queue is None else 1000 * queue,
+        "time_to_first_token_ms": _milliseconds(first),
+        "generation_time_ms": _milliseconds(whole),
+        "queue_time_ms": _milliseconds(queue),
         "tokens_per_second": completion_tokens / whole if whole else None,
         "speculative_decoding": {
             "mean_acceptance_length": 1 + accepted / passes if passes else None,
@@ -471,6 +474,10 @@ def metrics_json(jobs: Sequence[Job], completion_tokens: int) -> dict[str, Any]:
             "num_scored_rows": rows,
         },
     }
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else 1000 * seconds
 
 
 def best_of_mean(
@@ -483,7 +490,10 @@ def best_of_mean(
     for answers in generations:
         own = [*scores[place : place + len(answers)]]
         place += len(answers)
-        means = [sum(score.logprob for score in each) / max(len(each), 1) for each in own]
+        means = []
+        for each in own:
+            total = sum(score.logprob for score in each)
+            means.append(total / max(len(each), 1))
         best = sorted(range(len(answers)), key=lambda number: -means[number])[:count]
         chosen.append([answers[number] for number in best])
         kept += [own[number] for number in best]

@@ -22,7 +22,17 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from specbeam import __version__
+from specbeam import (
+    Generation,
+    Method,
+    Pair,
+    __version__,
+    beam_search,
+    decode,
+    dsbd,
+    sampling,
+    speculative_beam_search,
+)
 from specbeam.apps.serve.answers import fingerprint, token_text
 from specbeam.apps.serve.asking import DONE, Asking, FormPool, as_event, new_number
 from specbeam.apps.serve.auth import Client, Keys
@@ -53,31 +63,18 @@ from specbeam.apps.serve.speech_desk import SpeechDesk
 from specbeam.apps.serve.speech_orders import AudioBody
 from specbeam.apps.speech.audio import RATE
 from specbeam.apps.speech.transcribe import TEMPERATURES, Thresholds, ears_of, extractor_of, methods_of
-from specbeam.core.constraint import Form
-from specbeam.core.decode import decode
-from specbeam.core.records import Generation
-from specbeam.core.runs import TURNS
-from specbeam.doors.chats import BUNDLED_TEMPLATE
-from specbeam.doors.grammar.compiled import compiled
-from specbeam.doors.method_text import method_from
-from specbeam.doors.options.settings import Settings
-from specbeam.doors.request import Request as SessionRequest
-from specbeam.doors.sources import hears
-from specbeam.doors.usual import USUAL_BEAMS, usual_method
+from specbeam.core import TURNS
+from specbeam.doors import BUNDLED_TEMPLATE, USUAL_BEAMS, Settings, chosen_by_speed, hears, method_from, usual_method
+from specbeam.doors import Request as SessionRequest
 from specbeam.errors import BadSetting, MissingFile, NotSupported, SpecbeamError
-from specbeam.generation import chosen_by_speed
-from specbeam.models.pair import Pair
-from specbeam.recipes.beams import dsbd
-from specbeam.recipes.catalogue import HEAD_RECIPES
-from specbeam.recipes.method import Method, recipe_of
-from specbeam.recipes.search import beam_search, speculative_beam_search
+from specbeam.recipes import HEAD_RECIPES, recipe_of
 
 LOG = logging.getLogger("specbeam.serve")
 PAGE = Path(__file__).parent / "page" / "index.html"
 WARM_TOKENS = 8  # of each text that is decoded before the server is ready
 MOST_SHOWN = 2  # requests side by side whose turns are shown or audited
 FORMS = 2  # forms that are compiled side by side
-MOST_NEW = 30  # methods with settings that nobody had before, of a key in `NEW_S` seconds
+MOST_NEW = 30  # methods with new settings, per key in `NEW_S` seconds
 NEW_S = 60.0
 Result = TypeVar("Result")
 CSP = (
@@ -88,7 +85,7 @@ OPEN = ("/", "/live", "/health", "/ready")
 
 
 class UnderWay(Protocol):
-    """What the server needs of a request under way."""
+    """A request in progress as the server sees it."""
 
     client: Client
     jobs: list[Job]
@@ -101,10 +98,10 @@ class UnderWay(Protocol):
 
 
 class BeamServer:
-    """The state of a server: what it serves, its engine, and the requests under way.
+    """The state of a server: its models, its engine, and the requests in progress.
 
     Args:
-        config: what the operator has set.
+        config: the operator's settings.
         load: returns the pair; called in a thread after the server listens.
     """
 
@@ -126,12 +123,12 @@ class BeamServer:
         self._unfit: frozenset[str] = (
             frozenset()
         )  # methods for which the pair lacks something, such as a head of their kind
-        self._new: dict[str, deque[float]] = {}  # times at which a key asked for a method that nobody had before
+        self._new: dict[str, deque[float]] = {}  # times at which a key asked for a new method
         self._service_s = 1.0  # seconds that a text takes, lately
 
     @property
     def served(self) -> Served:
-        """What requests are answered with. Raises `Refusal` while there is nothing yet, or nothing any more."""
+        """The served models. Raises `Refusal` before they are loaded and after the engine has ended."""
         if self._served is None or self.state != "ready":
             code = "engine_dead" if self.state == "failed" else self.state
             raise Refusal(503, "overloaded_error", code, f"the server is {self.state}; try again later", None, 5)
@@ -167,23 +164,23 @@ class BeamServer:
             self.state = "ready"
 
     def drain(self) -> None:
-        """Refuse what is new, let what is decoded end, and end the engine."""
+        """Refuse new requests, finish the running ones, and end the engine."""
         self.state = "draining"
         end = time.monotonic() + self.config.drain_timeout
-        while self.speech.under_way and time.monotonic() < end:  # each window is a text of its own for the engine
+        while self.speech.under_way and time.monotonic() < end:  # each window is a separate text for the engine
             time.sleep(0.05)
         if self.engine is not None:
             self.engine.drain(max(end - time.monotonic(), 0.0))
             self.engine.close()
 
     def close_pools(self) -> None:
-        """Let the threads for requests end when what they do is done."""
+        """Let the threads for requests end after their current work."""
         self.pool.shutdown(wait=False, cancel_futures=True)
         self._forms.pool.shutdown(wait=False, cancel_futures=True)
         self.speech.close()
 
     def give_up(self, reason: str) -> None:
-        """Answer nothing any more, as the engine shows no sign of life; whoever waits for it is told so."""
+        """Fail all requests, because the engine shows no sign of life."""
         self.failure = reason
         self.state = "failed"
         if self.engine is not None:
@@ -196,7 +193,7 @@ class BeamServer:
             self.engine.share(self.keys.weights, self.keys.most_running)
 
     def client(self, http: Request) -> Client:
-        """Return who sends a request. Raises `Refusal` if nobody known does."""
+        """Return the client that sends a request. Raises `Refusal` for an unknown one."""
         return self.keys.client(http.headers.get("authorization"))
 
     def health(self) -> tuple[int, dict[str, Any]]:
@@ -255,7 +252,7 @@ class BeamServer:
         return f"{number}-{new_number()}" if number in self.asking else number
 
     def check_new(self, method_key: str, client: Client) -> None:
-        """Raise `Refusal` if a key asks for too many methods that nobody had before: their parts may have to be compiled."""
+        """Raise `Refusal` if a key asks for too many new methods: their parts may have to be compiled."""
         assert self.engine is not None
         if self.engine.knows(method_key):
             return
@@ -264,7 +261,7 @@ class BeamServer:
         if len(times) == MOST_NEW and now - times[0] < NEW_S:
             raise self.refuse_full(
                 "key_limit",
-                f"{MOST_NEW} new settings of methods in {NEW_S:g} seconds are as many as may be; try again later",
+                f"{MOST_NEW} new settings of methods in {NEW_S:g} seconds are the limit; try again later",
             )
         times.append(now)
 
@@ -286,7 +283,7 @@ class BeamServer:
         self.asking.pop(asking.number, None)
 
     async def _events(self, asking: Asking, note: dict[str, Any]) -> AsyncIterator[bytes]:
-        """Yield the events of a stream. If nobody reads it for long, the request is cancelled."""
+        """Yield the events of a stream. If the client does not read for long, the request is cancelled."""
         reader = _Reader(asking, self.config.reader_timeout)
 
         async def all_events() -> AsyncIterator[bytes]:
@@ -297,7 +294,7 @@ class BeamServer:
                 refusal = self.refusal(error)
                 note["error"] = refusal.code
                 yield as_event(refusal.body)
-            except Exception as error:  # nothing more can be said to the client than that it failed
+            except Exception as error:  # the client can only be informed that it failed
                 LOG.exception("request %s", asking.number)
                 note["error"] = "engine_error"
                 yield as_event(refusal_of(error).body)
@@ -339,7 +336,7 @@ class BeamServer:
         self.metrics.note(jobs, prompt_tokens, tokens, len(texts), beams, ["stop"] * len(texts))
 
     def refusal(self, error: Exception) -> Refusal:
-        """Return what to answer to a request that failed; one that found no place is counted, and may come again."""
+        """Return the answer to a failed request; a request without a place is counted, and may be repeated."""
         refusal = refusal_of(error)
         if refusal.status in (429, 503):
             refusal.retry_after = self._retry_after()
@@ -502,7 +499,7 @@ def _engine_limits(config: ServerConfig, pair: Pair) -> EngineLimits:
 
 
 def half_of_free_memory() -> int | None:
-    """Return half of the bytes of memory that are free on this machine; None if the system does not say."""
+    """Return half of the free memory of this machine in bytes; None if it is unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(512 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
@@ -563,8 +560,8 @@ def _warm_up(pair: Pair, served: Served) -> None:
     if served.hears:
         _warm_ears(pair, served)
         return
-    with contextlib.suppress(SpecbeamError):  # what the first form would wait for: the spellings of all tokens
-        compiled(Form("regex", "a+"), "llguidance", pair.tokenizer, pair.target.vocab, tuple(pair.eos))
+    with contextlib.suppress(SpecbeamError):  # the first form would wait for the spellings of all tokens
+        SessionRequest.of(pair, [], sampling(), Settings(regex="a+"), 0)
     beams = min(config.default_beams, config.max_beams)
     usual = [served.method, beam_search(beams)]
     if pair.draft is not None:
@@ -580,7 +577,7 @@ def _warm_up(pair: Pair, served: Served) -> None:
 def _unfit(pair: Pair) -> frozenset[str]:
     """Return the names of the recipes that do not work with a pair, whatever their settings.
 
-    Most only want some draft model. Those for heads want one of their kind, and say so before their parts are made.
+    Most only need some draft model. Recipes for heads need a head of their kind, and raise before their parts are made.
     """
     names = {name for name, make in RECIPE_OF.items() if pair.draft is None and make().needs_draft}
     for make in HEAD_RECIPES:
@@ -596,7 +593,7 @@ def make_app(server: BeamServer) -> Any:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        if server.engine is None:  # whoever runs the routes may have waited until the server is ready
+        if server.engine is None:  # the runner of the routes may have waited until the server is ready
             loading = asyncio.get_running_loop().run_in_executor(None, server.start)
             loading.add_done_callback(_log_failure)
         yield
@@ -674,12 +671,12 @@ def _add_decoding(app: FastAPI, server: BeamServer) -> None:
 
     @app.post("/v1/audio/transcriptions", responses=_ERRORS, openapi_extra=_form(), response_model=None)
     async def transcriptions(http: Request) -> Response:
-        """Write down what is said."""
+        """Transcribe audio."""
         return await server.speech.answer(http, "transcribe")
 
     @app.post("/v1/audio/translations", responses=_ERRORS, openapi_extra=_form(), response_model=None)
     async def translations(http: Request) -> Response:
-        """Write down in English what is said."""
+        """Transcribe audio in English."""
         return await server.speech.answer(http, "translate")
 
     @app.post("/tokenize", responses=_ERRORS, openapi_extra=_body(TokenizeBody))
@@ -729,7 +726,7 @@ def _add_looking(app: FastAPI, server: BeamServer) -> None:
         client = server.client(http)
         asking = server.asking.get(number)
         if asking is None or asking.client.name != client.name:
-            raise invalid(f"there is no request {number[:64]!r} under way", None, "unknown_url", 404)
+            raise invalid(f"there is no request {number[:64]!r} in progress", None, "unknown_url", 404)
         asking.cancel()
         return {"id": number, "cancelled": True}
 
@@ -741,7 +738,7 @@ def _add_looking(app: FastAPI, server: BeamServer) -> None:
 
     @app.get("/props", responses=_ERRORS)
     async def props(http: Request) -> dict[str, Any]:
-        """Return what the server can do."""
+        """Return the capabilities of the server."""
         server.client(http)
         served = server.served
         config = server.config
@@ -849,7 +846,7 @@ def _schema(app: FastAPI) -> dict[str, Any]:
 
 
 def _audio_schema(schemas: dict[str, Any]) -> dict[str, Any]:
-    """Return the description of a form about audio; what it refers to is added to the schemas."""
+    """Return the description of a form about audio; its references are added to the schemas."""
     made = AudioBody.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas |= made.pop("$defs", {})
     made["properties"] = {"file": {"type": "string", "format": "binary"}, **made["properties"]}

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
+from specbeam import Generation
 from specbeam.apps.serve.answers import (
     AnsweredRequest,
     ReturnedText,
@@ -37,10 +38,8 @@ from specbeam.apps.serve.mapping import Order, Served
 from specbeam.apps.serve.refusals import Refusal, invalid, refusal_of
 from specbeam.apps.serve.scoring import TokenScore
 from specbeam.apps.serve.trace import turn_record
-from specbeam.core.records import Generation, Turn
-from specbeam.core.session import Session
-from specbeam.doors.growing_text import GrowingText, unsent
-from specbeam.doors.request import Request
+from specbeam.core import Session, Turn
+from specbeam.doors import GrowingText, Request, unsent
 from specbeam.errors import Cancelled, SpecbeamError
 
 PING_S = 15.0  # seconds of silence after which a stream shows that it lives
@@ -54,7 +53,7 @@ class Asking:
     """A request while it is decoded.
 
     Args:
-        order: what is asked for.
+        order: the request.
         served: what answers.
         engine: decodes.
         client: who asks.
@@ -85,8 +84,8 @@ class Asking:
         self._turns = 0
         self._last_turn = time.monotonic()
         self._last_live = 0.0
-        self._live_text: GrowingText | None = None  # of what is settled of a text whose live beams are shown
-        self._texts: dict[int, GrowingText] = {}  # of what was streamed, by place of a session
+        self._live_text: GrowingText | None = None  # settled part of a text whose live beams are shown
+        self._texts: dict[int, GrowingText] = {}  # streamed text, by place of a session
 
     @property
     def request(self) -> Request:
@@ -139,11 +138,11 @@ class Asking:
     async def _begins_again(self, sent: Iterable[str] = ()) -> bool:
         """Begin again, once, if the texts were lost by a fault that may be another request's; return whether it does.
 
-        Each text is then decoded alone, so that what is at fault fails by itself. What was sent has to come again: only a
+        Each text is then decoded alone, so that a faulty one fails by itself. Text already sent has to come again: only a
         seed makes sure of that.
 
         Args:
-            sent: what was sent of the texts.
+            sent: the parts of the texts already sent.
         """
         is_lost = any(job.is_lost for job in self.jobs)
         options = self.order.options
@@ -174,7 +173,11 @@ class Asking:
         order = self.order
         session.namespace = self._namespace
         now = time.monotonic()
-        end_by = now + config.request_timeout if before is None else before.end_by
+        start_by = now + config.queue_timeout
+        end_by = now + config.request_timeout
+        if before is not None:
+            end_by = before.end_by
+            start_by = min(start_by, end_by)
         shows = order.options.trace or order.options.stream == "live"
         return Job(
             session,
@@ -182,10 +185,10 @@ class Asking:
             key=self.client.name,
             priority=max(order.body.priority or 0, self.client.least_priority),
             alone=before is not None,
-            again_after=before.lost_at if before is not None else None,
+            again_after=None if before is None else before.lost_at,
             streams=order.streams,
             see=self._see if shows else None,
-            start_by=now + config.queue_timeout if before is None else min(now + config.queue_timeout, end_by),
+            start_by=start_by,
             end_by=end_by,
         )
 
@@ -197,11 +200,11 @@ class Asking:
 
     def _watch(self, job: Job) -> None:
         """Wake up who waits for the job; called in the engine's thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._moved.set)
 
     def _see(self, session: Session, turn: Turn) -> None:
-        """Keep what a turn looks like; called in the engine's thread."""
+        """Store the record of a turn; called in the engine's thread."""
         now = time.monotonic()
         self._turns += 1
         if self.order.options.trace:
@@ -234,7 +237,7 @@ class Asking:
         return {"text": best[0], "score": best[1], "beams": beams[:32], "settled": self._live_text.settled(settled)}
 
     def cancel(self) -> None:
-        """End what is still decoded; the answer is not wanted any more."""
+        """Cancel the unfinished texts: the answer is no longer wanted."""
         left = [job for job in self.jobs if not job.is_over]
         if left:
             self.engine.cancel(left)
@@ -423,7 +426,7 @@ class Asking:
     async def _growing(
         self, indices: dict[int, list[int]], sent: dict[int, str]
     ) -> AsyncIterator[dict[str, Any] | None]:
-        """Yield chunks until all texts have ended, and note what was sent of each choice."""
+        """Yield chunks until all texts have ended, and store how much of each choice was sent."""
         order = self.order
         waits_for_all = order.method.beams == 1 and order.drawn > order.count
         while not self.is_over:
@@ -443,7 +446,7 @@ class Asking:
                 yield None
 
     def _indices(self) -> dict[int, list[int]]:
-        """Return by place of a session the numbers of the choices that it makes, without those that may be dropped."""
+        """Return the numbers of the choices that each session makes, by its place, without choices that may be dropped."""
         order = self.order
         found: dict[int, list[int]] = {}
         if order.method.beams > 1:
@@ -467,7 +470,7 @@ class Asking:
         return taken
 
     async def _settled_text(self, job: Job) -> str:
-        """Return what may be sent of a text: what is settled, without what may become a stop string or a character."""
+        """Return the part of a text that may be sent: settled, and not the beginning of a stop string or a character."""
         tokens = job.settled
         if not tokens:
             return ""
@@ -478,7 +481,7 @@ class Asking:
         return await self._in_pool(lambda: sendable(self.order, growing.settled(tokens)))
 
     def _new_deltas(self, text: str, indices: list[int], sent: dict[int, str]) -> list[dict[str, Any]]:
-        """Return what of a text is not sent yet, for each of its choices; and note that it is sent."""
+        """Return the unsent part of a text for each of its choices, and mark it as sent."""
         if not indices or not text:
             return []
         before = sent[indices[0]]
@@ -509,7 +512,7 @@ class Asking:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
     def _last_delta(self, choice: ReturnedText, sent: str) -> dict[str, Any]:
-        """Return what is left of a choice, with its end."""
+        """Return the rest of a choice, with its end."""
         order = self.order
         last = self._delta(choice.index, unsent(choice.text, sent))
         if order.is_chat and order.forced_tool is not None and choice.finish_reason == "tool_calls":
@@ -557,7 +560,7 @@ class FormPool:
         self._patience = patience
 
     async def make(self, function: Callable[[], Result], field: str) -> Result:
-        """Return what a function makes of the form in this field of a request.
+        """Return the result of a function on the form in this field of a request.
 
         Raises `Refusal` if that takes too long, or if no thread becomes free.
         """
@@ -578,7 +581,7 @@ class FormPool:
     def _is_over(self, making: "asyncio.Future[Any]") -> None:
         self._free.release()
         if not making.cancelled():
-            making.exception()  # looked at, as nobody may be waiting for it any more
+            making.exception()  # retrieved, as the client may be gone
 
 
 def as_event(chunk: dict[str, Any] | None) -> bytes:

@@ -1,4 +1,4 @@
-"""Who asks: API keys, and what each of them may have."""
+"""Clients: API keys and their limits."""
 
 import hmac
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class Client:
     Args:
         name: for logs and fairness.
         weight: its share of the work, relative to others.
-        max_running: most of its texts that are decoded side by side; 0: as many as the server's.
+        max_running: maximum number of its texts decoded side by side; 0: the server's limit.
         least_priority: the lowest number that its requests may have as their priority.
     """
 
@@ -44,7 +44,7 @@ class Keys:
             named = _read(Path(config.api_key_file).expanduser())
             if taken := {one.name for one in clients.values()} & {one.name for one in named.values()}:
                 raise BadSetting(
-                    f"{config.api_key_file} has {', '.join(sorted(taken))}, what a key of api_keys is called; rename it"
+                    f"{config.api_key_file} has {', '.join(sorted(taken))}, also the name of a key of api_keys; rename it"
                 )
             clients |= named
         return cls(clients)
@@ -61,17 +61,17 @@ class Keys:
 
     @property
     def most_running(self) -> dict[str, int]:
-        """The most texts of each client that are decoded side by side, by name, of those that have a limit of their own."""
+        """Limits on texts decoded side by side, by name of the client, for clients with a separate limit."""
         return {client.name: client.max_running for client in self._clients.values() if client.max_running}
 
     def client(self, authorization: str | None) -> Client:
-        """Return who has sent this header. Raises `Refusal` if it is nobody that is known."""
+        """Return the client that sent this header. Raises `Refusal` for an unknown one."""
         if not self._clients:
             return Client()
         scheme, _, key = (authorization or "").partition(" ")
         asked = digest(key.strip())
         found: Client | None = None
-        for known, client in self._clients.items():  # all of them, so that the time tells nothing
+        for known, client in self._clients.items():  # all of them, so that the time reveals nothing
             if hmac.compare_digest(known, asked):
                 found = client
         if found is None or scheme.lower() != "bearer":
@@ -86,7 +86,7 @@ class Keys:
 
 
 def digest(key: str) -> bytes:
-    """Return what is kept of a key."""
+    """Return the stored digest of a key."""
     return sha256(key.encode()).digest()
 
 

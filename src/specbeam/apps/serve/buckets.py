@@ -19,7 +19,7 @@ class Buckets:
         self._counts = [0] * (len(self.bounds) + 1)
 
     def add(self, value: float, times: int = 1) -> None:
-        """Count a value that came up so many times."""
+        """Count a value that occurred `times` times."""
         self._counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 

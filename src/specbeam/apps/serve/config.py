@@ -14,7 +14,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """All that an operator can set. A file has the same names; what is given on the command line goes before it.
+    """Settings of an operator. A file has the same names; the command line takes precedence.
 
     Args:
         model, draft: see `specbeam.load`.
@@ -25,13 +25,13 @@ class ServerConfig:
             measured at start.
         methods: the methods that requests may name; none: all.
         host, port: where to listen.
-        api_keys: keys that clients must have one of; none: nobody needs one. By default those in the environment variable
+        api_keys: accepted API keys; none: no key is needed. By default from the environment variable
             SPECBEAM_API_KEYS, separated by commas.
         api_key_file: a file with a key per line: name, key, weight, most running, smallest priority; the last three may be
             left out.
         no_auth: let everybody in though others than this machine can reach the server.
         metrics_key: the key for /metrics; "": it is for this machine alone, or for who has any key.
-        allowed_hosts: names by which the server may be called, besides its own, if it listens on this machine alone.
+        allowed_hosts: further host names accepted in requests, if the server listens on this machine only.
         cors_origins: origins whose pages may call the server.
         max_running, max_waiting: requests are decoded side by side, and wait; in texts.
         max_running_per_key: most texts of a key side by side; 0: `max_running`.
@@ -41,17 +41,17 @@ class ServerConfig:
             be compiled first takes long, too.
         warm_up: whether usual requests are compiled and measured before the server is ready.
         max_tokens: most new tokens of a text.
-        max_model_len: most tokens of prompt and text together; 0: as many as the models have positions.
+        max_model_len: maximum number of tokens of prompt and text together; 0: the number of positions of the models.
         max_beams, max_n, max_prompts: of a request.
-        max_texts: most beams of a request, those of all prompts and answers together.
+        max_texts: maximum number of beams of a request, summed over its prompts and answers.
         max_body: bytes of a request.
         max_audio_body, max_audio_seconds: bytes and seconds of audio of a request.
         max_audio_at_once: requests about audio that are transcribed side by side.
         max_schema, max_regex, max_grammar: characters of a form.
         compile_timeout: seconds for which a form may be compiled.
-        kv_gb: memory for keys and values in GB; 0: half of what is free at start.
+        kv_gb: memory for keys and values in GB; 0: half of the free memory at start.
         prefix_cache_mb: memory for beginnings of prompts; 0: none are kept.
-        prefix_cache_shared: whether keys share these beginnings; their timing then tells one what others ask.
+        prefix_cache_shared: whether API keys share these beginnings; timing then reveals the prompts of others.
         chunk: tokens of a prompt that are stored between the turns of others.
         default_beams: of a request that asks for a beam search without a width.
         chat_template: a file with a chat template in Jinja.
@@ -169,11 +169,11 @@ class ServerConfig:
         return self.host in ("127.0.0.1", "::1", "localhost")
 
     def check_open(self) -> None:
-        """Raise `BadSetting` if others than this machine could call the server, and nobody said that they may."""
+        """Raise `BadSetting` if other machines could call the server without a key, unless `no_auth` allows it."""
         if not (self.is_local or self.api_keys or self.api_key_file or self.no_auth):
             raise BadSetting(
                 f"host is {self.host!r}, so other machines can reach the server, and there is no key; give --api-key-file, "
-                "or say --no-auth if this is meant"
+                "or --no-auth if this is intended"
             )
 
 
@@ -189,10 +189,10 @@ def _is_misplaced_bool(value: object, expected: tuple[type, ...]) -> bool:
 
 
 def read_config(path: str | Path | None, given: dict[str, Any]) -> ServerConfig:
-    """Return the configuration in a YAML file (None: the defaults), with what is given besides; None means not given.
+    """Return the configuration in a YAML file (None: the defaults), overridden by arguments that are not None.
 
     Raises:
-        MissingFile: there is no such file, or it is no YAML.
+        MissingFile: the file does not exist, or is not YAML.
         BadSetting: a name is unknown, or a value is wrong.
     """
     values: dict[str, Any] = {}
@@ -204,8 +204,9 @@ def read_config(path: str | Path | None, given: dict[str, Any]) -> ServerConfig:
     known = {one.name for one in fields(ServerConfig)}
     if unknown := sorted(set(values) - known):
         raise BadSetting(f"the configuration has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
-    lists = {name for name, value in values.items() if isinstance(value, list)}
-    chosen: dict[str, Any] = {name: tuple(value) if name in lists else value for name, value in values.items()}
+    chosen: dict[str, Any] = {}
+    for name, value in values.items():
+        chosen[name] = tuple(value) if isinstance(value, list) else value
     return ServerConfig(**chosen)
 
 

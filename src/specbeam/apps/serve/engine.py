@@ -12,23 +12,14 @@ from functools import partial
 from queue import Queue
 from typing import Any, TypeVar
 
+from specbeam import Generation, Method, Pair
 from specbeam.apps.serve.buckets import SECONDS, Buckets
 from specbeam.apps.serve.line import Line
 from specbeam.apps.serve.scoring import TokenScore, score_texts
-from specbeam.core.decode import Decoder
-from specbeam.core.lm import LM
-from specbeam.core.records import Generation, Turn
-from specbeam.core.runs import TURNS
-from specbeam.core.session import Session
-from specbeam.doors.energy import joules_now
-from specbeam.doors.options.settings import Settings
-from specbeam.doors.plan import CallPlan
-from specbeam.doors.request import Request
+from specbeam.core import LM, TURNS, Decoder, Session, Turn
+from specbeam.doors import CallPlan, Request, Settings, in_prompt_order, joules_now, resolved_method, settled_tokens
 from specbeam.errors import Cancelled, SpecbeamError, TimedOut
-from specbeam.generation import in_prompt_order, resolved_method, settled_tokens
-from specbeam.models.encoder_decoder import EncoderDecoderLM
-from specbeam.models.pair import Pair
-from specbeam.recipes.method import Method
+from specbeam.models import EncoderDecoderLM
 
 LOG = logging.getLogger("specbeam.serve")
 DELAY_S = 0.05  # seconds for which turns may be taken without looking up
@@ -65,7 +56,7 @@ class NoRoom(SpecbeamError):
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What an engine takes on.
+    """Limits of an engine.
 
     Args:
         max_running: most sessions that are decoded side by side.
@@ -86,15 +77,15 @@ class EngineLimits:
 
 @dataclass(eq=False)
 class Job:
-    """A session in the engine, and what its owner hears of it.
+    """A session in the engine, and its progress as its owner sees it.
 
     Args:
-        session: what is decoded.
+        session: the session to decode.
         watch: called with the job in the engine's thread after each step that moved it on, and when it is over. It must be
             quick; what it raises is logged.
         key: whose job it is.
         priority: lower is earlier.
-        alone: whether nothing else is decoded meanwhile, as after a fault that may be its own.
+        alone: whether it is decoded without other jobs, as after a fault that it may have caused.
         again_after: clock time of that fault, the `lost_at` of the job that it repeats; None: it repeats none.
         streams: whether `settled` is kept up to date.
         see: called with each turn of the session, and it; None: turns need not be shown, which is faster. If it raises, the
@@ -104,18 +95,18 @@ class Job:
 
     Attributes:
         settled: the new tokens that every possible answer begins with.
-        cut: why the text was ended before its own end; "" if it was not.
+        cut: why the text was cut short; "" if it was not.
         is_lost: whether it failed by a fault that may be that of another job.
         lost_at: clock time of that fault; None without one.
-        is_over: whether the session is out of the engine; `session.failure` says whether it failed.
+        is_over: whether the session has left the engine; `session.failure` holds its error, if any.
         arrived, started, first_token, ended: clock times; None: not yet.
         joules: its share of the energy of the steps that it took part in; None without a counter.
         shared: whether others took part in any of these steps.
         room: the keys and values for which it may need room, by model.
-        company: the jobs that were taken with it, itself among them: the texts of one request; none before that
+        group: jobs of the same request, including this one; none before that
             and when it is over.
-        is_queued: whether it is counted among those that wait.
-        rows, length, moved: what its session had when it was last looked at, and when it had it.
+        is_queued: whether it is counted as waiting.
+        rows, length, moved: rows and length of its session at the last step, and the time of its last progress.
     """
 
     session: Session
@@ -140,7 +131,7 @@ class Job:
     joules: float | None = None
     shared: bool = False
     room: dict[Any, "StoreRoom"] = field(default_factory=dict)
-    company: Sequence["Job"] = ()
+    group: Sequence["Job"] = ()
     is_queued: bool = False
     rows: int = 0
     length: int = 0
@@ -162,7 +153,7 @@ class StoreRoom:
 
 @dataclass
 class EngineCounts:
-    """What the engine has done since it started; read by other threads, written by its own.
+    """Counters since the engine started; written by its thread, read by others.
 
     Attributes:
         kv_tokens: tokens that are stored now, by model.
@@ -196,7 +187,7 @@ class Engine:
 
     Args:
         pair: the models.
-        limits: what it takes on.
+        limits: its limits.
         weights: by key, the share of the work that the key should get; 1 for all others.
         most_running: by key, most of its sessions side by side; `limits.max_running_per_key` for all others.
     """
@@ -218,18 +209,18 @@ class Engine:
         self._decoder = self._new_decoder()
         self._condition = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
-        self._queued = 0  # jobs that wait, those of the inbox included
+        self._queued = 0  # waiting jobs, including the inbox
         self._most_running = dict(most_running or {})
         self._tasks: deque[_Task] = deque()
-        self._open: set[Future[Any]] = set()  # what is owed to other threads
+        self._open: set[Future[Any]] = set()  # results promised to other threads
         self._patience_s = 0.0  # seconds that the piece of work under way may take besides the usual ones
         self._turn_s = 0.01  # seconds per turn of the sessions inside, lately
         self._restarted: deque[float] = deque(maxlen=RESTARTS)  # clock times of the faults that speak against it
-        self._explained: set[float] = set()  # those that one job alone has shown to be its own
+        self._explained: set[float] = set()  # faults that were reproduced by one job alone
         self._known: set[str] = set()  # methods whose parts were made before
         self._thread = threading.Thread(target=self._run, name="specbeam engine", daemon=True)
 
-    # What other threads call.
+    # Called by other threads.
 
     def start(self) -> "Engine":
         """Start the thread. Raises `NotSupported` if another thread is decoding with the pair."""
@@ -242,7 +233,7 @@ class Engine:
         """Let jobs wait for their turn, all of them or none.
 
         Raises:
-            QueueFull: there is no place to wait for so many.
+            QueueFull: the queue has no room for all of them.
             Draining, EngineFailed: the engine takes no jobs any more.
             NoRoom: a job can never come in, as it needs more memory than there is.
         """
@@ -266,13 +257,13 @@ class Engine:
             now = time.monotonic()
             for job in jobs:
                 job.arrived = now
-                job.company = jobs
+                job.group = jobs
                 job.is_queued = True
             self._inbox.append(lambda: self._take(jobs))
             self._condition.notify()
 
     def cancel(self, jobs: Sequence[Job]) -> None:
-        """End jobs at the next turn, wherever they are; those that are over stay as they are."""
+        """End jobs at the next turn, wherever they are; finished jobs stay as they are."""
         self._post(lambda: self._each(jobs, lambda job: self._end(job, Cancelled("it was cancelled"))))
 
     def share(self, weights: Mapping[str, float], most_running: Mapping[str, int]) -> None:
@@ -288,7 +279,7 @@ class Engine:
         """Call a function in the engine's thread, between two turns; it may use the models.
 
         Args:
-            patience_s: seconds that it may take besides those of a turn before the engine counts as stuck.
+            patience_s: seconds that it may take, in addition to a turn, before the engine counts as stuck.
         """
 
         def once() -> Generator[None, None, Result]:
@@ -298,7 +289,7 @@ class Engine:
         return self.run(once(), patience_s)
 
     def run(self, task: Generator[None, None, Result], patience_s: float = 0.0) -> "Future[Result]":
-        """Run a generator in the engine's thread, one piece between each two turns; the future has what it returns.
+        """Run a generator in the engine's thread, one piece between each two turns; the future holds its return value.
 
         If the future is cancelled, no further piece is run.
         """
@@ -318,7 +309,7 @@ class Engine:
     def request(self, prompts: Any, method: Method, *others: Any, **further: Any) -> Request:
         """Return the request of these arguments of `CallPlan.of`, for the engine's pair; its sessions can be jobs.
 
-        What the parts of its method have to measure on the models is measured in the engine's thread.
+        Measurements that the parts of its method need run in the engine's thread.
         """
         making = self.prepare(method, _name_of(method))
         if making is not None:
@@ -358,7 +349,7 @@ class Engine:
     ) -> list[Generation]:
         """Generate text for one or many prompts as `specbeam.generate` does, for any number of threads at a time.
 
-        The arguments, answers and errors are those of `specbeam.generate`; with the same seed the answers are the same, too.
+        Arguments, errors and, with the same seed, answers are those of `specbeam.generate`.
         """
         settings = Settings.given(options, generation_config)
         resolve = partial(resolved_method, self.pair, prompts, method, settings)
@@ -366,7 +357,12 @@ class Engine:
         request = self.request(prompts, chosen, settings, seed, audit, generation_config=generation_config)
         results: dict[int, list[Generation] | SpecbeamError] = {**request.refused}
         over: Queue[Job] = Queue()
-        jobs = deque(Job(session, lambda job: over.put(job) if job.is_over else None) for session in request.sessions)
+
+        def put_if_over(job: Job) -> None:
+            if job.is_over:
+                over.put(job)
+
+        jobs = deque(Job(session, put_if_over) for session in request.sessions)
         under_way = 0
         while jobs or under_way:
             try:
@@ -396,9 +392,9 @@ class Engine:
         return max(time.monotonic() - self.last_beat - self._patience_s, 0.0)
 
     def drain(self, timeout: float) -> None:
-        """Take no further jobs, let those end of which one of their company has begun, and refuse all others that wait.
+        """Take no further jobs, finish requests of which a job has begun, and refuse all other waiting jobs.
 
-        What is left after `timeout` seconds is ended by `close`.
+        Jobs that remain after `timeout` seconds are ended by `close`.
         """
         with self._condition:
             if self.state != "ready":
@@ -422,7 +418,7 @@ class Engine:
             self._thread.join(CLOSE_S if self.state == "dead" else None)
 
     def abandon(self, reason: str) -> None:
-        """Give the thread up, which shows no sign of life: the engine is dead, and whoever waits for a task is told so.
+        """Declare the engine dead because its thread shows no sign of life, and fail all waiting tasks.
 
         Jobs stay as they are, as only the thread may end them.
         """
@@ -438,7 +434,7 @@ class Engine:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    # What the engine's own thread does.
+    # Called by the engine's thread.
 
     def _post(self, order: Callable[[], Any], refuse: Callable[[Exception], None] | None = None) -> None:
         with self._condition:
@@ -483,7 +479,7 @@ class Engine:
                     self._restart(error)
         finally:
             with self._condition:
-                if self.state in ("ready", "draining"):  # it left by an error: nobody may wait for it
+                if self.state in ("ready", "draining"):  # it left by an error: no caller may wait for it
                     self.state = "dead"
             self._give_up()
 
@@ -509,7 +505,7 @@ class Engine:
                 LOG.exception("an order to the engine failed")
 
     def _each(self, jobs: Sequence[Job], do: Callable[[Job], None]) -> None:
-        """Do something to each of some jobs; those for which it goes wrong fail, and no others."""
+        """Apply a function to each job; a job for which it raises fails, and no other."""
         for job in jobs:
             try:
                 do(job)
@@ -545,15 +541,15 @@ class Engine:
             self._step()
         elif (
             len(self._line) and not self._tasks
-        ):  # nobody inside, and the first does not fit: cannot be, but must not spin
+        ):  # no job inside, and the first does not fit: impossible, but must not spin
             time.sleep(0.001)
         self.counts.kv_tokens = {lm: self._stored_in(lm) for lm in self._models()}
 
     def _take(self, jobs: Sequence[Job]) -> None:
-        """Let jobs into the line, but for those that were ended before they came."""
+        """Move jobs from the inbox to the line, except for ended ones."""
         for job in jobs:
             if job.is_over:
-                job.company = ()
+                job.group = ()
                 self._uncount(job)
         self._each([job for job in jobs if not job.is_over], self._line.add)
 
@@ -578,7 +574,7 @@ class Engine:
                 self._end(job, error)
 
     def _step(self) -> None:
-        """Take a step of the decoder, and tell the owners of jobs what became of them."""
+        """Take a step of the decoder, and report the progress of each job to its owner."""
         decoder = self._decoder
         decoder.ahead = self._turns_ahead()
         before = [job.session.count.target_passes for job in self.inside]
@@ -607,13 +603,13 @@ class Engine:
         return sum(lm.held(job.session) for job in self.inside if lm in job.session.state)
 
     def _turns_ahead(self) -> int:
-        """Return how many turns may be taken without looking up: as many as take `DELAY_S`; 0 if any have to be shown."""
+        """Return the number of turns that fit into `DELAY_S`; 0 if any job shows each turn."""
         if any(job.see is not None for job in self.inside):
             return 0
         return min(max(int(DELAY_S / max(self._turn_s, 1e-5)), 1), TURNS)
 
     def _look_at(self, job: Job, passes: int) -> None:
-        """Count what a step did for a job, and tell its owner if it moved on."""
+        """Count the work of a step for a job, and report progress to its owner."""
         session = job.session
         rows = session.count.rows.scored
         self._line.charge(job.key, max(rows - job.rows, passes))
@@ -643,7 +639,7 @@ class Engine:
         job.moved = now
 
     def _share_energy(self, before: float | None) -> None:
-        """Add the energy of a step to those that took part, by equal shares."""
+        """Add the energy of a step to the jobs that took part, in equal shares."""
         now = joules_now() if before is not None else None
         if before is None or now is None or now < before or not self.inside:
             return
@@ -665,7 +661,7 @@ class Engine:
         """End a job with an error, wherever it is."""
         if job.is_over:
             return
-        self.counts.cancelled += isinstance(error, Cancelled) and bool(job.company)
+        self.counts.cancelled += isinstance(error, Cancelled) and bool(job.group)
         if job in self.inside:
             if not self._decoder.cancel(job.session, error) and job.session.failure is None:
                 job.session.fail(error, "")
@@ -681,7 +677,7 @@ class Engine:
         self._uncount(job)
 
     def _uncount(self, job: Job) -> None:
-        """Count a job no longer among those that wait; one that `submit` has refused, or not seen yet, is not."""
+        """Stop counting a job as waiting, if it is counted: a job refused by `submit` or not yet seen is not."""
         with self._condition:
             self._queued -= job.is_queued
             job.is_queued = False
@@ -697,21 +693,21 @@ class Engine:
 
     def _tell_end(self, job: Job) -> None:
         job.is_over = True
-        job.company = ()  # the last one lets all of them go
+        job.group = ()  # releases the group
         job.ended = time.monotonic()
         self._tell(job)
 
     def _tell(self, job: Job) -> None:
-        """Let the owner of a job look at it. What the owner does wrong is not the engine's."""
+        """Call the owner of a job. Errors of the owner are logged."""
         try:
             job.watch(job)
         except Exception:
-            LOG.exception("the owner of a request could not be told of it")
+            LOG.exception("the owner of a request could not be notified")
 
     def _step_task(self) -> None:
         """Run one piece of the task that waits longest."""
         one = self._tasks.popleft()
-        if one.future.done():  # nobody wants it any more
+        if one.future.done():  # the caller is gone
             one.close()
             return
         self._patience_s = one.patience_s
@@ -734,7 +730,7 @@ class Engine:
     def _bytes_of(self, jobs: Sequence[Job]) -> int:
         """Return the bytes of keys and values that jobs may need side by side: each model has one rectangle for all.
 
-        A model that reads sources has another one, for what its cross-attention reads.
+        A model that reads sources has another one, for the keys and values of its cross-attention.
         """
         whole = 0
         for lm in self._models():
@@ -755,27 +751,27 @@ class Engine:
 
     def _refuse_waiting(self) -> None:
         for job in [*self._line]:
-            if not any(other.started is not None for other in job.company):
+            if not any(other.started is not None for other in job.group):
                 self._end(job, Draining("the server is ending; try another one"))
 
     def _restart(self, error: Exception) -> None:
         """Fail all jobs inside, and go on with a new decoder."""
         self.counts.restarts += 1
         failure = _failure_by(error)
-        had_company = len(self.inside) > 1
+        had_others = len(self.inside) > 1
         now = time.monotonic()
         self._note_fault(now)
         for job in [*self.inside]:
             if job.session.failure is None:
                 job.session.fail(failure, "")
-                job.is_lost = had_company
-                job.lost_at = now if had_company else None
+                job.is_lost = had_others
+                job.lost_at = now if had_others else None
             self._finish(job)
-        with suppress(Exception):  # what is broken may break again: all that it holds is dropped below
+        with suppress(Exception):  # a broken model may fail again: everything that it holds is dropped below
             self._decoder.close()
         for lm in self._models():
-            for company in [*getattr(lm, "caches", [])]:
-                company.clear()
+            for caches in [*getattr(lm, "caches", [])]:
+                caches.clear()
             getattr(lm, "caches", []).clear()
             if isinstance(lm, EncoderDecoderLM):
                 lm.drop_sources()
@@ -787,8 +783,8 @@ class Engine:
     def _note_fault(self, now: float) -> None:
         """Note a fault of the jobs inside, if it speaks against the engine.
 
-        What breaks when it is alone breaks nothing else: the fault in company for which it is repeated was its own, and is
-        taken back. If another one that was there breaks alone, too, the fault counts again: it may be the engine's.
+        A job that fails when it is alone was the cause of the earlier fault, for which it was repeated, and that fault is
+        taken back. If another job of the same step fails alone, too, the fault counts again: it may be the engine's.
         """
         alone = [job for job in self.inside if job.alone]
         if not alone:
@@ -833,7 +829,7 @@ class _Task:
     """Work for the engine's thread, in pieces.
 
     Args:
-        patience_s: seconds that a piece may take besides those of a turn.
+        patience_s: seconds that a piece may take in addition to a turn.
     """
 
     task: Generator[None, None, Any]
@@ -841,7 +837,7 @@ class _Task:
     patience_s: float = 0.0
 
     def close(self) -> None:
-        """Let it put away what it holds."""
+        """Let it release its resources."""
         try:
             self.task.close()
         except Exception:
@@ -852,7 +848,7 @@ class _Task:
 
 
 def _fail(future: "Future[Any]", error: Exception) -> None:
-    """Let a future end with an error, unless it has ended: whoever waits for it may leave at any moment."""
+    """End a future with an error unless it has ended: its caller may leave at any moment."""
     with suppress(InvalidStateError):
         future.set_exception(error)
 
@@ -883,11 +879,11 @@ def room_of(lm: Any, session: Session) -> StoreRoom:
 
 
 def _name_of(method: Method) -> str:
-    """Return what tells a method with its settings from all others."""
+    """Return a key that identifies a method with its settings."""
     return repr((method.name, method.law, method.beams, _settings_of(method)))
 
 
 def _settings_of(method: Any) -> Any:
-    """Return what tells the parts of two methods of one name apart: the values that its `build` closes over."""
+    """Return the values that the `build` of a method closes over, which distinguish methods of one name."""
     cells = getattr(method.build, "__closure__", None) or ()
     return [repr(cell.cell_contents) for cell in cells if not callable(cell.cell_contents)]

@@ -1,4 +1,4 @@
-"""What every request goes through before it is read: host, size, headers and a line in the log."""
+"""Checks of every request before its body is read: host, size and headers; and a line in the log."""
 
 import json
 import logging
@@ -25,7 +25,7 @@ class Guarding:
 
     Args:
         app: the routes.
-        config: what the operator has set.
+        config: the operator's settings.
         metrics: counts answers by path and status.
         paths: the paths that are counted by name; others are counted together.
     """

@@ -1,4 +1,4 @@
-"""A transcription under way: a thread takes it from window to window, and the engine decodes each beside all else."""
+"""A transcription in progress: a thread goes from window to window, and the engine decodes each with its other work."""
 
 import threading
 import time
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from queue import Queue
 from typing import Any, TypeVar
 
+from specbeam import Generation, Method, Pair
 from specbeam.apps.serve.auth import Client
 from specbeam.apps.serve.config import ServerConfig
 from specbeam.apps.serve.engine import Engine, Job, QueueFull
@@ -13,14 +14,9 @@ from specbeam.apps.serve.speech_orders import SpeechOrder
 from specbeam.apps.speech.audio import read_audio_bytes
 from specbeam.apps.speech.records import Transcript
 from specbeam.apps.speech.transcribe import Models, ears_of
-from specbeam.core.records import Generation
-from specbeam.core.session import Session
-from specbeam.doors.options.settings import Settings
-from specbeam.doors.request import Request
+from specbeam.core import Session
+from specbeam.doors import Request, Settings, in_prompt_order
 from specbeam.errors import Cancelled, TimedOut
-from specbeam.generation import in_prompt_order
-from specbeam.models.pair import Pair
-from specbeam.recipes.method import Method
 
 DRAWS = "above temperature 0"  # the name of the method that is taken there, the same for all requests
 AGAIN_S = 0.05  # seconds after which a window asks for a place again
@@ -34,8 +30,8 @@ class Hearing:
     Its methods but `cancel` are for one thread, which waits for the engine and never uses the models itself.
 
     Args:
-        order: what is asked for.
-        config: what the operator has set.
+        order: the request.
+        config: the operator's settings.
         engine: decodes windows.
         client: who asks.
         number: the name of the request, for its log.
@@ -64,14 +60,14 @@ class Hearing:
         return self.order.method.name
 
     def cancel(self) -> None:
-        """End what is decoded, and begin no further window; the answer is not wanted any more. Any thread may call this."""
+        """Cancel the current window and begin no further one. Any thread may call this."""
         self._is_cancelled.set()
         left = [job for job in self.jobs if not job.is_over]
         if left:
             self.engine.cancel(left)
 
     def transcript(self, raw: bytes, extractor: Any) -> Transcript:
-        """Return what is said in the bytes of a file.
+        """Return the transcript of a file's bytes.
 
         Args:
             extractor: makes the features that the model reads.
@@ -119,7 +115,7 @@ class Hearing:
     def _generate(
         self, pair: Pair, sources: Any, method: Method, *, seed: int | None, **options: Any
     ) -> list[Generation]:
-        """Decode a window as `specbeam.generate` does, beside what else the engine decodes."""
+        """Decode a window as `specbeam.generate` does, together with the engine's other work."""
         most = options.get("max_new_tokens")
         options["max_new_tokens"] = self.config.max_tokens if most is None else min(most, self.config.max_tokens)
         settings = Settings.given(options)
@@ -185,10 +181,10 @@ class Hearing:
             patience = self._patience()
 
     def _submit(self, waiting: list[Job]) -> None:
-        """Submit jobs, all at once or else one by one, and take them out of those that wait.
+        """Submit jobs, all at once or else one by one, and remove them from the waiting ones.
 
         Raises:
-            QueueFull: there is no place for those that are left.
+            QueueFull: there is no place for the remaining ones.
             Cancelled, TimedOut: they are not wanted any more.
         """
         count = len(waiting)

@@ -9,7 +9,7 @@ AGE_S = 10.0  # seconds of waiting that count as much as one step of priority
 
 @runtime_checkable
 class InLine(Protocol):
-    """What the line needs of a job."""
+    """A job as the line sees it."""
 
     key: str  # whose job it is
     priority: int  # lower is earlier
@@ -25,7 +25,7 @@ class Line(Generic[Job]):
     Each key has a clock that `charge` moves on by the work done for it. Of the jobs with the best priority the one comes
     next whose key has the lowest clock; jobs of one key keep their order. Waiting lifts low priorities to the usual one,
     0, so these do not wait for ever; jobs with a number below 0 that keep coming hold up all others. A key that comes back
-    after a pause starts at the lowest clock of those that are busy: a pause saves nothing up.
+    after a pause starts at the lowest clock of the busy ones: a pause earns no credit.
 
     Args:
         weights: by key, the share of the work that it should get; 1 for all others.

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from specbeam import Method, Pair
 from specbeam.apps.serve.config import ServerConfig
 from specbeam.apps.serve.processors import CountPenalty, TokenBias
 from specbeam.apps.serve.protocol import (
@@ -19,16 +20,9 @@ from specbeam.apps.serve.protocol import (
     StructuredOutputs,
 )
 from specbeam.apps.serve.refusals import Refusal, invalid, refusal_of, shown
-from specbeam.doors.chats import prompt_of_messages
-from specbeam.doors.inputs import PromptReader, prompts_in
-from specbeam.doors.options.settings import Settings
-from specbeam.doors.options.table import OPTIONS, hint
-from specbeam.doors.sources import hears
-from specbeam.doors.usual import usual_method
+from specbeam.doors import OPTIONS, PromptReader, Settings, hears, hint, prompt_of_messages, prompts_in, usual_method
 from specbeam.errors import BadPrompt, SpecbeamError
-from specbeam.models.pair import Pair
-from specbeam.recipes.catalogue import HEAD_RECIPES, RECIPES
-from specbeam.recipes.method import Method
+from specbeam.recipes import HEAD_RECIPES, RECIPES
 
 RECIPE_OF = {make.__name__: make for make in (*RECIPES, *HEAD_RECIPES) if make.__name__ != "auto"}
 LARGEST_SETTING = 64  # of a method, where the server has no limit of its own

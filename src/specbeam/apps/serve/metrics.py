@@ -90,13 +90,13 @@ class ServerMetrics:
         yield from self._store(engine)
 
     def _engine_counters(self, engine: Engine) -> Iterable[Metric]:
-        """Yield what the engine has done."""
+        """Yield counters of the engine's work."""
         counts = engine.counts
         yield self._counter("target_passes", "Passes of the target, by texts.", counts.target_passes)
         yield self._counter("draft_passes", "Passes of the draft, by texts.", counts.draft_passes)
         yield self._counter("target_rows", "Rows that the target scored.", counts.target_rows)
         yield self._counter("cancelled", "Texts that were cancelled.", counts.cancelled)
-        yield self._counter("engine_restarts", "Times that the engine had to begin anew.", counts.restarts)
+        yield self._counter("engine_restarts", "Times that the engine had to start again.", counts.restarts)
         yield self._counter("audit_failures", "Texts whose audit speaks against their law.", counts.audit_failures)
         yield self._counter("step_seconds", "Seconds of decoding.", counts.step_seconds)
         if counts.joules is not None:
@@ -109,7 +109,7 @@ class ServerMetrics:
         )
 
     def _store(self, engine: Engine) -> Iterable[Metric]:
-        """Yield what is stored of prompts and texts."""
+        """Yield numbers of stored tokens of prompts and texts."""
         known = getattr(engine.pair.target, "known_prompts", None)
         if known is not None:
             yield self._counter("prefix_cache_queries", "Tokens of prompts that could be known.", known.asked)

@@ -13,11 +13,11 @@ LONGEST_FIELD = 65536  # bytes of the value of a field
 
 @dataclass(frozen=True)
 class MultipartForm:
-    """What a form holds.
+    """The content of a form.
 
     Attributes:
         fields: the values of each field, in their order.
-        files: the bytes of each file, by the name of its field. What a client calls the file is not looked at.
+        files: the bytes of each file, by the name of its field. The client's file name is ignored.
     """
 
     fields: dict[str, list[str]] = field(default_factory=dict)
@@ -25,13 +25,13 @@ class MultipartForm:
 
 
 def parse_form(content_type: str, raw: bytes) -> MultipartForm:
-    """Return what a body of several parts holds.
+    """Return the content of a body of several parts.
 
     Args:
         content_type: the header, with the boundary between the parts.
         raw: the whole body.
 
-    Raises `Refusal` for a body that is none, or that has too many parts or too long ones.
+    Raises `Refusal` for a malformed body, or one with too many or too long parts.
     """
     boundary = _boundary(content_type)
     form = MultipartForm()
@@ -45,7 +45,7 @@ def parse_form(content_type: str, raw: bytes) -> MultipartForm:
         try:
             form.fields.setdefault(name, []).append(content.decode("utf-8"))
         except UnicodeDecodeError as error:
-            raise invalid(f"the field {shown(name)} is no UTF-8; send proper Unicode", name) from error
+            raise invalid(f"the field {shown(name)} is not UTF-8; send valid Unicode", name) from error
     return form
 
 
@@ -102,4 +102,4 @@ def _name_of(head: bytes) -> tuple[str, bool]:
 
 
 def _broken(reason: str) -> Refusal:
-    return invalid(f"the body is no proper multipart/form-data: {reason}", None, "bad_form")
+    return invalid(f"the body is not valid multipart/form-data: {reason}", None, "bad_form")

@@ -1,4 +1,4 @@
-"""Logits processors that only servers have: penalties for what was generated, and biases of tokens."""
+"""Logits processors that only servers have: penalties for generated tokens, and biases of tokens."""
 
 from collections.abc import Mapping
 
@@ -10,8 +10,8 @@ class CountPenalty:
 
     Args:
         prompt_length: number of tokens before the generated ones, which do not count.
-        presence: what a token loses that occurred.
-        frequency: what it loses for each time.
+        presence: penalty of a token that occurred.
+        frequency: penalty for each occurrence.
     """
 
     def __init__(self, prompt_length: int, presence: float, frequency: float) -> None:
@@ -34,7 +34,8 @@ class TokenBias:
 
     def __init__(self, biases: Mapping[int, float]) -> None:
         self.tokens = torch.tensor([*biases], dtype=torch.int64)
-        self.values = torch.tensor([float("-inf") if value <= -100 else value for value in biases.values()])
+        values = torch.tensor([*biases.values()], dtype=torch.float64)
+        self.values = values.masked_fill(values <= -100, -torch.inf).float()
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         changed = scores.clone()

@@ -11,8 +11,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from specbeam.apps.serve.refusals import MOST_PROBLEMS, Refusal, invalid, shown
-from specbeam.doors.options.checks import LARGEST_INTEGER
-from specbeam.doors.options.table import OPTIONS, kind_of, nearest
+from specbeam.doors import LARGEST_INTEGER, OPTIONS, kind_of, nearest
 
 DEEPEST = 32  # brackets inside each other in a body
 MOST_PROMPTS = 4096  # prompts that are looked at one by one; a server's own limit is lower

@@ -1,4 +1,4 @@
-"""Refusals: what the server answers instead of a text, in OpenAI's form."""
+"""Refusals: error answers of the server, in OpenAI's form."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ MOST_PROBLEMS = 10
 
 @dataclass(eq=False)
 class Refusal(Exception):
-    """An answer that says what was found, what was expected and what to do.
+    """An error answer: the found value, the expected one, and advice.
 
     Args:
         status: of HTTP.
@@ -103,7 +103,7 @@ _SAME = ("seed", "language")  # what requests call as the library does, besides 
 
 
 def refusal_of(error: Exception, retry_after: int = 1) -> Refusal:
-    """Return what to answer where this error came up."""
+    """Return the answer to a request that raised this error."""
     if isinstance(error, Refusal):
         return error
     for kind, status, name, code in _KINDS:

@@ -1,4 +1,4 @@
-"""Running the server: signals, the end, and what is printed."""
+"""Runs the server: signals, shutdown and messages."""
 
 import logging
 import os
@@ -13,11 +13,11 @@ from typing import Any
 
 import uvicorn
 
+from specbeam import Pair
 from specbeam.apps.serve.app import BeamServer, make_app
 from specbeam.apps.serve.config import ServerConfig
-from specbeam.doors.with_memory import load_by_name
+from specbeam.doors import load_by_name
 from specbeam.errors import SpecbeamError
-from specbeam.models.pair import Pair
 
 LOG = logging.getLogger("specbeam.serve")
 WATCH_S = 1.0  # seconds between two looks at the engine
@@ -48,7 +48,7 @@ class _Uvicorn(uvicorn.Server):
         self.should_exit = True
 
     def watch(self) -> None:
-        """End the process with an error if the engine is dead: whoever supervises it starts a new one.
+        """End the process with an error if the engine is dead, so that a supervisor can restart it.
 
         Threads that wait for an engine that hangs never end, and Python would wait for them: the process ends without.
         """
@@ -74,12 +74,12 @@ class _Uvicorn(uvicorn.Server):
 def serve(config: ServerConfig) -> int:
     """Serve until a signal ends it; return the exit code.
 
-    Raises `BadSetting` if others than this machine could call the server, and nobody said that they may.
+    Raises `BadSetting` if other machines could call the server without a key, unless `no_auth` allows it.
     """
     config.check_open()
     set_up_log()
     if config.tensor_parallel and os.environ.get("RANK", "0") != "0":
-        load_pair(config)  # does as rank 0 says, and ends the process when that ends
+        load_pair(config)  # follows rank 0, and ends the process with it
     server = BeamServer(config, partial(load_pair, config))
     options = uvicorn.Config(
         make_app(server),
@@ -104,7 +104,7 @@ def serve(config: ServerConfig) -> int:
 def load_pair(config: ServerConfig) -> Pair:
     """Return the pair of a configuration, without progress bars and messages of the model library.
 
-    With `tensor_parallel`, other ranks than the first do as that says, and end by `SystemExit` when it ends.
+    With `tensor_parallel`, other ranks follow the first one, and end by `SystemExit` with it.
     """
     from transformers.utils import logging as model_logging
 
@@ -123,9 +123,9 @@ def load_pair(config: ServerConfig) -> Pair:
 
 
 def _end_now(code: int) -> None:
-    """End the process with what was written to its streams, and without waiting for its threads."""
+    """Flush the streams and end the process without waiting for its threads."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # closed, or nobody reads it
+        with suppress(OSError, ValueError):  # closed, or a broken pipe
             stream.flush()
     os._exit(code)
 

@@ -7,11 +7,11 @@ from specbeam.apps.serve.speech_orders import SpeechOrder
 from specbeam.apps.speech.formats import formatted
 from specbeam.apps.speech.records import Segment, Transcript
 
-MEDIA = {"text": "text/plain", "srt": "text/plain", "vtt": "text/vtt"}  # of formats that are no JSON
+MEDIA = {"text": "text/plain", "srt": "text/plain", "vtt": "text/vtt"}  # of formats other than JSON
 
 
 def transcript_text(order: SpeechOrder, transcript: Transcript) -> str:
-    """Return a transcript in a format that is no JSON."""
+    """Return a transcript in a format other than JSON."""
     if order.body.response_format == "text":
         return f"{transcript.text}\n"
     return formatted(transcript, order.body.response_format)
@@ -24,7 +24,7 @@ def transcript_json(
 
     Args:
         seconds: that it took.
-        knows_languages: whether the model tells languages apart.
+        knows_languages: whether the model detects languages.
     """
     found: dict[str, Any] = {}
     if order.body.response_format == "verbose_json":
@@ -39,9 +39,9 @@ def transcript_json(
 
 
 def language_name(code: str | None, knows_languages: bool) -> str:
-    """Return the name of a language, as OpenAI's API gives it; "" if nothing was said that tells it.
+    """Return the name of a language, as OpenAI's API gives it; "" if there was no speech to detect it from.
 
-    A model that does not tell languages apart writes English.
+    A model that does not detect languages writes English.
     """
     from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
@@ -51,7 +51,7 @@ def language_name(code: str | None, knows_languages: bool) -> str:
 
 
 def _segment(number: int, segment: Segment) -> dict[str, Any]:
-    """Return a segment as JSON: what is not a number is 0 there, as clients read a number."""
+    """Return a segment as JSON; NaN becomes 0, as clients expect a number."""
     return {
         "id": number,
         "seek": segment.seek,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
+from specbeam import Generation, Pair
 from specbeam.apps.serve.auth import Client
 from specbeam.apps.serve.bodies import read_bytes, unless_gone
 from specbeam.apps.serve.engine import Job
@@ -23,10 +24,8 @@ from specbeam.apps.speech.audio import check_readable
 from specbeam.apps.speech.formats import check_subtitles
 from specbeam.apps.speech.records import Transcript
 from specbeam.apps.speech.transcribe import extractor_of, thresholds_of
-from specbeam.core.records import Generation
-from specbeam.doors.speech_tokens import speech_tokens
+from specbeam.doors import speech_tokens_of
 from specbeam.errors import BadAudio, SpecbeamError
-from specbeam.models.pair import Pair
 
 if TYPE_CHECKING:
     from specbeam.apps.serve.app import BeamServer
@@ -37,13 +36,13 @@ ROOM = 4  # requests that send, wait or are transcribed, for each that may be tr
 
 @dataclass
 class _Place:
-    """What a request has of the desk: the work of its thread, once that has begun."""
+    """The place of a request at the desk: the work of its thread, once it has begun."""
 
     working: "asyncio.Future[Transcript] | None" = None
 
 
 class SpeechDesk:
-    """Takes requests about audio, as many as fit, and answers them.
+    """Takes requests about audio up to a limit, and answers them.
 
     Args:
         server: whose engine decodes.
@@ -56,12 +55,12 @@ class SpeechDesk:
         self._free = asyncio.Semaphore(at_once)
         self._most = ROOM * at_once
         self.extractor: Any = None  # makes the features that the model reads; set when the models are there
-        self.knows_languages = False  # whether the model tells languages apart; set with the extractor
+        self.knows_languages = False  # whether the model detects languages; set with the extractor
         self.under_way = 0  # requests that are here, from their upload on until nothing works on them any more
         self._here: Counter[str] = Counter()  # the same by client
 
     def open(self, pair: Pair) -> None:
-        """Note what the models need and know, when they are there.
+        """Store the feature extractor and the languages of the models once they are loaded.
 
         Raises `MissingPackage` if audio could not be read or subtitles not be written, and `NotSupported` if the model has
         settings of its own that are not honoured.
@@ -70,10 +69,10 @@ class SpeechDesk:
         check_subtitles()
         thresholds_of(pair.target_model.generation_config)
         self.extractor = extractor_of(pair)
-        self.knows_languages = bool(speech_tokens(pair).languages)
+        self.knows_languages = bool(speech_tokens_of(pair).languages)
 
     def close(self) -> None:
-        """Let the threads end when what they do is done."""
+        """Let the threads end after their current work."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def answer(self, http: Request, task: str) -> Response:
@@ -96,31 +95,29 @@ class SpeechDesk:
         finally:
             if place.working is None:
                 self._leave(client)
-            else:  # its thread may still be at work, though nobody waits for the answer any more
+            else:  # its thread may still be at work, although the client is gone
                 place.working.add_done_callback(lambda working: self._leave(client))
 
     def _come(self, client: Client) -> None:
         """Count a request. Raises `Refusal` if too many are here, or too many of its key where there are others."""
         server = self._server
         if self.under_way >= self._most:
-            raise server.refuse_full(
-                "queue_full", f"{self._most} requests about audio are as many as may be; try again later"
-            )
+            raise server.refuse_full("queue_full", f"{self._most} requests about audio are the limit; try again later")
         share = max(self._most // 2, 1)
         if len(server.keys.weights) > 1 and self._here[client.name] >= share:
             raise server.refuse_full(
-                "key_limit", f"{share} requests about audio are as many as a key may have; try again later"
+                "key_limit", f"{share} requests about audio are the limit of a key; try again later"
             )
         self._here[client.name] += 1
         self.under_way += 1
 
     def _leave(self, client: Client) -> None:
         self._here[client.name] -= 1
-        self._here += Counter()  # without those that have none
+        self._here += Counter()  # drops clients without requests
         self.under_way -= 1
 
     async def _read(self, http: Request, task: str, served: Served) -> tuple[SpeechOrder, bytes]:
-        """Return what a request asks for, and its audio. The body itself is not kept."""
+        """Return the order of a request, and its audio. The body itself is not kept."""
         raw = await read_bytes(http, served.config.max_audio_body, UPLOAD_S)
         content_type = http.headers.get("content-type", "")
         return await self._server.in_pool(lambda: speech_order_of(parse_form(content_type, raw), task, served))
@@ -173,7 +170,7 @@ class SpeechDesk:
         return JSONResponse(transcript_json(order, transcript, seconds, self.knows_languages))
 
     async def _transcript(self, hearing: Hearing, audio: bytes, place: "_Place") -> Transcript:
-        """Wait for a place, and return what is said. Raises `Refusal` if no place becomes free in time."""
+        """Wait for a place, and return the transcript. Raises `Refusal` if no place becomes free in time."""
         config = self._server.config
         try:
             await asyncio.wait_for(self._free.acquire(), config.queue_timeout)
@@ -195,4 +192,4 @@ class SpeechDesk:
     def _is_over(self, working: "asyncio.Future[Transcript]") -> None:
         self._free.release()
         if not working.cancelled():
-            working.exception()  # looked at, as nobody may be waiting for it any more
+            working.exception()  # retrieved, as the client may be gone

@@ -1,20 +1,20 @@
-"""What a request about audio asks for, from the fields of its form."""
+"""Orders for audio, read from the fields of a form."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
+from specbeam import Method
 from specbeam.apps.serve.mapping import Served, check_model, named_method
 from specbeam.apps.serve.multipart import MultipartForm
 from specbeam.apps.serve.protocol import SpecbeamOptions, Strict, object_of, refusal_of_fields
 from specbeam.apps.serve.refusals import invalid, shown
 from specbeam.apps.speech.transcribe import TEMPERATURES
-from specbeam.recipes.method import Method
 
 AudioFormat = Literal["json", "text", "srt", "verbose_json", "vtt"]
 TASKS = {"/v1/audio/transcriptions": "transcribe", "/v1/audio/translations": "translate"}
-TAKEN = {"method", "beams", "no_repeat_ngram_size", "report"}  # fields of our own part that say something of audio
+TAKEN = {"method", "beams", "no_repeat_ngram_size", "report"}  # specbeam's fields that apply to audio
 
 
 class AudioBody(Strict):
@@ -33,7 +33,7 @@ class AudioBody(Strict):
 
 @dataclass(frozen=True)
 class SpeechOrder:
-    """What is asked for.
+    """A request about audio.
 
     Attributes:
         task: "transcribe", or "translate" for English text.
@@ -52,7 +52,7 @@ class SpeechOrder:
 
 
 def speech_order_of(form: MultipartForm, task: str, served: Served) -> tuple[SpeechOrder, bytes]:
-    """Return what a form asks for, and the bytes of its audio. Raises `Refusal` where it cannot be honoured."""
+    """Return the order in a form, and the bytes of its audio. Raises `Refusal` if it cannot be fulfilled."""
     audio = _file(form)
     body = _body(form)
     check_model(body.model, served)
@@ -117,7 +117,7 @@ def _body(form: MultipartForm) -> AudioBody:
 
 
 def _value(name: str, text: str) -> Any:
-    """Return what the text of a field stands for; the text itself if it stands for nothing of its kind."""
+    """Return the parsed value of a field; the text itself if it cannot be parsed."""
     if name == "stream":
         return {"true": True, "false": False, "True": True, "False": False}.get(text, text)
     if name == "specbeam":
@@ -133,7 +133,7 @@ def _value(name: str, text: str) -> Any:
 def _method(options: SpecbeamOptions, served: Served) -> tuple[Method, str]:
     """Return the method of windows at temperature 0, and its name with its settings."""
     if wrong := sorted(options.model_fields_set - TAKEN - set(options.model_extra or {})):
-        raise invalid(f"specbeam.{wrong[0]} says nothing of audio; leave it out", "specbeam", "not_supported")
+        raise invalid(f"specbeam.{wrong[0]} does not apply to audio; leave it out", "specbeam", "not_supported")
     further = dict(options.model_extra or {})
     if options.method is None and options.beams is None:
         if further:

@@ -1,12 +1,11 @@
-"""What a turn looks like to a page: its forest, the fate of each node, and the beams that live on."""
+"""A turn as JSON for a web page: its forest, the fate of each node, and the live beams."""
 
 from typing import Any
 
 import numpy as np
 
-from specbeam.core.records import Turn
-from specbeam.core.session import Session
-from specbeam.doors.render import Leaf, Words, picture
+from specbeam.core import Session, Turn
+from specbeam.doors import Leaf, Words, picture
 
 
 def turn_record(session: Session, turn: Turn, words: Words, number: int, milliseconds: float) -> dict[str, Any]:
@@ -18,6 +17,10 @@ def turn_record(session: Session, turn: Turn, words: Words, number: int, millise
         number: of the turn, from 1 on.
         milliseconds: that it took.
     """
+
+    def text_of(tokens: list[int]) -> str:
+        return "".join(map(words, tokens))
+
     leaves = picture(turn, words) if turn.verdict.trials else fates(turn, words)
     limits = session.limits
     length = session.length
@@ -36,9 +39,9 @@ def turn_record(session: Session, turn: Turn, words: Words, number: int, millise
         "nodes": [[leaf.parent, leaf.text, leaf.fate, leaf.p, leaf.q] for leaf in leaves],
         "widths": [int(step.width) for step in turn.verdict.steps],
         "accepted": turn.verdict.accepted,
-        "beams": [["".join(map(words, tail)), score] for tail, score in beams],
-        "ended": [["".join(map(words, tokens)), score, finished] for tokens, score, finished in ended],
-        "settled": "".join(map(words, session.settled)),
+        "beams": [[text_of(tail), score] for tail, score in beams],
+        "ended": [[text_of(tokens), score, finished] for tokens, score, finished in ended],
+        "settled": text_of(session.settled),
     }
 
 
@@ -46,7 +49,7 @@ def fates(turn: Turn, words: Words) -> list[Leaf]:
     """Return the nodes of a turn's forest with their fates, of methods that record no trials.
 
     Nodes that layers took are accepted; siblings of these under parents that were live are rejected; all deeper ones were
-    not reached. What the target took without a draft is resampled.
+    not reached. Tokens that the target took without a draft are resampled.
     """
     forest = turn.forest
     parents = np.asarray(forest.parents)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-from specbeam.doors.options.checks import is_integer
+from specbeam.doors import is_integer
 from specbeam.errors import BadAudio, MissingFile, MissingPackage
 
 RATE = 16_000  # samples per second that speech models are made for
@@ -46,7 +46,7 @@ def read_audio(audio: Any, rate: int | None = None) -> Samples:
     Raises:
         MissingFile: there is no such file.
         MissingPackage: the package av, which reads files, or soxr, which changes the rate, is not installed.
-        BadAudio: the file cannot be read or is cut off, or the audio is too short or holds numbers that are no samples.
+        BadAudio: the file cannot be read or is cut off, or the audio is too short or holds invalid samples.
     """
     if isinstance(audio, (str, Path)):
         with _file(Path(audio)) as file:
@@ -60,9 +60,9 @@ def read_audio(audio: Any, rate: int | None = None) -> Samples:
 
 
 def read_audio_bytes(raw: bytes, most_seconds: float) -> Samples:
-    """Return the audio in the bytes of a file, from whoever sent them, as one channel of 16 kHz.
+    """Return the audio in the bytes of an untrusted file as one channel of 16 kHz.
 
-    It is read and resampled block by block, and no further than it may go: what is small as a file may be large as
+    It is read and resampled block by block, up to the limit: a small file may hold a large amount of
     samples. Memory grows with the seconds alone, not with rate and channels: 64,000 bytes for each that are kept, twice
     that at the end, besides some blocks.
 
@@ -195,7 +195,7 @@ class _Sound:
     """The best audio stream of an open file.
 
     Args:
-        file: what is decoded.
+        file: the file to decode.
         head: its first bytes.
 
     Attributes:
@@ -245,7 +245,7 @@ class _Sound:
         """Raise `BadAudio` if fewer frames were read than the file promises."""
         promised = self._promised_seconds(count)
         found = count / self.rate
-        advice = "get the whole file, or convert what is there to another file"
+        advice = "get the whole file, or convert its content to another file"
         if found + max(_LOST_S, 0.01 * promised) < promised:
             raise BadAudio(
                 f"{self._name} is cut off: its header promises {promised:.2f} seconds, and {found:.2f} are there; {advice}"
@@ -254,7 +254,7 @@ class _Sound:
             raise BadAudio(f"{self._name} is cut off after {found:.2f} seconds; {advice}")
 
     def _promised_seconds(self, count: int) -> float:
-        """Return the length in the header of the file; 0 where there is none.
+        """Return the length in the header of the file; 0 if the header has none.
 
         Args:
             count: number of frames that were read.
@@ -275,7 +275,7 @@ class _Sound:
 
 
 def _clock_seconds(clock: str) -> float:
-    """Return the seconds of a time like "00:01:02.5"; 0 if it is none."""
+    """Return the seconds of a time like "00:01:02.5"; 0 for any other text."""
     try:
         hours, minutes, seconds = clock.split(":")
         return 3600 * int(hours) + 60 * int(minutes) + float(seconds)
@@ -297,18 +297,19 @@ def _ends_within_a_page(file: io.BufferedIOBase) -> bool:
 
 
 def _array(audio: Any) -> np.ndarray:
-    """Return samples as an array. Raises `BadAudio` for what is neither an array nor a list of numbers."""
+    """Return samples as an array. Raises `BadAudio` for anything but an array or a list of numbers."""
     held = audio.detach().cpu() if hasattr(audio, "detach") else audio
     try:
         return np.asarray(held)
     except (TypeError, ValueError, RuntimeError) as error:
         raise BadAudio(
-            f"the audio is a {type(audio).__name__}, which is no array: {error}; give the path of a file, or float32 samples"
+            f"the audio is a {type(audio).__name__}, which is not an array: {error}; give the path of a file, or float32 "
+            "samples"
         ) from error
 
 
 def _one_channel(samples: np.ndarray, name: str) -> Samples:
-    """Return the mean of the channels. Raises `BadAudio` for what is no audio."""
+    """Return the mean of the channels. Raises `BadAudio` for arrays of other shapes."""
     if samples.ndim not in (1, 2) or not np.issubdtype(samples.dtype, np.floating):
         raise BadAudio(
             f"{name} is {samples.dtype}{[*samples.shape]}; it must be floats in [-1, 1], [samples] or [samples, channels]"

@@ -7,7 +7,7 @@ import unicodedata
 from typing import Any
 
 from specbeam.apps.speech.records import Segment, Transcript
-from specbeam.doors.options.checks import is_integer, require
+from specbeam.doors import is_integer, require
 from specbeam.errors import BadSetting, MissingPackage
 
 SUBTITLES = ("srt", "vtt")
@@ -23,7 +23,7 @@ def as_text(transcript: Transcript) -> str:
 
 
 def as_record(transcript: Transcript) -> dict[str, Any]:
-    """Return all that is known of a transcript, as JSON takes it: what is not a number is None."""
+    """Return a transcript as a dictionary for JSON; NaN becomes None."""
     record = dataclasses.asdict(transcript)
     for segment in record["segments"]:
         for name, value in segment.items():
@@ -50,7 +50,7 @@ def spoken(transcript: Transcript) -> list[Segment]:
 def as_subtitles(
     transcript: Transcript, name: str, max_line_width: int | None = None, max_line_count: int | None = None
 ) -> str:
-    """Return subtitles in the format of that name, "srt" or "vtt"; the other arguments are those of `formatted`."""
+    """Return subtitles in a format, "srt" or "vtt"; the other arguments are those of `formatted`."""
     pysubs2 = check_subtitles()
     subtitles = pysubs2.SSAFile()
     for segment in spoken(transcript):

@@ -2,23 +2,16 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from specbeam.core.control.fixed import FixedShape
-from specbeam.core.draft.beams import NoDraft
-from specbeam.core.forest import Forest
-from specbeam.core.laws.warp import Warp, on_host, processed_rows
-from specbeam.core.limits import Limits
-from specbeam.core.lm import fill_prompts
-from specbeam.core.session import Parts, Session
-from specbeam.core.verify.search import SearchRule
-from specbeam.engines.source import Source
-from specbeam.models.encoder_decoder import EncoderDecoderLM
-
-ROWS = 64  # of a pass: its logits are as many times the vocabulary
+from specbeam.core import logits_below
+from specbeam.core.laws import Warp, on_host, processed_rows
+from specbeam.engines import Source
+from specbeam.models import EncoderDecoderLM
 
 
 @dataclass(frozen=True)
@@ -47,11 +40,11 @@ def score_window(
     """Return the scores of texts that the decoder wrote for a window.
 
     The law is that of the model after the processors of `warp`, at temperature 1: a text has the same likelihood in beam
-    search as in sampling. What texts begin with is computed once: they are scored as one forest.
+    search as in sampling. The common beginning of the texts is computed once: they are scored as one forest.
 
     Args:
-        start: what the decoder began with.
-        head: number of its tokens up to the one that begins a transcript, after which the model tells silence.
+        start: the first tokens of the decoder.
+        head: number of its tokens up to the one that begins a transcript, where the model predicts silence.
         texts: the tokens that follow.
         no_speech: the token of silence; None: its probability is not wanted.
     """
@@ -63,37 +56,30 @@ def score_window(
     logliks = [0.0] * len(texts)
     silence = None
     everywhere, later, first_only = _parts_of(warp, len(start))
-    session = _seat(list(start[:head]), lm, source)
-    try:
-        while not fill_prompts(lm, [session], [session.parts.needs], 1)[0]:
-            pass
-        forest = Forest.rooted([start[head - 1]])
-        for first in range(0, len(tokens) + 1, ROWS):
-            last = min(first + ROWS, len(tokens) + 1)
-            fresh = slice(max(first - 1, 0), last - 1)
-            forest = forest.grown(tokens[fresh], parents[fresh])
-            (scored,) = lm.extend([session], [forest])
-            rows = on_host(scored.logits)
+    with closing(logits_below(lm, start[:head], tokens, parents, context={lm: source})) as passes:
+        first = 0
+        for logits in passes:
+            if not len(logits):  # a part of the prompt was stored
+                continue
+            rows = on_host(logits)
             if first == 0 and no_speech is not None:
                 silence = float(torch.from_numpy(rows[0]).double().softmax(-1)[no_speech])
-            rows = processed_rows(rows, everywhere, np.zeros((last - first, 1), dtype=np.int64).copy)
-            for node in range(first, last):
-                row = rows[node - first : node - first + 1]
+            rows = processed_rows(rows, everywhere, np.zeros((len(rows), 1), dtype=np.int64).copy)
+            for node, row in enumerate(rows, first):
                 for number, place in asked[node]:
                     so_far = np.array([[*start, *texts[number][:place]]], dtype=np.int64)
-                    made = processed_rows(row, first_only if place == 0 else later, so_far.copy)
+                    made = processed_rows(row[None], first_only if place == 0 else later, so_far.copy)
                     law = torch.from_numpy(made).double().log_softmax(-1)
                     logliks[number] += float(law[0, texts[number][place]])
-    finally:
-        lm.close(session)
+            first += len(rows)
     return WindowScores(logliks, silence)
 
 
 def _parts_of(warp: Warp, begin: int) -> tuple[Warp, Warp, Warp]:
-    """Return the warp of all rows at once, and those of single rows behind it: after the first, and of the first.
+    """Return three warps: for all rows at once, then for single rows after the first, and for the first row.
 
-    What transformers suppresses everywhere, or in the first row alone, would be looked up in the vocabulary for each row. It
-    does not matter when: a token that is banned stays so.
+    Processors of transformers that suppress tokens look them up in the vocabulary for each row. Applying them early is
+    equivalent, because a banned token stays banned.
 
     Args:
         begin: the number of the first row's token.
@@ -133,11 +119,3 @@ def _joined(trunk: Sequence[int], texts: Sequence[Sequence[int]]) -> tuple[list[
             path.append(len(tokens))
         places.append(path)
     return tokens, parents, places
-
-
-def _seat(prompt: list[int], lm: EncoderDecoderLM, source: Source) -> Session:
-    """Return a session that is not decoded: what a model needs to score forests below a prompt."""
-    parts = Parts(NoDraft(), SearchRule(1), FixedShape(0, 0), "")
-    session = Session(prompt, parts, Warp(greedy=True), Limits(1), 0)
-    session.context = {lm: source}
-    return session

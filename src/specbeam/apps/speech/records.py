@@ -1,4 +1,4 @@
-"""What a transcription returns: segments with their times, and the whole text."""
+"""The result of a transcription: segments with their times, and the whole text."""
 
 from dataclasses import dataclass, field
 
@@ -13,9 +13,9 @@ class Segment:
         tokens: all tokens, timestamps included.
         temperature: at which its window was decoded.
         avg_logprob: of the window: log-likelihood of its text divided by its number of tokens, the end included.
-        compression_ratio: of the window: bytes of its text divided by those that zlib makes of them; high where a text
+        compression_ratio: of the window: bytes of its text divided by its size after zlib; high where a text
             repeats itself. NaN without a tokenizer.
-        no_speech_prob: the probability, by the model, that the window holds no speech; NaN if nobody asked.
+        no_speech_prob: the model's probability that the window holds no speech; NaN if not computed.
         seek: the frame, of 10 ms, at which its window begins.
     """
 

@@ -1,4 +1,4 @@
-"""Speech to text: windows of audio one after the other, each begun where the timestamps of the last one say."""
+"""Speech to text: windows of audio one after the other; the timestamps of a window set the beginning of the next one."""
 
 import math
 import zlib
@@ -10,26 +10,26 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
+from specbeam import (
+    Generation,
+    Method,
+    Pair,
+    beam_search,
+    generate,
+    load,
+    sampling,
+    speculative_beam_search,
+    speculative_sampling,
+)
 from specbeam.apps.speech.audio import RATE, Samples, is_silent, read_audio
 from specbeam.apps.speech.likelihood import score_window
 from specbeam.apps.speech.records import Segment, Transcript
 from specbeam.apps.speech.windows import HOP_S, STEP_S, Features, features_of, slices_of, within
-from specbeam.core.records import Generation
-from specbeam.doors.options.checks import is_integer, require
-from specbeam.doors.options.generation_config import OF_ENCODER_DECODERS
-from specbeam.doors.options.settings import Settings
-from specbeam.doors.speech_tokens import SpeechTokens, code_of, speech_tokens
-from specbeam.engines.source import Source
+from specbeam.doors import OF_ENCODER_DECODERS, Settings, SpeechTokens, code_of, is_integer, require, speech_tokens_of
+from specbeam.engines import Source
 from specbeam.errors import BadSetting, NotSupported
-from specbeam.generation import generate
-from specbeam.models.checkpoints.boundary import reading
-from specbeam.models.encoder_decoder import EncoderDecoderLM
-from specbeam.models.pair import Pair, load
-from specbeam.recipes.beams import sampling
-from specbeam.recipes.catalogue import resolve
-from specbeam.recipes.method import Method
-from specbeam.recipes.search import beam_search, speculative_beam_search
-from specbeam.recipes.sequence import speculative_sampling
+from specbeam.models import EncoderDecoderLM, reading
+from specbeam.recipes import resolve
 
 if TYPE_CHECKING:
     from transformers import WhisperFeatureExtractor
@@ -101,9 +101,9 @@ class Listening:
     """The state of one audio: how far it is transcribed.
 
     Attributes:
-        start: what the decoder begins with, without what was said before.
-        prompt: tokens of the text that the caller gives for what was said before.
-        said: the prompt, and the tokens of the windows that the next one may be conditioned on.
+        start: the first tokens of the decoder, without the text of previous windows.
+        prompt: tokens of the text that the caller gives as previous text.
+        said: the prompt, and the tokens of previous windows that the next one may be conditioned on.
         seek: the frame at which the next window begins.
     """
 
@@ -136,7 +136,7 @@ class SpeechWindow:
     """A window that is being decoded.
 
     Attributes:
-        start: what the decoder begins with, what was said before included.
+        start: the first tokens of the decoder, with the text of previous windows.
     """
 
     listening: Listening
@@ -177,9 +177,9 @@ def transcribe(
     on_progress: Callable[[int, float, float], None] | None = None,
     **options: Any,
 ) -> list[Transcript]:
-    """Write down what is said in audio, by a Whisper model.
+    """Transcribe or translate speech with a Whisper model.
 
-    Windows of 30 seconds are decoded one after the other. The timestamps of a window say where the next one begins, and cut
+    Windows of 30 seconds are decoded one after the other. The timestamps of a window set where the next one begins, and cut
     its text into segments, as in transformers; with the same method both give the same tokens and times, but no time is
     beyond the end of the audio. A window whose text repeats itself, or is unlikely, is decoded again at the next
     temperature, as the thresholds say. Audio that is silent throughout has no segments.
@@ -195,7 +195,7 @@ def transcribe(
         rate: samples per second of arrays; None: 16,000.
         language: a code or a name, such as "de" or "german"; None: the model detects it in the first window.
         task: "transcribe", or "translate" for English text; None: the model's own, or else "transcribe".
-        prompt: a text that the model takes for what was said before, for names and spelling. Also `initial_prompt`.
+        prompt: a text that the model takes as previous text, for names and spelling. Also `initial_prompt`.
         condition_on_previous_text: whether each window has the text of the windows before it for what was said before, but
             for those up to one that was decoded above temperature 0.5. Otherwise each window has the prompt. None: the
             model's own setting, or else False, as in transformers (openai/whisper: True). Also
@@ -216,7 +216,7 @@ def transcribe(
     Returns: a transcript for each audio.
 
     Raises:
-        NotSupported: the model is not a Whisper model, or a setting of its own is not honoured.
+        NotSupported: the model is not a Whisper model, or its generation config has a setting that is not supported.
         BadSetting: an option is wrong, or the model does not know the language or the task.
         MissingFile, MissingPackage, BadAudio: see `read_audio`.
 
@@ -260,7 +260,7 @@ def transcribe(
 
 
 def _without_aliases(named: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return named options with those that are given by another name, which are removed from `options`.
+    """Return named options, completed by aliases, which are removed from `options`.
 
     Raises `BadSetting` if one is given twice.
     """
@@ -280,7 +280,7 @@ def _is_samples(audio: Sequence[Any]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Models:
-    """What runs the models of a transcription.
+    """The functions that run the models of a transcription.
 
     Attributes:
         generate: decodes windows, as `specbeam.generate` does.
@@ -308,10 +308,10 @@ def ears_of(
     Args:
         thresholds: None: those of the model's own generation config, or else the usual ones.
         models: what runs the models; None: this thread does.
-        conditions: whether a window is conditioned on what the windows before it say.
+        conditions: whether a window is conditioned on the text of previous windows.
     """
     lm = listener_of(pair)
-    tokens = speech_tokens(pair)
+    tokens = speech_tokens_of(pair)
     temperatures = _temperatures(temperature)
     require(is_integer(best_of) and best_of >= 1, "best_of", best_of, "an integer of at least 1")
     if conditions is None:
@@ -351,7 +351,7 @@ class Ears:
         methods: at temperature 0, and above.
         options: of the decoding of windows, as the caller gives them.
         settings: the same, checked and completed by the model's own generation config.
-        conditions: whether a window is conditioned on what the windows before it say.
+        conditions: whether a window is conditioned on the text of previous windows.
         models: what runs the models.
     """
 
@@ -371,7 +371,7 @@ class Ears:
 
     @property
     def most_before(self) -> int:
-        """The maximum number of tokens of what was said before."""
+        """The maximum number of tokens of previous text."""
         return self._positions // 2 - 1
 
     @property
@@ -398,7 +398,7 @@ class Ears:
         """Raise `BadSetting` if a window that is conditioned on earlier ones may have no room for its new tokens.
 
         Args:
-            length: number of tokens that the decoder begins with, without what was said before.
+            length: number of first tokens of the decoder, without previous text.
         """
         wanted = self.settings.max_new_tokens
         room = self._positions - 1 - self.most_before - length
@@ -423,7 +423,7 @@ class Ears:
         return max(self.tokens.languages, key=lambda name: float(logits[self.tokens.languages[name]]))
 
     def _prompt_tokens(self, prompt: str) -> list[int]:
-        """Return the tokens of a text that is taken for what was said before.
+        """Return the tokens of a text that is taken as previous text.
 
         Raises `BadSetting` if it is too long, or holds special tokens.
         """
@@ -438,12 +438,10 @@ class Ears:
         held = [token for token in found if token in special]
         if held:
             name = tokenizer.convert_ids_to_tokens(held[0])
-            raise BadSetting(f"prompt holds {name}, which is no text for the model; take it out")
+            raise BadSetting(f"prompt holds {name}, which is a special token; remove it")
         most = self.most_before
         if len(found) > most:
-            raise BadSetting(
-                f"prompt has {len(found)} tokens, and the model takes {most} of what was said before; shorten it"
-            )
+            raise BadSetting(f"prompt has {len(found)} tokens, and the model takes {most} of previous text; shorten it")
         return found
 
     def hear(self, listenings: list[Listening]) -> None:
@@ -502,13 +500,13 @@ class Ears:
         return options
 
     def _processors(self, length: int) -> list[Any]:
-        """Return the logits processors for timestamps, and those of the caller after them."""
+        """Return the logits processors for timestamps, followed by the caller's."""
         return [*self.tokens.processors(length, self.timestamps), *(self.settings.logits_processor or [])]
 
     def _most_tokens(self, length: int) -> int | None:
         """Return the maximum number of new tokens of a window whose decoder begins with `length` tokens.
 
-        As in transformers, `max_length` does not count what the decoder begins with.
+        As in transformers, `max_length` does not count the first tokens of the decoder.
         """
         settings = self.settings
         room = self.pair.room(length)
@@ -521,7 +519,7 @@ class Ears:
         return most if room is None else min(most, room)
 
     def _seed(self, windows: list[SpeechWindow], temperature: float) -> int | None:
-        """Return the seed of a call; each window has chance of its own, as its features have."""
+        """Return the seed of a call; each window gets independent noise."""
         return None if self.seed is None else self.seed + round(10 * temperature)
 
     def _heard(
@@ -530,7 +528,7 @@ class Ears:
         """Return the likeliest of the texts of a window, per token.
 
         Args:
-            options: those with which it was decoded.
+            options: the options that it was decoded with.
         """
         start = window.start
         settings = self.settings.changed(logits_processor=options["logits_processor"], max_length=None)
@@ -622,13 +620,13 @@ class Ears:
 
 
 def compression_ratio(text: str) -> float:
-    """Return the bytes of a text divided by those that zlib makes of them; NaN for no text."""
+    """Return the compression ratio of a text by zlib; NaN for the empty text."""
     raw = text.strip().encode("utf-8")
     return len(raw) / len(zlib.compress(raw)) if raw else math.nan
 
 
 def listener_of(pair: Pair) -> EncoderDecoderLM:
-    """Return the target of a pair if it hears. Raises `NotSupported` if it does not, or is none of Whisper's kind."""
+    """Return the target of a pair. Raises `NotSupported` if it is not a Whisper model."""
     target = pair.target
     if not isinstance(target, EncoderDecoderLM) or target.model.config.model_type != "whisper":
         raise NotSupported(

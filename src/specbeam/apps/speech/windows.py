@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 
 from specbeam.apps.speech.audio import RATE, Samples
-from specbeam.models.encoder_decoder import EncoderDecoderLM
+from specbeam.models import EncoderDecoderLM
 
 STEP_S = 0.02  # seconds between two timestamps
 HOP_S = 0.01  # seconds between two frames
@@ -77,12 +77,12 @@ class Slice:
 def slices_of(tokens: list[int], first_timestamp: int, frames: int, frames_per_step: int) -> tuple[list[Slice], int]:
     """Return the slices of a window's text, and the number of frames after which the next window begins.
 
-    Two timestamps in a row end one slice and begin the next. What comes after the last pair is cut off in the middle, so the
-    next window begins there; but a single timestamp at the end says that no speech follows.
+    Two timestamps in a row end one slice and begin the next. Text after the last pair is cut off in the middle, so the next
+    window begins there; but a single timestamp at the end means that no speech follows.
 
     Args:
         tokens: of the window, without the end token.
-        first_timestamp: the token that stands for 0 seconds.
+        first_timestamp: the token of 0 seconds.
         frames: of the window, as far as it is audio.
         frames_per_step: number of frames between two timestamps.
 

@@ -2,3 +2,7 @@
 
 Only this code has work that grows with the vocabulary.
 """
+
+from specbeam.core.lazy import attached
+
+__getattr__, __dir__, __all__ = attached(__name__, __file__)  # the names stand in __init__.pyi

@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from specbeam.core.records import Turn
-from specbeam.generation import Prompt, turns_of
-from specbeam.models.pair import Pair
-from specbeam.recipes.sequence import sequoia
+from specbeam import Pair, sequoia, turns_of
+from specbeam.core import Turn
+from specbeam.doors import Prompt
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,9 @@ class Acceptance:
     @property
     def error(self) -> tuple[float, ...]:
         """The standard error of each of the odds."""
-        return tuple(float(np.sqrt(p * (1 - p) / max(self.nodes, 1))) for p in self.odds)
+        odds = np.array(self.odds)
+        errors = np.sqrt(odds * (1 - odds) / max(self.nodes, 1))
+        return tuple(errors.tolist())
 
 
 def acceptance(pair: Pair, prompts: Sequence[Prompt], children: int = 8, seed: int = 0, **options: Any) -> Acceptance:

@@ -10,13 +10,11 @@ from typing import Any
 
 import torch
 
-from specbeam.doors.options.table import config_names, warper_names
-from specbeam.engines.eligibility import reads_sources
-from specbeam.engines.families import family_of
+from specbeam import Pair
+from specbeam.doors import Prompt, config_names, warper_names
+from specbeam.engines import family_of, reads_sources
 from specbeam.errors import BadSetting, MissingPackage, NotSupported
-from specbeam.generation import Prompt
 from specbeam.lab.bench.outcome import Contender, Outcome
-from specbeam.models.pair import Pair
 
 MODES = ("greedy", "sampling", "beam_search", "beam_sampling", "assisted", "assisted_greedy")
 SAMPLING_OPTIONS = warper_names()  # for modes that sample
@@ -135,7 +133,7 @@ def ctranslate2(
         mode: "greedy", "sampling" or "beam_search".
         beams: number of beams of "beam_search".
         compute_type: type of the weights and products in CTranslate2: "float32", "int8", ...
-        threads: number of CPU threads; None: as many as torch uses.
+        threads: number of CPU threads; None: torch's number.
         options: max_new_tokens (64 if it is not given); for "sampling" also top_k, top_p and temperature.
 
     Raises:
@@ -168,7 +166,7 @@ def ctranslate2(
     def run(prompts: Sequence[Prompt], seed: int, _folder: Any = folder) -> Outcome:
         starts = [tokenizer.convert_ids_to_tokens(_tokens_of(pair, prompt)) for prompt in prompts]
         if reads:
-            # An input length of 0 stands for any length: by default, longer sources are cut.
+            # 0 means any input length: by default, longer sources are cut.
             lengths = {"max_input_length": 0, "min_decoding_length": 0, "max_decoding_length": max_new_tokens}
             results = engine.translate_batch(starts, target_prefix=[first] * len(starts), **lengths, **arguments)
             return Outcome([tokenizer.convert_tokens_to_ids(result.hypotheses[0]) for result in results])
@@ -206,10 +204,10 @@ def _converted(pair: Pair, folder: Path, compute_type: str) -> str:
 
 
 def _weights_to_convert(model: Any) -> dict[str, torch.Tensor] | None:
-    """Return weights with which the logits of a model are the same in CTranslate2; None: its own.
+    """Return weights with which the logits of a model are the same in CTranslate2; None: the model's weights.
 
-    CTranslate2 divides those of any T5, mT5 or umT5 whose configuration says "tied" by the root of the width. transformers
-    says so of each of them, and divides those of some. The weight of the last norm of the others takes it back.
+    CTranslate2 divides the logits of any T5, mT5 or umT5 with a "tied" configuration by the root of the width. transformers
+    marks all of them as tied, and divides the logits of some. For the others, the weight of the last norm compensates.
     """
     family = family_of(model)
     if family is None or family.kind not in SCALED_IF_TIED or not model.config.tie_word_embeddings:

@@ -1,4 +1,4 @@
-"""A table of the places where speed falls off: every method with every option and batch size, beside transformers."""
+"""A table of speed by method, option and batch size, compared with transformers, to find where it falls off."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -7,16 +7,22 @@ from typing import Any
 
 import numpy as np
 
+from specbeam import (
+    Method,
+    Pair,
+    beam_sampling,
+    beam_search,
+    dsbd,
+    greedy,
+    sampling,
+    speculative_beam_search,
+    speculative_sampling,
+)
+from specbeam.doors import Prompt
 from specbeam.errors import MissingPackage
-from specbeam.generation import Prompt
 from specbeam.lab.bench.baselines import transformers
 from specbeam.lab.bench.outcome import Contender, Outcome, specbeam
 from specbeam.lab.bench.speed import Spread, in_batches, interleaved
-from specbeam.models.pair import Pair
-from specbeam.recipes.beams import beam_sampling, dsbd, greedy, sampling
-from specbeam.recipes.method import Method
-from specbeam.recipes.search import beam_search, speculative_beam_search
-from specbeam.recipes.sequence import speculative_sampling
 
 # name of a method -> (its recipe, the mode of transformers that it replaces)
 METHODS: dict[str, tuple[Callable[[], Method], str]] = {
@@ -48,7 +54,7 @@ class SpeedCell:
     """One method with one option, one kind of prompts and one batch size.
 
     Attributes:
-        replaces: the mode of transformers that is measured beside the method.
+        replaces: the mode of transformers that the method is compared with.
         ours, theirs: tokens per second in the rounds, of specbeam and of transformers; None if it cannot be measured.
         ratio: `ours` divided by `theirs`, taken within each round; None if one of them is missing.
         why_not_ours, why_not_theirs: a short reason why the figure is missing, "" if it is there.
@@ -156,7 +162,7 @@ Key = tuple[str, str]  # (method, option), or (mode of transformers, option)
 def replaced_mode(method: str, batch_size: int) -> str:
     """Return the mode of transformers that a method replaces.
 
-    Assisted decoding takes a single prompt, so in larger batches plain sampling stands in its place.
+    Assisted decoding takes a single prompt, so in larger batches plain sampling is measured instead.
     """
     mode = METHODS[method][1]
     return "sampling" if mode == "assisted" and batch_size > 1 else mode
@@ -187,7 +193,7 @@ def why_not_theirs(mode: str, option: str, batch_size: int) -> str:
 
 
 def settings_of(option: str, max_new_tokens: int) -> dict[str, Any]:
-    """Return the arguments of `generate` that an option of the table stands for."""
+    """Return the arguments of `generate` of an option of the table."""
     known: dict[str, dict[str, Any]] = {
         "none": {},
         "top_p": {"top_p": 0.9, "temperature": 0.7},
@@ -291,7 +297,7 @@ def _table(
 def _with_results(
     cell: SpeedCell, attempts: dict[tuple[str, Key], Attempt], rates: dict[tuple[str, Key], list[float]]
 ) -> SpeedCell:
-    """Return the cell with its figures, or with the reasons why there are none."""
+    """Return the cell with its figures, or with the reasons for missing ones."""
     our_key = ("ours", (cell.method, cell.option))
     their_key = ("theirs", (cell.replaces, cell.option))
     us = attempts.get(our_key)
@@ -299,16 +305,11 @@ def _with_results(
     why_ours = why_not_ours(cell.method, cell.option, cell.batch_size) if us is None else us.why_not
     why_theirs = why_not_theirs(cell.replaces, cell.option, cell.batch_size) if them is None else them.why_not
     failures = [side.failure for side in (us, them) if side is not None and side.failure is not None]
-    return with_rates(
-        replace(
-            cell,
-            why_not_ours=why_ours,
-            why_not_theirs=why_theirs,
-            message="; ".join(f"{type(error).__name__}: {error}" for error in failures),
-        ),
-        [] if why_ours else rates[our_key],
-        [] if why_theirs else rates[their_key],
-    )
+    messages = [f"{type(error).__name__}: {error}" for error in failures]
+    explained = replace(cell, why_not_ours=why_ours, why_not_theirs=why_theirs, message="; ".join(messages))
+    our_rates = [] if why_ours else rates[our_key]
+    their_rates = [] if why_theirs else rates[their_key]
+    return with_rates(explained, our_rates, their_rates)
 
 
 def with_rates(cell: SpeedCell, ours: Sequence[float], theirs: Sequence[float]) -> SpeedCell:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from specbeam.lab.bench.cliffs import CLIFF, SLOWER, SpeedCell
 from specbeam.lab.bench.speed import Spread
+from specbeam.lab.bench.tables import markdown_table, spread_text
 
 
 def as_markdown(cells: Sequence[SpeedCell]) -> str:
@@ -14,7 +15,8 @@ def as_markdown(cells: Sequence[SpeedCell]) -> str:
         parts += [f"## {kind} prompts, {size} at once", overview(table), figures(table)]
     messages = dict.fromkeys(cell.message for cell in cells if cell.message)
     if messages:
-        parts.append("What broke:\n\n" + "\n".join(f"- {' '.join(message.split())}" for message in messages))
+        lines = [" ".join(message.split()) for message in messages]
+        parts.append("What broke:\n\n" + "\n".join(f"- {line}" for line in lines))
     return "\n\n".join(parts)
 
 
@@ -39,8 +41,11 @@ def overview(cells: Sequence[SpeedCell]) -> str:
     options = list(dict.fromkeys(cell.option for cell in cells))
     methods = list(dict.fromkeys(cell.method for cell in cells))
     places = {(cell.method, cell.option): cell for cell in cells}
-    rows = [[method, *(_ratio_and_flags(places[method, option]) for option in options)] for method in methods]
-    return _table(["ratio to transformers", *options], rows)
+    rows = []
+    for method in methods:
+        cells_of_method = [_ratio_and_flags(places[method, option]) for option in options]
+        rows.append([method, *cells_of_method])
+    return markdown_table(["ratio to transformers", *options], rows)
 
 
 def figures(cells: Sequence[SpeedCell]) -> str:
@@ -53,13 +58,15 @@ def figures(cells: Sequence[SpeedCell]) -> str:
             cell.method, cell.option, _spread(cell.ours, 1, cell.why_not_ours), cell.replaces.replace("_", " "),
             _spread(cell.theirs, 1, cell.why_not_theirs), _spread(cell.ratio, 2, ""), share, _flags(cell),
         ])  # fmt: skip
-    return _table(heads, rows)
+    return markdown_table(heads, rows)
 
 
 def _ratio_and_flags(cell: SpeedCell) -> str:
     if cell.ours is None:
         return cell.why_not_ours
-    ratio = f"{cell.ratio.median:.2f}" if cell.ratio is not None else f"({cell.why_not_theirs})"
+    ratio = f"({cell.why_not_theirs})"
+    if cell.ratio is not None:
+        ratio = f"{cell.ratio.median:.2f}"
     return f"{ratio} {_flags(cell)}".strip()
 
 
@@ -70,9 +77,4 @@ def _flags(cell: SpeedCell) -> str:
 def _spread(spread: Spread | None, digits: int, why_not: str) -> str:
     if spread is None:
         return why_not
-    return f"{spread.median:.{digits}f} ({spread.low:.{digits}f} to {spread.high:.{digits}f})"
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return spread_text(spread, digits)

@@ -1,7 +1,7 @@
 """Block efficiency at a fixed budget of scored nodes: tokens per pass of the target (the protocol of RSD).
 
 A comparison of trees at equal depth favours the wide ones, but the target pays for nodes. So each recipe has several shapes
-that fit the budget. The best of them is chosen on prompts of its own, and reported on others: the best of several figures
+that fit the budget. The best of them is chosen on separate prompts, and reported on others: the best of several figures
 that were measured on the reported prompts would be too good.
 """
 
@@ -14,20 +14,27 @@ from typing import Any
 import numpy as np
 
 import specbeam as sb
-from specbeam.doors.render import save_figure
+from specbeam import Method, Pair, turns_of
+from specbeam.doors import Prompt
 from specbeam.errors import BadPrompt, BadSetting
-from specbeam.generation import Prompt, turns_of
 from specbeam.lab.bench.acceptance import acceptance
-from specbeam.models.heads.head import Head
-from specbeam.models.pair import Pair
-from specbeam.recipes.heads import paper_of
-from specbeam.recipes.method import Method
-from specbeam.recipes.tuning.acceptance import with_guess
+from specbeam.lab.bench.tables import colours_of, finish_figure, markdown_table, new_figure, put_legend_right
+from specbeam.models.heads import Head
+from specbeam.recipes import paper_of, with_guess
 
 BUDGETS = (5, 10, 21, 30)
-BRANCHING = {5: [(2, 1), (5,), (1, 2, 1)], 10: [(2, 2, 1), (2, 1, 1, 1, 1), (5, 1)],
-             21: [(3, 2, 2), (3, 2, 1, 1), (3, *[1] * 6)], 30: [(2, 2, 2, 2), (3, 3, 1, 1), (3, *[1] * 9)]}  # fmt: skip
-BEAMS = {5: [(1, 5), (2, 2)], 10: [(2, 5), (3, 3)], 21: [(3, 7), (4, 5), (7, 3)], 30: [(3, 10), (5, 6), (6, 5)]}
+BRANCHING = {
+    5: [(2, 1), (5,), (1, 2, 1)],
+    10: [(2, 2, 1), (2, 1, 1, 1, 1), (5, 1)],
+    21: [(3, 2, 2), (3, 2, 1, 1), (3, *[1] * 6)],
+    30: [(2, 2, 2, 2), (3, 3, 1, 1), (3, *[1] * 9)],
+}
+BEAMS = {
+    5: [(1, 5), (2, 2)],
+    10: [(2, 5), (3, 3)],
+    21: [(3, 7), (4, 5), (7, 3)],
+    30: [(3, 10), (5, 6), (6, 5)],
+}
 
 
 @dataclass(frozen=True)
@@ -52,37 +59,46 @@ def contenders(
     No shape has more nodes than the budget. A recipe may have no shape that fits.
 
     Args:
-        head: the draft head of the pair, which brings the recipe of its paper; `multi_draft` needs models in its place.
+        head: the draft head of the pair, which adds the recipe of its paper; `multi_draft` needs models instead.
         odds: acceptance by rank, for `sequoia`'s tree; None: as its recipe has it.
     """
     chains = [length for length in (budget, 8, 5) if length <= budget]
     counts = BRANCHING[budget]
     beams = BEAMS[budget]
     depth = 2 if budget < 14 else 3
-    fixed: dict[str, Any] = {"controller": "fixed"}  # what is compared is the shape, and not when it is left out
+    half = min(budget // 2, 8)
+    nodes = f"{budget} nodes"
+    fixed: dict[str, Any] = {"controller": "fixed"}  # shapes are compared, and not when drafts are skipped
+    best_and_one = partial(sb.traversal, children="best_and_one")
+    hub: dict[str, Callable[[], Method]] = {f"depth {depth}": partial(sb.spechub, depth, **fixed)}
     found: dict[str, dict[str, Callable[[], Method]]] = {
-        "speculative_sampling": {f"{n}": partial(sb.speculative_sampling, n, **fixed) for n in chains},
-        "block_verification": {f"{n}": partial(sb.block_verification, n, **fixed) for n in chains},
-        "specinfer": {f"{c}": partial(sb.specinfer, c, **fixed) for c in counts},
-        "rsd_c": {f"{c}": partial(sb.rsd_c, c, **fixed) for c in counts},
-        "rsd_s": {f"{w} x {d}": partial(sb.rsd_s, w, d, **fixed) for w, d in beams},
-        "sequoia": {f"{budget} nodes": partial(sb.sequoia, budget, 8, odds, cost=None, **fixed)},
-        "spechub": {f"depth {depth}": partial(sb.spechub, depth, **fixed)} if budget > 5 else {},
-        "traversal": {f"{c}": partial(sb.traversal, c, **fixed) for c in counts},
-        "traversal, best and one": {f"{c}": partial(sb.traversal, c, "best_and_one", **fixed) for c in counts},
-        "multi_draft": {f"2 x {n}": partial(sb.multi_draft, [], (1,) * n) for n in [min(budget // 2, 8)]},
-        "opt_tree": {f"{budget} nodes": partial(sb.opt_tree, budget, 8, **fixed)},
-        "dyspec": {f"{budget} nodes": partial(sb.dyspec, budget, 8, **fixed)},
-        "gsd": {f"{budget} nodes": partial(sb.gsd, 5, 3, 0, budget, **fixed)},
-        "propd": {f"{budget} nodes": partial(sb.propd, budget, 6, **fixed)},
+        "speculative_sampling": _each(sb.speculative_sampling, chains, fixed),
+        "block_verification": _each(sb.block_verification, chains, fixed),
+        "specinfer": _each(sb.specinfer, counts, fixed),
+        "rsd_c": _each(sb.rsd_c, counts, fixed),
+        "rsd_s": {f"{width} x {depth}": partial(sb.rsd_s, width, depth, **fixed) for width, depth in beams},
+        "sequoia": {nodes: partial(sb.sequoia, budget, 8, odds, cost=None, **fixed)},
+        "spechub": hub if budget > 5 else {},
+        "traversal": _each(sb.traversal, counts, fixed),
+        "traversal, best and one": _each(best_and_one, counts, fixed),
+        "multi_draft": {f"2 x {half}": partial(sb.multi_draft, [], (1,) * half)},
+        "opt_tree": {nodes: partial(sb.opt_tree, budget, 8, **fixed)},
+        "dyspec": {nodes: partial(sb.dyspec, budget, 8, **fixed)},
+        "gsd": {nodes: partial(sb.gsd, 5, 3, 0, budget, **fixed)},
+        "propd": {nodes: partial(sb.propd, budget, 6, **fixed)},
         "prompt_lookup": {f"{budget}": partial(sb.prompt_lookup, budget)},
         "suffix_match": {f"{budget}": partial(sb.suffix_match, budget)},
-        "token_recycling": {f"{budget} nodes": partial(sb.token_recycling, 6, None, 8, budget)},
+        "token_recycling": {nodes: partial(sb.token_recycling, 6, None, 8, budget)},
     }
     if head is not None:
         del found["multi_draft"]
         found |= of_paper(paper_of(head), budget)
     return found
+
+
+def _each(make: Callable[..., Method], sizes: Sequence[Any], fixed: dict[str, Any]) -> dict[str, Callable[[], Method]]:
+    """Return a shape for each size, which is the first argument of the recipe."""
+    return {f"{size}": partial(make, size, **fixed) for size in sizes}
 
 
 def of_paper(name: str, budget: int) -> dict[str, dict[str, Callable[[], Method]]]:
@@ -145,7 +161,7 @@ def efficiency(
     measure = partial(_cell, pair, seed=seed, options=options)
     cells = list[TreeCell]()
     reported = dict[tuple[str, str], TreeCell]()
-    shapes = dict[str, dict[str, Callable[[], Method]]]()  # of each recipe, those of all budgets so far
+    shapes = dict[str, dict[str, Callable[[], Method]]]()  # shapes of each recipe, of all budgets so far
     tried = dict[tuple[str, str], float]()  # efficiency on the prompts for choosing
     for budget in sorted(budgets):
         for recipe, more in contenders(budget, head, odds).items():
@@ -186,7 +202,7 @@ def _check_apart(prompts: Sequence[Prompt], choosing: Sequence[Prompt]) -> None:
         raise BadPrompt(
             f"there are {len(prompts)} prompts to report and {len(choosing)} to choose shapes on; give both"
         )
-    both = {str(prompt) for prompt in prompts} & {str(prompt) for prompt in choosing}
+    both = {*map(str, prompts)} & {*map(str, choosing)}
     if both:
         raise BadPrompt(
             f"{len(both)} prompts are reported and also choose shapes, such as {min(both)!r}; keep them apart"
@@ -216,48 +232,58 @@ def _cell(
     rng = np.random.default_rng(0)
     resampled = table[rng.integers(0, len(table), (2000, len(table)))].sum(1)
     low, high = np.quantile(resampled[:, 0] / resampled[:, 1], [0.025, 0.975])
-    return TreeCell(recipe, budget, shape, emitted / passes, float(low), float(high), nodes / passes, layers / passes)
+    return TreeCell(
+        recipe,
+        budget,
+        shape,
+        efficiency=emitted / passes,
+        low=float(low),
+        high=float(high),
+        nodes=nodes / passes,
+        draft_passes=layers / passes,
+    )
 
 
 def as_markdown(cells: Sequence[TreeCell]) -> str:
     """Return a table with a row per recipe and a column per budget."""
     budgets = sorted({cell.budget for cell in cells})
-    lines = [
-        "| recipe | " + " | ".join(f"{budget} nodes" for budget in budgets) + " |",
-        "| --- " * (len(budgets) + 1) + "|",
-    ]
+    rows = []
     for recipe in dict.fromkeys(cell.recipe for cell in cells):
         row = {cell.budget: cell for cell in cells if cell.recipe == recipe}
-        texts = [
-            f"**{row[b].efficiency:.2f}** ({row[b].low:.2f} to {row[b].high:.2f}) {row[b].shape}" if b in row else ""
-            for b in budgets
-        ]
-        lines.append(f"| `{recipe}` | " + " | ".join(texts) + " |")
-    return "\n".join(lines)
+        rows.append([f"`{recipe}`", *(_text_of(row.get(budget)) for budget in budgets)])
+    return markdown_table(["recipe", *(f"{budget} nodes" for budget in budgets)], rows)
+
+
+def _text_of(cell: TreeCell | None) -> str:
+    if cell is None:
+        return ""
+    return f"**{cell.efficiency:.2f}** ({cell.low:.2f} to {cell.high:.2f}) {cell.shape}"
 
 
 def plot(cells: Sequence[TreeCell], path: str | Path) -> None:
     """Write a plot of efficiency against budget to `path`, with a line per recipe and 95 % intervals."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 6))
+    figure, axes = new_figure(1, 1, figsize=(9, 6))
     names = list(dict.fromkeys(cell.recipe for cell in cells))
-    colours = pyplot.get_cmap("tab20")
+    colours = colours_of("tab20")
     for place, recipe in enumerate(names):
         row = sorted((cell for cell in cells if cell.recipe == recipe), key=lambda cell: cell.budget)
         x = np.array([cell.budget for cell in row]) + 0.12 * (place - len(names) / 2)
         y = np.array([cell.efficiency for cell in row])
-        bars = np.array([[cell.efficiency - cell.low for cell in row], [cell.high - cell.efficiency for cell in row]])
+        below = y - [cell.low for cell in row]
+        above = [cell.high for cell in row] - y
         axes.errorbar(
-            x, y, yerr=np.maximum(bars, 0), marker="o", capsize=2, label=recipe, color=colours(place % 20), lw=1.2
+            x,
+            y,
+            yerr=np.maximum([below, above], 0),
+            marker="o",
+            capsize=2,
+            label=recipe,
+            color=colours(place % 20),
+            lw=1.2,
         )
     axes.set_xlabel("nodes scored per pass of the target (budget)")
     axes.set_ylabel("tokens per pass of the target")
     axes.set_xticks(sorted({cell.budget for cell in cells}))
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
-    figure.tight_layout()
-    save_figure(figure, path)
+    put_legend_right(axes)
+    finish_figure(figure, path)

@@ -1,15 +1,15 @@
-"""What a pass of a draft head costs, beside a pass of its target."""
+"""The cost of a pass of a draft head and of its target."""
 
-from specbeam.models.heads.lm import HeadLM
-from specbeam.models.huggingface import HuggingFaceLM
-from specbeam.models.pair import Pair
-from specbeam.recipes.tuning.costs import curve_of
+from specbeam import Pair
+from specbeam.models import HuggingFaceLM
+from specbeam.models.heads import HeadLM
+from specbeam.recipes import curve_of
 
 ROWS = (1, 8, 32)
 
 
 def head_cost(pair: Pair) -> str:
-    """Return what passes of the pair's draft head and of its target cost by their rows, as people read it.
+    """Return a sentence with the cost of passes of the pair's draft head and of its target, by rows.
 
     Returns "" if the draft is no head.
     """

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specbeam.core.records import Generation
+from specbeam import Generation, Method
 from specbeam.lab.evaluate.intervals import interval, ratio_interval, share_interval
 from specbeam.lab.evaluate.perplexity import exp, summary
 from specbeam.lab.evaluate.task import bleu, bleu_counts, bleu_of, exact_match, hits
-from specbeam.recipes.method import Method
 
 METRICS = ("BLEU", "exact match")
 # names of the methods to which the ratios of the others are taken
@@ -95,7 +94,7 @@ def line_of(task: Task, name: str, method: Method, run: MethodRun, runs: dict[st
     """Compute all figures of one method on a task. Intervals are by bootstrap over prompts.
 
     Args:
-        run: what the method did; its answers have to be scored.
+        run: the run of the method; its answers have to be scored.
         runs: the runs of all methods by name, from which those to compare with are taken.
     """
     scores = summary(run.logp, [answer.tokens for answer in run.answers])
@@ -122,7 +121,8 @@ def line_of(task: Task, name: str, method: Method, run: MethodRun, runs: dict[st
 
 def _ratio(run: MethodRun, above: np.ndarray, below: np.ndarray) -> Figure:
     """Return sum(above) / sum(below). The answers to one prompt are resampled together."""
-    return Figure(float(above.sum() / below.sum()), *ratio_interval(run.by_prompt(above), run.by_prompt(below)))
+    low, high = ratio_interval(run.by_prompt(above), run.by_prompt(below))
+    return Figure(float(above.sum() / below.sum()), low, high)
 
 
 def _perplexity_ratio(run: MethodRun, plain: MethodRun | None) -> Figure | None:
@@ -139,7 +139,7 @@ def _perplexity_ratio(run: MethodRun, plain: MethodRun | None) -> Figure | None:
 
 
 def _pass_ratio(run: MethodRun, speculative: MethodRun | None) -> Figure | None:
-    """Return the tokens per pass divided by those of `speculative`, None if `speculative` is None."""
+    """Return the tokens per pass relative to `speculative`, None if `speculative` is None."""
     if speculative is None:
         return None
     columns = [side.by_prompt(values) for side in (run, speculative) for values in (side.lengths, side.passes)]
@@ -157,5 +157,9 @@ def _quality(task: Task, run: MethodRun) -> Figure:
         total = run.by_prompt(np.ones(len(texts)))
         return Figure(exact_match(texts, answers), *share_interval(correct, total))
     columns = [run.by_prompt(np.array(column)) for column in zip(*bleu_counts(texts, answers), strict=True)]
-    low, high = interval(columns, lambda *sums: np.array([bleu_of(row) for row in zip(*sums, strict=True)]))
+
+    def bleu_of_each(*sums: np.ndarray) -> np.ndarray:
+        return np.array([bleu_of(row) for row in zip(*sums, strict=True)])
+
+    low, high = interval(columns, bleu_of_each)
     return Figure(bleu(texts, answers), low, high)

@@ -10,15 +10,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from specbeam.generation import generate
+from specbeam import (
+    Method,
+    Pair,
+    beam_sampling,
+    beam_search,
+    dsbd,
+    generate,
+    greedy,
+    mmtad,
+    mtad,
+    sampling,
+    speculative_beam_search,
+    speculative_sampling,
+)
 from specbeam.lab.bench.method_figures import SAMPLING, SPECULATIVE, MethodLine, MethodRun, Task, line_of
 from specbeam.lab.evaluate.perplexity import log_likelihoods
-from specbeam.models.pair import Pair
-from specbeam.recipes.beams import beam_sampling, dsbd, greedy, sampling
-from specbeam.recipes.joint.beams import mmtad, mtad
-from specbeam.recipes.method import Method
-from specbeam.recipes.search import beam_search, speculative_beam_search
-from specbeam.recipes.sequence import speculative_sampling
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,8 @@ def measure(
         on_progress: called after every round, in which all methods answer one prompt.
     """
     runs = {name: MethodRun([], [], [], []) for name in methods}
-    _round(pair, methods, task.rows[0][0], 0, 0, max_new_tokens, {name: MethodRun([], [], [], []) for name in methods})
+    not_counted = {name: MethodRun([], [], [], []) for name in methods}
+    _round(pair, methods, task.rows[0][0], 0, 0, max_new_tokens, not_counted)
     for number in range(seeds * len(task.rows)):
         seed, place = divmod(number, len(task.rows))
         _round(pair, methods, task.rows[place][0], place, seed, max_new_tokens, runs)

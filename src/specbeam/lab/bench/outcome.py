@@ -1,14 +1,13 @@
-"""Contenders of a benchmark, and what it reads of their answers."""
+"""Contenders of a benchmark, and the outcomes of their answers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from specbeam.core.records import Generation, RowCounts
-from specbeam.generation import Prompt, generate
-from specbeam.models.pair import Pair
-from specbeam.recipes.method import Method
+from specbeam import Generation, Method, Pair, generate
+from specbeam.core import RowCounts
+from specbeam.doors import Prompt
 
 
 @dataclass(frozen=True)

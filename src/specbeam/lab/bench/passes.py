@@ -1,4 +1,4 @@
-"""The cost of a target pass by its rows and by the tokens in the cache, and of a step of beams beside transformers.
+"""The cost of a target pass by its rows and by the tokens in the cache, and of a step of beams, also in transformers.
 
 Transformers keeps a copy of the prompt per beam. Every round times all lengths and sizes, so that a busy moment of the
 machine affects all of them.
@@ -12,9 +12,8 @@ from typing import TypeVar
 from specbeam.lab.bench.cost_fits import Fit, knee_fit, straight_fit
 from specbeam.lab.bench.speed import Spread
 from specbeam.lab.bench.transformers_cache import CopiedPrompt, token_bytes
-from specbeam.models.huggingface import HuggingFaceLM
-from specbeam.recipes.tuning.costs import NODES
-from specbeam.recipes.tuning.stored_prompt import StoredPrompt, TurnCost
+from specbeam.models import HuggingFaceLM
+from specbeam.recipes import NODES, StoredPrompt, TurnCost
 
 LENGTHS = (128, 512, 1024, 2048, 4096)
 BEAMS = (1, 4, 16, 64)
@@ -43,7 +42,7 @@ class PassPlan:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The numbers of rows of specbeam's passes: those of `rows` and of `beams`, ascending."""
+        """The numbers of rows of specbeam's passes, from `rows` and `beams`, ascending."""
         return tuple(sorted({*self.rows, *self.beams}))
 
     @property
@@ -176,17 +175,21 @@ def fits(cells: Sequence[PassCell], plan: PassPlan) -> Fits:
     Lines over lengths that would rest on fewer than two lengths are left out.
     """
     at = {(cell.engine, cell.length, cell.rows): cell for cell in cells}
-    by_length = {
-        length: knee_fit(plan.rows, [_median(at[OURS, length, rows].pass_ms) for rows in plan.rows])
-        for length in (plan.lengths if len(plan.rows) >= 4 else ())
-    }
+    by_length = {}
+    if len(plan.rows) >= 4:
+        for length in plan.lengths:
+            times = [_median(at[OURS, length, rows].pass_ms) for rows in plan.rows]
+            by_length[length] = knee_fit(plan.rows, times)
     by_beams = {}
     for engine, beams in [(engine, beams) for beams in plan.beams for engine in (OURS, THEIRS)]:
         measured = [length for length in plan.lengths if at[engine, length, beams].turn_ms is not None]
         if len(measured) >= 2:
             turns = [_median(at[engine, length, beams].turn_ms) for length in measured]
             by_beams[engine, beams] = straight_fit(measured, turns)
-    row = straight_fit(list(by_length), [fit.slope for fit in by_length.values()]) if len(by_length) >= 2 else None
+    row = None
+    if len(by_length) >= 2:
+        slopes = [fit.slope for fit in by_length.values()]
+        row = straight_fit(list(by_length), slopes)
     return Fits(by_length, row, by_beams)
 
 

@@ -5,9 +5,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from specbeam.doors.render import save_figure
 from specbeam.lab.bench.passes import OURS, THEIRS, Fits, PassCell, PassPlan
 from specbeam.lab.bench.speed import Spread
+from specbeam.lab.bench.tables import (
+    colours_of,
+    finish_figure,
+    markdown_table,
+    new_figure,
+    put_legend_right,
+    spread_text,
+)
 
 
 def as_records(cells: Sequence[PassCell], fitted: Fits) -> list[dict[str, Any]]:
@@ -29,15 +36,19 @@ def as_markdown(cells: Sequence[PassCell], fitted: Fits, plan: PassPlan) -> str:
     """
     at = {(cell.engine, cell.length, cell.rows): cell for cell in cells}
     heads = [f"{length} cached" for length in plan.lengths]
-    sizes = [[str(rows), *(_spread(at[OURS, length, rows].pass_ms) for length in plan.lengths)] for rows in plan.rows]
-    blocks = [_table(["ms of a pass, by rows", *heads], sizes), *_lines(fitted)]
+    sizes = []
+    for rows in plan.rows:
+        costs = [_spread(at[OURS, length, rows].pass_ms) for length in plan.lengths]
+        sizes.append([str(rows), *costs])
+    blocks = [markdown_table(["ms of a pass, by rows", *heads], sizes), *_lines(fitted)]
     if plan.beams:
         turns = _beams(at, plan, lambda cell: _spread(cell.turn_ms) or f"not made, {cell.kv_mb / 1e3:.1f} GB")
         for row, key in zip(turns, _order(plan), strict=True):
-            row.append(f"{1e3 * fitted.by_beams[key].slope:.2f}" if key in fitted.by_beams else "")
-        blocks.append(_table(["ms of a pass and reordering", *heads, "µs per cached token"], turns))
+            fit = fitted.by_beams.get(key)
+            row.append("" if fit is None else f"{1e3 * fit.slope:.2f}")
+        blocks.append(markdown_table(["ms of a pass and reordering", *heads, "µs per cached token"], turns))
         stored = _beams(at, plan, lambda cell: f"{cell.kv_tokens:,} ({cell.kv_mb:,.0f} MB)")
-        blocks.append(_table(["KV tokens stored", *heads], stored))
+        blocks.append(markdown_table(["KV tokens stored", *heads], stored))
     return "\n\n".join(blocks)
 
 
@@ -49,7 +60,7 @@ def _lines(fitted: Fits) -> list[str]:
         [f"{length}", f"{fit.start:.2f}", f"{fit.knee:.1f}", f"{fit.slope:.3f}", f"{fit.r2:.4f}"]
         for length, fit in fitted.by_length.items()
     ]
-    blocks = [_table(["cached tokens", "ms up to the knee", "knee, rows", "ms per further row", "R²"], rows)]
+    blocks = [markdown_table(["cached tokens", "ms up to the knee", "knee, rows", "ms per further row", "R²"], rows)]
     if fitted.row is not None:
         blocks.append(
             f"A row beyond the knee costs {fitted.row.start:.3f} ms, and {1e3 * fitted.row.slope:.3f} ms more per 1,000 "
@@ -66,25 +77,25 @@ def _beams(
     at: dict[tuple[str, int, int], PassCell], plan: PassPlan, text_of: Callable[[PassCell], str]
 ) -> list[list[str]]:
     """Return a row per number of beams and engine, with a text per length."""
-    return [
-        [_label(engine, beams), *(text_of(at[engine, length, beams]) for length in plan.lengths)]
-        for engine, beams in _order(plan)
-    ]
+    rows = []
+    for engine, beams in _order(plan):
+        texts = [text_of(at[engine, length, beams]) for length in plan.lengths]
+        rows.append([_label(engine, beams), *texts])
+    return rows
 
 
 def _label(engine: str, beams: int) -> str:
     return f"{engine}, {beams} beam{'s' * (beams > 1)}"
 
 
-def _table(heads: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [heads, ["---"] * len(heads), *rows])
-
-
 def _spread(spread: Spread | None) -> str:
     if spread is None:
         return ""
-    digits = 2 if spread.median < 10 else 1 if spread.median < 100 else 0
-    return f"{spread.median:,.{digits}f} ({spread.low:,.{digits}f} to {spread.high:,.{digits}f})"
+    if spread.median < 10:
+        return spread_text(spread, 2, ",")
+    if spread.median < 100:
+        return spread_text(spread, 1, ",")
+    return spread_text(spread, 0, ",")
 
 
 def plot(cells: Sequence[PassCell], fitted: Fits, plan: PassPlan, path: Path) -> None:
@@ -93,15 +104,12 @@ def plot(cells: Sequence[PassCell], fitted: Fits, plan: PassPlan, path: Path) ->
     The left one shows the time of a pass against its rows for each length, with the fitted lines. The right one shows
     the time of a turn against the length for each number of beams.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(14, 5))
-    colours = pyplot.get_cmap("viridis")
+    figure, (left, right) = new_figure(1, 2, figsize=(14, 5))
+    colours = colours_of("viridis")
+    colours_of_beams = colours_of("tab10")
     for place, length in enumerate(plan.lengths):
-        row = [cell for cell in cells if (cell.engine, cell.length) == (OURS, length) and cell.rows in plan.rows]
+        ours = [cell for cell in cells if cell.engine == OURS and cell.length == length]
+        row = [cell for cell in ours if cell.rows in plan.rows]
         colour = colours(0.9 - 0.9 * place / max(len(plan.lengths) - 1, 1))
         _points(left, plan.rows, [cell.pass_ms for cell in row], colour, "o", "none", f"{length:,} tokens")
         if length in fitted.by_length:
@@ -112,29 +120,29 @@ def plot(cells: Sequence[PassCell], fitted: Fits, plan: PassPlan, path: Path) ->
     left.legend(title="in the cache; lines: fits", fontsize=8, title_fontsize=8)
     for engine, beams in _order(plan):
         row = [cell for cell in cells if (cell.engine, cell.rows) == (engine, beams)]
-        colour = pyplot.get_cmap("tab10")(plan.beams.index(beams))
+        colour = colours_of_beams(plan.beams.index(beams))
         style = "-" if engine == OURS else "--"
         _points(right, plan.lengths, [cell.turn_ms for cell in row], colour, "o", style, _label(engine, beams))
     right.set(xlabel="tokens in the cache", ylabel="ms per pass and reordering", xscale="log", yscale="log")
     right.set_xticks(plan.lengths, [f"{length:,}" for length in plan.lengths])
     right.minorticks_off()
-    right.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    put_legend_right(right)
     for axes in (left, right):
         axes.grid(alpha=0.3)
-    figure.tight_layout()
-    save_figure(figure, path)
-    pyplot.close(figure)
+    finish_figure(figure, path)
 
 
 def _points(
     axes: Any, x: Sequence[int], spreads: Sequence[Spread | None], colour: Any, marker: str, style: str, label: str
 ) -> None:
     """Draw the spreads that are known as error bars."""
-    known = [(place, spread) for place, spread in zip(x, spreads, strict=True) if spread is not None]
+    places = [place for place, spread in zip(x, spreads, strict=True) if spread is not None]
+    known = [spread for spread in spreads if spread is not None]
     if known:
-        below = [spread.median - spread.low for _, spread in known]
-        above = [spread.high - spread.median for _, spread in known]
+        medians = [spread.median for spread in known]
+        below = [spread.median - spread.low for spread in known]
+        above = [spread.high - spread.median for spread in known]
         axes.errorbar(
-            [place for place, _ in known], [spread.median for _, spread in known], yerr=[below, above],
+            places, medians, yerr=[below, above],
             marker=marker, ms=4, capsize=2, lw=1.2, elinewidth=0.8, ls=style, color=colour, label=label,
         )  # fmt: skip

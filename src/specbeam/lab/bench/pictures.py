@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 from pathlib import Path
 
-from specbeam.doors.places import require_place
+from specbeam.doors import require_place
 from specbeam.errors import CannotWrite, MissingFile, MissingPackage
 
 KINDS = (".png", ".svg", ".pdf", ".jpg", ".webp")

@@ -14,7 +14,7 @@ from specbeam import __version__
 
 
 def provenance() -> dict[str, str]:
-    """Return what is needed to repeat a measurement, as texts by name."""
+    """Return the facts needed to repeat a measurement, as texts by name."""
     return {
         "command": shlex.join(["specbeam", *sys.argv[1:]]),
         "specbeam": __version__,
@@ -29,7 +29,7 @@ def provenance() -> dict[str, str]:
 
 
 def _commit(source: Path = Path(__file__)) -> str:
-    """Return the commit of the checkout that holds `source`, "none" if that is no checkout of specbeam.
+    """Return the commit of the checkout that holds `source`, "none" if it is not a checkout of specbeam.
 
     An installed specbeam may lie in an environment inside the repository of another project.
     """

@@ -23,7 +23,7 @@ class ServedOnce:
         first_s: seconds to the first piece of text; None if there was none.
         tokens: new tokens of the answer.
         number: of the request, from 0 on.
-        texts: those of the answer, by index; empty if it was not answered.
+        texts: the answer's texts, by index; empty if it was not answered.
     """
 
     status: int
@@ -73,7 +73,7 @@ class Load:
         key: API key.
         seed: of the times, and of the first request; further ones count on.
         seconds: after which no further request is sent; None: all are.
-        kinds: fields in addition to those of `body`, taken in turn; none: `body` is all.
+        kinds: fields in addition to `body`, taken in turn; empty: `body` only.
     """
 
     prompts: Sequence[str]
@@ -196,10 +196,11 @@ async def _ask(http: Any, load: Load, number: int, leaves: bool, since: float) -
 
 
 async def _figures(http: Any) -> dict[str, float]:
-    """Return the server's own counters of passes and tokens; {} if it does not tell."""
+    """Return the server's counters of passes and tokens; {} if it has none."""
     answer = await http.get("/metrics")
     found: dict[str, float] = {}
-    for line in answer.text.splitlines() if answer.status_code == 200 else ():
+    lines = answer.text.splitlines() if answer.status_code == 200 else []
+    for line in lines:
         for name in ("target_passes_total", "generation_tokens_total"):
             if line.startswith(f"specbeam:{name}{{"):
                 found[name] = float(line.rsplit(" ", 1)[1])
@@ -216,6 +217,7 @@ def _report(
         for one in answered
         if one.first_s is not None and one.tokens > 1
     ]
+    statuses = Counter(one.status for one in once)
     gained = {name: after[name] - before.get(name, 0.0) for name in after}
     tokens = gained.get("generation_tokens_total", 0.0)
     return LoadReport(
@@ -223,8 +225,8 @@ def _report(
         requests=len(once),
         seconds=seconds,
         answered=len(answered),
-        gone=sum(one.status == 0 for one in once),
-        statuses={str(status): number for status, number in sorted(Counter(one.status for one in once).items())},
+        gone=statuses[0],
+        statuses={str(status): number for status, number in sorted(statuses.items())},
         requests_per_s=len(answered) / seconds,
         tokens_per_s=sum(one.tokens for one in answered) / seconds,
         waited_s=_middle_and_end([one.waited_s for one in answered]),

@@ -1,4 +1,4 @@
-"""Spec-Bench: its questions by its six tasks, each method beside plain decoding of the target, with its numbers and ours."""
+"""Spec-Bench: its questions by its six tasks, each method against plain decoding of the target, by its figures and ours."""
 
 import json
 import time
@@ -8,16 +8,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from specbeam.doors.chats import prompt_of_messages
-from specbeam.doors.places import text_of, write_output
-from specbeam.doors.plain import as_json
-from specbeam.doors.prompts import spread
+from specbeam import Method, Pair, generate, sampling, turns_of
+from specbeam.doors import as_json, prompt_of_messages, spread, text_of, write_output
 from specbeam.errors import BadPrompt, BadSetting
-from specbeam.generation import generate, turns_of
 from specbeam.lab.evaluate.intervals import ratio_interval
-from specbeam.models.pair import Pair
-from specbeam.recipes.beams import sampling
-from specbeam.recipes.method import Method
 
 TASKS = ("multi-turn", "translation", "summarization", "qa", "math_reasoning", "rag")
 PLAIN = "plain"
@@ -26,7 +20,7 @@ WARM_UPS = 3  # answers to the first question that do not count, as in Spec-Benc
 
 @dataclass(frozen=True)
 class Question:
-    """A question of Spec-Bench; those of the eight kinds of MT-bench are the task "multi-turn"."""
+    """A question of Spec-Bench; the eight kinds of MT-bench are the task "multi-turn"."""
 
     id: int
     category: str
@@ -61,9 +55,9 @@ class SpecBenchLine:
     Attributes:
         accepted: Spec-Bench's "mean accepted tokens": new tokens per pass of the target, over all passes.
         their_speedup: Spec-Bench's: the mean over questions of tokens per second, over that of plain decoding.
-        speedup: ours: seconds per token of plain decoding over those of the method, over all tokens.
+        speedup: ours: seconds per token of plain decoding divided by the method's, over all tokens.
         low, high: its 95 % interval, by bootstrap over questions.
-        same: share of the questions whose texts are those of plain decoding.
+        same: share of the questions whose texts equal plain decoding.
     """
 
     method: str
@@ -97,7 +91,10 @@ def read_questions(path: Path, each: int | None = None) -> list[Question]:
     if not questions:
         raise BadPrompt(f"{path} holds no questions; give Spec-Bench's question.jsonl")
     by_task = {task: [one for one in questions if one.task == task] for task in TASKS}
-    return [one for task in TASKS for one in (by_task[task] if each is None else spread(by_task[task], each))]
+    found = []
+    for task in TASKS:
+        found += by_task[task] if each is None else spread(by_task[task], each)
+    return found
 
 
 def specbench(
@@ -171,7 +168,7 @@ def _options(method: Method, max_new_tokens: int, temperature: float) -> dict[st
 
 
 def _room_for_prompt(pair: Pair, prompt: list[int], max_new_tokens: int) -> int:
-    """Return how many tokens of a prompt there is room for. Raises `BadSetting` if it is none."""
+    """Return the maximum number of tokens of a prompt. Raises `BadSetting` if there is no room."""
     positions = pair.room(0)
     if positions is None:
         return len(prompt)
@@ -214,7 +211,7 @@ def _line(name: str, task: str, own: list[Reply], plain: list[Reply]) -> SpecBen
     plain_tokens = sum(sum(one.tokens) for one in plain)
     plain_s = [sum(one.seconds) for one in plain]
     own_s = [sum(one.seconds) for one in own]
-    # Texts may have other lengths than plain ones, so seconds are those of as many tokens.
+    # Texts may have other lengths than plain ones, so seconds are scaled to the same number of tokens.
     scale = plain_tokens / tokens
     low, high = ratio_interval(plain_s, [seconds * scale for seconds in own_s])
     return SpecBenchLine(

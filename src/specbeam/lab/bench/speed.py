@@ -16,14 +16,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from specbeam.core.records import RowCounts
-from specbeam.doors.energy import EnergyMeter
-from specbeam.doors.prompts import PromptRow
-from specbeam.generation import Prompt
+from specbeam import Pair
+from specbeam.core import RowCounts
+from specbeam.doors import EnergyMeter, Prompt, PromptRow
 from specbeam.lab.bench.outcome import Contender, Outcome
 from specbeam.lab.evaluate.perplexity import log_likelihoods
 from specbeam.lab.evaluate.task import bleu, exact_match
-from specbeam.models.pair import Pair
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,8 @@ class Measurements:
         """
         self.seconds[-1] += seconds
         self.counts[-1] += sum(map(len, outcome.tokens))
-        self.joules[-1] = None if joules is None or self.joules[-1] is None else self.joules[-1] + joules
+        before = self.joules[-1]
+        self.joules[-1] = None if joules is None or before is None else before + joules
         self.outcomes.append(outcome)
         self.prompts += prompts
 
@@ -221,10 +220,10 @@ def _line(
     reference_rates = np.array(reference.rates)
     answers = [tokens for outcome in measured.outcomes for tokens in outcome.tokens]
     total = sum(map(len, answers))
-    passes = [outcome.passes for outcome in measured.outcomes]
+    passes = [outcome.passes for outcome in measured.outcomes if outcome.passes is not None]
     widths = [width for outcome in measured.outcomes for width in outcome.widths]
-    rows_of_each = [outcome.rows for outcome in measured.outcomes]
-    counts = None if None in rows_of_each else sum((one for one in rows_of_each if one is not None), RowCounts())
+    rows_of_each = [outcome.rows for outcome in measured.outcomes if outcome.rows is not None]
+    counts = sum(rows_of_each, RowCounts()) if len(rows_of_each) == len(measured.outcomes) else None
     peaks = [outcome.peak_kv_tokens for outcome in measured.outcomes if outcome.peak_kv_tokens is not None]
     joules = [value for value in measured.joules if value is not None]
     tokenizer = pair.tokenizer
@@ -238,7 +237,7 @@ def _line(
         ratio=Spread.of((rates / reference_rates).tolist()),
         ms_per_token=1e3 * sum(measured.seconds) / total,
         joules_per_token=sum(joules) / total if len(joules) == len(measured.joules) else None,
-        passes_per_token=None if None in passes else sum(value for value in passes if value is not None) / total,
+        passes_per_token=sum(passes) / total if len(passes) == len(measured.outcomes) else None,
         mean_width=statistics.fmean(widths) if widths else None,
         logp_per_token=sum(log_likelihoods(pair, prompts, answers)) / total,
         quality=_quality(pair, answers, [rows[place].answer for place in measured.prompts]),

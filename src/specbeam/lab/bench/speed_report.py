@@ -3,35 +3,43 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from specbeam.doors.render import as_label, save_figure
-from specbeam.lab.bench.speed import SpeedLine, Spread
+from specbeam.doors import as_label
+from specbeam.lab.bench.speed import SpeedLine
+from specbeam.lab.bench.tables import (
+    colours_of,
+    finish_figure,
+    markdown_table,
+    new_figure,
+    put_legend_right,
+    spread_text,
+)
+
+SCALES = {"BLEU": 1, "exact match": 100}  # of each metric of quality, in a table
 
 
 def as_markdown(lines: Sequence[SpeedLine]) -> str:
     """Return a table with a row per contender: medians of the rounds, with the smallest and the largest round."""
-    metrics = [name for name in ("BLEU", "exact match") if all(name in line.quality for line in lines)]
+    metrics = [name for name in SCALES if all(name in line.quality for line in lines)]
     has_joules = any(line.joules_per_token is not None for line in lines)
+    joules_head = ["J per token"] if has_joules else []
     heads = [
-        f"{lines[0].batch_size} at once", "tokens/s", "ratio", "ms per token", *(["J per token"] if has_joules else []),
+        f"{lines[0].batch_size} at once", "tokens/s", "ratio", "ms per token", *joules_head,
         "target passes per token", "rows per token", "rows saved per token", "lazy layers", "layers without a pass",
         "mean width", "log p per token", *metrics, "peak KV tokens", "memory, MB",
     ]  # fmt: skip
-    rows = ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
+    rows = []
     for line in lines:
-        quality = [f"{line.quality[name] * (100 if name == 'exact match' else 1):.1f}" for name in metrics]
+        quality = [f"{line.quality[name] * SCALES[name]:.1f}" for name in metrics]
+        joules = [_number(line.joules_per_token, 2)] if has_joules else []
         cells = [
-            line.name, _spread(line.tokens_per_second, 1), _spread(line.ratio, 2), f"{line.ms_per_token:.2f}",
-            *([_number(line.joules_per_token, 2)] if has_joules else []), _number(line.passes_per_token, 2),
+            line.name, spread_text(line.tokens_per_second, 1), spread_text(line.ratio, 2), f"{line.ms_per_token:.2f}",
+            *joules, _number(line.passes_per_token, 2),
             _number(line.rows_per_token, 2), _number(line.saved_rows_per_token, 2), _share(line.lazy_layers),
             _share(line.free_layers), _number(line.mean_width, 1), f"{line.logp_per_token:.2f}", *quality,
-            "" if line.peak_kv_tokens is None else str(line.peak_kv_tokens), _number(line.memory_mb, 0),
+            _number(line.peak_kv_tokens, 0), _number(line.memory_mb, 0),
         ]  # fmt: skip
-        rows.append("| " + " | ".join(cells) + " |")
-    return "\n".join(rows)
-
-
-def _spread(spread: Spread, digits: int) -> str:
-    return f"{spread.median:.{digits}f} ({spread.low:.{digits}f} to {spread.high:.{digits}f})"
+        rows.append(cells)
+    return markdown_table(heads, rows)
 
 
 def _share(value: float | None) -> str:
@@ -44,23 +52,17 @@ def _number(value: float | None, digits: int) -> str:
 
 def plot(lines: Sequence[SpeedLine], path: Path) -> None:
     """Write a plot of quality against speed to `path`: BLEU if there are references, else log p per token."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     has_bleu = all("BLEU" in line.quality for line in lines)
-    figure, axes = pyplot.subplots(figsize=(8, 5))
+    figure, axes = new_figure(1, 1, figsize=(8, 5))
+    colours = colours_of("tab20")
     for place, line in enumerate(lines):
         speed = line.tokens_per_second
         value = line.quality["BLEU"] if has_bleu else line.logp_per_token
         axes.errorbar(
             speed.median, value, xerr=[[speed.median - speed.low], [speed.high - speed.median]], marker="o", capsize=2,
-            label=as_label(line.name), color=pyplot.get_cmap("tab20")(place % 20),
+            label=as_label(line.name), color=colours(place % 20),
         )  # fmt: skip
     axes.set(xlabel="tokens per second", ylabel="BLEU" if has_bleu else "log p per token", xlim=(0, None))
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
-    figure.tight_layout()
-    save_figure(figure, path)
-    pyplot.close(figure)
+    put_legend_right(axes)
+    finish_figure(figure, path)

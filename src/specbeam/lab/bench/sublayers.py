@@ -1,4 +1,4 @@
-"""The sublayers that drafts of a target do without best on some prompts, found before any text is decoded with them."""
+"""A search on prompts for the sublayers that drafts of a target should skip, before texts are decoded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,19 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from specbeam.core.forest import Forest
+from specbeam import Pair, Skipping, generate
+from specbeam.core import Forest
 from specbeam.errors import BadSetting
-from specbeam.generation import generate
-from specbeam.models.pair import Pair
-from specbeam.models.skipping import Skipping, SkippingLM, skipping_model
-from specbeam.models.sublayers import Sublayers, chosen
+from specbeam.models import SkippingLM, Sublayers, chosen, skipping_model
 
 SEED = 0x0FF
 
 
 @dataclass(frozen=True)
 class FoundSublayers:
-    """What a search on prompts has found.
+    """The result of a search on prompts.
 
     Attributes:
         skipped: the best set.
@@ -44,14 +42,14 @@ def best_sublayers(
     max_new_tokens: int = 32,
     seed: int = 0,
 ) -> FoundSublayers:
-    """Search for the sublayers that drafts do without best on the target's own answers to these prompts (Draft & Verify).
+    """Search for the sublayers to skip in drafts, on the target's answers to these prompts (Draft & Verify).
 
-    The answers are decoded greedily. What is found is kept as that of texts is, so drafts with the same settings begin with
+    The answers are decoded greedily. The result is stored like a search on texts: drafts with the same settings begin with
     it; but its search is over, so that they stay with it.
 
     Args:
-        settings: of a search, "bayes" or "random"; None: those of `swift`.
-        tries: number of sets that are tried; the search may end before by its own rule.
+        settings: of a search, "bayes" or "random"; None: the settings of `swift`.
+        tries: maximum number of sets to try; the search may end earlier by its own rule.
 
     Raises `BadSetting` if the settings name a set, or a prompt has no answer of two tokens.
     """

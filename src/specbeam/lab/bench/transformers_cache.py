@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import DynamicCache
 
-from specbeam.recipes.tuning.stored_prompt import TurnCost, seconds_of
+from specbeam.recipes import TurnCost, seconds_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

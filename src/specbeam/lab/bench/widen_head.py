@@ -10,14 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from specbeam.engines.eligibility import layers_of
+from specbeam.engines import layers_of
 from specbeam.errors import NotSupported
 from specbeam.lab.bench.widen_model import copy_layer, insert
-from specbeam.models.heads.bita import Bita
-from specbeam.models.heads.exit import ExitHead
-from specbeam.models.heads.extra_rows import ExtraHead
-from specbeam.models.heads.head import Head
-from specbeam.models.heads.hidden_transfer import HiddenTransfer
+from specbeam.models.heads import Bita, ExitHead, ExtraHead, Head, HiddenTransfer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,7 +59,7 @@ def _larger(head: Head, target: "PreTrainedModel") -> Head:
 
 
 def _larger_exit(head: ExitHead, target: "PreTrainedModel", width: int) -> ExitHead:
-    """Return an exit head whose layer is like those of the target, with the weights of the small one inside."""
+    """Return an exit head whose layer has the target's shape, with the weights of the small one inside."""
     larger = ExitHead(target, head.after)
     norm: Any = larger.norm
     layer: Any = larger.layer

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from specbeam.engines.families import head_size
-from specbeam.engines.packed import matrices_of
+from specbeam.engines import head_size, matrices_of
 from specbeam.errors import BadSetting, NotSupported
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ class Size:
 def is_tied(model: "PreTrainedModel") -> bool:
     """Return whether the embedding and the output head of a model share their weights.
 
-    Its configuration does not say: a model whose checkpoint has another head is loaded with it, tied or not.
+    The configuration is not reliable: a model whose checkpoint has another head is loaded with it, tied or not.
     """
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
@@ -134,7 +133,7 @@ def grown(model: "PreTrainedModel", to: Size | int, seed: int = 0) -> "PreTraine
     """Return a new model with more weights that computes the same logits up to rounding.
 
     It has the dtype of the model and lies on the same device. If all matrices of the model hold bfloat16 numbers,
-    whatever their dtype, so do those of the new model.
+    whatever their dtype, so does the new model.
 
     Args:
         model: of the Llama, Mistral, Qwen2 or Qwen3 family. It is not changed.
@@ -199,7 +198,7 @@ def random_model(kind: Any, config: Any, like: "PreTrainedModel", seed: int) -> 
 
 
 def keep_short(large: "PreTrainedModel", model: "PreTrainedModel") -> None:
-    """Round the matrices of a new model to bfloat16 numbers if those of the model it grows from are such."""
+    """Round the matrices of a new model to bfloat16 numbers if the original model's are."""
     if _holds_bfloat16(model) and large.dtype != torch.bfloat16:
         for weight in _matrices(large):
             weight.copy_(weight.bfloat16())
@@ -252,7 +251,7 @@ def _check(own: Size, size: Size) -> None:
 def with_positions(model: "PreTrainedModel", positions: int) -> "PreTrainedModel":
     """Return a model with the same weights and more positions, on which long texts can be timed.
 
-    Up to the model's own positions the function stays the same. Beyond them passes cost what they would cost in a model
+    Up to the model's own positions the function stays the same. Beyond them passes cost as much as in a model
     trained for them, but the texts are worthless.
 
     Args:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from specbeam.engines.families import family_of
+from specbeam.engines import family_of
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.lab.bench.widen_model import (
     INNER_PER_WIDTH,
@@ -56,7 +56,7 @@ class ReaderSize:
         """Return the number of weights, without norms and biases of distances, which are negligible.
 
         Args:
-            config: what says the size of a head, the number of tokens, and whether feed-forward layers have a gate.
+            config: has the size of a head, the vocabulary size, and whether feed-forward layers have a gate.
             tied: whether the embedding and the output head share their weights.
         """
         attention = 4 * self.hidden * self.heads * config.d_kv
@@ -119,7 +119,7 @@ def grown_reader(model: "PreTrainedModel", to: ReaderSize | int, seed: int = 0) 
     family = family_of(model)
     if family is None or family.kind not in READERS:
         raise NotSupported(
-            f"growth knows {', '.join(READERS)} of those that read sources; this is {type(model).__name__}"
+            f"encoder-decoder models can be grown if they are {', '.join(READERS)}; this is {type(model).__name__}"
         )
     size = reader_size_for(model, to) if isinstance(to, int) else to
     own = ReaderSize.of(model.config)
@@ -132,7 +132,7 @@ def grown_reader(model: "PreTrainedModel", to: ReaderSize | int, seed: int = 0) 
     config.num_heads = size.heads
     config.layer_norm_epsilon = model.config.layer_norm_epsilon * own.hidden / size.hidden
     large = random_model(type(model), config, model, seed)
-    if not is_tied(model):  # whatever the configuration says, which transformers sets to "tied" for each of these
+    if not is_tied(model):  # the configuration is not reliable: transformers sets it to "tied" for each of these
         large.lm_head.weight = nn.Parameter(large.lm_head.weight.clone())
     keep_short(large, model)
     norm_scale = math.sqrt(own.hidden / size.hidden)  # a norm over more width divides by less

@@ -1,6 +1,6 @@
 """Growth of a vocabulary: a model with more words and the same texts.
 
-Laws, sorting and sums over 128,000 words cost what they cost, whatever the words mean. So each new word is a copy of one of
+The cost of laws, sorting and sums over 128,000 words does not depend on the words. So each new word is a copy of one of
 the model's own, with a logit that lies far below: the row of logits has the shape of a large vocabulary's, and no
 new word is ever drawn.
 """

@@ -1,4 +1,4 @@
-"""A comparison of beam search with that of transformers, which tells rounding from other differences."""
+"""A comparison with the beam search of transformers, which separates rounding from other differences."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -7,16 +7,11 @@ from typing import Any
 
 import torch
 
-from specbeam.core.decode import decode
-from specbeam.core.session import Session
-from specbeam.doors.options.checks import FORMS
-from specbeam.doors.options.settings import Settings
-from specbeam.doors.request import Request
+from specbeam import Method, Pair, decode
+from specbeam.core import Session
+from specbeam.doors import FORMS, Prompt, Request, Settings
 from specbeam.errors import BadSetting, SpecbeamError
-from specbeam.generation import Prompt
 from specbeam.lab.evaluate.replay import EqualsInOrder, Recorder, Rows, forward_logits, leaves, replaying
-from specbeam.models.pair import Pair
-from specbeam.recipes.method import Method
 
 ScoredBeams = list[tuple[list[int], float]]  # new tokens and score of each beam, best first
 CLOSE = 1e-4  # scores that differ by less count as equal
@@ -34,7 +29,7 @@ class Difference:
         theirs, ours: new tokens of this beam in transformers and in specbeam.
         gap: distance between the logits of the two tokens at this place; None if there are no two tokens to compare.
         replayed: whether transformers' search, given the logits that specbeam saw, finds specbeam's beams and scores.
-        apart: largest distance of these logits, as log-odds of likely tokens, from those of a plain forward.
+        apart: largest distance of these logits, as log-odds of likely tokens, from the logits of a plain forward.
         noise: the largest such distance between a plain forward and one that runs token by token.
     """
 
@@ -75,7 +70,7 @@ class Comparison:
 def comparisons(
     pair: Pair, prompts: Sequence[Prompt], methods: Sequence[Method], batch_size: int = 1, **options: Any
 ) -> Iterator[Comparison]:
-    """Compare all beams and scores with those of transformers' ``generate(num_beams=W, do_sample=False)``.
+    """Compare all beams and scores with transformers' ``generate(num_beams=W, do_sample=False)``.
 
     Args:
         pair: the target, and the draft if a method drafts with one.
@@ -96,7 +91,9 @@ def comparisons(
         raise BadSetting(f"{', '.join(strange)} keeps fewer than 2 beams, so there is nothing to compare with")
     if len({method.beams for method in methods}) > 1:
         numbers = ", ".join(f"{method.beams} of {method.name}" for method in methods)
-        raise BadSetting(f"the methods keep different numbers of beams: {numbers}; compare those of one number")
+        raise BadSetting(
+            f"the methods keep different numbers of beams: {numbers}; compare methods with the same number"
+        )
     strange = [name for name in (*FORMS, "grammar_backend") if options.get(name) is not None]
     if strange:
         raise BadSetting(f"transformers has no option {', '.join(strange)}, so there is nothing to compare with")
@@ -165,14 +162,19 @@ def _compare_prompt(
         arguments = transformers_arguments(run.pair, session, run.method.beams, options, number)
         if theirs is None:
             theirs = transformers_beams(run.pair.target_model, session, arguments)
-        off = max((abs(a - b) for (x, a), (y, b) in zip(ours, theirs, strict=False) if x == y), default=0.0)
+        off = 0.0
+        for (our_tokens, our_score), (their_tokens, their_score) in zip(ours, theirs, strict=False):
+            if our_tokens == their_tokens:
+                off = max(off, abs(our_score - their_score))
         difference = None if are_same(ours, theirs) else _difference(run, place, theirs, ours, arguments)
         yield Comparison(number, name, off, difference)
 
 
 def are_same(ours: ScoredBeams, theirs: ScoredBeams) -> bool:
     """Return whether both sides have the same beams in the same order, with scores that are close."""
-    return [tokens for tokens, _ in ours] == [tokens for tokens, _ in theirs] and all(map(_close, ours, theirs))
+    our_texts = [tokens for tokens, _ in ours]
+    their_texts = [tokens for tokens, _ in theirs]
+    return our_texts == their_texts and all(map(_close, ours, theirs))
 
 
 def _close(ours: tuple[list[int], float], theirs: tuple[list[int], float]) -> bool:
@@ -274,13 +276,13 @@ def _gap(model: Any, prompt: list[int], ours: list[int], theirs: list[int], step
 
 
 def _distance_from_plain(model: Any, rows: Rows, start: int) -> float:
-    """Return the largest distance of recorded logits from those of plain forwards; `start` is the prompt's length."""
+    """Return the largest distance of recorded logits from the logits of plain forwards; `start` is the prompt's length."""
     most = 0.0
     for leaf in leaves(rows):
         plain = forward_logits(model, leaf)[start - 1 :]
-        seen = [(place, rows[path]) for place in range(len(plain)) if (path := leaf[: start + place]) in rows]
-        places = [place for place, _ in seen]
-        most = max(most, _distance(plain[places], torch.stack([row for _, row in seen]).to(plain.device)))
+        places = [place for place in range(len(plain)) if leaf[: start + place] in rows]
+        seen = torch.stack([rows[leaf[: start + place]] for place in places])
+        most = max(most, _distance(plain[places], seen.to(plain.device)))
     return most
 
 

@@ -9,11 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from specbeam.generation import Prompt, generate
+from specbeam import Method, Pair, beam_search, generate
+from specbeam.doors import Prompt
 from specbeam.lab.evaluate.against_transformers import Comparison, comparisons
-from specbeam.models.pair import Pair
-from specbeam.recipes.method import Method
-from specbeam.recipes.search import beam_search
 
 CANDIDATES = 200  # number of random rows, of which the best one joins the design
 Row = dict[str, Any]  # a value for each option
@@ -25,7 +23,7 @@ def covering(values: Mapping[str, Sequence[Any]], seed: int = 0) -> list[Row]:
     The search is greedy: of many random rows, the one that covers most of the missing pairs comes next.
 
     Args:
-        values: the values of each option. None stands for an option that is not given.
+        values: the values of each option; None: the option is not given.
     """
     draw = random.Random(seed)
     missing = {
@@ -39,7 +37,8 @@ def covering(values: Mapping[str, Sequence[Any]], seed: int = 0) -> list[Row]:
         rows = [{name: draw.randrange(len(choice)) for name, choice in values.items()} for _ in range(CANDIDATES)]
         best = max(rows, key=lambda row: len(missing & _pairs(row)))
         missing -= _pairs(best)
-        design.append({name: values[name][place] for name, place in best.items() if values[name][place] is not None})
+        chosen = {name: values[name][place] for name, place in best.items()}
+        design.append({name: value for name, value in chosen.items() if value is not None})
     return design
 
 
@@ -51,7 +50,7 @@ def _pairs(row: dict[str, int]) -> set[tuple[str, int, str, int]]:
 def option_values(pair: Pair, prompts: Sequence[Prompt], max_new_tokens: int) -> dict[str, list[Any]]:
     """Return several values of each option of beam search.
 
-    Tokens that are banned, or that end texts, are those that the pair writes most often.
+    Banned tokens and end tokens are the tokens that the pair writes most often.
 
     Args:
         prompts: the first 20 are answered to count the tokens.
@@ -81,7 +80,7 @@ class AgainstThePast:
     """A logits processor as users write them: the tokens that it makes less likely depend on the last token."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return the changed scores; shapes are those of a `transformers.LogitsProcessor`."""
+        """Return the changed scores, with the shapes of a `transformers.LogitsProcessor`."""
         changed = scores.clone()
         for row, last in zip(changed, input_ids[:, -1].tolist(), strict=True):
             row[last % 7 :: 11] -= 1.5

@@ -12,27 +12,25 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from specbeam.doors.method_text import method_from
+from specbeam import Method, Pair, generate, load
+from specbeam.doors import method_from
 from specbeam.errors import BadSetting, NotSupported
-from specbeam.generation import generate
 from specbeam.lab.evaluate.perplexity import LOGITS_PER_PASS, batches_of, score_tokens
-from specbeam.models.pair import Pair, load
-from specbeam.recipes.method import Method
 
 LOG = logging.getLogger("specbeam.evaluate")
-MOST_NEW_TOKENS = 256  # where a task does not say, as for the harness's other models; or half of few positions
+MOST_NEW_TOKENS = 256  # default of a task, as for the harness's other models; or half of the positions, if fewer
 
 
 @register_model("specbeam")
 class HarnessModel(TemplateLM):  # type: ignore[misc]
-    """A pair of models for lm-evaluation-harness. Log-likelihoods are those of the target; texts are decoded by a method.
+    """A pair of models for lm-evaluation-harness. The target computes log-likelihoods; a method decodes texts.
 
     Args:
         pretrained: the target, as for `specbeam.load`.
         draft: the draft model, as for `specbeam.load`.
-        method: a recipe by name. By default the fastest kind that does what a task asks for: `num_beams` above 1 is a beam
+        method: a recipe by name. By default the fastest kind that fits the task: `num_beams` above 1 is a beam
             search, else greedy search or sampling, each drafted by the draft model if there is one.
-        temperature: goes before the task's own, for methods that draw: most tasks say `do_sample: false`, which is
+        temperature: overrides the task's, for methods that sample: most tasks set `do_sample: false`, which is
             temperature 0.
         seed: of all that is drawn.
         batch_size: number of texts that are decoded side by side.
@@ -96,7 +94,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     @property
     def tokenizer_name(self) -> str:
-        """The name by which the harness tells tokenizers apart."""
+        """The name that identifies the tokenizer in the harness."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -175,7 +173,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return answers
 
     def _prompt(self, context: str, new_tokens: int) -> list[int]:
-        """Return the last tokens of a context, as many as leave room for the text; of an empty one the prefix token."""
+        """Return the last tokens of a context that leave room for the text; the prefix token for an empty context."""
         ids = self.tok_encode(context) or [self.prefix_token_id]
         room = self.max_length - new_tokens
         if room < 1:
@@ -187,7 +185,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return ids[-room:]
 
     def method_and_options(self, wanted: dict[str, Any]) -> tuple[Method, dict[str, Any]]:
-        """Return the method and the options of `specbeam.generate` that do what a task asks for.
+        """Return the method and the options of `specbeam.generate` for a task.
 
         Raises `NotSupported` or `BadSetting` if that is not possible.
         """
@@ -216,6 +214,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         has_draft = self.pair.draft is not None
         if beams > 1:
             if draws:
-                raise NotSupported("a task draws with beams; say how: method=beam_sampling or dsbd, with beams=...")
+                raise NotSupported(
+                    "a task samples with beams; choose a method: method=beam_sampling or dsbd, with beams=..."
+                )
             return method_from("speculative_beam_search" if has_draft else "beam_search", [f"beams={beams}"])
         return method_from("speculative_sampling" if has_draft else "sampling", [])

@@ -20,7 +20,10 @@ def interval(columns: Sequence[Column], statistic: Callable[..., Float64[np.ndar
     """
     table = np.column_stack([np.asarray(values, dtype=float) for values in columns])
     rng = np.random.default_rng(0)
-    sums = np.stack([table[rng.integers(0, len(table), len(table))].sum(0) for _ in range(RESAMPLES)])
+    sums = np.empty((RESAMPLES, table.shape[1]))
+    for number in range(RESAMPLES):
+        drawn = rng.integers(0, len(table), len(table))
+        sums[number] = table[drawn].sum(0)
     low, high = np.quantile(statistic(*sums.T), [0.025, 0.975])
     return float(low), float(high)
 
@@ -40,4 +43,6 @@ def share_interval(hits: Column, tries: Column) -> tuple[float, float]:
     beyond = Z**2 / (units + Z**2)
     if share == 0:
         return 0.0, beyond
-    return (1 - beyond, 1.0) if share == 1 else ratio_interval(hits, tries)
+    if share == 1:
+        return 1 - beyond, 1.0
+    return ratio_interval(hits, tries)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from specbeam.doors.places import text_of
+from specbeam.doors import text_of
 
 
 def lines_of(path: Path) -> list[str]:

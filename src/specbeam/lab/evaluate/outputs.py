@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specbeam import Pair
 from specbeam.errors import BadPrompt, MissingFile
 from specbeam.lab.evaluate.lines import lines_of
-from specbeam.models.encoder_decoder import EncoderDecoderLM
-from specbeam.models.pair import Pair
+from specbeam.models import EncoderDecoderLM
 
 
 @dataclass(frozen=True)
@@ -115,5 +115,5 @@ def _token_ids(source: Any, pair: Pair, special: bool) -> list[int]:
 def _checked_ids(source: Any) -> list[int]:
     """Return a list of token ids as it is; raise `ValueError` if it is something else."""
     if not isinstance(source, list) or not all(type(token) is int for token in source):
-        raise ValueError(f"{source!r} is no list of token ids")
+        raise ValueError(f"{source!r} is not a list of token ids")
     return source

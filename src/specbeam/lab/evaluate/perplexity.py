@@ -2,7 +2,7 @@
 
 Raw means temperature 1, no truncation and no logits processor, so that the outputs of all methods are scored alike. Low
 perplexity alone proves little, because a text that repeats itself has it too. So length and repetition are reported
-beside it, and if there are references, a task metric.
+as well, and if there are references, a task metric.
 """
 
 import math
@@ -12,13 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
-from specbeam.doors.options.settings import Settings
-from specbeam.doors.sources import decoder_prompt, hears, source_of
-from specbeam.engines.torch.in_float32 import as_loaded
+from specbeam import Pair
+from specbeam.doors import Settings, decoder_prompt, hears, source_of
+from specbeam.engines import as_loaded
 from specbeam.errors import BadPrompt, NotSupported
 from specbeam.lab.evaluate.intervals import ratio_interval
-from specbeam.models.encoder_decoder import EncoderDecoderLM
-from specbeam.models.pair import Pair
+from specbeam.models import EncoderDecoderLM
 
 LOGITS_PER_PASS = 2**26  # keeps the memory of a pass below some hundred megabytes
 REPEAT = 4  # number of tokens that make a repetition
@@ -150,7 +149,9 @@ def log_likelihoods(
     sources: Sequence[Tokens] | None = None
     if isinstance(pair.target, EncoderDecoderLM):
         if hears(pair):
-            raise NotSupported(f"{pair.target.model_name} hears, and outputs are scored for models that read texts")
+            raise NotSupported(
+                f"{pair.target.model_name} reads audio, and outputs are scored for models that read texts"
+            )
         begins = [decoder_prompt(pair, Settings(), 0)] * len(prompts)
         sources = prompts
     else:
@@ -219,7 +220,7 @@ def score_tokens(
     Padding comes after the texts, where no token that is scored attends to it.
 
     Args:
-        sources: what the encoder of the target reads for each text; None: it has none.
+        sources: the encoder's input for each text; None: the target has no encoder.
     """
     tokens, mask = _padded(texts, pair)
     arguments = {"input_ids": tokens, "attention_mask": mask}
@@ -230,7 +231,8 @@ def score_tokens(
         found = pair.target_model(**arguments, use_cache=False)
     logits = found.logits[:, :-1].float()
     following = tokens[:, 1:]
-    logp = logits.gather(2, following[..., None])[..., 0].double() - logits.logsumexp(2).double()
+    chosen = logits.gather(2, following[..., None])[..., 0]
+    logp = chosen.double() - logits.logsumexp(2).double()
     is_likeliest = logits.argmax(2) == following
     return list(zip(logp.cpu(), is_likeliest.cpu(), strict=True))
 

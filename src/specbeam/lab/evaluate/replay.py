@@ -9,10 +9,8 @@ import torch
 from jaxtyping import Float
 from torch.overrides import TorchFunctionMode
 
-from specbeam.core.forest import Forest
-from specbeam.core.lm import LM
-from specbeam.core.records import Needs, Scored, Turn
-from specbeam.core.session import Session
+from specbeam import Needs
+from specbeam.core import LM, Forest, Scored, Session, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,7 +61,7 @@ class Recorder:
 
 
 def replaying(model: "PreTrainedModel", rows: Rows) -> "PreTrainedModel":
-    """Return a copy of the model that takes the logits after a path from `rows`, and computes those that are not there.
+    """Return a copy of the model that takes the logits after a path from `rows`, and computes missing ones.
 
     The copy shares the weights and has no KV cache: call its `generate` with ``use_cache=False``.
     """

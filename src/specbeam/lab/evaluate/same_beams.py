@@ -1,4 +1,4 @@
-"""A comparison of the beams of speculative decoding with those of plain beam sampling under the same seed.
+"""A comparison of the beams of speculative decoding with the beams of plain beam sampling under the same seed.
 
 With shared noise both are the same function of the target's logits. A pass over a forest rounds the logits differently
 from a pass over one token, so beams may differ where two pairs are nearly tied. Each difference is reported with its
@@ -12,21 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from specbeam.core.beams import Beams
-from specbeam.core.decode import decode
-from specbeam.core.laws.joint import all_pairs, drawn_pairs, odds_among
-from specbeam.core.laws.ranking import cuts
-from specbeam.core.laws.warp import law_of_beams, on_host, processed_rows
-from specbeam.core.noise import gumbel, path_keys
-from specbeam.core.records import Beam
-from specbeam.core.session import Session
-from specbeam.doors.options.settings import Settings
-from specbeam.doors.request import Request
-from specbeam.engines.torch.in_float32 import as_loaded
-from specbeam.generation import Prompt, generate
-from specbeam.models.pair import Pair
-from specbeam.recipes.beams import beam_sampling
-from specbeam.recipes.method import Method
+from specbeam import Beam, Method, Pair, beam_sampling, decode, generate
+from specbeam.core import Beams, Session, path_keys
+from specbeam.core.laws import largest_values, law_of_beams, on_host, processed_rows
+from specbeam.doors import Prompt, Request, Settings
+from specbeam.engines import as_loaded
 
 Path = tuple[int, ...]  # new tokens of a beam
 
@@ -38,8 +28,8 @@ class BeamsDifference:
     Attributes:
         prompt: number of the prompt.
         step: number of new tokens before the step.
-        plain: beams of plain beam sampling after the step, live ones and those that it ended.
-        other: those of the method.
+        plain: beams of plain beam sampling after the step, live and just ended ones.
+        other: beams of the method.
         gap: distance between the last pair taken and the first one left, in log-odds plus noise.
     """
 
@@ -89,7 +79,7 @@ def _first_difference(
     other = _history(pair, _session(pair, prompt, method, seed, options))
     steps = zip(plain, other, strict=False)
     last = min(len(plain), len(other)) - 1
-    step = next((number for number, (a, b) in enumerate(steps) if set(a) != set(b)), last)
+    step = next((number for number, (ours, others) in enumerate(steps) if set(ours) != set(others)), last)
     before: list[Path] = [()]
     if step:
         before = [path for path in plain[step - 1] if path[-1] not in session.limits.eos]
@@ -137,12 +127,5 @@ def _gap(pair: Pair, session: Session, live: list[Path], beams: int) -> float:
     processed = processed_rows(on_host(torch.stack(rows)), session.warp, lambda: paths)
     law = law_of_beams(processed, beams_now, session.warp)
     keys = beams_now.keys[:0] if session.warp.greedy else beams_now.keys
-    if not cuts(law.truncation):
-        every = np.ones(beams_now.size, dtype=np.bool_)
-        values = drawn_pairs(law, keys, every, beams + 1)[1]
-        return float(values[beams - 1] - values[beams])
-    pairs = all_pairs(law)
-    vocab = law.logits.shape[1]
-    noise = [gumbel(keys[pair // vocab], pair % vocab) for pair in pairs] if len(keys) else 0.0
-    values = np.sort(np.log(odds_among(law, pairs)) + noise)[::-1]
+    values = largest_values(law, keys, beams + 1)
     return float(values[beams - 1] - values[beams])

@@ -1,9 +1,9 @@
 """The theory of rejections, measured on one's own runs (arXiv 2411.00841, NeurIPS 2024).
 
 A draft that is tried against the target's law p after having been drawn from q is rejected with the odds of the total
-variation of the two laws, TV = 1 - sum(min(p, q)). What follows from it is a figure for every run: of rejections, of
-accepted tokens, of what several drafts save, of what a better rule could still gain. Each `TheoryRow` holds such a figure
-beside what was counted.
+variation of the two laws, TV = 1 - sum(min(p, q)). This predicts for every run the number of rejections, the accepted
+tokens, the gain of several drafts, and the possible gain of a better rule. Each `TheoryRow` compares a prediction with
+counts.
 """
 
 import itertools
@@ -16,20 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from specbeam.core.decode import decode
-from specbeam.core.forest import CHOSEN, DISTINCT, INDEPENDENT, LOST, SHARED, Siblings
-from specbeam.core.laws.warp import Warp, dense_logp, on_host
-from specbeam.core.records import Turn
-from specbeam.doors.options.settings import Settings
-from specbeam.doors.render import save_figure
-from specbeam.doors.request import Request
-from specbeam.errors import BadPrompt, NotSupported
-from specbeam.generation import Prompt
-from specbeam.lab.evaluate.intervals import interval
-from specbeam.models.pair import Pair
-from specbeam.recipes.method import Method, require_at_least_one
-from specbeam.recipes.sequence import (
+from specbeam import (
+    Method,
+    Pair,
     block_verification,
+    decode,
     multi_draft,
     opt_tree,
     rsd_c,
@@ -38,6 +29,12 @@ from specbeam.recipes.sequence import (
     speculative_sampling,
     traversal,
 )
+from specbeam.core import CHOSEN, DISTINCT, INDEPENDENT, LOST, SHARED, Siblings, Turn
+from specbeam.core.laws import Warp, dense_logp, on_host
+from specbeam.doors import Prompt, Request, Settings, save_figure
+from specbeam.errors import BadPrompt, NotSupported
+from specbeam.lab.evaluate.intervals import interval
+from specbeam.recipes import require_at_least_one
 
 Law = Float64[np.ndarray, " vocab"]
 EDGES = (0.0, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)  # of the buckets of odds of rejection
@@ -49,7 +46,7 @@ MIN_CONTEXTS = 30  # fewer contexts make no bucket
 
 @dataclass(frozen=True)
 class TheoryRow:
-    """One figure of the theory beside what was counted; 95 % intervals by bootstrap over prompts.
+    """A prediction of the theory and the measured value; 95 % intervals by bootstrap over prompts.
 
     Attributes:
         check: "acceptance", "rejections", "rejections of other texts", "accepted tokens", "optimum", "optimum of a chain",
@@ -58,8 +55,8 @@ class TheoryRow:
         bucket: "all", or the odds with which a draft is rejected in the contexts counted, as "0.2 to 0.4": their total
             variation; for "optimum" the odds with which even the best rule rejects all drafts.
         count: number of contexts, turns or tokens that the figure is a mean over.
-        measured: what was counted, per context, turn or token.
-        predicted: what the theory says of the same contexts; for "optimum" what the best rule would accept.
+        measured: the count per context, turn or token.
+        predicted: the theory's value for the same contexts; for "optimum" the acceptance of the best rule.
         gap: measured - predicted.
     """
 
@@ -84,7 +81,7 @@ def theory(
     on_progress: Callable[[TheoryRow], None] | None = None,
     **options: Any,
 ) -> list[TheoryRow]:
-    """Run methods on the prompts, and return each figure of the theory beside what was counted.
+    """Run methods on the prompts, and compare each prediction of the theory with counts.
 
     Args:
         pair: the models; the draft model must state the law of its drafts.
@@ -209,7 +206,9 @@ def best_acceptance(p: Law, groups: Sequence[Siblings]) -> float | None:
     if chosen:
         rest = p.copy()
         rest[chosen] = 0.0
-        return float(p[list(set(chosen))].sum() + np.minimum(rest, q).sum()) if count == 1 else None
+        if count > 1:
+            return None
+        return float(p[list(set(chosen))].sum() + np.minimum(rest, q).sum())
     if any(not np.array_equal(law_of(group, len(p)), q) for group in drawn[1:]):
         return None
     is_independent = all(group.kinds[0] == INDEPENDENT or len(group.tokens) == 1 for group in drawn)
@@ -231,7 +230,7 @@ def law_of(group: Siblings, vocab: int) -> Law:
 
 
 def _by_ratio(p: Law, q: Law) -> Int64[np.ndarray, " vocab"]:
-    """Return the tokens in the order of rising p / q; those that q has not come last."""
+    """Return the tokens in the order of rising p / q; tokens with q = 0 come last."""
     return np.argsort(np.divide(p, q, out=np.full_like(p, np.inf), where=q > 0), kind="stable")
 
 
@@ -257,7 +256,7 @@ def _best_of_distinct_two(p: Law, q: Law) -> float:
     return float(1.0 + min(0.0, (np.cumsum(p[order]) - inside).min()))
 
 
-# ---- what the runs have shown -------------------------------------------------------------------------------------
+# ---- the runs -----------------------------------------------------------------------------------------------------
 
 
 class Context(NamedTuple):
@@ -272,7 +271,7 @@ class Context(NamedTuple):
 
 
 class TurnFacts(NamedTuple):
-    """What one turn has shown."""
+    """The observations of one turn."""
 
     contexts: list[Context]
     accepted: int  # drafted tokens
@@ -289,7 +288,7 @@ class Runs(NamedTuple):
 
 
 def _runs(pair: Pair, prompts: Sequence[Prompt], method: Method, seed: int, options: dict[str, Any]) -> Runs:
-    """Decode each prompt by a method, and return what its turns have shown."""
+    """Decode each prompt by a method, and return the observations of its turns."""
     return Runs(method.name, [list(_facts(pair, prompt, method, seed, options)) for prompt in prompts])
 
 
@@ -312,7 +311,7 @@ def _facts(pair: Pair, prompt: Prompt, method: Method, seed: int, options: dict[
 
 
 def turn_facts(turn: Turn, warp: Warp) -> TurnFacts:
-    """Return what a turn has shown; its logits must still be valid."""
+    """Return the observations of a turn; its logits must still be valid."""
     steps = turn.verdict.steps
     contexts = []
     for step in steps:
@@ -372,7 +371,7 @@ def _chain_ratios(turn: Turn, warp: Warp) -> list[float] | None:
 
 
 class Sums(NamedTuple):
-    """Sums of one prompt: what was counted, what was predicted, and the number of things that both are means over."""
+    """Sums of one prompt: counted, predicted, and the number of items that both are means over."""
 
     measured: float
     predicted: float
@@ -393,7 +392,7 @@ def figure(check: str, method: str, bucket: str, sums: Sequence[Sums]) -> Theory
 
 
 def _contexts(run: Runs) -> list[list[Context]]:
-    return [[context for turn in turns for context in turn.contexts] for turns in run.turns]
+    return [list(itertools.chain.from_iterable(turn.contexts for turn in turns)) for turns in run.turns]
 
 
 def _by_bucket(
@@ -502,18 +501,21 @@ def _chain_rows(run: Runs) -> list[TheoryRow]:
 
 
 def _optimum_rows(run: Runs, name: str) -> list[TheoryRow]:
-    """Compare how often one of the drafts under a node was accepted with what the best rule for these drafts would do.
+    """Compare how often one of the drafts under a node was accepted with the best rule for these drafts.
 
     A rule that walks down is compared at each node that it visits. One that judges from the leaves is compared at the root:
-    whether it visits a deeper node depends on what is below.
+    whether it visits a deeper node depends on the nodes below.
     """
     only_roots = run.name == "traversal"
-    contexts = [
-        [one for one in some if one.best is not None and (one.is_root or not only_roots)] for some in _contexts(run)
-    ]
+    contexts = []
+    for some in _contexts(run):
+        known = [one for one in some if one.best is not None]
+        contexts.append([one for one in known if one.is_root or not only_roots])
 
     def sums_of(some: list[Context]) -> Sums:
-        return Sums(sum(one.accepted for one in some), sum(one.best or 0.0 for one in some), len(some))
+        accepted = sum(one.accepted for one in some)
+        best = sum(one.best or 0.0 for one in some)
+        return Sums(accepted, best, len(some))
 
     return _by_bucket("optimum", name, contexts, lambda one: 1.0 - (one.best or 0.0), sums_of)
 
@@ -564,9 +566,11 @@ def plot(rows: Sequence[TheoryRow], path: str | Path) -> None:
     buckets = [row for row in rows if row.check == "acceptance" and row.bucket != ALL]
     x = np.array([row.predicted for row in buckets])
     y = np.array([row.measured for row in buckets])
-    bars = np.array([[row.measured - row.low for row in buckets], [row.high - row.measured for row in buckets]])
+    below = y - [row.low for row in buckets]
+    above = [row.high for row in buckets] - y
     left.plot([0, 1], [0, 1], color="grey", lw=1, label="theory: 1 - TV")
-    left.errorbar(x, y, yerr=np.maximum(bars, 0), marker="o", capsize=3, ls="", label="counted, by bucket of TV")
+    bars = np.maximum([below, above], 0)
+    left.errorbar(x, y, yerr=bars, marker="o", capsize=3, ls="", label="counted, by bucket of TV")
     left.set_xlabel("1 - total variation of the two laws, mean of the bucket")
     left.set_ylabel("share of drafts that were accepted")
     left.legend()
@@ -578,7 +582,7 @@ def plot(rows: Sequence[TheoryRow], path: str | Path) -> None:
     right.set_yticks(places, [row.method for row in gaps])
     right.invert_yaxis()
     right.axvline(0, color="grey", lw=1)
-    right.set_xlabel("what the best rule for the same two drafts would accept more often, per node")
+    right.set_xlabel("additional acceptance of the best rule for the same two drafts, per node")
     for axes in (left, right):
         axes.grid(alpha=0.3)
     figure.tight_layout()

@@ -9,7 +9,7 @@ import torch
 
 import specbeam
 from specbeam.lab.fuzz.worlds import World
-from specbeam.recipes.catalogue import HEAD_RECIPES, RECIPES
+from specbeam.recipes import HEAD_RECIPES, RECIPES
 
 DOORS = (
     "generate",
@@ -23,7 +23,7 @@ DOORS = (
     "audit",
 )
 _ODDS_OF_DOORS = (0.4, 0.1, 0.1, 0.08, 0.08, 0.08, 0.04, 0.04, 0.08)
-_MANY = 1000  # stands for one more than there are tokens
+_MANY = 1000  # replaced by one more than the number of tokens
 
 # The values that a setting of a recipe is drawn from; settings that are not here keep their defaults.
 _SETTINGS: dict[str, tuple[Any, ...]] = {
@@ -89,7 +89,7 @@ class RandomCall:
         return f"{self.door}: {self.method}({settings}) on {prompts} with {self.options}"
 
     def make(self) -> "specbeam.Method":
-        """Return the method. Raises what its recipe raises for settings that contradict."""
+        """Return the method. Raises the errors of its recipe for contradictory settings."""
         recipe = {make.__name__: make for make in (*RECIPES, *HEAD_RECIPES)}[self.method]
         return recipe(**self.settings)
 

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 
 import specbeam
-from specbeam.core.records import Generation
-from specbeam.doors.options.checks import as_list, as_texts
-from specbeam.doors.options.table import warper_names
+from specbeam import Generation, Method
+from specbeam.doors import as_list, as_texts, warper_names
 from specbeam.lab.fuzz.calls import RandomCall
 from specbeam.lab.fuzz.worlds import World
-from specbeam.recipes.method import Method
 
 CLOSE = 2e-3  # nats: sums of float32 logits in another order
 _CHANGE_SCORES = (
@@ -77,7 +75,7 @@ def _of_beams(call: RandomCall, method: Method, answer: Generation) -> Iterator[
         yield f"{len(beams)} beams, and the method has {method.beams}"
     if not all(math.isfinite(beam.score) for beam in beams):
         yield f"scores are not finite: {[beam.score for beam in beams]}"
-    # Texts that the length limit cut off compete with finished ones, as in transformers; those that were given up do not.
+    # Texts that the length limit cut off compete with finished ones, as in transformers; abandoned ones do not.
     at_limit = any(len(beam.tokens) == call.options["max_new_tokens"] for beam in beams if not beam.finished)
     places = [(not beam.finished and not at_limit, -beam.score) for beam in beams]
     has_form = any(name in call.options for name in ("regex", "json_schema", "grammar"))
@@ -161,7 +159,7 @@ def differs_by_more_than_rounding(first: Sequence[Generation], second: Sequence[
 
 
 def plain_method(method: Method) -> "specbeam.Method | None":
-    """Return the method without drafts that a lossless method must equal at temperature 0; None if there is none."""
+    """Return the method without drafts that a lossless method must equal at temperature 0, or None."""
     if method.search:
         return specbeam.beam_search(method.beams)
     return specbeam.greedy() if method.beams == 1 else None

@@ -7,13 +7,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import specbeam
-from specbeam.core.records import Generation
-from specbeam.doors.options.table import warper_names
+from specbeam import Generation, Method
+from specbeam.doors import warper_names
 from specbeam.errors import BrokenPart, SomeFailed, SpecbeamError
 from specbeam.lab.fuzz.calls import RandomCall
 from specbeam.lab.fuzz.invariants import broken_invariants, differs_by_more_than_rounding, plain_method
 from specbeam.lab.fuzz.worlds import World
-from specbeam.recipes.method import Method
 
 ANSWERED = "answered"
 REFUSED = "refused"
@@ -87,7 +86,7 @@ def _answers(world: World, call: RandomCall, method: Method, **more: Any) -> lis
 def _faults_of_comparisons(world: World, call: RandomCall, method: Method, answers: Sequence[Generation]) -> list[str]:
     """Decode once more, in another way that must give the same texts."""
     faults = []
-    same_method = call.make()  # with a memory of its own
+    same_method = call.make()  # with a separate memory
     if call.door == "again":
         why = differs_by_more_than_rounding(answers, _answers(world, call, same_method), world.same_alone)
         faults.append(why and f"called again: {why}")
@@ -139,7 +138,7 @@ def _faults_of_turns(world: World, call: RandomCall, method: Method) -> list[str
 
 
 def _faults_after_cancelling(world: World) -> list[str]:
-    """Look for what a cancelled call has left, and decode once more."""
+    """Look for leftovers of a cancelled call, and decode once more."""
     caches = getattr(world.pair.target, "caches", None)
     return [f"a cancelled call left {len(caches)} caches"] if caches else []
 

@@ -9,15 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from specbeam.doors.options.head_kinds import HEAD_KINDS
-from specbeam.doors.with_memory import hmt
+from specbeam import Pair, hmt, load
+from specbeam.doors import HEAD_KINDS
 from specbeam.errors import one_of
 from specbeam.lab.fuzz.tiny import FRAMES, MELS, VOCAB, byte_tokenizer, tiny_decoder, tiny_reader
 from specbeam.lab.train.heads import KINDS
 from specbeam.lab.train.plan import planned
-from specbeam.models.memory.plan import MemoryPlan
-from specbeam.models.memory.recall import new_recall
-from specbeam.models.pair import Pair, load
+from specbeam.models.memory import MemoryPlan, new_recall
 
 ALONE = ("greedy", "sampling", "beam_search", "beam_sampling", "mtjd")
 BY_LOOKUP = ("prompt_lookup", "suffix_match", "token_recycling")
@@ -28,7 +26,7 @@ OF_SEQUENCES = (
 )  # fmt: skip
 JOINT = ("mtad", "mjsd", "mmtad")
 OF_MODELS = (*ALONE, *OF_BEAMS, "speculative_sampling", "specinfer", "rsd_s", "prompt_lookup")
-# The recipes that draft with each kind of head, besides those of sequences and beams that take any draft.
+# The recipes of each kind of head, in addition to recipes that take any draft.
 HEAD_METHODS = {
     "eagle3": ("eagle", "dsbd"),
     "peagle": ("eagle", "speculative_sampling"),
@@ -54,7 +52,7 @@ class World:
         reads: "tokens", or "features" of audio.
         texts: whether there is a tokenizer, so that stop strings and streams of text can be asked for.
         forms: whether texts are asked to have a form (regex, JSON schema, grammar).
-        is_plain: whether the target's own logits are those of its model object, so that scores can be computed anew.
+        is_plain: whether the target's logits equal its model object's, so that scores can be recomputed.
         same_alone: whether a text in a batch has the bits of a text alone, as in the compiled forward.
     """
 
@@ -120,7 +118,7 @@ def _short_context() -> World:
 
 
 def _padded(target: int, draft: int) -> World:
-    """Return a world of two models with the same tokenizer, whose vocabularies are padded by so many tokens."""
+    """Return a world of two models with the same tokenizer, whose vocabularies are padded by these numbers of tokens."""
     tokenizer = byte_tokenizer()
     models = []
     with TemporaryDirectory() as folder:
@@ -217,6 +215,6 @@ WORLDS: dict[str, Callable[[], World]] = {
 
 
 def world(name: str) -> World:
-    """Return a new world of this name. Raises `BadSetting` if there is none."""
+    """Return a new world of this name. Raises `BadSetting` for an unknown name."""
     one_of("world", name, WORLDS)
     return WORLDS[name]()

@@ -1,10 +1,10 @@
-"""TRAINING of what drafts, on texts that the target itself draws, resumable, with held-out acceptance.
+"""TRAINING of draft models and heads, on texts that the target draws, resumable, with held-out acceptance.
 
-`trees.py` holds what the target drew and its laws there, `drawing.py` has it drawn, `lessons.py` keeps it in a folder, part
-of it held out, `batches.py` makes batches of it. `course.py` teaches whoever learns, by the loop in `fitting.py` and what
-`losses.py` says is to be lowered. Who learns: draft models (`draft.py`) and heads (`heads.py`), each kind with a file of its
-own; `teacher.py` gives heads the target's hidden states, `plan.py` says what they are to be. `coral.py` teaches a copy of
-the target itself a window of tokens ahead.
+`trees.py` has the trees that the target drew, with its laws; `drawing.py` draws them, `lessons.py` stores them in a folder,
+some of them held out, `batches.py` makes batches. `course.py` runs a training with the loop in `fitting.py` and the losses
+in `losses.py`. Trainable are draft models (`draft.py`) and heads (`heads.py`), each kind of head in its own file;
+`teacher.py` gives heads the target's hidden states, `plan.py` has their shape. `coral.py` trains a copy of the target to
+predict a window of tokens ahead.
 
 A memory learns from long texts instead (`hmt.py`, by the loop in `remembering.py`).
 """

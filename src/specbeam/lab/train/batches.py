@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from specbeam.lab.train.trees import Trees
-from specbeam.models.heads.trees import lineage
+from specbeam.models.heads import lineage
 
 
 class TreeBatch(NamedTuple):

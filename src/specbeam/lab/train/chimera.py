@@ -1,6 +1,6 @@
 """Chimera heads that are to be trained, and their files, in our own format (arXiv 2402.15758).
 
-As in the paper's code, the features that the head makes are to be like the target's: by how much, the plan says.
+As in the paper's code, the head's features are trained to resemble the target's, with a weight from the plan.
 """
 
 from pathlib import Path
@@ -13,10 +13,7 @@ from torch import Tensor, nn
 from specbeam.lab.train.eagle3 import first_weights, layer_sizes, own_embedding, own_head
 from specbeam.lab.train.head_files import target_rope, write_head
 from specbeam.lab.train.plan import HeadPlan
-from specbeam.models.heads.chimera import OWN, Chimera, ChimeraShape
-from specbeam.models.heads.head import Head
-from specbeam.models.heads.layers import Rotary
-from specbeam.models.heads.own import own_config
+from specbeam.models.heads import Chimera, ChimeraShape, Head, Rotary, own_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,7 +29,7 @@ def new_chimera(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor,
     shape = ChimeraShape(sizes, plan.depth, plan.draft_vocab, plan.read_out)
     logits = own_head(target, tokens)
     logits.weight.requires_grad_(tokens is not None)
-    is_own = plan.read_out == OWN
+    is_own = plan.read_out == "own"
     rotary = Rotary(sizes, *target_rope(target))
     head = Chimera(shape, rotary, own_embedding(target), None if is_own else logits, tokens)
     first_weights(head)
@@ -49,7 +46,7 @@ def new_chimera(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor,
 
 
 def save_chimera(head: Head, target: "PreTrainedModel", plan: HeadPlan, folder: Path) -> None:
-    """Write a Chimera head in our own format; what is the target's own is left out."""
+    """Write a Chimera head in specbeam's format, without the target's weights."""
     assert isinstance(head, Chimera)
     leaves_out = ("embed_tokens.",) if head.tokens is not None else ("embed_tokens.", "lm_head.")
     write_head(head, own_config("chimera", head, target), folder, target, leaves_out)

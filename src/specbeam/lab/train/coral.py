@@ -1,8 +1,8 @@
-"""COrAL's forward window: a target whose last layers also say what comes after the next token (arXiv 2410.09675).
+"""COrAL's forward window: a target whose last layers also predict the tokens after the next one (arXiv 2410.09675).
 
-A row of the window is a state that enters the last layers, once more, at a later position: the rotation of its queries says
-which token it is to predict. No weights are added. The target itself learns it, so it becomes another model, with a law of
-its own; what the window drafts for that model is verified by it as any draft is.
+A row of the window is a state that enters the last layers once more at a later position: the rotation of its queries
+selects the token to predict. No weights are added. The target itself is trained, so it becomes another model with another
+law, and verifies the window's drafts like any draft.
 """
 
 import copy
@@ -15,10 +15,10 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
-from specbeam.core.whole_files import whole_files_in
-from specbeam.doors.options.head_kinds import WINDOW_KIND
-from specbeam.engines.eligibility import is_llama_like, layers_of
-from specbeam.engines.kv.masks import Masks
+from specbeam import Pair, load
+from specbeam.core import whole_files_in
+from specbeam.doors import WINDOW_KIND
+from specbeam.engines import Masks, is_llama_like, layers_of
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.lab.train.course import Trained, take_course
 from specbeam.lab.train.drawing import DrawPlan, Prompt
@@ -28,13 +28,8 @@ from specbeam.lab.train.head_files import write_head
 from specbeam.lab.train.heads import ExtraStudent
 from specbeam.lab.train.lessons import Lessons, Report, check_prompts, drawn_lessons, lesson_options, warn_of_rounding
 from specbeam.lab.train.plan import HeadPlan, planned
-from specbeam.models.early_layers import last_norm
-from specbeam.models.heads.extra_rows import logits_of
-from specbeam.models.heads.head import DraftRows
-from specbeam.models.heads.hidden_transfer import HiddenTransfer
-from specbeam.models.heads.own import extra_rows_config
-from specbeam.models.heads.trees import ScoredTrees
-from specbeam.models.pair import Pair, load
+from specbeam.models import last_norm
+from specbeam.models.heads import DraftRows, HiddenTransfer, ScoredTrees, extra_rows_config, logits_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,10 +51,10 @@ def train_coral(
 ) -> Trained:
     """Teach a copy of a target a window of tokens ahead, and write it to a folder, with the head that reads the window.
 
-    `load(out, draft=Path(out) / "window")` takes both. What is written is another model than the target: its last layers,
-    and the norm behind them, have learnt to say the target's law of the next token as before, and those of the tokens after
-    it. In the curve of training, the acceptance of drafts one deep is the overlap of the new law with the target's, which is
-    the price; the deeper ones are those of the window. A run that was killed goes on where it was; see `train_draft`.
+    `load(out, draft=Path(out) / "window")` takes both. The written model differs from the target: its last layers, and the
+    norm behind them, predict the target's law of the next token as before, and also the tokens after it. In the training
+    curve, the acceptance of drafts one deep is the overlap of the new law with the target's, which is the price; deeper ones
+    are the window's. A killed run resumes where it was; see `train_draft`.
 
     Args:
         target: the target, loaded or a path or hub id: a Llama, Mistral or Qwen2.
@@ -131,11 +126,11 @@ class LearntWindow(HiddenTransfer):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """What enters the first of these layers."""
+        """The input of the first of these layers."""
         return (self.layer,)
 
     def drafts(self, trees: ScoredTrees, depth: int, wanted: Bool[Tensor, "rows length"]) -> list[DraftRows]:
-        """See `Head.drafts`. Before the window's drafts there are those of the model itself, which are its own laws."""
+        """See `Head.drafts`. The model's laws of the next token come before the window's drafts."""
         nodes = wanted.flatten().nonzero()[:, 0]
         nothing = trees.tokens.new_zeros(len(trees.tokens), 0)
         states, _ = self._after_last_layers(trees, nothing, 0)

@@ -1,4 +1,4 @@
-"""A course of training: whoever learns, from what the target drew, with a state that a killed run goes on from."""
+"""A course of training on trees that the target drew, with a state from which a killed run resumes."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from specbeam.core.whole_files import delete_leftovers
+from specbeam.core import delete_leftovers
 from specbeam.lab.train.batches import TreeBatch, batches_of
 from specbeam.lab.train.fitting import FilledSchedule, Point, Training
 from specbeam.lab.train.lessons import Lessons, Report
@@ -23,7 +23,7 @@ class Student(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """The weights, of which those that want gradients are learnt."""
+        """The weights; weights that require gradients are trained."""
         ...
 
     def loss(self, batch: TreeBatch) -> Tensor:
@@ -35,13 +35,13 @@ class Student(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write what was learnt to a folder that `load(draft=...)` takes."""
+        """Write the trained weights to a folder that `load(draft=...)` takes."""
         ...
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What training gave."""
+    """The result of training."""
 
     folder: Path  # which `load(draft=...)` takes
     weights: int  # number of weights that were learnt

@@ -10,10 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from specbeam.core.measure import kept_figures
-from specbeam.core.whole_files import whole_files_in
-from specbeam.doors.options.checks import is_integer, require
-from specbeam.doors.options.head_kinds import DRAFT_SCHEDULE
+from specbeam import Pair, load
+from specbeam.core import weights_key, whole_files_in
+from specbeam.doors import DRAFT_SCHEDULE, is_integer, require
 from specbeam.errors import MissingFile, UnsupportedModel
 from specbeam.lab.train.batches import TreeBatch
 from specbeam.lab.train.course import Trained, take_course
@@ -22,8 +21,7 @@ from specbeam.lab.train.fitting import Schedule, check_optimizers
 from specbeam.lab.train.folders import keep_options, work_folder
 from specbeam.lab.train.lessons import Report, check_prompts, drawn_lessons, lesson_options
 from specbeam.lab.train.losses import draft_loss, overlap
-from specbeam.models.huggingface import vocab_of
-from specbeam.models.pair import Pair, load
+from specbeam.models import vocab_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,7 +56,7 @@ def train_draft(
         prompts: texts, or lists of token ids, that the target is asked to continue, like those that the draft will be used
             for.
         out: the folder to write.
-        trees: the folder of what the target draws, which several trainings with the same prompts, draws and seed may share;
+        trees: the folder of the target's draws, which several trainings with the same prompts, draws and seed may share;
             None: `out/training/trees`.
         start: a model with the target's vocabulary to go on from; None: a new Llama with a shared embedding.
         layers: number of blocks of a new model.
@@ -66,7 +64,7 @@ def train_draft(
         draws: how the target draws; None: four beams at temperature 1.
         schedule: how long and how hard to train; rates and batch are as is usual for drafts where it leaves them out.
         variation: the share of total variation in the loss, in [0, 1]; cross-entropy has the rest.
-        report: called with what is under way, how much of it is done and how much there is.
+        report: called with the current stage, the amount done and the total.
 
     Raises:
         BadSetting: an option is wrong, or `out` holds a training with other options.
@@ -85,7 +83,7 @@ def train_draft(
     torch.manual_seed(schedule.seed)
     model = new_draft(pair, layers, hidden) if start is None else started_draft(pair, start)
     options = {
-        "start": None if start is None else kept_figures.weights_key(model),
+        "start": None if start is None else weights_key(model),
         "layers": int(layers),
         "hidden": int(hidden),
         "variation": float(variation),

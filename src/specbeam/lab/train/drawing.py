@@ -6,15 +6,11 @@ from pathlib import Path
 
 import torch
 
-from specbeam.core.decode import decode
-from specbeam.core.records import Turn
-from specbeam.doors.options.checks import is_integer, require
-from specbeam.doors.options.settings import Settings
-from specbeam.doors.request import Request
+from specbeam import Pair, beam_sampling, decode
+from specbeam.core import Turn
+from specbeam.doors import Request, Settings, is_integer, require
 from specbeam.errors import BadPrompt
 from specbeam.lab.train.trees import TreeBeingDrawn, Trees, trees_of
-from specbeam.models.pair import Pair
-from specbeam.recipes.beams import beam_sampling
 
 FILE_TREES = 2_048  # prompts whose trees share a file: a killed run draws at most these again
 LAW_TOKENS = 64  # of each law; the rest of its probability is kept as one number
@@ -29,7 +25,7 @@ class DrawPlan:
 
     Args:
         beams: number of beams of each prompt. Drafts for beams are best learnt from what beams draw; 1: plain samples.
-        temperature: the temperature of the draws, above 0. The laws that are learnt are those of temperature 1.
+        temperature: the temperature of the draws, above 0. The learned laws have temperature 1.
         top_k: draw among the k likeliest tokens only; None: among all.
         top_p: draw among the fewest likeliest tokens with total probability p; None: among all.
         max_new_tokens: maximum number of tokens that are drawn below a prompt.

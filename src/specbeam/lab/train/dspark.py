@@ -9,9 +9,7 @@ from torch import Tensor
 from specbeam.lab.train.eagle3 import first_weights, layer_sizes, own_embedding, own_head
 from specbeam.lab.train.head_files import frame_of, layer_config, target_rope, write_head
 from specbeam.lab.train.plan import HeadPlan
-from specbeam.models.heads.block import BlockHead, BlockShape
-from specbeam.models.heads.head import Head
-from specbeam.models.heads.layers import Rotary
+from specbeam.models.heads import BlockHead, BlockShape, Head, Rotary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
 def new_dspark(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, " draft_vocab"] | None) -> BlockHead:
     """Return a new DSpark head as wide as the target: anchored blocks of `plan.depth` rows, a correction, a confidence.
 
-    Its embedding is the target's, and so is the matrix that makes logits, unless the head has a vocabulary of its own.
+    Its embedding is the target's, and so is the matrix that makes logits, unless the head has a separate vocabulary.
     """
     sizes = layer_sizes(target, plan, norms_heads=True)
     shape = BlockShape(
@@ -45,7 +43,7 @@ def new_dspark(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, 
 
 
 def mask_of(target: "PreTrainedModel") -> int:
-    """Return the token whose embedding stands for a token that is not known: one that texts do not hold.
+    """Return the token whose embedding represents an unknown token: one that does not occur in texts.
 
     That is the padding token, if it has an embedding that is not zero (rows of zeros would all be alike) and does not also
     end or begin texts, or else the last token whose embedding is not zero.
@@ -64,7 +62,7 @@ def mask_of(target: "PreTrainedModel") -> int:
 
 
 def save_dspark(head: Head, target: "PreTrainedModel", plan: HeadPlan, folder: Path) -> None:
-    """Write a DSpark head in speculators' format; what is the target's own is left out."""
+    """Write a DSpark head in speculators' format, without the target's weights."""
     assert isinstance(head, BlockHead)
     shape = head.shape
     layers = layer_config(target, shape.sizes, shape.layers, head.rotary)

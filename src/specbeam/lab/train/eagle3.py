@@ -9,9 +9,7 @@ from torch import Tensor, nn
 
 from specbeam.lab.train.head_files import frame_of, layer_config, target_rope, write_head
 from specbeam.lab.train.plan import HeadPlan
-from specbeam.models.heads.head import Head
-from specbeam.models.heads.layers import LayerSizes, Rotary
-from specbeam.models.heads.trunk import PairTrunk, TrunkShape
+from specbeam.models.heads import Head, LayerSizes, PairTrunk, Rotary, TrunkShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

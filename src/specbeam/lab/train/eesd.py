@@ -12,9 +12,7 @@ from torch import Tensor
 
 from specbeam.lab.train.head_files import write_head
 from specbeam.lab.train.plan import HeadPlan
-from specbeam.models.heads.exit import ExitHead
-from specbeam.models.heads.head import Head
-from specbeam.models.heads.own import own_config
+from specbeam.models.heads import ExitHead, Head, own_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

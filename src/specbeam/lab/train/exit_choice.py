@@ -1,6 +1,6 @@
 """Behind how many of the target's layers an exit layer should stand: a short trial of a few numbers, and the cost of passes.
 
-More layers make better drafts, and each draft dearer. What is best depends on the target and on the machine.
+More layers make drafts better and slower. The best number depends on the target and on the machine.
 """
 
 import json
@@ -12,18 +12,17 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from specbeam.core.measure.kept_figures import NumberField, RecordFields
-from specbeam.core.whole_files import write_whole
-from specbeam.engines.eligibility import layers_of
+from specbeam import Pair
+from specbeam.core import NumberField, RecordFields, write_whole
+from specbeam.engines import layers_of
 from specbeam.lab.train.batches import TreeBatch, batches_of
 from specbeam.lab.train.course import Student, acceptances
 from specbeam.lab.train.fitting import FilledSchedule, new_optimizers
 from specbeam.lab.train.lessons import Lessons, Report
 from specbeam.lab.train.trees import Trees, read_or_refuse
-from specbeam.models.heads.exit import ExitHead, ExitLM, exit_model
-from specbeam.models.huggingface import HuggingFaceLM
-from specbeam.models.pair import Pair
-from specbeam.recipes.tuning.costs import curve_of, rest_curve
+from specbeam.models import HuggingFaceLM
+from specbeam.models.heads import ExitHead, ExitLM, exit_model
+from specbeam.recipes import curve_of, rest_curve
 
 TRIAL_BATCHES = 24  # that the layer of each number learns from
 HELD_OUT_TREES = 64  # on which it is then tried
@@ -33,7 +32,7 @@ FILE = "exits.json"
 
 @dataclass(frozen=True)
 class ExitFigures:
-    """What a short trial says of an exit layer behind a number of the target's layers.
+    """The figures of a short trial of an exit layer behind a number of the target's layers.
 
     Attributes:
         after: that number.
@@ -95,7 +94,7 @@ _FIGURES = RecordFields(
 def _figures_in(kept: Any) -> list[ExitFigures]:
     """Return the figures that a folder holds. Raises `ValueError` if they make no sense."""
     if not isinstance(kept, list) or not all(_FIGURES.accepts(one) for one in kept):
-        raise ValueError("it holds other figures than those of exit layers")
+        raise ValueError("it does not hold figures of exit layers")
     return [ExitFigures(**one) for one in kept]
 
 
@@ -104,7 +103,7 @@ def _best(figures: list[ExitFigures]) -> int:
 
 
 def candidates(layers: int) -> list[int]:
-    """Return the numbers of layers that are tried for a target of so many: up to half of them, closer where they are few.
+    """Return the numbers of layers to try for a target: up to half of its layers, denser where they are few.
 
     >>> candidates(10), candidates(32), candidates(2)
     ([1, 2, 3, 5], [1, 2, 4, 8, 16], [1])
@@ -118,7 +117,7 @@ def candidates(layers: int) -> list[int]:
 def tried_exit(
     pair: Pair, head: ExitHead, lessons: Lessons, student_of: Callable[[ExitHead], Student], schedule: FilledSchedule
 ) -> ExitFigures:
-    """Teach an exit layer for a few batches, and return what is to be expected of it."""
+    """Train an exit layer for a few batches, and return its expected figures."""
     head.to(pair.target.device)
     student = student_of(head)
     trees = Trees.read(lessons.files[0])
@@ -154,7 +153,7 @@ def expected_speed(target: HuggingFaceLM, draft: Any, after: int, acceptance: fl
     """Return the best chain of drafts of an exit layer by the measured cost of passes, at a constant acceptance rate.
 
     It is the length K of most expected tokens, 1 + a + ... + a^K, per second of a turn of K draft steps and the target's
-    pass over K + 1 rows. What a turn spends outside of the models is left out.
+    pass over K + 1 rows. Time of a turn outside of the models is left out.
 
     Args:
         draft: the exit layer as a draft model.

@@ -11,12 +11,7 @@ from torch import Tensor
 from specbeam.errors import NotSupported
 from specbeam.lab.train.head_files import write_head
 from specbeam.lab.train.plan import HeadPlan
-from specbeam.models.heads.bita import Bita
-from specbeam.models.heads.extra_rows import ExtraHead, StoredTrees
-from specbeam.models.heads.head import Head
-from specbeam.models.heads.hidden_transfer import HiddenTransfer
-from specbeam.models.heads.own import extra_rows_config
-from specbeam.models.heads.trees import chain_of
+from specbeam.models.heads import Bita, ExtraHead, Head, HiddenTransfer, StoredTrees, chain_of, extra_rows_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,7 +33,9 @@ def new_bita(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, " 
     count = max(plan.prefix, 1)
     spread = (torch.arange(count, device=device) * vocab + vocab // 2) // count
     cached = StoredTrees(target, chain_of(spread % vocab, {})).cache.layers
-    shapes = {tuple(layer.keys.shape) for layer in cached} | {tuple(layer.values.shape) for layer in cached}
+    shapes = set()
+    for layer in cached:
+        shapes |= {tuple(layer.keys.shape), tuple(layer.values.shape)}
     if len(shapes) > 1:
         raise NotSupported(f"{type(target).__name__} stores keys and values of different sizes: {sorted(shapes)}")
     _, kv_heads, _, size = shapes.pop()
@@ -46,8 +43,9 @@ def new_bita(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, " 
         mean = embedding(torch.arange(vocab, device=device)).float().mean(0)
     head = Bita(target, plan.depth, (len(cached), kv_heads, plan.prefix, size), len(mean))
     with torch.no_grad():
-        head.keys.copy_(torch.stack([layer.keys[0, :, : plan.prefix].float() for layer in cached]))
-        head.values.copy_(torch.stack([layer.values[0, :, : plan.prefix].float() for layer in cached]))
+        for number, layer in enumerate(cached):
+            head.keys[number].copy_(layer.keys[0, :, : plan.prefix])
+            head.values[number].copy_(layer.values[0, :, : plan.prefix])
         head.masks.weight.copy_(mean)
     return head
 
@@ -88,7 +86,8 @@ def rank_odds(batches: Iterable[list[RankedDrafts]]) -> tuple[tuple[float, ...],
             best = logits.topk(min(RANKS, logits.shape[-1]), -1).indices
             is_same = best[..., None] == ids[:, None]
             odds = (is_same * logp.exp()[:, None]).sum(-1)
-            sums[depth][: odds.shape[1]] += (odds * weight[:, None]).sum(0).double().cpu()
+            weighted = odds * weight[:, None]
+            sums[depth][: odds.shape[1]] += weighted.sum(0).double().cpu()
             weights[depth] += float(weight.sum())
     return tuple(
         tuple((total / weight).clamp(0, 1).tolist()) for total, weight in zip(sums, weights, strict=True) if weight

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from specbeam.doors.options.checks import is_integer, require
-from specbeam.engines.cpu import tiles
+from specbeam.doors import is_integer, require
+from specbeam.engines import prefers_bfloat16
 from specbeam.errors import NotSupported
 from specbeam.lab.train.batches import TreeBatch, batches_of
 from specbeam.lab.train.state import STATE_S, keep_state, resume_from, write_curve
@@ -37,7 +37,7 @@ class Schedule:
 
     Args:
         epochs: how often each tree is learnt from.
-        rate: the learning rate of Muon, for the matrices of the blocks; None: as is usual for what is trained.
+        rate: the learning rate of Muon, for the matrices of the blocks; None: the default for the kind of model.
         embedding_rate: the learning rate of Adam, for embeddings, heads, norms and biases; None: as is usual.
         batch_tokens: number of tokens of a batch, padding included; None: as is usual.
         warm: the part of all steps in which rates rise.
@@ -66,12 +66,12 @@ class Schedule:
         require(is_integer(self.seed), "seed", self.seed, "an integer")
 
     def filled(self, usual: Mapping[str, Any]) -> "FilledSchedule":
-        """Return the schedule with what is usual in place of what it leaves out."""
+        """Return the schedule completed by defaults."""
         given = {name: value for name, value in asdict(self).items() if value is not None}
         return FilledSchedule(**{**usual, **given})
 
     def rate_factor(self, part: float) -> float:
-        """Return what the rates are multiplied with after this part of all steps: they rise, stay, and fall to zero."""
+        """Return the factor of the learning rates after this share of all steps: it rises, stays, and falls to zero."""
         return rate_factor(part, self.warm, self.decay)
 
 
@@ -98,11 +98,11 @@ class Point:
 class Training:
     """Training of one model.
 
-    Products are in bfloat16 where this is faster (`multiplies_bfloat16`); weights, laws and losses stay
-    in float32. A training that goes on keeps to what it began with.
+    Products are in bfloat16 where this is faster (`prefers_bfloat16`); weights, laws and losses stay
+    in float32. A resumed training keeps the arithmetic that it began with.
 
     Args:
-        model: what is trained.
+        model: the model to train.
         loss: returns the loss of a batch.
         check: returns the acceptance on held-out trees, by depth of the draft.
         schedule: how long and how hard.
@@ -129,7 +129,7 @@ class Training:
         self.folder = folder
         self.device = device
         self.optimizers = new_optimizers(model, schedule)
-        self.in_bfloat16 = multiplies_bfloat16(device)
+        self.in_bfloat16 = prefers_bfloat16(device)
         self.epoch = 0  # finished epochs
         self.file = 0  # finished files of this epoch
         self.losses: list[float] = []  # of this epoch
@@ -169,7 +169,8 @@ class Training:
         order = rng.permutation(len(self.files))
         trees = Trees.read(self.files[order[self.file]])
         # Losses may draw from torch's own stream: the same numbers for this file, whether the run was killed before or not.
-        torch.manual_seed(int(np.random.default_rng([self.schedule.seed, self.epoch, self.file, 1]).integers(2**62)))
+        random = np.random.default_rng([self.schedule.seed, self.epoch, self.file, 1])
+        torch.manual_seed(int(random.integers(2**62)))
         rng = np.random.default_rng([self.schedule.seed, self.epoch, self.file])
         batches = list(batches_of(trees, self.schedule.batch_tokens, rng))
         for number, batch in enumerate(batches):
@@ -222,7 +223,7 @@ class Training:
         keep_state(self.folder, state)
 
     def resume(self) -> bool:
-        """Go on from the state on disk. Returns False if there is none; raises `BadSetting` if it is broken."""
+        """Resume from the state on disk. Returns False without one; raises `BadSetting` if it is broken."""
         return resume_from(self.folder, self.device, self._restore)
 
     def _restore(self, state: dict[str, Any]) -> None:
@@ -236,11 +237,6 @@ class Training:
         self.losses = state["losses"]
         self.seconds = state["seconds"]
         self.curve = [Point(**point) for point in state["curve"]]
-
-
-def multiplies_bfloat16(device: torch.device) -> bool:
-    """Return whether a device multiplies matrices of bfloat16 sooner than those of float32: GPUs, and CPUs with tiles."""
-    return device.type == "cuda" or (device.type == "cpu" and tiles.available())
 
 
 def check_optimizers() -> None:

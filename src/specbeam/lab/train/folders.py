@@ -1,4 +1,4 @@
-"""Folders of work that a killed run goes on in: each says of what it is, and that of another work is refused."""
+"""Folders of training runs that can be resumed: each stores its options, and a folder of other options is refused."""
 
 import json
 import warnings
@@ -9,7 +9,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from specbeam.core.whole_files import delete_leftovers, write_whole
+from specbeam.core import delete_leftovers, write_whole
 from specbeam.errors import BadSetting, SpecbeamError
 from specbeam.lab.train.trees import read_or_refuse
 
@@ -22,7 +22,7 @@ def work_folder(folder: Path, options: dict[str, Any], leftovers: str) -> Iterat
     """Work in a folder, which no other process does meanwhile. It is made if it is missing.
 
     Args:
-        options: what the work depends on; see `keep_options`.
+        options: settings that the work depends on; see `keep_options`.
         leftovers: a pattern of files that only a folder with options may hold.
 
     Raises:
@@ -38,7 +38,7 @@ def work_folder(folder: Path, options: dict[str, Any], leftovers: str) -> Iterat
         raise
     except OSError as error:
         raise BadSetting(
-            f"{folder} cannot be written: {error}; make room, or choose another folder. What is kept there stays, and the "
+            f"{folder} cannot be written: {error}; make room, or choose another folder. Finished work stays, and the "
             "same call goes on from it"
         ) from error
 
@@ -68,15 +68,17 @@ def _check_options(folder: Path, options: dict[str, Any], leftovers: str) -> Non
     path = folder / OPTIONS
     if not path.exists():
         if any(folder.glob(leftovers)):
-            raise BadSetting(
-                f"{folder} holds {leftovers}, and no {OPTIONS} says of what; delete it, or choose another folder"
-            )
+            raise BadSetting(f"{folder} holds {leftovers}, but no {OPTIONS}; delete it, or choose another folder")
         return
     before = read_or_refuse(path, lambda: dict(json.loads(path.read_text())))
-    other = {name: before.get(name) for name in {**before, **options} if before.get(name) != options.get(name)}
-    if other:
-        said = ", ".join(f"{name} {value!r} (now {options.get(name)!r})" for name, value in sorted(other.items()))
-        raise BadSetting(f"{folder} holds work with {said}; choose another folder, or delete this one")
+    different = []
+    for name in sorted({**before, **options}):
+        old = before.get(name)
+        new = options.get(name)
+        if old != new:
+            different.append(f"{name} {old!r} (now {new!r})")
+    if different:
+        raise BadSetting(f"{folder} holds work with {', '.join(different)}; choose another folder, or delete this one")
 
 
 def keep_options(folder: Path, options: dict[str, Any]) -> None:

@@ -11,14 +11,11 @@ from typing import TYPE_CHECKING
 from jaxtyping import Int64
 from torch import Tensor
 
-from specbeam.core.records import FINAL
+from specbeam.core import FINAL
 from specbeam.lab.train.eagle3 import first_weights, layer_sizes, own_embedding, own_head
 from specbeam.lab.train.head_files import target_rope, write_head
 from specbeam.lab.train.plan import HeadPlan
-from specbeam.models.heads.head import Head
-from specbeam.models.heads.layers import Rotary
-from specbeam.models.heads.own import own_config
-from specbeam.models.heads.trunk import PairTrunk, TrunkShape
+from specbeam.models.heads import Head, PairTrunk, Rotary, TrunkShape, own_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,7 +26,7 @@ LOGIT_GRADIENT = 0.5  # share of the logits' gradient that reaches the states
 def new_fspad(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, " draft_vocab"] | None) -> PairTrunk:
     """Return a new FSPAD head as wide as the target; its states estimate the target's last hidden states.
 
-    Its embedding is the target's, and so is the matrix that makes logits, unless the head has a vocabulary of its own.
+    Its embedding is the target's, and so is the matrix that makes logits, unless the head has a separate vocabulary.
     """
     sizes = layer_sizes(target, plan)
     shape = TrunkShape(
@@ -52,7 +49,7 @@ def new_fspad(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, "
 
 
 def save_fspad(head: Head, target: "PreTrainedModel", plan: HeadPlan, folder: Path) -> None:
-    """Write an FSPAD head in our own format; what is the target's own is left out."""
+    """Write an FSPAD head in specbeam's format, without the target's weights."""
     assert isinstance(head, PairTrunk)
     leaves_out = ("embed_tokens.",) if head.tokens is not None else ("embed_tokens.", "lm_head.")
     write_head(head, own_config("fspad", head, target), folder, target, leaves_out)

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from specbeam.core.whole_files import write_whole
+from specbeam.core import write_whole
 from specbeam.lab.train.plan import HeadPlan
-from specbeam.models.heads.head import Head
-from specbeam.models.heads.layers import LayerSizes, Rotary
+from specbeam.models.heads import Head, LayerSizes, Rotary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,7 +80,7 @@ def layer_config(target: "PreTrainedModel", sizes: LayerSizes, layers: int, rota
 def write_head(
     head: Head, config: dict[str, Any], folder: Path, target: "PreTrainedModel", leaves_out: tuple[str, ...] = ()
 ) -> None:
-    """Write the configuration and the weights of a head (`as_written`), with the maps of its vocabulary if it has its own.
+    """Write the configuration and the weights of a head (`as_written`), with the maps of a separate vocabulary.
 
     Files are whole or not there.
 

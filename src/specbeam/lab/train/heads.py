@@ -1,4 +1,4 @@
-"""Draft heads trained for a target: one trainer, and for each kind what a new one is, and how it is written."""
+"""Training of draft heads for a target: one trainer, and for each kind the functions that make and write a head."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,8 +11,9 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from torch.nn import functional
 
-from specbeam.core.records import FINAL
-from specbeam.doors.options.head_kinds import HEAD_KINDS, HeadKind
+from specbeam import Pair, load
+from specbeam.core import FINAL
+from specbeam.doors import HEAD_KINDS, HeadKind
 from specbeam.errors import BadSetting
 from specbeam.lab.train.batches import TreeBatch, batches_of
 from specbeam.lab.train.chimera import new_chimera, save_chimera
@@ -35,17 +36,14 @@ from specbeam.lab.train.plan import HeadPlan, planned
 from specbeam.lab.train.specdiff import masked_lesson, new_specdiff, save_specdiff
 from specbeam.lab.train.teacher import scored
 from specbeam.lab.train.trees import Trees
-from specbeam.models.heads.extra_rows import ExtraHead
-from specbeam.models.heads.head import DraftRows, Head
-from specbeam.models.heads.trees import ScoredTrees
-from specbeam.models.pair import Pair, load
+from specbeam.models.heads import DraftRows, ExtraHead, Head, ScoredTrees
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 def plain_lesson(head: Head, trees: ScoredTrees, learnt: Bool[Tensor, "rows length"], plan: HeadPlan) -> Lesson:
-    """Return what a head drafts at the learnt nodes of trees: all that most kinds of heads learn."""
+    """Return the drafts of a head at the training nodes of trees: the lesson of most kinds of heads."""
     return Lesson(head.drafts(trees, plan.depth, learnt))
 
 
@@ -54,10 +52,10 @@ class Kind:
     """A kind of head that can be trained.
 
     Attributes:
-        options: what is usual for the kind, and what it takes.
+        options: the defaults of the kind, and the options that it takes.
         new: makes one with first weights, from the target, the plan, and the tokens that it is to know.
         save: writes one to a folder.
-        lesson: what it makes of a batch that it learns from.
+        lesson: makes the drafts of a batch that the loss is computed on.
     """
 
     options: HeadKind
@@ -111,7 +109,7 @@ def train_head(
 
     The target draws beams below each prompt; the head learns the target's laws at the beams that had children, each by the
     number of its children, from the target's hidden states above. It learns drafts of all depths at once, as they are made:
-    the deeper ones from what the head itself makes of those above. Nothing but prompts is needed. At most 512 prompts, or a
+    the deeper ones from the head's own states above. Only prompts are needed. At most 512 prompts, or a
     tenth, are held out.
 
     A run that was killed goes on where it was when it is called again with the same arguments; see `train_draft`.
@@ -122,12 +120,12 @@ def train_head(
         prompts: texts, or lists of token ids, that the target is asked to continue, like those that the head will be used
             for.
         out: the folder to write.
-        trees: the folder of what the target draws, which several trainings with the same prompts, draws and seed may share;
+        trees: the folder of the target's draws, which several trainings with the same prompts, draws and seed may share;
             None: `out/training/trees`.
         plan: options of `HeadPlan`, such as {"layers": 2}; the others are as is usual for the kind.
         draws: how the target draws; None: four beams at temperature 1.
         schedule: how long and how hard to train; rates and batch are as is usual for the kind where it leaves them out.
-        report: called with what is under way, how much of it is done and how much there is.
+        report: called with the current stage, the amount done and the total.
 
     Raises:
         BadSetting: an option is wrong, or a folder holds work with other options.
@@ -220,7 +218,7 @@ class HeadStudent:
     def loss(self, batch: TreeBatch) -> Tensor:
         """See `Student.loss`: the sum over depths, each counted `decay` times as much as the one before.
 
-        A kind of head may have a loss of its own beside it.
+        A kind of head may add another loss.
         """
         total = torch.zeros((), device=batch.tokens.device)
         weight = 0.0
@@ -308,7 +306,7 @@ class ExtraStudent(HeadStudent):
         """See `Student.save`."""
         learnt = {name: weight.detach().clone() for name, weight in self.module.named_parameters()}
         with torch.no_grad():
-            for weight in self.module.parameters():  # the odds are those of the head that is written
+            for weight in self.module.parameters():  # acceptance is measured with the weights that are written
                 weight.copy_(as_written(weight))
         self.module.ranks = rank_odds(self._ranked_batches())
         with torch.no_grad():

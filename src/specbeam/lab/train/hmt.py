@@ -11,20 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbeam.core.measure import kept_figures
-from specbeam.core.whole_files import whole_files_in
-from specbeam.doors.options.checks import is_integer, require
-from specbeam.doors.places import OPENERS, text_of
+from specbeam import Pair, load
+from specbeam.core import weights_key, whole_files_in
+from specbeam.doors import OPENERS, is_integer, require, text_of
 from specbeam.errors import BadPrompt, BadSetting, MissingFile, UnsupportedModel
 from specbeam.lab.train.folders import keep_options, work_folder
 from specbeam.lab.train.lessons import Report, warn_of_rounding
 from specbeam.lab.train.remembering import MemoryDocument, MemoryPoint, MemorySchedule, MemoryTraining
-from specbeam.models.huggingface import HuggingFaceLM
-from specbeam.models.memory.files import BACKBONE, save_memory
-from specbeam.models.memory.lm import MemoryLM
-from specbeam.models.memory.plan import MemoryPlan
-from specbeam.models.memory.recall import new_recall
-from specbeam.models.pair import Pair, load
+from specbeam.models import HuggingFaceLM
+from specbeam.models.memory import BACKBONE, MemoryLM, MemoryPlan, new_recall, save_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -34,7 +29,7 @@ HELD_OUT = 32  # pieces of text to check with
 
 @dataclass(frozen=True)
 class TrainedMemory:
-    """What training gave."""
+    """The result of training."""
 
     folder: Path  # which `hmt` takes
     weights: int  # number of weights that were learnt
@@ -54,7 +49,7 @@ def train_hmt(
     """Train a memory for a model, and write it to a folder that `hmt(pair, folder)` takes.
 
     Texts are read segment by segment with gradients through all memories (arXiv 2405.06067). The model learns, too, unless
-    it is frozen; it is then written beside its memory, and `hmt(folder)` loads both.
+    it is frozen; it is then written next to its memory, and `hmt(folder)` loads both.
 
     A run that was killed goes on where it was when it is called again with the same arguments: `out/training` holds the
     state and the curve, and can be deleted afterwards.
@@ -73,7 +68,7 @@ def train_hmt(
         BadSetting: an option is wrong, `out` holds a training with other options, or a stage finds no texts.
         BadPrompt: the documents are empty, or none is longer than a segment.
         MissingFile: the model cannot be loaded, or a text is given and there is no tokenizer.
-        UnsupportedModel: the logits are not those of the head, of the last hidden states.
+        UnsupportedModel: the logits are not the output of the head on the last hidden states.
         BadHead, NotSupported: the model cannot have a memory; see `MemoryLM`.
     """
     schedule = schedule or MemorySchedule()
@@ -96,7 +91,7 @@ def train_hmt(
     folder = Path(out)
     training = folder / "training"
     options = {
-        "target": f"{type(pair.target_model).__name__} {kept_figures.weights_key(pair.target_model)}",
+        "target": f"{type(pair.target_model).__name__} {weights_key(pair.target_model)}",
         "documents": f"{len(encoded)}, {_digest(encoded)}",
         "width": int(width),
         **{f"plan.{name}": value for name, value in asdict(plan).items()},
@@ -156,7 +151,7 @@ def _check_fits(lm: HuggingFaceLM, plan: MemoryPlan, recall: Any) -> None:
 
 @torch.no_grad()
 def _check_head(model: "PreTrainedModel") -> None:
-    """Raise `UnsupportedModel` unless a model's logits are its head's, of what its base model returns."""
+    """Raise `UnsupportedModel` unless a model's logits are the output of its head on its base model's states."""
     tokens = torch.arange(8, device=model.get_input_embeddings().weight.device)[None]
     tokens = tokens % model.get_input_embeddings().weight.shape[0]
     whole = model(input_ids=tokens).logits
@@ -200,7 +195,7 @@ def split_documents(
     Of ten or more a tenth is held out, at most 32; of fewer the last tenth of each. Texts without answers are checked in
     pieces of twice as many segments as are learnt.
 
-    Raises `BadPrompt` if there are none, or if none is longer than a segment: nothing could be remembered.
+    Raises `BadPrompt` if there are no texts, or if all fit into one segment: there is nothing to remember.
     """
     longest = max((len(one.tokens) for one in documents), default=0)
     if longest <= segment:
@@ -214,17 +209,23 @@ def split_documents(
         held_out = [documents[place] for place in order[:count]]
         learnt = [documents[place] for place in order[count:]]
     else:
-        cuts = [len(one.tokens) if one.answer else len(one.tokens) - len(one.tokens) // 10 for one in documents]
-        learnt = [_piece(one, 0, cut) for one, cut in zip(documents, cuts, strict=True)]
-        held_out = [_piece(one, cut, len(one.tokens)) for one, cut in zip(documents, cuts, strict=True)]
-        held_out = [one for one in held_out if len(one.tokens) > 1]
+        learnt = []
+        held_out = []
+        for one in documents:
+            size = len(one.tokens)
+            cut = size if one.answer else size - size // 10
+            learnt.append(_piece(one, 0, cut))
+            rest = _piece(one, cut, size)
+            if len(rest.tokens) > 1:
+                held_out.append(rest)
     most = 2 * segments * segment
     pieces = []
     for one in held_out:
         if one.answer:
             pieces.append(one)
             continue
-        pieces += [_piece(one, start, start + most) for start in range(0, len(one.tokens) - 1, most)]
+        starts = range(0, len(one.tokens) - 1, most)
+        pieces += [_piece(one, start, start + most) for start in starts]
     return learnt, pieces[:HELD_OUT]
 
 
@@ -246,7 +247,7 @@ def read_documents(files: Sequence[Path], tokenizer: Any, prompt_weight: float =
     A file of JSON lines has a document in each: "text", or "prompt" with an "answer". Any other file is one document.
 
     Args:
-        prompt_weight: weight of the tokens of a prompt in the loss; those of its answer have 1.
+        prompt_weight: weight of the tokens of a prompt in the loss; tokens of its answer have weight 1.
 
     Raises:
         MissingFile: there is no such file, or there is no tokenizer.

@@ -1,4 +1,4 @@
-"""What there is to learn from: trees that the target drew below prompts, some of which are held out."""
+"""Training data: trees that the target drew below prompts, some of which are held out."""
 
 import hashlib
 import json
@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from specbeam.core.measure import kept_figures
+from specbeam import Pair
+from specbeam.core import weights_key
 from specbeam.errors import BadPrompt, BadSetting
 from specbeam.lab.train.drawing import DrawPlan, Prompt, draw_files, drawn_trees
 from specbeam.lab.train.folders import keep_options, work_folder
 from specbeam.lab.train.trees import Trees
-from specbeam.models.pair import Pair
-from specbeam.models.quantised import OWN
+from specbeam.models import OWN_ROUNDINGS
 
 MOST_HELD_OUT = 512  # prompts
 
-Report = Callable[[str, int, int], None]  # what is under way, how much of it is done, and how much there is
+Report = Callable[[str, int, int], None]  # called with the current stage, the amount done and the total
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Lessons:
 def drawn_lessons(
     pair: Pair, prompts: Sequence[Prompt], draws: DrawPlan, seed: int, folder: Path, report: Report
 ) -> Lessons:
-    """Have the target draw below prompts, into a folder; what is there already is not drawn again.
+    """Let the target draw below prompts, into a folder; existing trees are not drawn again.
 
     At most 512 prompts, or a tenth, are held out.
 
@@ -55,7 +55,7 @@ def drawn_lessons(
     options = lesson_options(pair, prompts, draws, seed)
     with work_folder(folder, options, "trees-*.npz"):
         path = folder / "held_out.npz"
-        if not (folder / "options.json").exists():  # what a folder without options holds may be of something else
+        if not (folder / "options.json").exists():  # a folder without options may hold other data
             path.unlink(missing_ok=True)
         if not path.exists():
             trees = drawn_trees(pair, held_out, draws)
@@ -73,10 +73,10 @@ def drawn_lessons(
 
 
 def lesson_options(pair: Pair, prompts: Sequence[Prompt], draws: DrawPlan, seed: int) -> dict[str, Any]:
-    """Return what the trees of prompts depend on."""
+    """Return the settings that the trees of prompts depend on."""
     engine = pair.forgetful_target.engine
     return {
-        "target": f"{type(pair.target_model).__name__} {kept_figures.weights_key(pair.target_model)}, {engine}",
+        "target": f"{type(pair.target_model).__name__} {weights_key(pair.target_model)}, {engine}",
         "prompts": f"{len(prompts)}, {_digest(prompts)}",
         "seed": int(seed),
         **{f"draws.{name}": value for name, value in asdict(draws).items()},
@@ -84,11 +84,11 @@ def lesson_options(pair: Pair, prompts: Sequence[Prompt], draws: DrawPlan, seed:
 
 
 def warn_of_rounding(pair: Pair) -> None:
-    """Warn if what learns from the hidden states of a target learns from other weights than the target is run with."""
+    """Warn if training reads other weights of a target than the ones it is run with."""
     engine = pair.forgetful_target.engine
-    if engine in OWN:
+    if engine in OWN_ROUNDINGS:
         warnings.warn(
-            f"the target runs with weights rounded to {engine}, and what is trained reads the model's own, unrounded ones: "
+            f"the target runs with weights rounded to {engine}, but training reads the unrounded ones: "
             "drafts may fit worse; load the target without quantize to train for the model itself",
             stacklevel=3,
         )

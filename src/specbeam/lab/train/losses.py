@@ -1,4 +1,4 @@
-"""What training lowers: the odds that a draft token is refused, and the cross-entropy to the target's law."""
+"""Losses of training: the probability that a draft token is rejected, and the cross-entropy to the target's law."""
 
 from typing import NamedTuple
 
@@ -6,11 +6,11 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from specbeam.models.heads.head import DraftRows
+from specbeam.models.heads import DraftRows
 
 
 class Lesson(NamedTuple):
-    """What a head makes of a batch of trees that it learns from."""
+    """The drafts of a head on a batch of trees."""
 
     drafts: list[DraftRows]  # by depth, see `Head.drafts`
     other: Float[Tensor, ""] | None = None  # a loss of the head's own; None: it has none
@@ -30,11 +30,11 @@ def overlap(
     most their probability, and the cross-entropy a lower bound.
 
     Args:
-        logits: those of the draft.
+        logits: logits of the draft.
         ids: the tokens whose probability under the target is known, distinct in each row.
         logp: their log-probabilities.
-        known: which of them the draft knows, whose numbers among its own tokens are in `ids`; it gives the others no odds,
-            and its cross-entropy is over those that it knows. None: all.
+        known: which of them are in the draft's vocabulary, at the places `ids`; the others have probability 0 in the draft,
+            and the cross-entropy leaves them out. None: all.
     """
     logq = logits.float().log_softmax(-1).gather(-1, ids)
     p = logp.exp()
@@ -63,7 +63,7 @@ def draft_loss(
         weights: how much each law counts.
         variation: the share of total variation, in [0, 1]; cross-entropy has the rest. Total variation is what speed depends
             on, but its slope is zero in tokens of which q has too much already and small where q is small, so it learns
-            slowly by itself. It counts four times, to have slopes of about the size of those of cross-entropy.
+            slowly by itself. It counts four times, so that its slopes are about as large as cross-entropy's.
     """
     each = (1 - variation) * surprise + variation * 4 * (1 - accepted)
     return (each * weights).sum() / weights.sum()

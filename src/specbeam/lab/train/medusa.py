@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 from jaxtyping import Int64
 from torch import Tensor, nn
 
-from specbeam.core.whole_files import write_whole
+from specbeam.core import write_whole
 from specbeam.lab.train.eagle3 import own_head
 from specbeam.lab.train.head_files import as_written
 from specbeam.lab.train.plan import HeadPlan
-from specbeam.models.heads.feature import FeatureSizes
-from specbeam.models.heads.head import Head
-from specbeam.models.heads.medusa import Medusa
+from specbeam.models.heads import FeatureSizes, Head, Medusa
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

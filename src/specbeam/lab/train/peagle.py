@@ -10,10 +10,7 @@ from specbeam.lab.train.dspark import mask_of
 from specbeam.lab.train.eagle3 import eagle3_config, first_weights, layer_sizes, own_embedding, own_head
 from specbeam.lab.train.head_files import target_rope, write_head
 from specbeam.lab.train.plan import HeadPlan
-from specbeam.models.heads.head import Head
-from specbeam.models.heads.layers import Rotary
-from specbeam.models.heads.masked import MaskTrunk
-from specbeam.models.heads.trunk import TrunkShape
+from specbeam.models.heads import Head, MaskTrunk, Rotary, TrunkShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from specbeam.doors.options.checks import is_integer, require
-from specbeam.engines.eligibility import lacks_taps, layers_of
+from specbeam.doors import is_integer, require
+from specbeam.engines import lacks_taps, layers_of
 from specbeam.errors import BadSetting
-from specbeam.models.heads.chimera import READ_OUTS, SHARED
+from specbeam.models.heads import READ_OUTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -18,7 +18,7 @@ FULL_VOCAB = 32_000  # tokens of a target, up to which a head knows them all by 
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """What a head is to be.
+    """The shape of a head to be trained.
 
     Args:
         taps: the hidden states of the target that it reads: numbers of the layers that they enter, the number of layers for
@@ -32,7 +32,7 @@ class HeadPlan:
         variation: the share of total variation in the loss, in [0, 1]; cross-entropy has the rest.
         prefix: number of soft prompts in each layer.
         enters: the layer at which rows enter that are made of states there.
-        regression: how much the error of a head that estimates the target's hidden states counts beside that of its laws.
+        regression: weight of the error of estimated hidden states, relative to the error of laws.
         read_out: of Chimera heads: "own", a matrix of all tokens for each depth, or "shared", a map for each depth and one
             matrix of tokens; see `ChimeraShape`.
         shown: of SpecDiff heads: the share of blocks that are learnt with some of their drafts shown, for drafts in several
@@ -49,7 +49,7 @@ class HeadPlan:
     decay: float = 0.8
     variation: float = 0.5
     regression: float = 10.0
-    read_out: str = SHARED
+    read_out: str = "shared"
     shown: float = 0.5
     exit_layer: int | None = None
     prefix: int = 16
@@ -62,8 +62,9 @@ class HeadPlan:
             require(is_integer(value) and value >= 1, name, value, "an integer of at least 1")
         require(is_integer(self.prefix) and self.prefix >= 0, "prefix", self.prefix, "an integer of at least 0")
         require(is_integer(self.enters) and self.enters >= 1, "enters", self.enters, "an integer of at least 1")
-        are_taps = isinstance(self.taps, tuple) and self.taps and all(is_integer(tap) and tap >= 0 for tap in self.taps)
-        require(bool(are_taps), "taps", self.taps, "a tuple of integers of at least 0")
+        are_taps = isinstance(self.taps, tuple) and len(self.taps) > 0
+        are_taps = are_taps and all(is_integer(tap) and tap >= 0 for tap in self.taps)
+        require(are_taps, "taps", self.taps, "a tuple of integers of at least 0")
         after = self.exit_layer
         require(after is None or (is_integer(after) and after >= 1), "exit_layer", after, "an integer of at least 1")
         require(0 < self.decay <= 1, "decay", self.decay, "in (0, 1]")
@@ -78,13 +79,13 @@ def planned(target: "PreTrainedModel", usual: Mapping[str, Any], asked: Mapping[
 
     Args:
         usual: what differs from the usual plan for a kind of head.
-        asked: what is asked for instead; None stands for what is usual.
+        asked: values that override the defaults; None: the default.
 
     Raises `BadSetting` if there is no such option, if one is wrong, or if the target does not have the taps.
     """
     known = {field.name for field in fields(HeadPlan)}
     if strange := [name for name in asked if name not in known]:
-        raise BadSetting(f"{strange[0]} is no option of a head; these are: {', '.join(sorted(known))}")
+        raise BadSetting(f"{strange[0]} is not an option of a head; these are: {', '.join(sorted(known))}")
     vocab = int(target.get_output_embeddings().weight.shape[0])
     width = int(target.config.get_text_config().hidden_size)
     layers = len(layers_of(target))
@@ -108,6 +109,6 @@ def planned(target: "PreTrainedModel", usual: Mapping[str, Any], asked: Mapping[
 def usual_taps(layers: int) -> tuple[int, ...]:
     """Return the hidden states that heads read by default: after the first layers, in the middle, and before the last ones.
 
-    Of a target with few layers, those that differ.
+    A target with few layers has fewer, distinct ones.
     """
     return tuple(sorted({min(2, layers), layers // 2, max(layers - 3, 0)}))

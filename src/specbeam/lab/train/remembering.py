@@ -13,13 +13,11 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional
 
-from specbeam.doors.options.checks import is_integer, require
+from specbeam.doors import is_integer, require
 from specbeam.errors import BadSetting, one_of
 from specbeam.lab.train.fitting import rate_factor
 from specbeam.lab.train.state import STATE_S, keep_state, resume_from, write_curve
-from specbeam.models.memory.plan import MemoryPlan
-from specbeam.models.memory.reading import SegmentReader
-from specbeam.models.memory.recall import Recall
+from specbeam.models.memory import MemoryPlan, Recall, SegmentReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,7 +53,7 @@ class MemorySchedule:
         rate: learning rate of the model; a frozen one has none.
         memory_rate: learning rate of the memory's own weights.
         frozen: leave the model as it is, and train the memory's own weights alone.
-        loss_on: "all": all tokens. "last": those of the last segment of a text.
+        loss_on: "all": all tokens. "last": tokens of the last segment of a text.
         depth: number of segments that gradients go through; None: all of a text.
         warm: the part of all steps in which rates rise.
         decay: the part of all steps, at the end, in which rates fall to zero.
@@ -134,7 +132,7 @@ class MemoryPoint:
     seconds: float  # of training so far, all runs of a resumed training together
     loss: float  # mean since the point before; NaN at the first
     held_out: float  # surprise of a token
-    later: float  # the same, of tokens after those that a query of the segment itself is made of
+    later: float  # the same, of tokens after the ones that make the segment's query
     forgetful: float  # surprise of a token if nothing is recalled, by the same weights
     answers: float  # share of answers of which each token is the likeliest; NaN without answers
 
@@ -143,8 +141,8 @@ class MemoryTraining:
     """Training of a memory, and of its model unless it is frozen.
 
     Args:
-        documents: what to learn from.
-        held_out: what to check with.
+        documents: texts for training.
+        held_out: texts for checks.
         folder: where the state is kept.
     """
 
@@ -234,7 +232,7 @@ class MemoryTraining:
         keep_state(self.folder, state)
 
     def resume(self) -> bool:
-        """Go on from the state on disk. Returns False if there is none; raises `BadSetting` if it is broken."""
+        """Resume from the state on disk. Returns False without one; raises `BadSetting` if it is broken."""
         return resume_from(self.folder, self.device, self._restore)
 
     def _restore(self, state: dict[str, Any]) -> None:
@@ -251,9 +249,9 @@ class MemoryTraining:
 def drawn_documents(
     documents: Sequence[MemoryDocument], segments: int, size: int, count: int, random: np.random.Generator
 ) -> list[MemoryDocument]:
-    """Return `count` texts of at most so many segments of `size` tokens, by chance.
+    """Return `count` random texts of at most `segments` segments of `size` tokens.
 
-    Texts with an answer are taken whole, and only those that have no more segments. Of others that are longer, a piece.
+    Texts with an answer are taken whole, if they have no more segments than that. Of longer other texts, a piece is taken.
 
     Raises `BadSetting` if no document fits.
     """
@@ -277,7 +275,7 @@ def drawn_documents(
 
 
 def learn_texts(reader: SegmentReader, texts: Sequence[MemoryDocument], loss_on: str, device: torch.device) -> float:
-    """Add the gradients of the loss of some texts to those of the weights, and return the loss: the mean by weight, in nats.
+    """Add the gradients of the loss of some texts to the weights' gradients, and return the weighted mean loss in nats.
 
     If gradients go through a limited number of segments, the graph of earlier ones is freed before the next are read.
     """
@@ -304,7 +302,7 @@ def learn_texts(reader: SegmentReader, texts: Sequence[MemoryDocument], loss_on:
 
 
 def _added_gradients(loss: Tensor) -> float:
-    """Add the gradients of a loss to those of the weights, and return its value."""
+    """Add the gradients of a loss to the weights' gradients, and return its value."""
     if loss.requires_grad:
         loss.backward()
     return float(loss.detach())

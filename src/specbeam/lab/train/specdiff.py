@@ -1,4 +1,4 @@
-"""SpecDiff heads that are to be trained, their files, in our own format, and what they learn beside laws.
+"""SpecDiff heads to be trained, their files, in specbeam's format, and their additional loss.
 
 They are denoisers of masked diffusion (arXiv 2408.05636). Of the blocks of a lesson, one part is learnt with all drafts
 masked, as for drafts in one step, by the target's laws. In each block of the other part a random share of the drafts is
@@ -18,12 +18,7 @@ from specbeam.lab.train.eagle3 import first_weights, layer_sizes, own_embedding,
 from specbeam.lab.train.head_files import target_rope, write_head
 from specbeam.lab.train.losses import Lesson
 from specbeam.lab.train.plan import HeadPlan
-from specbeam.models.heads.block import BlockShape
-from specbeam.models.heads.denoiser import NO_TOKEN, Denoiser
-from specbeam.models.heads.head import Head
-from specbeam.models.heads.layers import Rotary
-from specbeam.models.heads.own import own_config
-from specbeam.models.heads.trees import ScoredTrees
+from specbeam.models.heads import NO_TOKEN, BlockShape, Denoiser, Head, Rotary, ScoredTrees, own_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,7 +29,7 @@ LARGEST = 10.0  # weight of a masked draft: blocks of which hardly any is masked
 def new_specdiff(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, " draft_vocab"] | None) -> Denoiser:
     """Return a new SpecDiff head as wide as the target, with blocks of `plan.depth` drafts.
 
-    Its embedding is the target's, and so is the matrix that makes logits, unless the head has a vocabulary of its own. The
+    Its embedding is the target's, and so is the matrix that makes logits, unless the head has a separate vocabulary. The
     embedding of the mask begins as that of a token that texts do not hold.
     """
     sizes = layer_sizes(target, plan, norms_heads=True)
@@ -57,14 +52,14 @@ def new_specdiff(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor
 
 
 def save_specdiff(head: Head, target: "PreTrainedModel", plan: HeadPlan, folder: Path) -> None:
-    """Write a SpecDiff head in our own format; what is the target's own is left out."""
+    """Write a SpecDiff head in specbeam's format, without the target's weights."""
     assert isinstance(head, Denoiser)
     leaves_out = ("embed_tokens.",) if head.tokens is not None else ("embed_tokens.", "lm_head.")
     write_head(head, own_config("specdiff", head, target), folder, target, leaves_out)
 
 
 def masked_lesson(head: Head, trees: ScoredTrees, learnt: Bool[Tensor, "rows length"], plan: HeadPlan) -> Lesson:
-    """Return what a denoiser drafts in one step, and its loss as a denoiser; each of a random part of the blocks.
+    """Return the drafts of a denoiser in one step, and its loss as a denoiser; each of a random part of the blocks.
 
     Draws from torch's own stream of random numbers.
 
@@ -86,7 +81,8 @@ def masked_lesson(head: Head, trees: ScoredTrees, learnt: Bool[Tensor, "rows len
     known = torch.where(is_there & ~is_masked, tokens, NO_TOKEN)
     rows = head.blocks(trees.tokens, trees.depths, head.attend_in(trees), known)
     one_step = head.drafts_in(rows, trees, plan.depth, learnt, is_whole)
-    parents = torch.cat([torch.arange(shape[1], device=device).expand(shape)[..., None], drafts[..., :-1]], -1)
+    anchors = torch.arange(shape[1], device=device).expand(shape)
+    parents = torch.cat([anchors[..., None], drafts[..., :-1]], -1)
     is_drawn = is_there & learnt.gather(1, parents.clamp_min(0).flatten(1)).view_as(drafts)
     weights = (is_drawn & is_masked) * (1 / masked_share[..., None]).clamp_max(LARGEST)
     loss = denoising_loss(head, rows[:, :, head.shape.first_row :], tokens, weights, is_drawn)

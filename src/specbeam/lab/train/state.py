@@ -1,4 +1,4 @@
-"""The state of a training on disk, from which a killed one goes on, and its curve beside it."""
+"""The state of a training on disk, from which a killed one resumes, and its learning curve."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -8,8 +8,8 @@ from zipfile import ZipFile
 
 import torch
 
-from specbeam.core.whole_files import whole, write_whole
-from specbeam.doors.plain import as_json
+from specbeam.core import whole, write_whole
+from specbeam.doors import as_json
 from specbeam.lab.train.trees import read_or_refuse
 
 STATE_S = 60.0  # seconds between two states on disk
@@ -23,7 +23,7 @@ def keep_state(folder: Path, state: dict[str, Any]) -> None:
 
 
 def resume_from(folder: Path, device: torch.device, restore: Callable[[dict[str, Any]], None]) -> bool:
-    """Hand the state on disk to `restore`. Returns False if there is none; raises `BadSetting` if it is broken."""
+    """Pass the state on disk to `restore`. Returns False without one; raises `BadSetting` if it is broken."""
     path = folder / STATE
     if not path.exists():
         return False

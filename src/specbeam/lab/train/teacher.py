@@ -1,4 +1,4 @@
-"""What a target thinks of trees of tokens: its hidden states there, on which heads draft."""
+"""A target's hidden states on trees of tokens, which heads draft from."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -6,11 +6,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from specbeam.core.records import FINAL
-from specbeam.engines.eligibility import layers_of
-from specbeam.engines.kv.masks import Masks
+from specbeam.core import FINAL
+from specbeam.engines import Masks, layers_of
 from specbeam.lab.train.batches import TreeBatch
-from specbeam.models.heads.trees import ScoredTrees
+from specbeam.models.heads import ScoredTrees
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,7 +47,7 @@ def hidden_states(
 
             handles.append(layers[-1].register_forward_hook(keep_output))
     try:
-        # What heads read in drafting is not rounded either.
+        # Heads read unrounded states in drafting, too.
         with torch.autocast(batch.tokens.device.type, enabled=False):
             last = model.base_model(
                 input_ids=batch.tokens,

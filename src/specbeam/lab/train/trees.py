@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from jaxtyping import Float, Int64
 
-from specbeam.core.whole_files import whole
+from specbeam.core import whole
 from specbeam.errors import BadSetting
 
 Read = TypeVar("Read")
@@ -159,5 +159,5 @@ def trees_of(grown: list[TreeBeingDrawn]) -> Trees:
 
 
 def _with_children(tree: TreeBeingDrawn) -> list[int]:
-    """Return the nodes of the prompt, and those of which something was drawn."""
+    """Return the nodes of the prompt, and the nodes with drawn children."""
     return [node for node in range(len(tree.tokens)) if tree.weights[node] > 0 or node < tree.prompt_size]

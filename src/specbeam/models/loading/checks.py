@@ -19,7 +19,7 @@ from specbeam.models.checkpoints.numbers import broken_weight
 from specbeam.models.encoder_decoder import EncoderDecoderLM
 from specbeam.models.engines import COMPILED
 from specbeam.models.huggingface import HuggingFaceLM
-from specbeam.models.quantised import OWN
+from specbeam.models.quantised import OWN_ROUNDINGS
 
 CHECKED_SOURCE = 24  # tokens of the source on which a compiled encoder is tried
 
@@ -52,7 +52,7 @@ def check_scores_forests(lm: HuggingFaceLM, role: str = "") -> None:
         prompt=prompt, state={}, context={lm: source} if source else {}
     )  # in place of a session
     name = f"{role}{type(lm.model).__name__}"
-    if lm.engine in OWN and not is_kept(lm.model) and (fault := broken_weight(lm.model)):
+    if lm.engine in OWN_ROUNDINGS and not is_kept(lm.model) and (fault := broken_weight(lm.model)):
         raise BrokenLaw(f"{name} cannot be rounded to {lm.engine}: its weight {fault}")
     widened = (
         is_kept(lm.model) and lm.engine in COMPILED and source is None
@@ -215,7 +215,7 @@ def _own_logits(lm: HuggingFaceLM, prompt: list[int], path: list[int]) -> torch.
 
 def _rounds(lm: HuggingFaceLM) -> bool:
     """Return whether the engine of a language model rounds what the model object does not."""
-    return lm.engine in OWN or lm.kv != "float32"
+    return lm.engine in OWN_ROUNDINGS or lm.kv != "float32"
 
 
 @torch.inference_mode()

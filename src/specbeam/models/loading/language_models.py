@@ -14,7 +14,7 @@ from specbeam.models.encoder_decoder import EncoderDecoderLM
 from specbeam.models.huggingface import HuggingFaceLM, check_keeps_tokens
 from specbeam.models.loading.checks import check_scores_forests
 from specbeam.models.loading.models import ONE_AT_A_TIME, cannot_round, use_a_backend_with_masks
-from specbeam.models.quantised import BY_LIBRARY, OWN, Quantize, check_rounding
+from specbeam.models.quantised import BY_LIBRARY, OWN_ROUNDINGS, Quantize, check_rounding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -107,7 +107,7 @@ def check_options(quantize: Any, share_from: Any, name: str = "quantize") -> Non
 
 def by_engine(quantize: "Quantize | None") -> Any:
     """Return how an engine of our own rounds a model, None if none does: what a library rounds was loaded so."""
-    return quantize if quantize in OWN else None
+    return quantize if quantize in OWN_ROUNDINGS else None
 
 
 class _CachedLM:

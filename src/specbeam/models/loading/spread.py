@@ -12,7 +12,7 @@ from specbeam.models.heads.read import is_head
 from specbeam.models.loading.drafts import not_for_heads
 from specbeam.models.loading.models import name_or_path
 from specbeam.models.loading.tokenizers import read_tokenizer
-from specbeam.models.quantised import OWN, Quantize, is_rounding
+from specbeam.models.quantised import OWN_ROUNDINGS, Quantize, is_rounding
 from specbeam.models.skipping import Skipping
 
 
@@ -41,7 +41,7 @@ def check_before_spreading(target: Any, draft: Any, tokenizer: Any, quantize_dra
     config = open_checkpoint(name).config
     if getattr(config, "is_encoder_decoder", False):
         raise has_encoder(f"the model in {target}")
-    if isinstance(draft, Skipping) or (isinstance(draft, str) and (draft == "swift" or draft in OWN)):
+    if isinstance(draft, Skipping) or (isinstance(draft, str) and (draft == "swift" or draft in OWN_ROUNDINGS)):
         raise NotSupported(
             f"draft={draft!r} is the target run by specbeam itself, which cannot run one whose weights are spread; give a "
             "draft model of its own"

@@ -1,1 +1,5 @@
 """MEMORY: a model that reads a text in segments, and hands memories of them on (HMT)."""
+
+from specbeam.core.lazy import attached
+
+__getattr__, __dir__, __all__ = attached(__name__, __file__)  # the names stand in __init__.pyi

@@ -1,0 +1,33 @@
+"""The public names of this package, each once: `specbeam.core.lazy` reads this list when the package runs."""
+
+from specbeam.core.beams import Beams as Beams
+from specbeam.core.decoder import Decoder as Decoder
+from specbeam.core.forest import CHOSEN as CHOSEN
+from specbeam.core.forest import DISTINCT as DISTINCT
+from specbeam.core.forest import INDEPENDENT as INDEPENDENT
+from specbeam.core.forest import LOST as LOST
+from specbeam.core.forest import SHARED as SHARED
+from specbeam.core.forest import Forest as Forest
+from specbeam.core.forest import Siblings as Siblings
+from specbeam.core.lm import LM as LM
+from specbeam.core.measure.kept_figures import NumberField as NumberField
+from specbeam.core.measure.kept_figures import RecordFields as RecordFields
+from specbeam.core.measure.kept_figures import weights_key as weights_key
+from specbeam.core.noise import path_keys as path_keys
+from specbeam.core.records import FINAL as FINAL
+from specbeam.core.records import RowCounts as RowCounts
+from specbeam.core.records import Scored as Scored
+from specbeam.core.records import Shape as Shape
+from specbeam.core.records import Turn as Turn
+from specbeam.core.records import Verdict as Verdict
+from specbeam.core.runs import TURNS as TURNS
+from specbeam.core.scoring import logits_below as logits_below
+from specbeam.core.session import Controller as Controller
+from specbeam.core.session import Drafter as Drafter
+from specbeam.core.session import Rule as Rule
+from specbeam.core.session import Session as Session
+from specbeam.core.steps import step as step
+from specbeam.core.whole_files import delete_leftovers as delete_leftovers
+from specbeam.core.whole_files import whole as whole
+from specbeam.core.whole_files import whole_files_in as whole_files_in
+from specbeam.core.whole_files import write_whole as write_whole

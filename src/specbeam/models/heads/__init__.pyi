@@ -1,0 +1,32 @@
+"""The public names of this package, each once: `specbeam.core.lazy` reads this list when the package runs."""
+
+from specbeam.models.heads.bita import Bita as Bita
+from specbeam.models.heads.block import BlockHead as BlockHead
+from specbeam.models.heads.block import BlockShape as BlockShape
+from specbeam.models.heads.chimera import READ_OUTS as READ_OUTS
+from specbeam.models.heads.chimera import Chimera as Chimera
+from specbeam.models.heads.chimera import ChimeraShape as ChimeraShape
+from specbeam.models.heads.denoiser import NO_TOKEN as NO_TOKEN
+from specbeam.models.heads.denoiser import Denoiser as Denoiser
+from specbeam.models.heads.exit import ExitHead as ExitHead
+from specbeam.models.heads.exit import ExitLM as ExitLM
+from specbeam.models.heads.exit import exit_model as exit_model
+from specbeam.models.heads.extra_rows import ExtraHead as ExtraHead
+from specbeam.models.heads.extra_rows import StoredTrees as StoredTrees
+from specbeam.models.heads.extra_rows import logits_of as logits_of
+from specbeam.models.heads.feature import FeatureSizes as FeatureSizes
+from specbeam.models.heads.head import DraftRows as DraftRows
+from specbeam.models.heads.head import Head as Head
+from specbeam.models.heads.hidden_transfer import HiddenTransfer as HiddenTransfer
+from specbeam.models.heads.layers import LayerSizes as LayerSizes
+from specbeam.models.heads.layers import Rotary as Rotary
+from specbeam.models.heads.lm import HeadLM as HeadLM
+from specbeam.models.heads.masked import MaskTrunk as MaskTrunk
+from specbeam.models.heads.medusa import Medusa as Medusa
+from specbeam.models.heads.own import extra_rows_config as extra_rows_config
+from specbeam.models.heads.own import own_config as own_config
+from specbeam.models.heads.trees import ScoredTrees as ScoredTrees
+from specbeam.models.heads.trees import chain_of as chain_of
+from specbeam.models.heads.trees import lineage as lineage
+from specbeam.models.heads.trunk import PairTrunk as PairTrunk
+from specbeam.models.heads.trunk import TrunkShape as TrunkShape
