@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specbeam.apps.serve.engine import Draining, EngineFailed, NoRoom, QueueFull, QueueTimeout
-from specbeam.doors.options.table import OPTIONS
+from specbeam.doors import OPTIONS
 from specbeam.errors import (
     BadAudio,
     BadPrompt,
