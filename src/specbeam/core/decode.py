@@ -1,4 +1,4 @@
-"""THE LOOP: decodes sessions side by side, one turn per session and pass of the target."""
+"""Decoding of many sessions: iterators over `Decoder.step`. The loop itself is run_steps.py, or turn.py in Python."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,7 @@ from specbeam.core.session import Session
 from specbeam.core.turn import Turns, turns
 
 __all__ = ["Decoder", "Turns", "decode", "decode_live", "turns"]
-DELAY_S = 0.02  # seconds that a reader does not notice
+DELAY_S = 0.02  # delay of a stream in seconds, too short to notice
 
 
 def decode(target: LM, waiting: Iterable[Session], at_once: int = 32, ahead: int = 0) -> Iterator[Turns]:

@@ -39,28 +39,28 @@ from specbeam.core.records import Certificate, ExtraInputs, Needs, Report, RowCo
 
 @runtime_checkable
 class CacheOwner(Protocol):
-    """What a language model needs of a session. It may have `context` and `vectors`, too (see `Session`)."""
+    """The part of a session that a language model uses; `context` and `vectors` are optional (see `Session`)."""
 
     prompt: list[int]
     state: dict[Hashable, Any]
 
 
 def is_broken(session: CacheOwner) -> bool:
-    """Return whether a session failed as logits were NaN or infinite: what models store for it may be so, too."""
+    """Return True if a session failed on NaN or infinite logits; its cached keys and values may be NaN too."""
     return isinstance(getattr(session, "failure", None), BrokenLaw)
 
 
 @runtime_checkable
 class Controller(Protocol):
-    """PLAN: how deep and how wide the next draft is.
+    """PLAN: the depth and width of the next draft.
 
-    It may also have:
+    Optional members:
         more(session, tree) -> bool: whether a draft goes on after a layer (control/confidence.py).
-        needs: Needs, what it reads of the target's rows, in `turn.scored`.
-        numbers(session) -> Plan: the numbers by which steps plan many turns as one compiled run (control/planning.py).
-        enter(session, beside) -> bool: called before the first turn of a session, one of `beside` side by side; whether it
-            drafts at all. If not, its drafter is replaced by one that drafts nothing.
-        remember(session): a session is over (control/needs.py).
+        needs: Needs: the parts of the target's rows that it reads in `turn.scored`.
+        numbers(session): a record whose kind has the steps of control/planning.py. With it, many turns are one compiled run.
+        enter(session, beside) -> bool: called before the first turn of a session, with the number of sessions that decode
+            together; whether it drafts at all. If not, its drafter is replaced by one that drafts nothing.
+        remember(session): called when a session is over (control/needs.py).
     """
 
     def plan(self, session: "Session") -> Shape: ...
@@ -70,20 +70,20 @@ class Controller(Protocol):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """DRAFT: guesses hung under the live beams, for many sessions at once.
+    """DRAFT: token trees under the live beams, for many sessions at once.
 
-    A session may be settled without having been drafted for, if one of the `models` was not ready for it (`is_ready`).
+    A session may be settled without a draft, if one of the `models` was not ready for it (`is_ready`).
 
-    It may also have:
-        close(session): forget a session that is over.
-        models: the models that it runs; where it does not say, torch keeps its threads while others run (decoder.py).
-        no_law_reason: str, why the law of its drafts is not known, so that they can be matched and not tried.
-        fill(sessions, most) -> list[bool]: store a chunk of long prompts; which have no more to store (draft/batch.py).
-        needs: Needs, what it reads of the target's rows, in `turn.scored`.
-        extra_rows(session, forest) -> ExtraRows: rows of its own in the target's pass, which are in `turn.scored.extra`. A
-            model of the drafter may have them, too.
-        extra_inputs: ExtraInputs, what its extra rows are made of; beside `extra_rows`, if they are not tokens.
-        spec(session): the numbers by which steps draft in a compiled run (draft/beams.py, draft/tree.py).
+    Optional members:
+        close(session): free the state of a session that is over.
+        models: its draft models; () if it has none. Without this attribute, torch keeps its threads (decoder.py).
+        no_law_reason: str: the reason why the law of its drafts is unknown; such drafts can be matched but not tried.
+        fill(sessions, most) -> list[bool]: store a chunk of each long prompt; True for prompts that are stored whole.
+        needs: Needs: the parts of the target's rows that it reads in `turn.scored`.
+        extra_rows(session, forest) -> ExtraRows: additional rows for the target's pass, returned in `turn.scored.extra`. A
+            model of the drafter may have them instead.
+        extra_inputs: ExtraInputs: inputs of the extra rows other than tokens.
+        spec(session): a record whose kind has a step `draft_turn` (draft/turns.py). With it, turns run compiled.
         keeps_nodes: True if its forests start with `session.start`, so that nodes are kept from turn to turn.
     """
 
@@ -94,16 +94,17 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class Rule(Protocol):
-    """VERIFY: what lives on. `scored` holds the target's logits of every forest node.
+    """VERIFY: the beams that survive. `scored` holds the target's logits of every forest node.
 
-    It may also have:
-        law: str, what law the output of a method for one sequence has; it is not inherited (see `law_of`).
-        tries: bool, whether it needs the law that drafts were drawn from.
-        most_beams: int, the number of beams that it judges at most; a method that keeps more is refused.
-        needs: Needs, what it reads of each row; it is then given `Scored`, and not logits.
-        spec(session) and widths(session): the numbers by which steps judge in a compiled run (verify/beams.py).
-        keeps_nodes: True if it takes forests with known rows, of which `scored` holds no rows.
-        ignores_drafts(session) -> bool: whether texts do not depend on which drafts there are.
+    Optional members:
+        law: str: the output law of a method for one sequence; it is not inherited (see `law_of`).
+        tries: bool: whether it needs the law that drafts were drawn from.
+        most_beams: int: the most beams that it judges; a method that keeps more is refused.
+        needs: Needs: the parts of each row that it reads; it then gets `Scored` instead of logits.
+        spec(session): a record whose kind has a step `verify_turn` (verify/turns.py). With it, turns run compiled.
+        widths(session): the number of draws of each layer, for steps (control/width.py); without it, one sequence.
+        keeps_nodes: True if it takes forests with known rows, which `scored` does not hold.
+        ignores_drafts(session) -> bool: whether texts are independent of the drafts.
         is_lazy(session) -> bool: whether layers are decided without the rows of beams that cannot win.
     """
 
@@ -226,7 +227,9 @@ class Counters:
 
 
 class Session:
-    """One generation. Rooms read it; only `advance` and each part's own entry in `state` change.
+    """One generation: its beams, texts, limits, dice, counters, and the state of each part.
+
+    The loop (turn.py, runs.py, decoder.py) changes it between passes; a part changes its own entry in `state` only.
 
     Attributes:
         start: what the forest of the next turn starts with: the roots, and nodes that are kept from earlier turns.
