@@ -423,3 +423,25 @@ def test_tune_measures_acceptance_by_rank(models, monkeypatch, tmp_path):
     found = json.loads(out)["acceptance"]
     assert len(found["odds"]) == 5
     assert found["nodes"] > 0
+
+
+def test_without_a_draft_the_default_method_has_the_same_law_and_takes_settings(models):
+    """What only drafts have is refused by the name of the recipe."""
+    target = models[1]
+    code, out, err = specbeam("generate", "abc", "-m", target, "--seed", "3", "--max-new-tokens", "4", "--json")
+    assert code == 0, err
+    assert "4 beams, without replacement; decoded without drafts" in json.loads(out)["report"]["law"]
+    code, out, err = specbeam("generate", "abc", "-m", target, "-s", "beams=2", "--max-new-tokens", "4", "--json")
+    assert code == 0, err
+    assert len(json.loads(out)["beams"]) == 2
+    code, _, err = specbeam("generate", "abc", "-m", target, "-s", "depth=2")
+    assert code == 2
+    assert "beam_sampling has no setting 'depth'" in err
+
+
+def test_every_command_that_generates_has_the_same_options():
+    """One entry of the table is a flag of all of them."""
+    for command in (["generate"], ["batch"], ["chat"], ["inspect"], ["bench", "speed"], ["evaluate", "theory"]):
+        _, text, _ = specbeam(*command, "--help")
+        for name in ("--no-repeat-ngram-size", "--typical-p", "--stop"):
+            assert name in text, (command, name)
