@@ -361,12 +361,13 @@ def test_another_method_decodes_in_its_place(models):
     """By name or as a recipe; beams and draws have to be those that `generate` was asked for."""
     target, draft, tokenizer = models
     inputs = inputs_of(tokenizer, ["Hello", "a longer prompt"])
-    call = {**inputs, "custom_generate": sb.hf.dsbd, "draft_model": draft, "max_new_tokens": 8, "seed": 4}
+    options = {"max_new_tokens": 8, "seed": 4, "top_k": 20}
+    call = {**inputs, **options, "custom_generate": sb.hf.dsbd, "draft_model": draft}
     pair = sb.load(target, draft, tokenizer=tokenizer)
     for method in ("traversal", sb.traversal((2, 1)), sb.dsbd(3, depth=2)):
         beams = getattr(method, "beams", 1)
         found = target.generate(**call, do_sample=True, num_beams=beams, method=method)
-        ours = sb.generate(pair, ["Hello", "a longer prompt"], method, seed=4, max_new_tokens=8)
+        ours = sb.generate(pair, ["Hello", "a longer prompt"], method, **options)
         for row, one in zip(found, ours, strict=True):
             new = row[inputs["input_ids"].shape[1] :].tolist()
             assert new[: len(one.tokens)] == one.tokens

@@ -24,7 +24,7 @@ def test_each_option_has_a_type_and_an_entry():
 
 @pytest.mark.parametrize("function", [generate, stream, turns_of])
 def test_the_functions_that_generate_take_the_options_of_the_table(function):
-    assert "Unpack" in str(inspect.signature(function).parameters["options"].annotation)
+    assert "table.Options" in str(inspect.signature(function).parameters["options"].annotation)
 
 
 def test_settings_hold_what_was_given_and_defaults():
@@ -65,7 +65,7 @@ def test_every_door_asks_whether_you_meant_the_near_name():
 def test_the_page_of_options_lists_each_once():
     page = table.as_markdown()
     for name in OPTIONS:
-        assert page.count(f"| `{name}` |") == 1
+        assert len([line for line in page.splitlines() if line.startswith(f"| `{name}` |")]) == 1
     assert "`--stop`" in page
     assert "`specbeam.no_repeat_ngram_size`" in page
 

@@ -150,5 +150,3 @@ def test_recipes_for_beams_take_parts_of_ones_own_directly(pair):
     expected = sb.generate(pair, PROMPTS, sb.beam_sampling(2), seed=3, max_new_tokens=6)
     found = sb.generate(pair, PROMPTS, sb.dsbd(2, controller=controller), seed=3, max_new_tokens=6)
     assert [one.tokens for one in found] == [one.tokens for one in expected]
-    with pytest.raises(BadSetting, match="rule is 'match'; it must be a part"):
-        sb.dsbd(2, rule="match")

@@ -210,14 +210,15 @@ def test_log_probabilities_belong_to_the_text_and_to_the_prompt_if_it_is_echoed(
 
 
 def test_stop_strings_are_cut_off_and_never_sent(client, expected):
-    text = expected["default"][0][0].text
+    text = expected["sampling"][0][0].text
+    own = KINDS["sampling"][1]
     stop = text[len(text) // 2 : len(text) // 2 + 2]
     before = text.split(stop)[0]
-    (choice,) = ask(client, {}, stop=[stop]).choices
+    (choice,) = ask(client, own, stop=[stop]).choices
     assert (choice.text, choice.finish_reason, choice.stop_reason) == (before, "stop", stop)
-    (kept,) = ask(client, {"include_stop_str_in_output": True}, stop=stop).choices
+    (kept,) = ask(client, own | {"include_stop_str_in_output": True}, stop=stop).choices
     assert kept.text == before + stop
-    streamed = "".join(chunk.choices[0].text for chunk in ask(client, {}, stop=[stop], stream=True) if chunk.choices)
+    streamed = "".join(chunk.choices[0].text for chunk in ask(client, own, stop=[stop], stream=True) if chunk.choices)
     assert streamed == before
 
 
@@ -258,6 +259,15 @@ def test_a_chat_is_a_completion_of_its_template(client):
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
 
 
+def test_without_a_method_answers_are_beams_as_many_as_are_asked_for(client, worded):
+    """The default of the library: so there may be more than its four."""
+    found = ask(client, {"seed": 7}, n=6)
+    assert len({choice.text for choice in found.choices}) == 6
+    assert found.model_extra is not None
+    best = ask(client, {"seed": 7, "best_of": 6}, n=2)
+    assert [choice.text for choice in best.choices] == [choice.text for choice in found.choices[:2]]
+
+
 WRONG = [
     ({"prompt": ""}, "prompt", "bad_prompt", 400),
     ({"prompt": [7, 999999]}, "prompt", "bad_prompt", 400),
@@ -270,7 +280,7 @@ WRONG = [
     ({"num_beams": 3, "beam_width": 4}, "beam_width", "bad_setting", 400),
     ({"num_beams": 2, "n": 3}, "n", "bad_setting", 400),
     ({"num_beams": 3, "temperature": 0.5}, "temperature", "bad_setting", 400),
-    ({"temperature": 0, "n": 2}, "n", "bad_setting", 400),
+    ({"temperature": 0, "n": 2, "specbeam": {"method": "sampling"}}, "n", "bad_setting", 400),
     ({"max_tokens": 10**6}, "max_tokens", "bad_setting", 400),
     ({"max_tokens": 0}, "max_tokens", "bad_setting", 400),
     ({"max_tokens": 4000}, "max_tokens", "context_length_exceeded", 400),
@@ -563,7 +573,7 @@ def test_a_full_line_and_the_end_say_when_to_come_again(worded, expected, served
             body = {"prompt": PROMPT, "max_tokens": 150, "stream": True, "num_beams": 8}
             with http.stream("POST", "/v1/completions", json=body) as stream:
                 pieces = stream.iter_raw()
-                full = http.post("/v1/completions", json={"prompt": "a", "n": 3})
+                full = http.post("/v1/completions", json={"prompt": "a", "n": 3, "specbeam": {"method": "sampling"}})
                 assert (full.status_code, full.json()["error"]["code"]) == (429, "queue_full")
                 assert 1 <= int(full.headers["retry-after"]) <= 60
                 ending = threading.Thread(target=server.drain)

@@ -12,9 +12,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 from specbeam.core.limits import Limits
-from specbeam.doors.cli.main import main
+from specbeam.doors.cli.main import app, main
 from specbeam.doors.method_text import method_from
 from specbeam.errors import BadSetting
 from specbeam.recipes.catalogue import HEAD_RECIPES, RECIPES
@@ -129,8 +130,6 @@ def test_mistakes_get_one_line_and_exit_code_2(arguments, message):
 def test_prompts_are_given_in_the_same_ways_to_all_commands():
     """As an option of a command that has other arguments, too, and in files of every kind."""
     import typer.main
-
-    from specbeam.doors.cli.main import app
 
     commands = typer.main.get_command(app).commands
     reading = [commands["generate"], commands["inspect"], commands["tune"]]
@@ -423,3 +422,28 @@ def test_tune_measures_acceptance_by_rank(models, monkeypatch, tmp_path):
     found = json.loads(out)["acceptance"]
     assert len(found["odds"]) == 5
     assert found["nodes"] > 0
+
+
+def test_without_a_draft_the_default_method_has_the_same_law_and_takes_settings(models):
+    """What only drafts have is refused by the name of the recipe."""
+    target = models[1]
+    code, out, err = specbeam("generate", "abc", "-m", target, "--seed", "3", "--max-new-tokens", "4", "--json")
+    assert code == 0, err
+    assert "4 beams, without replacement; decoded without drafts" in json.loads(out)["report"]["law"]
+    code, out, err = specbeam("generate", "abc", "-m", target, "-s", "beams=2", "--max-new-tokens", "4", "--json")
+    assert code == 0, err
+    assert len(json.loads(out)["beams"]) == 2
+    code, _, err = specbeam("generate", "abc", "-m", target, "-s", "depth=2")
+    assert code == 2
+    assert "beam_sampling has no setting 'depth'" in err
+
+
+def test_every_command_that_generates_has_the_same_options():
+    """One entry of the table is a flag of all of them."""
+    root = get_command(app)
+    for names in (["generate"], ["batch"], ["chat"], ["inspect"], ["bench", "speed"], ["evaluate", "theory"]):
+        command = root
+        for name in names:
+            command = command.commands[name]
+        flags = {flag for parameter in command.params for flag in parameter.opts}
+        assert {"--no-repeat-ngram-size", "--typical-p", "--stop"} <= flags, names

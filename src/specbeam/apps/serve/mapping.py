@@ -71,7 +71,7 @@ class Order:
     Attributes:
         prompts: token ids of each prompt.
         texts: their texts, where there are any.
-        method, settings, seed: as for `Request`.
+        method, settings, seed: as for `Request.of`.
         method_key: the name of the method with the settings that were given; "": the server's own.
         count: answers per prompt that are returned.
         drawn: independent answers per prompt of which the best are returned; `count` without a choice.
@@ -332,6 +332,8 @@ def _method(body: Body, options: SpecbeamOptions, served: Served) -> tuple[Metho
             key = repr(("", wanted))
     else:
         method, key = named_method(options, further, width, served)
+    if body.best_of is not None and body.best_of < count and not wants_beams:
+        raise invalid(f"best_of is {body.best_of} and n is {count}; best_of must be at least n", "best_of")
     if method.beams > 1:
         if method.beams > config.max_beams:
             raise invalid(
@@ -343,8 +345,6 @@ def _method(body: Body, options: SpecbeamOptions, served: Served) -> tuple[Metho
             raise invalid(f"n is {count}, and {method.name} keeps {method.beams} beams; ask for fewer answers", "n")
         return method, count, key
     drawn = body.best_of or count
-    if drawn < count:
-        raise invalid(f"best_of is {drawn} and n is {count}; best_of must be at least n", "best_of")
     if drawn > config.max_n:
         raise invalid(f"best_of is {drawn}; this server draws at most {config.max_n}", "best_of")
     if drawn > 1 and (method.greedy or body.temperature == 0):

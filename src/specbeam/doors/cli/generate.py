@@ -102,7 +102,8 @@ class Writer:
         else:
             self.done.setdefault(number, []).append(result)
             found = result.report.audit
-            self.audit = found if self.audit is None else self.audit + found if found is not None else self.audit
+            if found is not None:
+                self.audit = found if self.audit is None else self.audit + found
             if self.json:
                 print(as_json(number, self.prompts[number].text, result), flush=True)
         self._write_ready()
