@@ -179,9 +179,10 @@ def test_notebooks_print_what_they_keep(name):
 
 
 def test_each_public_name_has_a_docstring_and_each_recipe_states_its_law():
-    for stub in ("__init__.pyi", "draft/__init__.pyi", "verify/__init__.pyi", "control/__init__.pyi"):
+    for stub in ("__init__.pyi", "core/draft/__init__.pyi", "core/verify/__init__.pyi", "core/control/__init__.pyi"):
         for name, (module, there) in homes_in(Path(sb.__file__).parent / stub).items():
-            value = getattr(importlib.import_module(module), there)
+            home = importlib.import_module(module)
+            value = getattr(home, there) if hasattr(home, there) else importlib.import_module(f"{module}.{there}")
             assert inspect.getdoc(value), name
             if module.startswith("specbeam.recipes.") and inspect.isfunction(value) and name != "methods":
                 assert "Law: " in value.__doc__, name

@@ -28,7 +28,7 @@ def page() -> str:
 def _files() -> Iterator[Path]:
     for name in PLACES:
         place = SOURCE / name
-        yield from sorted(place.rglob("*.py")) if place.is_dir() else [place]
+        yield from sorted(place.glob("*.py")) if place.is_dir() else [place]
 
 
 def _entries(tree: ast.Module) -> Iterator[str]:

@@ -27,7 +27,7 @@ from torch.nn import functional
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from vocabulary import train_tokenizer
 
-from specbeam.lab.train.fitting import multiplies_bfloat16
+from specbeam.engines import prefers_bfloat16
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 Data = Annotated[Path, typer.Option(help="folder that holds tatoeba_deu_eng/ and cmudict/")]
@@ -220,7 +220,7 @@ def heldout_loss(loss: Callable[[Any], Tensor], rows: Rows | SourceRows, tokens_
 
 def autocast() -> torch.autocast:
     """bfloat16 on a GPU and on processors with tile registers; others gain nothing from it."""
-    return torch.autocast(DEVICE.type, torch.bfloat16, enabled=multiplies_bfloat16(DEVICE))
+    return torch.autocast(DEVICE.type, torch.bfloat16, enabled=prefers_bfloat16(DEVICE))
 
 
 def new_optimizers(model: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:

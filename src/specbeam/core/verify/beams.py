@@ -430,6 +430,7 @@ def which_settle(spec: Any, choice: Choice, is_last: bool) -> Array:
 @which_settle.of(SearchSpec)
 @step
 def which_go_on_or_finish(spec: SearchSpec, choice: Choice, is_last: bool) -> Array:
+    """Return the candidates that go on or may finish; see `which_settle`."""
     first = min(spec.beams, len(choice.tokens))
     looked = first if is_last else len(choice.tokens)
     going = going_on(choice.scores[:looked], choice.ends[:looked], spec.beams)
