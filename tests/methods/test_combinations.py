@@ -41,11 +41,13 @@ AT_ONCE = {"prompt_lookup", "suffix_match", "token_recycling", "multi_draft"}
 BUDGET = {"opt_tree", "dyspec", "propd"}
 UNPRICED = BUDGET | {"gsd", "multi_draft", "swift"}
 OWN_RULE = {"block_verification", "traversal"}  # the name is the rule
+# Methods of several beams, whose rules and controllers are parts of their own and have no names.
+OF_BEAMS = ("beam_search", "speculative_beam_search", "beam_sampling", "dsbd", "mtad", "mjsd", "mmtad")
 DRAFTING = {
     make.__name__: make
     for make in RECIPES
     if {"rule", "controller"} & set(inspect.signature(make).parameters)
-    and make.__name__ not in ("mtad", "mjsd", "mmtad")
+    and make.__name__ not in OF_BEAMS
 }
 
 
