@@ -240,7 +240,7 @@ def test_what_was_said_above_a_temperature_of_one_half_is_no_prompt(temperature,
         ({"decoder_input_ids": [1]}, "transcribe sets decoder_input_ids by itself"),
         ({"num_return_sequences": 2}, "transcribe sets num_return_sequences by itself"),
         ({"beam_size": 5}, "has no option beam_size"),
-        ({"prompt": "</s>a"}, "prompt holds </s>, which is no text"),
+        ({"prompt": "</s>a"}, "prompt holds </s>, which is a special token"),
         ({"max_length": 0}, "max_length is 0"),
     ],
 )

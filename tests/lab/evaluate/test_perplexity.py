@@ -148,5 +148,5 @@ def test_outputs_for_sources_of_mixed_lengths_are_scored_by_the_decoder(family):
 
 
 def test_outputs_of_models_that_hear_are_refused():
-    with pytest.raises(NotSupported, match="hears"):
+    with pytest.raises(NotSupported, match="reads audio"):
         log_likelihoods(sb.load(tiny_reader("whisper")), [[5]], [[4]])

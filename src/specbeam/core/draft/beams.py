@@ -655,8 +655,11 @@ class BeamDrafter:
         return [self._passed_on(draft.session, cut(draft.spec, draft.drafted)) for draft in drafts]
 
     def _drafted_by_steps(self, session: Session, shape: Shape) -> Cut | None:
-        """Return the draft of a session, made in one compiled call; None if Python has to see rows."""
-        return drafted_by_steps(self.lm, session, shape, self.spec(session), self._roots(session))
+        """Return the draft of a session, made in one compiled call; None if Python has to see rows, or nothing is drafted."""
+        begun = self._start(session, shape)
+        if not begun.wants_layer:
+            return None
+        return drafted_by_steps(self.lm, session, shape, begun.spec, self._roots(session))
 
     def _passed_on(self, session: Session, drafted: Cut) -> Forest:
         """Return the forest that the target scores; the whole draft is kept until the turn is settled."""
