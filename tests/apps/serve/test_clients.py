@@ -391,7 +391,14 @@ def test_the_pieces_of_any_tokenizer_are_the_text(kind, monkeypatch):
 def test_a_usual_text_streams_token_by_token(monkeypatch):
     monkeypatch.setattr("specbeam.apps.serve.engine.DELAY_S", 0.0)
     with asking(worded_pair()) as ask:
-        body = {"prompt": "Hallo", "max_tokens": 40, "seed": 1, "ignore_eos": True, "stream": True}
+        body = {
+            "prompt": "Hallo",
+            "max_tokens": 40,
+            "seed": 1,
+            "ignore_eos": True,
+            "stream": True,
+            "specbeam": {"method": "sampling"},
+        }
         answer = ask("/v1/completions", body | {"logit_bias": {str(token): -100 for token in range(4)}})
         _, pieces = streamed_texts(answer)
         assert pieces[0] > 10
@@ -417,6 +424,10 @@ def test_the_chat_of_a_terminal_shows_exactly_the_text(kind, monkeypatch):
         options = {"max_new_tokens": 24, "eos_token_id": []}
         (whole,) = sb.generate(pair, [ids], "sampling", seed=seed, **options)
         cost = Cost()
-        pieces = [*speaker.answer([{"role": "user", "content": "a.s"}], ChatOptions(settings=options, seed=seed), cost)]
+        pieces = [
+            *speaker.answer(
+                [{"role": "user", "content": "a.s"}], ChatOptions("sampling", settings=options, seed=seed), cost
+            )
+        ]
         assert "".join(pieces) == whole.text
         assert cost.tokens == 24

@@ -43,7 +43,7 @@ def spoken():
 
 @pytest.fixture(scope="module")
 def expected(spoken):
-    method = sb.speculative_sampling()
+    method = sb.dsbd()
     return {
         prompt: sb.generate(spoken, prompt, method, seed=seed, max_new_tokens=TOKENS)[0].text
         for prompt, seed in SEEDS.items()

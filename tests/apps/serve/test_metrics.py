@@ -77,7 +77,8 @@ def test_figures_of_drafts_tokens_and_the_store_are_told(pair):
         async def ask(body):
             return answer_of(await told(app, {"prompt": [3, 4, 5], "max_tokens": 12, "seed": 1} | body))
 
-        answers = [asyncio.run(ask(body)) for body in ({}, {"num_beams": 3}, {"specbeam": {"method": "sampling"}})]
+        chain = {"specbeam": {"method": "speculative_sampling"}}
+        answers = [asyncio.run(ask(body)) for body in (chain, {"num_beams": 3}, {"specbeam": {"method": "sampling"}})]
         for _ in range(2):  # the engine counts what is stored after it has told the owner of a text
             server.engine.call(lambda: None).result()
         found = figures_of(server)
