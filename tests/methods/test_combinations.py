@@ -46,8 +46,7 @@ OF_BEAMS = ("beam_search", "speculative_beam_search", "beam_sampling", "dsbd", "
 DRAFTING = {
     make.__name__: make
     for make in RECIPES
-    if {"rule", "controller"} & set(inspect.signature(make).parameters)
-    and make.__name__ not in OF_BEAMS
+    if {"rule", "controller"} & set(inspect.signature(make).parameters) and make.__name__ not in OF_BEAMS
 }
 
 
