@@ -655,7 +655,7 @@ class BeamDrafter:
         return [self._passed_on(draft.session, cut(draft.spec, draft.drafted)) for draft in drafts]
 
     def _drafted_by_steps(self, session: Session, shape: Shape) -> Cut | None:
-        """Return the draft of a session, made in one compiled call; None if Python has to see rows, or nothing is drafted."""
+        """Return the draft of a session, made in one compiled call; None if Python sees rows, or nothing is drafted."""
         begun = self._start(session, shape)
         if not begun.wants_layer:
             return None
