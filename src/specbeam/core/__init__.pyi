@@ -4,10 +4,10 @@ from specbeam.core.beams import Beams as Beams
 from specbeam.core.decoder import Decoder as Decoder
 from specbeam.core.forest import CHOSEN as CHOSEN
 from specbeam.core.forest import DISTINCT as DISTINCT
-from specbeam.core.forest import Forest as Forest
 from specbeam.core.forest import INDEPENDENT as INDEPENDENT
 from specbeam.core.forest import LOST as LOST
 from specbeam.core.forest import SHARED as SHARED
+from specbeam.core.forest import Forest as Forest
 from specbeam.core.forest import Siblings as Siblings
 from specbeam.core.lm import LM as LM
 from specbeam.core.measure.energy import EnergyMeter as EnergyMeter

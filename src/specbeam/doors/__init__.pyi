@@ -19,8 +19,8 @@ from specbeam.doors.options.generation_config import OF_MODELS as OF_MODELS
 from specbeam.doors.options.generation_config import WARPERS as WARPERS
 from specbeam.doors.options.head_kinds import DRAFT_SCHEDULE as DRAFT_SCHEDULE
 from specbeam.doors.options.head_kinds import HEAD_KINDS as HEAD_KINDS
-from specbeam.doors.options.head_kinds import HeadKind as HeadKind
 from specbeam.doors.options.head_kinds import WINDOW_KIND as WINDOW_KIND
+from specbeam.doors.options.head_kinds import HeadKind as HeadKind
 from specbeam.doors.options.settings import Settings as Settings
 from specbeam.doors.places import DAMAGE as DAMAGE
 from specbeam.doors.places import OPENERS as OPENERS

@@ -3,11 +3,11 @@
 from specbeam.models.heads.bita import Bita as Bita
 from specbeam.models.heads.block import BlockHead as BlockHead
 from specbeam.models.heads.block import BlockShape as BlockShape
+from specbeam.models.heads.chimera import READ_OUTS as READ_OUTS
 from specbeam.models.heads.chimera import Chimera as Chimera
 from specbeam.models.heads.chimera import ChimeraShape as ChimeraShape
-from specbeam.models.heads.chimera import READ_OUTS as READ_OUTS
-from specbeam.models.heads.denoiser import Denoiser as Denoiser
 from specbeam.models.heads.denoiser import NO_TOKEN as NO_TOKEN
+from specbeam.models.heads.denoiser import Denoiser as Denoiser
 from specbeam.models.heads.exit import ExitHead as ExitHead
 from specbeam.models.heads.exit import ExitLM as ExitLM
 from specbeam.models.heads.exit import exit_model as exit_model
