@@ -121,7 +121,7 @@ def test_parts_of_ones_own_are_judged_like_names():
         sb.prompt_lookup(controller=Thompson(mode="round"))
     with pytest.raises(BadSetting, match="SizeByLatency sets the nodes of a whole tree"):
         sb.rsd_c(controller=SizeByLatency())
-    with refused("controller is 'x'; it must be one of fixed, confidence"):
+    with refused("controller is 'x'; it must be one of auto, fixed, confidence"):
         sb.sequoia(controller="x")
 
 

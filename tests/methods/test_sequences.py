@@ -252,7 +252,7 @@ def test_gsd_three_layers_deep(context, drafted, unrolled):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: sb.propd(controller="fats"), "controller is 'fats'; it must be one of fixed, confidence"),
+        (lambda: sb.propd(controller="fats"), "controller is 'fats'; it must be one of auto, fixed, confidence"),
         (lambda: sb.traversal(children="x"), "children is 'x'"),
         (lambda: sb.prompt_lookup(match="x"), "match is 'x'"),
         (lambda: sb.gsd(context=-5), "context is -5"),

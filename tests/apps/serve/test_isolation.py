@@ -94,7 +94,7 @@ def test_a_model_that_raises_in_one_request_fails_that_one_and_the_others_have_t
         return extend(sessions, forests, needs)
 
     monkeypatch.setattr(spoken.target, "extend", raises)
-    with started(spoken, max_running=4) as (server, app):
+    with started(spoken, max_running=4, queue_timeout=900.0, request_timeout=900.0) as (server, app):
         submit = server.engine.submit
         submitted = []
         monkeypatch.setattr(server.engine, "submit", lambda jobs: submitted.extend(jobs) or submit(jobs))
@@ -130,7 +130,7 @@ def test_logits_that_are_no_numbers_in_one_request_fail_that_one_alone(spoken, e
         ]
 
     monkeypatch.setattr(spoken.target, "extend", spoils)
-    with started(spoken, max_running=4) as (server, app):
+    with started(spoken, max_running=4, queue_timeout=900.0, request_timeout=900.0) as (server, app):
         bodies = [body_of(POISON), *map(body_of, PROMPTS)]
         poisoned, *others = asyncio.run(together(server, app, bodies))
         assert poisoned[0]["status"] == 422
@@ -171,7 +171,7 @@ def test_a_clock_that_jumps_changes_no_text_and_no_deadline(spoken, expected, mo
         return clock() + (-1) ** next(jumps) * 10**7
 
     monkeypatch.setattr(time, "time", jumping)
-    with started(spoken, queue_timeout=30.0, request_timeout=30.0) as (server, app):
+    with started(spoken, queue_timeout=900.0, request_timeout=900.0) as (server, app):
         found = asyncio.run(together(server, app, [body_of(PROMPTS[0], stream=True), *map(body_of, PROMPTS[1:])]))
         assert [text_of(sent) for sent in found] == [expected[prompt] for prompt in PROMPTS]
         report = answer_of(found[1])["specbeam"]["report"]
