@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from specbeam.core import compiling
-from specbeam.core.forest import Forest
+from specbeam.core.forest import Forest, KnownRows
+from specbeam.core.records import Verdict
 from specbeam.errors import UnsupportedModel
 from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.loading.checks import check_scores_forests
@@ -186,6 +187,35 @@ def test_logits_of_roots_are_found_in_whatever_order_they_stand():
         turn = random_turn(rng, forest, lm.vocab, most=6)
         lm.settle(one, turn)
         one.texts = moved(one.texts, forest, turn)
+
+
+@pytest.mark.parametrize("engine", ["plain", "lean", "compiled"])
+def test_a_pass_may_store_nodes_and_need_no_row(engine):
+    """The row of the root was scored a turn before, and the target knows that of the node below it."""
+    model = tiny("llama")
+    lm, one = HuggingFaceLM(model, engine=engine), seat([3, 4, 5])
+    drafted = Forest.rooted([5]).grown([8], [0])
+    lm.extend([one], [drafted])
+    lm.settle(one, turn_to(drafted, node=1))
+    grown = Forest.rooted([8]).grown([9], [0])
+    rows = plain_logits(model, node_paths([[3, 4, 5, 8]], grown.grown([10], [1])))
+    grown = grown._replace(known=KnownRows(np.array([1]), rows[1:2].numpy()))
+    found = lm.extend([one], [grown])[0].logits
+    torch.testing.assert_close(found, rows[:1], atol=2e-4, rtol=2e-4)
+    deeper = grown.grown([10], [1])
+    found = lm.extend([one], [deeper])[0].logits
+    torch.testing.assert_close(found, rows[2:], atol=2e-4, rtol=2e-4)
+    lm.settle(one, turn_to(deeper, node=2))
+    found = lm.extend([one], [Forest.rooted([10])])[0].logits
+    torch.testing.assert_close(found, rows[2:], atol=2e-4, rtol=2e-4)
+
+
+def turn_to(forest, node):
+    """A turn that a beam on one node of the forest survives."""
+    turn = random_turn(np.random.default_rng(0), forest, vocab=64, most=1)
+    layers = turn.verdict.layers
+    beams = layers.beams._replace(nodes=np.array([node]), tokens=forest.tokens[[node]])
+    return replace(turn, verdict=Verdict(layers._replace(parents=forest.parents[[node]], beams=beams)))
 
 
 def pages_in_memory(buffer):

@@ -163,30 +163,44 @@ def test_random_arrivals_cancels_and_failures_leave_nothing_behind(pair):
         assert engine.counts.restarts == 0
 
 
+class Held(Ends):
+    """Jobs of which the first one holds the engine's thread, between two steps, from its first token on."""
+
+    def __init__(self, sessions, **options):
+        super().__init__(sessions, **options)
+        self.begun = threading.Event()
+        self.released = threading.Event()
+
+    def watch(self, job):
+        super().watch(job)
+        self.begun.set()
+        assert self.released.wait(timeout=600)
+
+
 def test_a_queue_that_is_full_refuses_and_a_deadline_ends_what_waits_or_runs(pair):
     with Engine(pair, EngineLimits(max_running=1, max_waiting=2, chunk=CHUNK)) as engine:
-        running = Ends(sessions_of(pair, [[3, 4]], METHODS[0], max_new_tokens=150))
+        running = Held(sessions_of(pair, [[3, 4]], METHODS[0], max_new_tokens=150))
         engine.submit(running.jobs)
-        while not engine.inside:
-            time.sleep(0.001)
+        running.begun.wait()
         late = Ends(sessions_of(pair, [[5, 6]], METHODS[0]), start_by=time.monotonic() - 1)
         engine.submit(late.jobs)
-        (session,) = late.wait()
-        assert isinstance(session.failure, TimedOut)
         refused = Ends(sessions_of(pair, [[5], [6], [7]], METHODS[0]))
         with pytest.raises(QueueFull, match="3 more would come, and 2 may wait"):
             engine.submit(refused.jobs)
         engine.cancel(refused.jobs)  # who asked is gone: that makes no place in the line, as they never had one
-        refused.wait()
-        assert engine.waiting == 0
         engine.cancel(running.jobs)
+        running.released.set()
+        (session,) = late.wait()
+        assert isinstance(session.failure, TimedOut)
+        refused.wait()
         running.wait()
+        assert engine.waiting == 0
         assert engine.counts.cancelled == 1
-        cut = Ends(sessions_of(pair, [[3, 4]], METHODS[0], max_new_tokens=150))
+        cut = Held(sessions_of(pair, [[3, 4]], METHODS[0], max_new_tokens=150))
         engine.submit(cut.jobs)
-        while cut.jobs[0].first_token is None:
-            time.sleep(0.001)
+        cut.begun.wait()
         cut.jobs[0].end_by = 0
+        cut.released.set()
         (session,) = cut.wait()
         assert session.failure is None
         assert cut.jobs[0].cut == "the time was up"

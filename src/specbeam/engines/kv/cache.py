@@ -74,8 +74,9 @@ class PaddedCache(RowMember):
         """Return the rows of these local nodes; raise `IndexError` if any was not scored."""
         pieces: list[tuple[Nodes, Columns]] = []  # places among the wanted nodes, and their rows
         for nodes, columns in self._blocks:
-            at = np.minimum(nodes.searchsorted(wanted), len(nodes) - 1)
-            places = np.flatnonzero(nodes[at] == wanted)
+            at = nodes.searchsorted(wanted)
+            at[at == len(nodes)] = 0  # beyond the last node; no node is there if the pass needed no rows
+            places = np.flatnonzero(nodes[at] == wanted) if len(nodes) else np.flatnonzero(nodes)
             if len(places) == len(wanted):
                 return tuple(rows_at(rows, at) for rows in columns)
             pieces.append((places, tuple(rows_at(rows, at[places]) for rows in columns)))
