@@ -20,8 +20,8 @@ from specbeam.engines.source import Source, in_line, line_up, part
 from specbeam.errors import UnsupportedModel
 from specbeam.generation import run
 from specbeam.models.encoder_decoder import EncoderDecoderLM
+from tests.models.test_compiled_forward import in_steps
 from tests.models.test_families import mistaken, other_family, other_numbers
-from tests.models.test_lean import in_steps
 from tests.models.test_source_families import MODELS, VARIANTS, model_of
 from tests.support.tiny_sources import PAD
 

@@ -23,8 +23,8 @@ from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.loading.checks import check_scores_forests
 from specbeam.models.loading.language_models import language_model
 from specbeam.models.pair import Pair
+from tests.models.test_compiled_forward import in_steps, scored
 from tests.models.test_huggingface import check_random_turns
-from tests.models.test_lean import in_steps, scored
 from tests.support.seats import plain_logits, seat
 from tests.support.tiny_models import MIXTURES, tiny
 

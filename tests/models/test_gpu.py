@@ -29,10 +29,10 @@ from specbeam.models.loading.checks import check_scores_forests
 from specbeam.models.loading.language_models import language_model
 from specbeam.models.pair import Pair
 from specbeam.models.quantised import rounding_of
+from tests.models.test_compiled_forward import MODELS, scored
 from tests.models.test_families import MODELS as FAMILY_MODELS
 from tests.models.test_families import model_of
 from tests.models.test_huggingface import check_random_turns
-from tests.models.test_lean import MODELS, scored
 from tests.support import words
 from tests.support.seats import plain_logits, seat
 from tests.support.tiny_models import FAMILIES, MIXTURES, NO_SDPA, tiny

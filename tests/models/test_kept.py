@@ -20,7 +20,7 @@ from specbeam.errors import UnsupportedModel
 from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.loading.checks import check_scores_forests
 from specbeam.models.loading.language_models import language_model
-from tests.models.test_lean import scored
+from tests.models.test_compiled_forward import scored
 from tests.support.tiny_models import tiny
 from tests.support.tiny_sources import sources, tiny_reader
 
@@ -30,7 +30,7 @@ PATH = [3, 4, 5]
 
 @pytest.fixture(autouse=True)
 def all_are_large(monkeypatch):
-    monkeypatch.setattr("specbeam.engines.torch.lean.LARGEST", 0)
+    monkeypatch.setattr("specbeam.engines.mapped.LARGEST_WIDENED", 0)
 
 
 @pytest.fixture

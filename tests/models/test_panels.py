@@ -25,7 +25,7 @@ from specbeam.engines.cpu.panels import fits_bfloat16, in_panels, multiply
 from specbeam.engines.cpu.rounding import GROUP, in_bfloat16, rounded, rounded_groups
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.models.huggingface import HuggingFaceLM
-from tests.models.test_lean import scored
+from tests.models.test_compiled_forward import scored
 from tests.support.tiny_models import tiny
 
 KINDS = ["float32", "bfloat16", "float16", "int8", "int4", "nibbles"] + ["tiles", "int8 tiles"] * tiles.available()

@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from specbeam.core.errors import NotSupported
@@ -12,11 +11,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _LLAMA_LIKE = ("llama", "mistral", "qwen2")
-
-
-def is_plain_llama(model: "PreTrainedModel") -> bool:
-    """Return whether a model passes `is_llama_like`, is in float32 and is on a CPU."""
-    return model.dtype == torch.float32 and model.device.type == "cpu" and is_llama_like(model)
 
 
 def is_llama_like(model: "PreTrainedModel") -> bool:

@@ -79,7 +79,6 @@ class Masks:
         width: int,
         extent: int,
         device: torch.device,
-        additive: bool = False,
     ) -> Mask:
         """Return the mask of a padded pass, [batch, 1, width, extent], or a dict of masks by layer type.
 
@@ -87,15 +86,13 @@ class Masks:
             feeds: what the pass stores, one feed for each sequence of the batch.
             width: rows of each sequence, padding included.
             extent: number of slots that attention goes over.
-            additive: whether to use the form that eager attention takes, even if the model uses another one.
         """
         seen = visible_slots(feeds, width, extent)
-        additive |= self.implementation == "eager"
         back = distances_back(feeds, tries, width, extent) if self._windowed else None
         if self.by_layer:
             kinds = self.windows.items()
-            return {kind: self._native(_within(window, seen, back), device, additive) for kind, window in kinds}
-        return self._native(_within(self.window, seen, back), device, additive)
+            return {kind: self._native(_within(window, seen, back), device) for kind, window in kinds}
+        return self._native(_within(self.window, seen, back), device)
 
     def of_trees(
         self, seen: Bool[torch.Tensor, "rows length length"], positions: Int64[torch.Tensor, "rows length"]
@@ -161,11 +158,9 @@ class Masks:
     def _windowed(self) -> bool:
         return any(self.windows.values()) if self.by_layer else self.window is not None
 
-    def _native(
-        self, seen: Bool[np.ndarray, "batch width extent"], device: torch.device, additive: bool
-    ) -> torch.Tensor:
+    def _native(self, seen: Bool[np.ndarray, "batch width extent"], device: torch.device) -> torch.Tensor:
         """Return a mask [batch, 1, width, extent] on the device: booleans, or numbers to add to the scores."""
-        if not additive:
+        if self.implementation != "eager":
             return torch.from_numpy(seen)[:, None].to(device)
         if self.dtype == torch.float32:
             return torch.from_numpy(np.where(seen, np.float32(0), _LOWEST))[:, None].to(device)

@@ -1,6 +1,5 @@
 """A base class of the caches of all engines: the place of a session in the store."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,11 +11,6 @@ from specbeam.core.records import LEARNT, ExtraInputs
 from specbeam.engines.kv.prefix import Beginning
 from specbeam.engines.kv.store import KVStore
 from specbeam.engines.kv.trie import KVTrie
-
-
-def as_they_are(keys: torch.Tensor) -> torch.Tensor:
-    """Return the keys: they are laid out as those of transformers."""
-    return keys
 
 
 class RowMember:
@@ -72,17 +66,13 @@ class RowMember:
         if inputs is not None and inputs.prefix:
             self.trie.reserve_prefix(inputs.prefix)
 
-    def keep_prefix(self, store: KVStore, keys_of: Callable[[torch.Tensor], torch.Tensor] = as_they_are) -> None:
-        """Write the prefix into the store, if there is one that it does not hold yet. It must have room.
-
-        Args:
-            keys_of: returns keys as the engine's attention reads them, float[kv_heads, prefix, size].
-        """
+    def keep_prefix(self, store: KVStore) -> None:
+        """Write the prefix to the store, which must have room, unless it is there already."""
         inputs = self.extra_inputs
         if inputs is None or self.has_prefix or not inputs.prefix:
             return
         for layer, (keys, values) in enumerate(zip(inputs.keys, inputs.values, strict=True)):
-            store.write_prefix(layer, self.row, keys_of(keys), values)
+            store.write_prefix(layer, self.row, keys, values)
         self.has_prefix = True
 
     def vector_of(self, token: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Int64
 from torch.utils.hooks import RemovableHandle
 
 from specbeam.core.forest import Forest
@@ -20,14 +20,12 @@ from specbeam.engines.eligibility import lacks_taps, layers_of
 from specbeam.engines.kv.cache import Columns, Nodes, PaddedCache
 from specbeam.engines.kv.late import LateRows, late_rows
 from specbeam.engines.kv.masks import Mask, Masks, SlotPositions
-from specbeam.engines.kv.member import as_they_are
 from specbeam.engines.kv.rows import rows_at
 from specbeam.engines.kv.steps import BLOCK, WASTE
 from specbeam.engines.kv.store import KVStore, Place
 from specbeam.engines.kv.trie import Feed
 from specbeam.engines.shared_tokens import SharedTokens, readable
 from specbeam.engines.torch.captured import WIDEST, CapturedForward, Forward
-from specbeam.engines.torch.lean import LeanDecoder
 from specbeam.engines.torch.sizes import rounded_up
 from specbeam.engines.torch.torch_compiled import torch_compiled
 
@@ -110,10 +108,9 @@ def _joined(parts: list[Part]) -> tuple[Feed, SlotPositions]:
 
 
 class PaddedPasses:
-    """The passes of a model that is called by transformers, by torch.compile or by its lean forward.
+    """The passes of a model that transformers runs, compiled by torch or not.
 
     Args:
-        lean: the lean forward of the model; None: the model itself is called.
         caches: the caches of all sessions in each row of the store. Rows that a pass does not need may be between those that
             it does.
         compile: whether to call the model through torch.compile (`torch_compiled`).
@@ -123,14 +120,12 @@ class PaddedPasses:
     def __init__(
         self,
         model: "PreTrainedModel",
-        lean: LeanDecoder | None,
         caches: list[PaddedCache],
         compile: bool = False,
         shared: SharedTokens | None = None,
     ) -> None:
         self.model = model
         self.shared = shared
-        self.lean = lean
         self.caches = caches
         self.call = torch_compiled(model) if compile else model
         config = model.config.get_text_config()
@@ -164,8 +159,6 @@ class PaddedPasses:
     def refuses(self, context: object) -> str:
         """Return the reason why these passes cannot take a context; "" if they can."""
         name = type(self.model).__name__
-        if self.lean is not None:
-            return "the lean forward takes no context besides tokens: HuggingFaceLM(model, engine='plain') does"
         if not isinstance(context, Mapping):
             return f"context is {type(context).__name__}; {name} takes keyword arguments of its forward, as a dict"
         known = inspect.signature(self.model.forward).parameters
@@ -266,7 +259,7 @@ class PaddedPasses:
         entering: list[LateRows] = []
         if has_extras:
             for part in parts:
-                part.cache.keep_prefix(self.store, as_they_are if self.lean is None else self.lean.paired_keys)
+                part.cache.keep_prefix(self.store)
             shared_rows = [by_row.get(row, filler) for row in rows]
             extras = self._extra_arguments(shared_rows, inputs[0])
             run = partial(self._call_model, extras=extras)
@@ -277,7 +270,8 @@ class PaddedPasses:
                     entering += [] if late is None else [late]
             inputs[0][inputs[0] <= LEARNT] = 0  # that they are no tokens is known by now
         with span("model"), self._recording(recorded), self._entering(entering):
-            logits = self._logits(inputs, masks, last, run, recorded, entering)
+            ids, places, _ = torch.from_numpy(inputs).to(self.device)
+            logits = run(ids, places, masks, last)
             if self.shared is not None:
                 logits = self.shared.fitted_logits(logits)
             if self.device.type == "cuda":  # laws are made on the host
@@ -311,7 +305,7 @@ class PaddedPasses:
         for place, feed in enumerate(feeds):
             if len(feed):
                 inputs[:, place, -len(feed) :] = feed.tokens, feed.positions, feed.slots
-        return inputs, self.masks.build(feeds, tries, width, extent, self.device, additive=self.lean is not None)
+        return inputs, self.masks.build(feeds, tries, width, extent, self.device)
 
     def _feeds_and_tables(
         self, rows: Sequence[int], by_row: dict[int, SharedRow]
@@ -322,38 +316,10 @@ class PaddedPasses:
         tables = [by_row.get(row, filler).table for row in rows]  # the table of a row without a feed is not read
         return feeds, tables
 
-    def _logits(
-        self,
-        inputs: Int64[np.ndarray, "3 batch width"],
-        masks: Mask,
-        wanted: int,
-        run: Forward,
-        states: dict[int, torch.Tensor],
-        entering: list[LateRows],
-    ) -> Float[torch.Tensor, "batch wanted vocab"]:
-        """Return the logits of the last `wanted` rows of each sequence of the batch.
-
-        Args:
-            run: what calls the model, unless that has a lean forward.
-            states: the keys are `Needs.columns`, for which the lean forward sets the hidden states of all rows.
-            entering: rows that enter between layers, for the lean forward.
-        """
-        ids, places, _ = torch.from_numpy(inputs).to(self.device)
-        if self.lean is not None:
-            real = torch.from_numpy(np.flatnonzero(inputs[2])) if (inputs[2] == WASTE).any() else None
-            embeds = run.keywords["extras"].get("inputs_embeds") if isinstance(run, partial) else None
-            return self.lean.forward(ids, places, masks, self.store, wanted, real, states, embeds, entering)
-        return run(ids, places, masks, wanted)
-
     @contextmanager
     def _recording(self, states: dict[int, torch.Tensor]) -> Iterator[None]:
-        """Let a pass set the wanted hidden states of all rows, float[batch, rows, size], by `Needs.columns`.
-
-        The lean forward sets them by itself.
-        """
-        handles: list[RemovableHandle] = []
-        if self.lean is None:
-            handles = [self._record(states, column) for column in states]
+        """Let a pass set the wanted hidden states of all rows, float[batch, rows, size], by `Needs.columns`."""
+        handles = [self._record(states, column) for column in states]
         try:
             yield
         finally:
@@ -362,16 +328,15 @@ class PaddedPasses:
 
     @contextmanager
     def _entering(self, entering: list[LateRows]) -> Iterator[None]:
-        """Let rows enter at their layers. The lean forward does so by itself.
+        """Let rows enter at their layers.
 
         The model's own forward has a place for all rows in each layer, so these go through the layers before theirs as well,
         as rows of token 0 that nothing reads.
         """
         handles: list[RemovableHandle] = []
-        if self.lean is None:
-            for rows in entering:
-                layer = layers_of(self.model)[rows.layer]
-                handles.append(layer.register_forward_pre_hook(partial(_enter, rows), with_kwargs=True))
+        for rows in entering:
+            layer = layers_of(self.model)[rows.layer]
+            handles.append(layer.register_forward_pre_hook(partial(_enter, rows), with_kwargs=True))
         try:
             yield
         finally:

@@ -165,7 +165,7 @@ class RepeatedPasses(PaddedPasses):
     takes_vectors = False
 
     def __init__(self, model: "PreTrainedModel", caches: list[Any], channel: Channel) -> None:
-        super().__init__(model, None, caches)
+        super().__init__(model, caches)
         self.channel = channel
         self.store = RepeatedStore(model.config.get_text_config().num_hidden_layers, channel)
         self.captured = None  # a graph cannot tell anybody what it runs
@@ -216,7 +216,7 @@ class Follower(PaddedPasses):
     """The passes of a rank that is told what to run; it has no sessions, only the keys and values of its heads."""
 
     def __init__(self, model: "PreTrainedModel", channel: Channel) -> None:
-        super().__init__(model, None, [])
+        super().__init__(model, [])
         self.captured = None
         self._channel = channel
 

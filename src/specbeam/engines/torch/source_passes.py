@@ -28,7 +28,7 @@ class SourcePasses(ReadsSources, PaddedPasses):
     cross: CrossStore
 
     def __init__(self, model: "PreTrainedModel", caches: list[Any], shared: SharedTokens | None = None) -> None:
-        super().__init__(model, None, caches, shared=shared)
+        super().__init__(model, caches, shared=shared)
         self.captured = None  # the shapes of a pass change with its sources
         self.store = KVStore(decoder_layers(model))
         self.places = Places(model)
