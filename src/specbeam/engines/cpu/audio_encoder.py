@@ -163,4 +163,4 @@ class AudioEncoder(CompiledEncoder):
     ) -> None:
         ends = np.cumsum(lengths)
         with TEAM.threads(self.threads) as threads:
-            all_window_layers(x, self.weights, self.angles, self.eps, self.heads, self.size, places, ends, threads)
+            all_window_layers(x, self.stack(self.weights), places, ends, threads)

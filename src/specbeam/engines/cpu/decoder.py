@@ -22,7 +22,7 @@ from specbeam.core import compiling
 from specbeam.core.compiling.compiler import Array, address_of, borrowed
 from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.cache import CpuCache
-from specbeam.engines.cpu.cache_steps import ALL, CacheArrays, PassRows
+from specbeam.engines.cpu.cache_steps import ALL, CacheArrays
 from specbeam.engines.cpu.cache_words import WORDS, KeptAs
 from specbeam.engines.cpu.early import ExitLayer, ExitWeights
 from specbeam.engines.cpu.embedding import embedded_rows, table_of
@@ -38,6 +38,7 @@ from specbeam.engines.cpu.layers import (
 )
 from specbeam.engines.cpu.nibbles import write_nibbles
 from specbeam.engines.cpu.panels import Kind, empty_panels, fits_bfloat16, multiply, steps_in, write_panels
+from specbeam.engines.cpu.rows import KeyValues, LayerRows, Stack, Taps
 from specbeam.engines.cpu.sources import Sources, layers_of_sources, no_distances, no_sources
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.cpu.team import TEAM, threads_for
@@ -110,7 +111,7 @@ class Model(NamedTuple):
     unplaced: int  # a token that gets no place, or a number that no token has
     first_norm: Array  # of what the first layer reads, see `Weights`; of no numbers if there is none
     weights: Weights
-    angles: Array  # float32[tables, 2, positions, pairs], see `layers.write_qkv`
+    angles: Array  # float32[tables, 2, positions, pairs], see `Stack`
     eps: float
     heads: int
     kinds: Array  # int64[layers]: the kind of attention of each layer, an index into `CompiledDecoder.names`
@@ -273,8 +274,8 @@ class CompiledDecoder:
         x = self._embedded(rows, vectors) if states is None else states.copy()
         first, stop, _ = layers.indices(len(self.kinds))
         weights = self.weights if stop - first == len(self.kinds) else layers_of_weights(self.weights, first, stop)
-        sources = layers_of_sources(rows.sources, first, stop)
-        tapped = self._run(x, rows, weights, self.kinds[layers], store, layers, sources, taps)
+        own = self._layer_rows(rows, layers_of_sources(rows.sources, first, stop))
+        tapped = self._run(x, own, weights, self.kinds[layers], _in_store(store, layers), taps)
         return x, tapped
 
     def forward_exit(
@@ -282,55 +283,41 @@ class CompiledDecoder:
     ) -> Float32[np.ndarray, "n hidden"]:
         """Run an exit layer on what left the first layers for all rows, store its keys and values, and return its output."""
         x = states.copy()
-        self._run(x, rows, layer.weights, layer.kinds, store, slice(layer.place, layer.place + 1), _NO_SOURCES)
+        place = slice(layer.place, layer.place + 1)
+        self._run(x, self._layer_rows(rows, _NO_SOURCES), layer.weights, layer.kinds, _in_store(store, place))
         return x
+
+    def _layer_rows(self, rows: Rows, sources: Sources) -> LayerRows:
+        """Return the rows of a pass as compiled layers take them."""
+        seen = np.array([rows.seen[name] for name in self.names])
+        return LayerRows(rows.positions, rows.slots, rows.sessions, seen, rows.back, sources)
 
     def _run(
         self,
         x: Float32[np.ndarray, "n hidden"],
-        rows: Rows,
+        rows: LayerRows,
         weights: Weights,
         kinds: Int64[np.ndarray, " layers"],
-        store: PanelStore,
-        places: slice,
-        sources: Sources,
+        cache: KeyValues,
         taps: Sequence[int] = (),
     ) -> Float32[np.ndarray, "n tapped"]:
-        """Run layers of these weights and kinds on x, in place; their keys and values are in these layers of the store.
+        """Run layers of these weights and kinds on x, in place, and store their keys and values.
 
         Returns what enters the layers `taps`, see `forward`.
         """
-        seen = np.array([rows.seen[name] for name in self.names])
         tapped = np.empty((len(x), len(taps) * x.shape[1]), dtype=np.float32)
+        marks = Taps(np.array(taps, dtype=np.int64), tapped)
         with TEAM.threads(self.threads) as threads:
-            all_layers(
-                x, weights, self.angles, self.eps, self.heads, rows.positions, rows.sessions, rows.slots, seen, rows.back,
-                kinds, store.keys_by_panel[places], store.values_by_slot[places], sources, np.array(taps, dtype=np.int64),
-                tapped, threads,
-            )  # fmt: skip
+            all_layers(x, self._stack(weights), rows, kinds, cache, marks, threads)
         return tapped
 
-    def run_together(
-        self,
-        x: Float32[np.ndarray, "n hidden"],
-        rows: PassRows,
-        sessions: Int64[np.ndarray, "sessions 3"],
-        store: PanelStore,
-        sources: Sources,
-    ) -> None:
-        """Run all layers on the rows of several sessions, x, in place, and store their keys and values.
+    def _stack(self, weights: Weights) -> Stack:
+        """Return layers of this model's shape as compiled layers take them."""
+        return Stack(weights, self.angles, self.eps, self.heads, self.kv_heads, self.size)
 
-        Args:
-            sessions: see `Rows`.
-            sources: what the sessions read.
-        """
-        none = np.empty(0, dtype=np.int64)
-        tapped = np.empty((len(x), 0), dtype=np.float32)
-        with TEAM.threads(self.threads) as threads:
-            all_layers(
-                x, self.weights, self.angles, self.eps, self.heads, rows.positions, sessions, rows.slots, rows.seen,
-                rows.back, self.kinds, store.keys_by_panel, store.values_by_slot, sources, none, tapped, threads,
-            )  # fmt: skip
+    def run_together(self, x: Float32[np.ndarray, "n hidden"], rows: LayerRows, store: PanelStore) -> None:
+        """Run all layers on the rows of several sessions, x, in place, and store their keys and values."""
+        self._run(x, rows, self.weights, self.kinds, _in_store(store, slice(None)))
 
     def exit_layer(self, layer: nn.Module, norm: Any, after: int, place: int) -> ExitLayer:
         """Return a layer of the model's own shape as its exit layer.
@@ -450,13 +437,18 @@ class CompiledDecoder:
         """The addresses of `all_layers` and `score_rows`, in their forms for the types of this model's arrays."""
         floats = np.zeros((1, 1), dtype=np.float32)
         numbers = np.zeros(1, dtype=np.int64)
-        store = self.store()
+        seen = np.zeros((1, 1, 1), dtype=bool)
+        rows = LayerRows(numbers, numbers, numbers[None], seen, _NO_DISTANCES, self._no_sources)
+        cache = _in_store(self.store(), slice(None))
         layers = address_of(
-            all_layers, floats, self.weights, self.angles, self.eps, self.heads, numbers, numbers[None], numbers,
-            np.zeros((1, 1, 1), dtype=bool), _NO_DISTANCES, self.kinds, store.keys_by_panel, store.values_by_slot,
-            self._no_sources, numbers, floats, 1,
-        )  # fmt: skip
+            all_layers, floats, self._stack(self.weights), rows, self.kinds, cache, Taps(numbers, floats), 1
+        )
         return layers, address_of(score_rows, floats, self.last_norm, self.eps, self.head, floats, 1)
+
+
+def _in_store(store: PanelStore, layers: slice) -> KeyValues:
+    """Return the buffers of some layers of a store."""
+    return KeyValues(store.keys_by_panel[layers], store.values_by_slot[layers])
 
 
 class SourceReader:

@@ -25,10 +25,11 @@ from specbeam.engines.cpu.decoder import (
 from specbeam.engines.cpu.embedding import embedded_rows, table_of
 from specbeam.engines.cpu.layers import all_layers, normalise
 from specbeam.engines.cpu.panels import steps_in
+from specbeam.engines.cpu.rows import KeyValues, LayerRows, Stack, Taps
 from specbeam.engines.cpu.sources import no_distances, no_sources
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.cpu.team import TEAM
-from specbeam.engines.cpu.weights import layers_of_weights
+from specbeam.engines.cpu.weights import Weights, layers_of_weights
 from specbeam.engines.families import (
     ModelFamily,
     architecture_of,
@@ -147,6 +148,10 @@ class CompiledEncoder(nn.Module, ABC):
     @abstractmethod
     def states_by_transformers(self, inputs: Shaped[np.ndarray, "..."]) -> Float[torch.Tensor, "rows hidden"]:
         """Return the states of a source by transformers' encoder in float32, given its inputs."""
+
+    def stack(self, weights: Weights) -> Stack:
+        """Return layers of this encoder as compiled layers take them."""
+        return Stack(weights, self.angles, self.eps, self.heads, self.heads, self.size)
 
     def module_in_float32(self) -> Any:
         """Return transformers' encoder computing in float32, as the compiled layers do: a copy if it has another type."""
@@ -279,12 +284,9 @@ class TextEncoder(CompiledEncoder):
         width = -(-self.size // WIDTH) * WIDTH
         keys = np.zeros((1, len(lengths), self.heads, panels, self.size, WIDTH), dtype=np.float32)
         values = np.zeros((1, len(lengths), self.heads, panels * WIDTH, width), dtype=np.float32)
+        rows = LayerRows(places, places, which, seen, back, _NO_SOURCES)
         kinds = np.zeros(1, dtype=np.int64)
-        no_taps = np.zeros(0, dtype=np.int64)
-        tapped = np.empty((len(x), 0), dtype=np.float32)
+        no_taps = Taps(np.zeros(0, dtype=np.int64), np.empty((len(x), 0), dtype=np.float32))
         with TEAM.threads(self.threads) as threads:
             for weights in self.layers:
-                self.all_layers(
-                    x, weights, self.angles, self.eps, self.heads, places, which, places, seen, back, kinds, keys, values,
-                    _NO_SOURCES, no_taps, tapped, threads,
-                )  # fmt: skip
+                self.all_layers(x, self.stack(weights), rows, kinds, KeyValues(keys, values), no_taps, threads)
