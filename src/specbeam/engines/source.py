@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Float32, Int64
 
 from specbeam.core.errors import NotSupported
+from specbeam.engines.arrays import SourceStates
 
 InputName = Literal["input_ids", "input_features"]
 
@@ -30,8 +31,8 @@ class Source:
 
     name: InputName
     inputs: Int64[torch.Tensor, "1 length"] | Float[torch.Tensor, "1 channels frames"] | None
-    states: dict[Hashable, Float[torch.Tensor, "1 frames size"]] = field(default_factory=dict)
-    given: Float[torch.Tensor, "1 frames size"] | None = None
+    states: dict[Hashable, SourceStates] = field(default_factory=dict)
+    given: SourceStates | None = None
     keeps: bool = False
     after: "Source | None" = None
     ahead: dict[Hashable, Float32[np.ndarray, "frames columns"]] = field(default_factory=dict)
@@ -52,7 +53,7 @@ class Source:
         return cls("input_ids", None, given=states[None])
 
     @torch.inference_mode()
-    def states_of(self, encoder: Any) -> Float[torch.Tensor, "1 frames size"]:
+    def states_of(self, encoder: Any) -> SourceStates:
         """Return what an encoder makes of the source, which runs once.
 
         A source is encoded by itself: the states do not depend on what else is decoded.

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Float32, Int64
 from torch import nn
 
+from specbeam.engines.arrays import Features, Integers, OwnStates, States
 from specbeam.engines.cpu.decoder import CompiledDecoder, kind_of_panels, numbers_of, panels_of
 from specbeam.engines.cpu.encoder import CompiledEncoder
 from specbeam.engines.cpu.extras import GELU, Extras
@@ -117,22 +118,20 @@ class AudioEncoder(CompiledEncoder):
         states = self.read([self._as_read(features) for features in input_features])
         return (torch.from_numpy(np.stack(states)),)
 
-    def _as_read(self, features: Float[torch.Tensor, "channels frames"]) -> Float32[np.ndarray, "channels frames"]:
+    def _as_read(self, features: Float[torch.Tensor, "channels frames"]) -> Features:
         """Return features in float32, rounded to the type of the model as transformers rounds them."""
-        found: Float32[np.ndarray, "channels frames"] = features.to(self.dtype).float().numpy()
+        found: Features = features.to(self.dtype).float().numpy()
         return found
 
-    def inputs_of(self, source: Source) -> Float32[np.ndarray, "channels frames"] | None:
+    def inputs_of(self, source: Source) -> Features | None:
         if source.name != "input_features" or source.inputs is None or source.inputs.shape[1:] != self.shape:
             return None
         return self._as_read(source.inputs[0])
 
-    def rows_of(self, inputs: Float32[np.ndarray, "channels frames"]) -> int:
+    def rows_of(self, inputs: Features) -> int:
         return inputs.shape[1] // STRIDES[1]
 
-    def states_by_transformers(
-        self, inputs: Float32[np.ndarray, "channels frames"]
-    ) -> Float[torch.Tensor, "rows hidden"]:
+    def states_by_transformers(self, inputs: Features) -> Float[torch.Tensor, "rows hidden"]:
         """See `CompiledEncoder`; a window may be shorter than those of the model, and then has its first positions."""
         whole = self.module_in_float32()
         short: Any = copy.deepcopy(whole, {id(weight): weight for weight in whole.parameters()})
@@ -142,9 +141,7 @@ class AudioEncoder(CompiledEncoder):
         states: torch.Tensor = short(input_features=torch.from_numpy(inputs)[None])[0]
         return states[0]
 
-    def entering(
-        self, sources: Sequence[Float32[np.ndarray, "channels frames"]]
-    ) -> list[Float32[np.ndarray, "_ hidden"]]:
+    def entering(self, sources: Sequence[Features]) -> list[OwnStates]:
         first, second = self.convolutions
         each = []
         with TEAM.threads(self.threads) as threads:
@@ -157,8 +154,8 @@ class AudioEncoder(CompiledEncoder):
 
     def run_layers(
         self,
-        x: Float32[np.ndarray, "n hidden"],
-        places: Int64[np.ndarray, " n"],
+        x: States,
+        places: Integers,
         lengths: Int64[np.ndarray, " sources"],
     ) -> None:
         ends = np.cumsum(lengths)

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float32, Int64
+from jaxtyping import Int64
 
 from specbeam.core.errors import BadForest
 from specbeam.core.forest import Forest, unknown_nodes
 from specbeam.core.records import Turn
+from specbeam.engines.arrays import Integers, States, Tapped
 from specbeam.engines.cpu.early import (
     MOST_WAITING,
     UNFINISHED,
@@ -132,7 +133,7 @@ class CpuCache(RowMember):
         self.answered = 0
         self.answered_early = 0
 
-    def learn(self, rows: Float32[np.ndarray, "n hidden"], tapped: Float32[np.ndarray, "n tapped"]) -> None:
+    def learn(self, rows: States, tapped: Tapped) -> None:
         """Keep the outputs of the last layer for the nodes that were stored last, and the states at their taps."""
         self.make_rows()
         stored = self.trie.stored
@@ -140,7 +141,7 @@ class CpuCache(RowMember):
         self.taps[stored - len(rows) : stored] = tapped
         finish_early(self.early)
 
-    def learn_early(self, feed: Feed, rows: Float32[np.ndarray, "n hidden"], prompt: tuple[int, int]) -> None:
+    def learn_early(self, feed: Feed, rows: States, prompt: tuple[int, int]) -> None:
         """Keep the outputs of the first layers for the nodes that were stored last, and mark these as unfinished.
 
         Args:
@@ -169,7 +170,7 @@ class CpuCache(RowMember):
         stored = np.full(count, -1)  # what is above each is stored
         return Feed(no_tokens, waiting.positions[:count], waiting.slots[:count], waiting.seen[:count], stored)
 
-    def answer_early(self, forest: Forest) -> Float32[np.ndarray, "n hidden"]:
+    def answer_early(self, forest: Forest) -> States:
         """Return what logits of early drafts are made of, for the forest nodes not handed out yet that are not known.
 
         That is the output of the exit layer if there is one, else of the first layers. All nodes are then marked as handed
@@ -215,7 +216,7 @@ class CpuCache(RowMember):
         for rows in (self.outputs, self.taps):
             rows[:stored] = rows[former[:stored]]
 
-    def follow_slots(self, source: Int64[np.ndarray, " n"], goal: Int64[np.ndarray, " n"]) -> None:
+    def follow_slots(self, source: Integers, goal: Integers) -> None:
         """See `RowMember.follow_slots`."""
         waiting = self.early.waiting
         count = self.waiting
@@ -227,7 +228,7 @@ class CpuCache(RowMember):
         waiting.seen[:count, source[known]] = False
         waiting.seen[:count, goal[known]] = columns
 
-    def answer(self, forest: Forest) -> Int64[np.ndarray, " n"]:
+    def answer(self, forest: Forest) -> Integers:
         """Return the local nodes of the forest nodes that were not handed out yet and are not known.
 
         All nodes are then marked as handed out.

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from specbeam.core import compiling
 from specbeam.core.compiling.compiler import Array, address_of, borrowed
+from specbeam.engines.arrays import Floats, Integers, LogitRows, States, Tapped, Vector, WindowSizes
 from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.cache import CpuCache
 from specbeam.engines.cpu.cache_steps import ALL, CacheArrays
@@ -133,9 +134,9 @@ _NO_SOURCES = no_sources()
 class Rows:
     """The rows of a pass: one for each token, the sessions one after the other."""
 
-    tokens: Int64[np.ndarray, " n"]
-    positions: Int64[np.ndarray, " n"]
-    slots: Int64[np.ndarray, " n"]
+    tokens: Integers
+    positions: Integers
+    slots: Integers
     sessions: Int64[np.ndarray, "sessions 3"]  # row of the store, first row, last row + 1
     seen: dict[str, Bool[np.ndarray, "n slots"]]  # which slots each row may look at, by kind of layer
     back: Int32[np.ndarray, "_ _"] = field(default_factory=no_distances)  # see `attention.attend`; of all rows, or none
@@ -150,7 +151,7 @@ class Rows:
         return Rows(self.tokens[which], self.positions[which], self.slots[which], sessions, seen, back, self.sources)
 
 
-_NO_VECTORS: Mapping[int, Float32[np.ndarray, " hidden"]] = {}
+_NO_VECTORS: Mapping[int, Vector] = {}
 
 
 class CompiledDecoder:
@@ -251,11 +252,11 @@ class CompiledDecoder:
         self,
         rows: Rows,
         store: PanelStore,
-        vectors: Mapping[int, Float32[np.ndarray, " hidden"]] = _NO_VECTORS,
+        vectors: Mapping[int, Vector] = _NO_VECTORS,
         layers: slice = slice(None),
-        states: Float32[np.ndarray, "n hidden"] | None = None,
+        states: States | None = None,
         taps: Sequence[int] = (),
-    ) -> tuple[Float32[np.ndarray, "n hidden"], Float32[np.ndarray, "n tapped"]]:
+    ) -> tuple[States, Tapped]:
         """Run layers on all rows, and store their keys and values.
 
         Returns the output of the last of these layers, and what enters the layers `taps`, side by side. `logits` takes the
@@ -278,9 +279,7 @@ class CompiledDecoder:
         tapped = self._run(x, own, weights, self.kinds[layers], _in_store(store, layers), taps)
         return x, tapped
 
-    def forward_exit(
-        self, rows: Rows, store: PanelStore, layer: ExitLayer, states: Float32[np.ndarray, "n hidden"]
-    ) -> Float32[np.ndarray, "n hidden"]:
+    def forward_exit(self, rows: Rows, store: PanelStore, layer: ExitLayer, states: States) -> States:
         """Run an exit layer on what left the first layers for all rows, store its keys and values, and return its output."""
         x = states.copy()
         place = slice(layer.place, layer.place + 1)
@@ -294,13 +293,13 @@ class CompiledDecoder:
 
     def _run(
         self,
-        x: Float32[np.ndarray, "n hidden"],
+        x: States,
         rows: LayerRows,
         weights: Weights,
         kinds: Int64[np.ndarray, " layers"],
         cache: KeyValues,
         taps: Sequence[int] = (),
-    ) -> Float32[np.ndarray, "n tapped"]:
+    ) -> Tapped:
         """Run layers of these weights and kinds on x, in place, and store their keys and values.
 
         Returns what enters the layers `taps`, see `forward`.
@@ -315,7 +314,7 @@ class CompiledDecoder:
         """Return layers of this model's shape as compiled layers take them."""
         return Stack(weights, self.angles, self.eps, self.heads, self.kv_heads, self.size)
 
-    def run_together(self, x: Float32[np.ndarray, "n hidden"], rows: LayerRows, store: PanelStore) -> None:
+    def run_together(self, x: States, rows: LayerRows, store: PanelStore) -> None:
         """Run all layers on the rows of several sessions, x, in place, and store their keys and values."""
         self._run(x, rows, self.weights, self.kinds, _in_store(store, slice(None)))
 
@@ -342,9 +341,7 @@ class CompiledDecoder:
             place=place,
         )
 
-    def _embedded(
-        self, rows: Rows, vectors: Mapping[int, Float32[np.ndarray, " hidden"]]
-    ) -> Float32[np.ndarray, "n hidden"]:
+    def _embedded(self, rows: Rows, vectors: Mapping[int, Vector]) -> States:
         """Return what the first layer reads; raise `IndexError` if a token is negative and its row is not in `vectors`."""
         negative = rows.tokens < 0
         if negative.any() and {*np.flatnonzero(negative).tolist()} != {*vectors}:
@@ -365,7 +362,7 @@ class CompiledDecoder:
         self,
         cache: CpuCache,
         store: PanelStore,
-        windows: Int64[np.ndarray, " kinds"],
+        windows: WindowSizes,
         part: int,
         sources: Sources = _NO_SOURCES,
     ) -> Iterator[CacheArrays]:
@@ -401,9 +398,7 @@ class CompiledDecoder:
         none = layers_of_weights(self.weights, 0, 0)
         return ExitWeights(none, self.last_norm, self.kinds[:0], -1)
 
-    def logits(
-        self, x: Float32[np.ndarray, "m hidden"], norm: Float32[np.ndarray, " weight"] | None = None
-    ) -> Float32[np.ndarray, "m vocab"]:
+    def logits(self, x: States, norm: Float32[np.ndarray, " weight"] | None = None) -> LogitRows:
         """Return the logits of rows, given the output of the last layer for them.
 
         Args:
@@ -416,7 +411,7 @@ class CompiledDecoder:
             shape_logits(logits, self.model.logits_divisor, self.model.logits_cap, self.model.logits_bias)
         return logits
 
-    def normed(self, x: Float32[np.ndarray, "m hidden"]) -> Float32[np.ndarray, "m hidden"]:
+    def normed(self, x: States) -> States:
         """Return the output of the last layer after the final norm, which is what the head reads."""
         out = np.empty_like(x)
         normalise(x, self.last_norm, self.eps, out)
@@ -653,7 +648,7 @@ def _routers_of(parts: list[LayerParts]) -> Float32[np.ndarray, "layers panels w
     return panels_of([[one] for one in routers], "float32")
 
 
-def numbers_of(weight: Tensor) -> Float32[np.ndarray, "..."]:
+def numbers_of(weight: Tensor) -> Floats:
     """Return a weight as a contiguous array, without a copy if it is contiguous and float32."""
     return weight.detach().contiguous().float().numpy()
 

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Int64, Shaped
+from jaxtyping import Float, Int64
 from torch import nn
 
 from specbeam.core.compiling.repeated import Repeated
+from specbeam.engines.arrays import AnyArray, Integers, OwnStates, States, TokenIds
 from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.decoder import (
     CompiledDecoder,
@@ -120,22 +121,22 @@ class CompiledEncoder(nn.Module, ABC):
         return module.get_input_embeddings()
 
     @abstractmethod
-    def inputs_of(self, source: Source) -> Shaped[np.ndarray, "..."] | None:
+    def inputs_of(self, source: Source) -> AnyArray | None:
         """Return what a source holds for `read`; None if it is left to whoever reads it alone."""
 
     @abstractmethod
-    def rows_of(self, inputs: Shaped[np.ndarray, "..."]) -> int:
+    def rows_of(self, inputs: AnyArray) -> int:
         """Return the number of rows that the inputs of a source are read as, known before they are read."""
 
     @abstractmethod
-    def entering(self, sources: Sequence[Shaped[np.ndarray, "..."]]) -> list[Float32[np.ndarray, "_ hidden"]]:
+    def entering(self, sources: Sequence[AnyArray]) -> list[OwnStates]:
         """Return what the first layer reads of sources, given their inputs."""
 
     @abstractmethod
     def run_layers(
         self,
-        x: Float32[np.ndarray, "n hidden"],
-        places: Int64[np.ndarray, " n"],
+        x: States,
+        places: Integers,
         lengths: Int64[np.ndarray, " sources"],
     ) -> None:
         """Run all layers on the rows of sources, x, in place.
@@ -146,7 +147,7 @@ class CompiledEncoder(nn.Module, ABC):
         """
 
     @abstractmethod
-    def states_by_transformers(self, inputs: Shaped[np.ndarray, "..."]) -> Float[torch.Tensor, "rows hidden"]:
+    def states_by_transformers(self, inputs: AnyArray) -> Float[torch.Tensor, "rows hidden"]:
         """Return the states of a source by transformers' encoder in float32, given its inputs."""
 
     def stack(self, weights: Weights) -> Stack:
@@ -159,7 +160,7 @@ class CompiledEncoder(nn.Module, ABC):
         return self.module if is_in_float32 else copy.deepcopy(self.module).float()
 
     @torch.inference_mode()
-    def error_on(self, inputs: Shaped[np.ndarray, "..."]) -> float:
+    def error_on(self, inputs: AnyArray) -> float:
         """Return the largest difference of the states of a source from those of transformers, as a share of their spread."""
         expected = self.states_by_transformers(inputs)
         (found,) = self.read([inputs])
@@ -190,7 +191,7 @@ class CompiledEncoder(nn.Module, ABC):
         for source, one in zip(group, states, strict=True):
             source.states[self] = torch.from_numpy(one.copy())[None]  # without those of the others
 
-    def read(self, sources: Sequence[Shaped[np.ndarray, "..."]]) -> list[Float32[np.ndarray, "_ hidden"]]:
+    def read(self, sources: Sequence[AnyArray]) -> list[OwnStates]:
         """Return the states of sources, given their inputs, in one pass over all their rows."""
         each = self.entering(sources)
         x = np.concatenate(each)
@@ -236,27 +237,27 @@ class TextEncoder(CompiledEncoder):
         (states,) = self.read([tokens])
         return (torch.from_numpy(states)[None],)
 
-    def knows(self, tokens: Int64[np.ndarray, " length"]) -> bool:
+    def knows(self, tokens: TokenIds) -> bool:
         """Return whether all positions of a source are known, without asking transformers."""
         if len(self.places) == 0:
             return True
         return len(tokens) <= len(self.places) and not (tokens == self.unplaced).any()
 
-    def inputs_of(self, source: Source) -> Int64[np.ndarray, " length"] | None:
+    def inputs_of(self, source: Source) -> TokenIds | None:
         if source.name != "input_ids" or source.inputs is None:
             return None
-        tokens: Int64[np.ndarray, " length"] = source.inputs[0].numpy()
+        tokens: TokenIds = source.inputs[0].numpy()
         is_read = self.knows(tokens) and tokens.size > 0 and tokens.min() >= 0 and tokens.max() < len(self.embedding)
         return tokens if is_read else None
 
-    def rows_of(self, inputs: Int64[np.ndarray, " length"]) -> int:
+    def rows_of(self, inputs: TokenIds) -> int:
         return inputs.size
 
-    def states_by_transformers(self, inputs: Int64[np.ndarray, " length"]) -> Float[torch.Tensor, "length hidden"]:
+    def states_by_transformers(self, inputs: TokenIds) -> Float[torch.Tensor, "length hidden"]:
         states: torch.Tensor = self.module_in_float32()(input_ids=torch.from_numpy(inputs)[None])[0]
         return states[0]
 
-    def entering(self, sources: Sequence[Int64[np.ndarray, " _"]]) -> list[Float32[np.ndarray, "_ hidden"]]:
+    def entering(self, sources: Sequence[Int64[np.ndarray, " _"]]) -> list[OwnStates]:
         lengths = [len(tokens) for tokens in sources]
         places = np.concatenate([np.arange(length) for length in lengths])
         x = embedded_rows(self.embedding, np.concatenate(sources)) * self.embedding_scale
@@ -268,8 +269,8 @@ class TextEncoder(CompiledEncoder):
 
     def run_layers(
         self,
-        x: Float32[np.ndarray, "n hidden"],
-        places: Int64[np.ndarray, " n"],
+        x: States,
+        places: Integers,
         lengths: Int64[np.ndarray, " sources"],
     ) -> None:
         ends = np.cumsum(lengths)

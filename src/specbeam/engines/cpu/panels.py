@@ -20,13 +20,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Shaped
+from jaxtyping import Shaped
 
 from specbeam.core import compiling
 from specbeam.core.compiling.atomics import carray, pointer_to
 from specbeam.core.compiling.compiler import compiled, compiled_only
 from specbeam.core.compiling.threads import allowed_threads
 from specbeam.core.compiling.uncounted import chosen_without_counts, compiled_without_counts
+from specbeam.engines.arrays import AnyArray, Dense, Panels
 from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.laying import lay_out_bytes, lay_out_groups, lay_out_words
 from specbeam.engines.cpu.nibbles import nibbles_as_float32, rounded_nibbles, write_nibbles
@@ -533,7 +534,7 @@ def multiply(x: Array, panels: Array, out: Array, threads: int) -> None:
         _multiply(x, panels, out, threads)
 
 
-def fits_bfloat16(matrix: Float[np.ndarray, "columns depth"]) -> bool:
+def fits_bfloat16(matrix: Dense) -> bool:
     """Return whether bfloat16 represents every number exactly, and the depth is even, so that two steps share a word."""
     columns, depth = matrix.shape
     if depth % 2:
@@ -543,7 +544,7 @@ def fits_bfloat16(matrix: Float[np.ndarray, "columns depth"]) -> bool:
     return not any((np.ascontiguousarray(part).view(np.uint32) & 0xFFFF).any() for part in parts)
 
 
-def in_panels(matrix: Float[np.ndarray, "columns depth"], kind: Kind = "float32") -> Shaped[np.ndarray, "panels words"]:
+def in_panels(matrix: Dense, kind: Kind = "float32") -> Panels:
     """Return a matrix as the panels that `multiply` takes, with columns of zeros up to a multiple of `WIDTH`.
 
     Args:
@@ -575,7 +576,7 @@ def empty_panels(matrices: int, columns: int, depth: int, kind: Kind) -> Shaped[
 
 
 def write_panels(
-    panels: Shaped[np.ndarray, "panels words"],
+    panels: Panels,
     columns_of: Callable[[int, int], Shaped[np.ndarray, "some depth"]],
     columns: int,
     depth: int,
@@ -614,9 +615,7 @@ def write_panels(
         write(first)
 
 
-def _lay_out(
-    panels: Shaped[np.ndarray, "panels words"], matrix: Shaped[np.ndarray, "columns depth"], kind: Kind
-) -> None:
+def _lay_out(panels: Panels, matrix: Shaped[np.ndarray, "columns depth"], kind: Kind) -> None:
     """Write whole panels; see `write_panels`. The matrix may have fewer columns than they do: the others are zeros."""
     if kind == "int4":
         lay_out_groups(matrix, panels)
@@ -636,7 +635,7 @@ def _lay_out(
     lay_out_words(matrix.view(np.int32), panels.view(np.int32))  # one compiled form for all words of four bytes
 
 
-def _lay_out_halves(panels: Shaped[np.ndarray, "panels words"], matrix: Shaped[np.ndarray, "columns depth"]) -> None:
+def _lay_out_halves(panels: Panels, matrix: Shaped[np.ndarray, "columns depth"]) -> None:
     """Write whole panels of words of two bytes; see `_lay_out`."""
     missing = len(panels) * WIDTH - len(matrix)
     if missing:
@@ -650,7 +649,7 @@ def steps_in(kind: Kind) -> int:
     return GROUP if kind in ("int4", "nibbles") else STEP
 
 
-def empty_in_lines(shape: tuple[int, ...], dtype: Any) -> Shaped[np.ndarray, "..."]:
+def empty_in_lines(shape: tuple[int, ...], dtype: Any) -> AnyArray:
     """Return room that begins at a line of the processor's cache: otherwise each register is read from two lines."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     room = np.empty(size + LINE, dtype=np.uint8)

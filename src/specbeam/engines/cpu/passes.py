@@ -9,13 +9,14 @@ from weakref import ref
 
 import numpy as np
 import torch
-from jaxtyping import Float32, Int64
+from jaxtyping import Float32
 from torch import nn
 
 from specbeam.core.compiling.threads import allowed_threads
 from specbeam.core.forest import Forest, Start, unknown_nodes
 from specbeam.core.measure.profiler import span
 from specbeam.core.records import FINAL, ExtraInputs, Needs, Scored
+from specbeam.engines.arrays import Integers, OwnStates, States, Tapped, Vector
 from specbeam.engines.cpu.cache import CpuCache
 from specbeam.engines.cpu.cache_steps import ALL, FIRST, LAST, CacheArrays, extend_cache, open_pass
 from specbeam.engines.cpu.cache_words import KeptAs
@@ -218,9 +219,7 @@ class PackedPasses:
         self.exit_layers[made.place] = ref(made)
         return made
 
-    def run_layer(
-        self, cache: CpuCache, feed: Feed, layer: int, states: Float32[np.ndarray, "n hidden"]
-    ) -> Float32[np.ndarray, "n hidden"]:
+    def run_layer(self, cache: CpuCache, feed: Feed, layer: int, states: States) -> States:
         """Return what leaves one layer for the rows of a feed, given what enters it; its keys and values are stored."""
         ((after, _),) = self._forward([cache], [feed], slice(layer, layer + 1), states)
         return after
@@ -230,7 +229,7 @@ class PackedPasses:
         caches: list[CpuCache],
         feeds: list[Feed],
         layers: "slice | ExitLayer",
-        states: Float32[np.ndarray, "n hidden"] | None = None,
+        states: States | None = None,
         taps: Sequence[int] = (),
     ) -> list[tuple[Float32[np.ndarray, "rows hidden"], Float32[np.ndarray, "rows tapped"]]]:
         """Run layers on the feeds of these caches; return the states that leave the last of these, for each feed.
@@ -287,12 +286,12 @@ class PackedPasses:
         self,
         rows: Rows,
         entering: Sequence[LateRows],
-        entries: Int64[np.ndarray, " n"],
-        vectors: dict[int, Float32[np.ndarray, " hidden"]],
+        entries: Integers,
+        vectors: dict[int, Vector],
         layers: slice,
-        states: Float32[np.ndarray, "n hidden"] | None,
+        states: States | None,
         taps: Sequence[int],
-    ) -> tuple[Float32[np.ndarray, "n hidden"], Float32[np.ndarray, "n tapped"]]:
+    ) -> tuple[States, Tapped]:
         """Do `CompiledDecoder.forward` where some rows enter at an inner layer; they have zeros for what is before it.
 
         Args:
@@ -370,7 +369,7 @@ class PackedPasses:
         self,
         arrays: Sequence[CacheArrays],
         starts: Sequence[Start],
-        opened: Sequence[tuple[Float32[np.ndarray, "_ hidden"], LayerRows]],
+        opened: Sequence[tuple[OwnStates, LayerRows]],
     ) -> list[CacheArrays]:
         """Run the pass of `extend_together`, given what `open_pass` has returned for each of these caches."""
         counts = [len(x) for x, _ in opened]

@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Float, Float32, Int8
 
 from specbeam.core.compiling.compiler import Array, compiled
+from specbeam.engines.arrays import Dense, Floats
 
 BYTES_PER_WORD = 4
 # The byte that stands for 0 in a row: instructions multiply unsigned bytes of rows with signed ones of columns.
@@ -28,7 +29,7 @@ _LEAST_BITS = np.float32(LEAST).view(np.int32)
 Scales = Float32[np.ndarray, " columns"]
 
 
-def rounded(matrix: Float[np.ndarray, "columns depth"]) -> tuple[Int8[np.ndarray, "columns depth"], Scales]:
+def rounded(matrix: Dense) -> tuple[Int8[np.ndarray, "columns depth"], Scales]:
     """Return a matrix rounded to int8, and a scale for each column: a 127th of the largest absolute number in it.
 
     A number of the matrix is rounded to the nearest multiple of its column's scale.
@@ -40,7 +41,7 @@ def rounded(matrix: Float[np.ndarray, "columns depth"]) -> tuple[Int8[np.ndarray
 
 
 def rounded_groups(
-    matrix: Float[np.ndarray, "columns depth"],
+    matrix: Dense,
 ) -> tuple[Int8[np.ndarray, "columns depth"], Float32[np.ndarray, "columns groups"]]:
     """Return a matrix rounded to whole numbers of 4 bits, -8 to 7, and a scale for each `GROUP` numbers of a column.
 
@@ -54,7 +55,7 @@ def rounded_groups(
     return numbers, scales
 
 
-def in_bfloat16(numbers: Float[np.ndarray, "..."]) -> Float32[np.ndarray, "..."]:
+def in_bfloat16(numbers: Float[np.ndarray, "..."]) -> Floats:
     """Return the nearest bfloat16 numbers, as float32."""
     bits = np.ascontiguousarray(numbers, dtype=np.float32).view(np.uint32)
     half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Int32, Int64
+from jaxtyping import Float32, Int32, Int64
 
+from specbeam.engines.arrays import SourceStates
 from specbeam.engines.cpu.audio_encoder import AudioEncoder, misfit_of_convolutions
 from specbeam.engines.cpu.cache import CpuCache
 from specbeam.engines.cpu.cache_steps import CacheArrays
@@ -51,7 +52,7 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
     def most_positions(self) -> int | None:
         return len(self.decoder.places) or None
 
-    def store_source(self, states: Float[torch.Tensor, "1 frames size"]) -> int:
+    def store_source(self, states: SourceStates) -> int:
         return self._store_read(self.reader.read(_rows_of(states)))
 
     def row_of(self, source: Source, encoder: Any) -> int:
@@ -128,7 +129,7 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
         return (self._sources_of([cache]),)
 
 
-def _rows_of(states: Float[torch.Tensor, "1 frames size"]) -> Float32[np.ndarray, "frames size"]:
+def _rows_of(states: SourceStates) -> Float32[np.ndarray, "frames size"]:
     """Return the states of a source as the compiled forward reads rows."""
     found: Float32[np.ndarray, "frames size"] = states[0].float().contiguous().numpy()
     return found

@@ -16,6 +16,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 from torch.nn import functional
 
+from specbeam.engines.arrays import JoinedRows, RowTensor
 from specbeam.engines.families import (
     NO_TOKEN,
     Architecture,
@@ -172,7 +173,7 @@ class GpuDecoder:
         x = x.index_select(0, inputs.wanted[: shape.wanted])
         return self._shaped(multiplied(normed(x, self.last_norm, self.eps), self.head)).float()
 
-    def _embedded(self, inputs: Inputs, rows: int) -> Float[Tensor, "rows width"]:
+    def _embedded(self, inputs: Inputs, rows: int) -> RowTensor:
         """Return what the first layer reads."""
         tokens = inputs.tokens[:rows]
         if self.read_as is not None:
@@ -187,7 +188,7 @@ class GpuDecoder:
             x += places
         return normed(x, self.first_norm, self.eps)
 
-    def _look_at_sources(self, x: Float[Tensor, "rows width"], number: int, inputs: Inputs, shape: PassShape) -> None:
+    def _look_at_sources(self, x: RowTensor, number: int, inputs: Inputs, shape: PassShape) -> None:
         """Add what the sublayer of a layer finds in the sources, in place; do nothing if it looks at none."""
         layer = self.layers[number]
         own = layer.source
@@ -216,7 +217,7 @@ class GpuDecoder:
             keys, values = both.view(len(states), 2, self.heads[1], self.size).unbind(1)
             yield keys, values
 
-    def _norm_queries_and_keys(self, qkv: Float[Tensor, "rows all"], layer: GpuLayer) -> None:
+    def _norm_queries_and_keys(self, qkv: JoinedRows, layer: GpuLayer) -> None:
         """Replace queries and keys by their norms, of each head or of all heads together, if the layer has any."""
         if layer.head_norms.numel():
             norm_heads(qkv, layer.head_norms, self.heads, self.eps)
@@ -229,7 +230,7 @@ class GpuDecoder:
 
     def _add(
         self,
-        x: Float[Tensor, "rows width"],
+        x: RowTensor,
         read: Float[Tensor, "rows wide"],
         matrix: GpuMatrix,
         bias: Tensor | None,

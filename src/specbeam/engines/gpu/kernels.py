@@ -15,6 +15,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from specbeam.engines.arrays import HeadRows, JoinedRows, RowTensor
 from specbeam.engines.families import Activation
 from specbeam.engines.gpu.pages import PAGE, LayerPages
 from specbeam.engines.gpu.staging import Inputs
@@ -238,7 +239,7 @@ def _join(parts, sums, tops, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLIT
     tl.store(out + head_of_row * SIZE + at, value, mask=at < SIZE)
 
 
-def normed(x: Float[Tensor, "rows width"], weight: Float[Tensor, " any"], eps: float) -> Float[Tensor, "rows width"]:
+def normed(x: RowTensor, weight: Float[Tensor, " any"], eps: float) -> RowTensor:
     """Return the norm of each row, computed in float32; x itself if there is none.
 
     Args:
@@ -252,8 +253,8 @@ def normed(x: Float[Tensor, "rows width"], weight: Float[Tensor, " any"], eps: f
 
 
 def norm_sum(
-    x: Float[Tensor, "rows width"],
-    more: Float[Tensor, "rows width"],
+    x: RowTensor,
+    more: RowTensor,
     weight: Float[Tensor, " any"],
     eps: float,
     residual: float = 1.0,
@@ -263,10 +264,10 @@ def norm_sum(
 
 
 def _write_norm(
-    x: Float[Tensor, "rows width"],
-    more: Float[Tensor, "rows width"],
+    x: RowTensor,
+    more: RowTensor,
     weight: Float[Tensor, " any"],
-    out: Float[Tensor, "rows width"],
+    out: RowTensor,
     eps: float,
     residual: float,
     of_sum: bool,
@@ -278,9 +279,7 @@ def _write_norm(
     _norm[(len(x),)](x, more, weight, out, width, eps, residual, block, weight.numel() > width, of_sum, num_warps=warps)
 
 
-def norm_heads(
-    qkv: Float[Tensor, "rows all"], weight: Float[Tensor, "2 size"], heads: tuple[int, int], eps: float
-) -> None:
+def norm_heads(qkv: JoinedRows, weight: Float[Tensor, "2 size"], heads: tuple[int, int], eps: float) -> None:
     """Replace the queries and keys of each head by their RMSNorm."""
     rows, pitch = qkv.shape
     size = weight.shape[1]
@@ -288,9 +287,7 @@ def norm_heads(
     _norm_part[(rows, sum(heads))](qkv, weight, pitch, heads[0], size, eps, block, num_warps=1)
 
 
-def activated(
-    both: Float[Tensor, "rows all"], activation: Activation = "silu", gated: bool = True
-) -> Float[Tensor, "rows width"]:
+def activated(both: JoinedRows, activation: Activation = "silu", gated: bool = True) -> RowTensor:
     """Return the activation of each row; if gated, that of its first half times the second half."""
     rows, columns = both.shape
     width = columns // 2 if gated else columns
@@ -300,13 +297,13 @@ def activated(
 
 
 def rotate_and_store(
-    qkv: Float[Tensor, "rows all"],
+    qkv: JoinedRows,
     heads: tuple[int, int],
     angles: Float[Tensor, "2 positions half"],
     inputs: Inputs,
     layer: LayerPages,
     by_head: bool = False,
-) -> Float[Tensor, "rows heads size"]:
+) -> HeadRows:
     """Store keys, with rotary positions, and values in their slots; return the queries with rotary positions.
 
     Args:
@@ -325,7 +322,7 @@ def rotate_and_store(
 
 
 def attended(
-    q: Float[Tensor, "rows heads size"],
+    q: HeadRows,
     kv_heads: int,
     layer: LayerPages,
     inputs: Inputs,
@@ -336,7 +333,7 @@ def attended(
     scale: float | None = None,
     cap: float = 0.0,
     biases: Float[Tensor, "heads ranges"] | None = None,
-) -> Float[Tensor, "rows all"]:
+) -> JoinedRows:
     """Return the attention of every row over the slots that it may look at.
 
     Args:
@@ -369,7 +366,7 @@ def attended(
     return out.view(rows, heads * size)
 
 
-def room_for_parts(out: Float[Tensor, "rows heads size"], splits: int) -> tuple[Tensor, Tensor, Tensor]:
+def room_for_parts(out: HeadRows, splits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return where programs of attention write: parts, their sums and their maxima; without parts `out`, three times."""
     if splits == 1:
         return out, out, out

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
+from specbeam.engines.arrays import RowTensor
 from specbeam.engines.gpu.kernels import step
 
 FP8 = torch.float8_e4m3fn
@@ -137,7 +138,7 @@ def blocks_for(rows: int, outputs: int, width: int) -> ProductBlocks:
 
 
 def multiplied(
-    x: Float[Tensor, "rows width"],
+    x: RowTensor,
     matrix: GpuMatrix,
     bias: Float[Tensor, " outputs"] | None = None,
     add_to: Float[Tensor, "rows outputs"] | None = None,

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float
 
+from specbeam.engines.arrays import SourceStates
 from specbeam.engines.gpu.cache import GpuCache
 from specbeam.engines.gpu.decoder import GpuDecoder
 from specbeam.engines.gpu.passes import GpuPasses
@@ -36,7 +36,7 @@ class GpuSourcePasses(ReadsSources, GpuPasses):
         return len(self.decoder.places) or None
 
     @torch.inference_mode()
-    def store_source(self, states: Float[torch.Tensor, "1 frames size"]) -> int:
+    def store_source(self, states: SourceStates) -> int:
         rows = states[0].to(self.decoder.embedding)
         before = self.cross.keys
         with self._on_device():

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specbeam.core.records import ExtraInputs, Needs
+from specbeam.engines.arrays import Floats, SourceStates
 from specbeam.engines.kv.cross_pool import CrossPool
 from specbeam.engines.source import Source
 
@@ -247,7 +248,7 @@ class CrossPanels:
         self.values = np.zeros((layers, rows, heads, panels * self.width, padded), dtype=self.words)
 
 
-def _in_words(numbers: Float32[np.ndarray, "..."], words: np.dtype) -> np.ndarray:
+def _in_words(numbers: Floats, words: np.dtype) -> np.ndarray:
     """Return numbers as buffers of this dtype hold them: themselves, or the bits of the nearest bfloat16 numbers."""
     if words == np.float32:
         return numbers
@@ -270,7 +271,7 @@ class ReadsSources(ABC):
     takes_vectors = False
 
     @abstractmethod
-    def store_source(self, states: Float[Tensor, "1 frames size"]) -> int:
+    def store_source(self, states: SourceStates) -> int:
         """Store the keys and values that the decoder makes of a source, and return their row."""
 
     def row_of(self, source: Source, encoder: Any) -> int:
@@ -298,7 +299,7 @@ class ReadsSources(ABC):
         return self.model.get_encoder()
 
     @abstractmethod
-    def plain_logits(self, states: Float[Tensor, "1 frames size"], path: list[int]) -> Float[Tensor, " vocab"]:
+    def plain_logits(self, states: SourceStates, path: list[int]) -> Float[Tensor, " vocab"]:
         """Return the logits after a path, as the model gives them by itself."""
 
     @torch.inference_mode()

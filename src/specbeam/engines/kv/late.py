@@ -4,11 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
-from torch import Tensor
 
 from specbeam.core.errors import NotSupported
 from specbeam.core.records import LEARNT, ExtraInputs
+from specbeam.engines.arrays import IntegerTensor, RowTensor
 from specbeam.engines.kv.trie import Feed
 
 
@@ -24,9 +23,9 @@ class LateRows:
     """
 
     inputs: ExtraInputs
-    places: Int64[Tensor, " n"]
-    anchors: Int64[Tensor, " n"]
-    kinds: Int64[Tensor, " n"]
+    places: IntegerTensor
+    anchors: IntegerTensor
+    kinds: IntegerTensor
 
     @property
     def layer(self) -> int:
@@ -34,7 +33,7 @@ class LateRows:
         return self.inputs.layer
 
     @torch.inference_mode()
-    def write(self, states: Float[Tensor, "rows width"]) -> None:
+    def write(self, states: RowTensor) -> None:
         """Write what the layer reads of these rows into what it reads of all rows of the pass."""
         assert self.inputs.make is not None
         device = states.device

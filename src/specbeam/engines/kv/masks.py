@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Int32, Int64
 
+from specbeam.engines.arrays import WindowSizes
 from specbeam.engines.kv.steps import WASTE
 from specbeam.engines.kv.trie import Feed
 
@@ -149,7 +150,7 @@ class Masks:
         kinds = self.windows if self.by_layer else dict.fromkeys(self.windows or ["full_attention"], self.window)
         return {kind: _within(window, seen, back) for kind, window in kinds.items()}
 
-    def window_sizes(self, kinds: list[str]) -> Int64[np.ndarray, " kinds"]:
+    def window_sizes(self, kinds: list[str]) -> WindowSizes:
         """Return the number of tokens that each layer type looks at, the row's own token included; 0: all tokens."""
         windows = self.windows if self.by_layer else dict.fromkeys(kinds, self.window)
         return np.array([windows[name] or 0 for name in kinds], dtype=np.int64)

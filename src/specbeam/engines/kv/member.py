@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import numpy as np
 import torch
-from jaxtyping import Int64
 
 from specbeam.core.answers import LOGITS
 from specbeam.core.records import LEARNT, ExtraInputs
+from specbeam.engines.arrays import Integers
 from specbeam.engines.kv.prefix import Beginning
 from specbeam.engines.kv.store import KVStore
 from specbeam.engines.kv.trie import KVTrie
@@ -57,7 +56,7 @@ class RowMember:
         self.beginning: Beginning | None = None
         self.source_row = -1
 
-    def follow_slots(self, source: Int64[np.ndarray, " n"], goal: Int64[np.ndarray, " n"]) -> None:
+    def follow_slots(self, source: Integers, goal: Integers) -> None:
         """Follow tokens that are moved from slots to others between two turns: nothing here knows any slot."""
 
     def take_extra_inputs(self, inputs: ExtraInputs | None) -> None:

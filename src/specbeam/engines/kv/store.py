@@ -13,6 +13,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from specbeam.engines.arrays import Integers, IntegerTensor, PrefixRows
+
 PAGE = 4096  # bytes of memory that the system gives at once, at the least
 
 
@@ -74,9 +76,7 @@ class StoreLayer(CacheLayerMixin):
         self.values[caches[:, None], :, place.slots] = value_states.transpose(1, 2)
         return self.keys[caches, :, : place.extent], self.values[caches, :, : place.extent]
 
-    def write_prefix(
-        self, cache: int, keys: Float[Tensor, "heads prefix size"], values: Float[Tensor, "heads prefix size"]
-    ) -> None:
+    def write_prefix(self, cache: int, keys: PrefixRows, values: PrefixRows) -> None:
         """Write rows into the slots after the waste slot of one row of the store."""
         if not self.is_initialized:
             self.lazy_initialization(keys[None], values[None])
@@ -98,7 +98,7 @@ class StoreLayer(CacheLayerMixin):
             self.keys[cache].zero_()
             self.values[cache].zero_()
 
-    def move_slots(self, cache: int, source: Int64[Tensor, " n"], goal: Int64[Tensor, " n"]) -> None:
+    def move_slots(self, cache: int, source: IntegerTensor, goal: IntegerTensor) -> None:
         if self.is_initialized:
             self.keys[cache, :, goal] = self.keys[cache, :, source]
             self.values[cache, :, goal] = self.values[cache, :, source]
@@ -157,14 +157,14 @@ class KVStore(Cache):
         self,
         layer: int,
         cache: int,
-        keys: Float[Tensor, "heads prefix size"],
-        values: Float[Tensor, "heads prefix size"],
+        keys: PrefixRows,
+        values: PrefixRows,
     ) -> None:
         """Write rows of a layer into the slots after the waste slot of one row of the store."""
         self.layers[layer].write_prefix(cache, keys, values)
 
     @torch.inference_mode()
-    def take(self, cache: int, slots: Int64[np.ndarray, " n"]) -> list[Any]:
+    def take(self, cache: int, slots: Integers) -> list[Any]:
         """Return a copy of the keys and values in some slots of one row of the store, in all layers of the model.
 
         `put` writes them again.
@@ -173,7 +173,7 @@ class KVStore(Cache):
         return [buffer[cache, :, which.to(buffer.device)] for buffer in self._model_buffers()]
 
     @torch.inference_mode()
-    def put(self, cache: int, slots: Int64[np.ndarray, " n"], taken: list[Any]) -> None:
+    def put(self, cache: int, slots: Integers, taken: list[Any]) -> None:
         """Write keys and values that `take` returned into as many slots of one row of the store, which has room for them."""
         which = torch.from_numpy(slots)
         for buffer, part in zip(self._model_buffers(), taken, strict=True):
@@ -196,7 +196,7 @@ class KVStore(Cache):
             layer.clear_cache(cache)
 
     @torch.inference_mode()
-    def move_slots(self, cache: int, source: Int64[Tensor, " n"], goal: Int64[Tensor, " n"]) -> None:
+    def move_slots(self, cache: int, source: IntegerTensor, goal: IntegerTensor) -> None:
         """Copy some slots of one row of the store to other slots of the same row."""
         for layer in self.layers:
             layer.move_slots(cache, source, goal)
@@ -255,8 +255,8 @@ class PanelStore(KVStore):
         self,
         layer: int,
         cache: int,
-        keys: Float[Tensor, "heads prefix size"],
-        values: Float[Tensor, "heads prefix size"],
+        keys: PrefixRows,
+        values: PrefixRows,
     ) -> None:
         slots = np.arange(1, 1 + keys.shape[1])
         by_slot = self._in_words(keys).transpose(1, 0, 2)
@@ -269,7 +269,7 @@ class PanelStore(KVStore):
             return numbers.detach().float().numpy()
         return numbers.detach().to(torch.bfloat16).view(torch.int16).numpy().view(self.words)
 
-    def take(self, cache: int, slots: Int64[np.ndarray, " n"]) -> list[Any]:
+    def take(self, cache: int, slots: Integers) -> list[Any]:
         own = slice(0, len(self.layers))
         by_panel = self.keys_by_panel[own, cache]
         by_slot = self.values_by_slot[own, cache]
@@ -281,7 +281,7 @@ class PanelStore(KVStore):
             keys[..., part] = by_panel[:, :, panel, :, span]
         return [keys, by_slot[:, :, slots[0] : slots[-1] + 1].copy()]
 
-    def put(self, cache: int, slots: Int64[np.ndarray, " n"], taken: list[Any]) -> None:
+    def put(self, cache: int, slots: Integers, taken: list[Any]) -> None:
         own = slice(0, len(self.layers))
         by_panel = self.keys_by_panel[own, cache]
         by_slot = self.values_by_slot[own, cache]
@@ -295,7 +295,7 @@ class PanelStore(KVStore):
             by_panel[:, :, panel, :, span] = keys[..., part]
         by_slot[:, :, slots[0] : slots[-1] + 1] = values
 
-    def _panels_of(self, slots: Int64[np.ndarray, " n"]) -> Iterator[tuple[int, slice, slice]]:
+    def _panels_of(self, slots: Integers) -> Iterator[tuple[int, slice, slice]]:
         """Yield of neighbouring slots the number of each panel, the columns in it, and which of the slots they are.
 
         Slices are copied some times faster than slots that are named one by one.
@@ -320,7 +320,7 @@ class PanelStore(KVStore):
         self.keys_by_panel[:, cache] = 0
         self.values_by_slot[:, cache] = 0
 
-    def move_slots(self, cache: int, source: Int64[Tensor, " n"], goal: Int64[Tensor, " n"]) -> None:
+    def move_slots(self, cache: int, source: IntegerTensor, goal: IntegerTensor) -> None:
         (panels, columns), (to_panels, to_columns) = (divmod(slots.numpy(), self.columns) for slots in (source, goal))
         keys = self.keys_by_panel[:, cache]
         values = self.values_by_slot[:, cache]
@@ -328,7 +328,7 @@ class PanelStore(KVStore):
         values[:, :, goal.numpy()] = values[:, :, source.numpy()]
 
 
-def _are_neighbours(slots: Int64[np.ndarray, " n"]) -> bool:
+def _are_neighbours(slots: Integers) -> bool:
     """Return whether slots follow each other without a gap."""
     return len(slots) > 0 and bool((np.diff(slots) == 1).all())
 

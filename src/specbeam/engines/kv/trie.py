@@ -21,10 +21,11 @@ import copy
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Int64, Shaped
+from jaxtyping import Bool, Int64
 
 from specbeam.core.forest import Forest
 from specbeam.core.records import LEARNT, Turn
+from specbeam.engines.arrays import AnyArray, Integers
 from specbeam.engines.kv.steps import (
     BLOCK,
     EXTENT,
@@ -46,7 +47,7 @@ AHEAD = 2**30  # position of the slots of a prefix: no window leaves them behind
 NO_NODES = np.zeros(0, dtype=np.int64)
 
 
-def widened(array: Shaped[np.ndarray, "..."], *shape: int) -> Shaped[np.ndarray, "..."]:
+def widened(array: AnyArray, *shape: int) -> AnyArray:
     """Return a copy of an array in a larger shape, with zeros after the old contents in each dimension."""
     wider = np.zeros(shape, dtype=array.dtype)
     wider[tuple(slice(size) for size in array.shape)] = array
@@ -57,11 +58,11 @@ def widened(array: Shaped[np.ndarray, "..."], *shape: int) -> Shaped[np.ndarray,
 class Feed:
     """The nodes of one session that a pass stores, in order; `seen` are the slots on the path to each, its own included."""
 
-    tokens: Int64[np.ndarray, " n"]
-    positions: Int64[np.ndarray, " n"]
-    slots: Int64[np.ndarray, " n"]
+    tokens: Integers
+    positions: Integers
+    slots: Integers
     seen: Bool[np.ndarray, "n capacity"]
-    parents: Int64[np.ndarray, " n"]  # the row above each, among these; negative if it was stored before
+    parents: Integers  # the row above each, among these; negative if it was stored before
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -431,7 +432,7 @@ class KVTrie:
         self.settle_roots(len(leaves))
         return former
 
-    def compact(self) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+    def compact(self) -> tuple[Integers, Integers]:
         """Move the slots in use to the front; return which slots the store has to move, and to which ones.
 
         Slots before the first free one stay where they are.

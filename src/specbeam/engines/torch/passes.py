@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from specbeam.core.forest import Forest
 from specbeam.core.measure.profiler import span
 from specbeam.core.records import FINAL, LEARNT, ExtraInputs, Needs, Scored
+from specbeam.engines.arrays import PassInputs
 from specbeam.engines.eligibility import lacks_taps, layers_of
 from specbeam.engines.kv.cache import Columns, Nodes, PaddedCache
 from specbeam.engines.kv.late import LateRows, late_rows
@@ -297,7 +298,7 @@ class PaddedPasses:
 
     def _inputs_and_masks(
         self, rows: Sequence[int], by_row: dict[int, SharedRow], width: int, extent: int
-    ) -> tuple[Int64[np.ndarray, "3 batch width"], Mask]:
+    ) -> tuple[PassInputs, Mask]:
         """Return the tokens, positions and slots of a pass, aligned to the right, and its masks."""
         feeds, tries = self._feeds_and_tables(rows, by_row)
         inputs = np.zeros((3, len(rows), width), dtype=np.int64)

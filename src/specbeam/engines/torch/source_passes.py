@@ -10,6 +10,7 @@ from jaxtyping import Int32, Int64
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
+from specbeam.engines.arrays import PassInputs
 from specbeam.engines.kv.cache import PaddedCache
 from specbeam.engines.kv.cross import CrossStore, CrossView, ReadsSources
 from specbeam.engines.kv.masks import Mask, distances_back
@@ -71,7 +72,7 @@ class SourcePasses(ReadsSources, PaddedPasses):
 
     def _inputs_and_masks(
         self, rows: Sequence[int], by_row: dict[int, SharedRow], width: int, extent: int
-    ) -> tuple[Int64[np.ndarray, "3 batch width"], Mask]:
+    ) -> tuple[PassInputs, Mask]:
         if self.places.needs_distances:
             self._distances = distances_back(*self._feeds_and_tables(rows, by_row), width, extent)
         return super()._inputs_and_masks(rows, by_row, width, extent)
