@@ -135,7 +135,7 @@ class LayerDecoder:
         return torch.from_numpy(np.ascontiguousarray(x)).to(self.embedding.device, self.embedding.dtype)
 
     def _embedded(self, rows: Rows, vectors: Mapping[int, Vector]) -> Tensor:
-        """Return what the first layer reads; raise `IndexError` if a token is negative and its row is not in `vectors`."""
+        """Return the input of the first layer; raise `IndexError` if a token is negative and its row is not in `vectors`."""
         negative = rows.tokens < 0
         if negative.any() and {*np.flatnonzero(negative).tolist()} != {*vectors}:
             raise IndexError("a token is beyond those of the model")
@@ -162,7 +162,7 @@ class LayerDecoder:
             kinds: their kinds of attention.
             taps: numbers of layers, counted from the first of these.
 
-        Returns what leaves the last layer, float[rows, hidden], and what enters the layers `taps`, side by side.
+        Returns the output of the last layer, float[rows, hidden], and the inputs of the layers `taps`, side by side.
         """
         found = []
         tapped = []
@@ -193,7 +193,6 @@ class LayerDecoder:
         return torch.cat(found), torch.cat(tapped)
 
     def _mask(self, seen: np.ndarray, like: Tensor) -> Tensor:
-        """Return what is added to the scores of attention, float[1, 1, rows, slots]."""
         visible = torch.from_numpy(seen).to(like.device)[None, None]
         lowest = torch.finfo(like.dtype).min
         return torch.zeros(visible.shape, dtype=like.dtype, device=like.device).masked_fill_(~visible, lowest)

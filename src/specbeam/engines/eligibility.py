@@ -1,4 +1,4 @@
-"""Tests of which models the engines here can run, and what they can hand out."""
+"""Tests whether an engine can run a model, and hand out its hidden states."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ _LLAMA_LIKE = ("llama", "mistral", "qwen2")
 
 
 def is_llama_like(model: "PreTrainedModel") -> bool:
-    """Return whether a model computes just what a Llama, Mistral or Qwen2 does, without hooks, adapters or quantisation."""
+    """Return whether a model is an unchanged Llama, Mistral or Qwen2, without hooks, adapters or quantisation."""
     config = model.config
     if config.model_type not in _LLAMA_LIKE or misfit_of_family(model):
         return False

@@ -114,8 +114,8 @@ class Scoring(NamedTuple):
     """The numbers by which scores are made."""
 
     group: int  # query heads per kv head
-    scale: np.float32  # what scores are multiplied with
-    cap: np.float32  # what bounds the size of scores, see `cap_scores`; 0: nothing
+    scale: np.float32  # factor of scores
+    cap: np.float32  # bound of the size of scores, see `cap_scores`; 0: none
     biases: Array  # float32[heads, distances], see `add_biases`; of no distances: none
 
 
@@ -269,7 +269,6 @@ def attend(q: Array, cache: KeyValues, look: Look, scoring: Scoring, out: Array,
 
 @compiled
 def _form_of(keys: Array) -> int:
-    """Return the number of the form of attention to these keys; see `ATTENTION_FORM_OF`."""
     return _OF_FLOATS if keys.itemsize == 4 else _OF_WORDS
 
 
@@ -315,7 +314,6 @@ def _share_tasks(team: Array, call: Array, scales: Array, work: Attention, tasks
 
 @compiled
 def _describe(call: Array, array: Array) -> None:
-    """Write the address and the shape of an array to the first places of `call`."""
     call[0] = array.ctypes.data
     for axis in range(array.ndim):
         call[1 + axis] = array.shape[axis]
@@ -323,7 +321,6 @@ def _describe(call: Array, array: Array) -> None:
 
 @compiled
 def _two(call: Array, place: int) -> tuple[int, int]:
-    """Return the first two numbers of the shape of an array that is described at a place of `call`."""
     return call[place + 1], call[place + 2]
 
 

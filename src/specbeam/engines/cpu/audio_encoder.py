@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 KERNEL = 3  # neighbouring rows that a convolution reads for each of its own
-STRIDES = (1, 2)  # rows between those that the first and the second convolution begin with
+STRIDES = (1, 2)  # rows between the starts of neighbouring outputs of the first and the second convolution
 
 
 def misfit_of_convolutions(encoder: Any) -> str:
-    """Return the reason why the convolutions of an encoder of audio are not those that are known here; "" if they are."""
+    """Return the reason why the convolutions of an audio encoder are not supported; "" if they are."""
     for name, stride in zip(("conv1", "conv2"), STRIDES, strict=True):
         found = getattr(encoder, name, None)
         if type(found) is not nn.Conv1d or found.padding_mode != "zeros":
@@ -46,13 +46,13 @@ def misfit_of_convolutions(encoder: Any) -> str:
 class Convolution:
     """A convolution over rows, followed by GELU, as one product of neighbouring rows, side by side, with a matrix.
 
-    Its weights are never rounded: they are few, and what it makes of a window is read by all that follows.
+    Its weights are never rounded: they are few, and all later layers read its output.
 
     Args:
         module: that of transformers.
-        extras: of layers; what they say of the inner layer is not looked at.
+        extras: of layers; the settings of the inner layer are replaced.
         tiled: see `kind_of_panels`.
-        files: what leaves memory once it was laid out.
+        files: mapped files, released once they were laid out.
     """
 
     def __init__(self, module: Any, extras: Extras, tiled: bool, files: MappedFiles) -> None:
@@ -66,7 +66,7 @@ class Convolution:
     def made_of(
         self, padded: Float32[np.ndarray, "rows width"], threads: int
     ) -> Float32[np.ndarray, "made_rows columns"]:
-        """Return what the convolution makes of rows, float32, with a row of zeros at either end, as `padded` has them.
+        """Return the output of the convolution, with a row of zeros at either end, as `padded` has them.
 
         Args:
             threads: see `panels.multiply`.
@@ -119,7 +119,6 @@ class AudioEncoder(CompiledEncoder):
         return (torch.from_numpy(np.stack(states)),)
 
     def _as_read(self, features: Float[torch.Tensor, "channels frames"]) -> Features:
-        """Return features in float32, rounded to the type of the model as transformers rounds them."""
         found: Features = features.to(self.dtype).float().numpy()
         return found
 
@@ -132,7 +131,7 @@ class AudioEncoder(CompiledEncoder):
         return inputs.shape[1] // STRIDES[1]
 
     def states_by_transformers(self, inputs: Features) -> Float[torch.Tensor, "rows hidden"]:
-        """See `CompiledEncoder`; a window may be shorter than those of the model, and then has its first positions."""
+        """See `CompiledEncoder`; a short window has the model's first positions."""
         whole = self.module_in_float32()
         short: Any = copy.deepcopy(whole, {id(weight): weight for weight in whole.parameters()})
         rows = self.rows_of(inputs)

@@ -293,6 +293,5 @@ def _nodes_in_both(seen: Forest, forest: Forest) -> Int64[np.ndarray, " both"]:
 
 
 def _begin_alike(one: Forest, other: Forest, size: int) -> bool:
-    """Return whether two forests begin with the same `size` nodes."""
     first, second = (np.stack([forest.tokens[:size], forest.parents[:size]]) for forest in (one, other))
     return np.array_equal(first, second)

@@ -375,7 +375,6 @@ def rewind_cache(cache: CacheArrays, nodes: int) -> None:
 
 @compiled
 def _keep(cache: CacheArrays, leaves: Array) -> None:
-    """Keep the paths to these local nodes, and what there is of the stored nodes that remain."""
     former = prune(cache.trie, leaves)
     rename_early(cache.early, cache.trie, former)
     _follow(cache, former)

@@ -1,4 +1,4 @@
-"""The compiled forward of models on a CPU, which reads the weights in panels; engines/families.py says which models.
+"""The compiled forward of models on a CPU, which reads the weights in panels; engines/families.py lists the models.
 
 The rows of all sessions are in one pass without padding; each row attends to its own session's cache. The results equal
 those of the model's own forward up to rounding; `load` compares both on a token tree.
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# Parameters from which on tiles are used for what is not rounded. A smaller model is in the processor's caches, where vector
+# Parameters from which on unrounded matrices use tiles. A smaller model is in the processor's caches, where vector
 # instructions multiply a few rows faster than tiles do; of rounded matrices `multiply` chooses by the number of rows.
 TILED_FROM = 30_000_000
 
@@ -107,10 +107,10 @@ class Model(NamedTuple):
     """The weights and settings of a model, as compiled layers read them."""
 
     embedding: Array  # float32, uint16 or int16[vocab, hidden], see `table_of`
-    embedding_scale: np.float32  # what embeddings of tokens are multiplied with
+    embedding_scale: np.float32  # factor of embeddings of tokens
     places: Array  # float32[positions, hidden], which are added to embeddings; of no positions if they are rotary
     unplaced: int  # a token that gets no place, or a number that no token has
-    first_norm: Array  # of what the first layer reads, see `Weights`; of no numbers if there is none
+    first_norm: Array  # in front of the first layer, see `Weights`; of no numbers if there is none
     weights: Weights
     angles: Array  # float32[tables, 2, positions, pairs], see `Stack`
     eps: float
@@ -140,7 +140,7 @@ class Rows:
     sessions: Int64[np.ndarray, "sessions 3"]  # row of the store, first row, last row + 1
     seen: dict[str, Bool[np.ndarray, "n slots"]]  # which slots each row may look at, by kind of layer
     back: Int32[np.ndarray, "_ _"] = field(default_factory=no_distances)  # see `attention.attend`; of all rows, or none
-    sources: Sources = field(default_factory=no_sources)  # what the sessions read
+    sources: Sources = field(default_factory=no_sources)  # of the sessions
 
     def only(self, which: Bool[np.ndarray, " n"]) -> "Rows":
         """Return some of the rows."""
@@ -158,12 +158,12 @@ class CompiledDecoder:
     """The compiled forward of one model, which `misfit` has no reason against.
 
     Args:
-        rounding: what to round all matrices but the embedding to, which makes it another model: "int8" weights are read in a
+        rounding: type of all matrices but the embedding, which makes it another model: "int8" weights are read in a
             quarter of the time of float32, "int4" weights in a seventh. None: they stay as they are.
         shared: the tokens of a target that the model is given, and drafts; None: its own.
 
     Attributes:
-        kv: what keys and values are kept as; to be set before there is a store.
+        kv: type of stored keys and values; to be set before there is a store.
     """
 
     takes_steps = True  # compiled steps can run it
@@ -237,7 +237,7 @@ class CompiledDecoder:
     def skipping(self, attention: Sequence[int], inner: Sequence[int]) -> "CompiledDecoder":
         """Return this forward without the attention and without the inner layer of some layers.
 
-        It shares the weights. What is left out changes no hidden state, and stores no keys and values.
+        It shares the weights. Skipped sublayers change no hidden state, and store no keys and values.
         """
         kinds = self.kinds.copy()
         kinds[list(attention)] |= NO_ATTENTION
@@ -259,7 +259,7 @@ class CompiledDecoder:
     ) -> tuple[States, Tapped]:
         """Run layers on all rows, and store their keys and values.
 
-        Returns the output of the last of these layers, and what enters the layers `taps`, side by side. `logits` takes the
+        Returns the output of the last of these layers, and the inputs of the layers `taps`, side by side. `logits` takes the
         output of the model's last layer.
 
         Args:
@@ -280,14 +280,13 @@ class CompiledDecoder:
         return x, tapped
 
     def forward_exit(self, rows: Rows, store: PanelStore, layer: ExitLayer, states: States) -> States:
-        """Run an exit layer on what left the first layers for all rows, store its keys and values, and return its output."""
+        """Run an exit layer on the output of the first layers, store its keys and values, and return its output."""
         x = states.copy()
         place = slice(layer.place, layer.place + 1)
         self._run(x, self._layer_rows(rows, _NO_SOURCES), layer.weights, layer.kinds, _in_store(store, place))
         return x
 
     def _layer_rows(self, rows: Rows, sources: Sources) -> LayerRows:
-        """Return the rows of a pass as compiled layers take them."""
         seen = np.array([rows.seen[name] for name in self.names])
         return LayerRows(rows.positions, rows.slots, rows.sessions, seen, rows.back, sources)
 
@@ -302,7 +301,7 @@ class CompiledDecoder:
     ) -> Tapped:
         """Run layers of these weights and kinds on x, in place, and store their keys and values.
 
-        Returns what enters the layers `taps`, see `forward`.
+        Returns the inputs of the layers `taps`, see `forward`.
         """
         tapped = np.empty((len(x), len(taps) * x.shape[1]), dtype=np.float32)
         marks = Taps(np.array(taps, dtype=np.int64), tapped)
@@ -311,7 +310,6 @@ class CompiledDecoder:
         return tapped
 
     def _stack(self, weights: Weights) -> Stack:
-        """Return layers of this model's shape as compiled layers take them."""
         return Stack(weights, self.angles, self.eps, self.heads, self.kv_heads, self.size)
 
     def run_together(self, x: States, rows: LayerRows, store: PanelStore) -> None:
@@ -321,7 +319,7 @@ class CompiledDecoder:
     def exit_layer(self, layer: nn.Module, norm: Any, after: int, place: int) -> ExitLayer:
         """Return a layer of the model's own shape as its exit layer.
 
-        Its matrices are kept as those of the model are: rounded to bfloat16, float16, 8 bits or 4, if these are. Its norms
+        Its matrices have the type of the model's: rounded to bfloat16, float16, 8 bits or 4, if these are. Its norms
         are rounded to bfloat16 or float16 with them.
 
         Args:
@@ -342,7 +340,7 @@ class CompiledDecoder:
         )
 
     def _embedded(self, rows: Rows, vectors: Mapping[int, Vector]) -> States:
-        """Return what the first layer reads; raise `IndexError` if a token is negative and its row is not in `vectors`."""
+        """Return the input of the first layer; raise `IndexError` if a token is negative and its row is not in `vectors`."""
         negative = rows.tokens < 0
         if negative.any() and {*np.flatnonzero(negative).tolist()} != {*vectors}:
             raise IndexError("a token is beyond those of the model")
@@ -366,7 +364,7 @@ class CompiledDecoder:
         part: int,
         sources: Sources = _NO_SOURCES,
     ) -> Iterator[CacheArrays]:
-        """Yield a session's cache as arrays for steps. There must be room for what they store, in the cache and the store.
+        """Yield a session's cache as arrays for steps. There must be room in the cache and the store.
 
         Args:
             windows, part, sources: see `CacheArrays`.
@@ -394,7 +392,7 @@ class CompiledDecoder:
 
     @cached_property
     def _no_exit(self) -> ExitWeights:
-        """What stands for the exit layer where there is none: drafts are read out by the norm of the model."""
+        """The exit layer of models without one: drafts are read out by the norm of the model."""
         none = layers_of_weights(self.weights, 0, 0)
         return ExitWeights(none, self.last_norm, self.kinds[:0], -1)
 
@@ -442,7 +440,6 @@ class CompiledDecoder:
 
 
 def _in_store(store: PanelStore, layers: slice) -> KeyValues:
-    """Return the buffers of some layers of a store."""
     return KeyValues(store.keys_by_panel[layers], store.values_by_slot[layers])
 
 
@@ -518,7 +515,7 @@ def panels_of(
 
     Args:
         matrices: of one shape; each consists of parts, float[columns, depth], one after the other.
-        files: what leaves memory once it was laid out.
+        files: mapped files, released once they were laid out.
         ordered: returns a tensor with its columns in another order; a copy is there while its matrix is laid out.
     """
     columns = sum(len(part) for part in matrices[0])
@@ -543,7 +540,6 @@ def panels_of(
 
 
 def _weights_of_columns(matrix: Grouped, first: int, stop: int) -> Float32[np.ndarray, "some depth"]:
-    """Return the weights of some columns of a matrix that files hold in 4 bits."""
     return matrix.columns(first, stop).weights()
 
 
@@ -581,7 +577,7 @@ def weights_of(
         layers: of a transformers model, or of a draft head, whose modules have the names of a Llama's; at least one.
         kinds: of all panels, or of those of each matrix.
         of: their architecture.
-        files: what leaves memory once it was laid out.
+        files: mapped files, released once they were laid out.
     """
     by_matrix = kinds if isinstance(kinds, Kinds) else Kinds(kinds, kinds, kinds, kinds)
     parts = [parts_of(layer, of) for layer in layers]
@@ -636,7 +632,6 @@ def _cross_weights(parts: list[CrossParts], kind: Kind, files: MappedFiles) -> C
 
 
 def _matrices_of(found: Matrix | list[Matrix]) -> list[Matrix]:
-    """Return a matrix, or several, as a list."""
     return found if isinstance(found, list) else [found]
 
 

@@ -65,7 +65,6 @@ def misfit(model: "PreTrainedModel") -> str:
 
 
 def _family_of_encoder(model: "PreTrainedModel") -> ModelFamily:
-    """Return the row of the encoder of a model that the table has."""
     family = family_of(model)
     assert family is not None
     return encoder_family(family)

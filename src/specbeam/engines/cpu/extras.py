@@ -72,7 +72,6 @@ def extras_of(parts: list[LayerParts], of: Architecture, router: Array) -> Extra
 
 
 def _biases_of(of: Architecture, layers: int) -> np.ndarray:
-    """Return `Extras.biases`."""
     if not of.biases:
         return np.zeros((layers, of.heads, 0), dtype=np.float32)
     return np.stack([one.detach().contiguous().float().numpy() for one in of.biases])

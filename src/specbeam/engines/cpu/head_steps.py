@@ -1,6 +1,6 @@
 """Steps on a session's cache in a compiled draft head: its rows, settling a turn, and taking one back.
 
-A head keeps a trie of nodes with the features that it makes of the target's hidden states there. Its layers are those of
+A head keeps a trie of nodes with features made of the target's hidden states. Its layers are the compiled ones of
 engines/cpu/layers.py. There are two kinds: a pair trunk (heads/trunk.py) has a row for each node, which reads the feature of
 the node above; a block head (heads/block.py) makes the rows of a whole block below a node that the target has not scored.
 """
@@ -62,7 +62,7 @@ NO_NORM, NORM_OF_ALL, NORM_OF_EACH = range(3)  # how the target's hidden states 
 
 @borrowed
 class FeatureWeights(NamedTuple):
-    """What makes features of the target's hidden states, side by side: norms, and a matrix if there is one."""
+    """Weights for features of the target's concatenated hidden states: norms, and perhaps a matrix."""
 
     reads_final: bool  # whether the first of the states is the last hidden state after the final norm
     norms: int  # NO_NORM, NORM_OF_ALL or NORM_OF_EACH
@@ -319,7 +319,7 @@ def pairs_ready(cache: HeadArrays) -> int:
 
 @compiled
 def begin_pairs(cache: HeadArrays, count: int) -> PairFeed:
-    """Give slots to the next `count` pending rows of a trunk, and return what a pass reads of them."""
+    """Give slots to the next `count` pending rows of a trunk, and return the inputs of their pass."""
     trie = cache.trie
     model = cache.model
     start = trie.counts[STORED]
@@ -361,7 +361,7 @@ def scored(cache: HeadArrays, x: Array) -> Array:
 
 @compiled
 def of_all_tokens(model: Any, logits: Array) -> Array:
-    """Return logits of all tokens of the target; those that the head does not know have -inf."""
+    """Return logits of all tokens of the target, -inf for tokens unknown to the head."""
     vocab = model.vocab
     if len(model.tokens) == 0:
         return logits[:, :vocab].copy() if logits.shape[1] > vocab else logits
@@ -508,7 +508,7 @@ def blocks_of_head(cache: HeadArrays) -> int:
 
 @compiled
 def states_of(cache: CacheArrays, nodes: Array, reads_final: bool) -> Array:
-    """Return the hidden states of forest nodes that a pass of the target has stored, side by side: what a head reads.
+    """Return the concatenated hidden states of forest nodes that the target has stored: the inputs of a head.
 
     Args:
         reads_final: whether the first of them is the last hidden state after the final norm.
@@ -566,7 +566,7 @@ def rewind_head_cache(cache: HeadArrays, nodes: int) -> None:
 
 @compiled
 def _keep(cache: HeadArrays, leaves: Array) -> None:
-    """Keep the paths to these local nodes, and what there is of the nodes that remain; forget all blocks."""
+    """Keep the paths to these local nodes, with their features and states; forget all blocks."""
     former = prune(cache.trie, leaves)
     for node in range(len(former)):  # in place, as the number of a node never grows
         before = former[node]

@@ -1,10 +1,10 @@
 """The compiled layers of a model: norms, rotary positions, attention, the inner layer.
 
-There is one body for all families (engines/families.py): what a family has besides is in `Extras`, and asked for outside of
+There is one body for all families (engines/families.py): further parts of a family are in `Extras`, tested outside of
 loops over numbers.
 
 A row gets the same numbers, to the last bit, whatever other rows are in the pass: each sum is added up in an order that the
-source fixes, and no option lets the compiler change that order or what is rounded.
+source fixes, and no option lets the compiler change that order or the rounding.
 """
 
 from typing import Any, NamedTuple
@@ -81,7 +81,7 @@ def rotate(x: Array, first: int, heads: int, size: int, angles: Array, positions
     """Apply rotary positions, in place, to `heads` heads of x from column `first` on.
 
     Args:
-        angles: float32[2, positions, pairs], cosines and sines; what is behind the first `pairs` pairs of a head stays.
+        angles: float32[2, positions, pairs], cosines and sines; numbers behind the first `pairs` pairs of a head stay.
     """
     half = angles.shape[2]
     for row in range(len(x)):
@@ -158,7 +158,6 @@ def _gelu(x: Array, powers: Array, falling: Array, out: Array) -> None:
 
 @compiled_without_counts
 def _relu(x: Array, out: Array) -> None:
-    """Write x, or 0 where it is negative, to `out`."""
     for place in range(len(x)):
         out[place] = x[place] if x[place] > 0 else _F0
 
@@ -190,14 +189,14 @@ def _store_kept(kept: Array, heads: int, sessions: Array, slots: Array, keys: Ar
 class LayerRoom(NamedTuple):
     """Arrays that layers write into, with a row for each row of the pass, and the threads that help."""
 
-    normed: Array  # float32[rows, hidden]: what attention or the inner layer reads
-    beside: Array  # the same: what the inner layer reads where it does not wait for attention; else of no rows
+    normed: Array  # float32[rows, hidden]: input of attention or of the inner layer
+    beside: Array  # the same: input of an inner layer that runs parallel to attention; else of no rows
     qkv: Array
     mixed: Array  # float32[rows, heads * size]
     out: Array
     both: Array
     wide: Array  # float32[rows, inner]
-    queries: Array  # float32[rows, columns]: what is asked of a source; of no columns if none is looked at
+    queries: Array  # float32[rows, columns]: queries to a source; of no columns without sources
     threads: int  # see `panels.multiply`
 
 
@@ -223,7 +222,7 @@ def write_qkv(h: Array, stack: Stack, layer: int, positions: Array, qkv: Array, 
     """Write the rotated queries and keys, and the values, of rows to `qkv`.
 
     Args:
-        h: what attention reads, normed.
+        h: normed input of attention.
     """
     weights = stack.weights
     heads = stack.heads
@@ -278,7 +277,7 @@ def run_layer(
     """Run one layer that looks at no source on x, float32[rows, hidden], in place, and store keys and values.
 
     Args:
-        h: what attention reads, normed; it may be `room.normed`.
+        h: normed input of attention; it may be `room.normed`.
         layer: its number in the stack.
         look: the slots that the rows look at in this layer.
         cache: keys and values of the layer.
@@ -353,7 +352,7 @@ def run_inner(x: Array, weights: Any, layer: int, eps: float, room: LayerRoom) -
 
 @compiled
 def run_experts(reads: Array, weights: Any, layer: int, room: LayerRoom) -> None:
-    """Write to `room.out` what the experts that each row of `reads` chooses make of it, times their weights.
+    """Write the weighted sum of the outputs of each row's experts to `room.out`.
 
     Each expert multiplies the rows that chose it side by side. The sum of a row goes over its own experts, from the first
     on, whatever other rows have chosen.
@@ -573,14 +572,13 @@ def shape_logits(logits: Array, divisor: np.float32, cap: np.float32, bias: Arra
 
 @compiled_without_counts
 def add_sublayer(x: Array, more: Array, bias: Array, norm: Array, eps: float, extras: Extras) -> None:
-    """Add what leaves a sublayer, float32[rows, hidden or more columns], to x in place.
+    """Add the output of a sublayer, float32[rows, hidden or more columns], to x in place.
 
     Args:
         more: overwritten if it has a bias or a norm.
         bias: float32[hidden] that is added to it; or of no numbers.
-        norm: of what leaves the sublayer, or of the sum, see `normalise_row`.
-        extras: those of its layers, which say what the norm is of, and what the sublayer's output is multiplied with behind
-            its norm.
+        norm: of the output, or of the sum, see `normalise_row`.
+        extras: of its layers: whether the norm is of the sum, and the factor of the normed output.
     """
     add_bias(more, bias)
     if len(norm) > 0 and not extras.norm_of_sum:

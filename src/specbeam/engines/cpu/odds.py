@@ -65,7 +65,6 @@ class _Odds(Writer):
         return found * scale
 
     def _lanes(self, array: Any, number: Value) -> Value:
-        """Load the lanes of this number in an array."""
         return self.loaded(array, number * WIDTH, ir.VectorType(FLOAT, WIDTH))
 
     def _all(self, number: float | np.float32) -> Value:

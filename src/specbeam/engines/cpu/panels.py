@@ -408,7 +408,6 @@ def _release_tiles(panels: Array) -> None:
 
 @compiled
 def _multiply_alone(x: Array, panels: Array, out: Array) -> None:
-    """Do `multiply` by the products of these panels, on one thread."""
     rows, depth = x.shape
     packed = packed_rows(x, panels)
     _multiply_some(panels, 0, len(panels), packed, rows, depth, out)
@@ -429,7 +428,6 @@ def _multiply_some(panels: Array, first: int, stop: int, packed: Array, rows: in
 
 @compiled
 def _multiply_share(team: Array, share: int, panels: Array, packed: Array, rows: int, depth: int, out: Array) -> None:
-    """Write the products of all rows with the panels of a share."""
     count = len(panels)
     each = team[SHARES]
     _multiply_some(panels, share * count // each, (share + 1) * count // each, packed, rows, depth, out)

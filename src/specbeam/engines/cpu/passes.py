@@ -83,7 +83,7 @@ class PackedPasses:
         return bool(self.decoder.takes_steps)
 
     def refuses_extra_rows(self, inputs: ExtraInputs) -> str:
-        """Return the reason why these passes cannot take what extra rows are made of; "" if they can."""
+        """Return the reason why these passes cannot take these inputs of extra rows; "" if they can."""
         return lacks_taps(self.model, (inputs.layer,))
 
     def refuses(self, context: object) -> str:
@@ -91,7 +91,7 @@ class PackedPasses:
         return "the compiled forward takes no context besides tokens: HuggingFaceLM(model, engine='plain') does"
 
     def lacks(self, needs: Needs) -> str:
-        """Return the reason why these passes cannot provide what is needed; "" if they can."""
+        """Return the reason why these passes cannot provide `needs`; "" if they can."""
         if needs.exit_layer is not None:
             made = self.exit_layers.get(needs.exit_layer.place)
             if made is None or made() is not needs.exit_layer:
@@ -135,7 +135,6 @@ class PackedPasses:
         return torch.from_numpy(np.concatenate(columns, axis=1))
 
     def _keep_prompt(self, cache: CpuCache, start: int, before_roots: int) -> None:
-        """Keep the hidden states of `before_roots` stored nodes from `start` on, if a part needs those of the prompt."""
         if cache.needs.prompt and before_roots:
             cache.prompt_rows.append(self._states(cache, slice(start, start + before_roots)))
 
@@ -309,7 +308,7 @@ class PackedPasses:
                     one.write(torch.from_numpy(states))
             is_in = entries <= start
             number = np.cumsum(is_in) - 1
-            end = stop + (stop == layers.stop)  # what leaves the last layer is a tap, too
+            end = stop + (stop == layers.stop)  # the output of the last layer is a tap, too
             here = [place for place, tap in enumerate(taps) if start <= tap < end]
             own_states = None if states is None else states[is_in]
             own_vectors = {int(number[place]): vector for place, vector in vectors.items()}
@@ -424,7 +423,6 @@ class PackedPasses:
         return arrays.keys is not self.store.keys_by_panel
 
     def _sources_for(self, arrays: Sequence[CacheArrays]) -> Sources:
-        """Return all sources, and which of them these sessions look at."""
         return arrays[0].sources
 
     def _looks_at(self, cache: CpuCache, arrays: CacheArrays) -> bool:

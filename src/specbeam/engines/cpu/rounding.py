@@ -64,14 +64,12 @@ def in_bfloat16(numbers: Float[np.ndarray, "..."]) -> Floats:
 
 @compiled
 def _round_columns(matrix: Array, numbers: Array, scales: Array) -> None:
-    """Write what `rounded` returns."""
     for column in range(len(matrix)):
         scales[column] = round_column(matrix[column], numbers[column])
 
 
 @compiled
 def _round_columns_in_groups(matrix: Array, numbers: Array, scales: Array) -> None:
-    """Write what `rounded_groups` returns."""
     for column in range(len(matrix)):
         round_column_in_groups(matrix[column], numbers[column], scales[column])
 

@@ -40,7 +40,6 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
         self.reader = SourceReader(model, decoder)
 
     def _new_cross(self) -> CrossPanels:
-        """Return an empty store of sources, whose keys and values are kept as those of the decoder's own are."""
         decoder = self.decoder
         return CrossPanels(len(decoder.kinds), decoder.heads, decoder.size, WIDTH, WORDS[decoder.kv])
 
@@ -60,7 +59,6 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
         return super().row_of(source, encoder) if read is None else self._store_read(read)
 
     def _store_read(self, read: Float32[np.ndarray, "frames columns"]) -> int:
-        """Store keys and values of a source as `SourceReader.read` returns them, and return their row."""
         layers, heads, size = self.cross.shape
         return self.cross.add(read.reshape(len(read), layers, 2, heads, size))
 
@@ -104,11 +102,9 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
         return plain_logits(self.model, states, path)
 
     def _sources_of(self, caches: Sequence[CpuCache]) -> Sources:
-        """Return all sources, and which of them these sessions read."""
         return self._all_sources(np.array([cache.source_row for cache in caches], dtype=np.int64))
 
     def _all_sources(self, rows: Int64[np.ndarray, " sessions"]) -> Sources:
-        """Return all sources, of which sessions read these rows."""
         return Sources(self.cross.keys, self.cross.values, np.array(self.cross.lengths, dtype=np.int64), rows)
 
     def _sources_for(self, arrays: Sequence[CacheArrays]) -> Sources:
@@ -130,7 +126,6 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
 
 
 def _rows_of(states: SourceStates) -> Float32[np.ndarray, "frames size"]:
-    """Return the states of a source as the compiled forward reads rows."""
     found: Float32[np.ndarray, "frames size"] = states[0].float().contiguous().numpy()
     return found
 

@@ -107,7 +107,6 @@ class _Loop(Writer):
         return added
 
     def _place_of_x(self, step: Value, row: int) -> Value:
-        """Return the index in x of a row's word for a step."""
         if self.x_pitch is None:
             return step * self.rows + row
         return Value(self.builder, self.x_pitch) * row + step
@@ -136,11 +135,10 @@ class _Loop(Writer):
         return found
 
     def _across(self, first: Value, kind: Any) -> list[Value]:
-        """Load registers across the panel."""
         return [self.loaded(self.weights, first + across * LANES, kind) for across in range(ACROSS)]
 
     def _prefetch_later(self, word: Value) -> None:
-        """Prefetch a line of what is multiplied after this panel, while a word of this one is multiplied.
+        """Prefetch a line of the next panel while a word of this one is multiplied.
 
         The sums of few rows take no longer than reading their panel does, which leaves no time to read another one.
         """
@@ -208,8 +206,8 @@ class _LoopOfWeights(_Loop):
 class _LoopOfBytes(_Loop):
     """A `_Loop` for panels with four int8 in a word and rows with four uint8 in a word, which are summed as integers.
 
-    So the result is the same number on every machine. In the panel the columns are followed by their scales, and by what the
-    offset of x, 128, adds to their sums. x is followed by the scales of its rows.
+    So the result is the same number on every machine. In the panel the columns are followed by their scales, and by the
+    contribution of the offset of x, 128, to their sums. x is followed by the scales of its rows.
     """
 
     def _columns_of(self, word: Value) -> list[list[Value]]:
@@ -255,8 +253,8 @@ class _LoopOfNibbles(_LoopOfBytes):
     Here the numbers of the panel are without a sign, 8 too large, and those of x are signed. The sum of a group is a whole
     number. Only then it is multiplied by the scale, and added to those before. After the words of a group there is one word
     for each two columns: its lower half is the scale of a column in the first half of the panel, a bfloat16, and its upper
-    half that of one in the second. After the scales of the rows of x there is, for each group and row, what takes away what
-    the 8 adds.
+    half that of one in the second. After the scales of the rows of x there is, for each group and row, the correction for
+    the 8.
     """
 
     def _results(self) -> list[Value]:
@@ -291,7 +289,6 @@ class _LoopOfNibbles(_LoopOfBytes):
         return super()._product(total, column, spread)
 
     def _scales(self, index: Value) -> list[Value]:
-        """Return the scales of a group as registers across the panel."""
         both = self.loaded(self.weights, index, self.words)
         return [bits.seen_as(self.vector) for bits in (both << 16, both & 0xFFFF0000)]
 
@@ -313,7 +310,7 @@ if compiling.AVAILABLE:
         numbers of 4 bits each, and x uint32; both as `panels.write_transposed` makes them.
 
         Of more than half of `MOST` rows, the line of weights[later_at + word * later_stride] is prefetched for each word of
-        a column: of what comes after this panel, which is then there when it is needed.
+        a column: the next panel is then in the cache when its turn comes.
         """
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:

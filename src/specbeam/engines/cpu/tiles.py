@@ -31,7 +31,6 @@ BYTES = 64
 _WORDS = BYTES // 4
 _TILE_WORDS = ROWS * _WORDS
 PARTS = 3  # of a float32: three bfloat16 hold all of its 24 bits
-_AFTER = 2  # words that follow each column of a matrix of bytes: its scale, and 128 times its sum
 _SHAPE = 16  # words of the configuration that sets the shapes of the tiles
 # of Linux: the number of the system call arch_prctl, its ARCH_REQ_XCOMP_PERM, and the state component of the tiles
 _ARCH_PRCTL = 158
@@ -145,7 +144,6 @@ class _Panel(_Tiles):
                     self.on_tiles(self.product, 2 * block + side, tile, columns + side)
 
     def _prefetch_columns(self, at: Value) -> None:
-        """Write the code that prefetches the columns four steps of the loop later."""
         start = (at + 4 * _WORDS) * WIDTH
         for line in range(_WORDS * WIDTH * 4 // BYTES):
             self.prefetch(self.weights, start + line * _WORDS, TO_FIRST_CACHE)
@@ -268,7 +266,6 @@ def piece_count(rows: int) -> int:
 
 @compiled_without_counts
 def _start(block: int, each: int, rows: int) -> int:
-    """Return the first row of a block of `each` rows."""
     return min(block * each, rows - each)
 
 
@@ -331,12 +328,13 @@ def packed_rows(x: Array, panels: Array) -> Array:
 
 @compiled_without_counts
 def _multiply_blocks(
-    weights: Array, at: int, panel: int, words: int, parts: int, packed: Array, rows: int, out: Array, piece: int
+    weights: Array, panel: int, words: int, parts: int, packed: Array, rows: int, out: Array, piece: int
 ) -> None:
-    """Write the products of a piece of the rows, block by block, with the panel that begins at weights[at].
+    """Write the products of a piece of the rows, block by block, with one panel to its columns of `out`.
 
     Args:
-        panel: its number, which tells its columns of `out`.
+        weights: [panels, words], all of them.
+        panel: its number.
         words: of the depth.
         parts: of a row of x, see `_Panel`.
     """
@@ -351,7 +349,8 @@ def _multiply_blocks(
         start = _start(block, each, rows)
         both = words % _WORDS == 0 and block + 1 < stop and _start(block + 1, each, rows) == start + each
         write_tile_sums(
-            weights, at, words, packed, _SHAPE + block * block_words, each, both, scales_at + block * each, result,
+            weights.reshape(-1), panel * weights.shape[1], words, packed,
+            _SHAPE + block * block_words, each, both, scales_at + block * each, result,
             start * columns + panel * WIDTH, columns,
         )  # fmt: skip
         block += 2 if both else 1
@@ -360,9 +359,7 @@ def _multiply_blocks(
 @compiled_without_counts
 def multiply_panel(panels: Array, panel: int, packed: Array, rows: int, depth: int, out: Array, piece: int) -> None:
     """Write the products of a piece of the rows with one panel to its columns of `out`; call `begin_tiles` before."""
-    words = depth // 2
-    weights = panels.reshape(-1).view(np.uint32)
-    _multiply_blocks(weights, panel * words * WIDTH, panel, words, PARTS, packed, rows, out, piece)
+    _multiply_blocks(panels.view(np.uint32), panel, depth // 2, PARTS, packed, rows, out, piece)
 
 
 @compiled
@@ -398,6 +395,4 @@ def multiply_panel_of_bytes(
     panels: Array, panel: int, packed: Array, rows: int, depth: int, out: Array, piece: int
 ) -> None:
     """Write the products of a piece of the rows with one panel to its columns of `out`; call `begin_tiles` before."""
-    words = depth // BYTES_PER_WORD
-    weights = panels.reshape(-1).view(np.int32)
-    _multiply_blocks(weights, panel * (words + _AFTER) * WIDTH, panel, words, 1, packed, rows, out, piece)
+    _multiply_blocks(panels.view(np.int32), panel, depth // BYTES_PER_WORD, 1, packed, rows, out, piece)

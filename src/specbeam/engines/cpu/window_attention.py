@@ -2,7 +2,7 @@
 
 Every row looks at every other, so nothing is masked, and the rows of a window are its keys, too. Queries are taken `WIDTH`
 at a time, side by side in registers: their scores of all keys are one product, with keys as its rows; softmax goes down the
-keys for all of these queries at once; and what they mix is a second product, with the dimensions of values as its rows. Only
+keys for all of these queries at once; and mixing values is a second product, with the dimensions of values as its rows. Only
 the scores of these queries are ever there, float32[frames, WIDTH], in the processor's cache.
 
 A task is such a block of queries of one head. Tasks share nothing that they write, and each is done by one thread: so the
@@ -34,7 +34,7 @@ from specbeam.engines.cpu.shares import (
 )
 from specbeam.engines.cpu.sums import STEP, WIDTH, write_sums
 
-FORM = max(ATTENTION_FORM_OF.values()) + 1  # its number in the memory of a team, after those of attention to caches
+FORM = max(ATTENTION_FORM_OF.values()) + 1  # its number in the memory of a team, after the forms of attention to caches
 _SHARES_EACH = 4  # of tasks for each thread
 # Places in the description of a call, int64[`_FIELDS`].
 _QKV, _ROWS, _COLUMNS, _ENDS, _WINDOWS, _OUT, _WIDE, _HEADS, _SIZE, _SCALE, _FIELDS = range(11)
@@ -47,14 +47,14 @@ class Windows(NamedTuple):
     ends: Array  # int64[windows]: one past the last row of each window; they follow each other
     heads: int
     size: int  # of a head, a multiple of `STEP`
-    scale: np.float32  # what scores are multiplied with
+    scale: np.float32  # factor of scores
     out: Array  # float32[rows, heads * size], written
 
 
 class WindowRoom(NamedTuple):
     """Arrays that the tasks of a thread write into one after the other."""
 
-    queries: Array  # float32[size * WIDTH]: step by step, those of a task side by side
+    queries: Array  # float32[size * WIDTH]: step by step, the queries of a task side by side
     keys: Array  # float32[frames * size] of a head, in the parts that `write_sums` takes
     values: Array  # the same, of more frames if `STEP` does not divide them
     scores: Array  # float32[frames, WIDTH], or odds
@@ -64,7 +64,6 @@ class WindowRoom(NamedTuple):
 
 @compiled_without_counts
 def _in_steps(frames: int) -> int:
-    """Return a number of frames, rounded up to what a product may be deep."""
     return -(-frames // STEP) * STEP
 
 
@@ -101,7 +100,7 @@ def _gather_values(qkv: Array, first: int, frames: int, column: int, size: int, 
 def _gather_queries(
     qkv: Array, first: int, count: int, column: int, size: int, scale: np.float32, queries: Array
 ) -> None:
-    """Write `count` queries of a head, scaled, to `queries`; those that are missing from a block are zeros."""
+    """Write `count` queries of a head, scaled, to `queries`; missing ones are zeros."""
     for row in range(WIDTH):
         if row < count:
             source = qkv[first + row]
@@ -114,7 +113,7 @@ def _gather_queries(
 
 @compiled_without_counts
 def _attend_block(room: WindowRoom, frames: int, size: int) -> None:
-    """Write what the queries of `room` mix of the values there, times the sums of their odds, to `room.mixed`."""
+    """Mix the values of `room` by the odds of its queries, not yet divided by their sums, into `room.mixed`."""
     parts = part_count(frames)
     flat = room.scores.reshape(-1)
     for part in range(parts):

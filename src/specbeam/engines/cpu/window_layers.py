@@ -1,4 +1,4 @@
-"""The layers of an encoder of long windows: those of `layers`, with the attention of `window_attention`."""
+"""Layers of encoders of long windows: parts of `layers` with the attention of `window_attention`."""
 
 import numpy as np
 
@@ -46,7 +46,7 @@ def all_window_layers(x: Array, stack: Stack, positions: Array, ends: Array, thr
 
 @compiled
 def _finish_layer(x: Array, mixed: Array, stack: Stack, layer: int, room: LayerRoom) -> None:
-    """Add to rows what a layer makes of what their attention has mixed, and then its inner layer."""
+    """Finish a layer for some rows, given their mixed values: output matrix and inner layer."""
     weights = stack.weights
     extras = weights.extras
     multiply(mixed, weights.out[layer], room.out, room.threads)

@@ -20,7 +20,7 @@ from specbeam.engines.kv.trie import KVTrie
 if AVAILABLE:
     from specbeam.core.compiling.compiler import call_c
 
-FIRST_ROWS = 32  # rows of logits that there is room for at first, unless they take more than so many bytes
+FIRST_ROWS = 32  # rows of logits that there is room for at first, within `FIRST_BYTES`
 FIRST_BYTES = 2**22
 
 
@@ -129,7 +129,7 @@ def _run_pass(cache: GpuCacheArrays, wanted: Array) -> None:
     graph = cache.graphs[1, count]
     logits = cache.graphs[2, count]
     check_nodes(trie, count, cache.model)
-    byte = write_inputs(trie, count, cache.store_row, cache.source, cache.model, inputs, 0, 0, 0)
+    byte = write_inputs(trie, count, cache.store_row, cache.source, cache.model, inputs, (0, 0, 0))
     for numbers in (inputs.tokens, inputs.positions, inputs.caches, inputs.slots, inputs.wanted):
         numbers[count:size] = 0
     count_wanted = 0

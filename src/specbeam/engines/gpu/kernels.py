@@ -1,13 +1,13 @@
-"""Triton kernels for all operations of a layer but the matrix products; what a family lacks is not compiled into them.
+"""Triton kernels for all operations of a layer but the matrix products; parts that a family lacks are not compiled.
 
 The rows of all sessions follow each other; each has its position, its row of the store and its slot. Attention reads keys
-and values in place, and a mask says which slots each row may look at. Numbers that change from pass to pass are read on the
-device, so that a captured pass can be replayed; `Inputs` describes them.
+and values in place, and a mask gives the slots that each row may look at. Numbers that change from pass to pass are read on
+the device, so that a captured pass can be replayed; `Inputs` describes them.
 """
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -142,11 +142,11 @@ def _rotate_and_store(
 def _write_part(
     out, sums, tops, mixed, total, top, head_at, part, real, SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
-    """Write what one program has found of the attention of some rows: the result, or a part of it for `_join`.
+    """Write the attention of some rows as one program has computed it: the result, or a part for `_join`.
 
     Args:
         mixed, total, top: unnormalised outputs, float32[rows, BLOCK], their sums and the maxima of the scores.
-        head_at: number of the head of each row, among those of all rows.
+        head_at: number of the head of each row, among the heads of all rows.
         real: which rows there are.
     """
     at = tl.arange(0, BLOCK)
@@ -321,30 +321,34 @@ def rotate_and_store(
     return q
 
 
+class Scores(NamedTuple):
+    """How a layer makes scores of attention."""
+
+    kind: int  # of the layer, which selects the mask
+    scale: float  # factor of scores
+    cap: float = 0.0  # see `families.Numbers.attention_cap`
+    # float32, terms of the scores of slots in each range of distances, see `ModelLimits.ranges`
+    biases: Float[Tensor, "heads ranges"] | None = None
+
+
 def attended(
     q: HeadRows,
     kv_heads: int,
     layer: LayerPages,
     inputs: Inputs,
-    kind: int,
     sessions: int,
     most: int,
     processors: int,
-    scale: float | None = None,
-    cap: float = 0.0,
-    biases: Float[Tensor, "heads ranges"] | None = None,
+    scores: Scores,
 ) -> JoinedRows:
     """Return the attention of every row over the slots that it may look at.
 
     Args:
-        kind: kind of the layer, which selects the mask.
         sessions: number of sessions in the pass.
         most: the most rows of one session.
         processors: number of multiprocessors of the device; the slots are split so that all of them have work.
-        scale: what scores are multiplied with; None: 1 / sqrt(size).
-        cap: see `families.Numbers.attention_cap`.
-        biases: float32, what is added to the scores of slots in each range of distances, see `ModelLimits.ranges`.
     """
+    biases = scores.biases
     rows, heads, size = q.shape
     block = max(16, triton.next_power_of_2(size))
     places = most * heads // kv_heads
@@ -357,9 +361,9 @@ def attended(
     _attend[(kv_heads * splits, triton.cdiv(places, at_once), sessions)](
         q, layer.pool, layer.table, layer.table.shape[1], layer.first, inputs.seen, inputs.sessions,
         q if biases is None else biases, parts, sums, tops,
-        size**-0.5 if scale is None else scale, cap or 1.0, kind, inputs.sessions.shape[1],
+        scores.scale, scores.cap or 1.0, scores.kind, inputs.sessions.shape[1],
         0 if biases is None else biases.shape[1], heads, kv_heads, size, block, at_once, PAGE, slots_at_once, splits,
-        "ieee" if q.dtype == torch.float32 else "tf32", cap > 0, biases is not None, num_warps=4,
+        "ieee" if q.dtype == torch.float32 else "tf32", scores.cap > 0, biases is not None, num_warps=4,
     )  # fmt: skip
     if splits > 1:
         _join[(rows * heads,)](parts, sums, tops, out, size, block, splits, num_warps=1)

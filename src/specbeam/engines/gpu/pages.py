@@ -1,6 +1,6 @@
-"""The store of keys and values on a GPU: pages of slots, and a table on the device that says where the pages of a row are.
+"""The store of keys and values on a GPU: pages of slots, and a table on the device of the pages of each row.
 
-A store that grows adds pages, and neither moves nor copies those that it has: captured graphs read the table, so they hold
+A store that grows adds pages, and moves or copies none: captured graphs read the table, so they hold
 for a store of any size. A row takes the pages that its own session needs, however long the others are.
 """
 
@@ -17,7 +17,7 @@ from specbeam.engines.kv.store import KVStore
 
 PAGE = 64  # slots of a page; blocks of slots that kernels read are no larger, and divide it
 FIRST_PAGES = 8
-MOST_CHUNK_BYTES = 2**28  # of memory that is taken ahead of what is needed
+MOST_CHUNK_BYTES = 2**28  # of memory taken ahead of need
 TABLE_ROWS = 256  # the table is small: room for these many sessions, and so many pages of each, at first
 TABLE_PAGES = 512
 
@@ -127,7 +127,7 @@ class PagedStore(KVStore):
         self._free.extend(pages)
 
     def _new_chunk(self, pages: int, like: Tensor) -> Tensor:
-        """Add at least so many free pages, and as many as there are already if those are not large; return them."""
+        """Add free pages, at least `pages`, or as many as there are if these are not large; return them."""
         page_bytes = 2 * self._shape[0] * self.part * like.element_size()
         ahead = min(len(self._pages), MOST_CHUNK_BYTES // page_bytes)
         chunk = like.new_zeros(max(pages, ahead), *self._shape)

@@ -77,11 +77,11 @@ def looked_at_sources(
     """Return the attention of every row over all frames of the source that its session reads.
 
     Args:
-        keys, values: of one layer, those of all sources.
+        keys, values: of all sources in one layer.
         sessions: number of sessions in the pass.
         most: the most rows of one session.
         processors: number of multiprocessors of the device; the frames are split so that all of them have work.
-        scale: what scores are multiplied with.
+        scale: factor of scores.
     """
     rows, heads, size = q.shape
     block = max(16, triton.next_power_of_2(size))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class GpuSourcePasses(ReadsSources, GpuPasses):
     """The passes of a model whose decoder looks at a source, by the forward for GPUs; see `ReadsSources`.
 
-    Passes are captured for their sizes alone: what sources they look at, and of what lengths, is read on the device.
+    Passes are captured for their sizes alone: sources and their lengths are read on the device.
     """
 
     cross: CrossPool

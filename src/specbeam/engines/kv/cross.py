@@ -61,11 +61,11 @@ class CrossLayer(CacheLayerMixin):
 class CrossStore:
     """The keys and values of the sources of all sessions, in one buffer per layer.
 
-    The rows are those of sources, not of sessions: samples of one prompt read the same row. Rows in use stay side by side,
+    A row belongs to a source, not to a session: samples of one prompt read the same row. Rows in use stay side by side,
     so that a pass over neighbouring sources reads them in place.
 
     Attributes:
-        keys, values: by layer, [rows, heads, frames, size]; the frames beyond a source are zeros or what was there before,
+        keys, values: by layer, [rows, heads, frames, size]; the frames beyond a source are zeros or old numbers,
             and masked.
         lengths: number of frames of each row in use.
     """
@@ -93,7 +93,7 @@ class CrossStore:
         return row
 
     def _reserve(self, rows: int, frames: int, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Make room for so many rows, which at least double, and for exactly so many frames: sources are long."""
+        """Make room for `rows`, which at least double, and for exactly `frames`: sources are long."""
         if not self.keys:
             self.keys = [one.new_zeros(rows, *one.shape[1:]) for one in keys]
             self.values = [one.new_zeros(rows, *one.shape[1:]) for one in values]
@@ -129,7 +129,7 @@ class CrossStore:
         self.lengths = []
 
     def view(self, rows: Sequence[int]) -> "CrossView":
-        """Return what a pass reads whose sequences look at these rows, valid until a source is added or dropped."""
+        """Return the keys and values of these rows, valid until a source is added or dropped."""
         lengths = [self.lengths[row] for row in rows]
         longest = max(lengths)
         which: Any = _as_index(rows)
@@ -146,7 +146,7 @@ class CrossStore:
 
 
 class CrossView:
-    """What the cross-attention of one pass reads.
+    """The keys and values that the cross-attention of one pass reads.
 
     Attributes:
         cache: the keys and values, as a cache of transformers.
@@ -211,7 +211,7 @@ class CrossPanels:
         by_panel = keys.reshape(panels, self.width, *keys.shape[1:])
         self.keys[:, row, :, :panels] = by_panel.transpose(2, 3, 0, 4, 1)
         self.values[:, row, :, :frames, : both.shape[4]] = both[:, :, 1].transpose(1, 2, 0, 3)
-        # Whole panels are summed, with odds of zero behind the last frame, and what lay there may have been NaN.
+        # Whole panels are summed, with odds of zero behind the last frame, where NaN may have been.
         self.values[:, row, :, frames : panels * self.width] = 0
         self.lengths.append(frames)
         return row
@@ -229,7 +229,7 @@ class CrossPanels:
         return last
 
     def _reserve(self, rows: int, frames: int) -> None:
-        """Make room for so many rows, which at least double, and for just so many panels of frames: sources are long."""
+        """Make room for `rows`, which at least double, and for just the panels of `frames`: sources are long."""
         known_rows = self.keys.shape[1]
         known_panels = self.keys.shape[3]
         panels = -(-frames // self.width)
@@ -257,7 +257,7 @@ def _in_words(numbers: Floats, words: np.dtype) -> np.ndarray:
 
 
 class ReadsSources(ABC):
-    """What the passes of all engines do with sources: they store each once, for all sessions that read it.
+    """The sources of passes in all engines: each is stored once, for all sessions that read it.
 
     Attributes:
         model: that reads them.
@@ -281,7 +281,7 @@ class ReadsSources(ABC):
     def read_ahead(self, sources: Sequence[Source], encoder: Any) -> None:
         """Make keys and values of sources that sessions are about to look at, and of those read after them.
 
-        Does nothing where those of many sources cost as much as those of each.
+        Does nothing in engines that gain nothing by reading sources together.
         """
         return
 
@@ -295,7 +295,7 @@ class ReadsSources(ABC):
         return ""
 
     def own_encoder(self) -> Any:
-        """Return what reads sources for the model: a module that is called as transformers' encoder of the model."""
+        """Return the encoder of the model: a module that is called as transformers' encoder."""
         return self.model.get_encoder()
 
     @abstractmethod
@@ -337,12 +337,12 @@ class ReadsSources(ABC):
         self.cross.clear()
 
     def lacks(self, needs: Needs) -> str:
-        """Return the reason why these passes cannot provide what is needed; "" if they can."""
+        """Return the reason why these passes cannot provide `needs`; "" if they can."""
         unread = needs.states or needs.exit_layer is not None
         return f"{type(self.model).__name__} reads sources, and {NO_HEADS}" if unread else ""
 
     def refuses_extra_rows(self, inputs: ExtraInputs) -> str:
-        """Return the reason why these passes cannot take what extra rows are made of."""
+        """Return the reason why these passes cannot take extra rows."""
         return f"{type(self.model).__name__} reads sources, and {NO_HEADS}"
 
     def refuses(self, context: object) -> str:

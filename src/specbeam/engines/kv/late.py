@@ -16,7 +16,7 @@ class LateRows:
     """The rows of a session that enter a pass between two layers.
 
     Attributes:
-        inputs: what they are made of.
+        inputs: of these rows.
         places: int64[n], their numbers among all rows of the pass.
         anchors: int64[n], the numbers of the rows that they are made from.
         kinds: int64[n], see `ExtraInputs.make`.
@@ -34,7 +34,7 @@ class LateRows:
 
     @torch.inference_mode()
     def write(self, states: RowTensor) -> None:
-        """Write what the layer reads of these rows into what it reads of all rows of the pass."""
+        """Write the inputs of these rows into the layer's inputs of all rows of the pass."""
         assert self.inputs.make is not None
         device = states.device
         above = states[self.anchors.to(device)].to(self.inputs.model.dtype)

@@ -1,4 +1,4 @@
-"""Attention masks, which say what slots each row of a pass may look at, in the form that each backend takes."""
+"""Attention masks: the slots that each row of a pass may look at, in the form that each backend takes."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -84,7 +84,7 @@ class Masks:
         """Return the mask of a padded pass, [batch, 1, width, extent], or a dict of masks by layer type.
 
         Args:
-            feeds: what the pass stores, one feed for each sequence of the batch.
+            feeds: one for each sequence of the batch.
             width: rows of each sequence, padding included.
             extent: number of slots that attention goes over.
         """

@@ -26,13 +26,13 @@ class RowMember:
         context, vectors: the context and the embeddings that the session has for this model besides tokens (see `Session`);
             None if it has none.
         early_layers: number of layers that are run ahead of the others, for drafts by the model itself; None: no layers.
-        needs: what the parts of the session need of each row of a pass.
-        extra_inputs: what the drafter's extra rows are made of; None if there are none, or if they are tokens.
+        needs: outputs of each row that the parts of the session need.
+        extra_inputs: inputs of the drafter's extra rows; None if there are none, or if they are tokens.
         has_prefix: whether the store holds the prefix of `extra_inputs`.
         prompt_rows: hidden states of rows before the first root, until they are handed out.
         namespace: whose prompts it shares beginnings with.
         recalled: `Session.recalled` of the session, if it has any.
-        beginning: how far its prompt was followed among those that are known; None before it was looked up.
+        beginning: the part of its prompt found among known ones; None before it was looked up.
         source_row: the row of the store of sources that the session reads; -1 if it reads none, or before it has one.
     """
 
@@ -60,7 +60,7 @@ class RowMember:
         """Follow tokens that are moved from slots to others between two turns: nothing here knows any slot."""
 
     def take_extra_inputs(self, inputs: ExtraInputs | None) -> None:
-        """Take what extra rows are made of, and reserve the slots of the prefix. Call it before anything is stored."""
+        """Take the inputs of extra rows, and reserve the slots of their prefix. Call it before anything is stored."""
         self.extra_inputs = inputs
         if inputs is not None and inputs.prefix:
             self.trie.reserve_prefix(inputs.prefix)

@@ -117,7 +117,7 @@ class StoreLayer(CacheLayerMixin):
 
 
 class KVStore(Cache):
-    """The buffers of all layers, as a cache of transformers; `place` says what the present pass writes and reads."""
+    """The buffers of all layers, as a cache of transformers; `place` holds the rows and slots of the present pass."""
 
     def __init__(self, layers: int) -> None:
         self.caches = 1
@@ -127,7 +127,7 @@ class KVStore(Cache):
         super().__init__(layers=[StoreLayer(self) for _ in range(layers)])
 
     def reserve(self, caches: int, slots: int) -> None:
-        """Make room for at least so many rows of the store and slots; a dimension that is too small at least doubles."""
+        """Make room for rows of the store and slots; a dimension that is too small at least doubles."""
         caches = self.caches if caches <= self.caches else max(caches, 2 * self.caches)
         slots = self.slots if slots <= self.slots else max(slots, 2 * self.slots)
         if (caches, slots) == (self.caches, self.slots):
@@ -138,7 +138,7 @@ class KVStore(Cache):
         self.slots = slots
 
     def reserve_row(self, row: int, slots: int) -> None:
-        """Make room for at least so many slots in one row of the store."""
+        """Make room for slots in one row of the store."""
         self.reserve(row + 1, slots)
 
     def touch(self) -> None:
@@ -180,7 +180,6 @@ class KVStore(Cache):
             buffer[cache, :, which.to(buffer.device)] = part
 
     def _model_buffers(self) -> list[Tensor]:
-        """Return keys and values of each layer of the model."""
         return [buffer for layer in self.layers[: self.model_layers] for buffer in (layer.keys, layer.values)]
 
     @torch.inference_mode()
@@ -214,7 +213,7 @@ class PanelStore(KVStore):
         words: dtype of the buffers: float32, or uint16 for the bits of bfloat16 numbers.
 
     Attributes:
-        more_layers: number of layers besides those of the model, see `add_layer`.
+        more_layers: number of layers added to the model's, see `add_layer`.
         keys_by_panel: words[layers, caches, heads, panels, size, slots of a panel].
         values_by_slot: words[layers, caches, heads, slots, padded size].
     """
@@ -264,7 +263,6 @@ class PanelStore(KVStore):
         self.values_by_slot[layer, cache][:, slots, : self.size] = self._in_words(values)
 
     def _in_words(self, numbers: Float[Tensor, "..."]) -> np.ndarray:
-        """Return numbers as the buffers hold them."""
         if self.words == np.float32:
             return numbers.detach().float().numpy()
         return numbers.detach().to(torch.bfloat16).view(torch.int16).numpy().view(self.words)
@@ -329,7 +327,6 @@ class PanelStore(KVStore):
 
 
 def _are_neighbours(slots: Integers) -> bool:
-    """Return whether slots follow each other without a gap."""
     return len(slots) > 0 and bool((np.diff(slots) == 1).all())
 
 

@@ -81,7 +81,7 @@ class Feed:
 
     @property
     def anchors(self) -> Int64[np.ndarray, " rows"]:
-        """For each row of `learnt`, the nearest row above it that is no extra one; negative if that was stored before."""
+        """For each row of `learnt`, the nearest row of the text above it; negative if that was stored before."""
         above = self.parents[self.learnt]
         while (among := np.flatnonzero((above >= 0) & (self.tokens[above] <= LEARNT))).size:
             above[among] = self.parents[above[among]]
@@ -164,7 +164,7 @@ class KVTrie:
         these slots anew. It may be used until this trie changes.
 
         Args:
-            again: forest nodes that are stored, and that it is to store a second time, under what is above them.
+            again: stored forest nodes that it is to store a second time, under their parents.
         """
         other = self.room_for_scratch(2 * len(again) + BLOCK)
         copy_for_scratch(self.arrays, other.arrays, again)
@@ -175,7 +175,7 @@ class KVTrie:
         """Return a trie that `copy_for_scratch` may fill from this one, as long as this one is not widened.
 
         Args:
-            more: the number of nodes that there is room for besides those that this one has room for.
+            more: nodes that there is room for, beyond the room of this one.
         """
         arrays = self.arrays
         other = copy.copy(self)
@@ -225,7 +225,7 @@ class KVTrie:
         return other
 
     def count_scratch(self, other: "KVTrie") -> None:
-        """Count the tokens that a trie of `scratch` or `before` has stored beside those of this one, for `peak`."""
+        """Count the tokens that a trie of `scratch` or `before` has stored, for `peak`."""
         counts = self.arrays.counts
         counts[PEAK] = max(counts[PEAK], other.peak)
 
@@ -359,7 +359,7 @@ class KVTrie:
     def make_slots(self, more: int) -> None:
         """Make room for `more` further stored nodes and their slots, and mark the slots of other sessions as used.
 
-        What is too small at least doubles, so that growing costs little in the long run.
+        Arrays that are too small at least double, so that growing costs little in the long run.
         """
         arrays = self.arrays
         rows = self.stored + more

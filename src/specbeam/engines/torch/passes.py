@@ -41,7 +41,7 @@ FEW = 16  # rows of the store that a captured pass may read even if only one of 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What one session brings to a pass."""
+    """The part of one session in a pass."""
 
     cache: PaddedCache
     feed: Feed
@@ -56,7 +56,7 @@ class Part:
 
 
 class SharedRow:
-    """What all sessions in one row of the store bring to a pass, one after the other.
+    """The parts of all sessions in one row of the store, one after the other.
 
     Attributes:
         feed: the feeds of all parts, joined.
@@ -144,17 +144,17 @@ class PaddedPasses:
         return PaddedCache(row, prompt)
 
     def lacks(self, needs: Needs) -> str:
-        """Return the reason why these passes cannot provide what is needed; "" if they can."""
+        """Return the reason why these passes cannot provide `needs`; "" if they can."""
         if needs.states and self.call is not self.model:
-            return "what torch.compile makes of a model hands out no hidden states: leave compile out"
+            return "a model compiled by torch hands out no hidden states: leave compile out"
         return lacks_taps(self.model, needs.taps)
 
     takes_vectors = True
 
     def refuses_extra_rows(self, inputs: ExtraInputs) -> str:
-        """Return the reason why these passes cannot take what extra rows are made of; "" if they can."""
+        """Return the reason why these passes cannot take these inputs of extra rows; "" if they can."""
         if inputs.layer and self.call is not self.model:
-            return "what torch.compile makes of a model takes no rows between its layers: leave compile out"
+            return "a model compiled by torch takes no rows between its layers: leave compile out"
         return lacks_taps(self.model, (inputs.layer,))
 
     def refuses(self, context: object) -> str:
@@ -209,7 +209,7 @@ class PaddedPasses:
                     part.cache.learn(part.nodes, columns)
 
     def _batch_key(self, cache: PaddedCache) -> Any:
-        """Return what sessions in one batch have in common: the shapes of their contexts."""
+        """Return the key by which sessions share a batch: the shapes of their contexts."""
         return _shapes(cache.context)
 
     @torch.inference_mode()
@@ -311,7 +311,7 @@ class PaddedPasses:
     def _feeds_and_tables(
         self, rows: Sequence[int], by_row: dict[int, SharedRow]
     ) -> tuple[list[Feed], list[SlotPositions]]:
-        """Return what each row of the store brings to a pass, and the positions of the tokens in its slots."""
+        """Return the feed of each row of the store, and the positions of the tokens in its slots."""
         filler = next(iter(by_row.values()))
         feeds = [by_row[row].feed if row in by_row else _EMPTY_FEED for row in rows]
         tables = [by_row.get(row, filler).table for row in rows]  # the table of a row without a feed is not read
@@ -400,7 +400,6 @@ class PaddedPasses:
 def _enter(
     rows: LateRows, module: object, given: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A hook that lets rows enter before a layer."""
     states = (given[0] if given else named["hidden_states"]).clone()
     rows.write(states.view(-1, states.shape[-1]))
     return ((states, *given[1:]), named) if given else (given, {**named, "hidden_states": states})
@@ -409,14 +408,12 @@ def _enter(
 def _record_input(
     states: dict[int, torch.Tensor], column: int, module: object, given: tuple[Any, ...], named: Mapping[str, Any]
 ) -> None:
-    """A hook that keeps the hidden states that enter a module."""
     states[column] = given[0] if given else named["hidden_states"]
 
 
 def _record_output(
     states: dict[int, torch.Tensor], column: int, module: object, given: tuple[Any, ...], output: Any
 ) -> None:
-    """A hook that keeps the hidden states that leave a module."""
     states[column] = output[0] if isinstance(output, tuple) else output
 
 

@@ -60,13 +60,12 @@ class SourcePasses(ReadsSources, PaddedPasses):
         return plain_logits(self.model, states, path)
 
     def _batch_key(self, cache: PaddedCache) -> Any:
-        """Return what sessions in one batch have in common: the length of the source, if the decoder takes no mask of it."""
+        """Return the key by which sessions share a batch: the length of the source, if the decoder takes no mask of it."""
         return None if self.takes_masks else self.cross.lengths[cache.source_row]
 
     def _extra_arguments(
         self, rows: list[SharedRow], tokens: Int64[np.ndarray, "batch width"]
     ) -> dict[str, torch.Tensor]:
-        """Return the rows of the sources that the sequences of a pass look at."""
         caches: list[Any] = [row.parts[0].cache for row in rows]
         return {"sources": torch.tensor([cache.source_row for cache in caches])}
 
@@ -112,7 +111,7 @@ class SourcePasses(ReadsSources, PaddedPasses):
 
 
 def is_whole(model: "PreTrainedModel") -> bool:
-    """Return whether a model has an encoder, and is no decoder that reads what the encoder of another model has made."""
+    """Return whether a model has an encoder of its own."""
     return "decoder_input_ids" in inspect.signature(model.forward).parameters
 
 
