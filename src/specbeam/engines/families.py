@@ -12,6 +12,7 @@ from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from specbeam.engines.packed import PackedLinear, PackedMatrix, matrices_of
@@ -601,6 +602,35 @@ def most_before_angles_change(config: Any) -> int | None:
         if rope.get("rope_type") == "longrope" and rope["short_factor"] != rope["long_factor"]
     ]
     return min(lengths, default=None)
+
+
+def angles_of(rotary: Any, positions: int, device: torch.device, *kind: str) -> Float[Tensor, "2 positions pairs"]:
+    """Return the cosine and the sine of each rotary pair's angle at each position.
+
+    Args:
+        kind: of layers, if each kind has angles of its own.
+    """
+    places = torch.arange(positions, device=device)[None]
+    cos, sin = rotary(torch.zeros(1, device=device), places, *kind)
+    pairs = cos.shape[-1] // 2
+    return torch.stack([cos[0, :, :pairs], sin[0, :, :pairs]]).contiguous()
+
+
+def angle_tables(model: "PreTrainedModel", of: Architecture, limit: int) -> list[Float[Tensor, "2 positions pairs"]]:
+    """Return all tables of angles of a model; one without pairs if its positions are not rotary.
+
+    Args:
+        limit: number of positions of a model that looks at distances alone.
+    """
+    body: Any = body_of(model, of.family)
+    device = model.device
+    if of.family.distances:
+        return [torch.zeros(2, limit, 0, device=device)]
+    if of.family.positions:
+        return [torch.zeros(2, len(places_of(body, of)), 0, device=device)]
+    positions = positions_of(model.config)
+    assert positions is not None  # families with rotary positions have a limit
+    return [angles_of(body.rotary_emb, positions, device, *([kind] if kind else [])) for kind in of.tables]
 
 
 def _eps_of(model: "PreTrainedModel", family: ModelFamily) -> float:

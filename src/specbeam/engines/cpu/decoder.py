@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from specbeam.core import compiling
 from specbeam.core.compiling.compiler import Array, address_of, borrowed
+from specbeam.engines import families
 from specbeam.engines.arrays import Floats, Integers, LogitRows, States, Tapped, Vector, WindowSizes
 from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.cache import CpuCache
@@ -49,6 +50,7 @@ from specbeam.engines.families import (
     CrossParts,
     LayerParts,
     Matrix,
+    angle_tables,
     architecture_of,
     bias_of_tokens,
     body_of,
@@ -61,7 +63,6 @@ from specbeam.engines.families import (
     own_scale,
     parts_of,
     places_of,
-    positions_of,
     rows_in_order,
     source_parts,
     unplaced_in,
@@ -648,27 +649,14 @@ def numbers_of(weight: Tensor) -> Floats:
     return weight.detach().contiguous().float().numpy()
 
 
-def angles_of(rotary: Any, positions: int, *kind: str) -> Float32[np.ndarray, "2 positions pairs"]:
-    """Return the cosine and the sine of each rotary pair's angle at each position.
-
-    Args:
-        kind: of layers, where each has angles of its own.
-    """
-    cos, sin = rotary(torch.zeros(1), torch.arange(positions)[None], *kind)
-    pairs = cos.shape[-1] // 2
-    return np.ascontiguousarray(torch.stack([cos[0, :, :pairs], sin[0, :, :pairs]]).numpy())
+def angles_of(rotary: Any, positions: int) -> Float32[np.ndarray, "2 positions pairs"]:
+    """Return the cosine and the sine of each rotary pair's angle at each position."""
+    return numbers_of(families.angles_of(rotary, positions, torch.device("cpu")))
 
 
 def angles_of_model(model: "PreTrainedModel", of: Architecture) -> Float32[np.ndarray, "tables 2 positions pairs"]:
-    """Return all tables of angles of a model; one without pairs if its positions are learned, or biases of attention."""
-    body: Any = body_of(model, of.family)
-    if of.family.distances:
-        return np.zeros((1, 2, _NO_LIMIT, 0), dtype=np.float32)
-    if of.family.positions:
-        return np.zeros((1, 2, len(places_of(body, of)), 0), dtype=np.float32)
-    positions = positions_of(model.config)
-    assert positions is not None  # families with rotary positions say how many
-    return np.stack([angles_of(body.rotary_emb, positions, *([kind] if kind else [])) for kind in of.tables])
+    """Return all tables of angles of a model."""
+    return np.stack([numbers_of(table) for table in angle_tables(model, of, _NO_LIMIT)])
 
 
 def misfit(model: "PreTrainedModel", rounding: Rounding | None) -> str:

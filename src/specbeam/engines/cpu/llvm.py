@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from specbeam.core import compiling
+from specbeam.core.compiling.compiler import AVAILABLE
 
-if compiling.AVAILABLE:
+if AVAILABLE:
     from llvmlite import ir
 
     INDEX = ir.IntType(64)

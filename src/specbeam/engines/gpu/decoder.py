@@ -22,6 +22,7 @@ from specbeam.engines.families import (
     Architecture,
     CrossParts,
     ModelFamily,
+    angle_tables,
     architecture_of,
     bias_of_tokens,
     body_of,
@@ -32,7 +33,6 @@ from specbeam.engines.families import (
     own_scale,
     parts_of,
     places_of,
-    positions_of,
     source_parts,
     unplaced_in,
 )
@@ -130,7 +130,7 @@ class GpuDecoder:
         self.places = places_of(body, architecture).to(self.embedding)
         self.unplaced = unplaced_in(body, family)
         self.first_norm = norm_at(body, family.first_norm, family)
-        self.tables = _angle_tables(model, architecture)
+        self.tables = angle_tables(model, architecture, _NO_LIMIT)
         self.angles = self.tables[0]
         self.ranges, self._biases = _ranges_of(architecture)
         self.layers = [self._layer(layer, number) for number, layer in enumerate(layers_in(model, family))]
@@ -322,25 +322,6 @@ def _ranges_of(of: Architecture) -> tuple[UInt8[np.ndarray, " distances"], list[
     numbers = (1 + ranges).to(torch.uint8).numpy()  # at most `MOST_RANGES`
     by_layer = biases.view(len(of.biases), of.heads, -1).contiguous().to(of.biases[0].device)
     return numbers, [*by_layer]
-
-
-def _angle_tables(model: "PreTrainedModel", of: Architecture) -> list[Float[Tensor, "2 positions pairs"]]:
-    """Return all tables of rotary angles of a model; one without pairs if its positions are learned, or distances."""
-    body: Any = body_of(model, of.family)
-    device = model.device
-    if of.family.distances:
-        return [torch.zeros(2, _NO_LIMIT, 0, device=device)]
-    if of.family.positions:
-        return [torch.zeros(2, len(places_of(body, of)), 0, device=device)]
-    positions = positions_of(model.config)
-    assert positions is not None  # families with rotary positions say how many
-    tables = []
-    for kind in of.tables:
-        places = torch.arange(positions, device=device)[None]
-        cos, sin = body.rotary_emb(torch.zeros(1, device=device), places, *([kind] if kind else []))
-        pairs = cos.shape[-1] // 2
-        tables.append(torch.stack([cos[0, :, :pairs], sin[0, :, :pairs]]).contiguous())
-    return tables
 
 
 def _joined(weights: list[Tensor], family: ModelFamily) -> Tensor:

@@ -11,8 +11,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specbeam.core.records import ExtraInputs, Needs
-from specbeam.engines.arrays import Floats, SourceStates
+from specbeam.engines.arrays import SourceStates
 from specbeam.engines.kv.cross_pool import CrossPool
+from specbeam.engines.kv.store import in_words, panel_buffers
 from specbeam.engines.source import Source
 
 NO_HEADS = (
@@ -58,7 +59,37 @@ class CrossLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # the name before transformers 5.16
 
 
-class CrossStore:
+class SourceRows(ABC):
+    """The rows of stored sources, which stay side by side.
+
+    Attributes:
+        lengths: number of frames of each row in use.
+    """
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    def drop(self, row: int) -> int:
+        """Free a row: the last row moves there. Returns the former number of that, which is `row` itself if none moves."""
+        last = len(self.lengths) - 1
+        if row != last:
+            self._move(last, row)
+            self.lengths[row] = self.lengths[last]
+        self.lengths.pop()
+        if last == 0:
+            self.clear()
+        return last
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Free all rows and their buffers."""
+
+    @abstractmethod
+    def _move(self, source: int, goal: int) -> None:
+        """Copy a row to another one."""
+
+
+class CrossStore(SourceRows):
     """The keys and values of the sources of all sessions, in one buffer per layer.
 
     A row belongs to a source, not to a session: samples of one prompt read the same row. Rows in use stay side by side,
@@ -71,9 +102,9 @@ class CrossStore:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        self.lengths: list[int] = []
 
     @property
     def bytes(self) -> int:
@@ -109,21 +140,12 @@ class CrossStore:
                 buffers[layer] = grown  # one after the other, so that only one layer is held twice
 
     @torch.inference_mode()
-    def drop(self, row: int) -> int:
-        """Free a row: the last row moves there. Returns the row that has moved, which is `row` itself if none has."""
-        last = len(self.lengths) - 1
-        if row != last:
-            length = self.lengths[last]
-            for buffer in (*self.keys, *self.values):
-                buffer[row, :, :length] = buffer[last, :, :length]
-            self.lengths[row] = length
-        self.lengths.pop()
-        if last == 0:
-            self.clear()
-        return last
+    def _move(self, source: int, goal: int) -> None:
+        frames = self.lengths[source]
+        for buffer in (*self.keys, *self.values):
+            buffer[goal, :, :frames] = buffer[source, :, :frames]
 
     def clear(self) -> None:
-        """Free all rows and their buffers."""
         self.keys = []
         self.values = []
         self.lengths = []
@@ -168,7 +190,7 @@ def _as_index(rows: Sequence[int]) -> "slice | list[int]":
     return list(rows)
 
 
-class CrossPanels:
+class CrossPanels(SourceRows):
     """The keys and values of the sources of all sessions, as the compiled forward reads them; see `CrossStore`.
 
     Args:
@@ -186,11 +208,9 @@ class CrossPanels:
         self.shape = layers, heads, size
         self.width = width
         self.words = np.dtype(words)
-        self.lengths: list[int] = []
         self.clear()
 
     def clear(self) -> None:
-        """Free all rows and their buffers."""
         self.lengths = []
         self._allocate(0, 0)
 
@@ -205,7 +225,7 @@ class CrossPanels:
         frames = len(both)
         self._reserve(row + 1, frames)
         panels = -(-frames // self.width)
-        both = _in_words(both, self.words)
+        both = in_words(torch.from_numpy(both), self.words)
         keys = np.zeros((panels * self.width, *both.shape[1:2], *both.shape[3:]), dtype=self.words)
         keys[:frames] = both[:, :, 0]
         by_panel = keys.reshape(panels, self.width, *keys.shape[1:])
@@ -216,17 +236,9 @@ class CrossPanels:
         self.lengths.append(frames)
         return row
 
-    def drop(self, row: int) -> int:
-        """Free a row: the last row moves there. Returns the row that has moved, which is `row` itself if none has."""
-        last = len(self.lengths) - 1
-        if row != last:
-            for buffer in (self.keys, self.values):
-                buffer[:, row] = buffer[:, last]
-            self.lengths[row] = self.lengths[last]
-        self.lengths.pop()
-        if last == 0:
-            self.clear()
-        return last
+    def _move(self, source: int, goal: int) -> None:
+        for buffer in (self.keys, self.values):
+            buffer[:, goal] = buffer[:, source]
 
     def _reserve(self, rows: int, frames: int) -> None:
         """Make room for `rows`, which at least double, and for just the panels of `frames`: sources are long."""
@@ -243,17 +255,8 @@ class CrossPanels:
 
     def _allocate(self, rows: int, panels: int) -> None:
         layers, heads, size = self.shape
-        padded = -(-size // self.width) * self.width
-        self.keys = np.zeros((layers, rows, heads, panels, size, self.width), dtype=self.words)
-        self.values = np.zeros((layers, rows, heads, panels * self.width, padded), dtype=self.words)
-
-
-def _in_words(numbers: Floats, words: np.dtype) -> np.ndarray:
-    """Return numbers as buffers of this dtype hold them: themselves, or the bits of the nearest bfloat16 numbers."""
-    if words == np.float32:
-        return numbers
-    rounded = torch.from_numpy(np.ascontiguousarray(numbers)).to(torch.bfloat16)
-    return rounded.view(torch.int16).numpy().view(words)
+        buffers = panel_buffers((layers, rows, heads), panels * self.width, size, self.width, self.words)
+        self.keys, self.values = buffers
 
 
 class ReadsSources(ABC):

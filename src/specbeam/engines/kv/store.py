@@ -13,7 +13,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from specbeam.engines.arrays import Integers, IntegerTensor, PrefixRows
+from specbeam.engines.arrays import AnyArray, Integers, IntegerTensor, PrefixRows
 
 PAGE = 4096  # bytes of memory that the system gives at once, at the least
 
@@ -87,21 +87,6 @@ class StoreLayer(CacheLayerMixin):
     def grow(self, caches: int, slots: int) -> None:
         if self.is_initialized:
             self.keys, self.values = (_larger(buffer, caches, slots) for buffer in (self.keys, self.values))
-
-    def move_cache(self, source: int, goal: int, extent: int) -> None:
-        if self.is_initialized:
-            self.keys[goal, :, :extent] = self.keys[source, :, :extent]
-            self.values[goal, :, :extent] = self.values[source, :, :extent]
-
-    def clear_cache(self, cache: int) -> None:
-        if self.is_initialized:
-            self.keys[cache].zero_()
-            self.values[cache].zero_()
-
-    def move_slots(self, cache: int, source: IntegerTensor, goal: IntegerTensor) -> None:
-        if self.is_initialized:
-            self.keys[cache, :, goal] = self.keys[cache, :, source]
-            self.values[cache, :, goal] = self.values[cache, :, source]
 
     # transformers derives masks and positions from these. Passes here bring their own, so the values do not matter.
     def get_seq_length(self) -> int:
@@ -180,25 +165,55 @@ class KVStore(Cache):
             buffer[cache, :, which.to(buffer.device)] = part
 
     def _model_buffers(self) -> list[Tensor]:
-        return [buffer for layer in self.layers[: self.model_layers] for buffer in (layer.keys, layer.values)]
+        return self._buffers()[: 2 * self.model_layers]
+
+    def _buffers(self) -> list[Tensor]:
+        """Return keys and values of each layer that has stored any."""
+        known = [layer for layer in self.layers if layer.is_initialized]
+        return [buffer for layer in known for buffer in (layer.keys, layer.values)]
 
     @torch.inference_mode()
     def move_cache(self, source: int, goal: int, extent: int) -> None:
         """Copy the first `extent` slots of one row of the store to another row."""
-        for layer in self.layers:
-            layer.move_cache(source, goal, extent)
+        for buffer in self._buffers():
+            buffer[goal, :, :extent] = buffer[source, :, :extent]
 
     @torch.inference_mode()
     def clear_cache(self, cache: int) -> None:
         """Write zeros to one row of the store: masked slots enter products, too, and NaN of another text would spread."""
-        for layer in self.layers:
-            layer.clear_cache(cache)
+        for buffer in self._buffers():
+            buffer[cache].zero_()
 
     @torch.inference_mode()
     def move_slots(self, cache: int, source: IntegerTensor, goal: IntegerTensor) -> None:
         """Copy some slots of one row of the store to other slots of the same row."""
-        for layer in self.layers:
-            layer.move_slots(cache, source, goal)
+        for buffer in self._buffers():
+            buffer[cache, :, goal] = buffer[cache, :, source]
+
+
+def panel_buffers(
+    where: tuple[int, int, int], slots: int, size: int, width: int, words: np.dtype
+) -> tuple[AnyArray, AnyArray]:
+    """Return zeros for the keys and values that compiled layers read.
+
+    Args:
+        where: layers, rows and heads.
+        size: of a head.
+        width: slots of a panel; the columns of values are padded to a multiple of it.
+
+    Returns keys, words[*where, panels, size, width], and values, words[*where, slots, padded size].
+    """
+    panels = -(-slots // width)
+    keys = np.zeros((*where, panels, size, width), dtype=words)
+    values = np.zeros((*where, panels * width, -(-size // width) * width), dtype=words)
+    return keys, values
+
+
+def in_words(numbers: Float[Tensor, "..."], words: np.dtype) -> AnyArray:
+    """Return numbers as float32, or as the bits of the nearest bfloat16 numbers, by the dtype of buffers."""
+    if words == np.float32:
+        return numbers.detach().float().numpy()
+    return numbers.detach().to(torch.bfloat16).view(torch.int16).numpy().view(words)
 
 
 class PanelStore(KVStore):
@@ -223,7 +238,6 @@ class PanelStore(KVStore):
         self.words = np.dtype(words)
         self.heads = heads
         self.size = size
-        self.width = -(-size // width) * width
         self.columns = width
         self.more_layers = 0
         self._allocate(self.caches, self.slots)
@@ -235,10 +249,8 @@ class PanelStore(KVStore):
         return len(self.layers) + self.more_layers - 1
 
     def _allocate(self, caches: int, slots: int) -> None:
-        panels = -(-slots // self.columns)
         where = (len(self.layers) + self.more_layers, caches, self.heads)
-        self.keys_by_panel = np.zeros((*where, panels, self.size, self.columns), dtype=self.words)
-        self.values_by_slot = np.zeros((*where, panels * self.columns, self.width), dtype=self.words)
+        self.keys_by_panel, self.values_by_slot = panel_buffers(where, slots, self.size, self.columns, self.words)
 
     def touch(self) -> None:
         for buffer in (self.keys_by_panel, self.values_by_slot):
@@ -258,14 +270,9 @@ class PanelStore(KVStore):
         values: PrefixRows,
     ) -> None:
         slots = np.arange(1, 1 + keys.shape[1])
-        by_slot = self._in_words(keys).transpose(1, 0, 2)
+        by_slot = in_words(keys, self.words).transpose(1, 0, 2)
         self.keys_by_panel[layer, cache][:, slots // self.columns, :, slots % self.columns] = by_slot
-        self.values_by_slot[layer, cache][:, slots, : self.size] = self._in_words(values)
-
-    def _in_words(self, numbers: Float[Tensor, "..."]) -> np.ndarray:
-        if self.words == np.float32:
-            return numbers.detach().float().numpy()
-        return numbers.detach().to(torch.bfloat16).view(torch.int16).numpy().view(self.words)
+        self.values_by_slot[layer, cache][:, slots, : self.size] = in_words(values, self.words)
 
     def take(self, cache: int, slots: Integers) -> list[Any]:
         own = slice(0, len(self.layers))

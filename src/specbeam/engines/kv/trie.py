@@ -199,28 +199,16 @@ class KVTrie:
             position: of the first token that the other trie is to store, at least 1.
         """
         seen = self.seen[node] & (self.slot_position < position)
-        return self._other(np.array([[-1], [-1], [position - 1]]), seen[None], np.zeros(1, dtype=np.int64))
-
-    def _other(
-        self,
-        nodes: Int64[np.ndarray, "3 size"],
-        seen: Bool[np.ndarray, "stored capacity"],
-        local: Int64[np.ndarray, " known"],
-    ) -> "KVTrie":
-        """Return a trie of these nodes that gives out slots that are free here; see `Trie` for the arguments."""
-        size = nodes.shape[1]
-        rows = len(seen)
-        counts = np.array([size, rows, len(local), self.held, self.extent, self.held])
         other = copy.copy(self)
         other.arrays = Trie(
-            widened(nodes, 3, size + BLOCK),
-            widened(local, len(local) + BLOCK),
-            widened(seen, rows + BLOCK, self.capacity),
+            widened(np.array([[-1], [-1], [position - 1]]), 3, 1 + BLOCK),
+            np.zeros(1 + BLOCK, dtype=np.int64),
+            widened(seen[None], 1 + BLOCK, self.capacity),
             self.used.copy(),
             self.slot_position.copy(),
-            counts,
+            np.array([1, 1, 1, self.held, self.extent, self.held]),
         )
-        other.root_at = local[: min(len(self.root_at), len(local))].copy()
+        other.root_at = np.zeros(1, dtype=np.int64)
         other.company = [other]
         return other
 
