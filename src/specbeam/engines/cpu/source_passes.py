@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from jaxtyping import Float32, Int32, Int64
+from jaxtyping import Float32, Int64
 
 from specbeam.engines.arrays import SourceStates
 from specbeam.engines.cpu.audio_encoder import AudioEncoder, misfit_of_convolutions
@@ -19,6 +19,7 @@ from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.cpu.sources import Sources
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.kv.cross import CrossPanels, ReadsSources
+from specbeam.engines.kv.masks import slots_back
 from specbeam.engines.kv.trie import Feed
 from specbeam.engines.source import Source, grouped, in_line
 from specbeam.engines.torch.source_passes import plain_logits
@@ -115,7 +116,8 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
         if not self.decoder.architecture.biases:
             return replace(rows, sources=sources)
         extent = next(iter(rows.seen.values())).shape[1]
-        return replace(rows, sources=sources, back=_distances(caches, feeds, extent))
+        back = [slots_back(feed, cache.trie, extent) for cache, feed in zip(caches, feeds, strict=True)]
+        return replace(rows, sources=sources, back=np.concatenate(back))
 
     def _looks_at(self, cache: CpuCache, arrays: CacheArrays) -> bool:
         sources = arrays.sources
@@ -128,14 +130,3 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
 def _rows_of(states: SourceStates) -> Float32[np.ndarray, "frames size"]:
     found: Float32[np.ndarray, "frames size"] = states[0].float().contiguous().numpy()
     return found
-
-
-def _distances(caches: list[CpuCache], feeds: list[Feed], extent: int) -> Int32[np.ndarray, "rows slots"]:
-    """Return how many positions before each row of some feeds the token of each slot of its session is."""
-    found = []
-    for cache, feed in zip(caches, feeds, strict=True):
-        known = min(extent, cache.trie.capacity)
-        back = np.zeros((len(feed), extent), dtype=np.int32)
-        back[:, :known] = feed.positions[:, None] - cache.trie.slot_position[None, :known]
-        found.append(back)
-    return np.concatenate(found)
