@@ -38,7 +38,7 @@ _F1 = np.float32(1)
 _UNSEEN = np.float32(-1e30)
 _SHARED_FROM = 200_000  # products of queries with keys, from which on they are shared among threads
 _SHARES_EACH = 4  # of tasks for each thread
-# The numbers of the forms of attention in the memory of a team, after those of products, by the dtype of keys and values.
+# The numbers of the forms of attention in the memory of a team, after the forms of products, by dtype of keys and values.
 _OF_FLOATS = len(FORM_OF)
 _OF_WORDS = _OF_FLOATS + 1
 ATTENTION_FORM_OF = {"float32": _OF_FLOATS, "uint16": _OF_WORDS}
@@ -88,7 +88,7 @@ def _gather_queries(
 ) -> None:
     """Write the queries start .. stop of one kv head, scaled, to `out`, float32[queries, size].
 
-    Those of a row follow each other.
+    Queries of a row follow each other.
 
     Args:
         first: row of the first query of the session.
@@ -371,7 +371,7 @@ def add_biases(scores: Array, biases: Array, back: Array) -> None:
 
     Args:
         biases: float32[distances], by number of positions back; the last is that of all that are further back.
-        back: int32[slots or more]; what is negative is not looked at.
+        back: int32[slots or more]; slots with a negative distance are not looked at.
     """
     most = len(biases) - 1
     for slot in range(len(scores)):

@@ -54,7 +54,7 @@ class CacheArrays(NamedTuple):
 
     trie: Trie
     outputs: Array  # float32[nodes, hidden]: the output of the last layer by stored local node
-    tapped: Array  # float32[nodes, taps * hidden]: what enters the layers `taps`, by stored local node
+    tapped: Array  # float32[nodes, taps * hidden]: input of the layers `taps`, by stored local node
     taps: Array  # int64[taps], see `Needs.taps`
     model: Any  # `decoder.Model`
     windows: Array  # int64[kinds]: tokens that each kind of layer looks at, the row's own included; 0: all
@@ -120,7 +120,7 @@ def _feed(cache: CacheArrays, sources: Sources) -> LayerRows:
 
 @compiled
 def _embedded(cache: CacheArrays, count: int) -> Array:
-    """Return what the first layer reads of the nodes that were stored last, float32[count, hidden]."""
+    """Return the first layer's input of the newest stored nodes, float32[count, hidden]."""
     trie = cache.trie
     model = cache.model
     first = trie.counts[STORED] - count
@@ -281,8 +281,8 @@ def extend_cache(cache: CacheArrays, tokens: Array, parents: Array, wanted: Arra
 def open_pass(cache: CacheArrays, tokens: Array, parents: Array) -> tuple[Array, LayerRows]:
     """Store a forest and all pending nodes as rows of a pass that several sessions share, which has yet to be run.
 
-    Returns what the first layer reads of these rows, float32[rows, hidden], and the rows. Their keys and values, and
-    `cache.outputs`, are to be written by whoever runs the pass.
+    Returns the first layer's input of these rows, float32[rows, hidden], and the rows. Their keys and values, and
+    `cache.outputs`, are to be written by the caller, who runs the pass.
 
     Raises `IndexError` for tokens and positions that the model does not have.
 

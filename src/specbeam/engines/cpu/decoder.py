@@ -1,7 +1,7 @@
 """The compiled forward of models on a CPU, which reads the weights in panels; engines/families.py lists the models.
 
 The rows of all sessions are in one pass without padding; each row attends to its own session's cache. The results equal
-those of the model's own forward up to rounding; `load` compares both on a token tree.
+the model's own forward up to rounding; `load` compares both on a token tree.
 """
 
 import copy
@@ -411,14 +411,14 @@ class CompiledDecoder:
         return logits
 
     def normed(self, x: States) -> States:
-        """Return the output of the last layer after the final norm, which is what the head reads."""
+        """Return the output of the last layer after the final norm: the input of the head."""
         out = np.empty_like(x)
         normalise(x, self.last_norm, self.eps, out)
         return out
 
     @property
     def _no_sources(self) -> Sources:
-        """What stands for sources where there are none yet, with keys and values of the type that they are kept as."""
+        """Empty sources, with keys and values of the type of stored ones."""
         if not self.architecture.family.cross:
             return _NO_SOURCES
         words = WORDS[self.kv]
@@ -460,7 +460,7 @@ class SourceReader:
         self.threads = decoder.threads
 
     def read(self, states: Float32[np.ndarray, "frames hidden"]) -> Float32[np.ndarray, "frames columns"]:
-        """Return keys and then values of all heads, layer by layer, given what an encoder has made of a source."""
+        """Return keys and then values of all heads, layer by layer, given the states of a source."""
         found = np.empty((len(states), len(self.panels) * WIDTH), dtype=np.float32)
         with TEAM.threads(self.threads) as threads:
             multiply(states, self.panels, found, threads)
@@ -473,7 +473,7 @@ def kind_of_panels(weights: list[Tensor], rounding: Rounding | None, tiled: bool
 
     Args:
         tiled: whether tiles are used.
-        files: what leaves memory once it was looked at.
+        files: mapped files, released once they were looked at.
     """
     if rounding == "int4":
         return "int4"
@@ -545,7 +545,7 @@ def _weights_of_columns(matrix: Grouped, first: int, stop: int) -> Float32[np.nd
 
 
 def _pieces_of(parts: Sequence[Tensor], first: int, stop: int) -> list[Tensor]:
-    """Return what some columns of a matrix have of each of its parts."""
+    """Return the pieces of some columns of a matrix, one of each of its parts."""
     starts = accumulate((len(part) for part in parts), initial=0)
     pieces = [
         part.detach()[max(first - start, 0) : max(stop - start, 0)] for part, start in zip(parts, starts, strict=False)
@@ -576,7 +576,7 @@ def weights_of(
 
     Args:
         layers: of a transformers model, or of a draft head, whose modules have the names of a Llama's; at least one.
-        kinds: of all panels, or of those of each matrix.
+        kinds: of all panels, or by matrix.
         of: their architecture.
         files: mapped files, released once they were laid out.
     """
@@ -688,7 +688,7 @@ def misfit_of_depths(model: "PreTrainedModel", of: Architecture, unit: int) -> s
     """Return the reason why matrices of layers of an architecture are not as deep as panels are; "" if they are.
 
     Args:
-        unit: of what the depths must be multiples.
+        unit: number that must divide the depths.
     """
     first = layers_in(model, of.family)[0]
     inner = _matrices_of(parts_of(first, of).down)[0].shape[1]

@@ -19,7 +19,7 @@ if compiling.AVAILABLE:
 
     from specbeam.core.compiling.compiler import chosen_for
 
-# What stands for a type that numpy or numba does not know: an integer of its size.
+# Stand-ins for types that numpy or numba lacks: integers of their size.
 _BITS = {torch.bfloat16: np.uint16, torch.float16: np.int16}
 
 Table = Shaped[np.ndarray, "vocab hidden"]

@@ -73,17 +73,16 @@ def _family_of_encoder(model: "PreTrainedModel") -> ModelFamily:
 class CompiledEncoder(nn.Module, ABC):
     """The encoder of a model that `misfit` has no reason against, in place of transformers', and called as that is.
 
-    Where the decoder's matrices are rounded, those of the encoder's layers are rounded to 8 bits, to 4 too few: what it
-    makes of a source is read by every token of the text. What a source becomes does not depend on which others are read
-    with it.
+    Where the decoder's matrices are rounded, to 8 or to 4 bits, the encoder's are rounded to 8 bits: every token of the
+    text reads its output. The states of a source do not depend on other sources in its pass.
 
     Args:
         decoder: the compiled decoder of the same model.
 
     Attributes:
-        module: transformers' encoder, which reads what is not known here.
+        module: transformers' encoder, for sources that this one does not support.
         rounding: of its matrices; None: they are as they were.
-        places: float32[positions, hidden], what is added to rows by position; of no positions: nothing.
+        places: float32[positions, hidden], embeddings of positions; without positions: none.
     """
 
     def __init__(self, model: "PreTrainedModel", decoder: CompiledDecoder) -> None:
@@ -121,7 +120,7 @@ class CompiledEncoder(nn.Module, ABC):
 
     @abstractmethod
     def inputs_of(self, source: Source) -> AnyArray | None:
-        """Return what a source holds for `read`; None if it is left to whoever reads it alone."""
+        """Return the inputs of a source for `read`; None if transformers' encoder reads it."""
 
     @abstractmethod
     def rows_of(self, inputs: AnyArray) -> int:
@@ -129,7 +128,7 @@ class CompiledEncoder(nn.Module, ABC):
 
     @abstractmethod
     def entering(self, sources: Sequence[AnyArray]) -> list[OwnStates]:
-        """Return what the first layer reads of sources, given their inputs."""
+        """Return the first layer's input of sources, given their inputs."""
 
     @abstractmethod
     def run_layers(
@@ -160,7 +159,7 @@ class CompiledEncoder(nn.Module, ABC):
 
     @torch.inference_mode()
     def error_on(self, inputs: AnyArray) -> float:
-        """Return the largest difference of the states of a source from those of transformers, as a share of their spread."""
+        """Return the largest difference of the states of a source from transformers', as a share of their spread."""
         expected = self.states_by_transformers(inputs)
         (found,) = self.read([inputs])
         return float((torch.from_numpy(found) - expected).abs().max() / expected.std().clamp_min(1e-6))
@@ -168,7 +167,7 @@ class CompiledEncoder(nn.Module, ABC):
     def read_together(self, sources: Sequence[Source]) -> None:
         """Store the states of sources that this encoder has not read yet: several short ones are read in one pass.
 
-        What room the last pass has is for those that are read after them.
+        Later sources fill up the last pass.
         """
         asked = {*sources}
         for group in grouped(self._unread(sources, asked), asked, TOGETHER):

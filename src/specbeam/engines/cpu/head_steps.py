@@ -154,7 +154,7 @@ class PairFeed(NamedTuple):
     """The rows of a session that a pass of a trunk computes."""
 
     tokens: Array  # int64[rows]
-    given: Array  # float32[rows, width]: what they read of the nodes above
+    given: Array  # float32[rows, width]: features of the nodes above
     positions: Array  # int64[rows]
     slots: Array  # int64[rows]
     seen: Array  # bool[1, rows, slots]

@@ -1,7 +1,7 @@
 """Panels of whole numbers of 4 bits with a scale and a zero point for each group, which stand for exact float32 weights.
 
 Rows are not rounded: as a panel is read, each number becomes (number - zero point) * scale in a register, which float32
-holds exactly, and products are those of the same matrix in float32 panels to the last bit. A weight takes 5 bits.
+holds exactly, and products equal those of float32 panels to the last bit. A weight takes 5 bits.
 
 A panel is a sequence of groups of `GROUP` steps of depth, and a group four words for each column, see `Grouped.words`, and a
 fifth: the upper 19 bits of the float32 scale, which are all of a float16 or bfloat16 number, and then the zero point.

@@ -69,7 +69,7 @@ class PackedPasses:
     def skipping(self, attention: Sequence[int], inner: Sequence[int]) -> "PackedPasses":
         """Return passes without some sublayers, on the same store; see `CompiledDecoder.skipping`.
 
-        They are for caches that are scratch (`CpuCache.scratch`): what they store is wrong for the whole model.
+        They are for scratch caches (`CpuCache.scratch`): their keys and values are wrong for the whole model.
         """
         fewer = copy.copy(self)
         fewer.decoder = self.decoder.skipping(attention, inner)
@@ -211,7 +211,7 @@ class PackedPasses:
     def exit_layer(self, layer: nn.Module, norm: nn.Module, after: int) -> ExitLayer:
         """Return a layer behind the first `after` layers as an exit layer of the model, with room in the store.
 
-        The room is that of an exit layer that nobody uses any more, or new.
+        The room is new, or of an exit layer that is no longer used.
         """
         free = [place for place, known in self.exit_layers.items() if known() is None]
         made = self.decoder.exit_layer(layer, norm, after, free[0] if free else self.store.add_layer())
@@ -219,7 +219,7 @@ class PackedPasses:
         return made
 
     def run_layer(self, cache: CpuCache, feed: Feed, layer: int, states: States) -> States:
-        """Return what leaves one layer for the rows of a feed, given what enters it; its keys and values are stored."""
+        """Return the output of one layer for the rows of a feed, given its input; its keys and values are stored."""
         ((after, _),) = self._forward([cache], [feed], slice(layer, layer + 1), states)
         return after
 
@@ -233,7 +233,7 @@ class PackedPasses:
     ) -> list[tuple[Float32[np.ndarray, "rows hidden"], Float32[np.ndarray, "rows tapped"]]]:
         """Run layers on the feeds of these caches; return the states that leave the last of these, for each feed.
 
-        With them come what enters the layers `taps`, side by side, for each feed.
+        With them come the inputs of the layers `taps`, side by side, for each feed.
 
         Args:
             layers: the layers that are run, or an exit layer.
@@ -278,7 +278,7 @@ class PackedPasses:
         return [(found[start:end], tapped[start:end]) for start, end in pairwise(starts)]
 
     def _with_context(self, rows: Rows, caches: list[CpuCache], feeds: list[Feed]) -> Rows:
-        """Return the rows of a pass with what else they look at."""
+        """Return the rows of a pass with the sources that they look at."""
         return rows
 
     def _run_layers(
@@ -291,7 +291,7 @@ class PackedPasses:
         states: States | None,
         taps: Sequence[int],
     ) -> tuple[States, Tapped]:
-        """Do `CompiledDecoder.forward` where some rows enter at an inner layer; they have zeros for what is before it.
+        """Do `CompiledDecoder.forward` where some rows enter at an inner layer; they have zeros before it.
 
         Args:
             entering: these rows.
@@ -341,7 +341,7 @@ class PackedPasses:
         return Scored(torch.from_numpy(logits))
 
     def extend_together(self, arrays: Sequence[CacheArrays], starts: Sequence[Start]) -> list[CacheArrays | IndexError]:
-        """Store what the forests of a turn start with, for several sessions, by one pass of all layers.
+        """Store the first nodes of a turn's forests, for several sessions, by one pass of all layers.
 
         Returns the caches with the logits of the nodes whose rows are not known, which `extend_cache` hands out; in place of
         one the `IndexError` that its tokens or positions raise, which the model does not have.
@@ -405,7 +405,7 @@ class PackedPasses:
         return self.decoder.arrays_for_steps(cache, self.store, self.windows, part, *self._context_for_steps(cache))
 
     def are_current(self, cache: CpuCache, arrays: CacheArrays) -> bool:
-        """Return whether arrays are those of a session that one thread runs, as `arrays_for_steps` returns them now."""
+        """Return whether arrays are as `arrays_for_steps` would return them now, for a session on one thread."""
         is_where_it_was = (
             arrays.trie is cache.trie.arrays
             and arrays.outputs is cache.outputs
@@ -426,11 +426,11 @@ class PackedPasses:
         return arrays[0].sources
 
     def _looks_at(self, cache: CpuCache, arrays: CacheArrays) -> bool:
-        """Return whether arrays are of what else a session looks at, see `_context_for_steps`."""
+        """Return whether arrays have the sources of a session, see `_context_for_steps`."""
         return True
 
     def _context_for_steps(self, cache: CpuCache) -> tuple[Any, ...]:
-        """Return what else a session looks at, as `CompiledDecoder.arrays_for_steps` takes it."""
+        """Return the sources of a session, as `CompiledDecoder.arrays_for_steps` takes them."""
         return ()
 
     @contextmanager

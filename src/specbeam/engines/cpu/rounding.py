@@ -15,11 +15,11 @@ LARGEST = 127
 LEAST = 1e-30  # the least scale times `LARGEST`, so that rows and columns of zeros stay zeros
 GROUP = 32  # steps of depth that share a scale where numbers have 4 bits
 LOWEST = -8  # of the whole numbers of 4 bits; the largest is 7
-# The bits of a float32 that are enough for a scale of float16 or bfloat16, and those that then hold a zero point.
+# The bits of a float32 that hold a scale of float16 or bfloat16, and the remaining bits, for a zero point.
 OF_SCALE = 0xFFFFE000
 OF_ZERO = 0x1FFF
 
-# What is added to it is rounded to a whole number, which is in the lowest bits of the sum.
+# A number added to it is rounded to a whole number, which is in the lowest bits of the sum.
 _LAST_BIT_IS_1 = np.float32(1.5 * 2**23)
 _BITS_OF_ZERO = _LAST_BIT_IS_1.view(np.int32)  # of the sum of 0 and that
 _SIGN = np.int32(-(2**31))
@@ -111,7 +111,7 @@ def round_column_in_groups(source: Array, numbers: Array, scales: Array) -> None
     lowest = np.int32(LOWEST)
     for group in range(len(scales)):
         first = group * GROUP
-        # The bits of numbers that are not negative have the order of the numbers, and those of all others are less than 0.
+        # The bits of numbers that are not negative have the order of the numbers, and all other bits are less than 0.
         above = np.int32(_SIGN)
         below = np.int32(_SIGN)
         for step in range(GROUP):

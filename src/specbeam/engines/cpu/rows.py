@@ -10,7 +10,7 @@ class Stack(NamedTuple):
     """Layers of one model, and the numbers that all of them share."""
 
     weights: Any  # `Weights`
-    angles: Array  # float32[tables, 2, positions, pairs]: for each table those that `layers.rotate` takes
+    angles: Array  # float32[tables, 2, positions, pairs]: tables for `layers.rotate`
     eps: float  # of the norms
     heads: int  # of queries
     kv_heads: int
@@ -40,9 +40,7 @@ class KeyValues(NamedTuple):
 class Taps(NamedTuple):
     """Hidden states that a pass writes down between layers."""
 
-    layers: (
-        Array  # int64[taps]: what enters these, counted from the first that runs; their number: what leaves the last
-    )
+    layers: Array  # int64[taps]: numbers of layers, counted from the first that runs, whose inputs are written; their count: the output
     states: Array  # float32[rows, taps * hidden], written
 
 

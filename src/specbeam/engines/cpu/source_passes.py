@@ -75,7 +75,7 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
                 yield source, source.states[encoder].shape[1]
 
     def _read_group(self, group: list[Source], encoder: Any) -> None:
-        """Make keys and values of several sources by one product; those of one alone are made as they are stored."""
+        """Make keys and values of several sources by one product; a single source waits until it is stored."""
         if len(group) < 2:
             return
         each = [_rows_of(source.states[encoder]) for source in group]

@@ -1,4 +1,4 @@
-"""What compiled layers read of sources: keys and values that are stored once, whatever number of rows looks at them."""
+"""Sources as compiled layers read them: keys and values, stored once for all rows that look at them."""
 
 from typing import NamedTuple
 

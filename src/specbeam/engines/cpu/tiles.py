@@ -152,7 +152,7 @@ class _Panel(_Tiles):
 class _PanelOfBytes(_Panel):
     """A `_Panel` of int8, for rows of uint8: the sums are integers, of which float32 are made in the end.
 
-    The columns are followed by their scales, and by what the offset of x adds to their sums.
+    The columns are followed by their scales, and by the contribution of the offset of x to their sums.
     """
 
     parts = 1
@@ -366,7 +366,7 @@ def multiply_panel(panels: Array, panel: int, packed: Array, rows: int, depth: i
 def packed_bytes(x: Array, panels: Array) -> Array:
     """Return float32 rows rounded to uint8 around 128, four steps of depth in a word, in the layout of `write_tile_sums`.
 
-    The scales of the rows follow after all blocks. The numbers are those of `rounded_row`.
+    The scales of the rows follow after all blocks. For the numbers see `rounded_row`.
     """
     rows, depth = x.shape
     words = depth // BYTES_PER_WORD
