@@ -40,7 +40,8 @@ class KeyValues(NamedTuple):
 class Taps(NamedTuple):
     """Hidden states that a pass writes down between layers."""
 
-    layers: Array  # int64[taps]: numbers of layers, counted from the first that runs, whose inputs are written; their count: the output
+    # int64[taps]: layers whose input is written, counted from the first that runs; their number: the output of the last
+    layers: Array
     states: Array  # float32[rows, taps * hidden], written
 
 
