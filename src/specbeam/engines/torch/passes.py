@@ -270,7 +270,7 @@ class PaddedPasses:
                     late = late_rows(by_row[row].parts[0].cache.extra_inputs, feed, (place + 1) * width - len(feed))
                     entering += [] if late is None else [late]
             inputs[0][inputs[0] <= LEARNT] = 0  # that they are no tokens is known by now
-        with span("model"), self._recording(recorded), self._entering(entering):
+        with span("model"), self._hooked(recorded, entering):
             ids, places, _ = torch.from_numpy(inputs).to(self.device)
             logits = run(ids, places, masks, last)
             if self.shared is not None:
@@ -318,23 +318,16 @@ class PaddedPasses:
         return feeds, tables
 
     @contextmanager
-    def _recording(self, states: dict[int, torch.Tensor]) -> Iterator[None]:
-        """Let a pass set the wanted hidden states of all rows, float[batch, rows, size], by `Needs.columns`."""
-        handles = [self._record(states, column) for column in states]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def _hooked(self, states: dict[int, torch.Tensor], entering: list[LateRows]) -> Iterator[None]:
+        """Let a pass record hidden states, and let rows enter at their layers.
 
-    @contextmanager
-    def _entering(self, entering: list[LateRows]) -> Iterator[None]:
-        """Let rows enter at their layers.
-
-        The model's own forward has a place for all rows in each layer, so these go through the layers before theirs as well,
+        The model's own forward has a place for all rows in each layer, so rows go through the layers before theirs as well,
         as rows of token 0 that nothing reads.
+
+        Args:
+            states: set for all rows, float[batch, rows, size], by `Needs.columns`.
         """
-        handles: list[RemovableHandle] = []
+        handles = [self._record(states, column) for column in states]
         for rows in entering:
             layer = layers_of(self.model)[rows.layer]
             handles.append(layer.register_forward_pre_hook(partial(_enter, rows), with_kwargs=True))
@@ -345,7 +338,7 @@ class PaddedPasses:
                 handle.remove()
 
     def _record(self, states: dict[int, torch.Tensor], column: int) -> RemovableHandle:
-        """Let a pass set the hidden states of one column; see `_recording`."""
+        """Let a pass set the hidden states of one column; see `_hooked`."""
         module = self.model.get_output_embeddings()
         if column != FINAL:
             layers = layers_of(self.model)
