@@ -11,13 +11,14 @@ import torch
 import specbeam as sb
 from specbeam.core import compiling
 from specbeam.core.forest import Forest
-from specbeam.engines.cpu.rounding import GROUP, rounded, rounded_groups
+from specbeam.engines.cpu.rounding import GROUP, rounded_groups
 from specbeam.errors import NotSupported
 from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.loading.language_models import language_model
 from tests.models.test_huggingface import check_random_turns
 from tests.support import words
 from tests.support.checking import refused
+from tests.support.rounding import rounded
 from tests.support.steps import needs_numba
 from tests.support.tiny_models import tiny
 

@@ -15,7 +15,6 @@ from specbeam.core.forest import Forest
 from specbeam.engines.cpu import decoder as compiled
 from specbeam.engines.cpu.curves import tanh
 from specbeam.engines.cpu.layers import activate
-from specbeam.engines.cpu.rounding import rounded
 from specbeam.engines.families import ACTIVATIONS, FAMILIES, family_of, known_families
 from specbeam.errors import BadPrompt, NotSupported
 from specbeam.models.engines import ENGINES
@@ -25,6 +24,7 @@ from specbeam.models.loading.language_models import language_model
 from specbeam.models.pair import Pair
 from tests.models.test_compiled_forward import in_steps, scored
 from tests.models.test_huggingface import check_random_turns
+from tests.support.rounding import rounded
 from tests.support.seats import plain_logits, seat
 from tests.support.tiny_models import MIXTURES, tiny
 

@@ -3,10 +3,10 @@
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Float32, Int8
+from jaxtyping import Float32, Int8
 
 from specbeam.core.compiling.compiler import Array, compiled
-from specbeam.engines.arrays import Dense, Floats
+from specbeam.engines.arrays import Dense
 
 BYTES_PER_WORD = 4
 # The byte that stands for 0 in a row: instructions multiply unsigned bytes of rows with signed ones of columns.
@@ -26,19 +26,6 @@ _SIGN = np.int32(-(2**31))
 _WITHOUT_SIGN = np.int32(0x7FFFFFFF)
 _LEAST_BITS = np.float32(LEAST).view(np.int32)
 
-Scales = Float32[np.ndarray, " columns"]
-
-
-def rounded(matrix: Dense) -> tuple[Int8[np.ndarray, "columns depth"], Scales]:
-    """Return a matrix rounded to int8, and a scale for each column: a 127th of the largest absolute number in it.
-
-    A number of the matrix is rounded to the nearest multiple of its column's scale.
-    """
-    numbers = np.empty(matrix.shape, dtype=np.int8)
-    scales = np.empty(len(matrix), dtype=np.float32)
-    _round_columns(np.ascontiguousarray(matrix, dtype=np.float32), numbers, scales)
-    return numbers, scales
-
 
 def rounded_groups(
     matrix: Dense,
@@ -55,19 +42,6 @@ def rounded_groups(
     return numbers, scales
 
 
-def in_bfloat16(numbers: Float[np.ndarray, "..."]) -> Floats:
-    """Return the nearest bfloat16 numbers, as float32."""
-    bits = np.ascontiguousarray(numbers, dtype=np.float32).view(np.uint32)
-    half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    return ((bits + half) & np.uint32(0xFFFF0000)).view(np.float32)
-
-
-@compiled
-def _round_columns(matrix: Array, numbers: Array, scales: Array) -> None:
-    for column in range(len(matrix)):
-        scales[column] = round_column(matrix[column], numbers[column])
-
-
 @compiled
 def _round_columns_in_groups(matrix: Array, numbers: Array, scales: Array) -> None:
     for column in range(len(matrix)):
@@ -76,7 +50,10 @@ def _round_columns_in_groups(matrix: Array, numbers: Array, scales: Array) -> No
 
 @compiled
 def round_column(source: Array, numbers: Array) -> float:
-    """Write a column, float32[depth], rounded to 8 bits, to `numbers`, int8[depth], and return its scale; see `rounded`."""
+    """Write a column, float32[depth], rounded to int8, to `numbers`, and return its scale.
+
+    The scale is a 127th of the largest absolute number; numbers are rounded to the nearest multiple of it.
+    """
     bits = source.view(np.int32)
     top = np.int32(_LEAST_BITS)
     for step in range(len(bits)):
