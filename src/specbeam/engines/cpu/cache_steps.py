@@ -22,7 +22,7 @@ from specbeam.engines.cpu.early import (
 )
 from specbeam.engines.cpu.embedding import look_up
 from specbeam.engines.cpu.layers import normalise, shape_logits
-from specbeam.engines.cpu.rows import KeyValues, LayerRows, Stack, Taps
+from specbeam.engines.cpu.rows import KeyValues, LayerRows, OwnRows, Stack, Taps
 from specbeam.engines.cpu.sources import Sources, layers_of_sources
 from specbeam.engines.cpu.weights import layers_of_weights
 from specbeam.engines.kv.steps import (
@@ -278,7 +278,7 @@ def extend_cache(cache: CacheArrays, tokens: Array, parents: Array, wanted: Arra
 
 
 @compiled
-def open_pass(cache: CacheArrays, tokens: Array, parents: Array) -> tuple[Array, LayerRows]:
+def open_pass(cache: CacheArrays, tokens: Array, parents: Array) -> tuple[Array, OwnRows]:
     """Store a forest and all pending nodes as rows of a pass that several sessions share, which has yet to be run.
 
     Returns the first layer's input of these rows, float32[rows, hidden], and the rows. Their keys and values, and
@@ -293,10 +293,12 @@ def open_pass(cache: CacheArrays, tokens: Array, parents: Array) -> tuple[Array,
     enter(trie, tokens, parents)
     if trie.counts[SIZE] == trie.counts[STORED]:
         none = np.empty(0, dtype=np.int64)
-        nothing = _pass_rows(cache, none, none, trie.seen[:0], cache.sources)
-        return np.empty((0, cache.outputs.shape[1]), dtype=np.float32), nothing
-    rows = _feed(cache, cache.sources)
-    return _embedded(cache, len(rows.slots)), rows
+        rows = _pass_rows(cache, none, none, trie.seen[:0], cache.sources)
+        x = np.empty((0, cache.outputs.shape[1]), dtype=np.float32)
+    else:
+        rows = _feed(cache, cache.sources)
+        x = _embedded(cache, len(rows.slots))
+    return x, OwnRows(rows.positions, rows.slots, rows.seen, rows.back)
 
 
 @keep_only.of(CacheArrays)

@@ -549,8 +549,8 @@ def in_panels(matrix: Dense, kind: Kind = "float32") -> Panels:
         kind: "float32"; "bfloat16", two steps of depth in each uint32, for numbers that bfloat16 represents exactly;
             "float16", two bytes for each step, as uint8, for numbers that float16 represents exactly;
             "tiles", the same as "bfloat16" as uint16, for processors with tile registers (engines/cpu/tiles.py); "int8", a
-            rounded matrix (`round_column`), four steps of depth in each int32, followed by the scales and 128 times the sums of
-            the columns; "int8 tiles", the same as int8, for tile registers; "int4", a matrix rounded in groups
+            rounded matrix (`round_column`), four steps of depth in each int32, followed by the scales and 128 times the sums
+            of the columns; "int8 tiles", the same as int8, for tile registers; "int4", a matrix rounded in groups
             (`rounded_groups`), eight steps of depth in a word, as int16, see `lay_out_groups`; "nibbles", the same
             numbers and scales as uint64, which stand for weights that rows are multiplied with unrounded.
 

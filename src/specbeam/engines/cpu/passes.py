@@ -22,7 +22,7 @@ from specbeam.engines.cpu.cache_steps import ALL, FIRST, LAST, CacheArrays, exte
 from specbeam.engines.cpu.cache_words import KeptAs
 from specbeam.engines.cpu.decoder import Rows
 from specbeam.engines.cpu.early import MOST_WAITING, ExitLayer, keep_exits
-from specbeam.engines.cpu.rows import LayerRows
+from specbeam.engines.cpu.rows import LayerRows, OwnRows
 from specbeam.engines.cpu.scratch import ScratchArrays
 from specbeam.engines.cpu.sources import Sources
 from specbeam.engines.eligibility import lacks_taps
@@ -368,14 +368,15 @@ class PackedPasses:
         self,
         arrays: Sequence[CacheArrays],
         starts: Sequence[Start],
-        opened: Sequence[tuple[OwnStates, LayerRows]],
+        opened: Sequence[tuple[OwnStates, OwnRows]],
     ) -> list[CacheArrays]:
         """Run the pass of `extend_together`, given what `open_pass` has returned for each of these caches."""
         counts = [len(x) for x, _ in opened]
         ends = [*accumulate(counts, initial=0)]
         x = np.concatenate([x for x, _ in opened])
         if len(x):
-            rows = _joined_rows([rows for _, rows in opened])._replace(sources=self._sources_for(arrays))
+            sessions = np.array([(cache.store_row, *part) for cache, part in zip(arrays, pairwise(ends), strict=True)])
+            rows = _joined_rows([rows for _, rows in opened], sessions, self._sources_for(arrays))
             with span("model"):
                 self.decoder.run_together(x, rows, self.store)
         wanted = []
@@ -449,21 +450,19 @@ class PackedPasses:
             yield ScratchArrays(own, cache.trie.arrays, np.zeros(2, dtype=np.int64))
 
 
-def _joined_rows(each: Sequence[LayerRows]) -> LayerRows:
-    """Return the rows of several sessions as those of one pass."""
+def _joined_rows(each: Sequence[OwnRows], sessions: Int64[np.ndarray, "sessions 3"], sources: Sources) -> LayerRows:
+    """Return the rows of several sessions as the rows of one pass."""
     counts = [len(rows.slots) for rows in each]
     extent = max(rows.seen.shape[2] for rows in each)
     seen = np.zeros((len(each[0].seen), sum(counts), extent), dtype=np.bool_)
     back = np.zeros((sum(len(rows.back) for rows in each), extent), dtype=np.int32)
-    sessions = []
     for rows, (first, end) in zip(each, pairwise(accumulate(counts, initial=0)), strict=True):
-        sessions.append((rows.sessions[0, 0], first, end))
         seen[:, first:end, : rows.seen.shape[2]] = rows.seen
         if len(rows.back):
             back[first:end, : rows.back.shape[1]] = rows.back
     positions = np.concatenate([rows.positions for rows in each])
     slots = np.concatenate([rows.slots for rows in each])
-    return LayerRows(positions, slots, np.array(sessions), seen, back, each[0].sources)
+    return LayerRows(positions, slots, sessions, seen, back, sources)
 
 
 def _by_exit_layer(caches: list[CpuCache]) -> dict[ExitLayer, list[CpuCache]]:

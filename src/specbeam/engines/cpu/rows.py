@@ -28,6 +28,15 @@ class LayerRows(NamedTuple):
     sources: Sources  # of layers that look at a source
 
 
+class OwnRows(NamedTuple):
+    """The rows of one session in a pass that several sessions share; see `LayerRows`."""
+
+    positions: Array
+    slots: Array
+    seen: Array
+    back: Array
+
+
 class KeyValues(NamedTuple):
     """Buffers of keys and values: of all layers, or without the first dimension of one."""
 
