@@ -9,7 +9,7 @@ from weakref import ref
 
 import numpy as np
 import torch
-from jaxtyping import Float32
+from jaxtyping import Float32, Int64
 from torch import nn
 
 from specbeam.core.compiling.threads import allowed_threads
