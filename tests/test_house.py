@@ -18,6 +18,7 @@ FLOORS = [
         "core.garbage",
         "core.whole_files",
         "doors.plain",
+        "engines.arrays",
         "engines.mapped",
         "engines.packed",
         "engines.shared_tokens",

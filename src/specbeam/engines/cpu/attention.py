@@ -119,7 +119,7 @@ class Scoring(NamedTuple):
     biases: Array  # float32[heads, distances], see `add_biases`; of no distances: none
 
 
-class Attention(NamedTuple):
+class AttentionWork(NamedTuple):
     """The attention of rows to the caches of their sessions in one layer."""
 
     q: Array  # float32[rows, ...]; head h is in columns h * size .. (h + 1) * size
@@ -149,7 +149,7 @@ class TaskRoom(NamedTuple):
 
 
 @compiled
-def _do_tasks(begin: int, end: int, work: Attention) -> None:
+def _do_tasks(begin: int, end: int, work: AttentionWork) -> None:
     """Do the tasks begin .. end of `attend`."""
     most = -(-(work.look.reach.max()) // WIDTH) * WIDTH
     room = TaskRoom(
@@ -163,7 +163,7 @@ def _do_tasks(begin: int, end: int, work: Attention) -> None:
 
 
 @compiled_without_counts
-def _do_tasks_in(room: TaskRoom, begin: int, end: int, work: Attention) -> None:
+def _do_tasks_in(room: TaskRoom, begin: int, end: int, work: AttentionWork) -> None:
     """Do the tasks begin .. end of `attend` in a room that has been made."""
     sessions = work.look.sessions
     kv_heads = work.cache.keys.shape[1]
@@ -182,7 +182,7 @@ def _do_tasks_in(room: TaskRoom, begin: int, end: int, work: Attention) -> None:
 
 
 @compiled_without_counts
-def _do_task(room: TaskRoom, work: Attention, cache: int, kv: int, first: int, start: int, stop: int) -> None:
+def _do_task(room: TaskRoom, work: AttentionWork, cache: int, kv: int, first: int, start: int, stop: int) -> None:
     """Compute the attention of the queries start .. stop of one session for one head of keys and values.
 
     Args:
@@ -252,12 +252,12 @@ def _do_task(room: TaskRoom, work: Attention, cache: int, kv: int, first: int, s
 
 @compiled
 def attend(q: Array, cache: KeyValues, look: Look, scoring: Scoring, out: Array, threads: int) -> None:
-    """Write the attention of all rows to their sessions' caches to `out`; for the arguments see `Attention`.
+    """Write the attention of all rows to their sessions' caches to `out`; for the arguments see `AttentionWork`.
 
     Args:
         threads: see `panels.multiply`.
     """
-    work = Attention(q, cache, look, scoring, out)
+    work = AttentionWork(q, cache, look, scoring, out)
     keys = cache.keys
     tasks = task_count(look.sessions, keys.shape[1], scoring.group)
     products = look.reach.sum() * scoring.group * keys.shape[1] * keys.shape[3]
@@ -273,7 +273,7 @@ def _form_of(keys: Array) -> int:
 
 
 @compiled
-def _attend_with_team(work: Attention, tasks: int, address: int, form: int) -> None:
+def _attend_with_team(work: AttentionWork, tasks: int, address: int, form: int) -> None:
     """Do all tasks of `attend`, with the team whose memory is at this address."""
     team = carray(pointer_to(address), (WORDS,), np.int64)
     scales = np.array([work.scoring.scale, work.scoring.cap])
@@ -296,7 +296,7 @@ def _attend_with_team(work: Attention, tasks: int, address: int, form: int) -> N
 
 
 @compiled
-def _share_tasks(team: Array, call: Array, scales: Array, work: Attention, tasks: int) -> None:
+def _share_tasks(team: Array, call: Array, scales: Array, work: AttentionWork, tasks: int) -> None:
     """Do the tasks that `call` describes, together with helpers. The caller keeps all arrays until then.
 
     They are arguments for that reason alone: numba frees an array after the last line that names it, and the team reads
@@ -352,7 +352,7 @@ def _share_function(kind: Any) -> Callable[[int, int], None]:
         out = carray(pointer_to(call[_OUT]), _two(call, _OUT), np.float32)
         tasks = team[COUNT]
         shares = team[SHARES]
-        work = Attention(q, cache, look, scoring, out)
+        work = AttentionWork(q, cache, look, scoring, out)
         _do_tasks(share * tasks // shares, (share + 1) * tasks // shares, work)
 
     do_share.__name__ = (

@@ -96,7 +96,7 @@ class Loop:
         self.carried = carried
 
 
-class Writer:
+class CodeWriter:
     """A writer of code at the position of a builder."""
 
     def __init__(self, builder: Any) -> None:

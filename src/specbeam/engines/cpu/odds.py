@@ -9,7 +9,7 @@ import numpy as np
 
 from specbeam.core import compiling
 from specbeam.engines.cpu.curves import LEAST, LN2_HEAD, LN2_REST, LOG2E
-from specbeam.engines.cpu.llvm import Value, Writer, constant
+from specbeam.engines.cpu.llvm import CodeWriter, Value, constant
 from specbeam.engines.cpu.sums import WIDTH
 
 # exp(y) is 2^n exp(f) with the whole number n nearest to y / log(2), and f = y - n log(2), by a polynomial of degree 6.
@@ -27,7 +27,7 @@ else:
     write_odds: Any = None  # never called without numba
 
 
-class _Odds(Writer):
+class _Odds(CodeWriter):
     """A writer of the LLVM code; see `write_odds`."""
 
     def write(self, scores: Any, count: Any, totals: Any) -> None:

@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 
 from specbeam.core import compiling
-from specbeam.engines.cpu.llvm import TO_FIRST_CACHE, TO_SECOND_CACHE, Value, Writer, constant, places_in, spread_out
+from specbeam.engines.cpu.llvm import (
+    TO_FIRST_CACHE,
+    TO_SECOND_CACHE,
+    CodeWriter,
+    Value,
+    constant,
+    places_in,
+    spread_out,
+)
 from specbeam.engines.cpu.rounding import GROUP, OF_SCALE, OF_ZERO
 
 if compiling.AVAILABLE:
@@ -46,7 +54,7 @@ _LOWER = 0x0F0F0F0F  # the lower half of each byte
 FLOAT16_SCALE = np.float32(2.0**112)  # float32 exponents count from 127, those of float16 from 15
 
 
-class _Loop(Writer):
+class _Loop(CodeWriter):
     """A writer of the code that computes the products of a fixed number of rows with one panel.
 
     Args:

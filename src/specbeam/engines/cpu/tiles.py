@@ -21,7 +21,7 @@ import numpy as np
 from specbeam.core import compiling
 from specbeam.core.compiling.compiler import Array, compiled
 from specbeam.core.compiling.uncounted import compiled_without_counts
-from specbeam.engines.cpu.llvm import TO_FIRST_CACHE, Value, Writer, places_in, spread_out
+from specbeam.engines.cpu.llvm import TO_FIRST_CACHE, CodeWriter, Value, places_in, spread_out
 from specbeam.engines.cpu.rounding import BYTES_PER_WORD, rounded_row
 from specbeam.engines.cpu.sums import WIDTH
 
@@ -70,7 +70,7 @@ def available() -> bool:
     return WIDTH == 2 * _WORDS and {"amx-tile", "amx-bf16", "amx-int8"} <= _FEATURES and _permitted()
 
 
-class _Tiles(Writer):
+class _Tiles(CodeWriter):
     """A writer of instructions on tiles."""
 
     def on_tiles(self, name: str, *given: Any) -> None:
