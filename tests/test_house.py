@@ -22,6 +22,7 @@ FLOORS = [
         "core.whole_files",
         "doors.energy",
         "doors.plain",
+        "engines.arrays",
         "engines.mapped",
         "engines.packed",
         "engines.shared_tokens",

@@ -107,10 +107,9 @@ def test_a_context_that_the_model_does_not_take_is_refused(captions, context, me
         Decoder(captions.target).add(session)
 
 
-@pytest.mark.parametrize("engine", ["lean", "compiled"])
-def test_engines_that_take_tokens_alone_refuse_a_context(engine):
+def test_the_compiled_forward_refuses_a_context_besides_tokens():
     model = tiny("llama")
-    pair = Pair(model, None, None, HuggingFaceLM(model, engine=engine), None)
+    pair = Pair(model, None, None, HuggingFaceLM(model, engine="compiled"), None)
     session = session_of(pair, [3, 4], sb.greedy())
     session.context = {pair.target: {"encoder_hidden_states": image(1)}}
     with pytest.raises(NotSupported, match=r"takes no context besides tokens.*engine='plain'"):
@@ -144,7 +143,7 @@ def embedded_logits(model, paths, vectors):
 @pytest.mark.parametrize("chunk", [4, 64])
 @pytest.mark.parametrize(
     ("engine", "family"),
-    [("plain", "llama"), ("plain", "gpt2"), ("plain", "gemma"), ("lean", "llama"), ("compiled", "llama")],
+    [("plain", "llama"), ("plain", "gpt2"), ("plain", "gemma"), ("compiled", "llama")],
 )
 def test_rows_behind_a_soft_prompt_are_those_of_its_embeddings(engine, family, chunk, alone):
     model = tiny(family)
@@ -165,7 +164,7 @@ def test_rows_behind_a_soft_prompt_are_those_of_its_embeddings(engine, family, c
             one.texts = moved(one.texts, forest, turn)
 
 
-@pytest.mark.parametrize("engine", ["plain", "lean", "compiled"])
+@pytest.mark.parametrize("engine", ["plain", "compiled"])
 @pytest.mark.parametrize(
     "method", [sb.greedy(), sb.dsbd(1, 2, 3, "fixed"), sb.prompt_lookup()], ids=lambda one: one.name
 )

@@ -25,7 +25,7 @@ from tests.support.extra_rows import DEPTH, KINDS, extra_head, slow_rows, with_e
 from tests.support.seats import moved, random_forest, random_turn, seat
 from tests.support.tiny_models import FAMILIES, MIXTURES, tiny
 
-ENGINES = ["plain", "lean", "compiled"]
+ENGINES = ["plain", "compiled"]
 OURS = {"vocab_size": 64}
 LENGTHS = (1, 4, 17)
 
@@ -159,35 +159,29 @@ def test_extra_rows_see_their_path_their_group_and_the_prefix(family, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("engine", ["lean", "compiled", "layers"])
+@pytest.mark.parametrize("engine", ["compiled", "layers"])
 @pytest.mark.parametrize("lengths", [(7,), LENGTHS], ids=str)
 def test_engines_of_our_own_give_the_same_extra_rows(engine, kind, lengths):
     model = tiny("llama", **OURS)
     check_extra_rows(HuggingFaceLM(model, chunk=6, engine=engine), extra_head(model, kind), lengths)
 
 
-@pytest.mark.parametrize("engine", ["lean", "compiled"])
-def test_rows_that_enter_between_layers_are_not_in_the_layers_below(engine, monkeypatch):
+def test_rows_that_enter_between_layers_are_not_in_the_layers_below(monkeypatch):
     """The layers below run the rows of the text alone, and no slot of a row is left when the turn is settled."""
     model = tiny("llama", **OURS, num_hidden_layers=3)
     head = extra_head(model, "hidden_transfer")
     assert head.layer == 2
-    lm = HuggingFaceLM(model, engine=engine)
+    lm = HuggingFaceLM(model, engine="compiled")
     (one,) = seats_of((4,), head.inputs)
     counts = []
-    if engine == "lean":
-        kind = type(lm.runner.lean)
-        attended = kind._attended
-        monkeypatch.setattr(kind, "_attended", lambda self, x, *rest: counts.append(len(x)) or attended(self, x, *rest))
-    else:
-        kind = type(lm.runner.decoder)
-        forward = kind.forward
+    kind = type(lm.runner.decoder)
+    forward = kind.forward
 
-        def counting(self, rows, store, vectors, layers, states=None, taps=()):
-            counts.extend([len(rows.tokens)] * len(range(*layers.indices(3))))
-            return forward(self, rows, store, vectors, layers, states, taps)
+    def counting(self, rows, store, vectors, layers, states=None, taps=()):
+        counts.extend([len(rows.tokens)] * len(range(*layers.indices(3))))
+        return forward(self, rows, store, vectors, layers, states, taps)
 
-        monkeypatch.setattr(kind, "forward", counting)
+    monkeypatch.setattr(kind, "forward", counting)
     forest = Forest.rooted(one.prompt[-1:]).grown([3, 5], [0, 1])
     lm.extend([one], [with_extra_rows(forest)])
     before = 4 + 2  # prompt and drafts

@@ -25,7 +25,7 @@ from specbeam.models.table import TableLM
 from tests.support.seats import moved, random_forest, random_turn, seat
 from tests.support.tiny_models import FAMILIES, tiny
 
-ENGINES = ["plain", "lean", "compiled"]
+ENGINES = ["plain", "compiled"]
 EVERYTHING = Needs(logits=True, ranked=5, hidden=True, prompt=True)
 
 
@@ -121,7 +121,6 @@ def test_a_model_that_is_asked_for_hidden_states_gives_the_same_logits(engine):
     ("family", "engine"),
     [
         *((family, "plain") for family in sorted(FAMILIES)),
-        ("llama", "lean"),
         *((family, "compiled") for family in ("llama", "gemma2", "gpt2", "gpt_neox", "granite", "olmo2")),
     ],
 )

@@ -17,7 +17,7 @@ from tests.support.seats import check_rows_and_settle, plain_logits, seat
 from tests.support.tiny_models import tiny
 
 SYSTEM = [(5 * place + 3) % 60 for place in range(40)]
-ENGINES = ["plain", "lean", "compiled"]
+ENGINES = ["plain", "compiled"]
 
 
 def pair_of(engine, chunk=16, share_from=8, family="llama"):
@@ -34,7 +34,7 @@ def stored(lm):
 @pytest.mark.parametrize("chunk", [5, 64])
 @pytest.mark.parametrize(
     ("engine", "family"),
-    [("plain", "llama"), ("plain", "mistral"), ("plain", "gpt2"), ("lean", "llama"), ("compiled", "qwen2-window")],
+    [("plain", "llama"), ("plain", "mistral"), ("plain", "gpt2"), ("compiled", "qwen2-window")],
 )
 def test_rows_of_sessions_that_share_are_those_of_their_paths(engine, family, chunk):
     """Requests come and go, each with its own forest and verdicts; others write into the same row meanwhile."""

@@ -7,7 +7,8 @@ import pytest
 
 from specbeam.core import compiling
 from specbeam.engines.cpu import attention, shares, team
-from specbeam.engines.cpu.attention import attend
+from specbeam.engines.cpu.attention import Scoring, attend
+from specbeam.engines.cpu.rows import KeyValues, Look
 from specbeam.engines.cpu.sums import WIDTH
 
 if not compiling.AVAILABLE:
@@ -48,10 +49,9 @@ class Call:
 
     def answer(self, threads):
         out = np.full_like(self.q, np.nan)
-        attend(
-            self.q, self.keys, self.values, self.rows, self.seen, self.reach, GROUP, np.float32(0.2), self.cap, self.biases,
-            self.back, out, threads,
-        )  # fmt: skip
+        look = Look(self.rows, self.seen, self.reach, self.back)
+        scoring = Scoring(GROUP, np.float32(0.2), self.cap, self.biases)
+        attend(self.q, KeyValues(self.keys, self.values), look, scoring, out, threads)
         return out
 
 

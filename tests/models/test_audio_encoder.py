@@ -25,7 +25,7 @@ from specbeam.core.compiling.compiler import compiled as by_numba
 from specbeam.engines.cpu import shares, team, window_attention
 from specbeam.engines.cpu.odds import write_odds
 from specbeam.engines.cpu.sums import WIDTH
-from specbeam.engines.cpu.window_attention import attend_within
+from specbeam.engines.cpu.window_attention import Windows, attend_within
 
 ROWS = 150  # of a window: several blocks of queries, and no multiple of the steps of a product
 
@@ -203,19 +203,19 @@ def test_attention_within_windows_is_that_of_each_whatever_their_lengths_and_the
     joined = np.concatenate(windows)
     found = np.full((len(joined), heads * size), np.nan, dtype=np.float32)
     scale = np.float32(size**-0.5)
-    attend_within(joined, ends, heads, size, scale, found, 1)
+    attend_within(Windows(joined, ends, heads, size, scale, found), 1)
     for one, mixed in zip(windows, np.split(found, ends[:-1]), strict=True):
         off = np.abs(mixed - exact_attention(one, heads, size, scale)).max()
         assert off < 2e-5, off
         alone = np.empty_like(mixed)
-        attend_within(one, np.array([len(one)]), heads, size, scale, alone, 1)
+        attend_within(Windows(one, np.array([len(one)]), heads, size, scale, alone), 1)
         assert np.array_equal(alone, mixed)
     monkeypatch.setattr(team, "allowed_threads", lambda: 3)
     helping = team.Team()
     helping.learn_function(window_attention.FORM, window_attention.do_window_share)
     shared = np.full_like(found, np.nan)
     with helping.threads(3) as threads:
-        attend_within(joined, ends, heads, size, scale, shared, threads)
+        attend_within(Windows(joined, ends, heads, size, scale, shared), threads)
         assert threads != 1
     assert np.array_equal(shared, found)
 

@@ -15,14 +15,14 @@ from specbeam.doors.request import Request
 from specbeam.engines.cpu import encoder as compiled
 from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.encoder import CompiledEncoder
-from specbeam.engines.cpu.rounding import rounded
 from specbeam.engines.source import Source, in_line, line_up, part
 from specbeam.errors import UnsupportedModel
 from specbeam.generation import run
 from specbeam.models.encoder_decoder import EncoderDecoderLM
+from tests.models.test_compiled_forward import in_steps
 from tests.models.test_families import mistaken, other_family, other_numbers
-from tests.models.test_lean import in_steps
 from tests.models.test_source_families import MODELS, VARIANTS, model_of
+from tests.support.rounding import rounded
 from tests.support.tiny_sources import PAD
 
 if not compiling.AVAILABLE:

@@ -15,7 +15,6 @@ from specbeam.core.forest import Forest
 from specbeam.engines.cpu import decoder as compiled
 from specbeam.engines.cpu.curves import tanh
 from specbeam.engines.cpu.layers import activate
-from specbeam.engines.cpu.rounding import rounded
 from specbeam.engines.families import ACTIVATIONS, FAMILIES, family_of, known_families
 from specbeam.errors import BadPrompt, NotSupported
 from specbeam.models.engines import ENGINES
@@ -23,8 +22,9 @@ from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.loading.checks import check_scores_forests
 from specbeam.models.loading.language_models import language_model
 from specbeam.models.pair import Pair
+from tests.models.test_compiled_forward import in_steps, scored
 from tests.models.test_huggingface import check_random_turns
-from tests.models.test_lean import in_steps, scored
+from tests.support.rounding import rounded
 from tests.support.seats import plain_logits, seat
 from tests.support.tiny_models import MIXTURES, tiny
 
@@ -224,7 +224,7 @@ def test_each_thing_that_a_family_has_counts(name, mistake, monkeypatch):
     ("name", "changes", "reason"),
     [
         ("gpt2", {"add_cross_attention": True}, "reads another text"),
-        ("gemma3", {"use_bidirectional_attention": True}, "look at what follows"),
+        ("gemma3", {"use_bidirectional_attention": True}, "look at later ones"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "kind 'dynamic'"),
         ("gpt_neox", {"hidden_act": "relu2"}, "activation is 'relu2'"),
     ],

@@ -17,7 +17,7 @@ from specbeam.core.forest import Forest
 from specbeam.engines.gpu import passes
 from specbeam.engines.gpu.decoder import GpuDecoder, PassShape
 from specbeam.engines.gpu.graphs import FEW, CapturedGraphs, Graphs
-from specbeam.engines.gpu.kernels import activated, attended, normed, rotate_and_store
+from specbeam.engines.gpu.kernels import Scores, activated, attended, normed, rotate_and_store
 from specbeam.engines.gpu.pages import PAGE, PagedStore
 from specbeam.engines.gpu.products import rounded_matrix
 from specbeam.engines.gpu.staging import Inputs, Staging
@@ -29,10 +29,10 @@ from specbeam.models.loading.checks import check_scores_forests
 from specbeam.models.loading.language_models import language_model
 from specbeam.models.pair import Pair
 from specbeam.models.quantised import rounding_of
+from tests.models.test_compiled_forward import MODELS, scored
 from tests.models.test_families import MODELS as FAMILY_MODELS
 from tests.models.test_families import model_of
 from tests.models.test_huggingface import check_random_turns
-from tests.models.test_lean import MODELS, scored
 from tests.support import words
 from tests.support.seats import plain_logits, seat
 from tests.support.tiny_models import FAMILIES, MIXTURES, NO_SDPA, tiny
@@ -80,7 +80,7 @@ def test_attention_looks_where_it_may(kind, processors, heads, size, counts):
     seen = torch.rand(2, rows, 192, device=DEVICE) < 0.3
     seen[:, :, 5] = True
     inputs = inputs_of(rows, counts, caches, extents, seen)
-    found = attended(q, heads[1], store.layer(1), inputs, 1, sessions=2, most=max(counts), processors=processors)
+    found = attended(q, heads[1], store.layer(1), inputs, 2, max(counts), processors, Scores(1, size**-0.5))
     start = 0
     for count, cache, extent in zip(counts, caches, extents, strict=True):
         mine, start = slice(start, start + count), start + count

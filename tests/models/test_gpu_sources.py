@@ -14,7 +14,7 @@ from specbeam.core import compiling
 from specbeam.core.forest import Forest
 from specbeam.core.records import Needs
 from specbeam.engines.gpu import decoder as gpu
-from specbeam.engines.gpu.kernels import attended, norm_sum
+from specbeam.engines.gpu.kernels import Scores, attended, norm_sum
 from specbeam.engines.gpu.source_kernels import looked_at_sources
 from specbeam.engines.gpu.staging import Inputs
 from specbeam.engines.kv.cross_pool import CrossPool
@@ -100,7 +100,7 @@ def test_scores_have_the_bias_of_their_range_of_distances(processors):
     biases = random(heads[0], ranges, kind=torch.float32)
     named = torch.randint(0, ranges + 1, (rows, slots), device=DEVICE).to(torch.uint8)
     inputs = inputs_of(rows, [rows], [0], [slots], named[None])
-    found = attended(q, heads[1], store.layer(0), inputs, 0, 1, rows, processors, 0.5, biases=biases)
+    found = attended(q, heads[1], store.layer(0), inputs, 1, rows, processors, Scores(0, 0.5, biases=biases))
     k, v = (one[0, :, :slots].repeat_interleave(2, 0) for one in (keys, values))
     scores = 0.5 * torch.einsum("rhd,hsd->hrs", q, k) + biases[:, (named.long() - 1).clamp(min=0)]
     weights = scores.masked_fill(named == 0, -torch.inf).softmax(-1)

@@ -20,7 +20,7 @@ from specbeam.errors import UnsupportedModel
 from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.loading.checks import check_scores_forests
 from specbeam.models.loading.language_models import language_model
-from tests.models.test_lean import scored
+from tests.models.test_compiled_forward import scored
 from tests.support.tiny_models import tiny
 from tests.support.tiny_sources import sources, tiny_reader
 
@@ -30,7 +30,7 @@ PATH = [3, 4, 5]
 
 @pytest.fixture(autouse=True)
 def all_are_large(monkeypatch):
-    monkeypatch.setattr("specbeam.engines.torch.lean.LARGEST", 0)
+    monkeypatch.setattr("specbeam.engines.mapped.LARGEST_WIDENED", 0)
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_weights_stay_in_the_words_of_their_files_and_arithmetic_is_float32(fold
 
 @pytest.mark.parametrize("family", ["bart", "m2m_100", "t5"])
 def test_decoders_that_read_sources_stay_in_files_of_float32_alone(family, tmp_path, monkeypatch):
-    monkeypatch.setattr("specbeam.models.engines.LARGEST", 0)
+    monkeypatch.setattr("specbeam.models.engines.LARGEST_WIDENED", 0)
     tiny_reader(family).save_pretrained(tmp_path / "wide")
     tiny_reader(family).bfloat16().save_pretrained(tmp_path / "words")
     given = sources(family, 2)

@@ -22,10 +22,11 @@ from specbeam.engines.cpu import decoder, shares, sums, team, tiles
 from specbeam.engines.cpu import layers as loops
 from specbeam.engines.cpu import panels as panels_module
 from specbeam.engines.cpu.panels import fits_bfloat16, in_panels, multiply
-from specbeam.engines.cpu.rounding import GROUP, in_bfloat16, rounded, rounded_groups
+from specbeam.engines.cpu.rounding import GROUP, rounded_groups
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.models.huggingface import HuggingFaceLM
-from tests.models.test_lean import scored
+from tests.models.test_compiled_forward import scored
+from tests.support.rounding import in_bfloat16, rounded
 from tests.support.tiny_models import tiny
 
 KINDS = ["float32", "bfloat16", "float16", "int8", "int4", "nibbles"] + ["tiles", "int8 tiles"] * tiles.available()

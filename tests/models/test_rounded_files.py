@@ -19,8 +19,8 @@ from specbeam.engines.packed import Grouped, PackedLinear, packed_in_words, weig
 from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.loading.checks import check_scores_forests
 from specbeam.models.quantised import rounding_of
+from tests.models.test_compiled_forward import scored
 from tests.models.test_huggingface import check_random_turns
-from tests.models.test_lean import scored
 from tests.support import words
 from tests.support.rounded_folders import write_rounded
 from tests.support.seats import plain_logits
@@ -103,7 +103,7 @@ def test_a_zero_point_of_none_is_stored_as_fifteen_by_the_first_layout(tmp_path)
 
 
 def test_large_models_stay_as_their_files_are(tmp_path, monkeypatch):
-    monkeypatch.setattr("specbeam.engines.torch.lean.LARGEST", 0)
+    monkeypatch.setattr("specbeam.engines.mapped.LARGEST_WIDENED", 0)
     twin = write_rounded(tmp_path, model_of(), "awq")
     target = loaded(tmp_path).target
     assert target.engine == "compiled"

@@ -15,7 +15,7 @@ from specbeam.core.forest import Forest
 from specbeam.errors import NotSupported
 from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.loading.checks import check_scores_forests
-from tests.models.test_lean import scored
+from tests.models.test_compiled_forward import scored
 from tests.support import words
 from tests.support.checking import refused
 from tests.support.seats import plain_logits, seat

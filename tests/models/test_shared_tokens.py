@@ -59,7 +59,7 @@ def check_rows(lm, alone, shared):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("engine", ["compiled", "int8", "int4", "lean", "layers", "plain"])
+@pytest.mark.parametrize("engine", ["compiled", "int8", "int4", "layers", "plain"])
 def test_every_engine_has_a_row_of_the_targets_tokens(engine, size):
     model = tiny("llama", **DEEP)
     for without in ((), (4, 11)):

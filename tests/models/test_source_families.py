@@ -13,7 +13,6 @@ import specbeam as sb
 from specbeam.core import compiling
 from specbeam.core.forest import Forest
 from specbeam.engines.cpu import decoder as compiled
-from specbeam.engines.cpu.rounding import rounded
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.families import FAMILIES, family_of
 from specbeam.engines.kv.cross import CrossPanels
@@ -24,8 +23,9 @@ from specbeam.models.live_layers import LiveLayers, first_layers
 from specbeam.models.loading.checks import check_scores_forests
 from specbeam.models.loading.language_models import language_model
 from specbeam.models.skipping import Skipping, SkippingLM
+from tests.models.test_compiled_forward import in_steps
 from tests.models.test_families import CLOSE, mistaken, other_family, other_numbers, spreads_off
-from tests.models.test_lean import in_steps
+from tests.support.rounding import rounded
 from tests.support.seats import check_rows_and_settle, plain_logits, seat
 from tests.support.tiny_sources import VOCAB, sources, tiny_reader
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from jaxtyping import Float32
 from torch import Tensor, nn
 
+from specbeam.engines.arrays import Floats, LogitRows, States, Tapped, Vector
 from specbeam.engines.cpu.decoder import Rows
 from specbeam.engines.cpu.early import ExitLayer
 from specbeam.engines.eligibility import is_llama_like
@@ -23,7 +23,7 @@ from specbeam.engines.shared_tokens import SharedTokens, readable
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_NO_VECTORS: Mapping[int, Float32[np.ndarray, " hidden"]] = {}
+_NO_VECTORS: Mapping[int, Vector] = {}
 
 
 class LayerStore(KVStore):
@@ -77,11 +77,11 @@ class LayerDecoder:
         self,
         rows: Rows,
         store: LayerStore,
-        vectors: Mapping[int, Float32[np.ndarray, " hidden"]] = _NO_VECTORS,
+        vectors: Mapping[int, Vector] = _NO_VECTORS,
         layers: slice = slice(None),
-        states: Float32[np.ndarray, "n hidden"] | None = None,
+        states: States | None = None,
         taps: Sequence[int] = (),
-    ) -> tuple[Float32[np.ndarray, "n hidden"], Float32[np.ndarray, "n tapped"]]:
+    ) -> tuple[States, Tapped]:
         """See `CompiledDecoder.forward`."""
         x = self._embedded(rows, vectors) if states is None else self._on_device(states)
         places = range(*layers.indices(len(self.kinds)))
@@ -90,9 +90,7 @@ class LayerDecoder:
         return _on_host(found), _on_host(tapped)
 
     @torch.inference_mode()
-    def forward_exit(
-        self, rows: Rows, store: LayerStore, layer: ExitLayer, states: Float32[np.ndarray, "n hidden"]
-    ) -> Float32[np.ndarray, "n hidden"]:
+    def forward_exit(self, rows: Rows, store: LayerStore, layer: ExitLayer, states: States) -> States:
         """See `CompiledDecoder.forward_exit`."""
         x = self._on_device(states)
         found, _ = self._run(x, rows, store, [layer.weights], [layer.place], layer.kinds.tolist(), ())
@@ -112,19 +110,17 @@ class LayerDecoder:
         return ExitLayer(after, made, weight, self.kinds[-1:], place)
 
     @torch.inference_mode()
-    def logits(
-        self, x: Float32[np.ndarray, "m hidden"], norm: Float32[np.ndarray, " hidden"] | None = None
-    ) -> Float32[np.ndarray, "m vocab"]:
+    def logits(self, x: States, norm: Vector | None = None) -> LogitRows:
         """See `CompiledDecoder.logits`."""
         found = self.model.get_output_embeddings()(self._normed(x, norm))
         return _on_host(found if self.shared is None else self.shared.fitted_logits(found))
 
     @torch.inference_mode()
-    def normed(self, x: Float32[np.ndarray, "m hidden"]) -> Float32[np.ndarray, "m hidden"]:
+    def normed(self, x: States) -> States:
         """See `CompiledDecoder.normed`."""
         return _on_host(self._normed(x, None))
 
-    def _normed(self, x: Float32[np.ndarray, "m hidden"], norm: Float32[np.ndarray, " hidden"] | None) -> Tensor:
+    def _normed(self, x: States, norm: Vector | None) -> Tensor:
         """Return the normed output of a layer; the norms of these models differ in their weights alone."""
         states = self._on_device(x)
         if norm is None:
@@ -135,11 +131,11 @@ class LayerDecoder:
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return self._on_device(norm) * wide.to(states.dtype)
 
-    def _on_device(self, x: Float32[np.ndarray, "..."]) -> Tensor:
+    def _on_device(self, x: Floats) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(x)).to(self.embedding.device, self.embedding.dtype)
 
-    def _embedded(self, rows: Rows, vectors: Mapping[int, Float32[np.ndarray, " hidden"]]) -> Tensor:
-        """Return what the first layer reads; raise `IndexError` if a token is negative and its row is not in `vectors`."""
+    def _embedded(self, rows: Rows, vectors: Mapping[int, Vector]) -> Tensor:
+        """Return the input of the first layer; raise `IndexError` if a token is negative and its row is not in `vectors`."""
         negative = rows.tokens < 0
         if negative.any() and {*np.flatnonzero(negative).tolist()} != {*vectors}:
             raise IndexError("a token is beyond those of the model")
@@ -166,7 +162,7 @@ class LayerDecoder:
             kinds: their kinds of attention.
             taps: numbers of layers, counted from the first of these.
 
-        Returns what leaves the last layer, float[rows, hidden], and what enters the layers `taps`, side by side.
+        Returns the output of the last layer, float[rows, hidden], and the inputs of the layers `taps`, side by side.
         """
         found = []
         tapped = []
@@ -197,13 +193,12 @@ class LayerDecoder:
         return torch.cat(found), torch.cat(tapped)
 
     def _mask(self, seen: np.ndarray, like: Tensor) -> Tensor:
-        """Return what is added to the scores of attention, float[1, 1, rows, slots]."""
         visible = torch.from_numpy(seen).to(like.device)[None, None]
         lowest = torch.finfo(like.dtype).min
         return torch.zeros(visible.shape, dtype=like.dtype, device=like.device).masked_fill_(~visible, lowest)
 
 
-def _on_host(x: Tensor) -> Float32[np.ndarray, "..."]:
+def _on_host(x: Tensor) -> Floats:
     return np.ascontiguousarray(x.float().cpu().numpy())
 
 

@@ -1,8 +1,7 @@
-"""Tests of which models the engines here can run, and what they can hand out."""
+"""Tests whether an engine can run a model, and hand out its hidden states."""
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from specbeam.core.errors import NotSupported
@@ -14,13 +13,8 @@ if TYPE_CHECKING:
 _LLAMA_LIKE = ("llama", "mistral", "qwen2")
 
 
-def is_plain_llama(model: "PreTrainedModel") -> bool:
-    """Return whether a model passes `is_llama_like`, is in float32 and is on a CPU."""
-    return model.dtype == torch.float32 and model.device.type == "cpu" and is_llama_like(model)
-
-
 def is_llama_like(model: "PreTrainedModel") -> bool:
-    """Return whether a model computes just what a Llama, Mistral or Qwen2 does, without hooks, adapters or quantisation."""
+    """Return whether a model is an unchanged Llama, Mistral or Qwen2, without hooks, adapters or quantisation."""
     config = model.config
     if config.model_type not in _LLAMA_LIKE or misfit_of_family(model):
         return False

@@ -1,6 +1,6 @@
-"""The families of models whose layers the engines here run themselves: a table of what the layers of each have.
+"""The families of models whose layers the engines run themselves, as a table.
 
-A row of `FAMILIES` says how transformers calls the parts of a layer and which of them there are; `architecture_of` reads the
+A row of `FAMILIES` names the parts of a layer in transformers; `architecture_of` reads the
 numbers of one model from its configuration; `parts_of` returns the weights of a layer in one order, whatever their names.
 An engine has one forward, which looks at these and at nothing else of a model.
 """
@@ -12,6 +12,7 @@ from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from specbeam.engines.packed import PackedLinear, PackedMatrix, matrices_of
@@ -45,9 +46,9 @@ class Numbers(NamedTuple):
 
     Attributes:
         attention_cap: c where a score s becomes c * tanh(s / c); 0: no cap.
-        embedding: what embeddings are multiplied with, those of tokens and those that are given.
-        residual: what leaves a sublayer is multiplied with this before it is added.
-        logits_divisor: what logits are divided by.
+        embedding: factor of embeddings, of tokens or given.
+        residual: factor of a sublayer's output before it is added.
+        logits_divisor: divisor of logits.
         logits_cap: as `attention_cap`, of logits.
     """
 
@@ -74,7 +75,7 @@ _LLAMA_NORMS = Norms()
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """What the layers of a family of models have, and how transformers calls their parts. What is left out is a Llama's.
+    """The parts of the layers of a family, by their names in transformers. The defaults are a Llama's.
 
     The name of a module may be a path, like "layer.0.layer_norm"; "" is the module that it is looked for in.
 
@@ -85,7 +86,7 @@ class ModelFamily:
         is_of: returns whether a configuration of this kind is one of this row.
         body: the model's body, or its decoder, in a model that reads sources; "": `base_model`.
         layers: the list of layers in the body, `final_norm` the norm behind them; "": there is none.
-        first_norm: the norm of what the first layer reads; "": there is none.
+        first_norm: the norm in front of the first layer; "": none.
         attention, inner: the two sublayers of a layer.
         cross: the sublayer between them that looks at a source, whose matrices are called as those of attention; "": the
             models read no sources.
@@ -94,7 +95,7 @@ class ModelFamily:
         up: the matrices of the inner layer: gate and up, or the one that holds both, or the one of a layer without a gate.
         down: the matrix behind these.
         norms: the norms of a layer.
-        norm_of_sum: whether the norms behind a sublayer are of its sum with what it has read, in place of what it adds.
+        norm_of_sum: whether the norms behind a sublayer are of its sum with its input, in place of its output.
         norm: "rms"; "rms + 1", whose weight is stored less one; "layer", a LayerNorm with a bias.
         gated: whether the inner layer has a gate.
         activation: the name of the activation in the configuration.
@@ -102,13 +103,13 @@ class ModelFamily:
         transposed: whether matrices are stored as [inputs, outputs].
         heads: the setting with the number of heads of queries.
         kv_heads: the setting with the number of heads of keys and values; "": as many as of queries.
-        by_head: whether the rows of `qkv` are those of each head's query, key and value, one head after the other.
+        by_head: whether the rows of `qkv` follow each other head by head: query, key and value of each.
         parallel: the setting that lets the inner layer read what attention reads, in place of its output; "": none.
         positions: the module of positions that are added to embeddings; "": there is none, and positions are rotary, or
             biases of attention.
         distances: the module in a layer's attention with a bias of its scores for each distance between two tokens, which is
             that of the first layer where a layer has none; "": there are no biases.
-        mixture: the setting that says whether the weights of the experts that a row chooses are divided by their sum;
+        mixture: the setting by which the weights of the experts of a row are divided by their sum;
             "always" if they are; "": inner layers have no experts.
         numbers: reads the constants from a configuration.
         refuses: returns the reason why a model of this configuration has something that no row here describes.
@@ -177,7 +178,7 @@ def _umt5_numbers(config: Any) -> Numbers:
 
 def _refuses_both_ways(config: Any) -> str:
     if getattr(config, "use_bidirectional_attention", None):
-        return "its tokens look at what follows them (use_bidirectional_attention)"
+        return "its tokens look at later ones (use_bidirectional_attention)"
     return ""
 
 
@@ -185,7 +186,7 @@ def _refuses_another_text(config: Any) -> str:
     return "it reads another text, too (add_cross_attention)" if config.add_cross_attention else ""
 
 
-# A decoder whose norms are of sums: "post-norm". Those of the other families are in front of sublayers.
+# A decoder whose norms are of sums: "post-norm". Other families have norms in front of sublayers.
 _BART = ModelFamily(
     "BART",
     "bart",
@@ -403,7 +404,6 @@ def encoder_family(family: ModelFamily) -> ModelFamily:
 
 
 def _of_encoder(path: str) -> str:
-    """Return the path in an encoder's layer of what has this path in a decoder's, whose sublayers may have numbers."""
     return path.replace("layer.2", "layer.1")
 
 
@@ -418,28 +418,28 @@ def body_of(model: "PreTrainedModel", family: ModelFamily) -> Any:
 
 
 def layers_in(model: "PreTrainedModel", family: ModelFamily) -> list[Any]:
-    """Return the layers of a model; of one that reads sources those of its decoder."""
+    """Return the layers of a model, or of its decoder if it reads sources."""
     return list(module_at(body_of(model, family), family.layers))
 
 
 @dataclass(frozen=True, eq=False)
 class Architecture:
-    """What an engine has to know of a model besides its weights.
+    """The settings of a model that an engine needs besides its weights.
 
     Attributes:
         family: its row of the table.
         heads, kv_heads: numbers of heads.
         size: dimensions of a head.
-        eps: what norms add to the mean square.
+        eps: term that norms add to the mean square.
         activation: of the inner layer.
         parallel: see `ModelFamily.parallel`.
-        scales: what scores of attention are multiplied with, by layer.
+        scales: factor of scores of attention, by layer.
         ropes: the table of rotary angles of each layer, an index into `tables`; -1: the layer has no positions.
         tables: the kind of layers that each table of angles is for; "" where all have the same.
-        kinds: the kind of attention of each layer, which says what a row may look at.
+        kinds: the kind of attention of each layer, such as sliding windows.
         numbers: further constants.
-        biases: float[heads, distances] of each layer: what is added to the scores of a token so many positions back, and of
-            those that are further back than the last; of no distances: nothing.
+        biases: float[heads, distances] of each layer: term added to the score of a token by its distance; the last is for
+            all larger distances. Without distances: no terms.
         chosen: experts that a row chooses; 0: inner layers have none.
         divides: whether the weights of these are divided by their sum.
     """
@@ -487,7 +487,7 @@ class Architecture:
 
 
 def llama_architecture(layers: int, heads: int, kv_heads: int, size: int, eps: float) -> Architecture:
-    """Return the architecture of layers that are a Llama's, such as those of draft heads."""
+    """Return the architecture of Llama layers, such as the layers of draft heads."""
     every = (1 / size**0.5,) * layers
     full = ("full_attention",) * layers
     return Architecture(LLAMA, heads, kv_heads, size, eps, "silu", False, every, (0,) * layers, ("",), full, Numbers())
@@ -573,7 +573,6 @@ def _ropes_of(config: Any, family: ModelFamily, kinds: tuple[str, ...]) -> tuple
 
 
 def _ropes_by_kind(config: Any) -> list[Any]:
-    """Return the parameters of rotary positions, one for each kind of layers if these differ."""
     found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     by_kind = [one for one in found.values() if isinstance(one, dict)]
     return by_kind or [found]
@@ -582,7 +581,7 @@ def _ropes_by_kind(config: Any) -> list[Any]:
 def positions_of(config: Any) -> int | None:
     """Return the most tokens of a text of a model, prompt included; None if its configuration does not say.
 
-    A text must not outgrow what is stored of it: see `most_before_angles_change`.
+    The keys of a text are valid up to this length: see `most_before_angles_change`.
     """
     stated = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
     found = [int(most) for most in stated if most is not None][:1]
@@ -605,8 +604,37 @@ def most_before_angles_change(config: Any) -> int | None:
     return min(lengths, default=None)
 
 
+def angles_of(rotary: Any, positions: int, device: torch.device, *kind: str) -> Float[Tensor, "2 positions pairs"]:
+    """Return the cosine and the sine of each rotary pair's angle at each position.
+
+    Args:
+        kind: of layers, if each kind has angles of its own.
+    """
+    places = torch.arange(positions, device=device)[None]
+    cos, sin = rotary(torch.zeros(1, device=device), places, *kind)
+    pairs = cos.shape[-1] // 2
+    return torch.stack([cos[0, :, :pairs], sin[0, :, :pairs]]).contiguous()
+
+
+def angle_tables(model: "PreTrainedModel", of: Architecture, limit: int) -> list[Float[Tensor, "2 positions pairs"]]:
+    """Return all tables of angles of a model; one without pairs if its positions are not rotary.
+
+    Args:
+        limit: number of positions of a model that looks at distances alone.
+    """
+    body: Any = body_of(model, of.family)
+    device = model.device
+    if of.family.distances:
+        return [torch.zeros(2, limit, 0, device=device)]
+    if of.family.positions:
+        return [torch.zeros(2, len(places_of(body, of)), 0, device=device)]
+    positions = positions_of(model.config)
+    assert positions is not None  # families with rotary positions have a limit
+    return [angles_of(body.rotary_emb, positions, device, *([kind] if kind else [])) for kind in of.tables]
+
+
 def _eps_of(model: "PreTrainedModel", family: ModelFamily) -> float:
-    """Return what the norms of a model add to the mean square."""
+    """Return the term that the norms of a model add to the mean square."""
     body = body_of(model, family)
     first = layers_in(model, family)[0]
     norm = module_at(body, family.final_norm) if family.final_norm else module_at(first, family.norms.after_attention)
@@ -692,16 +720,15 @@ def _misfit_of_packed(model: "PreTrainedModel", family: ModelFamily) -> str:
 
 
 def _module_of(layer: Any, name: str, family: ModelFamily) -> Any:
-    """Return the module of a matrix of a layer, which has this name in its attention or in its inner layer."""
     is_inner = name in (*family.up, family.down)
     return getattr(module_at(layer, family.inner if is_inner else family.attention), name)
 
 
 class LayerParts(NamedTuple):
-    """The weights of one layer. Those that a layer lacks have no numbers.
+    """The weights of one layer; parts that it lacks are empty.
 
     The weight of a norm is that of an RMSNorm, [width]; for a LayerNorm it is the weight and then the bias, [2 * width].
-    Matrices are [outputs, inputs]; those that files hold in 4 bits are a `PackedMatrix`, which is read when it is laid out.
+    Matrices are [outputs, inputs]; matrices of 4 bits are a `PackedMatrix`, read from its file when it is laid out.
     """
 
     before_attention: Tensor
@@ -775,7 +802,7 @@ def parts_of(layer: Any, of: Architecture) -> LayerParts:
 
 
 def _joined_bias(linears: list[Any], family: ModelFamily, nothing: Tensor) -> Tensor:
-    """Return the biases of matrices that are joined, with zeros for those that have none; no numbers if none has any."""
+    """Return the joined biases of matrices, with zeros for missing ones; empty if all are missing."""
     if all(one.bias is None for one in linears):
         return nothing
     zeros = [nothing.new_zeros(len(_matrix(one, family))) for one in linears]
@@ -826,12 +853,12 @@ def norm_of(module: Any, family: ModelFamily) -> Tensor:
 
 
 def embedding_of(model: "PreTrainedModel", family: ModelFamily) -> Any:
-    """Return the module that looks up what the first layer reads: that of the decoder, if a model reads sources."""
+    """Return the module of token embeddings, of the decoder if a model reads sources."""
     return body_of(model, family).embed_tokens if family.cross else model.get_input_embeddings()
 
 
 def own_scale(embedding: Any) -> float:
-    """Return what a module of embeddings multiplies them with by itself."""
+    """Return the factor by which a module of embeddings multiplies them."""
     found = getattr(embedding, "embed_scale", None)
     if isinstance(found, Tensor):
         found = found.to(embedding.weight.dtype)
@@ -839,7 +866,7 @@ def own_scale(embedding: Any) -> float:
 
 
 def places_of(body: Any, of: Architecture) -> Tensor:
-    """Return what is added to embeddings by position, float[positions, hidden]; nothing if positions are not added."""
+    """Return the embeddings of positions, float[positions, hidden]; empty if there are none."""
     if not of.family.positions:
         return torch.zeros(0, 0)
     module = module_at(body, of.family.positions)
@@ -858,14 +885,14 @@ def unplaced_in(body: Any, family: ModelFamily) -> int:
 
 
 def logits_bias_of(model: Any) -> Tensor:
-    """Return what is added to the logits of a model, float[vocab]; no numbers if it is nothing."""
+    """Return the bias of a model's logits, float[vocab]; empty if it is zero."""
     found = getattr(model, "final_logits_bias", None)
     bias: Tensor = torch.zeros(0) if found is None else found[0]
     return bias if bias.any() else bias[:0]
 
 
 def bias_of_tokens(model: Any, shared: SharedTokens | None) -> Tensor:
-    """Return what is added to the logits of a model, float[vocab], for the tokens of a target if it shares some of these.
+    """Return the bias of a model's logits, float[vocab], over the target's tokens if it shares them.
 
     Tokens of the target that the model does not know get -inf. Of no numbers if it is nothing.
     """

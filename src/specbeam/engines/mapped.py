@@ -17,6 +17,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+LARGEST_WIDENED = 300_000_000  # weights; `load` leaves those of a larger model in the type of their files
 _KEPT = "_specbeam_kept"
 _DONT_NEED = 4  # MADV_DONTNEED of Linux
 

@@ -1,7 +1,7 @@
 """Matrices of 4 bits that were rounded by others: whole numbers in groups, with a scale and a zero point for each group.
 
-The weight of a column is exactly (number - zero point) * scale. `PackedMatrix` says where the files of a checkpoint hold
-one, and reads it; `PackedLinear` stands in a transformers model for the module that has it. Neither keeps numbers: they are
+The weight of a column is exactly (number - zero point) * scale. `PackedMatrix` locates a matrix in the files of a checkpoint
+and reads it; `PackedLinear` stands in a transformers model for the module that has it. Neither keeps numbers: they are
 in the file, and in the panels of the engine that has laid them out (engines/cpu/nibbles.py).
 
 The layouts are those of GPTQ (auto-gptq and gptqmodel; Frantar et al. 2022, "GPTQ: Accurate Post-Training Quantization for
@@ -96,14 +96,12 @@ def _unpacked(words: Int32[np.ndarray, "words columns"]) -> UInt8[np.ndarray, "d
 
 
 def _unpacked_columns(words: Int32[np.ndarray, "rows words"]) -> UInt8[np.ndarray, "rows columns"]:
-    """Return the whole numbers of words that hold eight neighbouring columns each."""
     bits = np.ascontiguousarray(words).view(np.uint32)
     numbers = (bits[..., None] >> _SHIFTS) & np.uint32(LARGEST_NUMBER)
     return numbers.astype(np.uint8).reshape(len(words), -1)
 
 
 def _in_awq_order(numbers: UInt8[np.ndarray, "rows columns"]) -> UInt8[np.ndarray, "rows columns"]:
-    """Return columns in their own order, given them in that of the words of AWQ."""
     by_word = numbers.reshape(len(numbers), -1, PER_WORD)
     return by_word[..., np.argsort(_AWQ_COLUMNS)].reshape(numbers.shape)
 
@@ -151,7 +149,7 @@ class PackedMatrix:
 
 
 class PackedLinear(nn.Module):
-    """A product with a matrix of 4 bits in place of `nn.Linear`, for whoever calls the model itself.
+    """A product with a matrix of 4 bits in place of `nn.Linear`, for callers of the model itself.
 
     It reads the file at each call, and multiplies in the type of its input; engines lay `matrix` out once instead.
     """

@@ -33,7 +33,7 @@ class SharedTokens:
 
     @property
     def key(self) -> tuple[bytes, int]:
-        """What tells this from other shared tokens."""
+        """The identity of these shared tokens."""
         return self.known.tobytes(), self.stand_in
 
     @cached_property
@@ -59,9 +59,9 @@ class SharedTokens:
         return np.where(tokens < 0, tokens, self.read_as[np.maximum(tokens, 0)])
 
     def fitted_bias(self, bias: Float[Tensor, " own"]) -> Float[Tensor, " vocab"]:
-        """Return what is added to the logits of the target's tokens, given what the draft model adds to those of its own.
+        """Return the bias of logits over the target's tokens, given the bias over the draft model's own.
 
-        Both are of no numbers where nothing is added.
+        Both are empty without a bias.
         """
         if len(bias):
             return self.fitted_logits(bias)
@@ -70,7 +70,7 @@ class SharedTokens:
         return bias.new_zeros(self.vocab).masked_fill(self.unknown.to(bias.device), -torch.inf)
 
     def fitted_logits(self, logits: Float[Tensor, "*rows own"]) -> Float[Tensor, "*rows vocab"]:
-        """Return the logits of the target's tokens, given those of the draft model's own."""
+        """Return logits over the target's tokens, given logits over the draft model's own."""
         found = logits[..., : self.vocab].contiguous()
         missing = self.vocab - found.shape[-1]
         if missing > 0:

@@ -1,4 +1,4 @@
-"""What the encoder of a model reads for a prompt: the source, with the states that encoders have made of it."""
+"""Sources: the inputs of an encoder for one prompt, with the encoder's states."""
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Float32, Int64
 
 from specbeam.core.errors import NotSupported
+from specbeam.engines.arrays import SourceStates
 
 InputName = Literal["input_ids", "input_features"]
 
@@ -20,8 +21,8 @@ class Source:
 
     Attributes:
         name: the argument of an encoder that takes the inputs.
-        inputs: token ids, or what a feature extractor makes of audio; None if only states are given.
-        states: what encoders have made of the inputs, by encoder.
+        inputs: token ids or audio features; None if only states are given.
+        states: encoded inputs, by encoder.
         given: states of an encoder that ran elsewhere; every encoder without inputs takes them for its own.
         keeps: whether the states are kept when a session is over, for further sessions.
         after: the source that is read next, if it is known: both may be read in one pass.
@@ -30,8 +31,8 @@ class Source:
 
     name: InputName
     inputs: Int64[torch.Tensor, "1 length"] | Float[torch.Tensor, "1 channels frames"] | None
-    states: dict[Hashable, Float[torch.Tensor, "1 frames size"]] = field(default_factory=dict)
-    given: Float[torch.Tensor, "1 frames size"] | None = None
+    states: dict[Hashable, SourceStates] = field(default_factory=dict)
+    given: SourceStates | None = None
     keeps: bool = False
     after: "Source | None" = None
     ahead: dict[Hashable, Float32[np.ndarray, "frames columns"]] = field(default_factory=dict)
@@ -52,10 +53,10 @@ class Source:
         return cls("input_ids", None, given=states[None])
 
     @torch.inference_mode()
-    def states_of(self, encoder: Any) -> Float[torch.Tensor, "1 frames size"]:
-        """Return what an encoder makes of the source, which runs once.
+    def states_of(self, encoder: Any) -> SourceStates:
+        """Return the states of the source; the encoder runs once.
 
-        A source is encoded by itself: the states do not depend on what else is decoded.
+        A source is encoded by itself: its states do not depend on other requests.
 
         Raises `NotSupported` if the source holds states of another encoder alone.
         """
@@ -66,7 +67,7 @@ class Source:
     def _encoded_by(self, encoder: Any) -> torch.Tensor:
         if self.inputs is None:
             if self.given is None:
-                raise NotSupported("a source holds neither what an encoder reads nor what it has made of it")
+                raise NotSupported("a source has neither inputs nor states")
             return self.given
         weight = next(encoder.parameters())
         inputs = self.inputs.to(weight.device)
@@ -77,13 +78,13 @@ class Source:
         return states
 
     def forget(self, encoder: Any) -> None:
-        """Drop what an encoder has made of the source, unless it is kept; it reads the source again if that is needed."""
+        """Drop an encoder's states unless `keeps`; a later reader encodes the source again."""
         if not self.keeps:
             self.states.pop(encoder, None)
 
 
 def line_up(sources: Sequence[Source]) -> None:
-    """Let each source know which one is read after it, until they `part`; what was known before is forgotten."""
+    """Link each source to the next one, until they `part`; earlier links are dropped."""
     each = list(dict.fromkeys(sources))
     for source in each:
         source.after = None
@@ -92,7 +93,7 @@ def line_up(sources: Sequence[Source]) -> None:
 
 
 def part(sources: Sequence[Source]) -> None:
-    """End what `line_up` began: nothing is read ahead any more, and what was read for nobody is dropped."""
+    """Unlink sources, and drop states that were read ahead but not used."""
     for source in sources:
         source.after = None
         source.ahead.clear()
@@ -101,7 +102,7 @@ def part(sources: Sequence[Source]) -> None:
 
 
 def in_line(sources: Sequence[Source], more: int) -> Iterator[Source]:
-    """Yield sources, each once, and then up to `more` of those that are read after the last of them."""
+    """Yield sources, each once, and then up to `more` sources that follow the last one."""
     seen = dict.fromkeys(sources)
     yield from list(seen)
     following = sources[-1].after if sources else None
@@ -117,11 +118,11 @@ def in_line(sources: Sequence[Source], more: int) -> Iterator[Source]:
 def grouped(line: Iterable[tuple[Source, int]], asked: Collection[Source], most: int) -> Iterator[list[Source]]:
     """Yield the sources of a line in groups that are read together, of up to `most` rows, or one source that has more.
 
-    What room the last group has is for those that are read later: none of them begins a group.
+    Later sources fill up the last group; none of them begins a group.
 
     Args:
         line: sources with their numbers of rows.
-        asked: those that are read now.
+        asked: sources to read now.
     """
     group: list[Source] = []
     rows = 0

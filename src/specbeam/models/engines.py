@@ -14,13 +14,12 @@ from specbeam.engines.cpu.cache_words import KeptAs
 from specbeam.engines.cpu.decoder import CompiledDecoder, Rounding, misfit
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.cpu.source_passes import CompiledSourcePasses
-from specbeam.engines.eligibility import is_llama_like, is_plain_llama, reads_sources
+from specbeam.engines.eligibility import is_llama_like, reads_sources
 from specbeam.engines.families import embedding_of, family_of, layers_in, misfit_of_family
 from specbeam.engines.gpu.staging import MOST_RANGES
-from specbeam.engines.mapped import is_kept
+from specbeam.engines.mapped import LARGEST_WIDENED, is_kept
 from specbeam.engines.packed import matrices_of
 from specbeam.engines.shared_tokens import SharedTokens
-from specbeam.engines.torch.lean import LARGEST, LeanDecoder
 from specbeam.engines.torch.passes import PaddedPasses
 from specbeam.engines.torch.source_passes import SourcePasses
 
@@ -170,9 +169,9 @@ def _on_request(model: "PreTrainedModel") -> str:
 
 def _too_large(model: "PreTrainedModel") -> str:
     count = model.num_parameters()
-    if count <= LARGEST:
+    if count <= LARGEST_WIDENED:
         return ""
-    millions = LARGEST // 1_000_000
+    millions = LARGEST_WIDENED // 1_000_000
     return (
         f"it has {count // 1_000_000:,} M parameters, and beyond {millions} M a second copy of the weights is too large"
     )
@@ -233,19 +232,10 @@ def _misfit_of_fp8(model: "PreTrainedModel") -> str:
     return ""
 
 
-def _of_llamas(model: "PreTrainedModel", where: str) -> str:
-    found = f"this is in {model.dtype} on {model.device}" if where else f"this is a {type(model).__name__}"
-    return f"it is for Llama, Mistral and Qwen2 models{where} without changes; {found}"
-
-
-def _misfit_of_lean(model: "PreTrainedModel") -> str:
-    if is_plain_llama(model):
-        return ""
-    return _of_llamas(model, " in float32 on a CPU" if is_llama_like(model) else "")
-
-
 def _misfit_of_layers(model: "PreTrainedModel") -> str:
-    return "" if is_llama_like(model) else _of_llamas(model, "")
+    if is_llama_like(model):
+        return ""
+    return f"it is for Llama, Mistral and Qwen2 models without changes; this is a {type(model).__name__}"
 
 
 def _misfit_of_torch(model: "PreTrainedModel") -> str:
@@ -294,17 +284,12 @@ def _fp8_passes(model: "PreTrainedModel", caches: list[Any], shared: SharedToken
     return _gpu_passes(model, caches, shared, rounded=True)
 
 
-def _lean_passes(model: "PreTrainedModel", caches: list[Any], shared: SharedTokens | None) -> PaddedPasses:
-    with torch.inference_mode():
-        return PaddedPasses(model, LeanDecoder(model), caches, shared=shared)
-
-
 def _passes_by_layer(model: "PreTrainedModel", caches: list[Any], shared: SharedTokens | None) -> PackedPasses:
     return PackedPasses(model, layer_decoder(model, shared), caches)
 
 
 def _torch_passes(model: "PreTrainedModel", caches: list[Any], shared: SharedTokens | None) -> PaddedPasses:
-    return PaddedPasses(model, None, caches, compile=True, shared=shared)
+    return PaddedPasses(model, caches, compile=True, shared=shared)
 
 
 def _parallel_passes(model: "PreTrainedModel", caches: list[Any], shared: SharedTokens | None) -> PaddedPasses:
@@ -317,7 +302,7 @@ def _parallel_passes(model: "PreTrainedModel", caches: list[Any], shared: Shared
 def _plain_passes(model: "PreTrainedModel", caches: list[Any], shared: SharedTokens | None) -> PaddedPasses:
     if reads_sources(model):
         return SourcePasses(model, caches, shared)
-    return PaddedPasses(model, None, caches, shared=shared)
+    return PaddedPasses(model, caches, shared=shared)
 
 
 # In the order in which "auto" asks them.
@@ -327,7 +312,6 @@ ENGINES = (
     _compiled_kind("compiled", "the compiled forward", None),
     _compiled_kind("int8", "quantize='int8'", "int8"),
     _compiled_kind("int4", "quantize='int4'", "int4"),
-    EngineKind("lean", "the lean forward", _misfit_of_lean, _too_large, _lean_passes),
     EngineKind("layers", "the forward that calls layers one by one", _misfit_of_layers, _on_request, _passes_by_layer),
     EngineKind("torch", "compile=True", _misfit_of_torch, _on_request, _torch_passes),
     EngineKind("parallel", "the forward in several processes", _always, _on_request, _parallel_passes),

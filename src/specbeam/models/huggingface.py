@@ -108,8 +108,8 @@ class HuggingFaceLM:
 
     Args:
         chunk: prompt tokens of one session per pass.
-        engine: what runs the model. "plain" calls it, "torch" calls it through torch.compile. "lean"
-            (engines/torch/lean.py), "compiled" (engines/cpu/) and "gpu" (engines/gpu/) run its layers themselves. "int8" and
+        engine: what runs the model. "plain" calls it, "torch" calls it through torch.compile. "compiled" (engines/cpu/) and
+            "gpu" (engines/gpu/) run its layers themselves. "int8" and
             "int4" are "compiled", and "fp8" is "gpu", with weights rounded to 8 or 4 bits, which makes it another model.
             "layers" (engines/by_layer.py) calls its layers one by one, so that an exit layer can draft on its cache.
             "parallel" (engines/torch/repeated.py) is "plain" for weights that are spread over processes. "auto" takes the

@@ -7,8 +7,8 @@ stays as its files are, which are mapped to memory, and the compiled forward's c
 import torch
 
 from specbeam.core import compiling
+from specbeam.engines import mapped
 from specbeam.engines.cpu.decoder import misfit_of_shape
-from specbeam.engines.torch import lean
 from specbeam.models.checkpoints.boundary import reading
 from specbeam.models.checkpoints.headers import TYPES
 from specbeam.models.checkpoints.pretrained import Checkpoint
@@ -17,9 +17,9 @@ from specbeam.models.checkpoints.pretrained import Checkpoint
 def kept_type(checkpoint: Checkpoint) -> torch.dtype | None:
     """Return the type that the weights of a model keep; None if they become float32.
 
-    They keep the type of their files, if that is one for all of them, if they are more than `lean.LARGEST`, and if the
-    compiled forward runs the model. Those of a model that reads sources keep float32 alone, in which
-    transformers runs an encoder that is left to it.
+    They keep the type of their files, if that is one for all of them, if they are more than
+    `mapped.LARGEST_WIDENED`, and if the compiled forward runs the model. Those of a model that reads sources keep float32
+    alone, in which transformers runs an encoder that is left to it.
 
     Args:
         checkpoint: the model in its files.
@@ -29,7 +29,7 @@ def kept_type(checkpoint: Checkpoint) -> torch.dtype | None:
         return None
     types = {one.type for one in checkpoint.stored.values()}
     numbers = sum(one.numbers for one in checkpoint.stored.values())
-    if len(types) != 1 or numbers <= lean.LARGEST or not types <= TYPES.keys():
+    if len(types) != 1 or numbers <= mapped.LARGEST_WIDENED or not types <= TYPES.keys():
         return None
     kept = TYPES[types.pop()]
     if getattr(checkpoint.config, "is_encoder_decoder", False) and kept != torch.float32:

@@ -16,13 +16,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from specbeam.core.errors import BadCheckpoint
+from specbeam.engines import mapped
 from specbeam.engines.cpu.decoder import misfit_of_shape
 from specbeam.engines.cpu.nibbles import fits_scales
 from specbeam.engines.cpu.rounding import GROUP
 from specbeam.engines.families import family_of
 from specbeam.engines.mapped import mark_kept
 from specbeam.engines.packed import BITS, PER_WORD, Layout, PackedLinear, PackedMatrix
-from specbeam.engines.torch import lean
 from specbeam.models.checkpoints.boundary import reading, reading_file
 from specbeam.models.checkpoints.headers import TYPES, StoredTensor, file_of
 from specbeam.models.checkpoints.numbers import fault_of
@@ -58,7 +58,8 @@ def read_rounded(checkpoint: Checkpoint, dtype: "str | torch.dtype") -> "PreTrai
 
     Args:
         checkpoint: the model in its files, whose configuration says how the matrices were rounded.
-        dtype: type of all other weights; "auto": float32, or that of the files for more weights than `lean.LARGEST`.
+        dtype: type of all other weights; "auto": float32, or that of the files for more weights than
+            `mapped.LARGEST_WIDENED`.
     """
     config = checkpoint.config
     tensors = checkpoint.stored
@@ -232,7 +233,7 @@ def _words_of(tensors: _Tensors, model: nn.Module) -> torch.dtype | None:
     types = {one.type for one in whole}
     packed = sum(PER_WORD * math.prod(one.shape) for name, one in tensors.items() if name.endswith(".qweight"))
     numbers = packed + sum(math.prod(one.shape) for one in whole)
-    if len(types) != 1 or numbers <= lean.LARGEST or not types <= TYPES.keys():
+    if len(types) != 1 or numbers <= mapped.LARGEST_WIDENED or not types <= TYPES.keys():
         return None
     return TYPES[types.pop()]
 

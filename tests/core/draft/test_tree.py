@@ -367,7 +367,7 @@ def test_when_trees_are_grown_in_one_loop(pair, monkeypatch):
         "temperature 0": (pair.draft, plain, begun(pair, {"temperature": 0}), deep, 1),
         "processors": (pair.draft, plain, begun(pair, {}, repetition_penalty=1.3), deep, 0),
         "nothing to draft": (pair.draft, plain, begun(pair, {}), Shape(0, 4), 0),
-        "another engine": (HuggingFaceLM(pair.draft_model, engine="lean"), plain, begun(pair, {}), deep, 0),
+        "another engine": (HuggingFaceLM(pair.draft_model, engine="plain"), plain, begun(pair, {}), deep, 0),
         "too much at once": (
             HuggingFaceLM(pair.draft_model), Branching((2, 9), Distinct()), begun(pair, {}), deep, 0,
         ),

@@ -83,7 +83,7 @@ def test_the_enumerated_decodings_use_kept_rows():
     assert used > 20
 
 
-@pytest.mark.parametrize("engine", ["plain", "lean", "auto"])
+@pytest.mark.parametrize("engine", ["plain", "auto"])
 def test_every_engine_keeps_rows_and_gives_the_beams_of_plain_decoding(engine):
     """Two sessions side by side, turn by turn and in runs."""
     models = tiny("llama", seed=1, vocab_size=64), tiny("llama", seed=2, vocab_size=64)

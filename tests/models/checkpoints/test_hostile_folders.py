@@ -345,7 +345,7 @@ def test_an_encoder_decoder_is_refused_by_name(family, name, tmp_path):
 
 @pytest.mark.parametrize("name", ["weights: NaN", "weights: infinity", "weights: NaN in bfloat16", "weights: no head"])
 def test_large_models_that_stay_in_their_files_are_read_as_closely(name, folder, monkeypatch):
-    monkeypatch.setattr("specbeam.engines.torch.lean.LARGEST", 0)
+    monkeypatch.setattr("specbeam.engines.mapped.LARGEST_WIDENED", 0)
     damage, words = TABLE[name]
     damage(folder)
     check_says(refusal_of(lambda: sb.load(folder, tokenizer=False)), words)

@@ -167,7 +167,7 @@ def test_heads_that_compiled_layers_cannot_run_are_run_by_torch():
 @pytest.fixture
 def beside_words(tmp_path, monkeypatch):
     """Load a target that is kept in bfloat16, and the same in float32, each with a head of the same numbers."""
-    monkeypatch.setattr("specbeam.engines.torch.lean.LARGEST", 0)
+    monkeypatch.setattr("specbeam.engines.mapped.LARGEST_WIDENED", 0)
     tiny("llama", seed=1, vocab_size=VOCAB).bfloat16().save_pretrained(tmp_path / "target")
 
     def load(kind):

@@ -491,7 +491,7 @@ def test_a_session_of_another_method_shares_no_prefix_with_one_that_has_an_exit_
     assert texts.count(texts[0]) == 4
 
 
-ELSEWHERE = [("llama", "lean"), ("gpt2", "plain"), ("gemma2", "plain")]
+ELSEWHERE = [("llama", "plain"), ("gpt2", "plain"), ("gemma2", "plain")]
 
 
 @pytest.mark.parametrize(("family", "engine"), ELSEWHERE)

@@ -72,7 +72,7 @@ def test_drafts_are_read_from_the_rows_below_the_nearest_scored_node(name, kind,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("engine", ["plain", "lean", "compiled"])
+@pytest.mark.parametrize("engine", ["plain", "compiled"])
 def test_same_seed_same_beams(engine, kind, model):
     draft = ExtraLM(extra_head(model, kind), VOCAB)
     pair = Pair(model, None, None, HuggingFaceLM(model, engine=engine), draft)
@@ -133,7 +133,7 @@ def test_a_text_that_goes_on_from_a_node_without_rows_has_no_draft_next_and_that
 def test_rows_beyond_the_models_last_position_are_left_out(kind):
     """So a text may go on to the very end; without any rows it is decoded as without a draft."""
     model = tiny("llama", vocab_size=VOCAB, max_position_embeddings=12)
-    for engine in ("plain", "lean", "compiled"):
+    for engine in ("plain", "compiled"):
         pair = Pair(model, None, None, HuggingFaceLM(model, engine=engine), ExtraLM(extra_head(model, kind), VOCAB))
         options = {"seed": 4, "max_new_tokens": 6, "eos_token_id": []}
         plain = sb.generate(pair, PROMPTS[:1], sb.sampling(), **options)

@@ -1,1 +1,1 @@
-"""The engine for Llama-like models on a CPU: compiled layers that read the weights in panels."""
+"""The engine for CPUs: compiled layers of the families in families.py, which read the weights in panels."""

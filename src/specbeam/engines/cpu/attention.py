@@ -17,6 +17,7 @@ from specbeam.core.compiling.sums import extremes, rank_of
 from specbeam.core.compiling.uncounted import compiled_without_counts
 from specbeam.engines.cpu.curves import cap_scores, exponential
 from specbeam.engines.cpu.panels import FORM_OF, has_form, part_count
+from specbeam.engines.cpu.rows import KeyValues, Look
 from specbeam.engines.cpu.shares import (
     COUNT,
     FORMS,
@@ -37,12 +38,12 @@ _F1 = np.float32(1)
 _UNSEEN = np.float32(-1e30)
 _SHARED_FROM = 200_000  # products of queries with keys, from which on they are shared among threads
 _SHARES_EACH = 4  # of tasks for each thread
-# The numbers of the forms of attention in the memory of a team, after those of products, by the dtype of keys and values.
+# The numbers of the forms of attention in the memory of a team, after the forms of products, by dtype of keys and values.
 _OF_FLOATS = len(FORM_OF)
 _OF_WORDS = _OF_FLOATS + 1
 ATTENTION_FORM_OF = {"float32": _OF_FLOATS, "uint16": _OF_WORDS}
 # Places in the description of a call, int64[`_FIELDS`]: the address and the shape of each array, and numbers.
-_Q, _KEYS, _VALUES, _ROWS, _SEEN, _REACH, _BIASES, _BACK, _OUT = range(0, 54, 6)
+_Q, _KEYS, _VALUES, _SESSIONS, _SEEN, _REACH, _BIASES, _BACK, _OUT = range(0, 54, 6)
 _GROUP = 54
 _SCALES = 55
 _FIELDS = 56
@@ -87,7 +88,7 @@ def _gather_queries(
 ) -> None:
     """Write the queries start .. stop of one kv head, scaled, to `out`, float32[queries, size].
 
-    Those of a row follow each other.
+    Queries of a row follow each other.
 
     Args:
         first: row of the first query of the session.
@@ -109,12 +110,31 @@ def _extent_of(first: int, start: int, stop: int, group: int, reach: Array) -> i
     return -(-extent // WIDTH) * WIDTH
 
 
+class Scoring(NamedTuple):
+    """The numbers by which scores are made."""
+
+    group: int  # query heads per kv head
+    scale: np.float32  # factor of scores
+    cap: np.float32  # bound of the size of scores, see `cap_scores`; 0: none
+    biases: Array  # float32[heads, distances], see `add_biases`; of no distances: none
+
+
+class AttentionWork(NamedTuple):
+    """The attention of rows to the caches of their sessions in one layer."""
+
+    q: Array  # float32[rows, ...]; head h is in columns h * size .. (h + 1) * size
+    cache: KeyValues  # of the layer; see engines/cpu/cache_words.py for the types of their numbers
+    look: Look
+    scoring: Scoring
+    out: Array  # float32[rows, heads * size], written
+
+
 @compiled
-def task_count(rows: Array, kv_heads: int, group: int) -> int:
+def task_count(sessions: Array, kv_heads: int, group: int) -> int:
     """Return the number of tasks of all sessions."""
     count = 0
-    for session in range(len(rows)):
-        count += kv_heads * part_count((rows[session, 2] - rows[session, 1]) * group)
+    for session in range(len(sessions)):
+        count += kv_heads * part_count((sessions[session, 2] - sessions[session, 1]) * group)
     return count
 
 
@@ -129,156 +149,155 @@ class TaskRoom(NamedTuple):
 
 
 @compiled
-def _do_tasks(
-    begin: int, end: int, q: Array, keys: Array, values: Array, rows: Array, seen: Array, reach: Array, group: int,
-    scale: np.float32, cap: np.float32, biases: Array, back: Array, out: Array,
-) -> None:  # fmt: skip
+def _do_tasks(begin: int, end: int, work: AttentionWork) -> None:
     """Do the tasks begin .. end of `attend`."""
-    most = -(-(reach.max()) // WIDTH) * WIDTH
+    most = -(-(work.look.reach.max()) // WIDTH) * WIDTH
     room = TaskRoom(
-        np.empty((MOST, keys.shape[3]), dtype=np.float32),
+        np.empty((MOST, work.cache.keys.shape[3]), dtype=np.float32),
         np.empty((MOST, most), dtype=np.float32),
-        np.empty((MOST, values.shape[3]), dtype=np.float32),
+        np.empty((MOST, work.cache.values.shape[3]), dtype=np.float32),
         np.empty(most, dtype=np.int32),
-        np.empty(most if cap > 0 else 0, dtype=np.float32),
+        np.empty(most if work.scoring.cap > 0 else 0, dtype=np.float32),
     )
-    _do_tasks_in(room, begin, end, q, keys, values, rows, seen, reach, group, scale, cap, biases, back, out)
+    _do_tasks_in(room, begin, end, work)
 
 
 @compiled_without_counts
-def _do_tasks_in(
-    room: TaskRoom, begin: int, end: int, q: Array, keys: Array, values: Array, rows: Array, seen: Array, reach: Array,
-    group: int, scale: np.float32, cap: np.float32, biases: Array, back: Array, out: Array,
-) -> None:  # fmt: skip
+def _do_tasks_in(room: TaskRoom, begin: int, end: int, work: AttentionWork) -> None:
     """Do the tasks begin .. end of `attend` in a room that has been made."""
-    kv_heads = keys.shape[1]
-    panels = keys.shape[2]
-    size = keys.shape[3]
+    sessions = work.look.sessions
+    kv_heads = work.cache.keys.shape[1]
+    task = 0
+    for session in range(len(sessions)):
+        cache, first, last = sessions[session]
+        queries = (last - first) * work.scoring.group
+        parts = part_count(queries)
+        for kv in range(kv_heads):
+            for part in range(parts):
+                if begin <= task < end:
+                    start = part * queries // parts
+                    stop = (part + 1) * queries // parts
+                    _do_task(room, work, cache, kv, first, start, stop)
+                task += 1
+
+
+@compiled_without_counts
+def _do_task(room: TaskRoom, work: AttentionWork, cache: int, kv: int, first: int, start: int, stop: int) -> None:
+    """Compute the attention of the queries start .. stop of one session for one head of keys and values.
+
+    Args:
+        cache: the session's row of the store.
+        first: its first row.
+    """
+    keys = work.cache.keys
+    values = work.cache.values
+    look = work.look
+    group = work.scoring.group
+    cap = work.scoring.cap
+    biases = work.scoring.biases
+    _, kv_heads, panels, size, _ = keys.shape
     height = values.shape[2]
     width = values.shape[3]
     scaled = room.scaled
     scores = room.scores
     mixed = room.mixed
-    powers = room.powers
     most = scores.shape[1]
-    flat_keys = keys.reshape(-1)
-    flat_values = values.reshape(-1)
-    flat_scaled = scaled.reshape(-1)
     flat_scores = scores.reshape(-1)
-    flat_mixed = mixed.reshape(-1)
-    task = 0
-    for session in range(len(rows)):
-        cache, first, last = rows[session]
-        queries = (last - first) * group
-        parts = part_count(queries)
-        for kv in range(kv_heads):
-            head_at = cache * kv_heads + kv
-            for part in range(parts):
-                is_here = begin <= task < end
-                task += 1
-                if not is_here:
-                    continue
-                start = part * queries // parts
-                stop = (part + 1) * queries // parts
-                count = stop - start
-                extent = _extent_of(first, start, stop, group, reach)
-                _gather_queries(q, first, start, stop, kv, group, scale, scaled)
-                for panel in range(extent // WIDTH):
-                    write_row_sums(
-                        count, flat_keys, (head_at * panels + panel) * size * WIDTH, WIDTH, flat_scaled, 0, size,
-                        flat_scores, panel * WIDTH, most, size,
-                    )  # fmt: skip
-                if biases.shape[1] > 0:
-                    for query in range(count):
-                        row = first + (start + query) // group
-                        add_biases(scores[query, :extent], biases[kv * group + (start + query) % group], back[row])
-                if cap > 0:
-                    for query in range(count):
-                        cap_scores(scores[query, :extent], cap, powers, room.spare)
-                for query in range(count):
-                    softmax(scores[query, :extent], seen[first + (start + query) // group], powers)
-                for panel in range(width // WIDTH):
-                    write_row_sums(
-                        count, flat_values, head_at * height * width + panel * WIDTH, width, flat_scores, 0, most,
-                        flat_mixed, panel * WIDTH, width, extent,
-                    )  # fmt: skip
-                for query in range(count):
-                    row = first + (start + query) // group
-                    head = kv * group + (start + query) % group
-                    copy_numbers(out[row, head * size : (head + 1) * size], mixed[query, :size])
+    head_at = cache * kv_heads + kv
+    count = stop - start
+    extent = _extent_of(first, start, stop, group, look.reach)
+    _gather_queries(work.q, first, start, stop, kv, group, work.scoring.scale, scaled)
+    for panel in range(extent // WIDTH):
+        write_row_sums(
+            count,
+            keys.reshape(-1),
+            (head_at * panels + panel) * size * WIDTH,
+            WIDTH,
+            scaled.reshape(-1),
+            0,
+            size,
+            flat_scores,
+            panel * WIDTH,
+            most,
+            size,
+        )
+    if biases.shape[1] > 0:
+        for query in range(count):
+            row = first + (start + query) // group
+            add_biases(scores[query, :extent], biases[kv * group + (start + query) % group], look.back[row])
+    if cap > 0:
+        for query in range(count):
+            cap_scores(scores[query, :extent], cap, room.powers, room.spare)
+    for query in range(count):
+        softmax(scores[query, :extent], look.seen[first + (start + query) // group], room.powers)
+    for panel in range(width // WIDTH):
+        write_row_sums(
+            count,
+            values.reshape(-1),
+            head_at * height * width + panel * WIDTH,
+            width,
+            flat_scores,
+            0,
+            most,
+            mixed.reshape(-1),
+            panel * WIDTH,
+            width,
+            extent,
+        )
+    for query in range(count):
+        row = first + (start + query) // group
+        head = kv * group + (start + query) % group
+        copy_numbers(work.out[row, head * size : (head + 1) * size], mixed[query, :size])
 
 
 @compiled
-def attend(
-    q: Array, keys: Array, values: Array, rows: Array, seen: Array, reach: Array, group: int, scale: np.float32,
-    cap: np.float32, biases: Array, back: Array, out: Array, threads: int,
-) -> None:  # fmt: skip
-    """Write the attention of all rows to their sessions' caches to `out`.
+def attend(q: Array, cache: KeyValues, look: Look, scoring: Scoring, out: Array, threads: int) -> None:
+    """Write the attention of all rows to their sessions' caches to `out`; for the arguments see `AttentionWork`.
 
     Args:
-        q: float32[rows, ...]; head h is in columns h * size .. (h + 1) * size.
-        keys: float32 or uint16[caches, kv heads, panels, size, WIDTH], one panel for WIDTH slots; contiguous; see `WORDS` in
-            engines/cpu/cache_words.py.
-        values: the same numbers[caches, kv heads, slots, width], contiguous.
-        rows: int64[sessions, 3]: row of the store, first row, last row + 1.
-        seen: bool[rows, slots]: which slots each row looks at.
-        reach: int64[rows]: one past the last slot that each row looks at.
-        group: query heads per kv head.
-        scale: what scores are multiplied with.
-        cap: what bounds the size of scores, see `cap_scores`; 0: nothing.
-        biases: float32[heads, distances], see `add_biases`; of no distances: none.
-        back: int32[rows, slots]: how many positions before each row the token of each slot is; needed with biases.
-        out: float32[rows, heads * size].
         threads: see `panels.multiply`.
     """
-    tasks = task_count(rows, keys.shape[1], group)
-    products = reach.sum() * group * keys.shape[1] * keys.shape[3]
+    work = AttentionWork(q, cache, look, scoring, out)
+    keys = cache.keys
+    tasks = task_count(look.sessions, keys.shape[1], scoring.group)
+    products = look.reach.sum() * scoring.group * keys.shape[1] * keys.shape[3]
     if threads > 1 and tasks > 1 and products >= _SHARED_FROM and has_form(threads, _form_of(keys)):
-        _attend_with_team(
-            q, keys, values, rows, seen, reach, group, scale, cap, biases, back, out, tasks, threads, _form_of(keys)
-        )
+        _attend_with_team(work, tasks, threads, _form_of(keys))
     else:
-        _do_tasks(0, tasks, q, keys, values, rows, seen, reach, group, scale, cap, biases, back, out)
+        _do_tasks(0, tasks, work)
 
 
 @compiled
 def _form_of(keys: Array) -> int:
-    """Return the number of the form of attention to these keys; see `ATTENTION_FORM_OF`."""
     return _OF_FLOATS if keys.itemsize == 4 else _OF_WORDS
 
 
 @compiled
-def _attend_with_team(
-    q: Array, keys: Array, values: Array, rows: Array, seen: Array, reach: Array, group: int, scale: np.float32,
-    cap: np.float32, biases: Array, back: Array, out: Array, tasks: int, address: int, form: int,
-) -> None:  # fmt: skip
+def _attend_with_team(work: AttentionWork, tasks: int, address: int, form: int) -> None:
     """Do all tasks of `attend`, with the team whose memory is at this address."""
     team = carray(pointer_to(address), (WORDS,), np.int64)
-    scales = np.array([scale, cap])
+    scales = np.array([work.scoring.scale, work.scoring.cap])
     call = np.empty(_FIELDS, dtype=np.int64)
-    _describe(call[_Q:], q)
-    _describe(call[_KEYS:], keys)
-    _describe(call[_VALUES:], values)
-    _describe(call[_ROWS:], rows)
-    _describe(call[_SEEN:], seen)
-    _describe(call[_REACH:], reach)
-    _describe(call[_BIASES:], biases)
-    _describe(call[_BACK:], back)
-    _describe(call[_OUT:], out)
-    call[_GROUP] = group
+    _describe(call[_Q:], work.q)
+    _describe(call[_KEYS:], work.cache.keys)
+    _describe(call[_VALUES:], work.cache.values)
+    _describe(call[_SESSIONS:], work.look.sessions)
+    _describe(call[_SEEN:], work.look.seen)
+    _describe(call[_REACH:], work.look.reach)
+    _describe(call[_BACK:], work.look.back)
+    _describe(call[_BIASES:], work.scoring.biases)
+    _describe(call[_OUT:], work.out)
+    call[_GROUP] = work.scoring.group
     call[_SCALES] = scales.ctypes.data
     team[FUNCTION] = team[FORMS + form]
     team[PANELS] = call.ctypes.data
     team[COUNT] = tasks
-    _share_tasks(team, call, scales, q, keys, values, rows, seen, reach, group, scale, cap, biases, back, out, tasks)
+    _share_tasks(team, call, scales, work, tasks)
 
 
 @compiled
-def _share_tasks(
-    team: Array, call: Array, scales: Array, q: Array, keys: Array, values: Array, rows: Array, seen: Array, reach: Array,
-    group: int, scale: np.float32, cap: np.float32, biases: Array, back: Array, out: Array, tasks: int,
-) -> None:  # fmt: skip
-    """Do the tasks that `call` describes, with whoever helps. The caller keeps all arrays until then.
+def _share_tasks(team: Array, call: Array, scales: Array, work: AttentionWork, tasks: int) -> None:
+    """Do the tasks that `call` describes, together with helpers. The caller keeps all arrays until then.
 
     They are arguments for that reason alone: numba frees an array after the last line that names it, and the team reads
     addresses.
@@ -287,9 +306,7 @@ def _share_tasks(
     publish(team, shares)
     share = take(team)
     while share >= 0:
-        begin = share * tasks // shares
-        end = (share + 1) * tasks // shares
-        _do_tasks(begin, end, q, keys, values, rows, seen, reach, group, scale, cap, biases, back, out)
+        _do_tasks(share * tasks // shares, (share + 1) * tasks // shares, work)
         finish(team)
         share = take(team)
     wait_for_all(team, shares)
@@ -297,10 +314,14 @@ def _share_tasks(
 
 @compiled
 def _describe(call: Array, array: Array) -> None:
-    """Write the address and the shape of an array to the first places of `call`."""
     call[0] = array.ctypes.data
     for axis in range(array.ndim):
         call[1 + axis] = array.shape[axis]
+
+
+@compiled
+def _two(call: Array, place: int) -> tuple[int, int]:
+    return call[place + 1], call[place + 2]
 
 
 def _share_function(kind: Any) -> Callable[[int, int], None]:
@@ -313,24 +334,26 @@ def _share_function(kind: Any) -> Callable[[int, int], None]:
     def do_share(address: int, share: int) -> None:
         team = carray(pointer_to(address), (WORDS,), np.int64)
         call = carray(pointer_to(team[PANELS]), (_FIELDS,), np.int64)
-        q = carray(pointer_to(call[_Q]), (call[_Q + 1], call[_Q + 2]), np.float32)
-        of_keys = (call[_KEYS + 1], call[_KEYS + 2], call[_KEYS + 3], call[_KEYS + 4], call[_KEYS + 5])
-        keys = carray(pointer_to(call[_KEYS]), of_keys, kind)
-        of_values = (call[_VALUES + 1], call[_VALUES + 2], call[_VALUES + 3], call[_VALUES + 4])
-        values = carray(pointer_to(call[_VALUES]), of_values, kind)
-        rows = carray(pointer_to(call[_ROWS]), (call[_ROWS + 1], call[_ROWS + 2]), np.int64)
-        seen = carray(pointer_to(call[_SEEN]), (call[_SEEN + 1], call[_SEEN + 2]), np.bool_)
-        reach = carray(pointer_to(call[_REACH]), (call[_REACH + 1],), np.int64)
-        biases = carray(pointer_to(call[_BIASES]), (call[_BIASES + 1], call[_BIASES + 2]), np.float32)
-        back = carray(pointer_to(call[_BACK]), (call[_BACK + 1], call[_BACK + 2]), np.int32)
-        out = carray(pointer_to(call[_OUT]), (call[_OUT + 1], call[_OUT + 2]), np.float32)
+        of_keys = (*_two(call, _KEYS), *_two(call, _KEYS + 2), call[_KEYS + 5])
+        cache = KeyValues(
+            carray(pointer_to(call[_KEYS]), of_keys, kind),
+            carray(pointer_to(call[_VALUES]), (*_two(call, _VALUES), *_two(call, _VALUES + 2)), kind),
+        )
+        look = Look(
+            carray(pointer_to(call[_SESSIONS]), _two(call, _SESSIONS), np.int64),
+            carray(pointer_to(call[_SEEN]), _two(call, _SEEN), np.bool_),
+            carray(pointer_to(call[_REACH]), (call[_REACH + 1],), np.int64),
+            carray(pointer_to(call[_BACK]), _two(call, _BACK), np.int32),
+        )
+        biases = carray(pointer_to(call[_BIASES]), _two(call, _BIASES), np.float32)
         scales = carray(pointer_to(call[_SCALES]), (2,), np.float32)
+        scoring = Scoring(call[_GROUP], scales[0], scales[1], biases)
+        q = carray(pointer_to(call[_Q]), _two(call, _Q), np.float32)
+        out = carray(pointer_to(call[_OUT]), _two(call, _OUT), np.float32)
         tasks = team[COUNT]
         shares = team[SHARES]
-        _do_tasks(
-            share * tasks // shares, (share + 1) * tasks // shares, q, keys, values, rows, seen, reach, call[_GROUP],
-            scales[0], scales[1], biases, back, out,
-        )  # fmt: skip
+        work = AttentionWork(q, cache, look, scoring, out)
+        _do_tasks(share * tasks // shares, (share + 1) * tasks // shares, work)
 
     do_share.__name__ = (
         f"do_attention_share_{np.dtype(kind).name}"  # by which numba finds its code in memory and on disk
@@ -348,7 +371,7 @@ def add_biases(scores: Array, biases: Array, back: Array) -> None:
 
     Args:
         biases: float32[distances], by number of positions back; the last is that of all that are further back.
-        back: int32[slots or more]; what is negative is not looked at.
+        back: int32[slots or more]; slots with a negative distance are not looked at.
     """
     most = len(biases) - 1
     for slot in range(len(scores)):

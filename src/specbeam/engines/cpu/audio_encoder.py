@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Float32, Int64
 from torch import nn
 
+from specbeam.engines.arrays import Features, Integers, OwnStates, States
 from specbeam.engines.cpu.decoder import CompiledDecoder, kind_of_panels, numbers_of, panels_of
 from specbeam.engines.cpu.encoder import CompiledEncoder
 from specbeam.engines.cpu.extras import GELU, Extras
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 KERNEL = 3  # neighbouring rows that a convolution reads for each of its own
-STRIDES = (1, 2)  # rows between those that the first and the second convolution begin with
+STRIDES = (1, 2)  # rows between the starts of neighbouring outputs of the first and the second convolution
 
 
 def misfit_of_convolutions(encoder: Any) -> str:
-    """Return the reason why the convolutions of an encoder of audio are not those that are known here; "" if they are."""
+    """Return the reason why the convolutions of an audio encoder are not supported; "" if they are."""
     for name, stride in zip(("conv1", "conv2"), STRIDES, strict=True):
         found = getattr(encoder, name, None)
         if type(found) is not nn.Conv1d or found.padding_mode != "zeros":
@@ -45,13 +46,13 @@ def misfit_of_convolutions(encoder: Any) -> str:
 class Convolution:
     """A convolution over rows, followed by GELU, as one product of neighbouring rows, side by side, with a matrix.
 
-    Its weights are never rounded: they are few, and what it makes of a window is read by all that follows.
+    Its weights are never rounded: they are few, and all later layers read its output.
 
     Args:
         module: that of transformers.
-        extras: of layers; what they say of the inner layer is not looked at.
+        extras: of layers; the settings of the inner layer are replaced.
         tiled: see `kind_of_panels`.
-        files: what leaves memory once it was laid out.
+        files: mapped files, released once they were laid out.
     """
 
     def __init__(self, module: Any, extras: Extras, tiled: bool, files: MappedFiles) -> None:
@@ -65,7 +66,7 @@ class Convolution:
     def made_of(
         self, padded: Float32[np.ndarray, "rows width"], threads: int
     ) -> Float32[np.ndarray, "made_rows columns"]:
-        """Return what the convolution makes of rows, float32, with a row of zeros at either end, as `padded` has them.
+        """Return the output of the convolution, with a row of zeros at either end, as `padded` has them.
 
         Args:
             threads: see `panels.multiply`.
@@ -117,23 +118,20 @@ class AudioEncoder(CompiledEncoder):
         states = self.read([self._as_read(features) for features in input_features])
         return (torch.from_numpy(np.stack(states)),)
 
-    def _as_read(self, features: Float[torch.Tensor, "channels frames"]) -> Float32[np.ndarray, "channels frames"]:
-        """Return features in float32, rounded to the type of the model as transformers rounds them."""
-        found: Float32[np.ndarray, "channels frames"] = features.to(self.dtype).float().numpy()
+    def _as_read(self, features: Float[torch.Tensor, "channels frames"]) -> Features:
+        found: Features = features.to(self.dtype).float().numpy()
         return found
 
-    def inputs_of(self, source: Source) -> Float32[np.ndarray, "channels frames"] | None:
+    def inputs_of(self, source: Source) -> Features | None:
         if source.name != "input_features" or source.inputs is None or source.inputs.shape[1:] != self.shape:
             return None
         return self._as_read(source.inputs[0])
 
-    def rows_of(self, inputs: Float32[np.ndarray, "channels frames"]) -> int:
+    def rows_of(self, inputs: Features) -> int:
         return inputs.shape[1] // STRIDES[1]
 
-    def states_by_transformers(
-        self, inputs: Float32[np.ndarray, "channels frames"]
-    ) -> Float[torch.Tensor, "rows hidden"]:
-        """See `CompiledEncoder`; a window may be shorter than those of the model, and then has its first positions."""
+    def states_by_transformers(self, inputs: Features) -> Float[torch.Tensor, "rows hidden"]:
+        """See `CompiledEncoder`; a short window has the model's first positions."""
         whole = self.module_in_float32()
         short: Any = copy.deepcopy(whole, {id(weight): weight for weight in whole.parameters()})
         rows = self.rows_of(inputs)
@@ -142,9 +140,7 @@ class AudioEncoder(CompiledEncoder):
         states: torch.Tensor = short(input_features=torch.from_numpy(inputs)[None])[0]
         return states[0]
 
-    def entering(
-        self, sources: Sequence[Float32[np.ndarray, "channels frames"]]
-    ) -> list[Float32[np.ndarray, "_ hidden"]]:
+    def entering(self, sources: Sequence[Features]) -> list[OwnStates]:
         first, second = self.convolutions
         each = []
         with TEAM.threads(self.threads) as threads:
@@ -157,10 +153,10 @@ class AudioEncoder(CompiledEncoder):
 
     def run_layers(
         self,
-        x: Float32[np.ndarray, "n hidden"],
-        places: Int64[np.ndarray, " n"],
+        x: States,
+        places: Integers,
         lengths: Int64[np.ndarray, " sources"],
     ) -> None:
         ends = np.cumsum(lengths)
         with TEAM.threads(self.threads) as threads:
-            all_window_layers(x, self.weights, self.angles, self.eps, self.heads, self.size, places, ends, threads)
+            all_window_layers(x, self.stack(self.weights), places, ends, threads)

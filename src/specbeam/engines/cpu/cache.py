@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float32, Int64
+from jaxtyping import Int64
 
 from specbeam.core.errors import BadForest
 from specbeam.core.forest import Forest, unknown_nodes
 from specbeam.core.records import Turn
+from specbeam.engines.arrays import Integers, States, Tapped
 from specbeam.engines.cpu.early import (
     MOST_WAITING,
     UNFINISHED,
@@ -33,13 +34,13 @@ class CpuCache(RowMember):
     The forward returns hidden states, from which logits are computed when they are wanted: as these are few numbers per row,
     they are kept for every stored node.
 
-    If the first layers are run ahead of the others, `early` is what they leave, see `engines/cpu/early.py`.
+    If the first layers are run ahead of the others, `early` has their output, see `engines/cpu/early.py`.
 
     Attributes:
         answered: number of forest nodes whose logits were handed out in this turn.
         outputs: float32[room, hidden], the output of the last layer by stored local node.
         taps: float32[room, taps * hidden], the states that enter the layers of `needs.taps`, by stored local node.
-        early: what is kept of nodes that only the first layers have seen, and what these have made.
+        early: nodes that only the first layers have seen, with the output of these layers.
         answered_early: number of forest nodes whose output of the first layers was handed out in this turn.
         unfinished_prompt: for each pass of the first layers that the others have not followed yet, the first local node that
             it stored and its number of nodes before the first root.
@@ -90,13 +91,13 @@ class CpuCache(RowMember):
 
     def make_room(self, fresh: int) -> None:
         """Make room for `fresh` new forest nodes, and to store them and all pending nodes."""
-        # Nodes before the first root may be listed beside those of the forest, see `take_back_drafts`.
+        # Nodes before the first root may be listed along with the forest's, see `take_back_drafts`.
         self.trie.make_room(fresh + (self.trie.pending if self.runs_ahead else 0))
         self.trie.make_slots(self.trie.pending + fresh)
         self.make_rows(self.trie.pending + fresh)
 
     def make_rows(self, fresh: int = 0) -> None:
-        """Make room for what is kept of all stored nodes, and for `fresh` more nodes that wait for the exit layer."""
+        """Make room for the outputs of all stored nodes, and for `fresh` more nodes that wait for the exit layer."""
         rows = len(self.trie.arrays.seen)
         if rows > len(self.outputs):
             self.outputs = widened(self.outputs, rows, self.outputs.shape[1])
@@ -132,7 +133,7 @@ class CpuCache(RowMember):
         self.answered = 0
         self.answered_early = 0
 
-    def learn(self, rows: Float32[np.ndarray, "n hidden"], tapped: Float32[np.ndarray, "n tapped"]) -> None:
+    def learn(self, rows: States, tapped: Tapped) -> None:
         """Keep the outputs of the last layer for the nodes that were stored last, and the states at their taps."""
         self.make_rows()
         stored = self.trie.stored
@@ -140,7 +141,7 @@ class CpuCache(RowMember):
         self.taps[stored - len(rows) : stored] = tapped
         finish_early(self.early)
 
-    def learn_early(self, feed: Feed, rows: Float32[np.ndarray, "n hidden"], prompt: tuple[int, int]) -> None:
+    def learn_early(self, feed: Feed, rows: States, prompt: tuple[int, int]) -> None:
         """Keep the outputs of the first layers for the nodes that were stored last, and mark these as unfinished.
 
         Args:
@@ -166,11 +167,11 @@ class CpuCache(RowMember):
         waiting = self.early.waiting
         count = self.waiting
         no_tokens = np.zeros(count, dtype=np.int64)
-        stored = np.full(count, -1)  # what is above each is stored
+        stored = np.full(count, -1)  # the parent of each is stored
         return Feed(no_tokens, waiting.positions[:count], waiting.slots[:count], waiting.seen[:count], stored)
 
-    def answer_early(self, forest: Forest) -> Float32[np.ndarray, "n hidden"]:
-        """Return what logits of early drafts are made of, for the forest nodes not handed out yet that are not known.
+    def answer_early(self, forest: Forest) -> States:
+        """Return the states behind the logits of early drafts, for forest nodes that were not handed out and are not known.
 
         That is the output of the exit layer if there is one, else of the first layers. All nodes are then marked as handed
         out.
@@ -180,7 +181,7 @@ class CpuCache(RowMember):
         return (self.early.exited if self.has_exit else self.early.outputs)[wanted]
 
     def fit(self, forest: Forest) -> None:
-        """Take back what the first layers have seen in this turn and a forest does not hold, and free its slots.
+        """Take back nodes that the first layers have seen in this turn and a forest lacks, and free their slots.
 
         Raises `BadForest` if the forest holds nodes that they have seen after others that they have not.
         """
@@ -209,13 +210,13 @@ class CpuCache(RowMember):
         return Forest(trie.tokens[trie.local], parents)
 
     def _rename(self, former: Int64[np.ndarray, " left"]) -> None:
-        """Keep what there is of the local nodes that remain, given the number that each had before."""
+        """Keep the outputs of the local nodes that remain, given the number that each had before."""
         self.make_rows()
         stored = self.trie.stored
         for rows in (self.outputs, self.taps):
             rows[:stored] = rows[former[:stored]]
 
-    def follow_slots(self, source: Int64[np.ndarray, " n"], goal: Int64[np.ndarray, " n"]) -> None:
+    def follow_slots(self, source: Integers, goal: Integers) -> None:
         """See `RowMember.follow_slots`."""
         waiting = self.early.waiting
         count = self.waiting
@@ -227,7 +228,7 @@ class CpuCache(RowMember):
         waiting.seen[:count, source[known]] = False
         waiting.seen[:count, goal[known]] = columns
 
-    def answer(self, forest: Forest) -> Int64[np.ndarray, " n"]:
+    def answer(self, forest: Forest) -> Integers:
         """Return the local nodes of the forest nodes that were not handed out yet and are not known.
 
         All nodes are then marked as handed out.
@@ -247,7 +248,7 @@ class CpuCache(RowMember):
 
 @dataclass(frozen=True)
 class Drafting:
-    """A session's cache as the layers see it that are run ahead: what is handed out is handed out for drafts."""
+    """A session's cache for the layers that are run ahead, whose rows are for drafts."""
 
     cache: CpuCache
 
@@ -292,6 +293,5 @@ def _nodes_in_both(seen: Forest, forest: Forest) -> Int64[np.ndarray, " both"]:
 
 
 def _begin_alike(one: Forest, other: Forest, size: int) -> bool:
-    """Return whether two forests begin with the same `size` nodes."""
     first, second = (np.stack([forest.tokens[:size], forest.parents[:size]]) for forest in (one, other))
     return np.array_equal(first, second)

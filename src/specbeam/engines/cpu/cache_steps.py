@@ -22,6 +22,7 @@ from specbeam.engines.cpu.early import (
 )
 from specbeam.engines.cpu.embedding import look_up
 from specbeam.engines.cpu.layers import normalise, shape_logits
+from specbeam.engines.cpu.rows import KeyValues, LayerRows, OwnRows, Stack, Taps
 from specbeam.engines.cpu.sources import Sources, layers_of_sources
 from specbeam.engines.cpu.weights import layers_of_weights
 from specbeam.engines.kv.steps import (
@@ -53,11 +54,11 @@ class CacheArrays(NamedTuple):
 
     trie: Trie
     outputs: Array  # float32[nodes, hidden]: the output of the last layer by stored local node
-    tapped: Array  # float32[nodes, taps * hidden]: what enters the layers `taps`, by stored local node
+    tapped: Array  # float32[nodes, taps * hidden]: input of the layers `taps`, by stored local node
     taps: Array  # int64[taps], see `Needs.taps`
     model: Any  # `decoder.Model`
     windows: Array  # int64[kinds]: tokens that each kind of layer looks at, the row's own included; 0: all
-    keys: Array  # of all layers, see `attention.attend`
+    keys: Array  # of all layers, see `KeyValues`
     values: Array
     store_row: int  # the session's row of the store
     threads: int
@@ -73,18 +74,9 @@ class CacheArrays(NamedTuple):
     given: Array
 
 
-class PassRows(NamedTuple):
-    """The rows of a pass of one session."""
-
-    positions: Array  # int64[rows]
-    slots: Array  # int64[rows]
-    seen: Array  # bool[kinds, rows, slots]: which slots each row looks at, in layers of each kind
-    back: Array  # int32[rows, slots], see `attention.attend`; of no rows if layers do not ask for it
-
-
 @compiled
-def _pass_rows(cache: CacheArrays, positions: Array, slots: Array, seen: Array) -> PassRows:
-    """Return the rows of a pass.
+def _pass_rows(cache: CacheArrays, positions: Array, slots: Array, seen: Array, sources: Sources) -> LayerRows:
+    """Return the rows of a pass of one session.
 
     Args:
         seen: bool[rows, slots], the slots on the path to each row, its own included.
@@ -104,12 +96,13 @@ def _pass_rows(cache: CacheArrays, positions: Array, slots: Array, seen: Array) 
     for number in range(asked):
         for slot in range(extent):
             back[number, slot] = positions[number] - trie.slot_position[slot]
-    return PassRows(positions, slots, visible, back)
+    sessions = np.array([[cache.store_row, 0, len(positions)]])
+    return LayerRows(positions, slots, sessions, visible, back, sources)
 
 
 @compiled
-def _feed(cache: CacheArrays) -> PassRows:
-    """Give slots to all pending nodes, and return them as the rows of a pass."""
+def _feed(cache: CacheArrays, sources: Sources) -> LayerRows:
+    """Give slots to all pending nodes, and return them as the rows of a pass through layers that read these sources."""
     trie = cache.trie
     start = trie.counts[STORED]
     stop = trie.counts[SIZE]
@@ -122,12 +115,12 @@ def _feed(cache: CacheArrays) -> PassRows:
     known = len(cache.model.embedding) if len(cache.model.read_as) == 0 else len(cache.model.read_as)
     if tokens.min() < 0 or tokens.max() >= known:
         raise IndexError("a token is beyond those of the model")
-    return _pass_rows(cache, positions, slots, trie.seen[start:stop])
+    return _pass_rows(cache, positions, slots, trie.seen[start:stop], sources)
 
 
 @compiled
 def _embedded(cache: CacheArrays, count: int) -> Array:
-    """Return what the first layer reads of the nodes that were stored last, float32[count, hidden]."""
+    """Return the first layer's input of the newest stored nodes, float32[count, hidden]."""
     trie = cache.trie
     model = cache.model
     first = trie.counts[STORED] - count
@@ -152,31 +145,28 @@ def _embedded(cache: CacheArrays, count: int) -> Array:
 
 @compiled
 def _run(
-    cache: CacheArrays, x: Array, rows: PassRows, weights: Any, kinds: Array, keys: Array, values: Array, sources: Sources,
-    tapped: Array,
-) -> None:  # fmt: skip
+    cache: CacheArrays, x: Array, rows: LayerRows, weights: Any, kinds: Array, stored: KeyValues, tapped: Array
+) -> None:
     """Run layers on x, float32[rows, hidden], in place, and store keys and values.
 
     Args:
-        weights, kinds, keys, values, sources: of these layers.
-        tapped: see `layers.all_layers`.
+        weights, kinds, stored: of these layers.
+        tapped: see `Taps`.
     """
     model = cache.model
-    sessions = np.array([[cache.store_row, 0, len(x)]])
-    call_at(cache.all_layers_at, (
-        x, weights, model.angles, model.eps, model.heads, rows.positions, sessions, rows.slots, rows.seen, rows.back, kinds,
-        keys, values, sources, cache.taps, tapped, cache.threads,
-    ))  # fmt: skip
+    stack = Stack(weights, model.angles, model.eps, model.heads, stored.keys.shape[2], stored.keys.shape[4])
+    taps = Taps(cache.taps, tapped)
+    call_at(cache.all_layers_at, (x, stack, rows, kinds, stored, taps, cache.threads))
 
 
 @compiled
 def _store(cache: CacheArrays) -> None:
-    """Run all layers on all pending nodes, and keep their outputs."""
-    rows = _feed(cache)
+    """Run all layers on all pending nodes, and write down their outputs."""
+    rows = _feed(cache, cache.sources)
     model = cache.model
     x = _embedded(cache, len(rows.slots))
     tapped = np.empty((len(x), cache.tapped.shape[1]), dtype=np.float32)
-    _run(cache, x, rows, model.weights, model.kinds, cache.keys, cache.values, cache.sources, tapped)
+    _run(cache, x, rows, model.weights, model.kinds, KeyValues(cache.keys, cache.values), tapped)
     stop = cache.trie.counts[STORED]
     start = stop - len(x)
     copy_rows(cache.outputs[start:stop], x)
@@ -184,16 +174,22 @@ def _store(cache: CacheArrays) -> None:
 
 
 @compiled
-def _store_early(cache: CacheArrays) -> None:
-    """Run the first layers on all pending nodes, and keep their outputs."""
-    rows = _feed(cache)
+def _run_range(cache: CacheArrays, x: Array, rows: LayerRows, first: int, stop: int) -> None:
+    """Run the layers first .. stop of the model on x, float32[rows, hidden], in place, and store keys and values."""
     model = cache.model
-    count = cache.first_layers
-    x = _embedded(cache, len(rows.slots))
+    weights = layers_of_weights(model.weights, first, stop)
+    stored = KeyValues(cache.keys[first:stop], cache.values[first:stop])
     tapped = np.empty((len(x), 0), dtype=np.float32)
-    weights = layers_of_weights(model.weights, 0, count)
-    sources = layers_of_sources(cache.sources, 0, count)
-    _run(cache, x, rows, weights, model.kinds[:count], cache.keys[:count], cache.values[:count], sources, tapped)
+    _run(cache, x, rows, weights, model.kinds[first:stop], stored, tapped)
+
+
+@compiled
+def _store_early(cache: CacheArrays) -> None:
+    """Run the first layers on all pending nodes, and write down their outputs."""
+    count = cache.first_layers
+    rows = _feed(cache, layers_of_sources(cache.sources, 0, count))
+    x = _embedded(cache, len(rows.slots))
+    _run_range(cache, x, rows, 0, count)
     keep_early(cache.early, cache.trie, x, rows.slots, len(cache.exit.kinds) > 0)
 
 
@@ -204,43 +200,28 @@ def _run_exit(cache: CacheArrays) -> None:
     count = cache.early.counts[WAITING]
     place = cache.exit.place
     x = waiting.states[:count].copy()
-    rows = _pass_rows(cache, waiting.positions[:count].copy(), waiting.slots[:count].copy(), waiting.seen[:count])
+    none = layers_of_sources(cache.sources, 0, 0)
+    rows = _pass_rows(cache, waiting.positions[:count].copy(), waiting.slots[:count].copy(), waiting.seen[:count], none)
+    stored = KeyValues(cache.keys[place : place + 1], cache.values[place : place + 1])
     tapped = np.empty((count, 0), dtype=np.float32)
-    keys = cache.keys[place : place + 1]
-    values = cache.values[place : place + 1]
-    _run(
-        cache,
-        x,
-        rows,
-        cache.exit.weights,
-        cache.exit.kinds,
-        keys,
-        values,
-        layers_of_sources(cache.sources, 0, 0),
-        tapped,
-    )
+    _run(cache, x, rows, cache.exit.weights, cache.exit.kinds, stored, tapped)
     keep_exits(cache.early, x)
 
 
 @compiled
 def _finish(cache: CacheArrays) -> None:
-    """Run the other layers on the nodes that only the first layers have seen, and keep their outputs."""
+    """Run the other layers on the nodes that only the first layers have seen, and write down their outputs."""
     trie = cache.trie
-    model = cache.model
     early = cache.early
-    count = cache.first_layers
-    total = len(model.kinds)
+    first = cache.first_layers
+    total = len(cache.model.kinds)
     stop = trie.counts[STORED]
     start = stop - early.counts[UNFINISHED]
     x = early.outputs[start:stop].copy()
     positions = trie.nodes[2][start:stop]
-    rows = _pass_rows(cache, positions, early.slots[start:stop].copy(), trie.seen[start:stop])
-    tapped = np.empty((len(x), 0), dtype=np.float32)
-    weights = layers_of_weights(model.weights, count, total)
-    _run(
-        cache, x, rows, weights, model.kinds[count:total], cache.keys[count:total], cache.values[count:total],
-        layers_of_sources(cache.sources, count, total), tapped,
-    )  # fmt: skip
+    sources = layers_of_sources(cache.sources, first, total)
+    rows = _pass_rows(cache, positions, early.slots[start:stop].copy(), trie.seen[start:stop], sources)
+    _run_range(cache, x, rows, first, total)
     copy_rows(cache.outputs[start:stop], x)
     finish_early(early)
 
@@ -297,11 +278,11 @@ def extend_cache(cache: CacheArrays, tokens: Array, parents: Array, wanted: Arra
 
 
 @compiled
-def open_pass(cache: CacheArrays, tokens: Array, parents: Array) -> tuple[Array, PassRows]:
+def open_pass(cache: CacheArrays, tokens: Array, parents: Array) -> tuple[Array, OwnRows]:
     """Store a forest and all pending nodes as rows of a pass that several sessions share, which has yet to be run.
 
-    Returns what the first layer reads of these rows, float32[rows, hidden], and the rows. Their keys and values, and
-    `cache.outputs`, are to be written by whoever runs the pass.
+    Returns the first layer's input of these rows, float32[rows, hidden], and the rows. Their keys and values, and
+    `cache.outputs`, are to be written by the caller, who runs the pass.
 
     Raises `IndexError` for tokens and positions that the model does not have.
 
@@ -312,10 +293,12 @@ def open_pass(cache: CacheArrays, tokens: Array, parents: Array) -> tuple[Array,
     enter(trie, tokens, parents)
     if trie.counts[SIZE] == trie.counts[STORED]:
         none = np.empty(0, dtype=np.int64)
-        nothing = _pass_rows(cache, none, none, trie.seen[:0])
-        return np.empty((0, cache.outputs.shape[1]), dtype=np.float32), nothing
-    rows = _feed(cache)
-    return _embedded(cache, len(rows.slots)), rows
+        rows = _pass_rows(cache, none, none, trie.seen[:0], cache.sources)
+        x = np.empty((0, cache.outputs.shape[1]), dtype=np.float32)
+    else:
+        rows = _feed(cache, cache.sources)
+        x = _embedded(cache, len(rows.slots))
+    return x, OwnRows(rows.positions, rows.slots, rows.seen, rows.back)
 
 
 @keep_only.of(CacheArrays)
@@ -394,7 +377,6 @@ def rewind_cache(cache: CacheArrays, nodes: int) -> None:
 
 @compiled
 def _keep(cache: CacheArrays, leaves: Array) -> None:
-    """Keep the paths to these local nodes, and what there is of the stored nodes that remain."""
     former = prune(cache.trie, leaves)
     rename_early(cache.early, cache.trie, former)
     _follow(cache, former)

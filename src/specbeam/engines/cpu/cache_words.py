@@ -1,7 +1,7 @@
 """The numbers that keys and values are kept as: float32, or rounded to bfloat16, which takes half the memory.
 
-Rounded, every row reads every key and value as it is kept, its own included. So what a row gets does not depend on the pass
-that stored them, and the law is that of the model with rounded keys and values.
+Rounded, every row reads every key and value as it is stored, its own included. So the output of a row does not depend on
+the pass that stored them, and the law is that of the model with rounded keys and values.
 """
 
 import inspect
@@ -18,7 +18,7 @@ if compiling.AVAILABLE:
     from specbeam.core.compiling.compiler import chosen_for
 
 KeptAs = Literal["float32", "bfloat16"]
-# What they are arrays of: bits, if numpy lacks the type.
+# The dtype of their arrays: of bits, if numpy lacks the type.
 WORDS: dict[KeptAs, Any] = {"float32": np.float32, "bfloat16": np.uint16}
 
 

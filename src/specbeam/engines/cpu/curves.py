@@ -13,7 +13,7 @@ LN2_HEAD = np.float32(0.693359375)  # has few bits, so that its multiples are ex
 LN2_REST = np.float32(-2.12194440e-4)
 _HALF, LEAST, _MOST = (np.float32(n) for n in (0.5, -87, 87))
 _TANH_3, _TANH_5, _TANH_7, _TANH_9 = (np.float32(n) for n in (-1 / 3, 2 / 15, -17 / 315, 62 / 2835))
-_TANH_NEAR = np.float32(0.0625)  # the square of what is near 0
+_TANH_NEAR = np.float32(0.0625)  # numbers with a smaller square are near 0
 
 
 @compiled_without_counts

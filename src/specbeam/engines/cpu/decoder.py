@@ -1,7 +1,7 @@
-"""The compiled forward of models on a CPU, which reads the weights in panels; engines/families.py says which models.
+"""The compiled forward of models on a CPU, which reads the weights in panels; engines/families.py lists the models.
 
 The rows of all sessions are in one pass without padding; each row attends to its own session's cache. The results equal
-those of the model's own forward up to rounding; `load` compares both on a token tree.
+the model's own forward up to rounding; `load` compares both on a token tree.
 """
 
 import copy
@@ -20,9 +20,11 @@ from torch import Tensor, nn
 
 from specbeam.core import compiling
 from specbeam.core.compiling.compiler import Array, address_of, borrowed
+from specbeam.engines import families
+from specbeam.engines.arrays import Floats, Integers, LogitRows, States, Tapped, Vector, WindowSizes
 from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.cache import CpuCache
-from specbeam.engines.cpu.cache_steps import ALL, CacheArrays, PassRows
+from specbeam.engines.cpu.cache_steps import ALL, CacheArrays
 from specbeam.engines.cpu.cache_words import WORDS, KeptAs
 from specbeam.engines.cpu.early import ExitLayer, ExitWeights
 from specbeam.engines.cpu.embedding import embedded_rows, table_of
@@ -38,6 +40,7 @@ from specbeam.engines.cpu.layers import (
 )
 from specbeam.engines.cpu.nibbles import write_nibbles
 from specbeam.engines.cpu.panels import Kind, empty_panels, fits_bfloat16, multiply, steps_in, write_panels
+from specbeam.engines.cpu.rows import KeyValues, LayerRows, Stack, Taps
 from specbeam.engines.cpu.sources import Sources, layers_of_sources, no_distances, no_sources
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.cpu.team import TEAM, threads_for
@@ -47,6 +50,7 @@ from specbeam.engines.families import (
     CrossParts,
     LayerParts,
     Matrix,
+    angle_tables,
     architecture_of,
     bias_of_tokens,
     body_of,
@@ -59,7 +63,6 @@ from specbeam.engines.families import (
     own_scale,
     parts_of,
     places_of,
-    positions_of,
     rows_in_order,
     source_parts,
     unplaced_in,
@@ -73,7 +76,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# Parameters from which on tiles are used for what is not rounded. A smaller model is in the processor's caches, where vector
+# Parameters from which on unrounded matrices use tiles. A smaller model is in the processor's caches, where vector
 # instructions multiply a few rows faster than tiles do; of rounded matrices `multiply` chooses by the number of rows.
 TILED_FROM = 30_000_000
 
@@ -105,12 +108,12 @@ class Model(NamedTuple):
     """The weights and settings of a model, as compiled layers read them."""
 
     embedding: Array  # float32, uint16 or int16[vocab, hidden], see `table_of`
-    embedding_scale: np.float32  # what embeddings of tokens are multiplied with
+    embedding_scale: np.float32  # factor of embeddings of tokens
     places: Array  # float32[positions, hidden], which are added to embeddings; of no positions if they are rotary
     unplaced: int  # a token that gets no place, or a number that no token has
-    first_norm: Array  # of what the first layer reads, see `Weights`; of no numbers if there is none
+    first_norm: Array  # in front of the first layer, see `Weights`; of no numbers if there is none
     weights: Weights
-    angles: Array  # float32[tables, 2, positions, pairs], see `layers.write_qkv`
+    angles: Array  # float32[tables, 2, positions, pairs], see `Stack`
     eps: float
     heads: int
     kinds: Array  # int64[layers]: the kind of attention of each layer, an index into `CompiledDecoder.names`
@@ -132,13 +135,13 @@ _NO_SOURCES = no_sources()
 class Rows:
     """The rows of a pass: one for each token, the sessions one after the other."""
 
-    tokens: Int64[np.ndarray, " n"]
-    positions: Int64[np.ndarray, " n"]
-    slots: Int64[np.ndarray, " n"]
+    tokens: Integers
+    positions: Integers
+    slots: Integers
     sessions: Int64[np.ndarray, "sessions 3"]  # row of the store, first row, last row + 1
     seen: dict[str, Bool[np.ndarray, "n slots"]]  # which slots each row may look at, by kind of layer
     back: Int32[np.ndarray, "_ _"] = field(default_factory=no_distances)  # see `attention.attend`; of all rows, or none
-    sources: Sources = field(default_factory=no_sources)  # what the sessions read
+    sources: Sources = field(default_factory=no_sources)  # of the sessions
 
     def only(self, which: Bool[np.ndarray, " n"]) -> "Rows":
         """Return some of the rows."""
@@ -149,19 +152,19 @@ class Rows:
         return Rows(self.tokens[which], self.positions[which], self.slots[which], sessions, seen, back, self.sources)
 
 
-_NO_VECTORS: Mapping[int, Float32[np.ndarray, " hidden"]] = {}
+_NO_VECTORS: Mapping[int, Vector] = {}
 
 
 class CompiledDecoder:
     """The compiled forward of one model, which `misfit` has no reason against.
 
     Args:
-        rounding: what to round all matrices but the embedding to, which makes it another model: "int8" weights are read in a
+        rounding: type of all matrices but the embedding, which makes it another model: "int8" weights are read in a
             quarter of the time of float32, "int4" weights in a seventh. None: they stay as they are.
         shared: the tokens of a target that the model is given, and drafts; None: its own.
 
     Attributes:
-        kv: what keys and values are kept as; to be set before there is a store.
+        kv: type of stored keys and values; to be set before there is a store.
     """
 
     takes_steps = True  # compiled steps can run it
@@ -235,7 +238,7 @@ class CompiledDecoder:
     def skipping(self, attention: Sequence[int], inner: Sequence[int]) -> "CompiledDecoder":
         """Return this forward without the attention and without the inner layer of some layers.
 
-        It shares the weights. What is left out changes no hidden state, and stores no keys and values.
+        It shares the weights. Skipped sublayers change no hidden state, and store no keys and values.
         """
         kinds = self.kinds.copy()
         kinds[list(attention)] |= NO_ATTENTION
@@ -250,14 +253,14 @@ class CompiledDecoder:
         self,
         rows: Rows,
         store: PanelStore,
-        vectors: Mapping[int, Float32[np.ndarray, " hidden"]] = _NO_VECTORS,
+        vectors: Mapping[int, Vector] = _NO_VECTORS,
         layers: slice = slice(None),
-        states: Float32[np.ndarray, "n hidden"] | None = None,
+        states: States | None = None,
         taps: Sequence[int] = (),
-    ) -> tuple[Float32[np.ndarray, "n hidden"], Float32[np.ndarray, "n tapped"]]:
+    ) -> tuple[States, Tapped]:
         """Run layers on all rows, and store their keys and values.
 
-        Returns the output of the last of these layers, and what enters the layers `taps`, side by side. `logits` takes the
+        Returns the output of the last of these layers, and the inputs of the layers `taps`, side by side. `logits` takes the
         output of the model's last layer.
 
         Args:
@@ -273,69 +276,51 @@ class CompiledDecoder:
         x = self._embedded(rows, vectors) if states is None else states.copy()
         first, stop, _ = layers.indices(len(self.kinds))
         weights = self.weights if stop - first == len(self.kinds) else layers_of_weights(self.weights, first, stop)
-        sources = layers_of_sources(rows.sources, first, stop)
-        tapped = self._run(x, rows, weights, self.kinds[layers], store, layers, sources, taps)
+        own = self._layer_rows(rows, layers_of_sources(rows.sources, first, stop))
+        tapped = self._run(x, own, weights, self.kinds[layers], _in_store(store, layers), taps)
         return x, tapped
 
-    def forward_exit(
-        self, rows: Rows, store: PanelStore, layer: ExitLayer, states: Float32[np.ndarray, "n hidden"]
-    ) -> Float32[np.ndarray, "n hidden"]:
-        """Run an exit layer on what left the first layers for all rows, store its keys and values, and return its output."""
+    def forward_exit(self, rows: Rows, store: PanelStore, layer: ExitLayer, states: States) -> States:
+        """Run an exit layer on the output of the first layers, store its keys and values, and return its output."""
         x = states.copy()
-        self._run(x, rows, layer.weights, layer.kinds, store, slice(layer.place, layer.place + 1), _NO_SOURCES)
+        place = slice(layer.place, layer.place + 1)
+        self._run(x, self._layer_rows(rows, _NO_SOURCES), layer.weights, layer.kinds, _in_store(store, place))
         return x
+
+    def _layer_rows(self, rows: Rows, sources: Sources) -> LayerRows:
+        seen = np.array([rows.seen[name] for name in self.names])
+        return LayerRows(rows.positions, rows.slots, rows.sessions, seen, rows.back, sources)
 
     def _run(
         self,
-        x: Float32[np.ndarray, "n hidden"],
-        rows: Rows,
+        x: States,
+        rows: LayerRows,
         weights: Weights,
         kinds: Int64[np.ndarray, " layers"],
-        store: PanelStore,
-        places: slice,
-        sources: Sources,
+        cache: KeyValues,
         taps: Sequence[int] = (),
-    ) -> Float32[np.ndarray, "n tapped"]:
-        """Run layers of these weights and kinds on x, in place; their keys and values are in these layers of the store.
+    ) -> Tapped:
+        """Run layers of these weights and kinds on x, in place, and store their keys and values.
 
-        Returns what enters the layers `taps`, see `forward`.
+        Returns the inputs of the layers `taps`, see `forward`.
         """
-        seen = np.array([rows.seen[name] for name in self.names])
         tapped = np.empty((len(x), len(taps) * x.shape[1]), dtype=np.float32)
+        marks = Taps(np.array(taps, dtype=np.int64), tapped)
         with TEAM.threads(self.threads) as threads:
-            all_layers(
-                x, weights, self.angles, self.eps, self.heads, rows.positions, rows.sessions, rows.slots, seen, rows.back,
-                kinds, store.keys_by_panel[places], store.values_by_slot[places], sources, np.array(taps, dtype=np.int64),
-                tapped, threads,
-            )  # fmt: skip
+            all_layers(x, self._stack(weights), rows, kinds, cache, marks, threads)
         return tapped
 
-    def run_together(
-        self,
-        x: Float32[np.ndarray, "n hidden"],
-        rows: PassRows,
-        sessions: Int64[np.ndarray, "sessions 3"],
-        store: PanelStore,
-        sources: Sources,
-    ) -> None:
-        """Run all layers on the rows of several sessions, x, in place, and store their keys and values.
+    def _stack(self, weights: Weights) -> Stack:
+        return Stack(weights, self.angles, self.eps, self.heads, self.kv_heads, self.size)
 
-        Args:
-            sessions: see `Rows`.
-            sources: what the sessions read.
-        """
-        none = np.empty(0, dtype=np.int64)
-        tapped = np.empty((len(x), 0), dtype=np.float32)
-        with TEAM.threads(self.threads) as threads:
-            all_layers(
-                x, self.weights, self.angles, self.eps, self.heads, rows.positions, sessions, rows.slots, rows.seen,
-                rows.back, self.kinds, store.keys_by_panel, store.values_by_slot, sources, none, tapped, threads,
-            )  # fmt: skip
+    def run_together(self, x: States, rows: LayerRows, store: PanelStore) -> None:
+        """Run all layers on the rows of several sessions, x, in place, and store their keys and values."""
+        self._run(x, rows, self.weights, self.kinds, _in_store(store, slice(None)))
 
     def exit_layer(self, layer: nn.Module, norm: Any, after: int, place: int) -> ExitLayer:
         """Return a layer of the model's own shape as its exit layer.
 
-        Its matrices are kept as those of the model are: rounded to bfloat16, float16, 8 bits or 4, if these are. Its norms
+        Its matrices have the type of the model's: rounded to bfloat16, float16, 8 bits or 4, if these are. Its norms
         are rounded to bfloat16 or float16 with them.
 
         Args:
@@ -355,10 +340,8 @@ class CompiledDecoder:
             place=place,
         )
 
-    def _embedded(
-        self, rows: Rows, vectors: Mapping[int, Float32[np.ndarray, " hidden"]]
-    ) -> Float32[np.ndarray, "n hidden"]:
-        """Return what the first layer reads; raise `IndexError` if a token is negative and its row is not in `vectors`."""
+    def _embedded(self, rows: Rows, vectors: Mapping[int, Vector]) -> States:
+        """Return the input of the first layer; raise `IndexError` if a token is negative and its row is not in `vectors`."""
         negative = rows.tokens < 0
         if negative.any() and {*np.flatnonzero(negative).tolist()} != {*vectors}:
             raise IndexError("a token is beyond those of the model")
@@ -378,11 +361,11 @@ class CompiledDecoder:
         self,
         cache: CpuCache,
         store: PanelStore,
-        windows: Int64[np.ndarray, " kinds"],
+        windows: WindowSizes,
         part: int,
         sources: Sources = _NO_SOURCES,
     ) -> Iterator[CacheArrays]:
-        """Yield a session's cache as arrays for steps. There must be room for what they store, in the cache and the store.
+        """Yield a session's cache as arrays for steps. There must be room in the cache and the store.
 
         Args:
             windows, part, sources: see `CacheArrays`.
@@ -410,13 +393,11 @@ class CompiledDecoder:
 
     @cached_property
     def _no_exit(self) -> ExitWeights:
-        """What stands for the exit layer where there is none: drafts are read out by the norm of the model."""
+        """The exit layer of models without one: drafts are read out by the norm of the model."""
         none = layers_of_weights(self.weights, 0, 0)
         return ExitWeights(none, self.last_norm, self.kinds[:0], -1)
 
-    def logits(
-        self, x: Float32[np.ndarray, "m hidden"], norm: Float32[np.ndarray, " weight"] | None = None
-    ) -> Float32[np.ndarray, "m vocab"]:
+    def logits(self, x: States, norm: Float32[np.ndarray, " weight"] | None = None) -> LogitRows:
         """Return the logits of rows, given the output of the last layer for them.
 
         Args:
@@ -429,15 +410,15 @@ class CompiledDecoder:
             shape_logits(logits, self.model.logits_divisor, self.model.logits_cap, self.model.logits_bias)
         return logits
 
-    def normed(self, x: Float32[np.ndarray, "m hidden"]) -> Float32[np.ndarray, "m hidden"]:
-        """Return the output of the last layer after the final norm, which is what the head reads."""
+    def normed(self, x: States) -> States:
+        """Return the output of the last layer after the final norm: the input of the head."""
         out = np.empty_like(x)
         normalise(x, self.last_norm, self.eps, out)
         return out
 
     @property
     def _no_sources(self) -> Sources:
-        """What stands for sources where there are none yet, with keys and values of the type that they are kept as."""
+        """Empty sources, with keys and values of the type of stored ones."""
         if not self.architecture.family.cross:
             return _NO_SOURCES
         words = WORDS[self.kv]
@@ -450,13 +431,17 @@ class CompiledDecoder:
         """The addresses of `all_layers` and `score_rows`, in their forms for the types of this model's arrays."""
         floats = np.zeros((1, 1), dtype=np.float32)
         numbers = np.zeros(1, dtype=np.int64)
-        store = self.store()
+        seen = np.zeros((1, 1, 1), dtype=bool)
+        rows = LayerRows(numbers, numbers, numbers[None], seen, _NO_DISTANCES, self._no_sources)
+        cache = _in_store(self.store(), slice(None))
         layers = address_of(
-            all_layers, floats, self.weights, self.angles, self.eps, self.heads, numbers, numbers[None], numbers,
-            np.zeros((1, 1, 1), dtype=bool), _NO_DISTANCES, self.kinds, store.keys_by_panel, store.values_by_slot,
-            self._no_sources, numbers, floats, 1,
-        )  # fmt: skip
+            all_layers, floats, self._stack(self.weights), rows, self.kinds, cache, Taps(numbers, floats), 1
+        )
         return layers, address_of(score_rows, floats, self.last_norm, self.eps, self.head, floats, 1)
+
+
+def _in_store(store: PanelStore, layers: slice) -> KeyValues:
+    return KeyValues(store.keys_by_panel[layers], store.values_by_slot[layers])
 
 
 class SourceReader:
@@ -475,7 +460,7 @@ class SourceReader:
         self.threads = decoder.threads
 
     def read(self, states: Float32[np.ndarray, "frames hidden"]) -> Float32[np.ndarray, "frames columns"]:
-        """Return keys and then values of all heads, layer by layer, given what an encoder has made of a source."""
+        """Return keys and then values of all heads, layer by layer, given the states of a source."""
         found = np.empty((len(states), len(self.panels) * WIDTH), dtype=np.float32)
         with TEAM.threads(self.threads) as threads:
             multiply(states, self.panels, found, threads)
@@ -488,7 +473,7 @@ def kind_of_panels(weights: list[Tensor], rounding: Rounding | None, tiled: bool
 
     Args:
         tiled: whether tiles are used.
-        files: what leaves memory once it was looked at.
+        files: mapped files, released once they were looked at.
     """
     if rounding == "int4":
         return "int4"
@@ -531,7 +516,7 @@ def panels_of(
 
     Args:
         matrices: of one shape; each consists of parts, float[columns, depth], one after the other.
-        files: what leaves memory once it was laid out.
+        files: mapped files, released once they were laid out.
         ordered: returns a tensor with its columns in another order; a copy is there while its matrix is laid out.
     """
     columns = sum(len(part) for part in matrices[0])
@@ -556,12 +541,11 @@ def panels_of(
 
 
 def _weights_of_columns(matrix: Grouped, first: int, stop: int) -> Float32[np.ndarray, "some depth"]:
-    """Return the weights of some columns of a matrix that files hold in 4 bits."""
     return matrix.columns(first, stop).weights()
 
 
 def _pieces_of(parts: Sequence[Tensor], first: int, stop: int) -> list[Tensor]:
-    """Return what some columns of a matrix have of each of its parts."""
+    """Return the pieces of some columns of a matrix, one of each of its parts."""
     starts = accumulate((len(part) for part in parts), initial=0)
     pieces = [
         part.detach()[max(first - start, 0) : max(stop - start, 0)] for part, start in zip(parts, starts, strict=False)
@@ -592,9 +576,9 @@ def weights_of(
 
     Args:
         layers: of a transformers model, or of a draft head, whose modules have the names of a Llama's; at least one.
-        kinds: of all panels, or of those of each matrix.
+        kinds: of all panels, or by matrix.
         of: their architecture.
-        files: what leaves memory once it was laid out.
+        files: mapped files, released once they were laid out.
     """
     by_matrix = kinds if isinstance(kinds, Kinds) else Kinds(kinds, kinds, kinds, kinds)
     parts = [parts_of(layer, of) for layer in layers]
@@ -649,7 +633,6 @@ def _cross_weights(parts: list[CrossParts], kind: Kind, files: MappedFiles) -> C
 
 
 def _matrices_of(found: Matrix | list[Matrix]) -> list[Matrix]:
-    """Return a matrix, or several, as a list."""
     return found if isinstance(found, list) else [found]
 
 
@@ -661,32 +644,19 @@ def _routers_of(parts: list[LayerParts]) -> Float32[np.ndarray, "layers panels w
     return panels_of([[one] for one in routers], "float32")
 
 
-def numbers_of(weight: Tensor) -> Float32[np.ndarray, "..."]:
+def numbers_of(weight: Tensor) -> Floats:
     """Return a weight as a contiguous array, without a copy if it is contiguous and float32."""
     return weight.detach().contiguous().float().numpy()
 
 
-def angles_of(rotary: Any, positions: int, *kind: str) -> Float32[np.ndarray, "2 positions pairs"]:
-    """Return the cosine and the sine of each rotary pair's angle at each position.
-
-    Args:
-        kind: of layers, where each has angles of its own.
-    """
-    cos, sin = rotary(torch.zeros(1), torch.arange(positions)[None], *kind)
-    pairs = cos.shape[-1] // 2
-    return np.ascontiguousarray(torch.stack([cos[0, :, :pairs], sin[0, :, :pairs]]).numpy())
+def angles_of(rotary: Any, positions: int) -> Float32[np.ndarray, "2 positions pairs"]:
+    """Return the cosine and the sine of each rotary pair's angle at each position."""
+    return numbers_of(families.angles_of(rotary, positions, torch.device("cpu")))
 
 
 def angles_of_model(model: "PreTrainedModel", of: Architecture) -> Float32[np.ndarray, "tables 2 positions pairs"]:
-    """Return all tables of angles of a model; one without pairs if its positions are learned, or biases of attention."""
-    body: Any = body_of(model, of.family)
-    if of.family.distances:
-        return np.zeros((1, 2, _NO_LIMIT, 0), dtype=np.float32)
-    if of.family.positions:
-        return np.zeros((1, 2, len(places_of(body, of)), 0), dtype=np.float32)
-    positions = positions_of(model.config)
-    assert positions is not None  # families with rotary positions say how many
-    return np.stack([angles_of(body.rotary_emb, positions, *([kind] if kind else [])) for kind in of.tables])
+    """Return all tables of angles of a model."""
+    return np.stack([numbers_of(table) for table in angle_tables(model, of, _NO_LIMIT)])
 
 
 def misfit(model: "PreTrainedModel", rounding: Rounding | None) -> str:
@@ -718,7 +688,7 @@ def misfit_of_depths(model: "PreTrainedModel", of: Architecture, unit: int) -> s
     """Return the reason why matrices of layers of an architecture are not as deep as panels are; "" if they are.
 
     Args:
-        unit: of what the depths must be multiples.
+        unit: number that must divide the depths.
     """
     first = layers_in(model, of.family)[0]
     inner = _matrices_of(parts_of(first, of).down)[0].shape[1]

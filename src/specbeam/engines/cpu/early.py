@@ -1,4 +1,4 @@
-"""What a cache keeps of nodes that only the first layers of a model have seen, and the steps that change it.
+"""Nodes that only the first layers of a model have seen, in a session's cache, and the steps that change them.
 
 If the first layers are run ahead of the others (see `LiveLayers`, `ExitLM`), a node goes through two passes: the first
 layers see it when it is drafted, the others when the target judges it. An exit layer runs between the two.
@@ -22,7 +22,7 @@ MOST_WAITING = 64  # nodes that wait for the exit layer where nothing is drafted
 class Waiting(NamedTuple):
     """Nodes that the first layers have seen and the exit layer has not, such as the last layer of a draft.
 
-    Most of them are refused. Those that live on go through the exit layer together with the next draft. The arrays have
+    Most of them are refused. Survivors go through the exit layer together with the next draft. The arrays have
     spare room; the number of nodes is in `EarlyNodes.counts`.
     """
 
@@ -32,12 +32,12 @@ class Waiting(NamedTuple):
     slots: Array  # int64[room]
     positions: Array  # int64[room]
     seen: Array  # bool[room, slots]: the slots on the path to each, its own included
-    states: Array  # float32[room, hidden]: what left the first layers
+    states: Array  # float32[room, hidden]: output of the first layers
 
 
 @borrowed
 class EarlyNodes(NamedTuple):
-    """What a cache keeps of nodes between their two passes; arrays have no rows where no layer is run ahead."""
+    """The nodes of a cache between their two passes; arrays have no rows where no layer is run ahead."""
 
     # int64[5]: the number of stored nodes that the other layers have not seen (UNFINISHED), which are the newest ones, and
     # of those that wait for the exit layer (WAITING); the number of rows that the first layers (FIRST_ROWS), the exit layer
@@ -61,9 +61,9 @@ class ExitWeights(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ExitLayer:
-    """A layer that reads what leaves the first layers of a model. The head of the model makes logits of its normed output.
+    """A layer that reads the output of the first layers of a model. The head of the model makes logits of its normed output.
 
-    Its keys and values are in the same slots as those of the model, in a layer of their own, so each token that the model
+    Its keys and values are in the same slots as the model's, in a layer of their own, so each token that the model
     stores has one row more.
 
     Attributes:
@@ -91,7 +91,7 @@ def no_early_nodes(hidden: int) -> EarlyNodes:
 
 @compiled
 def keep_early(early: EarlyNodes, trie: Trie, rows: Array, slots: Array, has_exit: bool) -> None:
-    """Keep what left the first layers for the nodes that were stored last, as unfinished, and let these wait for the exit.
+    """Store the first layers' output for the newest nodes, as unfinished, and let these wait for the exit layer.
 
     Args:
         rows: float32[n, hidden].
@@ -139,7 +139,7 @@ def finish_early(early: EarlyNodes) -> None:
 
 @compiled
 def rename_early(early: EarlyNodes, trie: Trie, former: Array) -> None:
-    """Follow a trie that has dropped nodes: keep what there is of those that remain, and of slots that are still in use.
+    """Follow a trie that has dropped nodes: keep the states of nodes that remain, and of slots that are still in use.
 
     Args:
         former: the number that each remaining local node had before, ascending.

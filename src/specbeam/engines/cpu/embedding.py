@@ -5,12 +5,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float32, Int64, Shaped
+from jaxtyping import Shaped
 from torch import Tensor
 
 from specbeam.core import compiling
 from specbeam.core.compiling.compiler import Array, compiled, compiled_only
 from specbeam.core.compiling.copies import copy_numbers
+from specbeam.engines.arrays import Integers, States
 from specbeam.engines.cpu.sums import FLOAT16_SCALE
 
 if compiling.AVAILABLE:
@@ -18,7 +19,7 @@ if compiling.AVAILABLE:
 
     from specbeam.core.compiling.compiler import chosen_for
 
-# What stands for a type that numpy or numba does not know: an integer of its size.
+# Stand-ins for types that numpy or numba lacks: integers of their size.
 _BITS = {torch.bfloat16: np.uint16, torch.float16: np.int16}
 
 Table = Shaped[np.ndarray, "vocab hidden"]
@@ -47,7 +48,7 @@ def look_up_rows(table: Array, tokens: Array, out: Array) -> None:
         look_up(table, tokens[row], out[row])
 
 
-def embedded_rows(table: Table, tokens: Int64[np.ndarray, " n"]) -> Float32[np.ndarray, "n hidden"]:
+def embedded_rows(table: Table, tokens: Integers) -> States:
     """Return the embeddings of tokens as float32; raise `IndexError` if the table has no such token."""
     if table.dtype == np.float32:
         return table.take(tokens, 0)

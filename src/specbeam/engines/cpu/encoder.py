@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Int64, Shaped
+from jaxtyping import Float, Int64
 from torch import nn
 
 from specbeam.core.compiling.repeated import Repeated
+from specbeam.engines.arrays import AnyArray, Integers, OwnStates, States, TokenIds
 from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.decoder import (
     CompiledDecoder,
@@ -25,10 +26,11 @@ from specbeam.engines.cpu.decoder import (
 from specbeam.engines.cpu.embedding import embedded_rows, table_of
 from specbeam.engines.cpu.layers import all_layers, normalise
 from specbeam.engines.cpu.panels import steps_in
+from specbeam.engines.cpu.rows import KeyValues, LayerRows, Stack, Taps
 from specbeam.engines.cpu.sources import no_distances, no_sources
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.cpu.team import TEAM
-from specbeam.engines.cpu.weights import layers_of_weights
+from specbeam.engines.cpu.weights import Weights, layers_of_weights
 from specbeam.engines.families import (
     ModelFamily,
     architecture_of,
@@ -63,7 +65,6 @@ def misfit(model: "PreTrainedModel") -> str:
 
 
 def _family_of_encoder(model: "PreTrainedModel") -> ModelFamily:
-    """Return the row of the encoder of a model that the table has."""
     family = family_of(model)
     assert family is not None
     return encoder_family(family)
@@ -72,17 +73,16 @@ def _family_of_encoder(model: "PreTrainedModel") -> ModelFamily:
 class CompiledEncoder(nn.Module, ABC):
     """The encoder of a model that `misfit` has no reason against, in place of transformers', and called as that is.
 
-    Where the decoder's matrices are rounded, those of the encoder's layers are rounded to 8 bits, to 4 too few: what it
-    makes of a source is read by every token of the text. What a source becomes does not depend on which others are read
-    with it.
+    Where the decoder's matrices are rounded, to 8 or to 4 bits, the encoder's are rounded to 8 bits: every token of the
+    text reads its output. The states of a source do not depend on other sources in its pass.
 
     Args:
         decoder: the compiled decoder of the same model.
 
     Attributes:
-        module: transformers' encoder, which reads what is not known here.
+        module: transformers' encoder, for sources that this one does not support.
         rounding: of its matrices; None: they are as they were.
-        places: float32[positions, hidden], what is added to rows by position; of no positions: nothing.
+        places: float32[positions, hidden], embeddings of positions; without positions: none.
     """
 
     def __init__(self, model: "PreTrainedModel", decoder: CompiledDecoder) -> None:
@@ -119,22 +119,22 @@ class CompiledEncoder(nn.Module, ABC):
         return module.get_input_embeddings()
 
     @abstractmethod
-    def inputs_of(self, source: Source) -> Shaped[np.ndarray, "..."] | None:
-        """Return what a source holds for `read`; None if it is left to whoever reads it alone."""
+    def inputs_of(self, source: Source) -> AnyArray | None:
+        """Return the inputs of a source for `read`; None if transformers' encoder reads it."""
 
     @abstractmethod
-    def rows_of(self, inputs: Shaped[np.ndarray, "..."]) -> int:
+    def rows_of(self, inputs: AnyArray) -> int:
         """Return the number of rows that the inputs of a source are read as, known before they are read."""
 
     @abstractmethod
-    def entering(self, sources: Sequence[Shaped[np.ndarray, "..."]]) -> list[Float32[np.ndarray, "_ hidden"]]:
-        """Return what the first layer reads of sources, given their inputs."""
+    def entering(self, sources: Sequence[AnyArray]) -> list[OwnStates]:
+        """Return the first layer's input of sources, given their inputs."""
 
     @abstractmethod
     def run_layers(
         self,
-        x: Float32[np.ndarray, "n hidden"],
-        places: Int64[np.ndarray, " n"],
+        x: States,
+        places: Integers,
         lengths: Int64[np.ndarray, " sources"],
     ) -> None:
         """Run all layers on the rows of sources, x, in place.
@@ -145,8 +145,12 @@ class CompiledEncoder(nn.Module, ABC):
         """
 
     @abstractmethod
-    def states_by_transformers(self, inputs: Shaped[np.ndarray, "..."]) -> Float[torch.Tensor, "rows hidden"]:
+    def states_by_transformers(self, inputs: AnyArray) -> Float[torch.Tensor, "rows hidden"]:
         """Return the states of a source by transformers' encoder in float32, given its inputs."""
+
+    def stack(self, weights: Weights) -> Stack:
+        """Return layers of this encoder as compiled layers take them."""
+        return Stack(weights, self.angles, self.eps, self.heads, self.heads, self.size)
 
     def module_in_float32(self) -> Any:
         """Return transformers' encoder computing in float32, as the compiled layers do: a copy if it has another type."""
@@ -154,8 +158,8 @@ class CompiledEncoder(nn.Module, ABC):
         return self.module if is_in_float32 else copy.deepcopy(self.module).float()
 
     @torch.inference_mode()
-    def error_on(self, inputs: Shaped[np.ndarray, "..."]) -> float:
-        """Return the largest difference of the states of a source from those of transformers, as a share of their spread."""
+    def error_on(self, inputs: AnyArray) -> float:
+        """Return the largest difference of the states of a source from transformers', as a share of their spread."""
         expected = self.states_by_transformers(inputs)
         (found,) = self.read([inputs])
         return float((torch.from_numpy(found) - expected).abs().max() / expected.std().clamp_min(1e-6))
@@ -163,7 +167,7 @@ class CompiledEncoder(nn.Module, ABC):
     def read_together(self, sources: Sequence[Source]) -> None:
         """Store the states of sources that this encoder has not read yet: several short ones are read in one pass.
 
-        What room the last pass has is for those that are read after them.
+        Later sources fill up the last pass.
         """
         asked = {*sources}
         for group in grouped(self._unread(sources, asked), asked, TOGETHER):
@@ -185,7 +189,7 @@ class CompiledEncoder(nn.Module, ABC):
         for source, one in zip(group, states, strict=True):
             source.states[self] = torch.from_numpy(one.copy())[None]  # without those of the others
 
-    def read(self, sources: Sequence[Shaped[np.ndarray, "..."]]) -> list[Float32[np.ndarray, "_ hidden"]]:
+    def read(self, sources: Sequence[AnyArray]) -> list[OwnStates]:
         """Return the states of sources, given their inputs, in one pass over all their rows."""
         each = self.entering(sources)
         x = np.concatenate(each)
@@ -231,27 +235,27 @@ class TextEncoder(CompiledEncoder):
         (states,) = self.read([tokens])
         return (torch.from_numpy(states)[None],)
 
-    def knows(self, tokens: Int64[np.ndarray, " length"]) -> bool:
+    def knows(self, tokens: TokenIds) -> bool:
         """Return whether all positions of a source are known, without asking transformers."""
         if len(self.places) == 0:
             return True
         return len(tokens) <= len(self.places) and not (tokens == self.unplaced).any()
 
-    def inputs_of(self, source: Source) -> Int64[np.ndarray, " length"] | None:
+    def inputs_of(self, source: Source) -> TokenIds | None:
         if source.name != "input_ids" or source.inputs is None:
             return None
-        tokens: Int64[np.ndarray, " length"] = source.inputs[0].numpy()
+        tokens: TokenIds = source.inputs[0].numpy()
         is_read = self.knows(tokens) and tokens.size > 0 and tokens.min() >= 0 and tokens.max() < len(self.embedding)
         return tokens if is_read else None
 
-    def rows_of(self, inputs: Int64[np.ndarray, " length"]) -> int:
+    def rows_of(self, inputs: TokenIds) -> int:
         return inputs.size
 
-    def states_by_transformers(self, inputs: Int64[np.ndarray, " length"]) -> Float[torch.Tensor, "length hidden"]:
+    def states_by_transformers(self, inputs: TokenIds) -> Float[torch.Tensor, "length hidden"]:
         states: torch.Tensor = self.module_in_float32()(input_ids=torch.from_numpy(inputs)[None])[0]
         return states[0]
 
-    def entering(self, sources: Sequence[Int64[np.ndarray, " _"]]) -> list[Float32[np.ndarray, "_ hidden"]]:
+    def entering(self, sources: Sequence[Int64[np.ndarray, " _"]]) -> list[OwnStates]:
         lengths = [len(tokens) for tokens in sources]
         places = np.concatenate([np.arange(length) for length in lengths])
         x = embedded_rows(self.embedding, np.concatenate(sources)) * self.embedding_scale
@@ -263,8 +267,8 @@ class TextEncoder(CompiledEncoder):
 
     def run_layers(
         self,
-        x: Float32[np.ndarray, "n hidden"],
-        places: Int64[np.ndarray, " n"],
+        x: States,
+        places: Integers,
         lengths: Int64[np.ndarray, " sources"],
     ) -> None:
         ends = np.cumsum(lengths)
@@ -279,12 +283,9 @@ class TextEncoder(CompiledEncoder):
         width = -(-self.size // WIDTH) * WIDTH
         keys = np.zeros((1, len(lengths), self.heads, panels, self.size, WIDTH), dtype=np.float32)
         values = np.zeros((1, len(lengths), self.heads, panels * WIDTH, width), dtype=np.float32)
+        rows = LayerRows(places, places, which, seen, back, _NO_SOURCES)
         kinds = np.zeros(1, dtype=np.int64)
-        no_taps = np.zeros(0, dtype=np.int64)
-        tapped = np.empty((len(x), 0), dtype=np.float32)
+        no_taps = Taps(np.zeros(0, dtype=np.int64), np.empty((len(x), 0), dtype=np.float32))
         with TEAM.threads(self.threads) as threads:
             for weights in self.layers:
-                self.all_layers(
-                    x, weights, self.angles, self.eps, self.heads, places, which, places, seen, back, kinds, keys, values,
-                    _NO_SOURCES, no_taps, tapped, threads,
-                )  # fmt: skip
+                self.all_layers(x, self.stack(weights), rows, kinds, KeyValues(keys, values), no_taps, threads)

@@ -1,4 +1,4 @@
-"""What layers have besides what every layer has: the same compiled layers run all families, and look here for the rest."""
+"""Optional parts of layers: the same compiled layers run all families, and find here the parts that only some have."""
 
 from typing import NamedTuple
 
@@ -14,28 +14,28 @@ _NUMBER_OF: dict[Activation, int] = {"silu": SILU, "gelu tanh": GELU_TANH, "gelu
 
 @borrowed
 class Extras(NamedTuple):
-    """What layers have besides matrices and the norms in front of their sublayers; arrays lack columns where they have none.
+    """Parts of layers besides matrices and the norms in front of sublayers; missing ones are arrays without columns.
 
-    What all layers share is no array: a branch on it costs nothing beside a product.
+    Settings that all layers share are plain numbers: a branch on one costs nothing compared with a product.
     """
 
     after_attention: (
-        Array  # float32[layers, ...]: weight of the norm of what attention adds, or of the sum; see `Weights`
+        Array  # float32[layers, ...]: weight of the norm of attention's output, or of the sum; see `Weights`
     )
-    after_inner: Array  # float32[layers, ...]: of what the inner layer adds, or of the sum
+    after_inner: Array  # float32[layers, ...]: of the inner layer's output, or of the sum
     wide_norms: Array  # float32[layers, (heads + kv_heads) * size]: of all queries, and of all keys of a row
     out_bias: Array  # float32[layers, hidden]
     up_bias: Array  # float32[layers, columns] of gate and up
     down_bias: Array  # float32[layers, hidden]
-    scales: Array  # float32[layers]: what scores of attention are multiplied with
+    scales: Array  # float32[layers]: factor of scores of attention
     ropes: Array  # int64[layers]: the table of rotary angles; -1: no positions
     biases: Array  # float32[layers, heads, distances]: see `families.Architecture.biases`
     cap: np.float32  # see `families.Numbers.attention_cap`
-    residual: np.float32  # what leaves a sublayer is multiplied with this
+    residual: np.float32  # factor of a sublayer's output
     activation: int  # SILU, GELU_TANH, GELU or RELU
     gated: bool  # whether the inner layer has a gate
-    parallel: bool  # whether the inner layer reads what attention reads
-    norm_of_sum: bool  # whether norms behind a sublayer are of the sum with what it has read
+    parallel: bool  # whether the inner layer has the input of attention
+    norm_of_sum: bool  # whether norms behind a sublayer are of the sum with its input
     router: Array  # float32[layers, panels, words]: by which rows choose their experts; of no panels without experts
     experts: int  # number of them; their matrices follow each other in the panels of a layer. 0: there are none
     chosen: int  # experts of a row
@@ -72,7 +72,6 @@ def extras_of(parts: list[LayerParts], of: Architecture, router: Array) -> Extra
 
 
 def _biases_of(of: Architecture, layers: int) -> np.ndarray:
-    """Return `Extras.biases`."""
     if not of.biases:
         return np.zeros((layers, of.heads, 0), dtype=np.float32)
     return np.stack([one.detach().contiguous().float().numpy() for one in of.biases])

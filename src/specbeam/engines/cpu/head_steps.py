@@ -1,6 +1,6 @@
 """Steps on a session's cache in a compiled draft head: its rows, settling a turn, and taking one back.
 
-A head keeps a trie of nodes with the features that it makes of the target's hidden states there. Its layers are those of
+A head keeps a trie of nodes with features made of the target's hidden states. Its layers are the compiled ones of
 engines/cpu/layers.py. There are two kinds: a pair trunk (heads/trunk.py) has a row for each node, which reads the feature of
 the node above; a block head (heads/block.py) makes the rows of a whole block below a node that the target has not scored.
 """
@@ -33,6 +33,7 @@ from specbeam.engines.cpu.layers import (
     write_qkv,
 )
 from specbeam.engines.cpu.panels import multiply
+from specbeam.engines.cpu.rows import KeyValues, LayerRows, Look, Stack, Taps
 from specbeam.engines.cpu.sources import no_distances, no_sources
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.kv.steps import (
@@ -61,7 +62,7 @@ NO_NORM, NORM_OF_ALL, NORM_OF_EACH = range(3)  # how the target's hidden states 
 
 @borrowed
 class FeatureWeights(NamedTuple):
-    """What makes features of the target's hidden states, side by side: norms, and a matrix if there is one."""
+    """Weights for features of the target's concatenated hidden states: norms, and perhaps a matrix."""
 
     reads_final: bool  # whether the first of the states is the last hidden state after the final norm
     norms: int  # NO_NORM, NORM_OF_ALL or NORM_OF_EACH
@@ -144,7 +145,7 @@ class HeadArrays(NamedTuple):
     values: Array
     store_row: int  # the session's row of the store
     threads: int
-    layers_at: int  # address of `pair_layers` or `all_layers` for this model
+    layers_at: int  # address of `pair_layers` or `run_all` for this model
     context_at: int  # address of `context_layers`; 0 for a trunk
     score_rows_at: int  # address of `layers.score_rows` for this model
 
@@ -153,7 +154,7 @@ class PairFeed(NamedTuple):
     """The rows of a session that a pass of a trunk computes."""
 
     tokens: Array  # int64[rows]
-    given: Array  # float32[rows, width]: what they read of the nodes above
+    given: Array  # float32[rows, width]: features of the nodes above
     positions: Array  # int64[rows]
     slots: Array  # int64[rows]
     seen: Array  # bool[1, rows, slots]
@@ -185,16 +186,12 @@ def make_features(weights: FeatureWeights, eps: float, states: Array, threads: i
 
 
 @compiled
-def pair_layers(
-    x: Array, model: TrunkModel, tokens: Array, given: Array, positions: Array, rows: Array, slots: Array, seen: Array,
-    keys: Array, values: Array, threads: int,
-) -> None:  # fmt: skip
+def pair_layers(x: Array, model: TrunkModel, feed: PairFeed, sessions: Array, cache: KeyValues, threads: int) -> None:
     """Write the states of rows of a trunk to x, float32[rows, width], and store keys and values.
 
     Args:
-        tokens: int64[rows], of each row.
-        given: float32[rows, width], what each row reads of the node above.
-        positions, rows, slots, seen, keys, values: see `layers.all_layers`; there is one kind of layers.
+        sessions: see `LayerRows`.
+        cache: of all layers.
     """
     count, width = x.shape
     embed = model.embedding.shape[1]
@@ -204,15 +201,17 @@ def pair_layers(
     for row in range(count):
         embedded = both[row][start : start + embed]
         feature = both[row][after : after + width]
-        embedded[:] = model.embedding[tokens[row]]
-        feature[:] = given[row]
+        embedded[:] = model.embedding[feed.tokens[row]]
+        feature[:] = feed.given[row]
         if len(model.embedding_norm) > 0:
             normalise_row(embedded, model.embedding_norm, model.eps, embedded)
             normalise_row(feature, model.feature_norm, model.eps, feature)
-    room = layer_room(count, width, model.first, model.heads, keys.shape[4])
+    _, _, kv_heads, _, size, _ = cache.keys.shape
+    stack = Stack(model.first, model.angles, model.eps, model.heads, kv_heads, size)
+    room = layer_room(count, width, stack, threads)
     read = both
     if model.pairs == ATTENTION:
-        x[:] = given
+        x[:] = feed.given
         if model.norms_residual:
             x[:] = both[:, after : after + width]
     else:
@@ -227,48 +226,33 @@ def pair_layers(
             read[:] = x
         else:
             normalise(x, model.first.before_attention[0], model.eps, read)
-    reach = reach_of(seen)
-    run_layer(
-        x, read, model.first, 0, model.angles, model.eps, model.heads, positions, rows, slots, seen[0], reach[0],
-        no_distances(), keys[0], values[0], room, threads,
-    )  # fmt: skip
+    rows = LayerRows(feed.positions, feed.slots, sessions, feed.seen, no_distances(), no_sources())
+    look = Look(sessions, feed.seen[0], reach_of(feed.seen)[0], rows.back)
+    run_layer(x, read, stack, 0, rows, look, KeyValues(cache.keys[0], cache.values[0]), room)
     if len(model.kinds) > 0:
-        all_layers(
-            x, model.others, model.angles, model.eps, model.heads, positions, rows, slots, seen, no_distances(), model.kinds,
-            keys[1:], values[1:], no_sources(), np.empty(0, dtype=np.int64), np.empty((count, 0), dtype=np.float32), threads,
-        )  # fmt: skip
+        others = Stack(model.others, model.angles, model.eps, model.heads, kv_heads, size)
+        run_all(x, others, rows, model.kinds, KeyValues(cache.keys[1:], cache.values[1:]), threads)
+
+
+@compiled
+def run_all(x: Array, stack: Stack, rows: LayerRows, kinds: Array, cache: KeyValues, threads: int) -> None:
+    """Do `layers.all_layers` without taps."""
+    taps = Taps(np.empty(0, dtype=np.int64), np.empty((len(x), 0), dtype=np.float32))
+    all_layers(x, stack, rows, kinds, cache, taps, threads)
 
 
 @compiled
 def context_layers(
-    features: Array,
-    model: BlockModel,
-    positions: Array,
-    rows: Array,
-    slots: Array,
-    keys: Array,
-    values: Array,
-    threads: int,
+    features: Array, model: BlockModel, positions: Array, sessions: Array, slots: Array, cache: KeyValues, threads: int
 ) -> None:
     """Store the keys and values of scored nodes in the layers of a block head, all of which read the same features."""
-    kv_heads = keys.shape[2]
-    size = keys.shape[4]
+    _, _, kv_heads, _, size, _ = cache.keys.shape
+    stack = Stack(model.weights, model.angles, model.eps, model.heads, kv_heads, size)
     qkv = np.empty((len(features), model.weights.qkv.shape[1] * WIDTH), dtype=np.float32)
     for layer in range(len(model.kinds)):
-        write_qkv(
-            features,
-            model.weights,
-            layer,
-            model.angles,
-            model.eps,
-            model.heads,
-            kv_heads,
-            size,
-            positions,
-            qkv,
-            threads,
-        )
-        store_keys_and_values(qkv, model.heads, rows, slots, keys[layer], values[layer])
+        write_qkv(features, stack, layer, positions, qkv, threads)
+        own = KeyValues(cache.keys[layer], cache.values[layer])
+        store_keys_and_values(qkv, model.heads, sessions, slots, own)
 
 
 @extend.of(HeadArrays)
@@ -305,11 +289,8 @@ def trunk_rows(model: TrunkModel, cache: HeadArrays, nodes: Array) -> Array:
     while count > 0:
         feed = begin_pairs(cache, count)
         x = np.empty((count, cache.states.shape[1]), dtype=np.float32)
-        rows = np.array([[cache.store_row, 0, count]])
-        call_at(cache.layers_at, (
-            x, model, feed.tokens, feed.given, feed.positions, rows, feed.slots, feed.seen, cache.keys, cache.values,
-            cache.threads,
-        ))  # fmt: skip
+        sessions = np.array([[cache.store_row, 0, count]])
+        call_at(cache.layers_at, (x, model, feed, sessions, KeyValues(cache.keys, cache.values), cache.threads))
         finish_pairs(cache, x)
         count = pairs_ready(cache)
     x = np.empty((len(nodes), cache.states.shape[1]), dtype=np.float32)
@@ -338,7 +319,7 @@ def pairs_ready(cache: HeadArrays) -> int:
 
 @compiled
 def begin_pairs(cache: HeadArrays, count: int) -> PairFeed:
-    """Give slots to the next `count` pending rows of a trunk, and return what a pass reads of them."""
+    """Give slots to the next `count` pending rows of a trunk, and return the inputs of their pass."""
     trie = cache.trie
     model = cache.model
     start = trie.counts[STORED]
@@ -380,7 +361,7 @@ def scored(cache: HeadArrays, x: Array) -> Array:
 
 @compiled
 def of_all_tokens(model: Any, logits: Array) -> Array:
-    """Return logits of all tokens of the target; those that the head does not know have -inf."""
+    """Return logits of all tokens of the target, -inf for tokens unknown to the head."""
     vocab = model.vocab
     if len(model.tokens) == 0:
         return logits[:, :vocab].copy() if logits.shape[1] > vocab else logits
@@ -436,11 +417,11 @@ def _store_context(cache: HeadArrays) -> None:
             return
         slots = np.empty(stop - start, dtype=np.int64)
         feed_slots(trie, slots)
-        rows = np.array([[cache.store_row, 0, stop - start]])
-        call_at(cache.context_at, (
-            cache.features[start:stop].copy(), cache.model, trie.nodes[2][start:stop].copy(), rows, slots, cache.keys,
-            cache.values, cache.threads,
-        ))  # fmt: skip
+        sessions = np.array([[cache.store_row, 0, stop - start]])
+        features = cache.features[start:stop].copy()
+        positions = trie.nodes[2][start:stop].copy()
+        stored = KeyValues(cache.keys, cache.values)
+        call_at(cache.context_at, (features, cache.model, positions, sessions, slots, stored, cache.threads))
 
 
 @compiled
@@ -475,12 +456,12 @@ def _make_blocks(cache: HeadArrays, roots: Array) -> None:
             seen[0, row, :extent] = trie.seen[trie.nodes[1, root], :extent]
             seen[0, row, extent + start : extent + start + model.rows] = True
     slots = extent + np.arange(count)
-    rows = np.array([[cache.store_row, 0, count]])
-    tapped = np.empty((count, 0), dtype=np.float32)
-    call_at(cache.layers_at, (
-        x, model.weights, model.angles, model.eps, model.heads, positions, rows, slots, seen, no_distances(), model.kinds,
-        cache.keys, cache.values, no_sources(), np.empty(0, dtype=np.int64), tapped, cache.threads,
-    ))  # fmt: skip
+    sessions = np.array([[cache.store_row, 0, count]])
+    rows = LayerRows(positions, slots, sessions, seen, no_distances(), no_sources())
+    stored = KeyValues(cache.keys, cache.values)
+    _, _, kv_heads, _, size, _ = cache.keys.shape
+    stack = Stack(model.weights, model.angles, model.eps, model.heads, kv_heads, size)
+    call_at(cache.layers_at, (x, stack, rows, model.kinds, stored, cache.threads))
     blocks.base[first * model.rows : first * model.rows + count] = scored(cache, x)
 
 
@@ -527,7 +508,7 @@ def blocks_of_head(cache: HeadArrays) -> int:
 
 @compiled
 def states_of(cache: CacheArrays, nodes: Array, reads_final: bool) -> Array:
-    """Return the hidden states of forest nodes that a pass of the target has stored, side by side: what a head reads.
+    """Return the concatenated hidden states of forest nodes that the target has stored: the inputs of a head.
 
     Args:
         reads_final: whether the first of them is the last hidden state after the final norm.
@@ -543,47 +524,36 @@ def states_of(cache: CacheArrays, nodes: Array, reads_final: bool) -> Array:
 
 
 @compiled
-def settle_head_cache(
-    cache: HeadArrays, tree: tuple[Array, Array], start: int, scored_nodes: Array, states: Array, survivors: Array,
-    tokens: Array, parents: Array, kept: Array,
-) -> None:  # fmt: skip
+def settle_head_cache(cache: HeadArrays, turn: SettledTurn, scored_nodes: Array, states: Array) -> None:
     """Do `LM.settle` for one session: keep the paths to the surviving beams and to kept nodes, free the rest.
 
     Rows that were computed from the head's own states are for the drafts of one turn: they are taken back first. There must
     be room.
 
     Args:
-        tree: tokens and parents of the turn's forest.
-        start: number of nodes that this forest began with.
-        scored_nodes: int64[n], the forest nodes that the target has scored in this turn.
+        scored_nodes: int64[n], the nodes of the head's forest that the target has scored in this turn.
         states: its hidden states there.
-        survivors, tokens, parents: int64[beams]: forest node (-1 if it was no draft), token, parent node.
-        kept: int64[n], see `Verdict.kept`.
     """
     trie = cache.trie
     model = cache.model
-    rewind_head_cache(cache, start)
-    fresh = entered(cache, tree[0], tree[1], scored_nodes)
+    rewind_head_cache(cache, turn.start)
+    fresh = entered(cache, turn.tokens, turn.parents, scored_nodes)
     features = make_features(model.features, model.eps, states, cache.threads)
     for row in range(len(fresh)):
         cache.features[fresh[row]] = features[row]
         cache.is_scored[fresh[row]] = True
     size = trie.counts[SIZE]
-    leaves = add_survivors(trie, survivors, tokens, parents)
+    leaves = add_survivors(trie, turn.survivors, turn.survivor_tokens, turn.survivor_parents)
     cache.is_scored[size : trie.counts[SIZE]] = False
-    _keep(cache, np.concatenate((leaves, trie.local[kept])))
+    _keep(cache, np.concatenate((leaves, trie.local[turn.kept])))
 
 
 @settle_draft.of(HeadArrays)
 @compiled
 def settle_head(draft: HeadArrays, target: CacheArrays, turn: SettledTurn) -> None:
     """Settle a head by the target's hidden states of the nodes that it scored; see `settle_draft`."""
-    tree = (turn.tokens, turn.parents)
     states = states_of(target, turn.scored, draft.model.features.reads_final)
-    settle_head_cache(
-        draft, tree, turn.start, turn.names[turn.scored], states, turn.survivors, turn.survivor_tokens,
-        turn.survivor_parents, turn.kept,
-    )  # fmt: skip
+    settle_head_cache(draft, turn, turn.names[turn.scored], states)
 
 
 @rewind.of(HeadArrays)
@@ -596,7 +566,7 @@ def rewind_head_cache(cache: HeadArrays, nodes: int) -> None:
 
 @compiled
 def _keep(cache: HeadArrays, leaves: Array) -> None:
-    """Keep the paths to these local nodes, and what there is of the nodes that remain; forget all blocks."""
+    """Keep the paths to these local nodes, with their features and states; forget all blocks."""
     former = prune(cache.trie, leaves)
     for node in range(len(former)):  # in place, as the number of a node never grows
         before = former[node]

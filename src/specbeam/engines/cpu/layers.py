@@ -1,10 +1,10 @@
 """The compiled layers of a model: norms, rotary positions, attention, the inner layer.
 
-There is one body for all families (engines/families.py): what a family has besides is in `Extras`, and asked for outside of
+There is one body for all families (engines/families.py): further parts of a family are in `Extras`, tested outside of
 loops over numbers.
 
 A row gets the same numbers, to the last bit, whatever other rows are in the pass: each sum is added up in an order that the
-source fixes, and no option lets the compiler change that order or what is rounded.
+source fixes, and no option lets the compiler change that order or the rounding.
 """
 
 from typing import Any, NamedTuple
@@ -15,12 +15,13 @@ from specbeam.core.compiling.compiler import Array, compiled
 from specbeam.core.compiling.copies import copy_numbers, copy_rows
 from specbeam.core.compiling.ordered_sums import sum_of, sum_of_squares
 from specbeam.core.compiling.uncounted import compiled_without_counts
-from specbeam.engines.cpu.attention import attend
+from specbeam.engines.cpu.attention import Scoring, attend
 from specbeam.engines.cpu.cache_words import as_kept
 from specbeam.engines.cpu.curves import cap_scores, exponential
 from specbeam.engines.cpu.extras import GELU, GELU_TANH, SILU, Extras
 from specbeam.engines.cpu.panels import multiply
-from specbeam.engines.cpu.sources import SeenSources, Sources, seen_sources
+from specbeam.engines.cpu.rows import KeyValues, LayerRows, Look, Stack, Taps
+from specbeam.engines.cpu.sources import no_distances
 from specbeam.engines.cpu.sums import STEP, WIDTH
 
 _F0 = np.float32(0)
@@ -80,7 +81,7 @@ def rotate(x: Array, first: int, heads: int, size: int, angles: Array, positions
     """Apply rotary positions, in place, to `heads` heads of x from column `first` on.
 
     Args:
-        angles: float32[2, positions, pairs], cosines and sines; what is behind the first `pairs` pairs of a head stays.
+        angles: float32[2, positions, pairs], cosines and sines; numbers behind the first `pairs` pairs of a head stay.
     """
     half = angles.shape[2]
     for row in range(len(x)):
@@ -157,24 +158,23 @@ def _gelu(x: Array, powers: Array, falling: Array, out: Array) -> None:
 
 @compiled_without_counts
 def _relu(x: Array, out: Array) -> None:
-    """Write x, or 0 where it is negative, to `out`."""
     for place in range(len(x)):
         out[place] = x[place] if x[place] > 0 else _F0
 
 
 @compiled
-def store_keys_and_values(qkv: Array, heads: int, rows: Array, slots: Array, keys: Array, values: Array) -> None:
-    """Store the keys and values of all rows in their slots; for `rows`, `keys` and `values` see `attention.attend`."""
-    _store_kept(as_kept(qkv, keys), heads, rows, slots, keys, values)
+def store_keys_and_values(qkv: Array, heads: int, sessions: Array, slots: Array, cache: KeyValues) -> None:
+    """Store the keys and values of all rows in their slots in one layer; see `LayerRows`."""
+    _store_kept(as_kept(qkv, cache.keys), heads, sessions, slots, cache.keys, cache.values)
 
 
 @compiled_without_counts
-def _store_kept(kept: Array, heads: int, rows: Array, slots: Array, keys: Array, values: Array) -> None:
-    """Do `store_keys_and_values`, given the numbers as they are kept."""
+def _store_kept(kept: Array, heads: int, sessions: Array, slots: Array, keys: Array, values: Array) -> None:
+    """Do `store_keys_and_values`, given numbers of the type of the store."""
     kv_heads = keys.shape[1]
     size = keys.shape[3]
-    for session in range(len(rows)):
-        cache, first, last = rows[session]
+    for session in range(len(sessions)):
+        cache, first, last = sessions[session]
         for kv in range(kv_heads):
             k = (heads + kv) * size
             v = (heads + kv_heads + kv) * size
@@ -187,54 +187,55 @@ def _store_kept(kept: Array, heads: int, rows: Array, slots: Array, keys: Array,
 
 
 class LayerRoom(NamedTuple):
-    """Arrays that layers write into, with a row for each row of the pass."""
+    """Arrays that layers write into, with a row for each row of the pass, and the threads that help."""
 
-    normed: Array  # float32[rows, hidden]: what attention or the inner layer reads
-    beside: Array  # the same: what the inner layer reads where it does not wait for attention; else of no rows
+    normed: Array  # float32[rows, hidden]: input of attention or of the inner layer
+    beside: Array  # the same: input of an inner layer that runs parallel to attention; else of no rows
     qkv: Array
     mixed: Array  # float32[rows, heads * size]
     out: Array
     both: Array
     wide: Array  # float32[rows, inner]
-    queries: Array  # float32[rows, columns]: what is asked of a source; of no columns if none is looked at
+    queries: Array  # float32[rows, columns]: queries to a source; of no columns without sources
+    threads: int  # see `panels.multiply`
 
 
 @compiled
-def layer_room(count: int, hidden: int, weights: Any, heads: int, size: int) -> LayerRoom:
-    """Return room for passes of `count` rows through layers of these weights."""
+def layer_room(count: int, hidden: int, stack: Stack, threads: int) -> LayerRoom:
+    """Return room for passes of `count` rows through layers."""
+    weights = stack.weights
     return LayerRoom(
         np.empty((count, hidden), dtype=np.float32),
         np.empty((count if weights.extras.parallel else 0, hidden), dtype=np.float32),
         np.empty((count, weights.qkv.shape[1] * WIDTH), dtype=np.float32),
-        np.empty((count, heads * size), dtype=np.float32),
+        np.empty((count, stack.heads * stack.size), dtype=np.float32),
         np.empty((count, weights.out.shape[1] * WIDTH), dtype=np.float32),
         np.empty((count, weights.gate_up.shape[1] // max(weights.extras.experts, 1) * WIDTH), dtype=np.float32),
         np.empty((count, weights.inner), dtype=np.float32),
         np.empty((count, weights.cross.query.shape[1] * WIDTH), dtype=np.float32),
+        threads,
     )
 
 
 @compiled
-def write_qkv(
-    h: Array, weights: Any, layer: int, angles: Array, eps: float, heads: int, kv_heads: int, size: int, positions: Array,
-    qkv: Array, threads: int,
-) -> None:  # fmt: skip
+def write_qkv(h: Array, stack: Stack, layer: int, positions: Array, qkv: Array, threads: int) -> None:
     """Write the rotated queries and keys, and the values, of rows to `qkv`.
 
     Args:
-        h: what attention reads, normed.
-        weights: `decoder.Weights`.
-        angles: float32[tables, 2, positions, pairs]: for each table those that `rotate` takes.
+        h: normed input of attention.
     """
+    weights = stack.weights
+    heads = stack.heads
+    size = stack.size
     multiply(h, weights.qkv[layer], qkv, threads)
     add_bias(qkv, weights.bias[layer])
     if weights.head_norms.shape[2] > 0:
-        _norm_heads(qkv, heads, kv_heads, size, weights.head_norms[layer], eps)
+        _norm_heads(qkv, heads, stack.kv_heads, size, weights.head_norms[layer], stack.eps)
     if weights.extras.wide_norms.shape[1] > 0:
-        _norm_all_heads(qkv, heads * size, weights.extras.wide_norms[layer], eps)
+        _norm_all_heads(qkv, heads * size, weights.extras.wide_norms[layer], stack.eps)
     rope = weights.extras.ropes[layer]
     if rope >= 0:
-        rotate(qkv, 0, heads + kv_heads, size, angles[rope], positions)
+        rotate(qkv, 0, heads + stack.kv_heads, size, stack.angles[rope], positions)
 
 
 @compiled_without_counts
@@ -271,78 +272,76 @@ def _norm_heads(qkv: Array, heads: int, kv_heads: int, size: int, norms: Array, 
 
 @compiled
 def run_layer(
-    x: Array, h: Array, weights: Any, layer: int, angles: Array, eps: float, heads: int, positions: Array, rows: Array,
-    slots: Array, seen: Array, reach: Array, back: Array, keys: Array, values: Array, room: LayerRoom, threads: int,
-) -> None:  # fmt: skip
+    x: Array, h: Array, stack: Stack, layer: int, rows: LayerRows, look: Look, cache: KeyValues, room: LayerRoom
+) -> None:
     """Run one layer that looks at no source on x, float32[rows, hidden], in place, and store keys and values.
 
     Args:
-        h: what attention reads, normed; it may be `room.normed`.
-        weights: `decoder.Weights`, of which those of number `layer` are used.
-        seen: bool[rows, slots], and `reach` and `back` are as in `attention.attend`.
-        keys, values: of the layer, as in `attention.attend`.
+        h: normed input of attention; it may be `room.normed`.
+        layer: its number in the stack.
+        look: the slots that the rows look at in this layer.
+        cache: keys and values of the layer.
         room: see `layer_room`.
     """
+    weights = stack.weights
     if weights.extras.parallel:
-        normalise(x, weights.before_inner[layer], eps, room.beside)
-    run_attention(
-        x, h, weights, layer, angles, eps, heads, positions, rows, slots, seen, reach, back, keys, values, room, threads
-    )
-    run_inner(x, weights, layer, eps, room, threads)
+        normalise(x, weights.before_inner[layer], stack.eps, room.beside)
+    run_attention(x, h, stack, layer, rows, look, cache, room)
+    run_inner(x, weights, layer, stack.eps, room)
 
 
 @compiled
 def run_attention(
-    x: Array, h: Array, weights: Any, layer: int, angles: Array, eps: float, heads: int, positions: Array, rows: Array,
-    slots: Array, seen: Array, reach: Array, back: Array, keys: Array, values: Array, room: LayerRoom, threads: int,
-) -> None:  # fmt: skip
+    x: Array, h: Array, stack: Stack, layer: int, rows: LayerRows, look: Look, cache: KeyValues, room: LayerRoom
+) -> None:
     """Run the attention of one layer on x, in place, and store keys and values; see `run_layer`."""
-    kv_heads = keys.shape[1]
-    size = keys.shape[3]
+    weights = stack.weights
     extras = weights.extras
-    write_qkv(h, weights, layer, angles, eps, heads, kv_heads, size, positions, room.qkv, threads)
-    store_keys_and_values(room.qkv, heads, rows, slots, keys, values)
-    scale = extras.scales[layer]
-    attend(
-        room.qkv, keys, values, rows, seen, reach, heads // kv_heads, scale, extras.cap, extras.biases[layer], back,
-        room.mixed, threads,
-    )  # fmt: skip
+    threads = room.threads
+    write_qkv(h, stack, layer, rows.positions, room.qkv, threads)
+    store_keys_and_values(room.qkv, stack.heads, rows.sessions, rows.slots, cache)
+    scoring = Scoring(stack.heads // stack.kv_heads, extras.scales[layer], extras.cap, extras.biases[layer])
+    attend(room.qkv, cache, look, scoring, room.mixed, threads)
     multiply(room.mixed, weights.out[layer], room.out, threads)
-    add_sublayer(x, room.out, extras.out_bias[layer], extras.after_attention[layer], eps, extras)
+    add_sublayer(x, room.out, extras.out_bias[layer], extras.after_attention[layer], stack.eps, extras)
 
 
 @compiled
-def run_cross(
-    x: Array, weights: Any, layer: int, eps: float, sources: Sources, look: SeenSources, room: LayerRoom, threads: int
-) -> None:
-    """Run the sublayer of one layer that looks at sources on x, in place; see `run_layer`."""
+def run_cross(x: Array, stack: Stack, layer: int, cache: KeyValues, look: Look, room: LayerRoom) -> None:
+    """Run the sublayer of one layer that looks at sources on x, in place.
+
+    Args:
+        cache: keys and values of the sources in this layer.
+        look: the frames that the rows look at.
+    """
+    weights = stack.weights
     extras = weights.extras
     cross = weights.cross
-    normalise(x, cross.before[layer], eps, room.normed)
+    threads = room.threads
+    normalise(x, cross.before[layer], stack.eps, room.normed)
     multiply(room.normed, cross.query[layer], room.queries, threads)
     add_bias(room.queries, cross.query_bias[layer])
-    attend(
-        room.queries, sources.keys[layer], sources.values[layer], look.rows, look.seen, look.reach, 1,
-        extras.scales[layer], _F0, np.zeros((0, 0), dtype=np.float32), np.zeros((0, 0), dtype=np.int32), room.mixed, threads,
-    )  # fmt: skip
+    scoring = Scoring(1, extras.scales[layer], _F0, np.zeros((0, 0), dtype=np.float32))
+    attend(room.queries, cache, look, scoring, room.mixed, threads)
     multiply(room.mixed, cross.out[layer], room.out, threads)
-    add_sublayer(x, room.out, cross.out_bias[layer], cross.after[layer], eps, extras)
+    add_sublayer(x, room.out, cross.out_bias[layer], cross.after[layer], stack.eps, extras)
 
 
 @compiled
-def run_inner(x: Array, weights: Any, layer: int, eps: float, room: LayerRoom, threads: int) -> None:
+def run_inner(x: Array, weights: Any, layer: int, eps: float, room: LayerRoom) -> None:
     """Run the inner layer of one layer on x, in place; see `run_layer`.
 
-    If it does not wait for attention, what it reads is in `room.beside`.
+    If it does not wait for attention, it reads `room.beside`.
     """
     extras = weights.extras
+    threads = room.threads
     reads = room.normed
     if extras.parallel:
         reads = room.beside
     else:
         normalise(x, weights.before_inner[layer], eps, reads)
     if extras.experts > 0:
-        run_experts(reads, weights, layer, room, threads)
+        run_experts(reads, weights, layer, room)
     else:
         multiply(reads, weights.gate_up[layer], room.both, threads)
         add_bias(room.both, extras.up_bias[layer])
@@ -352,13 +351,14 @@ def run_inner(x: Array, weights: Any, layer: int, eps: float, room: LayerRoom, t
 
 
 @compiled
-def run_experts(reads: Array, weights: Any, layer: int, room: LayerRoom, threads: int) -> None:
-    """Write to `room.out` what the experts that each row of `reads` chooses make of it, times their weights.
+def run_experts(reads: Array, weights: Any, layer: int, room: LayerRoom) -> None:
+    """Write the weighted sum of the outputs of each row's experts to `room.out`.
 
     Each expert multiplies the rows that chose it side by side. The sum of a row goes over its own experts, from the first
     on, whatever other rows have chosen.
     """
     extras = weights.extras
+    threads = room.threads
     count = len(reads)
     shares = np.zeros((count, extras.experts), dtype=np.float32)
     choose_experts(reads, extras.router[layer], extras.chosen, extras.divides, shares)
@@ -457,45 +457,58 @@ def _score_experts(reads: Array, router: Array, scores: Array) -> None:
 
 @compiled
 def all_layers(
-    x: Array, weights: Any, angles: Array, eps: float, heads: int, positions: Array, rows: Array, slots: Array, seen: Array,
-    back: Array, kinds: Array, keys: Array, values: Array, sources: Sources, taps: Array, tapped: Array, threads: int,
-) -> None:  # fmt: skip
-    """Run the layers one after the other on x, float32[rows, hidden], in place, and store keys and values.
+    x: Array, stack: Stack, rows: LayerRows, kinds: Array, cache: KeyValues, taps: Taps, threads: int
+) -> None:
+    """Run layers one after the other on x, float32[rows, hidden], in place, and store keys and values.
 
     Args:
-        weights: `decoder.Weights`.
-        angles: see `write_qkv`.
-        positions, slots: int64[rows]: position in the text, and slot for keys and values.
-        rows: see `attention.attend`.
-        seen: bool[kinds, rows, slots]: which slots each row looks at, in layers of each kind.
-        back: see `attention.attend`.
         kinds: int64[layers]: the kind of each layer; with NO_ATTENTION or NO_INNER added if that part of it is left out,
             and then changes nothing and stores nothing.
-        keys, values: of all layers; see `attention.attend`.
-        sources: what layers read that look at a source.
-        taps: int64[taps]: numbers of layers; the number of layers stands for what leaves the last.
-        tapped: float32[rows, taps * hidden]: what enters these layers is written there.
+        cache: keys and values of these layers.
     """
     count, hidden = x.shape
-    room = layer_room(count, hidden, weights, heads, keys.shape[4])
-    reach = reach_of(seen)
-    look = seen_sources(sources, rows, count)
+    weights = stack.weights
+    room = layer_room(count, hidden, stack, threads)
+    reach = reach_of(rows.seen)
+    of_sources = look_at_sources(rows, count)
     for layer in range(len(kinds)):
-        _keep_taps(x, taps, layer, tapped)
+        _keep_taps(x, taps.layers, layer, taps.states)
         kind = kinds[layer] % NO_ATTENTION
         if weights.extras.parallel:
-            normalise(x, weights.before_inner[layer], eps, room.beside)
+            normalise(x, weights.before_inner[layer], stack.eps, room.beside)
         if kinds[layer] & NO_ATTENTION == 0:
-            normalise(x, weights.before_attention[layer], eps, room.normed)
-            run_attention(
-                x, room.normed, weights, layer, angles, eps, heads, positions, rows, slots, seen[kind], reach[kind], back,
-                keys[layer], values[layer], room, threads,
-            )  # fmt: skip
+            normalise(x, weights.before_attention[layer], stack.eps, room.normed)
+            look = Look(rows.sessions, rows.seen[kind], reach[kind], rows.back)
+            own = KeyValues(cache.keys[layer], cache.values[layer])
+            run_attention(x, room.normed, stack, layer, rows, look, own, room)
         if weights.cross.query.shape[1] > 0:
-            run_cross(x, weights, layer, eps, sources, look, room, threads)
+            source = KeyValues(rows.sources.keys[layer], rows.sources.values[layer])
+            run_cross(x, stack, layer, source, of_sources, room)
         if kinds[layer] & NO_INNER == 0:
-            run_inner(x, weights, layer, eps, room, threads)
-    _keep_taps(x, taps, len(kinds), tapped)
+            run_inner(x, weights, layer, stack.eps, room)
+    _keep_taps(x, taps.layers, len(kinds), taps.states)
+
+
+@compiled
+def look_at_sources(rows: LayerRows, count: int) -> Look:
+    """Return the frames of sources that the rows of a pass look at: all of the source that their session reads.
+
+    Args:
+        count: number of rows of the pass.
+    """
+    sources = rows.sources
+    sessions = rows.sessions.copy()
+    seen = np.zeros((count, sources.values.shape[3]), dtype=np.bool_)
+    reach = np.zeros(count, dtype=np.int64)
+    for session in range(len(sources.rows)):
+        first = sessions[session, 1]
+        last = sessions[session, 2]
+        source = sources.rows[session]
+        length = sources.lengths[source]
+        sessions[session, 0] = source
+        seen[first:last, :length] = True
+        reach[first:last] = length
+    return Look(sessions, seen, reach, no_distances())
 
 
 @compiled_without_counts
@@ -559,14 +572,13 @@ def shape_logits(logits: Array, divisor: np.float32, cap: np.float32, bias: Arra
 
 @compiled_without_counts
 def add_sublayer(x: Array, more: Array, bias: Array, norm: Array, eps: float, extras: Extras) -> None:
-    """Add what leaves a sublayer, float32[rows, hidden or more columns], to x in place.
+    """Add the output of a sublayer, float32[rows, hidden or more columns], to x in place.
 
     Args:
         more: overwritten if it has a bias or a norm.
         bias: float32[hidden] that is added to it; or of no numbers.
-        norm: of what leaves the sublayer, or of the sum, see `normalise_row`.
-        extras: those of its layers, which say what the norm is of, and what the sublayer's output is multiplied with behind
-            its norm.
+        norm: of the output, or of the sum, see `normalise_row`.
+        extras: of its layers: whether the norm is of the sum, and the factor of the normed output.
     """
     add_bias(more, bias)
     if len(norm) > 0 and not extras.norm_of_sum:

@@ -12,7 +12,7 @@ from specbeam.engines.cpu.embedding import look_up
 from specbeam.engines.cpu.rounding import BYTES_PER_WORD, GROUP, ZERO, round_column, round_column_in_groups
 from specbeam.engines.cpu.sums import WIDTH
 
-_BLOCK = 16  # words of a column that are moved together: those of a line of the cache, if they have 4 bytes
+_BLOCK = 16  # words of a column that are moved together: a line of the cache, of words of 4 bytes
 _EARLIER = np.uint64(0xFFFFFFFF)
 _LATER = np.uint64(0xFFFFFFFF00000000)
 _APART = 16  # words between columns that are moved together; otherwise they may have the same place in the cache
@@ -114,7 +114,7 @@ def lay_out_groups(matrix: Array, panels: Array) -> None:
 
     A panel has for each group its words, of eight steps of depth each, and then the scales, two in a word. The numbers are 8
     larger, so that none is negative. Of the eight steps in a word, the first four are in the lower halves of its bytes. A
-    scale is the upper half of its bits, as the others are 0. Those of the first half of a panel's columns are the lower
+    scale is the upper half of its bits, as the others are 0. The first half of a panel's columns has the lower
     halves of the words.
 
     Args:

@@ -1,16 +1,17 @@
 """Panels of whole numbers of 4 bits with a scale and a zero point for each group, which stand for exact float32 weights.
 
 Rows are not rounded: as a panel is read, each number becomes (number - zero point) * scale in a register, which float32
-holds exactly, and products are those of the same matrix in float32 panels to the last bit. A weight takes 5 bits.
+holds exactly, and products equal those of float32 panels to the last bit. A weight takes 5 bits.
 
 A panel is a sequence of groups of `GROUP` steps of depth, and a group four words for each column, see `Grouped.words`, and a
 fifth: the upper 19 bits of the float32 scale, which are all of a float16 or bfloat16 number, and then the zero point.
 """
 
 import numpy as np
-from jaxtyping import Float, Float32, Shaped
+from jaxtyping import Float32
 
 from specbeam.core.compiling.compiler import Array, compiled
+from specbeam.engines.arrays import Dense, Panels
 from specbeam.engines.cpu.rounding import GROUP, LOWEST, OF_SCALE, OF_ZERO, rounded_groups
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.packed import PER_WORD, Grouped, packed_in_words
@@ -23,7 +24,7 @@ def fits_scales(scales: Float32[np.ndarray, "groups columns"]) -> bool:
     return not bool((np.ascontiguousarray(scales).view(np.uint32) & np.uint32(OF_ZERO)).any())
 
 
-def rounded_nibbles(matrix: Float[np.ndarray, "columns depth"]) -> Grouped:
+def rounded_nibbles(matrix: Dense) -> Grouped:
     """Return a matrix rounded in groups of `GROUP` steps, see `rounded_groups`; all zero points are 8."""
     numbers, scales = rounded_groups(matrix)
     whole = (numbers - np.int8(LOWEST)).astype(np.uint8)
@@ -31,7 +32,7 @@ def rounded_nibbles(matrix: Float[np.ndarray, "columns depth"]) -> Grouped:
     return Grouped(packed_in_words(np.ascontiguousarray(whole.T)), np.ascontiguousarray(scales.T), zeros)
 
 
-def write_nibbles(panels: Shaped[np.ndarray, "panels words"], matrix: Grouped) -> None:
+def write_nibbles(panels: Panels, matrix: Grouped) -> None:
     """Lay a matrix out in its panels, which are written as int32, with columns of zeros up to a multiple of `WIDTH`."""
     count = len(panels)
     missing = count * WIDTH - matrix.words.shape[1]

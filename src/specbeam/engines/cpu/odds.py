@@ -9,6 +9,7 @@ import numpy as np
 
 from specbeam.core import compiling
 from specbeam.engines.cpu.curves import LEAST, LN2_HEAD, LN2_REST, LOG2E
+from specbeam.engines.cpu.llvm import CodeWriter, Value, constant
 from specbeam.engines.cpu.sums import WIDTH
 
 # exp(y) is 2^n exp(f) with the whole number n nearest to y / log(2), and f = y - n log(2), by a polynomial of degree 6.
@@ -19,79 +20,55 @@ _FRACTION = 23
 if compiling.AVAILABLE:
     from llvmlite import ir
     from numba import types
-    from numba.core import cgutils
     from numba.extending import intrinsic
+
+    from specbeam.engines.cpu.llvm import FLOAT, WORD
 else:
     write_odds: Any = None  # never called without numba
 
 
-class _Odds:
-    """A writer of the LLVM code, at the builder's position; see `write_odds`."""
-
-    def __init__(self, builder: Any) -> None:
-        self.builder = builder
-        self.index = ir.IntType(64)
-        self.floats = ir.VectorType(ir.FloatType(), WIDTH)
-        self.words = ir.VectorType(ir.IntType(32), WIDTH)
+class _Odds(CodeWriter):
+    """A writer of the LLVM code; see `write_odds`."""
 
     def write(self, scores: Any, count: Any, totals: Any) -> None:
         """Write the loop that finds the largest scores, and the one that makes odds of them and adds these up."""
         b = self.builder
-        top = cgutils.alloca_once_value(
-            b, self._loaded(scores, ir.Constant(self.index, 0))
-        )  # LLVM keeps it in registers
-        with cgutils.for_range(b, count) as loop:
-            score = self._loaded(scores, loop.index)
-            known = b.load(top)
-            b.store(b.select(b.fcmp_ordered(">", score, known), score, known), top)
-        largest = b.load(top)
-        sums = cgutils.alloca_once_value(b, self._all(0.0))
-        with cgutils.for_range(b, count) as loop:
-            odds = self._exponential(b.fsub(self._loaded(scores, loop.index), largest))
-            b.store(odds, self._place(scores, loop.index), align=4)
-            b.store(b.fadd(b.load(sums), odds), sums)
-        b.store(b.load(sums), self._place(totals, ir.Constant(self.index, 0)), align=4)
+        keys = Value(b, count)
+        first = self._lanes(scores, self.index(0))
+        with self.rounds(keys, 1, [first]) as loop:
+            score = self._lanes(scores, loop.at)
+            (known,) = loop.carried
+            is_larger = b.fcmp_ordered(">", score.register, known.register)
+            loop.carried = [Value(b, b.select(is_larger, score.register, known.register))]
+        (largest,) = loop.carried
+        with self.rounds(keys, 1, [self._all(0.0)]) as loop:
+            odds = self._exponential(self._lanes(scores, loop.at) - largest)
+            self.store(odds, scores, loop.at * WIDTH)
+            loop.carried = [loop.carried[0] + odds]
+        self.store(loop.carried[0], totals, self.index(0))
 
-    def _exponential(self, y: Any) -> Any:
+    def _exponential(self, y: Value) -> Value:
         """Return exp(y) for y up to 0, with a relative error below 2e-7."""
         b = self.builder
         least = self._all(LEAST)
-        y = b.select(b.fcmp_ordered("<", y, least), least, y)
-        whole = self._called("floor", self._fused(y, self._all(LOG2E), self._all(0.5)))
-        minus = b.fneg(whole)
-        f = self._fused(minus, self._all(LN2_REST), self._fused(minus, self._all(LN2_HEAD), y))
+        is_small = b.fcmp_ordered("<", y.register, least.register)
+        y = Value(b, b.select(is_small, least.register, y.register))
+        halves = self.fused(y, self._all(LOG2E), self._all(0.5))
+        whole = Value(b, self.call(f"llvm.floor.v{WIDTH}f32", y.kind, halves.register))
+        f = self.fused(-whole, self._all(LN2_REST), self.fused(-whole, self._all(LN2_HEAD), y))
         first, *others = _OF_EXP
         found = self._all(first)
         for factor in others:
-            found = self._fused(f, found, self._all(factor))
-        exponent = b.add(b.fptosi(whole, self.words), self._all_words(_BIAS))
-        scale = b.bitcast(b.shl(exponent, self._all_words(_FRACTION)), self.floats)
-        return b.fmul(found, scale)
+            found = self.fused(f, found, self._all(factor))
+        exponent = Value(b, b.fptosi(whole.register, ir.VectorType(WORD, WIDTH)))
+        scale = (exponent + _BIAS << _FRACTION).seen_as(y.kind)
+        return found * scale
 
-    def _fused(self, a: Any, b: Any, c: Any) -> Any:
-        """Return a * b + c, rounded once."""
-        return self._called("fma", a, b, c)
+    def _lanes(self, array: Any, number: Value) -> Value:
+        return self.loaded(array, number * WIDTH, ir.VectorType(FLOAT, WIDTH))
 
-    def _called(self, name: str, *given: Any) -> Any:
-        """Return what a function of LLVM makes of registers."""
-        kind = ir.FunctionType(self.floats, [self.floats] * len(given))
-        function = cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.{name}.v{WIDTH}f32")
-        return self.builder.call(function, given)
-
-    def _loaded(self, array: Any, number: Any) -> Any:
-        return self.builder.load(self._place(array, number), align=4)
-
-    def _place(self, array: Any, number: Any) -> Any:
-        """Return a pointer to the lanes of this number in an array."""
-        b = self.builder
-        start = b.mul(number, ir.Constant(self.index, WIDTH))
-        return b.bitcast(b.gep(array, [start]), self.floats.as_pointer())
-
-    def _all(self, number: float | np.float32) -> Any:
-        return ir.Constant(self.floats, [float(number)] * WIDTH)
-
-    def _all_words(self, number: int) -> Any:
-        return ir.Constant(self.words, [number] * WIDTH)
+    def _all(self, number: float | np.float32) -> Value:
+        return constant(self.builder, ir.VectorType(FLOAT, WIDTH), float(number))
 
 
 if compiling.AVAILABLE:

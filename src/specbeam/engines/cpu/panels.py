@@ -4,10 +4,10 @@ With libraries a float32 product of a few rows, from between two and eight rows 
 Here a matrix is laid out once in panels of a few columns. A panel is streamed through registers, while the sums of up to
 `MOST` rows stay in other registers (engines/cpu/sums.py).
 
-Weights that bfloat16 represents exactly, as those of most checkpoints, are kept in it: they are read in half the time, with
-the same products. Those of a float16 checkpoint are kept in float16. If the processor has tile registers, sixteen rows are
+Weights that bfloat16 represents exactly, as in most checkpoints, are stored in it: they are read in half the time, with
+the same products. Float16 checkpoints are stored in float16. If the processor has tile registers, sixteen rows are
 multiplied at once (engines/cpu/tiles.py), which pays for matrices that are too large for its caches. Weights rounded to 8
-bits are read in a quarter of the time; those of 4 bits, in groups with a scale each, in a seventh. Then each row of
+bits are read in a quarter of the time; weights of 4 bits, in groups with a scale each, in a seventh. Then each row of
 x is rounded to 8 bits, relative to its own largest number, so that a row takes a quarter of the arithmetic. Numbers of 4
 bits that others have made stand for exact weights, and rows are not rounded (engines/cpu/nibbles.py).
 
@@ -20,13 +20,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Shaped
+from jaxtyping import Shaped
 
 from specbeam.core import compiling
 from specbeam.core.compiling.atomics import carray, pointer_to
 from specbeam.core.compiling.compiler import compiled, compiled_only
 from specbeam.core.compiling.threads import allowed_threads
 from specbeam.core.compiling.uncounted import chosen_without_counts, compiled_without_counts
+from specbeam.engines.arrays import AnyArray, Dense, Panels
 from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.laying import lay_out_bytes, lay_out_groups, lay_out_words
 from specbeam.engines.cpu.nibbles import nibbles_as_float32, rounded_nibbles, write_nibbles
@@ -60,13 +61,13 @@ if compiling.AVAILABLE:
     from specbeam.core.compiling.compiler import chosen_for
 
 LINE = 64  # bytes of a cache line
-SIGN_OF_NIBBLES = 8  # what numbers of 4 bits are larger by in panels, where they have no sign
+SIGN_OF_NIBBLES = 8  # offset of numbers of 4 bits in panels, where they have no sign
 _UNPACKED_FROM = 16  # parts of rows; from here on the bfloat16 of a panel are unpacked once, not for each part
 _HELD_BYTES = 1 << 20  # of panels that stay in a processor's cache while the pieces of many rows go by
 _TILES_FROM = 6  # rows of bytes; fewer are multiplied by vectors as soon, and no tile has to be filled
 _SHARED_FROM = 300_000  # numbers of the dtype of the panels, from which on they are shared among threads
 
-_LAID_OUT_TOGETHER = 1 << 22  # numbers of a matrix; what lies between the matrix and its panels has room for as many
+_LAID_OUT_TOGETHER = 1 << 22  # numbers of a matrix that are laid out at a time
 
 Kind = Literal["float32", "bfloat16", "float16", "tiles", "int8", "int8 tiles", "int4", "nibbles"]
 Array = Any  # numba finds the types by itself
@@ -75,7 +76,7 @@ Array = Any  # numba finds the types by itself
 class Words(NamedTuple):
     """How the numbers of a kind of panels lie in memory."""
 
-    stored: Any  # dtype of what is written: 2- and 4-byte words
+    stored: Any  # dtype of the words that are written, of 2 or 4 bytes
     read_as: Any  # dtype of the panels, by which numba chooses the compiled form of a product
     steps: int  # of depth that are written together
     words: int  # that these take in a column
@@ -117,7 +118,7 @@ def end_products(panels: Array) -> None:
 
 @compiled_only
 def piece_count(panels: Array, rows: int) -> Any:
-    """Return into how many pieces rows are cut, each of which the processor's cache holds beside some panels."""
+    """Return into how many pieces rows are cut, each of which fits into the processor's cache along with some panels."""
 
 
 @compiled_only
@@ -142,7 +143,7 @@ def scratch_for(panels: Array, rows: int, depth: int) -> Array:
 
 @compiled_only
 def for_few_rows(panels: Array) -> Array:
-    """Return the panels as fewer rows than `_TILES_FROM` are multiplied soonest: those of bytes by vectors, not by tiles."""
+    """Return the panels for products of fewer rows than `_TILES_FROM`: bytes are then multiplied by vectors, not tiles."""
 
 
 @compiled_only
@@ -375,7 +376,7 @@ def _multiply_panel_in_parts(
 
 @compiled
 def _multiply_unpacked(panels: Array, panel: int, transposed: Array, rows: int, depth: int, out: Array) -> None:
-    """Do `_multiply_panel_in_parts` for so many rows that the numbers of the panel are unpacked first."""
+    """Do `_multiply_panel_in_parts` for many rows: the numbers of the panel are unpacked first."""
     columns = out.shape[1]
     count = part_count(rows)
     each = len(transposed) // rows
@@ -407,7 +408,6 @@ def _release_tiles(panels: Array) -> None:
 
 @compiled
 def _multiply_alone(x: Array, panels: Array, out: Array) -> None:
-    """Do `multiply` by the products of these panels, on one thread."""
     rows, depth = x.shape
     packed = packed_rows(x, panels)
     _multiply_some(panels, 0, len(panels), packed, rows, depth, out)
@@ -428,7 +428,6 @@ def _multiply_some(panels: Array, first: int, stop: int, packed: Array, rows: in
 
 @compiled
 def _multiply_share(team: Array, share: int, panels: Array, packed: Array, rows: int, depth: int, out: Array) -> None:
-    """Write the products of all rows with the panels of a share."""
     count = len(panels)
     each = team[SHARES]
     _multiply_some(panels, share * count // each, (share + 1) * count // each, packed, rows, depth, out)
@@ -455,7 +454,7 @@ def _multiply_with_team(x: Array, panels: Array, out: Array, address: int) -> No
 
 @compiled
 def _share_out(team: Array, panels: Array, packed: Array, rows: int, depth: int, out: Array) -> None:
-    """Do the product that the memory of the team describes, with whoever helps. The caller keeps the arrays until then."""
+    """Do the product that the memory of the team describes, with helpers. The caller keeps the arrays until then."""
     shares = shares_of(len(panels), panels.itemsize * panels.shape[1], team[THREADS])
     publish(team, shares)
     share = take(team)
@@ -513,7 +512,7 @@ def _multiply(x: Array, panels: Array, out: Array, threads: int) -> None:
 
 @compiled
 def has_form(address: int, form: int) -> bool:
-    """Return whether the helpers of a team know what to do with panels of a form."""
+    """Return whether the helpers of a team have learned a form."""
     team = carray(pointer_to(address), (WORDS,), np.int64)
     return bool(team[FORMS + form] != 0)
 
@@ -533,7 +532,7 @@ def multiply(x: Array, panels: Array, out: Array, threads: int) -> None:
         _multiply(x, panels, out, threads)
 
 
-def fits_bfloat16(matrix: Float[np.ndarray, "columns depth"]) -> bool:
+def fits_bfloat16(matrix: Dense) -> bool:
     """Return whether bfloat16 represents every number exactly, and the depth is even, so that two steps share a word."""
     columns, depth = matrix.shape
     if depth % 2:
@@ -543,15 +542,15 @@ def fits_bfloat16(matrix: Float[np.ndarray, "columns depth"]) -> bool:
     return not any((np.ascontiguousarray(part).view(np.uint32) & 0xFFFF).any() for part in parts)
 
 
-def in_panels(matrix: Float[np.ndarray, "columns depth"], kind: Kind = "float32") -> Shaped[np.ndarray, "panels words"]:
+def in_panels(matrix: Dense, kind: Kind = "float32") -> Panels:
     """Return a matrix as the panels that `multiply` takes, with columns of zeros up to a multiple of `WIDTH`.
 
     Args:
         kind: "float32"; "bfloat16", two steps of depth in each uint32, for numbers that bfloat16 represents exactly;
             "float16", two bytes for each step, as uint8, for numbers that float16 represents exactly;
             "tiles", the same as "bfloat16" as uint16, for processors with tile registers (engines/cpu/tiles.py); "int8", a
-            rounded matrix (`rounded`), four steps of depth in each int32, followed by the scales and 128 times the sums of
-            the columns; "int8 tiles", the same as int8, for tile registers; "int4", a matrix rounded in groups
+            rounded matrix (`round_column`), four steps of depth in each int32, followed by the scales and 128 times the sums
+            of the columns; "int8 tiles", the same as int8, for tile registers; "int4", a matrix rounded in groups
             (`rounded_groups`), eight steps of depth in a word, as int16, see `lay_out_groups`; "nibbles", the same
             numbers and scales as uint64, which stand for weights that rows are multiplied with unrounded.
 
@@ -575,7 +574,7 @@ def empty_panels(matrices: int, columns: int, depth: int, kind: Kind) -> Shaped[
 
 
 def write_panels(
-    panels: Shaped[np.ndarray, "panels words"],
+    panels: Panels,
     columns_of: Callable[[int, int], Shaped[np.ndarray, "some depth"]],
     columns: int,
     depth: int,
@@ -614,9 +613,7 @@ def write_panels(
         write(first)
 
 
-def _lay_out(
-    panels: Shaped[np.ndarray, "panels words"], matrix: Shaped[np.ndarray, "columns depth"], kind: Kind
-) -> None:
+def _lay_out(panels: Panels, matrix: Shaped[np.ndarray, "columns depth"], kind: Kind) -> None:
     """Write whole panels; see `write_panels`. The matrix may have fewer columns than they do: the others are zeros."""
     if kind == "int4":
         lay_out_groups(matrix, panels)
@@ -636,7 +633,7 @@ def _lay_out(
     lay_out_words(matrix.view(np.int32), panels.view(np.int32))  # one compiled form for all words of four bytes
 
 
-def _lay_out_halves(panels: Shaped[np.ndarray, "panels words"], matrix: Shaped[np.ndarray, "columns depth"]) -> None:
+def _lay_out_halves(panels: Panels, matrix: Shaped[np.ndarray, "columns depth"]) -> None:
     """Write whole panels of words of two bytes; see `_lay_out`."""
     missing = len(panels) * WIDTH - len(matrix)
     if missing:
@@ -646,11 +643,11 @@ def _lay_out_halves(panels: Shaped[np.ndarray, "panels words"], matrix: Shaped[n
 
 
 def steps_in(kind: Kind) -> int:
-    """Return of what number the depth of a matrix must be a multiple to be laid out as panels of a kind."""
+    """Return the number that must divide the depth of a matrix in panels of a kind."""
     return GROUP if kind in ("int4", "nibbles") else STEP
 
 
-def empty_in_lines(shape: tuple[int, ...], dtype: Any) -> Shaped[np.ndarray, "..."]:
+def empty_in_lines(shape: tuple[int, ...], dtype: Any) -> AnyArray:
     """Return room that begins at a line of the processor's cache: otherwise each register is read from two lines."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     room = np.empty(size + LINE, dtype=np.uint8)

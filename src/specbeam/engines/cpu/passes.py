@@ -16,11 +16,13 @@ from specbeam.core.compiling.threads import allowed_threads
 from specbeam.core.forest import Forest, Start, unknown_nodes
 from specbeam.core.measure.profiler import span
 from specbeam.core.records import FINAL, ExtraInputs, Needs, Scored
+from specbeam.engines.arrays import Integers, OwnStates, States, Tapped, Vector
 from specbeam.engines.cpu.cache import CpuCache
-from specbeam.engines.cpu.cache_steps import ALL, FIRST, LAST, CacheArrays, PassRows, extend_cache, open_pass
+from specbeam.engines.cpu.cache_steps import ALL, FIRST, LAST, CacheArrays, extend_cache, open_pass
 from specbeam.engines.cpu.cache_words import KeptAs
 from specbeam.engines.cpu.decoder import Rows
 from specbeam.engines.cpu.early import MOST_WAITING, ExitLayer, keep_exits
+from specbeam.engines.cpu.rows import LayerRows, OwnRows
 from specbeam.engines.cpu.scratch import ScratchArrays
 from specbeam.engines.cpu.sources import Sources
 from specbeam.engines.eligibility import lacks_taps
@@ -67,7 +69,7 @@ class PackedPasses:
     def skipping(self, attention: Sequence[int], inner: Sequence[int]) -> "PackedPasses":
         """Return passes without some sublayers, on the same store; see `CompiledDecoder.skipping`.
 
-        They are for caches that are scratch (`CpuCache.scratch`): what they store is wrong for the whole model.
+        They are for scratch caches (`CpuCache.scratch`): their keys and values are wrong for the whole model.
         """
         fewer = copy.copy(self)
         fewer.decoder = self.decoder.skipping(attention, inner)
@@ -81,7 +83,7 @@ class PackedPasses:
         return bool(self.decoder.takes_steps)
 
     def refuses_extra_rows(self, inputs: ExtraInputs) -> str:
-        """Return the reason why these passes cannot take what extra rows are made of; "" if they can."""
+        """Return the reason why these passes cannot take these inputs of extra rows; "" if they can."""
         return lacks_taps(self.model, (inputs.layer,))
 
     def refuses(self, context: object) -> str:
@@ -89,7 +91,7 @@ class PackedPasses:
         return "the compiled forward takes no context besides tokens: HuggingFaceLM(model, engine='plain') does"
 
     def lacks(self, needs: Needs) -> str:
-        """Return the reason why these passes cannot provide what is needed; "" if they can."""
+        """Return the reason why these passes cannot provide `needs`; "" if they can."""
         if needs.exit_layer is not None:
             made = self.exit_layers.get(needs.exit_layer.place)
             if made is None or made() is not needs.exit_layer:
@@ -133,7 +135,6 @@ class PackedPasses:
         return torch.from_numpy(np.concatenate(columns, axis=1))
 
     def _keep_prompt(self, cache: CpuCache, start: int, before_roots: int) -> None:
-        """Keep the hidden states of `before_roots` stored nodes from `start` on, if a part needs those of the prompt."""
         if cache.needs.prompt and before_roots:
             cache.prompt_rows.append(self._states(cache, slice(start, start + before_roots)))
 
@@ -210,17 +211,15 @@ class PackedPasses:
     def exit_layer(self, layer: nn.Module, norm: nn.Module, after: int) -> ExitLayer:
         """Return a layer behind the first `after` layers as an exit layer of the model, with room in the store.
 
-        The room is that of an exit layer that nobody uses any more, or new.
+        The room is new, or of an exit layer that is no longer used.
         """
         free = [place for place, known in self.exit_layers.items() if known() is None]
         made = self.decoder.exit_layer(layer, norm, after, free[0] if free else self.store.add_layer())
         self.exit_layers[made.place] = ref(made)
         return made
 
-    def run_layer(
-        self, cache: CpuCache, feed: Feed, layer: int, states: Float32[np.ndarray, "n hidden"]
-    ) -> Float32[np.ndarray, "n hidden"]:
-        """Return what leaves one layer for the rows of a feed, given what enters it; its keys and values are stored."""
+    def run_layer(self, cache: CpuCache, feed: Feed, layer: int, states: States) -> States:
+        """Return the output of one layer for the rows of a feed, given its input; its keys and values are stored."""
         ((after, _),) = self._forward([cache], [feed], slice(layer, layer + 1), states)
         return after
 
@@ -229,12 +228,12 @@ class PackedPasses:
         caches: list[CpuCache],
         feeds: list[Feed],
         layers: "slice | ExitLayer",
-        states: Float32[np.ndarray, "n hidden"] | None = None,
+        states: States | None = None,
         taps: Sequence[int] = (),
     ) -> list[tuple[Float32[np.ndarray, "rows hidden"], Float32[np.ndarray, "rows tapped"]]]:
         """Run layers on the feeds of these caches; return the states that leave the last of these, for each feed.
 
-        With them come what enters the layers `taps`, side by side, for each feed.
+        With them come the inputs of the layers `taps`, side by side, for each feed.
 
         Args:
             layers: the layers that are run, or an exit layer.
@@ -279,20 +278,20 @@ class PackedPasses:
         return [(found[start:end], tapped[start:end]) for start, end in pairwise(starts)]
 
     def _with_context(self, rows: Rows, caches: list[CpuCache], feeds: list[Feed]) -> Rows:
-        """Return the rows of a pass with what else they look at."""
+        """Return the rows of a pass with the sources that they look at."""
         return rows
 
     def _run_layers(
         self,
         rows: Rows,
         entering: Sequence[LateRows],
-        entries: Int64[np.ndarray, " n"],
-        vectors: dict[int, Float32[np.ndarray, " hidden"]],
+        entries: Integers,
+        vectors: dict[int, Vector],
         layers: slice,
-        states: Float32[np.ndarray, "n hidden"] | None,
+        states: States | None,
         taps: Sequence[int],
-    ) -> tuple[Float32[np.ndarray, "n hidden"], Float32[np.ndarray, "n tapped"]]:
-        """Do `CompiledDecoder.forward` where some rows enter at an inner layer; they have zeros for what is before it.
+    ) -> tuple[States, Tapped]:
+        """Do `CompiledDecoder.forward` where some rows enter at an inner layer; they have zeros before it.
 
         Args:
             entering: these rows.
@@ -309,7 +308,7 @@ class PackedPasses:
                     one.write(torch.from_numpy(states))
             is_in = entries <= start
             number = np.cumsum(is_in) - 1
-            end = stop + (stop == layers.stop)  # what leaves the last layer is a tap, too
+            end = stop + (stop == layers.stop)  # the output of the last layer is a tap, too
             here = [place for place, tap in enumerate(taps) if start <= tap < end]
             own_states = None if states is None else states[is_in]
             own_vectors = {int(number[place]): vector for place, vector in vectors.items()}
@@ -342,7 +341,7 @@ class PackedPasses:
         return Scored(torch.from_numpy(logits))
 
     def extend_together(self, arrays: Sequence[CacheArrays], starts: Sequence[Start]) -> list[CacheArrays | IndexError]:
-        """Store what the forests of a turn start with, for several sessions, by one pass of all layers.
+        """Store the first nodes of a turn's forests, for several sessions, by one pass of all layers.
 
         Returns the caches with the logits of the nodes whose rows are not known, which `extend_cache` hands out; in place of
         one the `IndexError` that its tokens or positions raise, which the model does not have.
@@ -369,7 +368,7 @@ class PackedPasses:
         self,
         arrays: Sequence[CacheArrays],
         starts: Sequence[Start],
-        opened: Sequence[tuple[Float32[np.ndarray, "_ hidden"], PassRows]],
+        opened: Sequence[tuple[OwnStates, OwnRows]],
     ) -> list[CacheArrays]:
         """Run the pass of `extend_together`, given what `open_pass` has returned for each of these caches."""
         counts = [len(x) for x, _ in opened]
@@ -377,9 +376,9 @@ class PackedPasses:
         x = np.concatenate([x for x, _ in opened])
         if len(x):
             sessions = np.array([(cache.store_row, *part) for cache, part in zip(arrays, pairwise(ends), strict=True)])
-            joined = _joined_rows([rows for _, rows in opened])
+            rows = _joined_rows([rows for _, rows in opened], sessions, self._sources_for(arrays))
             with span("model"):
-                self.decoder.run_together(x, joined, sessions, self.store, self._sources_for(arrays))
+                self.decoder.run_together(x, rows, self.store)
         wanted = []
         for cache, start, (first, end) in zip(arrays, starts, pairwise(ends), strict=True):
             stored = cache.trie.counts[STORED]
@@ -407,7 +406,7 @@ class PackedPasses:
         return self.decoder.arrays_for_steps(cache, self.store, self.windows, part, *self._context_for_steps(cache))
 
     def are_current(self, cache: CpuCache, arrays: CacheArrays) -> bool:
-        """Return whether arrays are those of a session that one thread runs, as `arrays_for_steps` returns them now."""
+        """Return whether arrays are as `arrays_for_steps` would return them now, for a session on one thread."""
         is_where_it_was = (
             arrays.trie is cache.trie.arrays
             and arrays.outputs is cache.outputs
@@ -425,15 +424,14 @@ class PackedPasses:
         return arrays.keys is not self.store.keys_by_panel
 
     def _sources_for(self, arrays: Sequence[CacheArrays]) -> Sources:
-        """Return all sources, and which of them these sessions look at."""
         return arrays[0].sources
 
     def _looks_at(self, cache: CpuCache, arrays: CacheArrays) -> bool:
-        """Return whether arrays are of what else a session looks at, see `_context_for_steps`."""
+        """Return whether arrays have the sources of a session, see `_context_for_steps`."""
         return True
 
     def _context_for_steps(self, cache: CpuCache) -> tuple[Any, ...]:
-        """Return what else a session looks at, as `CompiledDecoder.arrays_for_steps` takes it."""
+        """Return the sources of a session, as `CompiledDecoder.arrays_for_steps` takes them."""
         return ()
 
     @contextmanager
@@ -452,12 +450,11 @@ class PackedPasses:
             yield ScratchArrays(own, cache.trie.arrays, np.zeros(2, dtype=np.int64))
 
 
-def _joined_rows(each: Sequence[PassRows]) -> PassRows:
-    """Return the rows of several sessions as those of one pass."""
-    kinds = len(each[0].seen)
+def _joined_rows(each: Sequence[OwnRows], sessions: Int64[np.ndarray, "sessions 3"], sources: Sources) -> LayerRows:
+    """Return the rows of several sessions as the rows of one pass."""
     counts = [len(rows.slots) for rows in each]
     extent = max(rows.seen.shape[2] for rows in each)
-    seen = np.zeros((kinds, sum(counts), extent), dtype=np.bool_)
+    seen = np.zeros((len(each[0].seen), sum(counts), extent), dtype=np.bool_)
     back = np.zeros((sum(len(rows.back) for rows in each), extent), dtype=np.int32)
     for rows, (first, end) in zip(each, pairwise(accumulate(counts, initial=0)), strict=True):
         seen[:, first:end, : rows.seen.shape[2]] = rows.seen
@@ -465,7 +462,7 @@ def _joined_rows(each: Sequence[PassRows]) -> PassRows:
             back[first:end, : rows.back.shape[1]] = rows.back
     positions = np.concatenate([rows.positions for rows in each])
     slots = np.concatenate([rows.slots for rows in each])
-    return PassRows(positions, slots, seen, back)
+    return LayerRows(positions, slots, sessions, seen, back, sources)
 
 
 def _by_exit_layer(caches: list[CpuCache]) -> dict[ExitLayer, list[CpuCache]]:

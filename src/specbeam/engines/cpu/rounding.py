@@ -3,9 +3,10 @@
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Float32, Int8
+from jaxtyping import Float32, Int8
 
 from specbeam.core.compiling.compiler import Array, compiled
+from specbeam.engines.arrays import Dense
 
 BYTES_PER_WORD = 4
 # The byte that stands for 0 in a row: instructions multiply unsigned bytes of rows with signed ones of columns.
@@ -14,33 +15,20 @@ LARGEST = 127
 LEAST = 1e-30  # the least scale times `LARGEST`, so that rows and columns of zeros stay zeros
 GROUP = 32  # steps of depth that share a scale where numbers have 4 bits
 LOWEST = -8  # of the whole numbers of 4 bits; the largest is 7
-# The bits of a float32 that are enough for a scale of float16 or bfloat16, and those that then hold a zero point.
+# The bits of a float32 that hold a scale of float16 or bfloat16, and the remaining bits, for a zero point.
 OF_SCALE = 0xFFFFE000
 OF_ZERO = 0x1FFF
 
-# What is added to it is rounded to a whole number, which is in the lowest bits of the sum.
+# A number added to it is rounded to a whole number, which is in the lowest bits of the sum.
 _LAST_BIT_IS_1 = np.float32(1.5 * 2**23)
 _BITS_OF_ZERO = _LAST_BIT_IS_1.view(np.int32)  # of the sum of 0 and that
 _SIGN = np.int32(-(2**31))
 _WITHOUT_SIGN = np.int32(0x7FFFFFFF)
 _LEAST_BITS = np.float32(LEAST).view(np.int32)
 
-Scales = Float32[np.ndarray, " columns"]
-
-
-def rounded(matrix: Float[np.ndarray, "columns depth"]) -> tuple[Int8[np.ndarray, "columns depth"], Scales]:
-    """Return a matrix rounded to int8, and a scale for each column: a 127th of the largest absolute number in it.
-
-    A number of the matrix is rounded to the nearest multiple of its column's scale.
-    """
-    numbers = np.empty(matrix.shape, dtype=np.int8)
-    scales = np.empty(len(matrix), dtype=np.float32)
-    _round_columns(np.ascontiguousarray(matrix, dtype=np.float32), numbers, scales)
-    return numbers, scales
-
 
 def rounded_groups(
-    matrix: Float[np.ndarray, "columns depth"],
+    matrix: Dense,
 ) -> tuple[Int8[np.ndarray, "columns depth"], Float32[np.ndarray, "columns groups"]]:
     """Return a matrix rounded to whole numbers of 4 bits, -8 to 7, and a scale for each `GROUP` numbers of a column.
 
@@ -54,30 +42,18 @@ def rounded_groups(
     return numbers, scales
 
 
-def in_bfloat16(numbers: Float[np.ndarray, "..."]) -> Float32[np.ndarray, "..."]:
-    """Return the nearest bfloat16 numbers, as float32."""
-    bits = np.ascontiguousarray(numbers, dtype=np.float32).view(np.uint32)
-    half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    return ((bits + half) & np.uint32(0xFFFF0000)).view(np.float32)
-
-
-@compiled
-def _round_columns(matrix: Array, numbers: Array, scales: Array) -> None:
-    """Write what `rounded` returns."""
-    for column in range(len(matrix)):
-        scales[column] = round_column(matrix[column], numbers[column])
-
-
 @compiled
 def _round_columns_in_groups(matrix: Array, numbers: Array, scales: Array) -> None:
-    """Write what `rounded_groups` returns."""
     for column in range(len(matrix)):
         round_column_in_groups(matrix[column], numbers[column], scales[column])
 
 
 @compiled
 def round_column(source: Array, numbers: Array) -> float:
-    """Write a column, float32[depth], rounded to 8 bits, to `numbers`, int8[depth], and return its scale; see `rounded`."""
+    """Write a column, float32[depth], rounded to int8, to `numbers`, and return its scale.
+
+    The scale is a 127th of the largest absolute number; numbers are rounded to the nearest multiple of it.
+    """
     bits = source.view(np.int32)
     top = np.int32(_LEAST_BITS)
     for step in range(len(bits)):
@@ -112,7 +88,7 @@ def round_column_in_groups(source: Array, numbers: Array, scales: Array) -> None
     lowest = np.int32(LOWEST)
     for group in range(len(scales)):
         first = group * GROUP
-        # The bits of numbers that are not negative have the order of the numbers, and those of all others are less than 0.
+        # The bits of numbers that are not negative have the order of the numbers, and all other bits are less than 0.
         above = np.int32(_SIGN)
         below = np.int32(_SIGN)
         for step in range(GROUP):

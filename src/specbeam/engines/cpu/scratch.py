@@ -1,6 +1,6 @@
 """Scratch caches: passes on slots that are free in the cache of a text, which begin anew in each turn.
 
-Drafts by the target without some of its sublayers read what the whole target has stored, and store keys and values that
+Drafts by the target without some of its sublayers read keys and values of the whole target, and store others that
 are wrong for it. No node of the text ever sees these slots, and the target's own pass fills them again.
 """
 
@@ -20,7 +20,7 @@ BEGUN, ROWS = range(2)  # indices into `ScratchArrays.numbers`
 class ScratchArrays(NamedTuple):
     """A scratch cache of a session, as steps take it."""
 
-    own: CacheArrays  # what its passes run on
+    own: CacheArrays  # of its passes
     trie: Trie  # of the text; at the first pass of a turn its arrays are copied
     numbers: Array  # int64[2]: 1 once a turn has begun; the number of rows that were computed
 

@@ -1,12 +1,12 @@
 """The split of a product into shares of its panels, which threads take one after the other.
 
-Whoever asks for a product takes shares as everybody else, and waits only for shares that another thread is at. So a thread
-that the operating system has put aside delays nobody, and a product costs no barrier: helpers look for shares in memory, and
+The caller takes shares like every thread, and waits only for shares in progress. So a suspended
+thread delays no other, and a product costs no barrier: helpers look for shares in memory, and
 are not woken. Each panel is multiplied by one thread, in the order of a single one, so the numbers are the same with any
 number of threads.
 
-The memory of a team is int64[`WORDS`]. Its ticket holds the number of shares of the present product, and of those that are
-taken: both are read and counted up in one operation. What else describes the product is written before its ticket, and stays
+The memory of a team is int64[`WORDS`]. Its ticket holds the numbers of shares of the present product and of shares
+taken: both are read and counted up in one operation. The rest of the description is written before the ticket, and stays
 until all of its shares are done.
 """
 
@@ -19,7 +19,7 @@ from specbeam.core.compiling.compiler import Array, compiled
 if compiling.AVAILABLE:
     from specbeam.core.compiling.compiler import call_at, call_c
 
-# Places in the memory of a team. What different threads change lies in different lines of a cache.
+# Places in the memory of a team. Numbers that different threads change lie in different lines of a cache.
 TICKET = 0
 DONE = 8  # shares of the present product that are done
 OPEN = 16  # helpers look for shares while it is not 0
@@ -75,7 +75,7 @@ def take(team: Array) -> int:
 
 @compiled
 def finish(team: Array) -> None:
-    """Say that a share is done."""
+    """Count a share as done."""
     add_shared(team, DONE, 1)
 
 

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Int32, Int64
+from jaxtyping import Float32, Int64
 
+from specbeam.engines.arrays import SourceStates
 from specbeam.engines.cpu.audio_encoder import AudioEncoder, misfit_of_convolutions
 from specbeam.engines.cpu.cache import CpuCache
 from specbeam.engines.cpu.cache_steps import CacheArrays
@@ -18,6 +19,7 @@ from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.cpu.sources import Sources
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.kv.cross import CrossPanels, ReadsSources
+from specbeam.engines.kv.masks import slots_back
 from specbeam.engines.kv.trie import Feed
 from specbeam.engines.source import Source, grouped, in_line
 from specbeam.engines.torch.source_passes import plain_logits
@@ -39,7 +41,6 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
         self.reader = SourceReader(model, decoder)
 
     def _new_cross(self) -> CrossPanels:
-        """Return an empty store of sources, whose keys and values are kept as those of the decoder's own are."""
         decoder = self.decoder
         return CrossPanels(len(decoder.kinds), decoder.heads, decoder.size, WIDTH, WORDS[decoder.kv])
 
@@ -51,7 +52,7 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
     def most_positions(self) -> int | None:
         return len(self.decoder.places) or None
 
-    def store_source(self, states: Float[torch.Tensor, "1 frames size"]) -> int:
+    def store_source(self, states: SourceStates) -> int:
         return self._store_read(self.reader.read(_rows_of(states)))
 
     def row_of(self, source: Source, encoder: Any) -> int:
@@ -59,7 +60,6 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
         return super().row_of(source, encoder) if read is None else self._store_read(read)
 
     def _store_read(self, read: Float32[np.ndarray, "frames columns"]) -> int:
-        """Store keys and values of a source as `SourceReader.read` returns them, and return their row."""
         layers, heads, size = self.cross.shape
         return self.cross.add(read.reshape(len(read), layers, 2, heads, size))
 
@@ -75,7 +75,7 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
                 yield source, source.states[encoder].shape[1]
 
     def _read_group(self, group: list[Source], encoder: Any) -> None:
-        """Make keys and values of several sources by one product; those of one alone are made as they are stored."""
+        """Make keys and values of several sources by one product; a single source waits until it is stored."""
         if len(group) < 2:
             return
         each = [_rows_of(source.states[encoder]) for source in group]
@@ -103,11 +103,9 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
         return plain_logits(self.model, states, path)
 
     def _sources_of(self, caches: Sequence[CpuCache]) -> Sources:
-        """Return all sources, and which of them these sessions read."""
         return self._all_sources(np.array([cache.source_row for cache in caches], dtype=np.int64))
 
     def _all_sources(self, rows: Int64[np.ndarray, " sessions"]) -> Sources:
-        """Return all sources, of which sessions read these rows."""
         return Sources(self.cross.keys, self.cross.values, np.array(self.cross.lengths, dtype=np.int64), rows)
 
     def _sources_for(self, arrays: Sequence[CacheArrays]) -> Sources:
@@ -118,7 +116,8 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
         if not self.decoder.architecture.biases:
             return replace(rows, sources=sources)
         extent = next(iter(rows.seen.values())).shape[1]
-        return replace(rows, sources=sources, back=_distances(caches, feeds, extent))
+        back = [slots_back(feed, cache.trie, extent) for cache, feed in zip(caches, feeds, strict=True)]
+        return replace(rows, sources=sources, back=np.concatenate(back))
 
     def _looks_at(self, cache: CpuCache, arrays: CacheArrays) -> bool:
         sources = arrays.sources
@@ -128,18 +127,6 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
         return (self._sources_of([cache]),)
 
 
-def _rows_of(states: Float[torch.Tensor, "1 frames size"]) -> Float32[np.ndarray, "frames size"]:
-    """Return the states of a source as the compiled forward reads rows."""
+def _rows_of(states: SourceStates) -> Float32[np.ndarray, "frames size"]:
     found: Float32[np.ndarray, "frames size"] = states[0].float().contiguous().numpy()
     return found
-
-
-def _distances(caches: list[CpuCache], feeds: list[Feed], extent: int) -> Int32[np.ndarray, "rows slots"]:
-    """Return how many positions before each row of some feeds the token of each slot of its session is."""
-    found = []
-    for cache, feed in zip(caches, feeds, strict=True):
-        known = min(extent, cache.trie.capacity)
-        back = np.zeros((len(feed), extent), dtype=np.int32)
-        back[:, :known] = feed.positions[:, None] - cache.trie.slot_position[None, :known]
-        found.append(back)
-    return np.concatenate(found)

@@ -1,4 +1,4 @@
-"""What compiled layers read of sources: keys and values that are stored once, whatever number of rows looks at them."""
+"""Sources as compiled layers read them: keys and values, stored once for all rows that look at them."""
 
 from typing import NamedTuple
 
@@ -16,14 +16,6 @@ class Sources(NamedTuple):
     rows: Array  # int64[sessions]: the source of each session of a pass
 
 
-class SeenSources(NamedTuple):
-    """The sources of a pass in the form in which attention takes caches; see `attention.attend`."""
-
-    rows: Array  # int64[sessions, 3]: source, first row, last row + 1
-    seen: Array  # bool[rows, frames]: the frames of the row's source
-    reach: Array  # int64[rows]: their number
-
-
 @compiled
 def no_sources() -> Sources:
     """Return the sources of a model that reads none."""
@@ -36,31 +28,6 @@ def no_sources() -> Sources:
 def no_distances() -> Array:
     """Return how far back slots are for a model whose attention does not ask for it."""
     return np.zeros((0, 0), dtype=np.int32)
-
-
-@compiled
-def seen_sources(sources: Sources, rows: Array, count: int) -> SeenSources:
-    """Return what the rows of a pass look at.
-
-    Args:
-        rows: int64[sessions, 3]: row of the store, first row, last row + 1.
-        count: number of rows of the pass.
-    """
-    frames = sources.values.shape[3]
-    places = np.empty((len(rows), 3), dtype=np.int64)
-    seen = np.zeros((count, frames), dtype=np.bool_)
-    reach = np.zeros(count, dtype=np.int64)
-    for session in range(len(sources.rows)):
-        first = rows[session, 1]
-        last = rows[session, 2]
-        source = sources.rows[session]
-        length = sources.lengths[source]
-        places[session, 0] = source
-        places[session, 1] = first
-        places[session, 2] = last
-        seen[first:last, :length] = True
-        reach[first:last] = length
-    return SeenSources(places, seen, reach)
 
 
 @compiled

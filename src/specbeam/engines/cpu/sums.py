@@ -10,6 +10,15 @@ from typing import Any
 import numpy as np
 
 from specbeam.core import compiling
+from specbeam.engines.cpu.llvm import (
+    TO_FIRST_CACHE,
+    TO_SECOND_CACHE,
+    CodeWriter,
+    Value,
+    constant,
+    places_in,
+    spread_out,
+)
 from specbeam.engines.cpu.rounding import GROUP, OF_SCALE, OF_ZERO
 
 if compiling.AVAILABLE:
@@ -18,8 +27,14 @@ if compiling.AVAILABLE:
     from numba.extending import intrinsic
 
     from specbeam.core.compiling.processor import features
+    from specbeam.engines.cpu.llvm import FLOAT, WORD
 
-    LANES = 16 if "avx512f" in features() else 8 if "avx2" in features() else 4  # 4-byte numbers in a register
+    HALF_WORD = ir.IntType(16)
+    LANES = 4  # 4-byte numbers in a register
+    if "avx512f" in features():
+        LANES = 16
+    elif "avx2" in features():
+        LANES = 8
     MOST = 6 if LANES == 8 else 12  # rows at a time, whose sums fit in the registers
     # Whether one instruction multiplies four pairs of bytes in each lane and adds the products up.
     DOTS_BYTES = {16: "avx512vnni", 8: "avxvnni"}.get(LANES) in features()
@@ -34,15 +49,13 @@ ACROSS = 2  # registers across a panel
 WIDTH = ACROSS * LANES  # columns of a panel
 STEP = 4  # steps of depth in a round of the loop, at least; every depth is a multiple of it
 _AHEAD = 32  # words of a column by which prefetching is ahead of the sums
-_TO_FIRST_CACHE = 3
-_TO_SECOND_CACHE = 2
 _STEPS_PER_NIBBLES = 8  # steps of depth in a word of numbers of 4 bits
 _LOWER = 0x0F0F0F0F  # the lower half of each byte
 FLOAT16_SCALE = np.float32(2.0**112)  # float32 exponents count from 127, those of float16 from 15
 
 
-class _Loop:
-    """A writer of the LLVM code that computes the products of a fixed number of rows with one panel.
+class _Loop(CodeWriter):
+    """A writer of the code that computes the products of a fixed number of rows with one panel.
 
     Args:
         steps_per_word: steps of depth in a word of the panel: 1 for float32; 2 for bfloat16, the earlier step in the lower
@@ -53,165 +66,126 @@ class _Loop:
 
     later: tuple[Any, Any] | None = None
 
-    def __init__(self, builder: Any, rows: int, steps_per_word: int, x_pitch: Any = None) -> None:
-        self.builder = builder
+    def __init__(self, builder: Any, rows: int, steps_per_word: int = 1, x_pitch: Any = None) -> None:
+        super().__init__(builder)
         self.rows = rows
         self.steps_per_word = steps_per_word
         self.steps = max(STEP, steps_per_word)  # of depth in a round of the loop
         self.x_pitch = x_pitch
-        self.index = ir.IntType(64)
-        self.word = ir.IntType(32)
-        self.vector = ir.VectorType(ir.FloatType(), LANES)
-        self.words = ir.VectorType(self.word, LANES)
+        self.vector = ir.VectorType(FLOAT, LANES)
+        self.words = ir.VectorType(WORD, LANES)
 
     def write(self, weights: Any, stride: Any, x: Any, out: Any, out_stride: Any, depth: Any) -> None:
         """Write the code at the builder's position, and leave the builder after the loop. For arguments see `write_sums`."""
-        b = self.builder
-        zeros = self._zeros()
-        before = b.block
-        loop = b.append_basic_block("loop")
-        end = b.append_basic_block("end")
-        b.branch(loop)
-        b.position_at_end(loop)
-        at = b.phi(self.index)
-        starts = [b.phi(zeros.type) for _ in range(self.rows * ACROSS)]
-        sums = list(starts)
-        for step in range(0, self.steps, self.steps_per_word):
-            word = b.udiv(b.add(at, self._number(step)), self._number(self.steps_per_word))
-            self._prefetch_later(weights, word)
-            for place, columns in enumerate(self._columns_of(weights, stride, word)):
-                sums = self._added(sums, columns, x, b.add(at, self._number(step + place)))
-        next_at = b.add(at, self._number(self.steps))
-        carried = [(at, next_at, self._number(0))]
-        carried += [(start, total, zeros) for start, total in zip(starts, sums, strict=True)]
-        for start, next_value, first in carried:
-            start.add_incoming(first, before)
-            start.add_incoming(next_value, b.block)
-        b.cbranch(b.icmp_signed("<", next_at, depth), loop, end)
-        b.position_at_end(end)
-        for place, total in enumerate(self._finished(sums, weights, stride, x, depth)):
+        self.weights = weights
+        self.x = x
+        self.stride = Value(self.builder, stride)
+        self.depth = Value(self.builder, depth)
+        for place, total in enumerate(self._results()):
             row, across = divmod(place, ACROSS)
-            goal = b.add(b.mul(out_stride, self._number(row)), self._number(across * LANES))
-            b.store(total, self._pointer(out, goal, self.vector), align=4)
+            self.store(total, out, Value(self.builder, out_stride) * row + across * LANES)
 
-    def _columns_of(self, weights: Any, stride: Any, word: Any) -> Iterable[list[Any]]:
+    def _results(self) -> list[Value]:
+        """Write the loop; return the sums as float32 registers."""
+        zeros = [self._zeros()] * (self.rows * ACROSS)
+        with self.rounds(self.depth, self.steps, zeros) as loop:
+            for step in range(0, self.steps, self.steps_per_word):
+                word = (loop.at + step) // self.steps_per_word
+                self._prefetch_later(word)
+                for place, columns in enumerate(self._columns_of(word)):
+                    loop.carried = self._added(loop.carried, columns, loop.at + (step + place))
+        return self._finished(loop.carried)
+
+    def _columns_of(self, word: Value) -> Iterable[list[Value]]:
         """Load the columns of a word; return them as float32 registers for each step of depth in the word."""
-        b = self.builder
-        start = self.builder.mul(word, stride)
+        start = word * self.stride
         if self.steps_per_word == 1:
-            return [self._loaded(weights, start, stride, self.vector)]
-        both = self._loaded(weights, start, stride, self.words)
-        early = [b.bitcast(b.shl(words, self._all(16)), self.vector) for words in both]
-        return [early, [b.bitcast(b.and_(words, self._all(0xFFFF0000)), self.vector) for words in both]]
+            return [self._panel_at(start, self.vector)]
+        both = self._panel_at(start, self.words)
+        early = [(words << 16).seen_as(self.vector) for words in both]
+        return [early, [(words & 0xFFFF0000).seen_as(self.vector) for words in both]]
 
-    def _added(self, sums: list[Any], columns: list[Any], x: Any, step: Any) -> list[Any]:
+    def _added(self, sums: list[Value], columns: list[Value], step: Value) -> list[Value]:
         """Return the sums of all rows plus the products of one step of depth."""
-        b = self.builder
         added = []
         for row in range(self.rows):
-            spread = spread_out(b, b.load(b.gep(x, [self._place_of_x(step, row)])))
+            spread = self._spread(self._place_of_x(step, row))
             part = sums[row * ACROSS : (row + 1) * ACROSS]
             added += [self._product(total, spread, column) for column, total in zip(columns, part, strict=True)]
         return added
 
-    def _place_of_x(self, step: Any, row: int) -> Any:
-        """Return the index in x of a row's word for a step."""
-        b = self.builder
+    def _place_of_x(self, step: Value, row: int) -> Value:
         if self.x_pitch is None:
-            return b.add(b.mul(step, self._number(self.rows)), self._number(row))
-        return b.add(b.mul(self.x_pitch, self._number(row)), step)
+            return step * self.rows + row
+        return Value(self.builder, self.x_pitch) * row + step
 
-    def _product(self, total: Any, spread: Any, column: Any) -> Any:
+    def _spread(self, index: Value, kind: Any = None) -> Value:
+        """Return a word of x in all lanes, as a number of type `kind`; None: of the type of x."""
+        number = self.loaded(self.x, index, kind or self.x.type.pointee)
+        return spread_out(self.builder, number, LANES)
+
+    def _product(self, total: Value, spread: Value, column: Value) -> Value:
         """Return `total` + `spread` * `column`."""
-        fused = self._function(f"llvm.fma.v{LANES}f32", self.vector, [self.vector] * 3)
-        return self.builder.call(fused, [column, spread, total])
+        return self.fused(column, spread, total)
 
-    def _finished(self, sums: list[Any], weights: Any, stride: Any, x: Any, depth: Any) -> list[Any]:
+    def _finished(self, sums: list[Value]) -> list[Value]:
         """Return the results, as float32 registers, given the sums over the whole depth."""
         return sums
 
-    def _loaded(self, weights: Any, first: Any, stride: Any, kind: Any) -> list[Any]:
+    def _panel_at(self, first: Value, kind: Any) -> list[Value]:
         """Load registers across the panel, and prefetch those `_AHEAD` steps of depth later."""
-        b = self.builder
-        skipped = b.mul(stride, self._number(_AHEAD))
-        loaded = []
+        skipped = self.stride * _AHEAD
+        found = []
         for across in range(ACROSS):
-            place = b.add(first, self._number(across * LANES))
-            self._prefetch(weights, b.add(place, skipped), _TO_FIRST_CACHE)
-            loaded.append(b.load(self._pointer(weights, place, kind), align=4))
-        return loaded
+            place = first + across * LANES
+            self.prefetch(self.weights, place + skipped, TO_FIRST_CACHE)
+            found.append(self.loaded(self.weights, place, kind))
+        return found
 
-    def _prefetch_later(self, weights: Any, word: Any) -> None:
-        """Prefetch a line of what is multiplied after this panel, while a word of this one is multiplied.
+    def _across(self, first: Value, kind: Any) -> list[Value]:
+        return [self.loaded(self.weights, first + across * LANES, kind) for across in range(ACROSS)]
+
+    def _prefetch_later(self, word: Value) -> None:
+        """Prefetch a line of the next panel while a word of this one is multiplied.
 
         The sums of few rows take no longer than reading their panel does, which leaves no time to read another one.
         """
         if self.later is not None and self.rows > MOST // 2:
-            start, stride = self.later
-            place = self.builder.add(start, self.builder.mul(word, stride))
-            self._prefetch(weights, place, _TO_SECOND_CACHE)
+            start, stride = (Value(self.builder, one) for one in self.later)
+            self.prefetch(self.weights, start + word * stride, TO_SECOND_CACHE)
 
-    def _prefetch(self, array: Any, place: Any, cache: int) -> None:
-        """Write the code that reads the line of an index of an array into one of the processor's caches."""
-        b = self.builder
-        byte = ir.IntType(8).as_pointer()
-        prefetch = self._function("llvm.prefetch.p0", ir.VoidType(), [byte, self.word, self.word, self.word])
-        line = b.bitcast(b.gep(array, [place]), byte)
-        b.call(prefetch, [line, *(ir.Constant(self.word, n) for n in (0, cache, 1))])
-
-    def _pointer(self, array: Any, place: Any, kind: Any) -> Any:
-        return self.builder.bitcast(self.builder.gep(array, [place]), kind.as_pointer())
-
-    def _number(self, n: int) -> Any:
-        return ir.Constant(self.index, n)
-
-    def _all(self, value: int) -> Any:
-        return ir.Constant(self.words, [value] * LANES)
-
-    def _zeros(self) -> Any:
-        return ir.Constant(self.vector, [0.0] * LANES)
-
-    def _function(self, name: str, result: Any, arguments: list[Any]) -> Any:
-        known = self.builder.module.globals.get(name)
-        return known or ir.Function(self.builder.module, ir.FunctionType(result, arguments), name)
+    def _zeros(self) -> Value:
+        return constant(self.builder, self.vector, 0.0)
 
 
 class _LoopOfHalves(_Loop):
     """A `_Loop` for panels of float16, which become float32 as they are loaded."""
 
-    def __init__(self, builder: Any, rows: int) -> None:
-        super().__init__(builder, rows, steps_per_word=1)
-
-    def _columns_of(self, weights: Any, stride: Any, word: Any) -> list[list[Any]]:
+    def _columns_of(self, word: Value) -> list[list[Value]]:
         b = self.builder
-        half = ir.IntType(16)
-        kind = ir.VectorType(half, LANES)
-        loaded = self._loaded(weights, b.mul(word, stride), stride, kind)
+        loaded = self._panel_at(word * self.stride, ir.VectorType(HALF_WORD, LANES))
         if LANES > 4:  # one instruction does it
             halves = ir.VectorType(ir.HalfType(), LANES)
-            return [[b.fpext(b.bitcast(bits, halves), self.vector) for bits in loaded]]
-        scale = ir.Constant(self.vector, [float(FLOAT16_SCALE)] * LANES)
+            return [[Value(b, b.fpext(bits.seen_as(halves).register, self.vector)) for bits in loaded]]
+        scale = constant(b, self.vector, float(FLOAT16_SCALE))
         found = []
         for bits in loaded:
-            wide = b.zext(bits, self.words)
-            size = b.bitcast(b.shl(b.and_(wide, self._all(0x7FFF)), self._all(13)), self.vector)
-            sign = b.shl(b.and_(wide, self._all(0x8000)), self._all(16))
-            number = b.bitcast(b.fmul(size, scale), self.words)
-            found.append(b.bitcast(b.or_(number, sign), self.vector))
+            wide = Value(b, b.zext(bits.register, self.words))
+            size = ((wide & 0x7FFF) << 13).seen_as(self.vector)
+            sign = (wide & 0x8000) << 16
+            number = (size * scale).seen_as(self.words)
+            found.append((number | sign).seen_as(self.vector))
         return [found]
 
 
 class _LoopOfWords(_Loop):
-    """A `_Loop` for panels with a bfloat16 in each two bytes, such as keys and values of a cache that keeps them so."""
+    """A `_Loop` for panels with a bfloat16 in each two bytes, such as keys and values of a cache in bfloat16."""
 
-    def __init__(self, builder: Any, rows: int, x_pitch: Any) -> None:
-        super().__init__(builder, rows, 1, x_pitch)
-
-    def _columns_of(self, weights: Any, stride: Any, word: Any) -> list[list[Any]]:
+    def _columns_of(self, word: Value) -> list[list[Value]]:
         b = self.builder
-        kind = ir.VectorType(ir.IntType(16), LANES)
-        loaded = self._loaded(weights, b.mul(word, stride), stride, kind)
-        return [[b.bitcast(b.shl(b.zext(bits, self.words), self._all(16)), self.vector) for bits in loaded]]
+        loaded = self._panel_at(word * self.stride, ir.VectorType(HALF_WORD, LANES))
+        wide = [Value(b, b.zext(bits.register, self.words)) for bits in loaded]
+        return [[(bits << 16).seen_as(self.vector) for bits in wide]]
 
 
 class _LoopOfWeights(_Loop):
@@ -221,87 +195,64 @@ class _LoopOfWeights(_Loop):
     bits, and so has the weight, so that none of them is rounded at all.
     """
 
-    def __init__(self, builder: Any, rows: int) -> None:
-        super().__init__(builder, rows, steps_per_word=_STEPS_PER_NIBBLES)
-
-    def _columns_of(self, weights: Any, stride: Any, word: Any) -> Iterator[list[Any]]:
-        b = self.builder
+    def _columns_of(self, word: Value) -> Iterator[list[Value]]:
         in_group = GROUP // _STEPS_PER_NIBBLES
-        group = b.udiv(word, self._number(in_group))
-        place = b.mul(b.add(word, group), stride)
-        packed = self._loaded(weights, place, stride, self.words)
-        last = b.mul(b.add(b.mul(group, self._number(in_group + 1)), self._number(in_group)), stride)
-        scales, offsets = self._scales_and_offsets(weights, last)
-        fused = self._function(f"llvm.fma.v{LANES}f32", self.vector, [self.vector] * 3)
+        group = word // in_group
+        packed = self._panel_at((word + group) * self.stride, self.words)
+        last = self._across((group * (in_group + 1) + in_group) * self.stride, self.words)
+        scales = [(both & OF_SCALE).seen_as(self.vector) for both in last]
+        zeros = [(both & OF_ZERO).in_floats(self.vector) for both in last]
+        offsets = [-(zero * scale) for zero, scale in zip(zeros, scales, strict=True)]
         for step in range(_STEPS_PER_NIBBLES):
             columns = []
             for bits, scale, offset in zip(packed, scales, offsets, strict=True):
-                number = b.and_(b.lshr(bits, self._all(4 * step)), self._all(15))
-                columns.append(b.call(fused, [b.sitofp(number, self.vector), scale, offset]))
+                number = bits >> 4 * step & 15
+                columns.append(self.fused(number.in_floats(self.vector), scale, offset))
             yield columns
-
-    def _scales_and_offsets(self, weights: Any, last: Any) -> tuple[list[Any], list[Any]]:
-        """Return the scales of a group, and minus its zero points times these, as registers across the panel."""
-        b = self.builder
-        scales = []
-        offsets = []
-        for across in range(ACROSS):
-            place = b.add(last, self._number(across * LANES))
-            both = b.load(self._pointer(weights, place, self.words), align=4)
-            scale = b.bitcast(b.and_(both, self._all(OF_SCALE)), self.vector)
-            zero = b.sitofp(b.and_(both, self._all(OF_ZERO)), self.vector)
-            scales.append(scale)
-            offsets.append(b.fneg(b.fmul(zero, scale)))
-        return scales, offsets
 
 
 class _LoopOfBytes(_Loop):
     """A `_Loop` for panels with four int8 in a word and rows with four uint8 in a word, which are summed as integers.
 
-    So the result is the same number on every machine. In the panel the columns are followed by their scales, and by what the
-    offset of x, 128, adds to their sums. x is followed by the scales of its rows.
+    So the result is the same number on every machine. In the panel the columns are followed by their scales, and by the
+    contribution of the offset of x, 128, to their sums. x is followed by the scales of its rows.
     """
 
-    def __init__(self, builder: Any, rows: int) -> None:
-        super().__init__(builder, rows, steps_per_word=4)
+    def _columns_of(self, word: Value) -> list[list[Value]]:
+        return [self._panel_at(word * self.stride, self.words)]
 
-    def _columns_of(self, weights: Any, stride: Any, word: Any) -> list[list[Any]]:
-        return [self._loaded(weights, self.builder.mul(word, stride), stride, self.words)]
+    def _added(self, sums: list[Value], columns: list[Value], step: Value) -> list[Value]:
+        return super()._added(sums, columns, step // self.steps_per_word)
 
-    def _added(self, sums: list[Any], columns: list[Any], x: Any, step: Any) -> list[Any]:
-        return super()._added(sums, columns, x, self.builder.udiv(step, self._number(self.steps_per_word)))
-
-    def _product(self, total: Any, spread: Any, column: Any) -> Any:
+    def _product(self, total: Value, spread: Value, column: Value) -> Value:
         """Return `total` plus the products of four unsigned bytes with four signed ones in each lane."""
-        b = self.builder
         if DOTS_BYTES:
             name = f"llvm.x86.avx512.vpdpbusd.{32 * LANES}"
-            return b.call(self._function(name, self.words, [self.words] * 3), [total, spread, column])
+            given = [one.register for one in (total, spread, column)]
+            return Value(self.builder, self.call(name, self.words, *given))
         for place in range(4):
-            unsigned = b.and_(b.lshr(spread, self._all(8 * place)), self._all(255))
-            signed = b.ashr(b.shl(column, self._all(24 - 8 * place)), self._all(24))
-            total = b.add(total, b.mul(unsigned, signed))
+            unsigned = spread >> 8 * place & 255
+            high = column << 24 - 8 * place
+            bits = constant(self.builder, self.words, 24)
+            signed = Value(self.builder, self.builder.ashr(high.register, bits.register))
+            total = total + unsigned * signed
         return total
 
-    def _finished(self, sums: list[Any], weights: Any, stride: Any, x: Any, depth: Any) -> list[Any]:
-        b = self.builder
-        words = self.builder.udiv(depth, self._number(self.steps_per_word))
-        end = b.mul(words, stride)
-        places = [b.add(end, self._number(across * LANES)) for across in range(ACROSS)]
-        scales = [b.load(self._pointer(weights, place, self.vector), align=4) for place in places]
-        places = [b.add(place, self._number(WIDTH)) for place in places]
-        offsets = [b.load(self._pointer(weights, place, self.words), align=4) for place in places]
+    def _finished(self, sums: list[Value]) -> list[Value]:
+        words = self.depth // self.steps_per_word
+        end = words * self.stride
+        scales = self._across(end, self.vector)
+        offsets = self._across(end + WIDTH, self.words)
         finished = []
         for place, total in enumerate(sums):
             row, across = divmod(place, ACROSS)
-            at = b.add(b.mul(words, self._number(self.rows)), self._number(row))
-            scale = spread_out(b, b.load(self._pointer(x, at, ir.FloatType())))
-            whole = b.sitofp(b.sub(total, offsets[across]), self.vector)
-            finished.append(b.fmul(b.fmul(whole, scales[across]), scale))
+            scale = self._spread(words * self.rows + row, FLOAT)
+            whole = (total - offsets[across]).in_floats(self.vector)
+            finished.append(whole * scales[across] * scale)
         return finished
 
-    def _zeros(self) -> Any:
-        return self._all(0)
+    def _zeros(self) -> Value:
+        return constant(self.builder, self.words, 0)
 
 
 class _LoopOfNibbles(_LoopOfBytes):
@@ -310,72 +261,44 @@ class _LoopOfNibbles(_LoopOfBytes):
     Here the numbers of the panel are without a sign, 8 too large, and those of x are signed. The sum of a group is a whole
     number. Only then it is multiplied by the scale, and added to those before. After the words of a group there is one word
     for each two columns: its lower half is the scale of a column in the first half of the panel, a bfloat16, and its upper
-    half that of one in the second. After the scales of the rows of x there is, for each group and row, what takes away what
-    the 8 adds.
+    half that of one in the second. After the scales of the rows of x there is, for each group and row, the correction for
+    the 8.
     """
 
-    def write(self, weights: Any, stride: Any, x: Any, out: Any, out_stride: Any, depth: Any) -> None:
-        """See `_Loop.write`."""
-        b = self.builder
-        zeros = self._all_float(0.0)
-        before = b.block
-        loop = b.append_basic_block("loop")
-        end = b.append_basic_block("end")
-        words = b.udiv(depth, self._number(self.steps_per_word))
-        scales_at = b.mul(words, self._number(self.rows))
-        starts_at = b.add(scales_at, self._number(self.rows))
-        groups = b.udiv(depth, self._number(GROUP))
-        b.branch(loop)
-        b.position_at_end(loop)
-        group = b.phi(self.index)
-        sums_before = [b.phi(self.vector) for _ in range(self.rows * ACROSS)]
-        of_words = b.mul(stride, self._number(GROUP // _STEPS_PER_NIBBLES))
-        first = b.mul(group, b.add(of_words, self._number(LANES)))
-        scales = self._scales(weights, b.add(first, of_words))
-        whole: list[Any] = []
-        for row in range(self.rows):
-            at = b.add(b.add(starts_at, b.mul(group, self._number(self.rows))), self._number(row))
-            whole += [spread_out(b, b.load(b.gep(x, [at])))] * ACROSS
-        for word in range(GROUP // _STEPS_PER_NIBBLES):
-            place = b.add(first, b.mul(self._number(word), stride))
-            both = self._loaded(weights, place, stride, self.words)
-            early = [b.and_(nibbles, self._all(_LOWER)) for nibbles in both]
-            late = [b.and_(b.lshr(nibbles, self._all(4)), self._all(_LOWER)) for nibbles in both]
-            step = b.add(b.mul(group, self._number(GROUP)), self._number(word * _STEPS_PER_NIBBLES))
-            whole = self._added(whole, early, x, step)
-            whole = self._added(whole, late, x, b.add(step, self._number(self.steps_per_word)))
-        sums = [
-            super(_LoopOfBytes, self)._product(start, b.sitofp(total, self.vector), scales[place % ACROSS])
-            for place, (start, total) in enumerate(zip(sums_before, whole, strict=True))
-        ]
-        next_group = b.add(group, self._number(1))
-        group.add_incoming(self._number(0), before)
-        group.add_incoming(next_group, b.block)
-        for start, total in zip(sums_before, sums, strict=True):
-            start.add_incoming(zeros, before)
-            start.add_incoming(total, b.block)
-        b.cbranch(b.icmp_signed("<", next_group, groups), loop, end)
-        b.position_at_end(end)
-        for place, total in enumerate(sums):
-            row, across = divmod(place, ACROSS)
-            scale = spread_out(b, b.load(self._pointer(x, b.add(scales_at, self._number(row)), ir.FloatType())))
-            goal = b.add(b.mul(out_stride, self._number(row)), self._number(across * LANES))
-            b.store(b.fmul(total, scale), self._pointer(out, goal, self.vector), align=4)
+    def _results(self) -> list[Value]:
+        words = GROUP // _STEPS_PER_NIBBLES  # of a group in a column
+        scales_at = self.depth // self.steps_per_word * self.rows
+        starts_at = scales_at + self.rows
+        zeros = [constant(self.builder, self.vector, 0.0)] * (self.rows * ACROSS)
+        with self.rounds(self.depth // GROUP, 1, zeros) as loop:
+            group = loop.at
+            of_words = self.stride * words
+            first = group * (of_words + LANES)
+            scales = self._scales(first + of_words)
+            whole: list[Value] = []
+            for row in range(self.rows):
+                whole += [self._spread(starts_at + group * self.rows + row)] * ACROSS
+            for word in range(words):
+                both = self._panel_at(first + self.stride * word, self.words)
+                early = [nibbles & _LOWER for nibbles in both]
+                late = [nibbles >> 4 & _LOWER for nibbles in both]
+                step = group * GROUP + word * _STEPS_PER_NIBBLES
+                whole = self._added(whole, early, step)
+                whole = self._added(whole, late, step + self.steps_per_word)
+            sums = []
+            for start, total, scale in zip(loop.carried, whole, scales * self.rows, strict=True):
+                sums.append(self.fused(scale, total.in_floats(self.vector), start))
+            loop.carried = sums
+        factors = [self._spread(scales_at + row, FLOAT) for row in range(self.rows)]
+        return [total * factors[place // ACROSS] for place, total in enumerate(loop.carried)]
 
-    def _product(self, total: Any, spread: Any, column: Any) -> Any:
+    def _product(self, total: Value, spread: Value, column: Value) -> Value:
         """Return `total` plus the products of four signed bytes with four unsigned ones in each lane."""
         return super()._product(total, column, spread)
 
-    def _scales(self, weights: Any, place: Any) -> list[Any]:
-        """Return the scales of a group as registers across the panel."""
-        b = self.builder
-        both = b.load(self._pointer(weights, place, self.words), align=4)
-        return [
-            b.bitcast(bits, self.vector) for bits in (b.shl(both, self._all(16)), b.and_(both, self._all(0xFFFF0000)))
-        ]
-
-    def _all_float(self, value: float) -> Any:
-        return ir.Constant(self.vector, [value] * LANES)
+    def _scales(self, index: Value) -> list[Value]:
+        both = self.loaded(self.weights, index, self.words)
+        return [bits.seen_as(self.vector) for bits in (both << 16, both & 0xFFFF0000)]
 
 
 if compiling.AVAILABLE:
@@ -395,7 +318,7 @@ if compiling.AVAILABLE:
         numbers of 4 bits each, and x uint32; both as `panels.write_transposed` makes them.
 
         Of more than half of `MOST` rows, the line of weights[later_at + word * later_stride] is prefetched for each word of
-        a column: of what comes after this panel, which is then there when it is needed.
+        a column: the next panel is then in the cache when its turn comes.
         """
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -404,9 +327,9 @@ if compiling.AVAILABLE:
             weights, x, out = places_in(context, builder, signature, args, ((1, at), (4, x_at), (6, out_at)))
             kind = signature.args[1].dtype
             if kind in (types.int16, types.uint64):  # the registers are words in any case
-                weights = builder.bitcast(weights, ir.IntType(32).as_pointer())
+                weights = builder.bitcast(weights, WORD.as_pointer())
             if kind == types.uint8:
-                weights = builder.bitcast(weights, ir.IntType(16).as_pointer())
+                weights = builder.bitcast(weights, HALF_WORD.as_pointer())
 
             def write(rows: int) -> None:
                 loop = _loop(builder, rows, kind)
@@ -435,32 +358,14 @@ if compiling.AVAILABLE:
             is_words = signature.args[1].dtype == types.uint16
 
             def write(rows: int) -> None:
-                loop = _LoopOfWords(builder, rows, x_pitch) if is_words else _Loop(builder, rows, 1, x_pitch)
-                loop.write(weights, stride, x, out, out_stride, depth)
+                kind = _LoopOfWords if is_words else _Loop
+                kind(builder, rows, x_pitch=x_pitch).write(weights, stride, x, out, out_stride, depth)
 
             _write_for_each(builder, number, write)
             return context.get_dummy_value()
 
         sizes = types.int64
         return types.void(sizes, weights, sizes, sizes, x, sizes, sizes, out, sizes, sizes, sizes), code
-
-
-def spread_out(builder: Any, number: Any) -> Any:
-    """Return a register with a number in all lanes."""
-    word = ir.IntType(32)
-    kind = ir.VectorType(number.type, LANES)
-    lane = builder.insert_element(ir.Constant(kind, ir.Undefined), number, ir.Constant(word, 0))
-    firsts = ir.Constant(ir.VectorType(word, LANES), [0] * LANES)
-    return builder.shuffle_vector(lane, ir.Constant(kind, ir.Undefined), firsts)
-
-
-def places_in(context: Any, builder: Any, signature: Any, args: Any, starts: Any) -> list[Any]:
-    """Return pointers into arrays, given the number of each among the arguments, and the index of a word in it."""
-    pointers = []
-    for number, start in starts:
-        data = context.make_array(signature.args[number])(context, builder, args[number]).data
-        pointers.append(builder.gep(data, [start]))
-    return pointers
 
 
 def _write_for_each(builder: Any, number: Any, write: Any) -> None:
@@ -478,12 +383,12 @@ def _write_for_each(builder: Any, number: Any, write: Any) -> None:
 
 def _loop(builder: Any, rows: int, kind: Any) -> _Loop:
     """Return the writer of the code for panels of a numba dtype."""
-    if kind == types.int32:
-        return _LoopOfBytes(builder, rows)
-    if kind == types.int16:
-        return _LoopOfNibbles(builder, rows)
-    if kind == types.uint64:
-        return _LoopOfWeights(builder, rows)
-    if kind == types.uint8:
-        return _LoopOfHalves(builder, rows)
-    return _Loop(builder, rows, {types.float32: 1, types.uint32: 2}[kind])
+    loop, steps_per_word = {
+        types.float32: (_Loop, 1),
+        types.uint32: (_Loop, 2),
+        types.uint8: (_LoopOfHalves, 1),
+        types.uint64: (_LoopOfWeights, _STEPS_PER_NIBBLES),
+        types.int32: (_LoopOfBytes, 4),
+        types.int16: (_LoopOfNibbles, 4),
+    }[kind]
+    return loop(builder, rows, steps_per_word)

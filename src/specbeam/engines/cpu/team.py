@@ -15,18 +15,18 @@ from specbeam.engines.cpu import shares
 from specbeam.engines.cpu.attention import ATTENTION_FORM_OF, attention_functions
 from specbeam.engines.cpu.panels import FORM_OF, share_functions
 
-# From so many weights on other threads help: they look for shares all the time, and products of smaller models are over too
+# Weights from which on other threads help: they look for shares all the time, and products of smaller models are over too
 # soon for it to pay.
 HELPED_FROM = 30_000_000
 
 
 def threads_for(weights: int) -> int:
-    """Return the most threads for a model of so many weights."""
+    """Return the most threads for a model with this number of weights."""
     return most_threads() if weights >= HELPED_FROM else 1
 
 
 class Team:
-    """Helping threads, and the memory by which they and whoever asks for products know of each other.
+    """Helping threads, and the memory that they share with callers of products.
 
     Attributes:
         address: of the memory; compiled code takes it in place of a number of threads.
@@ -38,7 +38,7 @@ class Team:
     def begin_anew(self) -> None:
         """Start without helpers in a forked process: the threads of its parent, who may hold the lock, do not run in it.
 
-        Whoever is in `threads` while it forks keeps the former memory, and does all shares by itself.
+        A caller in `threads` during a fork keeps the former memory, and does all shares by itself.
         """
         forms = self.memory[shares.FORMS :].copy()
         self._begin()
@@ -53,7 +53,7 @@ class Team:
         self.depth = 0
 
     def learn(self, panels: np.ndarray) -> None:
-        """Make products with panels of this kind be shared: compile what helpers call, or load it from disk."""
+        """Share products with panels of this kind: compile the helpers' function, or load it from disk."""
         for dtype in {panels.dtype, np.dtype(np.int32) if panels.dtype == np.int8 else panels.dtype}:
             self.learn_function(FORM_OF[dtype.name], share_functions[dtype.name])
 
@@ -68,10 +68,10 @@ class Team:
 
     @contextmanager
     def threads(self, most: int) -> Iterator[int]:
-        """Yield what compiled code takes for its threads: 1, or the address of the team, whose helpers are there meanwhile.
+        """Yield the argument `threads` of compiled code: 1, or the address of the team, whose helpers are awake meanwhile.
 
         Args:
-            most: number of threads, besides what `allowed_threads` says. With more than one, other callers wait until this
+            most: number of threads, within `allowed_threads`. With more than one, other callers wait until this
                 context is left.
         """
         count = min(allowed_threads(), most)
@@ -92,14 +92,14 @@ class Team:
                     memory[shares.OPEN] = 0
 
     def _open(self, count: int) -> None:
-        """Wake the helpers, and make those that are missing, as far as the system lets this process have threads."""
+        """Wake the helpers, and start missing ones, as far as the system lets this process have threads."""
         while len(self.wakers) < count - 1:
             waker = threading.Event()
             name = f"specbeam-{len(self.wakers) + 1}"
             thread = threading.Thread(target=_help, args=(self.memory, waker), name=name, daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # the system gives no more threads: those that are there do the shares
+            except RuntimeError:  # the system gives no more threads: the others do the shares
                 break
             self.wakers.append(waker)
         helpers = self.wakers[: count - 1]

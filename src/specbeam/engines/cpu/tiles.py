@@ -21,8 +21,9 @@ import numpy as np
 from specbeam.core import compiling
 from specbeam.core.compiling.compiler import Array, compiled
 from specbeam.core.compiling.uncounted import compiled_without_counts
+from specbeam.engines.cpu.llvm import TO_FIRST_CACHE, CodeWriter, Value, places_in, spread_out
 from specbeam.engines.cpu.rounding import BYTES_PER_WORD, rounded_row
-from specbeam.engines.cpu.sums import WIDTH, places_in, spread_out
+from specbeam.engines.cpu.sums import WIDTH
 
 # of a tile
 ROWS = 16
@@ -30,7 +31,6 @@ BYTES = 64
 _WORDS = BYTES // 4
 _TILE_WORDS = ROWS * _WORDS
 PARTS = 3  # of a float32: three bfloat16 hold all of its 24 bits
-_AFTER = 2  # words that follow each column of a matrix of bytes: its scale, and 128 times its sum
 _SHAPE = 16  # words of the configuration that sets the shapes of the tiles
 # of Linux: the number of the system call arch_prctl, its ARCH_REQ_XCOMP_PERM, and the state component of the tiles
 _ARCH_PRCTL = 158
@@ -43,11 +43,11 @@ if compiling.AVAILABLE:
     from numba.extending import intrinsic
 
     from specbeam.core.compiling.processor import features
+    from specbeam.engines.cpu.llvm import FLOAT, WORD
 
     _FEATURES = features()
-    _INDEX = ir.IntType(64)
-    _FLOATS = ir.VectorType(ir.FloatType(), _WORDS)
-    _INTEGERS = ir.VectorType(ir.IntType(32), _WORDS)
+    _FLOATS = ir.VectorType(FLOAT, _WORDS)
+    _INTEGERS = ir.VectorType(WORD, _WORDS)
 else:
     _FEATURES = frozenset()
     write_tile_sums: Any = None  # never called without numba
@@ -70,46 +70,23 @@ def available() -> bool:
     return WIDTH == 2 * _WORDS and {"amx-tile", "amx-bf16", "amx-int8"} <= _FEATURES and _permitted()
 
 
-class _Tiles:
-    """A writer of instructions on tiles, at the builder's position."""
+class _Tiles(CodeWriter):
+    """A writer of instructions on tiles."""
 
-    def __init__(self, builder: Any) -> None:
-        self.builder = builder
-        self.byte = ir.IntType(8)
-        self.pointer = self.byte.as_pointer()
+    def on_tiles(self, name: str, *given: Any) -> None:
+        """Write an instruction; integers among its operands are numbers of tiles."""
+        operands = [ir.Constant(ir.IntType(8), one) if isinstance(one, int) else one for one in given]
+        self.call(f"llvm.x86.{name}", ir.VoidType(), *operands)
 
-    def call(self, name: str, *arguments: Any) -> None:
-        full = f"llvm.x86.{name}"
-        kinds = [argument.type for argument in arguments]
-        known = self.builder.module.globals.get(full)
-        function = known or ir.Function(self.builder.module, ir.FunctionType(ir.VoidType(), kinds), full)
-        self.builder.call(function, arguments)
-
-    def tile(self, number: int) -> Any:
-        return ir.Constant(self.byte, number)
-
-    def zero(self, number: int) -> None:
-        self.call("tilezero", self.tile(number))
-
-    def load(self, number: int, array: Any, word: Any, pitch: Any) -> None:
+    def load_tile(self, number: int, array: Any, word: Value, pitch: Value) -> None:
         """Load a tile from an array of words, from index `word` on, with rows `pitch` bytes apart."""
-        place = self.builder.bitcast(self.builder.gep(array, [word]), self.pointer)
-        self.call("tileloadd64", self.tile(number), place, pitch)
+        self.on_tiles("tileloadd64", number, self.place(array, word, ir.IntType(8)), pitch.register)
 
-    def add_product(self, instruction: str, sums: int, x: int, columns: int) -> None:
-        """Add the products of the tile `x` with the tile `columns` to the tile `sums`."""
-        self.call(instruction, *(self.tile(number) for number in (sums, x, columns)))
-
-    def store(self, number: int, array: Any, word: Any, pitch: Any) -> None:
-        place = self.builder.bitcast(self.builder.gep(array, [word]), self.pointer)
-        self.call("tilestored64", self.tile(number), place, pitch)
+    def store_tile(self, number: int, array: Any, word: Value, pitch: Value) -> None:
+        self.on_tiles("tilestored64", number, self.place(array, word, ir.IntType(8)), pitch.register)
 
 
-def _number(n: int) -> Any:
-    return ir.Constant(_INDEX, n)
-
-
-class _Panel:
+class _Panel(_Tiles):
     """A writer of the code for the products of a panel with one block of rows of x, or with two; see `write_tile_sums`.
 
     The use of the tiles, if the depth fills whole ones: 0 to 3 are sums (two for each block), 4 and 5 are x, 6 and 7 are
@@ -121,12 +98,11 @@ class _Panel:
     product = "tdpbf16ps"  # the instruction that adds the products of two tiles to a third
 
     def __init__(self, builder: Any, arrays: tuple[Any, Any, Any, Any], sizes: tuple[Any, Any]) -> None:
-        self.builder = builder
-        self.tiles = _Tiles(builder)
+        super().__init__(builder)
         self.weights, self.x, self.scales, self.out = arrays
-        self.words, self.rows = sizes
-        self.deep = builder.mul(self.words, _number(4))
-        self.part = builder.mul(self.words, self.rows)
+        self.words, self.rows = (Value(builder, size) for size in sizes)
+        self.deep = self.words * 4
+        self.part = self.words * self.rows
 
     def write(self, blocks: int, x: tuple[int, ...], columns: int, rest: tuple[int, int] | None, pitch: Any) -> None:
         """Write the code at the builder's position: all sums, from zero to their places in `out`.
@@ -138,110 +114,75 @@ class _Panel:
             pitch: bytes of a row of `out`.
         """
         b = self.builder
-        each = _number(_WORDS)
         for tile in range(2 * blocks):
-            self.tiles.zero(tile)
-        whole = b.mul(b.udiv(self.words, each), each)
-        before, head, body, end = b.block, *(b.append_basic_block(name) for name in ("head", "body", "end"))
-        b.branch(head)
-        b.position_at_end(head)
-        at = b.phi(_INDEX)
-        at.add_incoming(_number(0), before)
-        b.cbranch(b.icmp_signed("<", at, whole), body, end)
-        b.position_at_end(body)
-        self._prefetch(at)
-        self._step(at, x, columns)
-        at.add_incoming(b.add(at, each), b.block)
-        b.branch(head)
-        b.position_at_end(end)
+            self.on_tiles("tilezero", tile)
+        whole = self.words // _WORDS * _WORDS
+        with b.if_then(self.index(0) < whole), self.rounds(whole, _WORDS) as loop:
+            self._prefetch_columns(loop.at)
+            self._step(loop.at, x, columns)
         if rest is not None:
-            with b.if_then(b.icmp_signed("<", whole, self.words)):
+            with b.if_then(whole < self.words):
                 self._step(whole, rest[:1], rest[1])
-        self._finish(blocks, pitch)
+        self._finish(blocks, Value(b, pitch))
 
-    def _finish(self, blocks: int, pitch: Any) -> None:
+    def _finish(self, blocks: int, pitch: Value) -> None:
         """Write the code that stores the sums in `out`: they are the results."""
-        b = self.builder
         for tile in range(2 * blocks):
             block, side = divmod(tile, 2)
-            row = b.mul(b.mul(self.rows, _number(block)), b.udiv(pitch, _number(4)))
-            self.tiles.store(tile, self.out, b.add(row, _number(side * _WORDS)), pitch)
+            row = self.rows * block * (pitch // 4)
+            self.store_tile(tile, self.out, row + side * _WORDS, pitch)
 
-    def _step(self, at: Any, x: tuple[int, ...], columns: int) -> None:
+    def _step(self, at: Value, x: tuple[int, ...], columns: int) -> None:
         """Write the code that adds the products of one tile's depth, from word `at` on, to the sums."""
-        b = self.builder
-        column = self.builder.mul(at, _number(WIDTH))
+        column = at * WIDTH
         for side in (0, 1):
-            self.tiles.load(columns + side, self.weights, b.add(column, _number(side * _WORDS)), _number(4 * WIDTH))
+            self.load_tile(columns + side, self.weights, column + side * _WORDS, self.index(4 * WIDTH))
         for part in range(self.parts):
             for block, tile in enumerate(x):
-                offset = b.mul(self.part, _number(block * self.parts + part))
-                self.tiles.load(tile, self.x, b.add(at, offset), self.deep)
+                self.load_tile(tile, self.x, at + self.part * (block * self.parts + part), self.deep)
                 for side in (0, 1):
-                    self.tiles.add_product(self.product, 2 * block + side, tile, columns + side)
+                    self.on_tiles(self.product, 2 * block + side, tile, columns + side)
 
-    def _prefetch(self, at: Any) -> None:
-        """Write the code that prefetches the columns four steps of the loop later."""
-        b = self.builder
-        word = ir.IntType(32)
-        name = "llvm.prefetch.p0"
-        kinds = [self.tiles.pointer, word, word, word]
-        known = b.module.globals.get(name)
-        prefetch = known or ir.Function(b.module, ir.FunctionType(ir.VoidType(), kinds), name)
-        start = b.mul(b.add(at, _number(4 * _WORDS)), _number(WIDTH))
+    def _prefetch_columns(self, at: Value) -> None:
+        start = (at + 4 * _WORDS) * WIDTH
         for line in range(_WORDS * WIDTH * 4 // BYTES):
-            place = b.gep(self.weights, [b.add(start, _number(line * _WORDS))])
-            b.call(prefetch, [b.bitcast(place, self.tiles.pointer), *(ir.Constant(word, n) for n in (0, 3, 1))])
+            self.prefetch(self.weights, start + line * _WORDS, TO_FIRST_CACHE)
 
 
 class _PanelOfBytes(_Panel):
     """A `_Panel` of int8, for rows of uint8: the sums are integers, of which float32 are made in the end.
 
-    The columns are followed by their scales, and by what the offset of x adds to their sums.
+    The columns are followed by their scales, and by the contribution of the offset of x to their sums.
     """
 
     parts = 1
     product = "tdpbusd"
 
-    def _finish(self, blocks: int, pitch: Any) -> None:
-        """Write the code that makes results of the sums, which stay beside each other until then.
+    def _finish(self, blocks: int, pitch: Value) -> None:
+        """Write the code that makes results of the sums, which stay next to each other until then.
 
         Rows of `out` may lie so far apart that all of them have the same few places in the processor's first cache.
         """
         b = self.builder
-        columns = b.mul(self.words, _number(WIDTH))
-        scales = [self._loaded(self.weights, b.add(columns, _number(side * _WORDS)), _FLOATS) for side in (0, 1)]
-        columns = b.add(columns, _number(WIDTH))
-        offsets = [self._loaded(self.weights, b.add(columns, _number(side * _WORDS)), _INTEGERS) for side in (0, 1)]
-        width = b.udiv(pitch, _number(4))
+        columns = self.words * WIDTH
+        scales = [self.loaded(self.weights, columns + side * _WORDS, _FLOATS) for side in (0, 1)]
+        columns = columns + WIDTH
+        offsets = [self.loaded(self.weights, columns + side * _WORDS, _INTEGERS) for side in (0, 1)]
+        width = pitch // 4
         with b.goto_entry_block():
-            sums = b.alloca(ir.IntType(32), 2 * blocks * _TILE_WORDS)
+            sums = b.alloca(WORD, 2 * blocks * _TILE_WORDS)
             sums.align = BYTES
         for tile in range(2 * blocks):
-            self.tiles.store(tile, sums, _number(tile * _TILE_WORDS), _number(BYTES))
+            self.store_tile(tile, sums, self.index(tile * _TILE_WORDS), self.index(BYTES))
         for block in range(blocks):
-            before, loop, end = b.block, *(b.append_basic_block(name) for name in ("finish", "finished"))
-            b.branch(loop)
-            b.position_at_end(loop)
-            row = b.phi(_INDEX)
-            row.add_incoming(_number(0), before)
-            goal = b.add(b.mul(self.rows, _number(block)), row)
-            scale = spread_out(b, b.load(b.bitcast(b.gep(self.scales, [goal]), ir.FloatType().as_pointer())))
-            for side in (0, 1):
-                place = b.add(b.mul(row, _number(_WORDS)), _number((2 * block + side) * _TILE_WORDS))
-                whole = b.sub(self._loaded(sums, place, _INTEGERS), offsets[side])
-                result = b.fmul(b.fmul(b.sitofp(whole, _FLOATS), scales[side]), scale)
-                goal_at = b.gep(self.out, [b.add(b.mul(goal, width), _number(side * _WORDS))])
-                b.store(result, b.bitcast(goal_at, _FLOATS.as_pointer()), align=4)
-            next_row = b.add(row, _number(1))
-            row.add_incoming(next_row, b.block)
-            b.cbranch(b.icmp_signed("<", next_row, self.rows), loop, end)
-            b.position_at_end(end)
-
-    def _loaded(self, array: Any, word: Any, kind: Any) -> Any:
-        """Return a register of `_WORDS` words of an array, from index `word` on."""
-        b = self.builder
-        return b.load(b.bitcast(b.gep(array, [word]), kind.as_pointer()), align=4)
+            with self.rounds(self.rows, 1) as loop:
+                row = self.rows * block + loop.at
+                scale = spread_out(b, self.loaded(self.scales, row, FLOAT), _WORDS)
+                for side in (0, 1):
+                    place = loop.at * _WORDS + (2 * block + side) * _TILE_WORDS
+                    whole = self.loaded(sums, place, _INTEGERS) - offsets[side]
+                    result = whole.in_floats(_FLOATS) * scales[side] * scale
+                    self.store(result, self.out, row * width + side * _WORDS)
 
 
 if compiling.AVAILABLE:
@@ -269,9 +210,9 @@ if compiling.AVAILABLE:
             weights, x, scales, out = places_in(context, builder, signature, args, starts)
             kind = _PanelOfBytes if kinds[0].dtype == types.int32 else _Panel
             panel = kind(builder, (weights, x, scales, out), (args[2], args[5]))
-            pitch = builder.mul(args[10], _number(4))
-            whole = builder.icmp_signed("==", builder.urem(args[2], _number(_WORDS)), _number(0))
-            with builder.if_else(whole) as (fills, leaves):
+            pitch = (Value(builder, args[10]) * 4).register
+            left = Value(builder, args[2]) % _WORDS
+            with builder.if_else(left < 1) as (fills, leaves):
                 with fills, builder.if_else(args[6]) as (two, one):
                     with two:
                         panel.write(2, (4, 5), 6, None, pitch)
@@ -290,8 +231,7 @@ if compiling.AVAILABLE:
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             data = context.make_array(signature.args[0])(context, builder, args[0]).data
-            tiles = _Tiles(builder)
-            tiles.call("ldtilecfg", builder.bitcast(data, tiles.pointer))
+            _Tiles(builder).on_tiles("ldtilecfg", builder.bitcast(data, ir.IntType(8).as_pointer()))
             return context.get_dummy_value()
 
         return types.void(shape), code
@@ -301,7 +241,7 @@ if compiling.AVAILABLE:
         """Release the tiles, so that the operating system need not save them when it switches threads."""
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            _Tiles(builder).call("tilerelease")
+            _Tiles(builder).on_tiles("tilerelease")
             return context.get_dummy_value()
 
         return types.void(), code
@@ -326,7 +266,6 @@ def piece_count(rows: int) -> int:
 
 @compiled_without_counts
 def _start(block: int, each: int, rows: int) -> int:
-    """Return the first row of a block of `each` rows."""
     return min(block * each, rows - each)
 
 
@@ -389,12 +328,13 @@ def packed_rows(x: Array, panels: Array) -> Array:
 
 @compiled_without_counts
 def _multiply_blocks(
-    weights: Array, at: int, panel: int, words: int, parts: int, packed: Array, rows: int, out: Array, piece: int
+    weights: Array, panel: int, words: int, parts: int, packed: Array, rows: int, out: Array, piece: int
 ) -> None:
-    """Write the products of a piece of the rows, block by block, with the panel that begins at weights[at].
+    """Write the products of a piece of the rows, block by block, with one panel to its columns of `out`.
 
     Args:
-        panel: its number, which tells its columns of `out`.
+        weights: [panels, words], all of them.
+        panel: its number.
         words: of the depth.
         parts: of a row of x, see `_Panel`.
     """
@@ -409,7 +349,8 @@ def _multiply_blocks(
         start = _start(block, each, rows)
         both = words % _WORDS == 0 and block + 1 < stop and _start(block + 1, each, rows) == start + each
         write_tile_sums(
-            weights, at, words, packed, _SHAPE + block * block_words, each, both, scales_at + block * each, result,
+            weights.reshape(-1), panel * weights.shape[1], words, packed,
+            _SHAPE + block * block_words, each, both, scales_at + block * each, result,
             start * columns + panel * WIDTH, columns,
         )  # fmt: skip
         block += 2 if both else 1
@@ -418,16 +359,14 @@ def _multiply_blocks(
 @compiled_without_counts
 def multiply_panel(panels: Array, panel: int, packed: Array, rows: int, depth: int, out: Array, piece: int) -> None:
     """Write the products of a piece of the rows with one panel to its columns of `out`; call `begin_tiles` before."""
-    words = depth // 2
-    weights = panels.reshape(-1).view(np.uint32)
-    _multiply_blocks(weights, panel * words * WIDTH, panel, words, PARTS, packed, rows, out, piece)
+    _multiply_blocks(panels.view(np.uint32), panel, depth // 2, PARTS, packed, rows, out, piece)
 
 
 @compiled
 def packed_bytes(x: Array, panels: Array) -> Array:
     """Return float32 rows rounded to uint8 around 128, four steps of depth in a word, in the layout of `write_tile_sums`.
 
-    The scales of the rows follow after all blocks. The numbers are those of `rounded_row`.
+    The scales of the rows follow after all blocks. For the numbers see `rounded_row`.
     """
     rows, depth = x.shape
     words = depth // BYTES_PER_WORD
@@ -456,6 +395,4 @@ def multiply_panel_of_bytes(
     panels: Array, panel: int, packed: Array, rows: int, depth: int, out: Array, piece: int
 ) -> None:
     """Write the products of a piece of the rows with one panel to its columns of `out`; call `begin_tiles` before."""
-    words = depth // BYTES_PER_WORD
-    weights = panels.reshape(-1).view(np.int32)
-    _multiply_blocks(weights, panel * (words + _AFTER) * WIDTH, panel, words, 1, packed, rows, out, piece)
+    _multiply_blocks(panels.view(np.int32), panel, depth // BYTES_PER_WORD, 1, packed, rows, out, piece)

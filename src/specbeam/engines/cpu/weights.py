@@ -21,7 +21,7 @@ class CrossWeights(NamedTuple):
 
 @borrowed
 class Weights(NamedTuple):
-    """The weights of all layers, stacked. Matrices are in panels; those that read the same rows are joined to one.
+    """The weights of all layers, stacked. Matrices are in panels; matrices that read the same rows are joined to one.
 
     The weight of a norm is that of an RMSNorm, float32[hidden]; of a LayerNorm it is the weight and then the bias,
     float32[2 * hidden]; where there is no norm it has no numbers.

@@ -2,7 +2,7 @@
 
 Every row looks at every other, so nothing is masked, and the rows of a window are its keys, too. Queries are taken `WIDTH`
 at a time, side by side in registers: their scores of all keys are one product, with keys as its rows; softmax goes down the
-keys for all of these queries at once; and what they mix is a second product, with the dimensions of values as its rows. Only
+keys for all of these queries at once; and mixing values is a second product, with the dimensions of values as its rows. Only
 the scores of these queries are ever there, float32[frames, WIDTH], in the processor's cache.
 
 A task is such a block of queries of one head. Tasks share nothing that they write, and each is done by one thread: so the
@@ -34,16 +34,27 @@ from specbeam.engines.cpu.shares import (
 )
 from specbeam.engines.cpu.sums import STEP, WIDTH, write_sums
 
-FORM = max(ATTENTION_FORM_OF.values()) + 1  # its number in the memory of a team, after those of attention to caches
+FORM = max(ATTENTION_FORM_OF.values()) + 1  # its number in the memory of a team, after the forms of attention to caches
 _SHARES_EACH = 4  # of tasks for each thread
 # Places in the description of a call, int64[`_FIELDS`].
 _QKV, _ROWS, _COLUMNS, _ENDS, _WINDOWS, _OUT, _WIDE, _HEADS, _SIZE, _SCALE, _FIELDS = range(11)
 
 
+class Windows(NamedTuple):
+    """The attention of rows to all rows of their windows in one layer."""
+
+    qkv: Array  # float32[rows, ...], contiguous: queries, keys and values of all heads, as `write_qkv` writes them
+    ends: Array  # int64[windows]: one past the last row of each window; they follow each other
+    heads: int
+    size: int  # of a head, a multiple of `STEP`
+    scale: np.float32  # factor of scores
+    out: Array  # float32[rows, heads * size], written
+
+
 class WindowRoom(NamedTuple):
     """Arrays that the tasks of a thread write into one after the other."""
 
-    queries: Array  # float32[size * WIDTH]: step by step, those of a task side by side
+    queries: Array  # float32[size * WIDTH]: step by step, the queries of a task side by side
     keys: Array  # float32[frames * size] of a head, in the parts that `write_sums` takes
     values: Array  # the same, of more frames if `STEP` does not divide them
     scores: Array  # float32[frames, WIDTH], or odds
@@ -53,7 +64,6 @@ class WindowRoom(NamedTuple):
 
 @compiled_without_counts
 def _in_steps(frames: int) -> int:
-    """Return a number of frames, rounded up to what a product may be deep."""
     return -(-frames // STEP) * STEP
 
 
@@ -90,7 +100,7 @@ def _gather_values(qkv: Array, first: int, frames: int, column: int, size: int, 
 def _gather_queries(
     qkv: Array, first: int, count: int, column: int, size: int, scale: np.float32, queries: Array
 ) -> None:
-    """Write `count` queries of a head, scaled, to `queries`; those that are missing from a block are zeros."""
+    """Write `count` queries of a head, scaled, to `queries`; missing ones are zeros."""
     for row in range(WIDTH):
         if row < count:
             source = qkv[first + row]
@@ -103,7 +113,7 @@ def _gather_queries(
 
 @compiled_without_counts
 def _attend_block(room: WindowRoom, frames: int, size: int) -> None:
-    """Write what the queries of `room` mix of the values there, times the sums of their odds, to `room.mixed`."""
+    """Mix the values of `room` by the odds of its queries, not yet divided by their sums, into `room.mixed`."""
     parts = part_count(frames)
     flat = room.scores.reshape(-1)
     for part in range(parts):
@@ -122,22 +132,15 @@ def _attend_block(room: WindowRoom, frames: int, size: int) -> None:
 
 
 @compiled_without_counts
-def _do_tasks_in(
-    room: WindowRoom,
-    begin: int,
-    end: int,
-    qkv: Array,
-    ends: Array,
-    heads: int,
-    size: int,
-    scale: np.float32,
-    out: Array,
-) -> None:
+def _do_tasks_in(room: WindowRoom, begin: int, end: int, work: Windows) -> None:
     """Do the tasks begin .. end of `attend_within` in a room that has been made."""
+    qkv = work.qkv
+    heads = work.heads
+    size = work.size
     task = 0
     first = 0
-    for window in range(len(ends)):
-        frames = ends[window] - first
+    for window in range(len(work.ends)):
+        frames = work.ends[window] - first
         blocks = -(-frames // WIDTH)
         for head in range(heads):
             known = False
@@ -152,26 +155,25 @@ def _do_tasks_in(
                     known = True
                 start = first + block * WIDTH
                 count = min(WIDTH, first + frames - start)
-                _gather_queries(qkv, start, count, head * size, size, scale, room.queries)
+                _gather_queries(qkv, start, count, head * size, size, work.scale, room.queries)
                 _attend_block(room, frames, size)
                 for query in range(count):
-                    goal = out[start + query]
+                    goal = work.out[start + query]
                     share = np.float32(1) / room.total[query]
                     for place in range(size):
                         goal[head * size + place] = room.mixed[place, query] * share
-        first = ends[window]
+        first = work.ends[window]
 
 
 @compiled
-def _do_tasks(
-    begin: int, end: int, qkv: Array, ends: Array, heads: int, size: int, scale: np.float32, out: Array
-) -> None:
+def _do_tasks(begin: int, end: int, work: Windows) -> None:
     """Do the tasks begin .. end of `attend_within`."""
+    size = work.size
     longest = 0
     first = 0
-    for window in range(len(ends)):
-        longest = max(longest, ends[window] - first)
-        first = ends[window]
+    for last in work.ends:
+        longest = max(longest, last - first)
+        first = last
     deep = _in_steps(longest)
     room = WindowRoom(
         np.empty(size * WIDTH, dtype=np.float32),
@@ -181,61 +183,52 @@ def _do_tasks(
         np.empty((size, WIDTH), dtype=np.float32),
         np.empty(WIDTH, dtype=np.float32),
     )
-    _do_tasks_in(room, begin, end, qkv, ends, heads, size, scale, out)
+    _do_tasks_in(room, begin, end, work)
 
 
 @compiled
-def attend_within(qkv: Array, ends: Array, heads: int, size: int, scale: np.float32, out: Array, threads: int) -> None:
-    """Write the attention of all rows to all rows of their windows to `out`, float32[rows, heads * size].
+def attend_within(work: Windows, threads: int) -> None:
+    """Write the attention of all rows to all rows of their windows.
 
     Args:
-        qkv: float32[rows, ...], contiguous: queries, keys and values of all heads, as `write_qkv` writes them.
-        ends: int64[windows]: one past the last row of each window; they follow each other.
-        size: of a head, a multiple of `STEP`.
-        scale: what scores are multiplied with.
         threads: see `panels.multiply`.
     """
     tasks = 0
     first = 0
-    for window in range(len(ends)):
-        tasks += heads * -(-(ends[window] - first) // WIDTH)
-        first = ends[window]
+    for last in work.ends:
+        tasks += work.heads * -(-(last - first) // WIDTH)
+        first = last
     if threads > 1 and tasks > 1 and has_form(threads, FORM):
-        _attend_with_team(qkv, ends, heads, size, scale, out, tasks, threads)
+        _attend_with_team(work, tasks, threads)
     else:
-        _do_tasks(0, tasks, qkv, ends, heads, size, scale, out)
+        _do_tasks(0, tasks, work)
 
 
 @compiled
-def _attend_with_team(
-    qkv: Array, ends: Array, heads: int, size: int, scale: np.float32, out: Array, tasks: int, address: int
-) -> None:
+def _attend_with_team(work: Windows, tasks: int, address: int) -> None:
     """Do all tasks of `attend_within`, with the team whose memory is at this address."""
     team = carray(pointer_to(address), (WORDS,), np.int64)
-    scales = np.array([scale])
+    scales = np.array([work.scale])
     call = np.empty(_FIELDS, dtype=np.int64)
-    call[_QKV] = qkv.ctypes.data
-    call[_ROWS] = qkv.shape[0]
-    call[_COLUMNS] = qkv.shape[1]
-    call[_ENDS] = ends.ctypes.data
-    call[_WINDOWS] = len(ends)
-    call[_OUT] = out.ctypes.data
-    call[_WIDE] = out.shape[1]
-    call[_HEADS] = heads
-    call[_SIZE] = size
+    call[_QKV] = work.qkv.ctypes.data
+    call[_ROWS] = work.qkv.shape[0]
+    call[_COLUMNS] = work.qkv.shape[1]
+    call[_ENDS] = work.ends.ctypes.data
+    call[_WINDOWS] = len(work.ends)
+    call[_OUT] = work.out.ctypes.data
+    call[_WIDE] = work.out.shape[1]
+    call[_HEADS] = work.heads
+    call[_SIZE] = work.size
     call[_SCALE] = scales.ctypes.data
     team[FUNCTION] = team[FORMS + FORM]
     team[PANELS] = call.ctypes.data
     team[COUNT] = tasks
-    _share_tasks(team, call, scales, qkv, ends, heads, size, scale, out, tasks)
+    _share_tasks(team, call, scales, work, tasks)
 
 
 @compiled
-def _share_tasks(
-    team: Array, call: Array, scales: Array, qkv: Array, ends: Array, heads: int, size: int, scale: np.float32, out: Array,
-    tasks: int,
-) -> None:  # fmt: skip
-    """Do the tasks that `call` describes, with whoever helps. The caller keeps all arrays until then.
+def _share_tasks(team: Array, call: Array, scales: Array, work: Windows, tasks: int) -> None:
+    """Do the tasks that `call` describes, together with helpers. The caller keeps all arrays until then.
 
     They are arguments for that reason alone; see `attention._share_tasks`.
     """
@@ -243,7 +236,7 @@ def _share_tasks(
     publish(team, shares)
     share = take(team)
     while share >= 0:
-        _do_tasks(share * tasks // shares, (share + 1) * tasks // shares, qkv, ends, heads, size, scale, out)
+        _do_tasks(share * tasks // shares, (share + 1) * tasks // shares, work)
         finish(team)
         share = take(team)
     wait_for_all(team, shares)
@@ -260,6 +253,5 @@ def do_window_share(address: int, share: int) -> None:
     scales = carray(pointer_to(call[_SCALE]), (1,), np.float32)
     tasks = team[COUNT]
     shares = team[SHARES]
-    _do_tasks(
-        share * tasks // shares, (share + 1) * tasks // shares, qkv, ends, call[_HEADS], call[_SIZE], scales[0], out
-    )
+    work = Windows(qkv, ends, call[_HEADS], call[_SIZE], scales[0], out)
+    _do_tasks(share * tasks // shares, (share + 1) * tasks // shares, work)

@@ -1,14 +1,13 @@
-"""The layers of an encoder of long windows: those of `layers`, with the attention of `window_attention`."""
-
-from typing import Any
+"""Layers of encoders of long windows: parts of `layers` with the attention of `window_attention`."""
 
 import numpy as np
 
 from specbeam.core.compiling.compiler import Array, compiled
 from specbeam.engines.cpu.layers import LayerRoom, add_sublayer, layer_room, normalise, run_inner, write_qkv
 from specbeam.engines.cpu.panels import multiply
+from specbeam.engines.cpu.rows import Stack
 from specbeam.engines.cpu.sums import WIDTH
-from specbeam.engines.cpu.window_attention import attend_within
+from specbeam.engines.cpu.window_attention import Windows, attend_within
 
 # Rows that are multiplied together. A product looks at all of them for each panel, so they should stay in the processor's
 # cache; and it reads each panel once for all of them, so they should not be few.
@@ -16,64 +15,40 @@ ROWS_TOGETHER = 96
 
 
 @compiled
-def all_window_layers(
-    x: Array,
-    weights: Any,
-    angles: Array,
-    eps: float,
-    heads: int,
-    size: int,
-    positions: Array,
-    ends: Array,
-    threads: int,
-) -> None:
+def all_window_layers(x: Array, stack: Stack, positions: Array, ends: Array, threads: int) -> None:
     """Run the layers one after the other on x, float32[rows, hidden], in place: each row looks at all of its window.
 
     Args:
-        weights: `decoder.Weights`, of layers that have as many heads of keys as of queries, and no biases or caps of scores.
-        angles: see `layers.write_qkv`.
-        size: of a head.
+        stack: layers with as many heads of keys as of queries, and no biases or caps of scores.
         positions: int64[rows], in the window.
-        ends: see `attend_within`.
+        ends: see `Windows`.
         threads: see `panels.multiply`.
     """
     count, hidden = x.shape
+    weights = stack.weights
     qkv = np.empty((count, weights.qkv.shape[1] * WIDTH), dtype=np.float32)
-    mixed = np.empty((count, heads * size), dtype=np.float32)
-    room = layer_room(min(count, ROWS_TOGETHER), hidden, weights, heads, size)
+    mixed = np.empty((count, stack.heads * stack.size), dtype=np.float32)
+    room = layer_room(min(count, ROWS_TOGETHER), hidden, stack, threads)
+    last_room = layer_room(count % ROWS_TOGETHER, hidden, stack, threads)
     for layer in range(len(weights.qkv)):
         for first in range(0, count, ROWS_TOGETHER):
             stop = min(first + ROWS_TOGETHER, count)
             normed = room.normed[: stop - first]
-            normalise(x[first:stop], weights.before_attention[layer], eps, normed)
-            write_qkv(
-                normed, weights, layer, angles, eps, heads, heads, size, positions[first:stop], qkv[first:stop], threads
-            )
-        attend_within(qkv, ends, heads, size, weights.extras.scales[layer], mixed, threads)
+            normalise(x[first:stop], weights.before_attention[layer], stack.eps, normed)
+            write_qkv(normed, stack, layer, positions[first:stop], qkv[first:stop], threads)
+        scale = weights.extras.scales[layer]
+        attend_within(Windows(qkv, ends, stack.heads, stack.size, scale, mixed), threads)
         for first in range(0, count, ROWS_TOGETHER):
             stop = min(first + ROWS_TOGETHER, count)
-            _finish_layer(x[first:stop], mixed[first:stop], weights, layer, eps, room, threads)
+            own = room if stop - first == len(room.normed) else last_room
+            _finish_layer(x[first:stop], mixed[first:stop], stack, layer, own)
 
 
 @compiled
-def _finish_layer(x: Array, mixed: Array, weights: Any, layer: int, eps: float, room: LayerRoom, threads: int) -> None:
-    """Add to rows what a layer makes of what their attention has mixed, and then its inner layer.
-
-    Args:
-        room: for at least as many rows.
-    """
-    count = len(x)
-    own = LayerRoom(
-        room.normed[:count],
-        room.beside[:count],
-        room.qkv[:count],
-        room.mixed[:count],
-        room.out[:count],
-        room.both[:count],
-        room.wide[:count],
-        room.queries[:count],
-    )
+def _finish_layer(x: Array, mixed: Array, stack: Stack, layer: int, room: LayerRoom) -> None:
+    """Finish a layer for some rows, given their mixed values: output matrix and inner layer."""
+    weights = stack.weights
     extras = weights.extras
-    multiply(mixed, weights.out[layer], own.out, threads)
-    add_sublayer(x, own.out, extras.out_bias[layer], extras.after_attention[layer], eps, extras)
-    run_inner(x, weights, layer, eps, own, threads)
+    multiply(mixed, weights.out[layer], room.out, room.threads)
+    add_sublayer(x, room.out, extras.out_bias[layer], extras.after_attention[layer], stack.eps, extras)
+    run_inner(x, weights, layer, stack.eps, room)

@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Int64
 
 from specbeam.core.compiling.compiler import AVAILABLE, Array, borrowed, compiled
 from specbeam.core.forest import Forest, unknown_nodes
 from specbeam.core.passes import extend
 from specbeam.core.records import Turn
+from specbeam.engines.arrays import Integers
 from specbeam.engines.gpu.staging import Inputs, ModelLimits, check_nodes, write_inputs
 from specbeam.engines.kv.cache import Logits, Nodes
 from specbeam.engines.kv.member import RowMember
@@ -20,7 +20,7 @@ from specbeam.engines.kv.trie import KVTrie
 if AVAILABLE:
     from specbeam.core.compiling.compiler import call_c
 
-FIRST_ROWS = 32  # rows of logits that there is room for at first, unless they take more than so many bytes
+FIRST_ROWS = 32  # rows of logits that there is room for at first, within `FIRST_BYTES`
 FIRST_BYTES = 2**22
 
 
@@ -84,7 +84,7 @@ class GpuCache(RowMember):
         self.answered = 0
 
 
-def neighbour_slices(nodes: Int64[np.ndarray, " n"]) -> list[slice]:
+def neighbour_slices(nodes: Integers) -> list[slice]:
     """Return the places of consecutive numbers: for [4, 5, 9] the slices 0 .. 2 and 2 .. 3."""
     edges = [0, *(np.flatnonzero(np.diff(nodes) != 1) + 1).tolist(), len(nodes)]
     return [slice(first, last) for first, last in pairwise(edges) if last > first]
@@ -129,7 +129,7 @@ def _run_pass(cache: GpuCacheArrays, wanted: Array) -> None:
     graph = cache.graphs[1, count]
     logits = cache.graphs[2, count]
     check_nodes(trie, count, cache.model)
-    byte = write_inputs(trie, count, cache.store_row, cache.source, cache.model, inputs, 0, 0, 0)
+    byte = write_inputs(trie, count, cache.store_row, cache.source, cache.model, inputs, (0, 0, 0))
     for numbers in (inputs.tokens, inputs.positions, inputs.caches, inputs.slots, inputs.wanted):
         numbers[count:size] = 0
     count_wanted = 0

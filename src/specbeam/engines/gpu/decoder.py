@@ -1,7 +1,7 @@
 """A forward of models on a GPU in few kernels, rows without padding; products of many rows are cuBLAS's.
 
 The time of a pass of a small draft model depends on the number of kernels that it starts, not on arithmetic: here these are
-ten per layer of a Llama, in transformers some forty. The results equal those of transformers up to rounding; `load` compares
+ten per layer of a Llama, in transformers some forty. The results equal transformers' up to rounding; `load` compares
 both on a token tree.
 """
 
@@ -16,11 +16,13 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 from torch.nn import functional
 
+from specbeam.engines.arrays import JoinedRows, RowTensor
 from specbeam.engines.families import (
     NO_TOKEN,
     Architecture,
     CrossParts,
     ModelFamily,
+    angle_tables,
     architecture_of,
     bias_of_tokens,
     body_of,
@@ -31,11 +33,10 @@ from specbeam.engines.families import (
     own_scale,
     parts_of,
     places_of,
-    positions_of,
     source_parts,
     unplaced_in,
 )
-from specbeam.engines.gpu.kernels import activated, attended, norm_heads, norm_sum, normed, rotate_and_store
+from specbeam.engines.gpu.kernels import Scores, activated, attended, norm_heads, norm_sum, normed, rotate_and_store
 from specbeam.engines.gpu.pages import PagedStore
 from specbeam.engines.gpu.products import GpuMatrix, multiplied, rounded_matrix
 from specbeam.engines.gpu.source_kernels import looked_at_sources
@@ -74,7 +75,7 @@ class SourceLayer:
 
 @dataclass(frozen=True, eq=False)
 class GpuLayer:
-    """The weights of one layer; matrices that read the same rows are joined. Norms are those of `families.LayerParts`."""
+    """The weights of one layer; matrices that read the same rows are joined. For norms see `families.LayerParts`."""
 
     before_attention: Tensor
     after_attention: Tensor
@@ -90,21 +91,19 @@ class GpuLayer:
     up_bias: Tensor | None
     down: GpuMatrix
     down_bias: Tensor | None
-    kind: int  # the kind of attention, an index into `GpuDecoder.kinds`, which selects the mask
     angles: Tensor  # float32[2, positions, pairs]
-    scale: float  # what scores of attention are multiplied with
-    biases: Tensor | None  # float32[heads, ranges]: what is added to scores by range of distances; None: nothing
+    scores: Scores  # its kind is an index into `GpuDecoder.kinds`
     source: SourceLayer | None  # None: the layer looks at no source
 
 
 class GpuDecoder:
-    """The forward of one model on a GPU; engines/families.py says of which models.
+    """The forward of one model on a GPU; engines/families.py lists the models.
 
     It joins matrices that read the same rows, and turns the model's own matrices into views of the joined ones. So the model
-    itself still works as before, and no weight is kept twice, but for those of norms, some biases and tables of sines.
+    itself still works as before, and no weight is held twice, except for norms, some biases and tables of sines.
 
     Args:
-        rounded: whether all matrices are rounded to fp8, in copies; the model keeps its own beside them.
+        rounded: whether all matrices are rounded to fp8, in copies; the model keeps its own.
         shared: the tokens of a target that the model is given, and drafts; None: its own.
 
     Attributes:
@@ -131,7 +130,7 @@ class GpuDecoder:
         self.places = places_of(body, architecture).to(self.embedding)
         self.unplaced = unplaced_in(body, family)
         self.first_norm = norm_at(body, family.first_norm, family)
-        self.tables = _angle_tables(model, architecture)
+        self.tables = angle_tables(model, architecture, _NO_LIMIT)
         self.angles = self.tables[0]
         self.ranges, self._biases = _ranges_of(architecture)
         self.layers = [self._layer(layer, number) for number, layer in enumerate(layers_in(model, family))]
@@ -159,10 +158,7 @@ class GpuDecoder:
             self._norm_queries_and_keys(qkv, layer)
             pages = store.layer(number)
             q = rotate_and_store(qkv, self.heads, layer.angles, inputs, pages, of.family.by_head)
-            mixed = attended(
-                q, self.heads[1], pages, inputs, layer.kind, shape.sessions, shape.most, self.processors, layer.scale,
-                self.numbers.attention_cap, layer.biases,
-            )  # fmt: skip
+            mixed = attended(q, self.heads[1], pages, inputs, shape.sessions, shape.most, self.processors, layer.scores)
             self._add(x, mixed, layer.out, layer.out_bias, layer.after_attention)
             self._look_at_sources(x, number, inputs, shape)
             read = normed(x, layer.before_inner, self.eps) if beside is None else beside
@@ -172,8 +168,8 @@ class GpuDecoder:
         x = x.index_select(0, inputs.wanted[: shape.wanted])
         return self._shaped(multiplied(normed(x, self.last_norm, self.eps), self.head)).float()
 
-    def _embedded(self, inputs: Inputs, rows: int) -> Float[Tensor, "rows width"]:
-        """Return what the first layer reads."""
+    def _embedded(self, inputs: Inputs, rows: int) -> RowTensor:
+        """Return the input of the first layer."""
         tokens = inputs.tokens[:rows]
         if self.read_as is not None:
             tokens = self.read_as.index_select(0, tokens)
@@ -187,8 +183,8 @@ class GpuDecoder:
             x += places
         return normed(x, self.first_norm, self.eps)
 
-    def _look_at_sources(self, x: Float[Tensor, "rows width"], number: int, inputs: Inputs, shape: PassShape) -> None:
-        """Add what the sublayer of a layer finds in the sources, in place; do nothing if it looks at none."""
+    def _look_at_sources(self, x: RowTensor, number: int, inputs: Inputs, shape: PassShape) -> None:
+        """Add the cross-attention of a layer, in place; do nothing if it has none."""
         layer = self.layers[number]
         own = layer.source
         if own is None or self.sources is None:
@@ -197,7 +193,7 @@ class GpuDecoder:
         q = multiplied(read, own.query, own.query_bias).view(len(x), self.heads[0], self.size)
         found = looked_at_sources(
             q, self.sources.keys[number], self.sources.values[number], inputs, shape.sessions, shape.most,
-            self.processors, layer.scale,
+            self.processors, layer.scores.scale,
         )  # fmt: skip
         self._add(x, found, own.out, own.out_bias, own.after)
 
@@ -207,7 +203,7 @@ class GpuDecoder:
         """Yield the keys and the values that each layer makes of a source.
 
         Args:
-            states: what an encoder has made of it.
+            states: the encoder's output for it.
         """
         for layer in self.layers:
             own = layer.source
@@ -216,7 +212,7 @@ class GpuDecoder:
             keys, values = both.view(len(states), 2, self.heads[1], self.size).unbind(1)
             yield keys, values
 
-    def _norm_queries_and_keys(self, qkv: Float[Tensor, "rows all"], layer: GpuLayer) -> None:
+    def _norm_queries_and_keys(self, qkv: JoinedRows, layer: GpuLayer) -> None:
         """Replace queries and keys by their norms, of each head or of all heads together, if the layer has any."""
         if layer.head_norms.numel():
             norm_heads(qkv, layer.head_norms, self.heads, self.eps)
@@ -229,13 +225,13 @@ class GpuDecoder:
 
     def _add(
         self,
-        x: Float[Tensor, "rows width"],
+        x: RowTensor,
         read: Float[Tensor, "rows wide"],
         matrix: GpuMatrix,
         bias: Tensor | None,
         norm: Tensor,
     ) -> None:
-        """Add what leaves a sublayer to x, in place: its last matrix, then its norm if there is one, or that of the sum."""
+        """Add a sublayer's output to x, in place: its last matrix, then a norm of the output or of the sum."""
         if norm.numel() and self.architecture.family.norm_of_sum:
             norm_sum(x, multiplied(read, matrix, bias), norm, self.eps, self.numbers.residual)
             return
@@ -258,7 +254,6 @@ class GpuDecoder:
         return logits + self.logits_bias if len(self.logits_bias) else logits
 
     def _matrix(self, numbers: Tensor) -> GpuMatrix:
-        """Return a matrix of the model as passes read it."""
         return rounded_matrix(numbers) if self.rounded else GpuMatrix(numbers)
 
     def _layer(self, layer: Any, number: int) -> GpuLayer:
@@ -271,6 +266,12 @@ class GpuDecoder:
         qkv = [getattr(attention, name) for name in family.qkv]
         some_lack_bias = any(module.bias is None for module in qkv)
         rope = of.ropes[number]
+        scores = Scores(
+            kind=self.kinds.index(of.kinds[number]),
+            scale=of.scales[number],
+            cap=self.numbers.attention_cap,
+            biases=self._biases[number] if self._biases else None,
+        )
         return GpuLayer(
             before_attention=parts.before_attention,
             after_attention=parts.after_attention,
@@ -286,10 +287,8 @@ class GpuDecoder:
             up_bias=_bias(parts.up_bias),
             down=self._matrix(parts.down),
             down_bias=_bias(parts.down_bias),
-            kind=self.kinds.index(of.kinds[number]),
             angles=self.tables[rope] if rope >= 0 else self.angles[:, :, :0],
-            scale=of.scales[number],
-            biases=self._biases[number] if self._biases else None,
+            scores=scores,
             source=self._source_layer(layer, parts.cross) if family.cross else None,
         )
 
@@ -311,7 +310,6 @@ class GpuDecoder:
 
 
 def _bias(found: Tensor) -> Tensor | None:
-    """Return a bias; None if it has no numbers."""
     return found if found.numel() else None
 
 
@@ -324,25 +322,6 @@ def _ranges_of(of: Architecture) -> tuple[UInt8[np.ndarray, " distances"], list[
     numbers = (1 + ranges).to(torch.uint8).numpy()  # at most `MOST_RANGES`
     by_layer = biases.view(len(of.biases), of.heads, -1).contiguous().to(of.biases[0].device)
     return numbers, [*by_layer]
-
-
-def _angle_tables(model: "PreTrainedModel", of: Architecture) -> list[Float[Tensor, "2 positions pairs"]]:
-    """Return all tables of rotary angles of a model; one without pairs if its positions are learned, or distances."""
-    body: Any = body_of(model, of.family)
-    device = model.device
-    if of.family.distances:
-        return [torch.zeros(2, _NO_LIMIT, 0, device=device)]
-    if of.family.positions:
-        return [torch.zeros(2, len(places_of(body, of)), 0, device=device)]
-    positions = positions_of(model.config)
-    assert positions is not None  # families with rotary positions say how many
-    tables = []
-    for kind in of.tables:
-        places = torch.arange(positions, device=device)[None]
-        cos, sin = body.rotary_emb(torch.zeros(1, device=device), places, *([kind] if kind else []))
-        pairs = cos.shape[-1] // 2
-        tables.append(torch.stack([cos[0, :, :pairs], sin[0, :, :pairs]]).contiguous())
-    return tables
 
 
 def _joined(weights: list[Tensor], family: ModelFamily) -> Tensor:
@@ -381,5 +360,4 @@ def _is_followed_by(weight: Tensor, other: Tensor) -> bool:
 
 
 def _processors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU; 1 for a CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -21,7 +21,7 @@ Calls = tuple[int, int, int, int]
 
 
 class CapturedGraphs(NamedTuple):
-    """What steps need to run passes of one session."""
+    """The graphs by which steps run passes of one session."""
 
     # For each number of rows of a pass: the size that it is padded to, the handle of its graph, the address of its logits.
     by_rows: Int64[np.ndarray, "3 sizes"]
@@ -85,7 +85,7 @@ class Graphs:
 
     @torch.inference_mode()
     def captured_for_steps(self, most: int) -> CapturedGraphs | None:
-        """Return what steps need to run passes of one session with up to `most` rows; None if they cannot.
+        """Return the graphs of passes of one session with up to `most` rows, for steps; None if steps cannot launch them.
 
         Captures the graphs that are missing.
         """

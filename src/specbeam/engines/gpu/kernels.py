@@ -1,13 +1,13 @@
-"""Triton kernels for all operations of a layer but the matrix products; what a family lacks is not compiled into them.
+"""Triton kernels for all operations of a layer but the matrix products; parts that a family lacks are not compiled.
 
 The rows of all sessions follow each other; each has its position, its row of the store and its slot. Attention reads keys
-and values in place, and a mask says which slots each row may look at. Numbers that change from pass to pass are read on the
-device, so that a captured pass can be replayed; `Inputs` describes them.
+and values in place, and a mask gives the slots that each row may look at. Numbers that change from pass to pass are read on
+the device, so that a captured pass can be replayed; `Inputs` describes them.
 """
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,6 +15,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from specbeam.engines.arrays import HeadRows, JoinedRows, RowTensor
 from specbeam.engines.families import Activation
 from specbeam.engines.gpu.pages import PAGE, LayerPages
 from specbeam.engines.gpu.staging import Inputs
@@ -141,11 +142,11 @@ def _rotate_and_store(
 def _write_part(
     out, sums, tops, mixed, total, top, head_at, part, real, SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
-    """Write what one program has found of the attention of some rows: the result, or a part of it for `_join`.
+    """Write the attention of some rows as one program has computed it: the result, or a part for `_join`.
 
     Args:
         mixed, total, top: unnormalised outputs, float32[rows, BLOCK], their sums and the maxima of the scores.
-        head_at: number of the head of each row, among those of all rows.
+        head_at: number of the head of each row, among the heads of all rows.
         real: which rows there are.
     """
     at = tl.arange(0, BLOCK)
@@ -238,7 +239,7 @@ def _join(parts, sums, tops, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLIT
     tl.store(out + head_of_row * SIZE + at, value, mask=at < SIZE)
 
 
-def normed(x: Float[Tensor, "rows width"], weight: Float[Tensor, " any"], eps: float) -> Float[Tensor, "rows width"]:
+def normed(x: RowTensor, weight: Float[Tensor, " any"], eps: float) -> RowTensor:
     """Return the norm of each row, computed in float32; x itself if there is none.
 
     Args:
@@ -252,8 +253,8 @@ def normed(x: Float[Tensor, "rows width"], weight: Float[Tensor, " any"], eps: f
 
 
 def norm_sum(
-    x: Float[Tensor, "rows width"],
-    more: Float[Tensor, "rows width"],
+    x: RowTensor,
+    more: RowTensor,
     weight: Float[Tensor, " any"],
     eps: float,
     residual: float = 1.0,
@@ -263,10 +264,10 @@ def norm_sum(
 
 
 def _write_norm(
-    x: Float[Tensor, "rows width"],
-    more: Float[Tensor, "rows width"],
+    x: RowTensor,
+    more: RowTensor,
     weight: Float[Tensor, " any"],
-    out: Float[Tensor, "rows width"],
+    out: RowTensor,
     eps: float,
     residual: float,
     of_sum: bool,
@@ -278,9 +279,7 @@ def _write_norm(
     _norm[(len(x),)](x, more, weight, out, width, eps, residual, block, weight.numel() > width, of_sum, num_warps=warps)
 
 
-def norm_heads(
-    qkv: Float[Tensor, "rows all"], weight: Float[Tensor, "2 size"], heads: tuple[int, int], eps: float
-) -> None:
+def norm_heads(qkv: JoinedRows, weight: Float[Tensor, "2 size"], heads: tuple[int, int], eps: float) -> None:
     """Replace the queries and keys of each head by their RMSNorm."""
     rows, pitch = qkv.shape
     size = weight.shape[1]
@@ -288,9 +287,7 @@ def norm_heads(
     _norm_part[(rows, sum(heads))](qkv, weight, pitch, heads[0], size, eps, block, num_warps=1)
 
 
-def activated(
-    both: Float[Tensor, "rows all"], activation: Activation = "silu", gated: bool = True
-) -> Float[Tensor, "rows width"]:
+def activated(both: JoinedRows, activation: Activation = "silu", gated: bool = True) -> RowTensor:
     """Return the activation of each row; if gated, that of its first half times the second half."""
     rows, columns = both.shape
     width = columns // 2 if gated else columns
@@ -300,13 +297,13 @@ def activated(
 
 
 def rotate_and_store(
-    qkv: Float[Tensor, "rows all"],
+    qkv: JoinedRows,
     heads: tuple[int, int],
     angles: Float[Tensor, "2 positions half"],
     inputs: Inputs,
     layer: LayerPages,
     by_head: bool = False,
-) -> Float[Tensor, "rows heads size"]:
+) -> HeadRows:
     """Store keys, with rotary positions, and values in their slots; return the queries with rotary positions.
 
     Args:
@@ -324,30 +321,34 @@ def rotate_and_store(
     return q
 
 
+class Scores(NamedTuple):
+    """How a layer makes scores of attention."""
+
+    kind: int  # of the layer, which selects the mask
+    scale: float  # factor of scores
+    cap: float = 0.0  # see `families.Numbers.attention_cap`
+    # float32, terms of the scores of slots in each range of distances, see `ModelLimits.ranges`
+    biases: Float[Tensor, "heads ranges"] | None = None
+
+
 def attended(
-    q: Float[Tensor, "rows heads size"],
+    q: HeadRows,
     kv_heads: int,
     layer: LayerPages,
     inputs: Inputs,
-    kind: int,
     sessions: int,
     most: int,
     processors: int,
-    scale: float | None = None,
-    cap: float = 0.0,
-    biases: Float[Tensor, "heads ranges"] | None = None,
-) -> Float[Tensor, "rows all"]:
+    scores: Scores,
+) -> JoinedRows:
     """Return the attention of every row over the slots that it may look at.
 
     Args:
-        kind: kind of the layer, which selects the mask.
         sessions: number of sessions in the pass.
         most: the most rows of one session.
         processors: number of multiprocessors of the device; the slots are split so that all of them have work.
-        scale: what scores are multiplied with; None: 1 / sqrt(size).
-        cap: see `families.Numbers.attention_cap`.
-        biases: float32, what is added to the scores of slots in each range of distances, see `ModelLimits.ranges`.
     """
+    biases = scores.biases
     rows, heads, size = q.shape
     block = max(16, triton.next_power_of_2(size))
     places = most * heads // kv_heads
@@ -360,16 +361,16 @@ def attended(
     _attend[(kv_heads * splits, triton.cdiv(places, at_once), sessions)](
         q, layer.pool, layer.table, layer.table.shape[1], layer.first, inputs.seen, inputs.sessions,
         q if biases is None else biases, parts, sums, tops,
-        size**-0.5 if scale is None else scale, cap or 1.0, kind, inputs.sessions.shape[1],
+        scores.scale, scores.cap or 1.0, scores.kind, inputs.sessions.shape[1],
         0 if biases is None else biases.shape[1], heads, kv_heads, size, block, at_once, PAGE, slots_at_once, splits,
-        "ieee" if q.dtype == torch.float32 else "tf32", cap > 0, biases is not None, num_warps=4,
+        "ieee" if q.dtype == torch.float32 else "tf32", scores.cap > 0, biases is not None, num_warps=4,
     )  # fmt: skip
     if splits > 1:
         _join[(rows * heads,)](parts, sums, tops, out, size, block, splits, num_warps=1)
     return out.view(rows, heads * size)
 
 
-def room_for_parts(out: Float[Tensor, "rows heads size"], splits: int) -> tuple[Tensor, Tensor, Tensor]:
+def room_for_parts(out: HeadRows, splits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return where programs of attention write: parts, their sums and their maxima; without parts `out`, three times."""
     if splits == 1:
         return out, out, out

@@ -1,6 +1,6 @@
-"""The store of keys and values on a GPU: pages of slots, and a table on the device that says where the pages of a row are.
+"""The store of keys and values on a GPU: pages of slots, and a table on the device of the pages of each row.
 
-A store that grows adds pages, and neither moves nor copies those that it has: captured graphs read the table, so they hold
+A store that grows adds pages, and moves or copies none: captured graphs read the table, so they hold
 for a store of any size. A row takes the pages that its own session needs, however long the others are.
 """
 
@@ -12,11 +12,12 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from specbeam.engines.arrays import Integers, IntegerTensor
 from specbeam.engines.kv.store import KVStore
 
 PAGE = 64  # slots of a page; blocks of slots that kernels read are no larger, and divide it
 FIRST_PAGES = 8
-MOST_CHUNK_BYTES = 2**28  # of memory that is taken ahead of what is needed
+MOST_CHUNK_BYTES = 2**28  # of memory taken ahead of need
 TABLE_ROWS = 256  # the table is small: room for these many sessions, and so many pages of each, at first
 TABLE_PAGES = 512
 
@@ -90,7 +91,7 @@ class PagedStore(KVStore):
             pages.clear()
 
     @torch.inference_mode()
-    def take(self, cache: int, slots: Int64[np.ndarray, " n"]) -> list[Any]:
+    def take(self, cache: int, slots: Integers) -> list[Any]:
         layers, both, heads, _, size = self._shape
         taken = self.pool.new_empty(layers, both, heads, len(slots), size)
         for page, inside, which in self._pages_of(cache, slots):
@@ -98,7 +99,7 @@ class PagedStore(KVStore):
         return [taken]
 
     @torch.inference_mode()
-    def put(self, cache: int, slots: Int64[np.ndarray, " n"], taken: list[Any]) -> None:
+    def put(self, cache: int, slots: Integers, taken: list[Any]) -> None:
         (numbers,) = taken
         for page, inside, which in self._pages_of(cache, slots):
             page[:, :, :, inside] = numbers[:, :, :, which]
@@ -115,7 +116,7 @@ class PagedStore(KVStore):
         for page in self._by_row[cache]:
             self._pages[page].zero_()
 
-    def move_slots(self, cache: int, source: Int64[Tensor, " n"], goal: Int64[Tensor, " n"]) -> None:
+    def move_slots(self, cache: int, source: IntegerTensor, goal: IntegerTensor) -> None:
         self.put(cache, goal.cpu().numpy(), self.take(cache, source.cpu().numpy()))
 
     @torch.inference_mode()
@@ -126,7 +127,7 @@ class PagedStore(KVStore):
         self._free.extend(pages)
 
     def _new_chunk(self, pages: int, like: Tensor) -> Tensor:
-        """Add at least so many free pages, and as many as there are already if those are not large; return them."""
+        """Add free pages, at least `pages`, or as many as there are if these are not large; return them."""
         page_bytes = 2 * self._shape[0] * self.part * like.element_size()
         ahead = min(len(self._pages), MOST_CHUNK_BYTES // page_bytes)
         chunk = like.new_zeros(max(pages, ahead), *self._shape)
@@ -137,9 +138,7 @@ class PagedStore(KVStore):
             self._places.append((page.data_ptr() - base) // page.element_size())
         return chunk
 
-    def _pages_of(
-        self, row: int, slots: Int64[np.ndarray, " n"]
-    ) -> Iterator[tuple[Tensor, Int64[Tensor, " k"], Int64[Tensor, " k"]]]:
+    def _pages_of(self, row: int, slots: Integers) -> Iterator[tuple[Tensor, Int64[Tensor, " k"], Int64[Tensor, " k"]]]:
         """Yield each page that some slots are in, which of its slots they are, and which of the given ones."""
         numbers, inside = divmod(slots, PAGE)
         for number in np.unique(numbers):
@@ -147,7 +146,7 @@ class PagedStore(KVStore):
             page = self._pages[self._by_row[row][number]]
             yield page, self._on_device(inside[which]), self._on_device(which)
 
-    def _on_device(self, numbers: Int64[np.ndarray, " n"]) -> Int64[Tensor, " n"]:
+    def _on_device(self, numbers: Integers) -> IntegerTensor:
         return torch.from_numpy(numbers).to(self.table.device)
 
     def _widen_table(self, rows: int, pages: int) -> None:

@@ -76,7 +76,7 @@ class GpuPasses:
         return 0, 0
 
     def refuses_extra_rows(self, inputs: ExtraInputs) -> str:
-        """Return the reason why these passes cannot take what extra rows are made of: they look up tokens alone."""
+        """Return the reason why these passes cannot take extra rows: they look up tokens alone."""
         return (
             "the forward for GPUs takes no learnt rows, and its attention no prefix: "
             "HuggingFaceLM(model, engine='plain') takes both"
@@ -87,7 +87,7 @@ class GpuPasses:
         return "the forward for GPUs takes no context besides tokens: HuggingFaceLM(model, engine='plain') does"
 
     def lacks(self, needs: Needs) -> str:
-        """Return the reason why these passes cannot provide what is needed; "" if they can."""
+        """Return the reason why these passes cannot provide `needs`; "" if they can."""
         if needs.states:
             return "the forward for GPUs keeps no hidden states: HuggingFaceLM(model, engine='plain') does"
         return ""
@@ -196,9 +196,9 @@ class GpuPasses:
         inputs = staging.filled
         for session, (cache, count, _) in enumerate(parts):
             cache.trie.make_slots(count)  # other sessions in the same row of the store may have taken slots just now
-            byte = write_inputs(
-                cache.trie.arrays, count, cache.row, self._source_of(cache), self.limits, inputs, session, row, byte
-            )
+            source = self._source_of(cache)
+            place = (session, row, byte)
+            byte = write_inputs(cache.trie.arrays, count, cache.row, source, self.limits, inputs, place)
             row += count
         for numbers in (inputs.tokens, inputs.positions, inputs.caches, inputs.slots):
             numbers[row : shape.rows] = 0  # padding goes to the waste slot, in which nothing is kept
@@ -206,7 +206,7 @@ class GpuPasses:
         return staging, byte
 
     def _reserve(self, caches: list[GpuCache]) -> None:
-        """Give the rows of these caches the pages that they need, once nobody has those of rows without sessions."""
+        """Give pages to the rows of these caches, after taking them from rows without sessions."""
         self.store.release_from(len(self.caches))
         for cache in caches:
             self.store.reserve_row(cache.row, cache.trie.capacity)

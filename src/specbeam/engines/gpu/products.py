@@ -1,4 +1,4 @@
-"""Products with the matrices of a model: cuBLAS multiplies those that are as they were, a kernel those that are rounded.
+"""Products with the matrices of a model: cuBLAS multiplies unrounded ones, a kernel rounded ones.
 
 A rounded matrix is in fp8, of the kind e4m3, with a scale for each output: of few rows, a product takes as long as reading
 the matrix, and that is half the bytes.
@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
+from specbeam.engines.arrays import RowTensor
 from specbeam.engines.gpu.kernels import step
 
 FP8 = torch.float8_e4m3fn
@@ -21,7 +22,7 @@ JOINED = 512  # outputs of a program that joins parts
 
 
 class GpuMatrix(NamedTuple):
-    """A matrix of a model: its numbers, and what those of each output are multiplied with if they are rounded."""
+    """A matrix of a model: its numbers, and if they are rounded a factor for each output."""
 
     numbers: Float[Tensor, "outputs inputs"]
     scales: Float[Tensor, " outputs"] | None = None
@@ -56,7 +57,7 @@ def _multiply(
 ):  # fmt: skip
     """Write the products of some rows of x, [rows, width], with some outputs of a matrix, [outputs, width], to `out`.
 
-    If ADDED, the products are added to what is in `out`. If DIVIDED, each of several programs takes `each` inputs, and
+    If ADDED, the products are added to `out`. If DIVIDED, each of several programs takes `each` inputs, and
     writes its sums to its part of `parts`, [programs, rows, outputs], which `_join_parts` puts together.
     """
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -122,7 +123,7 @@ class ProductBlocks(NamedTuple):
 
 
 def blocks_for(rows: int, outputs: int, width: int) -> ProductBlocks:
-    """Return how a product is divided, by what was fastest on an H100.
+    """Return the division of a product that was fastest on an H100.
 
     Few rows go with narrow strips of outputs, and matrices of few outputs in parts: so all multiprocessors read at once.
     """
@@ -137,7 +138,7 @@ def blocks_for(rows: int, outputs: int, width: int) -> ProductBlocks:
 
 
 def multiplied(
-    x: Float[Tensor, "rows width"],
+    x: RowTensor,
     matrix: GpuMatrix,
     bias: Float[Tensor, " outputs"] | None = None,
     add_to: Float[Tensor, "rows outputs"] | None = None,
@@ -148,7 +149,7 @@ def multiplied(
     Args:
         bias: is added to each row.
         add_to: a tensor that the products are added to, in place; it is returned.
-        blocks: None: those of `blocks_for`.
+        blocks: None: from `blocks_for`.
     """
     if matrix.scales is None:
         return _by_library(x, matrix.numbers, bias, add_to)

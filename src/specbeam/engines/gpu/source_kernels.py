@@ -10,6 +10,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from specbeam.engines.arrays import HeadRows, JoinedRows
 from specbeam.engines.gpu.kernels import MOST_ROWS, UNSEEN, _join, _write_part, room_for_parts, splits_for, step
 from specbeam.engines.gpu.staging import Inputs
 
@@ -64,7 +65,7 @@ def _look_at_source(
 
 
 def looked_at_sources(
-    q: Float[Tensor, "rows heads size"],
+    q: HeadRows,
     keys: Float[Tensor, "heads frames size"],
     values: Float[Tensor, "heads frames size"],
     inputs: Inputs,
@@ -72,15 +73,15 @@ def looked_at_sources(
     most: int,
     processors: int,
     scale: float,
-) -> Float[Tensor, "rows all"]:
+) -> JoinedRows:
     """Return the attention of every row over all frames of the source that its session reads.
 
     Args:
-        keys, values: of one layer, those of all sources.
+        keys, values: of all sources in one layer.
         sessions: number of sessions in the pass.
         most: the most rows of one session.
         processors: number of multiprocessors of the device; the frames are split so that all of them have work.
-        scale: what scores are multiplied with.
+        scale: factor of scores.
     """
     rows, heads, size = q.shape
     block = max(16, triton.next_power_of_2(size))

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float
 
+from specbeam.engines.arrays import SourceStates
 from specbeam.engines.gpu.cache import GpuCache
 from specbeam.engines.gpu.decoder import GpuDecoder
 from specbeam.engines.gpu.passes import GpuPasses
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class GpuSourcePasses(ReadsSources, GpuPasses):
     """The passes of a model whose decoder looks at a source, by the forward for GPUs; see `ReadsSources`.
 
-    Passes are captured for their sizes alone: what sources they look at, and of what lengths, is read on the device.
+    Passes are captured for their sizes alone: sources and their lengths are read on the device.
     """
 
     cross: CrossPool
@@ -36,7 +36,7 @@ class GpuSourcePasses(ReadsSources, GpuPasses):
         return len(self.decoder.places) or None
 
     @torch.inference_mode()
-    def store_source(self, states: Float[torch.Tensor, "1 frames size"]) -> int:
+    def store_source(self, states: SourceStates) -> int:
         rows = states[0].to(self.decoder.embedding)
         before = self.cross.keys
         with self._on_device():

@@ -10,7 +10,7 @@ from specbeam.core.compiling.compiler import Array, compiled
 from specbeam.engines.kv.steps import BLOCK, EXTENT, STORED, Trie, feed_slots
 
 SESSION_NUMBERS = 8  # of each session in `Inputs.sessions`
-MOST_RANGES = 255  # what a byte of the mask tells apart, besides slots that are not seen
+MOST_RANGES = 255  # that a byte of the mask distinguishes, besides slots that are not seen
 
 
 class Inputs(NamedTuple):
@@ -30,7 +30,7 @@ class Inputs(NamedTuple):
 
 
 class ModelLimits(NamedTuple):
-    """The limits of a model: its windows, its numbers of positions and tokens, and the distances that it tells apart."""
+    """The limits of a model: its windows, its numbers of positions and tokens, and its ranges of distances."""
 
     windows: Array  # int64[kinds]: tokens that each kind of layer looks at, the row's own included; 0: all
     positions: int
@@ -71,9 +71,14 @@ def _name_ranges(look: Array, position: int, back: Array, ranges: Array) -> None
 
 @compiled
 def write_inputs(
-    trie: Trie, count: int, store_row: int, source: tuple[int, int], model: ModelLimits, inputs: Inputs, session: int,
-    row: int, byte: int,
-) -> int:  # fmt: skip
+    trie: Trie,
+    count: int,
+    store_row: int,
+    source: tuple[int, int],
+    model: ModelLimits,
+    inputs: Inputs,
+    place: tuple[int, int, int],
+) -> int:
     """Give slots to the next `count` pending nodes of a session, and write their rows of a pass to `inputs`.
 
     There must be room for them, and `check_nodes` must have accepted them.
@@ -81,14 +86,13 @@ def write_inputs(
     Args:
         store_row: the session's row of the store.
         source: first frame and number of frames of the source that the session reads.
-        session: number of the session in the pass.
-        row: first row of the session in the pass.
-        byte: first byte of the session in the mask.
+        place: number of the session in the pass, its first row there, and its first byte in the mask.
 
-    Returns the first byte of the mask after those of the session.
+    Returns the first byte of the mask after the session.
     """
+    session, row, byte = place
     start = trie.counts[STORED]
-    stop = trie.counts[STORED] + count
+    stop = start + count
     tokens = trie.nodes[0, start:stop]
     positions = trie.nodes[2, start:stop]
     slots = np.empty(count, dtype=np.int64)

@@ -21,7 +21,7 @@ Columns = tuple[torch.Tensor, ...]  # tensors of the same rows: logits, and hidd
 class PaddedCache(RowMember):
     """A session's cache for models whose outputs are logits, in batches that are padded.
 
-    Rows of logits are kept until the turn is settled. Those of nodes that become roots are kept for the next turn.
+    Rows of logits are kept until the turn is settled; rows of nodes that become roots, for the next turn.
     """
 
     def __init__(self, row: int, prompt: list[int]) -> None:
@@ -40,7 +40,7 @@ class PaddedCache(RowMember):
         return wanted[wanted >= self.trie.stored]
 
     def learn(self, nodes: Nodes, columns: Columns) -> None:
-        """Keep what a pass has computed for the nodes that `enter` returned."""
+        """Keep the outputs of a pass for the nodes that `enter` returned."""
         if self.answered == 0 and (nodes[1:] < nodes[:-1]).any():  # roots are in the order of their beams
             order = nodes.argsort()
             nodes = nodes[order]
@@ -48,7 +48,6 @@ class PaddedCache(RowMember):
         self._blocks.append((nodes, columns))
 
     def _wanted(self, forest: Forest) -> Nodes:
-        """Return the local nodes of the forest nodes that were not handed out in this turn yet and are not known."""
         return self.trie.local[unknown_nodes(self.answered, self.trie.known, forest.known.nodes)]
 
     def answer(self, forest: Forest) -> Scored:

@@ -11,7 +11,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specbeam.core.records import ExtraInputs, Needs
+from specbeam.engines.arrays import SourceStates
 from specbeam.engines.kv.cross_pool import CrossPool
+from specbeam.engines.kv.store import in_words, panel_buffers
 from specbeam.engines.source import Source
 
 NO_HEADS = (
@@ -57,22 +59,52 @@ class CrossLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # the name before transformers 5.16
 
 
-class CrossStore:
+class SourceRows(ABC):
+    """The rows of stored sources, which stay side by side.
+
+    Attributes:
+        lengths: number of frames of each row in use.
+    """
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    def drop(self, row: int) -> int:
+        """Free a row: the last row moves there. Returns the former number of that, which is `row` itself if none moves."""
+        last = len(self.lengths) - 1
+        if row != last:
+            self._move(last, row)
+            self.lengths[row] = self.lengths[last]
+        self.lengths.pop()
+        if last == 0:
+            self.clear()
+        return last
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Free all rows and their buffers."""
+
+    @abstractmethod
+    def _move(self, source: int, goal: int) -> None:
+        """Copy a row to another one."""
+
+
+class CrossStore(SourceRows):
     """The keys and values of the sources of all sessions, in one buffer per layer.
 
-    The rows are those of sources, not of sessions: samples of one prompt read the same row. Rows in use stay side by side,
+    A row belongs to a source, not to a session: samples of one prompt read the same row. Rows in use stay side by side,
     so that a pass over neighbouring sources reads them in place.
 
     Attributes:
-        keys, values: by layer, [rows, heads, frames, size]; the frames beyond a source are zeros or what was there before,
+        keys, values: by layer, [rows, heads, frames, size]; the frames beyond a source are zeros or old numbers,
             and masked.
         lengths: number of frames of each row in use.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        self.lengths: list[int] = []
 
     @property
     def bytes(self) -> int:
@@ -92,7 +124,7 @@ class CrossStore:
         return row
 
     def _reserve(self, rows: int, frames: int, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Make room for so many rows, which at least double, and for exactly so many frames: sources are long."""
+        """Make room for `rows`, which at least double, and for exactly `frames`: sources are long."""
         if not self.keys:
             self.keys = [one.new_zeros(rows, *one.shape[1:]) for one in keys]
             self.values = [one.new_zeros(rows, *one.shape[1:]) for one in values]
@@ -108,27 +140,18 @@ class CrossStore:
                 buffers[layer] = grown  # one after the other, so that only one layer is held twice
 
     @torch.inference_mode()
-    def drop(self, row: int) -> int:
-        """Free a row: the last row moves there. Returns the row that has moved, which is `row` itself if none has."""
-        last = len(self.lengths) - 1
-        if row != last:
-            length = self.lengths[last]
-            for buffer in (*self.keys, *self.values):
-                buffer[row, :, :length] = buffer[last, :, :length]
-            self.lengths[row] = length
-        self.lengths.pop()
-        if last == 0:
-            self.clear()
-        return last
+    def _move(self, source: int, goal: int) -> None:
+        frames = self.lengths[source]
+        for buffer in (*self.keys, *self.values):
+            buffer[goal, :, :frames] = buffer[source, :, :frames]
 
     def clear(self) -> None:
-        """Free all rows and their buffers."""
         self.keys = []
         self.values = []
         self.lengths = []
 
     def view(self, rows: Sequence[int]) -> "CrossView":
-        """Return what a pass reads whose sequences look at these rows, valid until a source is added or dropped."""
+        """Return the keys and values of these rows, valid until a source is added or dropped."""
         lengths = [self.lengths[row] for row in rows]
         longest = max(lengths)
         which: Any = _as_index(rows)
@@ -145,7 +168,7 @@ class CrossStore:
 
 
 class CrossView:
-    """What the cross-attention of one pass reads.
+    """The keys and values that the cross-attention of one pass reads.
 
     Attributes:
         cache: the keys and values, as a cache of transformers.
@@ -167,7 +190,7 @@ def _as_index(rows: Sequence[int]) -> "slice | list[int]":
     return list(rows)
 
 
-class CrossPanels:
+class CrossPanels(SourceRows):
     """The keys and values of the sources of all sessions, as the compiled forward reads them; see `CrossStore`.
 
     Args:
@@ -185,11 +208,9 @@ class CrossPanels:
         self.shape = layers, heads, size
         self.width = width
         self.words = np.dtype(words)
-        self.lengths: list[int] = []
         self.clear()
 
     def clear(self) -> None:
-        """Free all rows and their buffers."""
         self.lengths = []
         self._allocate(0, 0)
 
@@ -204,31 +225,23 @@ class CrossPanels:
         frames = len(both)
         self._reserve(row + 1, frames)
         panels = -(-frames // self.width)
-        both = _in_words(both, self.words)
+        both = in_words(torch.from_numpy(both), self.words)
         keys = np.zeros((panels * self.width, *both.shape[1:2], *both.shape[3:]), dtype=self.words)
         keys[:frames] = both[:, :, 0]
         by_panel = keys.reshape(panels, self.width, *keys.shape[1:])
         self.keys[:, row, :, :panels] = by_panel.transpose(2, 3, 0, 4, 1)
         self.values[:, row, :, :frames, : both.shape[4]] = both[:, :, 1].transpose(1, 2, 0, 3)
-        # Whole panels are summed, with odds of zero behind the last frame, and what lay there may have been NaN.
+        # Whole panels are summed, with odds of zero behind the last frame, where NaN may have been.
         self.values[:, row, :, frames : panels * self.width] = 0
         self.lengths.append(frames)
         return row
 
-    def drop(self, row: int) -> int:
-        """Free a row: the last row moves there. Returns the row that has moved, which is `row` itself if none has."""
-        last = len(self.lengths) - 1
-        if row != last:
-            for buffer in (self.keys, self.values):
-                buffer[:, row] = buffer[:, last]
-            self.lengths[row] = self.lengths[last]
-        self.lengths.pop()
-        if last == 0:
-            self.clear()
-        return last
+    def _move(self, source: int, goal: int) -> None:
+        for buffer in (self.keys, self.values):
+            buffer[:, goal] = buffer[:, source]
 
     def _reserve(self, rows: int, frames: int) -> None:
-        """Make room for so many rows, which at least double, and for just so many panels of frames: sources are long."""
+        """Make room for `rows`, which at least double, and for just the panels of `frames`: sources are long."""
         known_rows = self.keys.shape[1]
         known_panels = self.keys.shape[3]
         panels = -(-frames // self.width)
@@ -242,21 +255,12 @@ class CrossPanels:
 
     def _allocate(self, rows: int, panels: int) -> None:
         layers, heads, size = self.shape
-        padded = -(-size // self.width) * self.width
-        self.keys = np.zeros((layers, rows, heads, panels, size, self.width), dtype=self.words)
-        self.values = np.zeros((layers, rows, heads, panels * self.width, padded), dtype=self.words)
-
-
-def _in_words(numbers: Float32[np.ndarray, "..."], words: np.dtype) -> np.ndarray:
-    """Return numbers as buffers of this dtype hold them: themselves, or the bits of the nearest bfloat16 numbers."""
-    if words == np.float32:
-        return numbers
-    rounded = torch.from_numpy(np.ascontiguousarray(numbers)).to(torch.bfloat16)
-    return rounded.view(torch.int16).numpy().view(words)
+        buffers = panel_buffers((layers, rows, heads), panels * self.width, size, self.width, self.words)
+        self.keys, self.values = buffers
 
 
 class ReadsSources(ABC):
-    """What the passes of all engines do with sources: they store each once, for all sessions that read it.
+    """The sources of passes in all engines: each is stored once, for all sessions that read it.
 
     Attributes:
         model: that reads them.
@@ -270,7 +274,7 @@ class ReadsSources(ABC):
     takes_vectors = False
 
     @abstractmethod
-    def store_source(self, states: Float[Tensor, "1 frames size"]) -> int:
+    def store_source(self, states: SourceStates) -> int:
         """Store the keys and values that the decoder makes of a source, and return their row."""
 
     def row_of(self, source: Source, encoder: Any) -> int:
@@ -280,7 +284,7 @@ class ReadsSources(ABC):
     def read_ahead(self, sources: Sequence[Source], encoder: Any) -> None:
         """Make keys and values of sources that sessions are about to look at, and of those read after them.
 
-        Does nothing where those of many sources cost as much as those of each.
+        Does nothing in engines that gain nothing by reading sources together.
         """
         return
 
@@ -294,11 +298,11 @@ class ReadsSources(ABC):
         return ""
 
     def own_encoder(self) -> Any:
-        """Return what reads sources for the model: a module that is called as transformers' encoder of the model."""
+        """Return the encoder of the model: a module that is called as transformers' encoder."""
         return self.model.get_encoder()
 
     @abstractmethod
-    def plain_logits(self, states: Float[Tensor, "1 frames size"], path: list[int]) -> Float[Tensor, " vocab"]:
+    def plain_logits(self, states: SourceStates, path: list[int]) -> Float[Tensor, " vocab"]:
         """Return the logits after a path, as the model gives them by itself."""
 
     @torch.inference_mode()
@@ -336,12 +340,12 @@ class ReadsSources(ABC):
         self.cross.clear()
 
     def lacks(self, needs: Needs) -> str:
-        """Return the reason why these passes cannot provide what is needed; "" if they can."""
+        """Return the reason why these passes cannot provide `needs`; "" if they can."""
         unread = needs.states or needs.exit_layer is not None
         return f"{type(self.model).__name__} reads sources, and {NO_HEADS}" if unread else ""
 
     def refuses_extra_rows(self, inputs: ExtraInputs) -> str:
-        """Return the reason why these passes cannot take what extra rows are made of."""
+        """Return the reason why these passes cannot take extra rows."""
         return f"{type(self.model).__name__} reads sources, and {NO_HEADS}"
 
     def refuses(self, context: object) -> str:

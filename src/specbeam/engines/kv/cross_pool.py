@@ -21,7 +21,7 @@ class CrossPool:
         frames: that there is room for at first.
 
     Attributes:
-        keys, values: float[layers, heads, frames, size]; what no source has taken is not initialised.
+        keys, values: float[layers, heads, frames, size]; unused frames are not initialised.
         lengths: number of frames of each row in use.
         firsts: the first frame of each.
     """

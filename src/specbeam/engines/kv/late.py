@@ -4,11 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
-from torch import Tensor
 
 from specbeam.core.errors import NotSupported
 from specbeam.core.records import LEARNT, ExtraInputs
+from specbeam.engines.arrays import IntegerTensor, RowTensor
 from specbeam.engines.kv.trie import Feed
 
 
@@ -17,16 +16,16 @@ class LateRows:
     """The rows of a session that enter a pass between two layers.
 
     Attributes:
-        inputs: what they are made of.
+        inputs: of these rows.
         places: int64[n], their numbers among all rows of the pass.
         anchors: int64[n], the numbers of the rows that they are made from.
         kinds: int64[n], see `ExtraInputs.make`.
     """
 
     inputs: ExtraInputs
-    places: Int64[Tensor, " n"]
-    anchors: Int64[Tensor, " n"]
-    kinds: Int64[Tensor, " n"]
+    places: IntegerTensor
+    anchors: IntegerTensor
+    kinds: IntegerTensor
 
     @property
     def layer(self) -> int:
@@ -34,8 +33,8 @@ class LateRows:
         return self.inputs.layer
 
     @torch.inference_mode()
-    def write(self, states: Float[Tensor, "rows width"]) -> None:
-        """Write what the layer reads of these rows into what it reads of all rows of the pass."""
+    def write(self, states: RowTensor) -> None:
+        """Write the inputs of these rows into the layer's inputs of all rows of the pass."""
         assert self.inputs.make is not None
         device = states.device
         above = states[self.anchors.to(device)].to(self.inputs.model.dtype)

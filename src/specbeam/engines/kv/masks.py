@@ -1,4 +1,4 @@
-"""Attention masks, which say what slots each row of a pass may look at, in the form that each backend takes."""
+"""Attention masks: the slots that each row of a pass may look at, in the form that each backend takes."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Int32, Int64
 
+from specbeam.engines.arrays import WindowSizes
 from specbeam.engines.kv.steps import WASTE
 from specbeam.engines.kv.trie import Feed
 
@@ -26,29 +27,41 @@ _LOWEST = np.finfo(np.float32).min
 Mask = torch.Tensor | dict[str, torch.Tensor]
 
 
+def seen_slots(feed: Feed, extent: int) -> Bool[np.ndarray, "n extent"]:
+    """Return which of the first `extent` slots each row of a feed looks at."""
+    known = min(extent, feed.seen.shape[1])
+    seen = np.zeros((len(feed), extent), dtype=bool)
+    seen[:, :known] = feed.seen[:, :known]
+    return seen
+
+
+def slots_back(feed: Feed, table: SlotPositions, extent: int) -> Int32[np.ndarray, "n extent"]:
+    """Return how many positions before each row of a feed the token of each slot is."""
+    known = min(extent, table.capacity)
+    back = np.zeros((len(feed), extent), dtype=np.int32)
+    back[:, :known] = feed.positions[:, None] - table.slot_position[None, :known]
+    return back
+
+
 def visible_slots(feeds: list[Feed], width: int, extent: int) -> Bool[np.ndarray, "batch width extent"]:
-    """Return which slots each row of a pass may look at; the rows of a session are aligned to the right.
+    """Return which slots each row of a padded pass may look at; the rows of a session are aligned to the right.
 
     A padding row looks at the waste slot only: a row that sees nothing turns into NaN in some backends.
     """
     seen = np.zeros((len(feeds), width, extent), dtype=bool)
     seen[:, :, WASTE] = True
     for rows, feed in zip(seen, feeds, strict=True):
-        if len(feed):
-            known = min(extent, feed.seen.shape[1])
-            rows[-len(feed) :, :known] = feed.seen[:, :known]
+        rows[width - len(feed) :] = seen_slots(feed, extent)
     return seen
 
 
 def distances_back(
     feeds: list[Feed], tries: Sequence[SlotPositions], width: int, extent: int
 ) -> Int32[np.ndarray, "batch width extent"]:
-    """Return how many positions before each row of a pass the token of each slot is."""
+    """Return how many positions before each row of a padded pass the token of each slot is."""
     back = np.zeros((len(feeds), width, extent), dtype=np.int32)
     for rows, feed, trie in zip(back, feeds, tries, strict=True):
-        if len(feed):
-            known = min(extent, trie.capacity)
-            rows[-len(feed) :, :known] = feed.positions[:, None] - trie.slot_position[None, :known]
+        rows[width - len(feed) :] = slots_back(feed, trie, extent)
     return back
 
 
@@ -79,23 +92,20 @@ class Masks:
         width: int,
         extent: int,
         device: torch.device,
-        additive: bool = False,
     ) -> Mask:
         """Return the mask of a padded pass, [batch, 1, width, extent], or a dict of masks by layer type.
 
         Args:
-            feeds: what the pass stores, one feed for each sequence of the batch.
+            feeds: one for each sequence of the batch.
             width: rows of each sequence, padding included.
             extent: number of slots that attention goes over.
-            additive: whether to use the form that eager attention takes, even if the model uses another one.
         """
         seen = visible_slots(feeds, width, extent)
-        additive |= self.implementation == "eager"
         back = distances_back(feeds, tries, width, extent) if self._windowed else None
         if self.by_layer:
             kinds = self.windows.items()
-            return {kind: self._native(_within(window, seen, back), device, additive) for kind, window in kinds}
-        return self._native(_within(self.window, seen, back), device, additive)
+            return {kind: self._native(_within(window, seen, back), device) for kind, window in kinds}
+        return self._native(_within(self.window, seen, back), device)
 
     def of_trees(
         self, seen: Bool[torch.Tensor, "rows length length"], positions: Int64[torch.Tensor, "rows length"]
@@ -139,20 +149,14 @@ class Masks:
         """Return which slots each row may look at, by layer type, without padding: the rows of all feeds in order."""
         if len(feeds) == 1 and not self._windowed and extent <= feeds[0].seen.shape[1]:
             return dict.fromkeys(self.windows or ["full_attention"], feeds[0].seen[:, :extent])
-        seen = np.zeros((sum(len(feed) for feed in feeds), extent), dtype=bool)
-        back = np.zeros(seen.shape, dtype=np.int32) if self._windowed else None
-        start = 0
-        for feed, trie in zip(feeds, tries, strict=True):
-            rows = slice(start, start + len(feed))
-            known = min(extent, feed.seen.shape[1])
-            seen[rows, :known] = feed.seen[:, :known]
-            if back is not None:
-                back[rows, :known] = feed.positions[:, None] - trie.slot_position[None, :known]
-            start += len(feed)
+        seen = np.concatenate([seen_slots(feed, extent) for feed in feeds])
+        back = None
+        if self._windowed:
+            back = np.concatenate([slots_back(feed, trie, extent) for feed, trie in zip(feeds, tries, strict=True)])
         kinds = self.windows if self.by_layer else dict.fromkeys(self.windows or ["full_attention"], self.window)
         return {kind: _within(window, seen, back) for kind, window in kinds.items()}
 
-    def window_sizes(self, kinds: list[str]) -> Int64[np.ndarray, " kinds"]:
+    def window_sizes(self, kinds: list[str]) -> WindowSizes:
         """Return the number of tokens that each layer type looks at, the row's own token included; 0: all tokens."""
         windows = self.windows if self.by_layer else dict.fromkeys(kinds, self.window)
         return np.array([windows[name] or 0 for name in kinds], dtype=np.int64)
@@ -161,11 +165,9 @@ class Masks:
     def _windowed(self) -> bool:
         return any(self.windows.values()) if self.by_layer else self.window is not None
 
-    def _native(
-        self, seen: Bool[np.ndarray, "batch width extent"], device: torch.device, additive: bool
-    ) -> torch.Tensor:
+    def _native(self, seen: Bool[np.ndarray, "batch width extent"], device: torch.device) -> torch.Tensor:
         """Return a mask [batch, 1, width, extent] on the device: booleans, or numbers to add to the scores."""
-        if not additive:
+        if self.implementation != "eager":
             return torch.from_numpy(seen)[:, None].to(device)
         if self.dtype == torch.float32:
             return torch.from_numpy(np.where(seen, np.float32(0), _LOWEST))[:, None].to(device)

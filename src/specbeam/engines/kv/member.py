@@ -1,22 +1,15 @@
 """A base class of the caches of all engines: the place of a session in the store."""
 
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
-from jaxtyping import Int64
 
 from specbeam.core.answers import LOGITS
 from specbeam.core.records import LEARNT, ExtraInputs
+from specbeam.engines.arrays import Integers
 from specbeam.engines.kv.prefix import Beginning
 from specbeam.engines.kv.store import KVStore
 from specbeam.engines.kv.trie import KVTrie
-
-
-def as_they_are(keys: torch.Tensor) -> torch.Tensor:
-    """Return the keys: they are laid out as those of transformers."""
-    return keys
 
 
 class RowMember:
@@ -33,13 +26,13 @@ class RowMember:
         context, vectors: the context and the embeddings that the session has for this model besides tokens (see `Session`);
             None if it has none.
         early_layers: number of layers that are run ahead of the others, for drafts by the model itself; None: no layers.
-        needs: what the parts of the session need of each row of a pass.
-        extra_inputs: what the drafter's extra rows are made of; None if there are none, or if they are tokens.
+        needs: outputs of each row that the parts of the session need.
+        extra_inputs: inputs of the drafter's extra rows; None if there are none, or if they are tokens.
         has_prefix: whether the store holds the prefix of `extra_inputs`.
         prompt_rows: hidden states of rows before the first root, until they are handed out.
         namespace: whose prompts it shares beginnings with.
         recalled: `Session.recalled` of the session, if it has any.
-        beginning: how far its prompt was followed among those that are known; None before it was looked up.
+        beginning: the part of its prompt found among known ones; None before it was looked up.
         source_row: the row of the store of sources that the session reads; -1 if it reads none, or before it has one.
     """
 
@@ -63,26 +56,22 @@ class RowMember:
         self.beginning: Beginning | None = None
         self.source_row = -1
 
-    def follow_slots(self, source: Int64[np.ndarray, " n"], goal: Int64[np.ndarray, " n"]) -> None:
+    def follow_slots(self, source: Integers, goal: Integers) -> None:
         """Follow tokens that are moved from slots to others between two turns: nothing here knows any slot."""
 
     def take_extra_inputs(self, inputs: ExtraInputs | None) -> None:
-        """Take what extra rows are made of, and reserve the slots of the prefix. Call it before anything is stored."""
+        """Take the inputs of extra rows, and reserve the slots of their prefix. Call it before anything is stored."""
         self.extra_inputs = inputs
         if inputs is not None and inputs.prefix:
             self.trie.reserve_prefix(inputs.prefix)
 
-    def keep_prefix(self, store: KVStore, keys_of: Callable[[torch.Tensor], torch.Tensor] = as_they_are) -> None:
-        """Write the prefix into the store, if there is one that it does not hold yet. It must have room.
-
-        Args:
-            keys_of: returns keys as the engine's attention reads them, float[kv_heads, prefix, size].
-        """
+    def keep_prefix(self, store: KVStore) -> None:
+        """Write the prefix to the store, which must have room, unless it is there already."""
         inputs = self.extra_inputs
         if inputs is None or self.has_prefix or not inputs.prefix:
             return
         for layer, (keys, values) in enumerate(zip(inputs.keys, inputs.values, strict=True)):
-            store.write_prefix(layer, self.row, keys_of(keys), values)
+            store.write_prefix(layer, self.row, keys, values)
         self.has_prefix = True
 
     def vector_of(self, token: int) -> torch.Tensor:

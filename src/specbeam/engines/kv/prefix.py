@@ -72,7 +72,7 @@ class KnownPrompts:
         self.dropped = 0
         self.size = 0
         self._spaces: dict[str, PromptNode] = {}
-        # All chunks, the one used last at the end, each after those that follow it: so the first is a leaf.
+        # All chunks, the one used last at the end, each after its followers: so the first is a leaf.
         self._used: OrderedDict[PromptNode, None] = OrderedDict()
 
     def __len__(self) -> int:

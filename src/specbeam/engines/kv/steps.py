@@ -1,4 +1,4 @@
-"""The steps that change the arrays of a KV trie (see engines/kv/trie.py), compiled if numba is installed."""
+"""The steps that change the arrays of a KV trie (see engines/kv/trie.py)."""
 
 from typing import NamedTuple
 
@@ -71,11 +71,11 @@ def feed_slots(trie: Trie, slots: Array) -> None:
 def copy_for_scratch(source: Trie, goal: Trie, again: Array) -> None:
     """Let a trie begin as another one is at the start of a turn. It gives out slots that are free there.
 
-    There must be room for all nodes of the other one, and twice for those that are stored again.
+    There must be room for all nodes of the other one, and for two more for each of `again`.
 
     Args:
-        again: int64[count], forest nodes that are stored, and that the trie is to store a second time, under what is above
-            them.
+        again: int64[count], stored forest nodes that the trie is to store a second time, under their
+            parents.
     """
     size = source.counts[SIZE]
     stored = source.counts[STORED]
@@ -85,7 +85,7 @@ def copy_for_scratch(source: Trie, goal: Trie, again: Array) -> None:
     goal.nodes[:, :stored] = source.nodes[:, :stored]
     goal.seen[:stored, :slots] = source.seen[:stored]
     goal.seen[:stored, slots:] = False
-    for node in range(stored, size):  # pending ones come after what is above those that are stored again
+    for node in range(stored, size):  # pending ones come after the parents of nodes stored again
         above = source.nodes[1, node]
         goal.nodes[0, node + count] = source.nodes[0, node]
         goal.nodes[1, node + count] = above if above < stored else above + count
@@ -121,7 +121,7 @@ def copy_for_scratch(source: Trie, goal: Trie, again: Array) -> None:
 
 @compiled
 def add_survivors(trie: Trie, survivors: Array, tokens: Array, parents: Array) -> Array:
-    """Return the local node of each surviving beam, after adding those that were no draft under their `parents`.
+    """Return the local node of each surviving beam, after adding new tokens under their `parents`.
 
     Args:
         survivors: int64[beams], the forest node of each beam; -1 if it was no draft.

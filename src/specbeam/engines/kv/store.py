@@ -13,6 +13,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from specbeam.engines.arrays import AnyArray, Integers, IntegerTensor, PrefixRows
+
 PAGE = 4096  # bytes of memory that the system gives at once, at the least
 
 
@@ -74,9 +76,7 @@ class StoreLayer(CacheLayerMixin):
         self.values[caches[:, None], :, place.slots] = value_states.transpose(1, 2)
         return self.keys[caches, :, : place.extent], self.values[caches, :, : place.extent]
 
-    def write_prefix(
-        self, cache: int, keys: Float[Tensor, "heads prefix size"], values: Float[Tensor, "heads prefix size"]
-    ) -> None:
+    def write_prefix(self, cache: int, keys: PrefixRows, values: PrefixRows) -> None:
         """Write rows into the slots after the waste slot of one row of the store."""
         if not self.is_initialized:
             self.lazy_initialization(keys[None], values[None])
@@ -87,21 +87,6 @@ class StoreLayer(CacheLayerMixin):
     def grow(self, caches: int, slots: int) -> None:
         if self.is_initialized:
             self.keys, self.values = (_larger(buffer, caches, slots) for buffer in (self.keys, self.values))
-
-    def move_cache(self, source: int, goal: int, extent: int) -> None:
-        if self.is_initialized:
-            self.keys[goal, :, :extent] = self.keys[source, :, :extent]
-            self.values[goal, :, :extent] = self.values[source, :, :extent]
-
-    def clear_cache(self, cache: int) -> None:
-        if self.is_initialized:
-            self.keys[cache].zero_()
-            self.values[cache].zero_()
-
-    def move_slots(self, cache: int, source: Int64[Tensor, " n"], goal: Int64[Tensor, " n"]) -> None:
-        if self.is_initialized:
-            self.keys[cache, :, goal] = self.keys[cache, :, source]
-            self.values[cache, :, goal] = self.values[cache, :, source]
 
     # transformers derives masks and positions from these. Passes here bring their own, so the values do not matter.
     def get_seq_length(self) -> int:
@@ -117,7 +102,7 @@ class StoreLayer(CacheLayerMixin):
 
 
 class KVStore(Cache):
-    """The buffers of all layers, as a cache of transformers; `place` says what the present pass writes and reads."""
+    """The buffers of all layers, as a cache of transformers; `place` holds the rows and slots of the present pass."""
 
     def __init__(self, layers: int) -> None:
         self.caches = 1
@@ -127,7 +112,7 @@ class KVStore(Cache):
         super().__init__(layers=[StoreLayer(self) for _ in range(layers)])
 
     def reserve(self, caches: int, slots: int) -> None:
-        """Make room for at least so many rows of the store and slots; a dimension that is too small at least doubles."""
+        """Make room for rows of the store and slots; a dimension that is too small at least doubles."""
         caches = self.caches if caches <= self.caches else max(caches, 2 * self.caches)
         slots = self.slots if slots <= self.slots else max(slots, 2 * self.slots)
         if (caches, slots) == (self.caches, self.slots):
@@ -138,7 +123,7 @@ class KVStore(Cache):
         self.slots = slots
 
     def reserve_row(self, row: int, slots: int) -> None:
-        """Make room for at least so many slots in one row of the store."""
+        """Make room for slots in one row of the store."""
         self.reserve(row + 1, slots)
 
     def touch(self) -> None:
@@ -157,14 +142,14 @@ class KVStore(Cache):
         self,
         layer: int,
         cache: int,
-        keys: Float[Tensor, "heads prefix size"],
-        values: Float[Tensor, "heads prefix size"],
+        keys: PrefixRows,
+        values: PrefixRows,
     ) -> None:
         """Write rows of a layer into the slots after the waste slot of one row of the store."""
         self.layers[layer].write_prefix(cache, keys, values)
 
     @torch.inference_mode()
-    def take(self, cache: int, slots: Int64[np.ndarray, " n"]) -> list[Any]:
+    def take(self, cache: int, slots: Integers) -> list[Any]:
         """Return a copy of the keys and values in some slots of one row of the store, in all layers of the model.
 
         `put` writes them again.
@@ -173,33 +158,62 @@ class KVStore(Cache):
         return [buffer[cache, :, which.to(buffer.device)] for buffer in self._model_buffers()]
 
     @torch.inference_mode()
-    def put(self, cache: int, slots: Int64[np.ndarray, " n"], taken: list[Any]) -> None:
+    def put(self, cache: int, slots: Integers, taken: list[Any]) -> None:
         """Write keys and values that `take` returned into as many slots of one row of the store, which has room for them."""
         which = torch.from_numpy(slots)
         for buffer, part in zip(self._model_buffers(), taken, strict=True):
             buffer[cache, :, which.to(buffer.device)] = part
 
     def _model_buffers(self) -> list[Tensor]:
-        """Return keys and values of each layer of the model."""
-        return [buffer for layer in self.layers[: self.model_layers] for buffer in (layer.keys, layer.values)]
+        return self._buffers()[: 2 * self.model_layers]
+
+    def _buffers(self) -> list[Tensor]:
+        """Return keys and values of each layer that has stored any."""
+        known = [layer for layer in self.layers if layer.is_initialized]
+        return [buffer for layer in known for buffer in (layer.keys, layer.values)]
 
     @torch.inference_mode()
     def move_cache(self, source: int, goal: int, extent: int) -> None:
         """Copy the first `extent` slots of one row of the store to another row."""
-        for layer in self.layers:
-            layer.move_cache(source, goal, extent)
+        for buffer in self._buffers():
+            buffer[goal, :, :extent] = buffer[source, :, :extent]
 
     @torch.inference_mode()
     def clear_cache(self, cache: int) -> None:
         """Write zeros to one row of the store: masked slots enter products, too, and NaN of another text would spread."""
-        for layer in self.layers:
-            layer.clear_cache(cache)
+        for buffer in self._buffers():
+            buffer[cache].zero_()
 
     @torch.inference_mode()
-    def move_slots(self, cache: int, source: Int64[Tensor, " n"], goal: Int64[Tensor, " n"]) -> None:
+    def move_slots(self, cache: int, source: IntegerTensor, goal: IntegerTensor) -> None:
         """Copy some slots of one row of the store to other slots of the same row."""
-        for layer in self.layers:
-            layer.move_slots(cache, source, goal)
+        for buffer in self._buffers():
+            buffer[cache, :, goal] = buffer[cache, :, source]
+
+
+def panel_buffers(
+    where: tuple[int, int, int], slots: int, size: int, width: int, words: np.dtype
+) -> tuple[AnyArray, AnyArray]:
+    """Return zeros for the keys and values that compiled layers read.
+
+    Args:
+        where: layers, rows and heads.
+        size: of a head.
+        width: slots of a panel; the columns of values are padded to a multiple of it.
+
+    Returns keys, words[*where, panels, size, width], and values, words[*where, slots, padded size].
+    """
+    panels = -(-slots // width)
+    keys = np.zeros((*where, panels, size, width), dtype=words)
+    values = np.zeros((*where, panels * width, -(-size // width) * width), dtype=words)
+    return keys, values
+
+
+def in_words(numbers: Float[Tensor, "..."], words: np.dtype) -> AnyArray:
+    """Return numbers as float32, or as the bits of the nearest bfloat16 numbers, by the dtype of buffers."""
+    if words == np.float32:
+        return numbers.detach().float().numpy()
+    return numbers.detach().to(torch.bfloat16).view(torch.int16).numpy().view(words)
 
 
 class PanelStore(KVStore):
@@ -214,7 +228,7 @@ class PanelStore(KVStore):
         words: dtype of the buffers: float32, or uint16 for the bits of bfloat16 numbers.
 
     Attributes:
-        more_layers: number of layers besides those of the model, see `add_layer`.
+        more_layers: number of layers added to the model's, see `add_layer`.
         keys_by_panel: words[layers, caches, heads, panels, size, slots of a panel].
         values_by_slot: words[layers, caches, heads, slots, padded size].
     """
@@ -224,7 +238,6 @@ class PanelStore(KVStore):
         self.words = np.dtype(words)
         self.heads = heads
         self.size = size
-        self.width = -(-size // width) * width
         self.columns = width
         self.more_layers = 0
         self._allocate(self.caches, self.slots)
@@ -236,10 +249,8 @@ class PanelStore(KVStore):
         return len(self.layers) + self.more_layers - 1
 
     def _allocate(self, caches: int, slots: int) -> None:
-        panels = -(-slots // self.columns)
         where = (len(self.layers) + self.more_layers, caches, self.heads)
-        self.keys_by_panel = np.zeros((*where, panels, self.size, self.columns), dtype=self.words)
-        self.values_by_slot = np.zeros((*where, panels * self.columns, self.width), dtype=self.words)
+        self.keys_by_panel, self.values_by_slot = panel_buffers(where, slots, self.size, self.columns, self.words)
 
     def touch(self) -> None:
         for buffer in (self.keys_by_panel, self.values_by_slot):
@@ -255,21 +266,15 @@ class PanelStore(KVStore):
         self,
         layer: int,
         cache: int,
-        keys: Float[Tensor, "heads prefix size"],
-        values: Float[Tensor, "heads prefix size"],
+        keys: PrefixRows,
+        values: PrefixRows,
     ) -> None:
         slots = np.arange(1, 1 + keys.shape[1])
-        by_slot = self._in_words(keys).transpose(1, 0, 2)
+        by_slot = in_words(keys, self.words).transpose(1, 0, 2)
         self.keys_by_panel[layer, cache][:, slots // self.columns, :, slots % self.columns] = by_slot
-        self.values_by_slot[layer, cache][:, slots, : self.size] = self._in_words(values)
+        self.values_by_slot[layer, cache][:, slots, : self.size] = in_words(values, self.words)
 
-    def _in_words(self, numbers: Float[Tensor, "..."]) -> np.ndarray:
-        """Return numbers as the buffers hold them."""
-        if self.words == np.float32:
-            return numbers.detach().float().numpy()
-        return numbers.detach().to(torch.bfloat16).view(torch.int16).numpy().view(self.words)
-
-    def take(self, cache: int, slots: Int64[np.ndarray, " n"]) -> list[Any]:
+    def take(self, cache: int, slots: Integers) -> list[Any]:
         own = slice(0, len(self.layers))
         by_panel = self.keys_by_panel[own, cache]
         by_slot = self.values_by_slot[own, cache]
@@ -281,7 +286,7 @@ class PanelStore(KVStore):
             keys[..., part] = by_panel[:, :, panel, :, span]
         return [keys, by_slot[:, :, slots[0] : slots[-1] + 1].copy()]
 
-    def put(self, cache: int, slots: Int64[np.ndarray, " n"], taken: list[Any]) -> None:
+    def put(self, cache: int, slots: Integers, taken: list[Any]) -> None:
         own = slice(0, len(self.layers))
         by_panel = self.keys_by_panel[own, cache]
         by_slot = self.values_by_slot[own, cache]
@@ -295,7 +300,7 @@ class PanelStore(KVStore):
             by_panel[:, :, panel, :, span] = keys[..., part]
         by_slot[:, :, slots[0] : slots[-1] + 1] = values
 
-    def _panels_of(self, slots: Int64[np.ndarray, " n"]) -> Iterator[tuple[int, slice, slice]]:
+    def _panels_of(self, slots: Integers) -> Iterator[tuple[int, slice, slice]]:
         """Yield of neighbouring slots the number of each panel, the columns in it, and which of the slots they are.
 
         Slices are copied some times faster than slots that are named one by one.
@@ -320,7 +325,7 @@ class PanelStore(KVStore):
         self.keys_by_panel[:, cache] = 0
         self.values_by_slot[:, cache] = 0
 
-    def move_slots(self, cache: int, source: Int64[Tensor, " n"], goal: Int64[Tensor, " n"]) -> None:
+    def move_slots(self, cache: int, source: IntegerTensor, goal: IntegerTensor) -> None:
         (panels, columns), (to_panels, to_columns) = (divmod(slots.numpy(), self.columns) for slots in (source, goal))
         keys = self.keys_by_panel[:, cache]
         values = self.values_by_slot[:, cache]
@@ -328,8 +333,7 @@ class PanelStore(KVStore):
         values[:, :, goal.numpy()] = values[:, :, source.numpy()]
 
 
-def _are_neighbours(slots: Int64[np.ndarray, " n"]) -> bool:
-    """Return whether slots follow each other without a gap."""
+def _are_neighbours(slots: Integers) -> bool:
     return len(slots) > 0 and bool((np.diff(slots) == 1).all())
 
 

@@ -21,10 +21,11 @@ import copy
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Int64, Shaped
+from jaxtyping import Bool, Int64
 
 from specbeam.core.forest import Forest
 from specbeam.core.records import LEARNT, Turn
+from specbeam.engines.arrays import AnyArray, Integers
 from specbeam.engines.kv.steps import (
     BLOCK,
     EXTENT,
@@ -46,7 +47,7 @@ AHEAD = 2**30  # position of the slots of a prefix: no window leaves them behind
 NO_NODES = np.zeros(0, dtype=np.int64)
 
 
-def widened(array: Shaped[np.ndarray, "..."], *shape: int) -> Shaped[np.ndarray, "..."]:
+def widened(array: AnyArray, *shape: int) -> AnyArray:
     """Return a copy of an array in a larger shape, with zeros after the old contents in each dimension."""
     wider = np.zeros(shape, dtype=array.dtype)
     wider[tuple(slice(size) for size in array.shape)] = array
@@ -57,11 +58,11 @@ def widened(array: Shaped[np.ndarray, "..."], *shape: int) -> Shaped[np.ndarray,
 class Feed:
     """The nodes of one session that a pass stores, in order; `seen` are the slots on the path to each, its own included."""
 
-    tokens: Int64[np.ndarray, " n"]
-    positions: Int64[np.ndarray, " n"]
-    slots: Int64[np.ndarray, " n"]
+    tokens: Integers
+    positions: Integers
+    slots: Integers
     seen: Bool[np.ndarray, "n capacity"]
-    parents: Int64[np.ndarray, " n"]  # the row above each, among these; negative if it was stored before
+    parents: Integers  # the row above each, among these; negative if it was stored before
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -80,7 +81,7 @@ class Feed:
 
     @property
     def anchors(self) -> Int64[np.ndarray, " rows"]:
-        """For each row of `learnt`, the nearest row above it that is no extra one; negative if that was stored before."""
+        """For each row of `learnt`, the nearest row of the text above it; negative if that was stored before."""
         above = self.parents[self.learnt]
         while (among := np.flatnonzero((above >= 0) & (self.tokens[above] <= LEARNT))).size:
             above[among] = self.parents[above[among]]
@@ -163,7 +164,7 @@ class KVTrie:
         these slots anew. It may be used until this trie changes.
 
         Args:
-            again: forest nodes that are stored, and that it is to store a second time, under what is above them.
+            again: stored forest nodes that it is to store a second time, under their parents.
         """
         other = self.room_for_scratch(2 * len(again) + BLOCK)
         copy_for_scratch(self.arrays, other.arrays, again)
@@ -174,7 +175,7 @@ class KVTrie:
         """Return a trie that `copy_for_scratch` may fill from this one, as long as this one is not widened.
 
         Args:
-            more: the number of nodes that there is room for besides those that this one has room for.
+            more: nodes that there is room for, beyond the room of this one.
         """
         arrays = self.arrays
         other = copy.copy(self)
@@ -198,33 +199,21 @@ class KVTrie:
             position: of the first token that the other trie is to store, at least 1.
         """
         seen = self.seen[node] & (self.slot_position < position)
-        return self._other(np.array([[-1], [-1], [position - 1]]), seen[None], np.zeros(1, dtype=np.int64))
-
-    def _other(
-        self,
-        nodes: Int64[np.ndarray, "3 size"],
-        seen: Bool[np.ndarray, "stored capacity"],
-        local: Int64[np.ndarray, " known"],
-    ) -> "KVTrie":
-        """Return a trie of these nodes that gives out slots that are free here; see `Trie` for the arguments."""
-        size = nodes.shape[1]
-        rows = len(seen)
-        counts = np.array([size, rows, len(local), self.held, self.extent, self.held])
         other = copy.copy(self)
         other.arrays = Trie(
-            widened(nodes, 3, size + BLOCK),
-            widened(local, len(local) + BLOCK),
-            widened(seen, rows + BLOCK, self.capacity),
+            widened(np.array([[-1], [-1], [position - 1]]), 3, 1 + BLOCK),
+            np.zeros(1 + BLOCK, dtype=np.int64),
+            widened(seen[None], 1 + BLOCK, self.capacity),
             self.used.copy(),
             self.slot_position.copy(),
-            counts,
+            np.array([1, 1, 1, self.held, self.extent, self.held]),
         )
-        other.root_at = local[: min(len(self.root_at), len(local))].copy()
+        other.root_at = np.zeros(1, dtype=np.int64)
         other.company = [other]
         return other
 
     def count_scratch(self, other: "KVTrie") -> None:
-        """Count the tokens that a trie of `scratch` or `before` has stored beside those of this one, for `peak`."""
+        """Count the tokens that a trie of `scratch` or `before` has stored, for `peak`."""
         counts = self.arrays.counts
         counts[PEAK] = max(counts[PEAK], other.peak)
 
@@ -358,7 +347,7 @@ class KVTrie:
     def make_slots(self, more: int) -> None:
         """Make room for `more` further stored nodes and their slots, and mark the slots of other sessions as used.
 
-        What is too small at least doubles, so that growing costs little in the long run.
+        Arrays that are too small at least double, so that growing costs little in the long run.
         """
         arrays = self.arrays
         rows = self.stored + more
@@ -431,7 +420,7 @@ class KVTrie:
         self.settle_roots(len(leaves))
         return former
 
-    def compact(self) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+    def compact(self) -> tuple[Integers, Integers]:
         """Move the slots in use to the front; return which slots the store has to move, and to which ones.
 
         Slots before the first free one stay where they are.

@@ -20,7 +20,7 @@ class InFloat32(TorchFunctionMode):
     """A context in which every operation takes two-byte tensors as float32; matrices become float32 part by part.
 
     Args:
-        files: what leaves memory once it was multiplied with.
+        files: mapped files, released once they were multiplied with.
     """
 
     def __init__(self, files: MappedFiles) -> None:
@@ -42,7 +42,7 @@ class InFloat32(TorchFunctionMode):
         return function(*tree_map(widened, args), **tree_map(widened, named))
 
     def _product(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the input times the matrix, plus the bias; the names are those of torch's `linear`."""
+        """Return the input times the matrix, plus the bias; for the names see torch's `linear`."""
         columns, depth = weight.shape
         each = min(max(_TOGETHER // depth, 1), columns)
         rows = widened(input)
@@ -60,7 +60,7 @@ class InFloat32(TorchFunctionMode):
 
 
 def as_loaded(model: Any) -> AbstractContextManager[Any]:
-    """Return a context in which a model object computes as `load` says: one that is kept as its files are, in float32."""
+    """Return a context in which a model that `load` left in mapped files computes in float32."""
     return InFloat32(mapped_files(model)) if is_kept(model) else nullcontext()
 
 

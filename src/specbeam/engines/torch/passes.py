@@ -10,24 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Int64
 from torch.utils.hooks import RemovableHandle
 
 from specbeam.core.forest import Forest
 from specbeam.core.measure.profiler import span
 from specbeam.core.records import FINAL, LEARNT, ExtraInputs, Needs, Scored
+from specbeam.engines.arrays import PassInputs
 from specbeam.engines.eligibility import lacks_taps, layers_of
 from specbeam.engines.kv.cache import Columns, Nodes, PaddedCache
 from specbeam.engines.kv.late import LateRows, late_rows
 from specbeam.engines.kv.masks import Mask, Masks, SlotPositions
-from specbeam.engines.kv.member import as_they_are
 from specbeam.engines.kv.rows import rows_at
 from specbeam.engines.kv.steps import BLOCK, WASTE
 from specbeam.engines.kv.store import KVStore, Place
 from specbeam.engines.kv.trie import Feed
 from specbeam.engines.shared_tokens import SharedTokens, readable
 from specbeam.engines.torch.captured import WIDEST, CapturedForward, Forward
-from specbeam.engines.torch.lean import LeanDecoder
 from specbeam.engines.torch.sizes import rounded_up
 from specbeam.engines.torch.torch_compiled import torch_compiled
 
@@ -42,7 +41,7 @@ FEW = 16  # rows of the store that a captured pass may read even if only one of 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What one session brings to a pass."""
+    """The part of one session in a pass."""
 
     cache: PaddedCache
     feed: Feed
@@ -57,7 +56,7 @@ class Part:
 
 
 class SharedRow:
-    """What all sessions in one row of the store bring to a pass, one after the other.
+    """The parts of all sessions in one row of the store, one after the other.
 
     Attributes:
         feed: the feeds of all parts, joined.
@@ -110,10 +109,9 @@ def _joined(parts: list[Part]) -> tuple[Feed, SlotPositions]:
 
 
 class PaddedPasses:
-    """The passes of a model that is called by transformers, by torch.compile or by its lean forward.
+    """The passes of a model that transformers runs, compiled by torch or not.
 
     Args:
-        lean: the lean forward of the model; None: the model itself is called.
         caches: the caches of all sessions in each row of the store. Rows that a pass does not need may be between those that
             it does.
         compile: whether to call the model through torch.compile (`torch_compiled`).
@@ -123,14 +121,12 @@ class PaddedPasses:
     def __init__(
         self,
         model: "PreTrainedModel",
-        lean: LeanDecoder | None,
         caches: list[PaddedCache],
         compile: bool = False,
         shared: SharedTokens | None = None,
     ) -> None:
         self.model = model
         self.shared = shared
-        self.lean = lean
         self.caches = caches
         self.call = torch_compiled(model) if compile else model
         config = model.config.get_text_config()
@@ -148,24 +144,22 @@ class PaddedPasses:
         return PaddedCache(row, prompt)
 
     def lacks(self, needs: Needs) -> str:
-        """Return the reason why these passes cannot provide what is needed; "" if they can."""
+        """Return the reason why these passes cannot provide `needs`; "" if they can."""
         if needs.states and self.call is not self.model:
-            return "what torch.compile makes of a model hands out no hidden states: leave compile out"
+            return "a model compiled by torch hands out no hidden states: leave compile out"
         return lacks_taps(self.model, needs.taps)
 
     takes_vectors = True
 
     def refuses_extra_rows(self, inputs: ExtraInputs) -> str:
-        """Return the reason why these passes cannot take what extra rows are made of; "" if they can."""
+        """Return the reason why these passes cannot take these inputs of extra rows; "" if they can."""
         if inputs.layer and self.call is not self.model:
-            return "what torch.compile makes of a model takes no rows between its layers: leave compile out"
+            return "a model compiled by torch takes no rows between its layers: leave compile out"
         return lacks_taps(self.model, (inputs.layer,))
 
     def refuses(self, context: object) -> str:
         """Return the reason why these passes cannot take a context; "" if they can."""
         name = type(self.model).__name__
-        if self.lean is not None:
-            return "the lean forward takes no context besides tokens: HuggingFaceLM(model, engine='plain') does"
         if not isinstance(context, Mapping):
             return f"context is {type(context).__name__}; {name} takes keyword arguments of its forward, as a dict"
         known = inspect.signature(self.model.forward).parameters
@@ -215,7 +209,7 @@ class PaddedPasses:
                     part.cache.learn(part.nodes, columns)
 
     def _batch_key(self, cache: PaddedCache) -> Any:
-        """Return what sessions in one batch have in common: the shapes of their contexts."""
+        """Return the key by which sessions share a batch: the shapes of their contexts."""
         return _shapes(cache.context)
 
     @torch.inference_mode()
@@ -266,7 +260,7 @@ class PaddedPasses:
         entering: list[LateRows] = []
         if has_extras:
             for part in parts:
-                part.cache.keep_prefix(self.store, as_they_are if self.lean is None else self.lean.paired_keys)
+                part.cache.keep_prefix(self.store)
             shared_rows = [by_row.get(row, filler) for row in rows]
             extras = self._extra_arguments(shared_rows, inputs[0])
             run = partial(self._call_model, extras=extras)
@@ -276,8 +270,9 @@ class PaddedPasses:
                     late = late_rows(by_row[row].parts[0].cache.extra_inputs, feed, (place + 1) * width - len(feed))
                     entering += [] if late is None else [late]
             inputs[0][inputs[0] <= LEARNT] = 0  # that they are no tokens is known by now
-        with span("model"), self._recording(recorded), self._entering(entering):
-            logits = self._logits(inputs, masks, last, run, recorded, entering)
+        with span("model"), self._hooked(recorded, entering):
+            ids, places, _ = torch.from_numpy(inputs).to(self.device)
+            logits = run(ids, places, masks, last)
             if self.shared is not None:
                 logits = self.shared.fitted_logits(logits)
             if self.device.type == "cuda":  # laws are made on the host
@@ -303,7 +298,7 @@ class PaddedPasses:
 
     def _inputs_and_masks(
         self, rows: Sequence[int], by_row: dict[int, SharedRow], width: int, extent: int
-    ) -> tuple[Int64[np.ndarray, "3 batch width"], Mask]:
+    ) -> tuple[PassInputs, Mask]:
         """Return the tokens, positions and slots of a pass, aligned to the right, and its masks."""
         feeds, tries = self._feeds_and_tables(rows, by_row)
         inputs = np.zeros((3, len(rows), width), dtype=np.int64)
@@ -311,67 +306,31 @@ class PaddedPasses:
         for place, feed in enumerate(feeds):
             if len(feed):
                 inputs[:, place, -len(feed) :] = feed.tokens, feed.positions, feed.slots
-        return inputs, self.masks.build(feeds, tries, width, extent, self.device, additive=self.lean is not None)
+        return inputs, self.masks.build(feeds, tries, width, extent, self.device)
 
     def _feeds_and_tables(
         self, rows: Sequence[int], by_row: dict[int, SharedRow]
     ) -> tuple[list[Feed], list[SlotPositions]]:
-        """Return what each row of the store brings to a pass, and the positions of the tokens in its slots."""
+        """Return the feed of each row of the store, and the positions of the tokens in its slots."""
         filler = next(iter(by_row.values()))
         feeds = [by_row[row].feed if row in by_row else _EMPTY_FEED for row in rows]
         tables = [by_row.get(row, filler).table for row in rows]  # the table of a row without a feed is not read
         return feeds, tables
 
-    def _logits(
-        self,
-        inputs: Int64[np.ndarray, "3 batch width"],
-        masks: Mask,
-        wanted: int,
-        run: Forward,
-        states: dict[int, torch.Tensor],
-        entering: list[LateRows],
-    ) -> Float[torch.Tensor, "batch wanted vocab"]:
-        """Return the logits of the last `wanted` rows of each sequence of the batch.
+    @contextmanager
+    def _hooked(self, states: dict[int, torch.Tensor], entering: list[LateRows]) -> Iterator[None]:
+        """Let a pass record hidden states, and let rows enter at their layers.
+
+        The model's own forward has a place for all rows in each layer, so rows go through the layers before theirs as well,
+        as rows of token 0 that nothing reads.
 
         Args:
-            run: what calls the model, unless that has a lean forward.
-            states: the keys are `Needs.columns`, for which the lean forward sets the hidden states of all rows.
-            entering: rows that enter between layers, for the lean forward.
+            states: set for all rows, float[batch, rows, size], by `Needs.columns`.
         """
-        ids, places, _ = torch.from_numpy(inputs).to(self.device)
-        if self.lean is not None:
-            real = torch.from_numpy(np.flatnonzero(inputs[2])) if (inputs[2] == WASTE).any() else None
-            embeds = run.keywords["extras"].get("inputs_embeds") if isinstance(run, partial) else None
-            return self.lean.forward(ids, places, masks, self.store, wanted, real, states, embeds, entering)
-        return run(ids, places, masks, wanted)
-
-    @contextmanager
-    def _recording(self, states: dict[int, torch.Tensor]) -> Iterator[None]:
-        """Let a pass set the wanted hidden states of all rows, float[batch, rows, size], by `Needs.columns`.
-
-        The lean forward sets them by itself.
-        """
-        handles: list[RemovableHandle] = []
-        if self.lean is None:
-            handles = [self._record(states, column) for column in states]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    @contextmanager
-    def _entering(self, entering: list[LateRows]) -> Iterator[None]:
-        """Let rows enter at their layers. The lean forward does so by itself.
-
-        The model's own forward has a place for all rows in each layer, so these go through the layers before theirs as well,
-        as rows of token 0 that nothing reads.
-        """
-        handles: list[RemovableHandle] = []
-        if self.lean is None:
-            for rows in entering:
-                layer = layers_of(self.model)[rows.layer]
-                handles.append(layer.register_forward_pre_hook(partial(_enter, rows), with_kwargs=True))
+        handles = [self._record(states, column) for column in states]
+        for rows in entering:
+            layer = layers_of(self.model)[rows.layer]
+            handles.append(layer.register_forward_pre_hook(partial(_enter, rows), with_kwargs=True))
         try:
             yield
         finally:
@@ -379,7 +338,7 @@ class PaddedPasses:
                 handle.remove()
 
     def _record(self, states: dict[int, torch.Tensor], column: int) -> RemovableHandle:
-        """Let a pass set the hidden states of one column; see `_recording`."""
+        """Let a pass set the hidden states of one column; see `_hooked`."""
         module = self.model.get_output_embeddings()
         if column != FINAL:
             layers = layers_of(self.model)
@@ -434,7 +393,6 @@ class PaddedPasses:
 def _enter(
     rows: LateRows, module: object, given: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A hook that lets rows enter before a layer."""
     states = (given[0] if given else named["hidden_states"]).clone()
     rows.write(states.view(-1, states.shape[-1]))
     return ((states, *given[1:]), named) if given else (given, {**named, "hidden_states": states})
@@ -443,14 +401,12 @@ def _enter(
 def _record_input(
     states: dict[int, torch.Tensor], column: int, module: object, given: tuple[Any, ...], named: Mapping[str, Any]
 ) -> None:
-    """A hook that keeps the hidden states that enter a module."""
     states[column] = given[0] if given else named["hidden_states"]
 
 
 def _record_output(
     states: dict[int, torch.Tensor], column: int, module: object, given: tuple[Any, ...], output: Any
 ) -> None:
-    """A hook that keeps the hidden states that leave a module."""
     states[column] = output[0] if isinstance(output, tuple) else output
 
 

@@ -1,7 +1,7 @@
 """Positions of the nodes of a forest in the decoders of encoder-decoder models, most of which take none from a caller.
 
 Such decoders count positions from the length of their cache, where the nodes of a tree stand side by side. For the time of a
-pass, the module that looks positions up is given a forward that takes those of the nodes.
+pass, the module that looks positions up gets a forward that takes the positions of nodes.
 """
 
 from collections.abc import Callable, Iterator
@@ -52,7 +52,7 @@ class Places:
         if self._embedding is None and not self._biases:
             raise UnsupportedModel(
                 f"{type(model).__name__} looks the positions of its decoder up in a way that specbeam does not know; it "
-                "knows those of BART, mBART, Marian, PEGASUS, M2M100, NLLB, T5, mT5, umT5, Whisper and their like"
+                "knows BART, mBART, Marian, PEGASUS, M2M100, NLLB, T5, mT5, umT5, Whisper and their like"
             )
         self.needs_distances = bool(self._biases)
         self.most = self._most()
@@ -101,7 +101,6 @@ def decoder_of(model: "PreTrainedModel") -> Any:
 
 
 def _looked_up(embedding: Any, places: torch.Tensor, ids: "torch.Tensor | None") -> torch.Tensor:
-    """Return the rows of a table of positions, some of which begin with reserved rows (BART)."""
     return nn.functional.embedding(places + int(getattr(embedding, "offset", 0)), embedding.weight)
 
 

@@ -1,7 +1,7 @@
 """Passes that every process of a group makes together: rank 0 decides what is run, the others run it on their shards.
 
 Tries, dice, clocks and requests live on rank 0 alone, so nothing has to be equal elsewhere. Before each pass, and before
-each change of the store, rank 0 tells the others what it is about to do; they hold a shard of the weights, and the keys
+each change of the store, rank 0 sends its next operation; the others hold a shard of the weights, and the keys
 and values of their heads.
 """
 
@@ -33,10 +33,10 @@ TIMEOUT_S = 30.0
 
 
 class Channel:
-    """Tells the other ranks of the default group what rank 0 is about to do, in arrays of integers.
+    """Sends the operations of rank 0 to the other ranks of the default group, in arrays of integers.
 
     A rank that is lost ends the job: the process of each other rank prints a sentence and exits with code 1, within the
-    timeout. While nothing is told, rank 0 says three times in this time that it is there.
+    timeout. Without operations, rank 0 sends three signs of life in this time.
 
     Args:
         timeout_s: seconds for which a rank waits for another one.
@@ -55,7 +55,7 @@ class Channel:
             threading.Thread(target=self._stay_awake, name="specbeam ranks", daemon=True).start()
 
     def tell(self, verb: int, *arrays: Sequence[Any] | np.ndarray) -> None:
-        """Tell the other ranks a verb and its int64 arrays."""
+        """Send a verb and its int64 arrays to the other ranks."""
         given = [np.ascontiguousarray(array, dtype=np.int64) for array in arrays]
         shapes = [number for array in given for number in (array.ndim, *array.shape)]
         header = np.zeros(HEADER, dtype=np.int64)
@@ -69,7 +69,7 @@ class Channel:
             self.told += 1
 
     def hear(self) -> tuple[int, list[np.ndarray]]:
-        """Wait for what rank 0 tells; return the verb and its arrays."""
+        """Wait for the next operation of rank 0; return the verb and its arrays."""
         header = torch.zeros(HEADER, dtype=torch.int64)
         dist.broadcast(header, 0, group=self._group)
         verb, count, *rest = header.tolist()
@@ -103,7 +103,7 @@ class Channel:
 class ending_the_job:  # noqa: N801
     """A context in which whatever goes wrong ends the process with a sentence.
 
-    The ranks are then in the middle of different things, and no session could go on; whoever started them may start them
+    The ranks are then in the middle of different things, and no session could go on; their launcher may start them
     again (``torchrun --max-restarts``).
     """
 
@@ -119,7 +119,7 @@ class ending_the_job:  # noqa: N801
 
 
 def end_job(what: str, error: BaseException) -> NoReturn:
-    """Print what a rank was doing when it failed, and end the process, whatever its threads wait for."""
+    """Print the failed operation of a rank, and end the process even if its threads wait."""
     said = " ".join(str(error).split())[:300]
     rank = dist.get_rank() if dist.is_initialized() else 0
     with suppress(OSError, ValueError):
@@ -133,7 +133,7 @@ def end_job(what: str, error: BaseException) -> NoReturn:
 
 
 class RepeatedStore(KVStore):
-    """The keys and values of the heads of rank 0; the other ranks do with theirs what is done here."""
+    """The keys and values of the heads of rank 0; the other ranks mirror its operations."""
 
     def __init__(self, layers: int, channel: Channel) -> None:
         super().__init__(layers)
@@ -165,13 +165,13 @@ class RepeatedPasses(PaddedPasses):
     takes_vectors = False
 
     def __init__(self, model: "PreTrainedModel", caches: list[Any], channel: Channel) -> None:
-        super().__init__(model, None, caches)
+        super().__init__(model, caches)
         self.channel = channel
         self.store = RepeatedStore(model.config.get_text_config().num_hidden_layers, channel)
-        self.captured = None  # a graph cannot tell anybody what it runs
+        self.captured = None  # a replayed graph sends no operations
 
     def lacks(self, needs: Needs) -> str:
-        """Return the reason why these passes cannot provide what is needed; "" if they can."""
+        """Return the reason why these passes cannot provide `needs`; "" if they can."""
         if needs.states:
             return "hidden states of weights that are spread over several ranks are not read yet; draft with a model"
         return super().lacks(needs)
@@ -213,17 +213,17 @@ def _packed(masks: Mask) -> tuple[np.ndarray, int]:
 
 
 class Follower(PaddedPasses):
-    """The passes of a rank that is told what to run; it has no sessions, only the keys and values of its heads."""
+    """The passes of a rank that follows rank 0; it has no sessions, only the keys and values of its heads."""
 
     def __init__(self, model: "PreTrainedModel", channel: Channel) -> None:
-        super().__init__(model, None, [])
+        super().__init__(model, [])
         self.captured = None
         self._channel = channel
 
     @torch.inference_mode()
     def follow(self) -> None:
-        """Do what rank 0 tells until it is over. If anything goes wrong, the process ends with a sentence."""
-        with ending_the_job("waiting for rank 0, or doing as it says"):
+        """Follow the operations of rank 0 until it ends. After an error the process ends with a sentence."""
+        with ending_the_job("waiting for rank 0, or following it"):
             while True:
                 verb, arrays = self._channel.hear()
                 if verb == END:

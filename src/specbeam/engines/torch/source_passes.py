@@ -10,6 +10,7 @@ from jaxtyping import Int32, Int64
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
+from specbeam.engines.arrays import PassInputs
 from specbeam.engines.kv.cache import PaddedCache
 from specbeam.engines.kv.cross import CrossStore, CrossView, ReadsSources
 from specbeam.engines.kv.masks import Mask, distances_back
@@ -28,7 +29,7 @@ class SourcePasses(ReadsSources, PaddedPasses):
     cross: CrossStore
 
     def __init__(self, model: "PreTrainedModel", caches: list[Any], shared: SharedTokens | None = None) -> None:
-        super().__init__(model, None, caches, shared=shared)
+        super().__init__(model, caches, shared=shared)
         self.captured = None  # the shapes of a pass change with its sources
         self.store = KVStore(decoder_layers(model))
         self.places = Places(model)
@@ -59,19 +60,18 @@ class SourcePasses(ReadsSources, PaddedPasses):
         return plain_logits(self.model, states, path)
 
     def _batch_key(self, cache: PaddedCache) -> Any:
-        """Return what sessions in one batch have in common: the length of the source, if the decoder takes no mask of it."""
+        """Return the key by which sessions share a batch: the length of the source, if the decoder takes no mask of it."""
         return None if self.takes_masks else self.cross.lengths[cache.source_row]
 
     def _extra_arguments(
         self, rows: list[SharedRow], tokens: Int64[np.ndarray, "batch width"]
     ) -> dict[str, torch.Tensor]:
-        """Return the rows of the sources that the sequences of a pass look at."""
         caches: list[Any] = [row.parts[0].cache for row in rows]
         return {"sources": torch.tensor([cache.source_row for cache in caches])}
 
     def _inputs_and_masks(
         self, rows: Sequence[int], by_row: dict[int, SharedRow], width: int, extent: int
-    ) -> tuple[Int64[np.ndarray, "3 batch width"], Mask]:
+    ) -> tuple[PassInputs, Mask]:
         if self.places.needs_distances:
             self._distances = distances_back(*self._feeds_and_tables(rows, by_row), width, extent)
         return super()._inputs_and_masks(rows, by_row, width, extent)
@@ -111,7 +111,7 @@ class SourcePasses(ReadsSources, PaddedPasses):
 
 
 def is_whole(model: "PreTrainedModel") -> bool:
-    """Return whether a model has an encoder, and is no decoder that reads what the encoder of another model has made."""
+    """Return whether a model has an encoder of its own."""
     return "decoder_input_ids" in inspect.signature(model.forward).parameters
 
 

@@ -23,7 +23,7 @@ def torch_compiled(model: "PreTrainedModel") -> Callable[..., Any]:
     """Return the model's forward compiled by torch, for passes of any size.
 
     It is compiled at the first passes. The code is kept on disk for later processes: in `TORCHINDUCTOR_CACHE_DIR`, by
-    default a folder beside what specbeam has measured.
+    default a folder in specbeam's cache.
 
     Raises `NotSupported` if there is no C++ compiler.
     """

@@ -15,6 +15,7 @@ from torch import nn
 from specbeam.core import compiling
 from specbeam.core.compiling.compiler import address_of
 from specbeam.core.forest import Forest, unknown_nodes
+from specbeam.core.passes import SettledTurn
 from specbeam.core.records import FINAL, Turn
 from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.decoder import (
@@ -47,10 +48,12 @@ from specbeam.engines.cpu.head_steps import (
     pair_layers,
     pairs_ready,
     rewind_head_cache,
+    run_all,
     settle_head_cache,
 )
-from specbeam.engines.cpu.layers import all_layers, score_rows
+from specbeam.engines.cpu.layers import score_rows
 from specbeam.engines.cpu.panels import Kind, fits_bfloat16, in_panels
+from specbeam.engines.cpu.rows import KeyValues, LayerRows, Stack
 from specbeam.engines.cpu.sources import no_distances, no_sources
 from specbeam.engines.cpu.sums import STEP, WIDTH
 from specbeam.engines.cpu.team import TEAM, threads_for
@@ -256,13 +259,14 @@ class CompiledHead:
             np.concatenate([getattr(feed, name) for feed in feeds])
             for name in ("tokens", "given", "positions", "slots")
         )
+        joined = PairFeed(tokens, given, positions, slots, seen)
         rows = np.array([
             (arrays.store_row, start, stop) for arrays, start, stop in zip(busy, ends, ends[1:], strict=False)
         ])  # fmt: skip
         x = np.empty((ends[-1], self.width), dtype=np.float32)
         first = busy[0]
         model = cast(TrunkModel, self.model)  # blocks are drafted one session at a time
-        pair_layers(x, model, tokens, given, positions, rows, slots, seen, first.keys, first.values, first.threads)
+        pair_layers(x, model, joined, rows, KeyValues(first.keys, first.values), first.threads)
         for arrays, start, stop in zip(busy, ends, ends[1:], strict=False):
             finish_pairs(arrays, x[start:stop])
 
@@ -276,11 +280,13 @@ class CompiledHead:
         verdict = turn.verdict
         beams = verdict.beams
         start = forest.roots + int((forest.parents[forest.known.nodes] >= 0).sum())
+        scored = turn.scored_nodes
+        settled = SettledTurn(
+            forest.tokens, forest.parents, start, scored, np.arange(forest.size), beams.nodes, beams.tokens,
+            verdict.parents, verdict.kept,
+        )  # fmt: skip
         with self.arrays_for_steps(cache, forest.size + beams.size) as arrays:
-            settle_head_cache(
-                arrays, (forest.tokens, forest.parents), start, turn.scored_nodes, states, beams.nodes, beams.tokens,
-                verdict.parents, verdict.kept,
-            )  # fmt: skip
+            settle_head_cache(arrays, settled, scored, states)
         cache.finish_run(beams.size)
 
     def rewind(self, cache: CompiledCache, nodes: int) -> None:
@@ -295,19 +301,16 @@ class CompiledHead:
         floats = np.zeros((1, 1), dtype=np.float32)
         numbers = np.zeros(1, dtype=np.int64)
         seen = np.zeros((1, 1, 1), dtype=bool)
-        keys = self.store.keys_by_panel
-        values = self.store.values_by_slot
+        cache = KeyValues(self.store.keys_by_panel, self.store.values_by_slot)
         score = address_of(score_rows, floats, model.last_norm, model.eps, model.head, floats, 1)
         if isinstance(model, TrunkModel):
-            layers = address_of(
-                pair_layers, floats, model, numbers, floats, numbers, numbers[None], numbers, seen, keys, values, 1
-            )
-            return layers, 0, score
-        layers = address_of(
-            all_layers, floats, model.weights, model.angles, model.eps, model.heads, numbers, numbers[None], numbers, seen,
-            no_distances(), model.kinds, keys, values, no_sources(), numbers, floats, 1,
-        )  # fmt: skip
-        context = address_of(context_layers, floats, model, numbers, numbers[None], numbers, keys, values, 1)
+            feed = PairFeed(numbers, floats, numbers, numbers, seen)
+            return address_of(pair_layers, floats, model, feed, numbers[None], cache, 1), 0, score
+        rows = LayerRows(numbers, numbers, numbers[None], seen, no_distances(), no_sources())
+        _, _, kv_heads, _, size, _ = cache.keys.shape
+        stack = Stack(model.weights, model.angles, model.eps, model.heads, kv_heads, size)
+        layers = address_of(run_all, floats, stack, rows, model.kinds, cache, 1)
+        context = address_of(context_layers, floats, model, numbers, numbers[None], numbers, cache, 1)
         return layers, context, score
 
 

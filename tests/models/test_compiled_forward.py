@@ -1,4 +1,4 @@
-"""The lean and the compiled forward against the model's own, on forests of several sessions."""
+"""The compiled forward against the model's own, on forests of several sessions."""
 
 import copy
 import subprocess
@@ -11,13 +11,14 @@ import torch
 import specbeam as sb
 from specbeam.core import compiling
 from specbeam.core.forest import Forest
-from specbeam.engines.cpu.rounding import GROUP, rounded, rounded_groups
+from specbeam.engines.cpu.rounding import GROUP, rounded_groups
 from specbeam.errors import NotSupported
 from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.loading.language_models import language_model
 from tests.models.test_huggingface import check_random_turns
 from tests.support import words
 from tests.support.checking import refused
+from tests.support.rounding import rounded
 from tests.support.steps import needs_numba
 from tests.support.tiny_models import tiny
 
@@ -38,12 +39,12 @@ MODELS = {
 }  # fmt: skip
 
 
-ENGINES = ["lean", "compiled"] if compiling.AVAILABLE else ["lean"]
+FASTEST = "compiled" if compiling.AVAILABLE else "plain"
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@needs_numba
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_the_model(name, engine):
+def test_logits_are_those_of_the_model(name):
     family = name.split(",")[0].split("3")[0]
     changes = MODELS[name]
     if changes.get("attention_bias"):
@@ -53,8 +54,8 @@ def test_logits_are_those_of_the_model(name, engine):
                 layer.self_attn.o_proj.bias = None
     else:
         model = tiny(family, **changes)
-    lm = HuggingFaceLM(model, chunk=5, engine=engine)
-    assert lm.engine == engine
+    lm = HuggingFaceLM(model, chunk=5, engine="compiled")
+    assert lm.engine == "compiled"
     check_random_turns(lm, model)
 
 
@@ -75,29 +76,30 @@ def test_models_that_they_do_not_fit_are_called_as_they_are_and_it_is_said_why(f
         f"transformers' own forward runs this {type(model).__name__}, and not the compiled"
     )
     assert reason in lm.engine_note or not compiling.AVAILABLE
-    for engine in ("lean", "compiled"):
-        with pytest.raises(NotSupported, match=f"the {engine} forward"):
-            HuggingFaceLM(model, engine=engine)
+    with pytest.raises(NotSupported, match="the compiled forward"):
+        HuggingFaceLM(model, engine="compiled")
 
 
 @pytest.mark.parametrize(
     ("family", "changes"), [("gpt2", {}), ("llama", {"hidden_act": "gelu"}), ("llama", {"mlp_bias": True})]
 )
-def test_the_lean_forward_is_for_llamas_alone(family, changes):
-    with pytest.raises(NotSupported, match=r"the lean forward cannot run this .*: it is for Llama, Mistral and Qwen2"):
-        HuggingFaceLM(tiny(family, **changes), engine="lean")
+def test_the_forward_layer_by_layer_is_for_llamas_alone(family, changes):
+    with pytest.raises(
+        NotSupported, match=r"the forward that .* cannot run this .*: it is for Llama, Mistral and Qwen2"
+    ):
+        HuggingFaceLM(tiny(family, **changes), engine="layers")
 
 
 def test_an_engine_that_does_not_exist_is_refused_by_name():
     with pytest.raises(
-        NotSupported, match=r"no engine is called 'fast'; there are gpu, fp8, compiled, int8, int4, lean"
+        NotSupported, match=r"no engine is called 'fast'; there are gpu, fp8, compiled, int8, int4, layers"
     ):
         HuggingFaceLM(tiny("llama"), engine="fast")
 
 
 def test_models_with_hooks_or_other_types_are_called_as_they_are():
     model = tiny("llama")
-    assert HuggingFaceLM(model).engine == ENGINES[-1]
+    assert HuggingFaceLM(model).engine == FASTEST
     handle = model.model.layers[0].register_forward_hook(lambda *_: None)
     assert HuggingFaceLM(model).engine == "plain"
     handle.remove()
@@ -140,7 +142,7 @@ def test_rounded_weights_are_near_the_model_and_the_same_in_every_batch(kind, fa
         assert (rows[node] - plain).std() < off * plain.std()
     exact = language_model(model)
     assert exact is not lm
-    assert exact.engine == ENGINES[-1]
+    assert exact.engine == FASTEST
 
 
 def on_the_grid(model, kind):
@@ -196,10 +198,10 @@ def test_int8_is_refused_where_it_cannot_be(monkeypatch):
         language_model(tiny("llama"), quantize="int8")
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_positions_that_the_model_has_not_are_refused(engine):
+@needs_numba
+def test_positions_that_the_model_has_not_are_refused():
     model = tiny("llama", max_position_embeddings=16)
-    lm = HuggingFaceLM(model, engine=engine)
+    lm = HuggingFaceLM(model, engine="compiled")
     with pytest.raises(IndexError):
         scored(lm, [3] * 17, Forest.rooted([3]))
 
@@ -210,7 +212,7 @@ import sys
 sys.modules["numba"] = sys.modules["llvmlite"] = None
 import specbeam as sb
 pair = sb.load("bundled")
-assert pair.target.engine == "lean"
+assert pair.target.engine == "plain"
 print(sb.generate(pair, "Guten Morgen!", "dsbd", seed=0, max_new_tokens=8)[0].text)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)

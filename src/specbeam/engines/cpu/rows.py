@@ -1,0 +1,63 @@
+"""The records that compiled layers take: the layers that run, the rows of a pass, and where keys and values are stored."""
+
+from typing import Any, NamedTuple
+
+from specbeam.core.compiling.compiler import Array
+from specbeam.engines.cpu.sources import Sources
+
+
+class Stack(NamedTuple):
+    """Layers of one model, and the numbers that all of them share."""
+
+    weights: Any  # `Weights`
+    angles: Array  # float32[tables, 2, positions, pairs]: tables for `layers.rotate`
+    eps: float  # of the norms
+    heads: int  # of queries
+    kv_heads: int
+    size: int  # of a head
+
+
+class LayerRows(NamedTuple):
+    """The rows of a pass, the sessions one after the other."""
+
+    positions: Array  # int64[rows]: in the text
+    slots: Array  # int64[rows]: for keys and values
+    sessions: Array  # int64[sessions, 3]: row of the store, first row, last row + 1
+    seen: Array  # bool[kinds, rows, slots]: which slots each row looks at, in layers of each kind
+    back: Array  # int32[rows, slots], see `Look`; of no rows if layers do not ask for it
+    sources: Sources  # of layers that look at a source
+
+
+class OwnRows(NamedTuple):
+    """The rows of one session in a pass that several sessions share; see `LayerRows`."""
+
+    positions: Array
+    slots: Array
+    seen: Array
+    back: Array
+
+
+class KeyValues(NamedTuple):
+    """Buffers of keys and values: of all layers, or without the first dimension of one."""
+
+    keys: (
+        Array  # float32 or uint16[layers, caches, kv heads, panels, size, WIDTH], one panel for WIDTH slots; contiguous
+    )
+    values: Array  # the same numbers[layers, caches, kv heads, slots, width], contiguous
+
+
+class Taps(NamedTuple):
+    """Hidden states that a pass writes down between layers."""
+
+    # int64[taps]: layers whose input is written, counted from the first that runs; their number: the output of the last
+    layers: Array
+    states: Array  # float32[rows, taps * hidden], written
+
+
+class Look(NamedTuple):
+    """The slots that rows look at in one layer."""
+
+    sessions: Array  # see `LayerRows`
+    seen: Array  # bool[rows, slots]
+    reach: Array  # int64[rows]: one past the last slot that each row looks at
+    back: Array  # int32[rows, slots]: how many positions before each row the token of each slot is; needed with biases
