@@ -42,8 +42,7 @@ def with_exit(model: "PreTrainedModel", layers: int, layer: nn.Module, norm: nn.
 def last_norm(model: "PreTrainedModel") -> nn.Module:
     """Return the norm between a model's last layer and its head. Raises `NotSupported` if it is not beside the layers."""
     body = getattr(model, model.base_model_prefix)
-    found: nn.Module = getattr(body, _name_of_norm(model))
-    return found
+    return getattr(body, _name_of_norm(model))
 
 
 def _name_of_norm(model: "PreTrainedModel") -> str:

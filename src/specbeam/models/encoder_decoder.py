@@ -107,8 +107,7 @@ class EncoderDecoderLM(HuggingFaceLM):
 
     def source_of(self, session: CacheOwner) -> Source:
         """Return the source of a session."""
-        source: Source = getattr(session, "context", {})[self]
-        return source
+        return getattr(session, "context", {})[self]
 
     def own_source(self, source: Source) -> Source:
         """Return what this model's encoder reads in place of a source of the target's tokens; mostly the source itself.

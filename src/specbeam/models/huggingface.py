@@ -718,8 +718,7 @@ class HuggingFaceLM:
         """Return how far the prompt of a cache was followed in the tree of those that are known."""
         if cache.beginning is None:
             cache.beginning = Beginning(cache.namespace, cache.prompt)
-        found: Beginning = cache.beginning
-        return found
+        return cache.beginning
 
 
 def _may_recall(cache: Any) -> bool:

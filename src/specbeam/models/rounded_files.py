@@ -80,8 +80,7 @@ def read_rounded(checkpoint: Checkpoint, dtype: "str | torch.dtype") -> "PreTrai
 def _stored_settings(config: Any) -> dict[str, Any]:
     """Return what a configuration says about how the weights were rounded."""
     stored = config.quantization_config
-    found: dict[str, Any] = dict(stored if isinstance(stored, dict) else stored.to_dict())
-    return found
+    return dict(stored if isinstance(stored, dict) else stored.to_dict())
 
 
 def _packing_of(stored: dict[str, Any]) -> _Packing:

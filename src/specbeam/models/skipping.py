@@ -524,5 +524,4 @@ def skipping_model(lm: HuggingFaceLM, settings: Skipping | None = None) -> Skipp
     key = settings or Skipping()
     if key not in lm.skipping:
         lm.skipping[key] = SkippingLM(lm, key)
-    found: SkippingLM = lm.skipping[key]
-    return found
+    return lm.skipping[key]

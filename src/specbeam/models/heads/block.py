@@ -129,8 +129,7 @@ class Confidence(nn.Module):
 
     def forward(self, x: Float[Tensor, "drafts reads"]) -> Float[Tensor, " drafts"]:
         """Return the logits of the odds."""
-        odds: Tensor = self.proj(x)[:, 0]
-        return odds
+        return self.proj(x)[:, 0]
 
 
 class BlockHead(Head):
@@ -198,8 +197,7 @@ class BlockHead(Head):
         """How laws depend on the tokens above."""
         if self.shape.correction == "no":
             return self.plain
-        found: Correction = getattr(self, CORRECTIONS[self.shape.correction][1])
-        return found
+        return getattr(self, CORRECTIONS[self.shape.correction][1])
 
     @property
     def described(self) -> dict[str, str]:
@@ -224,8 +222,7 @@ class BlockHead(Head):
 
     def features(self, states: Float[Tensor, "*rows states"]) -> Float[Tensor, "*rows width"]:
         """See `Head.features`."""
-        made: Tensor = self.hidden_norm(self.fc(states.to(self.fc.weight.dtype)))
-        return made
+        return self.hidden_norm(self.fc(states.to(self.fc.weight.dtype)))
 
     def context(
         self, features: Float[Tensor, "*rows width"], positions: Int64[Tensor, "*rows"]
@@ -297,8 +294,7 @@ class BlockHead(Head):
             base = base * shape.logit_scale
         if shape.logit_cap:
             base = torch.tanh(base / shape.logit_cap) * shape.logit_cap
-        found: Corrected = self.correction(BlockNodes(far, rows, tokens, states, base))
-        return found
+        return self.correction(BlockNodes(far, rows, tokens, states, base))
 
     def confidence(
         self, rows: Float[Tensor, "drafts size"], tokens: Int64[Tensor, " drafts"]
@@ -309,8 +305,7 @@ class BlockHead(Head):
         rows = rows[..., : self.shape.sizes.width]
         if self.shape.confidence_reads_token:
             rows = torch.cat([rows, self.markov_head.markov_w1(tokens)], -1)
-        odds: Tensor = self.confidence_head(rows)
-        return odds
+        return self.confidence_head(rows)
 
     def drafts(self, trees: ScoredTrees, depth: int, wanted: Bool[Tensor, "rows length"]) -> list[DraftRows]:
         """See `Head.drafts`: each node is the root of a block, and a draft in the blocks of the nodes above it."""

@@ -84,8 +84,7 @@ class BorrowedLayer(nn.Module):
         found = self.inner(
             x, attention_mask=None, past_key_values=None, position_embeddings=angles, attend=attend, number=layer
         )
-        after: Tensor = found[0] if isinstance(found, tuple) else found
-        return after
+        return found[0] if isinstance(found, tuple) else found
 
 
 class BorrowedRotary(Rotary):
@@ -179,8 +178,7 @@ class Borrowed:
         assert self.layers is not None
         norm: Any = copy.deepcopy(self.layers[0].input_layernorm)
         norm.weight = nn.Parameter(weight.to(like), requires_grad=False)
-        made: nn.Module = norm
-        return made
+        return norm
 
     def _matching(self, tensors: Mapping[str, Tensor]) -> tuple[int, dict[str, Tensor]]:
         """Return the number of the last layer of the target that has weights of just these names, and the weights."""

@@ -58,8 +58,7 @@ class Trigrams(nn.Module):
 
     def forward(self, embedded: Float[Tensor, "*rows three embed"]) -> Float[Tensor, "*rows width"]:
         """Return the code of the tokens of each row."""
-        made: Tensor = self.proj(self.block(embedded.flatten(-2)))
-        return made
+        return self.proj(self.block(embedded.flatten(-2)))
 
 
 class ContextLayer(nn.Module):
@@ -95,8 +94,7 @@ class ContextLayer(nn.Module):
         both_values = torch.cat([feature_values, values], -1)
         mixed = attend(0, self.self_attn.queries(normed, angles), both_keys, both_values)
         x = codes + self.self_attn.o_proj(mixed.flatten(-2))
-        after: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return after
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Chimera(Head):
@@ -184,8 +182,7 @@ class Chimera(Head):
             attend: lets rows look at the rows above them, and at themselves.
         """
         codes = self.trigrams(self.embed_tokens(tokens).to(features.dtype))
-        made: Tensor = self.layer(codes, features, self.rotary(positions), self.rotary(positions - 1), attend)
-        return made
+        return self.layer(codes, features, self.rotary(positions), self.rotary(positions - 1), attend)
 
     def fed_back(self, x: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
         """Return what rows below read as their feature, from the states of rows that the target has not scored."""
@@ -203,10 +200,8 @@ class Chimera(Head):
         number = min(far, self.shape.depth) - 1
         both = torch.cat([features, x], -1)
         if self.shape.read_out == OWN:
-            own: Tensor = self.matrices[number](both)
-            return own
-        shared: Tensor = self.lm_head(self.maps[number](both))
-        return shared
+            return self.matrices[number](both)
+        return self.lm_head(self.maps[number](both))
 
     def drafts(self, trees: ScoredTrees, depth: int, wanted: Bool[Tensor, "rows length"]) -> list[DraftRows]:
         """See `Head.drafts`."""

@@ -224,5 +224,4 @@ class Refiner(Correction):
         """Return what rows, with the means of their blocks beside them, put in with the tokens above their drafts."""
         own, mean = rows.chunk(2, -1)
         read = torch.cat([self.down_h(own), self.down_g(mean), self.token_embed(tokens)], -1)
-        made: Tensor = self.in_proj(read)
-        return made
+        return self.in_proj(read)

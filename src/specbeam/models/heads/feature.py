@@ -101,5 +101,4 @@ class Residual(nn.Module):
 
     def forward(self, x: Float[Tensor, "*rows reads"]) -> Float[Tensor, "*rows width"]:
         """Return the rows after the layer."""
-        after: Tensor = self.res_connection(x) + nn.functional.silu(self.linear(x))
-        return after
+        return self.res_connection(x) + nn.functional.silu(self.linear(x))

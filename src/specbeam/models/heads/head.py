@@ -115,5 +115,4 @@ def described_views(views: Sequence[View]) -> dict[str, str]:
 
 def wanted_below(trees: ScoredTrees, wanted: Bool[Tensor, "rows length"], depth: int) -> Int64[Tensor, " nodes"]:
     """Return the wanted nodes, row * length + column, that have at least `depth` nodes above them."""
-    found: Tensor = (wanted & (trees.depths >= depth)).flatten().nonzero()[:, 0]
-    return found
+    return (wanted & (trees.depths >= depth)).flatten().nonzero()[:, 0]

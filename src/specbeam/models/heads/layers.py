@@ -151,8 +151,7 @@ class Attention(nn.Module):
         """Return what attention adds to rows."""
         keys, values = self.keys_and_values(x, angles)
         mixed = attend(layer, self.queries(x, angles), keys, values)
-        added: Tensor = self.o_proj(mixed.flatten(-2))
-        return added
+        return self.o_proj(mixed.flatten(-2))
 
 
 class Gated(nn.Module):
@@ -166,8 +165,7 @@ class Gated(nn.Module):
 
     def forward(self, x: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
         """Return what the inner layer adds to rows."""
-        added: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
-        return added
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class DecoderLayer(nn.Module):
@@ -189,8 +187,7 @@ class DecoderLayer(nn.Module):
     ) -> Float[Tensor, "*rows width"]:
         """Return the rows after the layer."""
         x = x + self.self_attn(self.input_layernorm(x), angles, layer, attend)
-        after: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return after
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class LocalMixing(nn.Module):
@@ -212,8 +209,7 @@ class LocalMixing(nn.Module):
     def weights(self, x: Float[Tensor, "*blocks rows width"]) -> Float[Tensor, "*blocks rows 2 count width"]:
         """Return the weights of both sums, from the rows that the first of them adds up."""
         changes = self.kernel_projection(x).unflatten(-1, (2, self.count, -1))
-        made: Tensor = self.base_kernel + changes.repeat_interleave(self.group, -1)
-        return made
+        return self.base_kernel + changes.repeat_interleave(self.group, -1)
 
     def mixed(
         self, x: Float[Tensor, "*blocks rows width"], weights: Float[Tensor, "*blocks rows count width"]
@@ -277,8 +273,7 @@ class PairLayer(nn.Module):
         normed = self.hidden_norm(feature)
         both = torch.cat([self.input_layernorm(embedded), normed], -1)
         x = (normed if self.norms_residual else feature) + self.self_attn(both, angles, 0, attend)
-        after: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return after
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 def attended(

@@ -40,5 +40,4 @@ class Medusa(FeatureHead):
 
     def logits(self, far: int, states: Float[Tensor, "rows state"]) -> Float[Tensor, "rows draft_vocab"]:
         """See `FeatureHead.logits`."""
-        made: Tensor = self.matrices[far - 1](self.blocks[far - 1](states))
-        return made
+        return self.matrices[far - 1](self.blocks[far - 1](states))

@@ -168,5 +168,4 @@ def _redrafter(files: HeadFiles, target: "PreTrainedModel") -> ReDrafter:
 
 
 def _target_embedding(target: "PreTrainedModel") -> nn.Embedding:
-    found: Any = target.get_input_embeddings()
-    return found
+    return target.get_input_embeddings()

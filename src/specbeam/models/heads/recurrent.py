@@ -57,8 +57,7 @@ class Hydra(FeatureHead):
     def logits(self, far: int, states: Float[Tensor, "rows state"]) -> Float[Tensor, "rows draft_vocab"]:
         """See `FeatureHead.logits`."""
         read = states[..., : (far + 1) * self.sizes.width]
-        made: Tensor = self.matrices[far - 1](self.blocks[far - 1](read))
-        return made
+        return self.matrices[far - 1](self.blocks[far - 1](read))
 
 
 class Shift(nn.Module):
@@ -120,13 +119,11 @@ class MLPSpeculator(FeatureHead):
             return states
         at = far - 1
         moved = self.proj[at](states) + self.token_weight * self.emb[at](tokens)
-        after: Tensor = functional.gelu(self.ln[at](moved))
-        return after
+        return functional.gelu(self.ln[at](moved))
 
     def logits(self, far: int, states: Float[Tensor, "rows state"]) -> Float[Tensor, "rows draft_vocab"]:
         """See `FeatureHead.logits`."""
-        made: Tensor = self.head[far - 1](states)
-        return made
+        return self.head[far - 1](states)
 
 
 class ReDrafter(FeatureHead):
@@ -179,5 +176,4 @@ class ReDrafter(FeatureHead):
 
     def logits(self, far: int, states: Float[Tensor, "rows state"]) -> Float[Tensor, "rows draft_vocab"]:
         """See `FeatureHead.logits`."""
-        made: Tensor = self.network(self.input_proj(states))
-        return made
+        return self.network(self.input_proj(states))

@@ -88,8 +88,7 @@ class FeatureSampling(nn.Module):
     ) -> Float[Tensor, "*rows width"]:
         """Return the features, changed by the tokens."""
         gated = nn.functional.silu(self.gate_proj(embedded)) * self.up_proj(features)
-        changed: Tensor = features + self.down_proj(gated)
-        return changed
+        return features + self.down_proj(gated)
 
 
 class Alignment(nn.Module):
@@ -102,8 +101,7 @@ class Alignment(nn.Module):
 
     def forward(self, x: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
         """Return the states that make logits."""
-        after: Tensor = x + self.down_proj(nn.functional.silu(self.up_proj(x)))
-        return after
+        return x + self.down_proj(nn.functional.silu(self.up_proj(x)))
 
 
 class BorrowedParts(NamedTuple):
@@ -248,8 +246,7 @@ class PairTrunk(Head):
         if shape.norms_features == "each":
             parts = states.split(shape.target_width, -1)
             states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
-        made: Tensor = self.fc(states)
-        return made
+        return self.fc(states)
 
     def forward(
         self,
@@ -287,13 +284,11 @@ class PairTrunk(Head):
             embedded = self.enorm(embedded)
             features = self.hnorm(features)
         both = (features, embedded) if self.shape.swaps else (embedded, features)
-        joined: Tensor = self.fc(torch.cat(both, -1))
-        return joined
+        return self.fc(torch.cat(both, -1))
 
     def fed_back(self, x: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
         """Return what rows below read as their feature, from the states of rows that the target has not scored."""
-        fed: Tensor = self.norm(x) if self.shape.feeds_normed else x
-        return fed
+        return self.norm(x) if self.shape.feeds_normed else x
 
     def logits(self, x: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows draft_vocab"]:
         """Return the logits of the next token, from the states of rows."""
@@ -302,8 +297,7 @@ class PairTrunk(Head):
             x = share * x + (1 - share) * x.detach()
         if self.shape.alignment:
             x = self.alignment(x)
-        made: Tensor = self.lm_head(self.norm(x))
-        return made
+        return self.lm_head(self.norm(x))
 
     def other_readings(self, layers: int) -> Iterator[tuple[str, "PairTrunk"]]:
         """See `Head.other_readings`: the numbers of hidden states, positions, residuals and what is fed back."""

@@ -51,8 +51,7 @@ class FurtherDrafts:
         key = source if isinstance(source, torch.nn.Module) else str(source)
         model = kept[key][0] if key in kept else self._model(source)
         if key in kept and kept[key][1] == fingerprint(model):
-            known: LM = kept[key][2]
-            return known
+            return kept[key][2]
         shared = tokens_in_common(self.target.model, model, self.tokenizer, self.source, source)
         given = GivenDraft(model)
         made = draft_of(

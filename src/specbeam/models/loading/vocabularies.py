@@ -54,8 +54,7 @@ class Vocabulary:
 
     @property
     def _decoder_of_added(self) -> dict[Any, Any]:
-        found: dict[Any, Any] = getattr(self.tokenizer, "added_tokens_decoder", {})
-        return found
+        return getattr(self.tokenizer, "added_tokens_decoder", {})
 
 
 @dataclass(frozen=True)

@@ -510,8 +510,7 @@ class MemoryLM:
             return past.memories[-1]
         dtype = self.recall.first.dtype
         memories = torch.stack(past.memories)[None].to(dtype)
-        recalled: Tensor = self.recall(summary[None].to(dtype), memories)[0]
-        return recalled
+        return self.recall(summary[None].to(dtype), memories)[0]
 
 
 def check_size(recall: Recall, lm: HuggingFaceLM) -> None:

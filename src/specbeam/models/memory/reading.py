@@ -61,8 +61,7 @@ class SegmentReader:
                 memories = [*memories, rows[2]][-plan.memories :]
 
     def _embedded(self, tokens: Int64[Tensor, "batch length"]) -> Float[Tensor, "batch length size"]:
-        embeds: Tensor = self.model.get_input_embeddings()(tokens)
-        return embeds
+        return self.model.get_input_embeddings()(tokens)
 
     def _segment(
         self, before: Tensor, segment: Tensor, memories: list[Tensor], is_last: bool
@@ -105,5 +104,4 @@ class SegmentReader:
 
     def _hidden(self, embeds: Float[Tensor, "batch rows size"]) -> Float[Tensor, "batch rows size"]:
         """Return what the model's head would read, by a pass of its own."""
-        hidden: Tensor = self.model.base_model(inputs_embeds=embeds, use_cache=False).last_hidden_state
-        return hidden
+        return self.model.base_model(inputs_embeds=embeds, use_cache=False).last_hidden_state
