@@ -96,7 +96,6 @@ class EncoderDecoderLM(HuggingFaceLM):
 
     @property
     def supports_runs(self) -> bool:
-        """See `HuggingFaceLM.supports_runs`."""
         return type(self) is EncoderDecoderLM and isinstance(self.runner, CompiledSourcePasses) and self._takes_steps
 
     def refuses(self, session: CacheOwner) -> str:

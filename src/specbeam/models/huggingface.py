@@ -90,6 +90,12 @@ class EarlyCacheForSteps(CacheForSteps):
         self.cache.cache.answered_early = self.cache.trie.known
 
 
+def check_wants_logits(lm: Any, sessions: int, needs: Sequence[Needs] | None) -> None:
+    """Raise `NotSupported` if a part needs more than logits of a draft model that gives logits only."""
+    if any(need.states or need.ranked for need in checked_needs(lm, sessions, needs)):
+        raise NotSupported(f"{type(lm).__name__} gives logits only, and a part needs more of its draft model")
+
+
 @contextmanager
 def cache_for_run(lm: Any, session: CacheOwner, fresh: int, more: int, needs: Needs) -> Iterator[Any]:
     """Yield a session's cache in a model or draft head as a record for steps; None if a run cannot begin with it.
@@ -277,7 +283,6 @@ class HuggingFaceLM:
     def extend(
         self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
     ) -> list[Scored]:
-        """See `LM.extend`."""
         checked = checked_needs(self, len(sessions), needs)
         caches = [self._cache(session, need) for session, need in zip(sessions, checked, strict=True)]
         self._store_for_followers(caches)
@@ -393,7 +398,6 @@ class HuggingFaceLM:
         return cache.leader is None and len(cache.company) == 1 and self.runner.are_current(cache, arrays)
 
     def has_moved(self, arrays: Any) -> bool:
-        """See `SharedRunLM.has_moved`."""
         assert isinstance(self.runner, PackedPasses)
         return self.runner.has_moved(arrays)
 

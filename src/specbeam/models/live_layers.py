@@ -53,7 +53,6 @@ class LiveLayers:
     def extend(
         self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
     ) -> list[Scored]:
-        """See `LM.extend`."""
         if any(need.states or need.ranked for need in checked_needs(self, len(sessions), needs)):
             raise NotSupported(
                 "LiveLayers gives logits only, and a part needs hidden states or ranked tokens: "

@@ -227,7 +227,6 @@ class SkippingLM:
     def extend(
         self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
     ) -> list[Scored]:
-        """See `LM.extend`."""
         if any(need.states or need.ranked for need in checked_needs(self, len(sessions), needs)):
             raise NotSupported("SkippingLM gives logits only, and a part needs more of its draft model")
         self._begin(sessions)

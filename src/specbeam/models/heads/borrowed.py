@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from specbeam.core.errors import BadHead, NotSupported
 from specbeam.engines.eligibility import layers_of
+from specbeam.models.heads.arrays import Rows
 from specbeam.models.heads.layers import Attend, LayerSizes, Rotary
 
 if TYPE_CHECKING:
@@ -65,9 +66,7 @@ class BorrowedLayer(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(
-        self, x: Float[Tensor, "*rows width"], angles: Any, layer: int, attend: Attend
-    ) -> Float[Tensor, "*rows width"]:
+    def forward(self, x: Rows, angles: Any, layer: int, attend: Attend) -> Rows:
         """Return the rows after the layer."""
         angles = tuple(one.to(x.dtype) for one in angles)  # transformers' layers rotate in the type that they are given
         if x.ndim == 3:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from jaxtyping import Float32, Int64
+from jaxtyping import Float32
 from torch import nn
 
 from specbeam.core import compiling
@@ -59,6 +59,7 @@ from specbeam.engines.families import FIXED_ROPES, Architecture, llama_architect
 from specbeam.engines.kv.steps import BLOCK
 from specbeam.engines.kv.store import PanelStore
 from specbeam.engines.kv.trie import KVTrie, widened
+from specbeam.models.heads.arrays import AnyNodes
 from specbeam.models.heads.block import BlockHead
 from specbeam.models.heads.head import Head
 from specbeam.models.heads.layers import LayerSizes, Rotary
@@ -218,7 +219,7 @@ class CompiledHead:
         return rows, passes
 
     def _extend_together(
-        self, caches: Sequence[CompiledCache], forests: Sequence[Forest], wanted: list[Int64[np.ndarray, " _"]]
+        self, caches: Sequence[CompiledCache], forests: Sequence[Forest], wanted: list[AnyNodes]
     ) -> tuple[list[Float32[np.ndarray, "_ vocab"]], int]:
         """Do `extend` for several sessions of a trunk, whose rows share passes."""
         for cache, forest in zip(

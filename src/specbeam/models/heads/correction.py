@@ -7,26 +7,28 @@ by the node's own token and by a state that is carried down from the root of the
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
+
+from specbeam.models.heads.arrays import Logits, PerRow, Rows, States
 
 
 class BlockNodes(NamedTuple):
     """Nodes of blocks, all of them equally far below their roots."""
 
     far: int  # how far
-    rows: Float[Tensor, "nodes size"]  # those of the blocks at their depth
-    tokens: Int64[Tensor, " nodes"]  # their own
-    states: Float[Tensor, "nodes state"]  # that they get from above
-    base: Float[Tensor, "nodes draft_vocab"]  # the logits of the rows
+    rows: Rows  # those of the blocks at their depth
+    tokens: PerRow  # their own
+    states: States  # that they get from above
+    base: Logits  # the logits of the rows
 
 
 class Corrected(NamedTuple):
     """What a correction makes of nodes."""
 
-    logits: Float[Tensor, "nodes draft_vocab"]  # of the tokens below
-    states: Float[Tensor, "nodes state"]  # that their children get
+    logits: Logits  # of the tokens below
+    states: States  # that their children get
 
 
 class Correction(nn.Module):
@@ -40,9 +42,7 @@ class Correction(nn.Module):
     state_size = 0
     reads_mean = False
 
-    def start(
-        self, rows: Float[Tensor, "roots size"], tokens: Int64[Tensor, " roots"], above: Int64[Tensor, " roots"]
-    ) -> Float[Tensor, "roots state"]:
+    def start(self, rows: Rows, tokens: PerRow, above: PerRow) -> States:
         """Return the states that roots get, where mask rows draft: the rows of the roots draft nothing then.
 
         Args:
@@ -68,7 +68,6 @@ class Markov(Correction):
             self.gate_proj = nn.Linear(width + rank, rank)
 
     def forward(self, nodes: BlockNodes) -> Corrected:
-        """See `Correction.forward`."""
         read = self.markov_w1(nodes.tokens)
         if hasattr(self, "gate_proj"):
             read = torch.sigmoid(self.gate_proj(torch.cat([nodes.rows, read], -1))) * read
@@ -88,21 +87,15 @@ class RecurrentMarkov(Correction):
         self.markov_w2 = nn.Linear(rank, draft_vocab, bias=False)
         self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
 
-    def start(
-        self, rows: Float[Tensor, "roots size"], tokens: Int64[Tensor, " roots"], above: Int64[Tensor, " roots"]
-    ) -> Float[Tensor, "roots state"]:
-        """See `Correction.start`."""
+    def start(self, rows: Rows, tokens: PerRow, above: PerRow) -> States:
         after, _ = self._read(super().start(rows, tokens, above), tokens, rows)
         return after
 
     def forward(self, nodes: BlockNodes) -> Corrected:
-        """See `Correction.forward`."""
         after, output = self._read(nodes.states, nodes.tokens, nodes.rows)
         return Corrected(nodes.base + self.markov_w2(torch.tanh(output)), after)
 
-    def _read(
-        self, states: Float[Tensor, "nodes state"], tokens: Int64[Tensor, " nodes"], rows: Float[Tensor, "nodes size"]
-    ) -> tuple[Tensor, Tensor]:
+    def _read(self, states: States, tokens: PerRow, rows: Rows) -> tuple[Tensor, Tensor]:
         """Return the states after tokens and rows are read, and what the network puts out."""
         joined = self.joint_proj(torch.cat([states, self.markov_w1(tokens), rows], -1))
         gate, candidate, output = joined.chunk(3, -1)
@@ -133,7 +126,6 @@ class PrefixGRU(Correction):
         )
 
     def forward(self, nodes: BlockNodes) -> Corrected:
-        """See `Correction.forward`."""
         embedding = self.embeddings[0]
         read = embedding(nodes.tokens).to(nodes.rows.dtype)
         if len(read) == 0:  # which the unit does not take
@@ -162,7 +154,6 @@ class Selector(Correction):
         self.hidden_projection = nn.Linear(width, rank, bias=False)
 
     def forward(self, nodes: BlockNodes) -> Corrected:
-        """See `Correction.forward`."""
         likeliest = nodes.base.topk(self.top, -1)
         context = self.predecessor_codebook[nodes.tokens] * self.hidden_projection(nodes.rows)
         products = (context[:, None] * self.successor_codebook[likeliest.indices]).sum(-1)
@@ -200,9 +191,7 @@ class Refiner(Correction):
         self.mlp_down = nn.Linear(inner, rank, bias=False)
         self.readout = nn.Linear(rank, draft_vocab, bias=False)
 
-    def start(
-        self, rows: Float[Tensor, "roots size"], tokens: Int64[Tensor, " roots"], above: Int64[Tensor, " roots"]
-    ) -> Float[Tensor, "roots state"]:
+    def start(self, rows: Rows, tokens: PerRow, above: PerRow) -> States:
         """See `Correction.start`: the row of a root reads the token before it."""
         put_in = self._put_in(rows, above)
         return functional.pad(put_in, (0, self.state_size - put_in.shape[-1]))
@@ -218,9 +207,7 @@ class Refiner(Correction):
         refined = mixed + self.mlp_down(functional.silu(self.mlp_gate(mixed)) * self.mlp_up(mixed))
         return Corrected(nodes.base + self.readout(refined), every.flatten(1))
 
-    def _put_in(
-        self, rows: Float[Tensor, "nodes size"], tokens: Int64[Tensor, " nodes"]
-    ) -> Float[Tensor, "nodes rank"]:
+    def _put_in(self, rows: Rows, tokens: PerRow) -> Float[Tensor, "nodes rank"]:
         """Return what rows, with the means of their blocks beside them, put in with the tokens above their drafts."""
         own, mean = rows.chunk(2, -1)
         read = torch.cat([self.down_h(own), self.down_g(mean), self.token_embed(tokens)], -1)

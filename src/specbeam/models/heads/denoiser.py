@@ -11,9 +11,10 @@ block heads, so that the head can be small.
 from collections.abc import Iterator
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Int64
 from torch import Tensor, nn
 
+from specbeam.models.heads.arrays import Blocks, PerRow, TokenMap
 from specbeam.models.heads.block import BlockHead, BlockShape
 from specbeam.models.heads.layers import Attend, Rotary
 
@@ -24,10 +25,7 @@ class Denoiser(BlockHead):
     """A head of this kind: a block head whose mask has an embedding of its own, so that it is never drafted.
 
     Args:
-        rotary: the rotation by positions.
-        embedding: float[vocab, width], the target's.
-        head: float[draft_vocab, width], the matrix that makes logits, of the target, or the head's own.
-        tokens: see `Head.tokens`.
+        shape, rotary, embedding, head, tokens: see `LayeredHead`.
     """
 
     def __init__(
@@ -36,27 +34,24 @@ class Denoiser(BlockHead):
         rotary: Rotary,
         embedding: nn.Embedding,
         head: nn.Linear,
-        tokens: Int64[Tensor, " draft_vocab"] | None = None,
+        tokens: TokenMap = None,
     ) -> None:
         super().__init__(shape, rotary, embedding, head, NO_TOKEN, tokens)
         self.mask_embedding = nn.Parameter(torch.zeros(embedding.weight.shape[1]))
 
     @property
     def described(self) -> dict[str, str]:
-        """See `Head.described`."""
-        told = super().described
-        return {
-            "kind": f"SpecDiff: unmasks {self.shape.depth} tokens, in one step or several",
-            **{name: told[name] for name in ("layers", "reads", "positions")},
-        }
+        kind = f"SpecDiff: unmasks {self.shape.depth} tokens, in one step or several"
+        shared = super().described
+        return {"kind": kind} | {name: shared[name] for name in ("layers", "reads", "positions")}
 
     def blocks(
         self,
-        roots: Int64[Tensor, "*blocks"],
-        positions: Int64[Tensor, "*blocks"],
+        roots: PerRow,
+        positions: PerRow,
         attend: Attend,
         known: Int64[Tensor, "*blocks drafts"] | None = None,
-    ) -> Float[Tensor, "*blocks rows width"]:
+    ) -> Blocks:
         """Return the rows of the blocks below roots; see `BlockHead.blocks`.
 
         Args:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from specbeam.core.answers import LOGITS
@@ -26,10 +26,11 @@ from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.eligibility import layers_of
 from specbeam.engines.kv.masks import Masks
 from specbeam.models.early_layers import last_norm, with_exit
+from specbeam.models.heads.arrays import PerNode, Rows
 from specbeam.models.heads.files import HeadFiles
 from specbeam.models.heads.head import DraftRows, Head, wanted_below
 from specbeam.models.heads.lm import HeadLM, TimedPrompt
-from specbeam.models.heads.reading import fill
+from specbeam.models.heads.reading import filled
 from specbeam.models.heads.trees import ScoredTrees
 from specbeam.models.huggingface import CacheForSteps, HuggingFaceLM
 from specbeam.models.made_up import made_up_prompt
@@ -70,23 +71,7 @@ class ExitHead(Head):
         return self.shared[0]
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        """See `Head.taps`: none, as it runs the first layers itself, or the target's engine does."""
-        return ()
-
-    @property
-    def device(self) -> torch.device:
-        """See `Head.device`."""
-        return next(self.parameters()).device
-
-    @property
-    def states_size(self) -> int:
-        """See `Head.states_size`."""
-        return 0
-
-    @property
     def described(self) -> dict[str, str]:
-        """See `Head.described`."""
         return {
             "kind": f"EESD: an exit layer behind the target's first {self.after} of {len(layers_of(self.target))} layers",
             "layers": "1, like those of the target, with a norm of its own",
@@ -97,7 +82,7 @@ class ExitHead(Head):
         """Return the target's first layers, this layer and this norm as one model, with the target's head."""
         return with_exit(self.target, self.after, self.layer, self.norm)
 
-    def drafts(self, trees: ScoredTrees, depth: int, wanted: Bool[Tensor, "rows length"]) -> list[DraftRows]:
+    def drafts(self, trees: ScoredTrees, depth: int, wanted: PerNode) -> list[DraftRows]:
         """See `Head.drafts`: drafts of all depths have the same law, so there are those one deep alone."""
         given, named = self._what_reaches_it(trees)
         states = given[0] if given else named.pop("hidden_states")
@@ -114,7 +99,7 @@ class ExitHead(Head):
             return value.detach().to(next(self.layer.parameters()).dtype)
         return value
 
-    def _logits(self, states: Float[Tensor, "nodes width"]) -> Float[Tensor, "nodes vocab"]:
+    def _logits(self, states: Rows) -> Float[Tensor, "nodes vocab"]:
         """Return the logits of the tokens below nodes, given what leaves the exit layer there."""
         head = self.target.get_output_embeddings()
         bias = getattr(head, "bias", None)
@@ -178,27 +163,23 @@ def exit_config(head: ExitHead) -> dict[str, Any]:
     }
 
 
-def read_exit(files: HeadFiles, target: "PreTrainedModel") -> ExitHead:
+def read_exit(files: HeadFiles) -> ExitHead:
     """Return an exit head. Raises `BadHead` if it cannot be read, or is for a target of another shape."""
     after = files.fields.whole("exit_layer")
-    if not files.fields.has("target"):
-        raise files.fields.missing("target")
-    stated = files.fields.inner("target")
+    stated = files.fields.required("target")
     try:
-        head = ExitHead(target, after)
+        head = ExitHead(files.target, after)
     except NotSupported as error:
         raise BadHead(f"{files.where} is an exit head, and {error}") from error
     expected = exit_config(head)["target"]
-    if other := [name for name in expected if stated.values.get(name) != expected[name]]:
-        name = other[0]
-        raise stated.bad(
-            name,
-            f"that of the target, {expected[name]!r}: an exit layer stands between layers of the very model that it was "
-            "trained for",
-        )
-    fill(head, files, target)
-    files.check_all_taken()
-    return head
+    for name, value in expected.items():
+        if stated.values.get(name) != value:
+            raise stated.bad(
+                name,
+                f"that of the target, {value!r}: an exit layer stands between layers of the very model that it was trained "
+                "for",
+            )
+    return filled(head, files)
 
 
 class ExitLM(HeadLM):
@@ -227,7 +208,6 @@ class ExitLM(HeadLM):
 
     @property
     def is_compiled(self) -> bool:
-        """See `HeadLM.is_compiled`."""
         return self.target.is_compiled
 
     def is_ready(self, session: CacheOwner) -> bool:
@@ -236,7 +216,6 @@ class ExitLM(HeadLM):
 
     @property
     def supports_runs(self) -> bool:
-        """See `HeadLM.supports_runs`."""
         return self.target.supports_runs and type(self).extend is ExitLM.extend
 
     @contextmanager
@@ -262,7 +241,6 @@ class ExitLM(HeadLM):
     def extend(
         self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
     ) -> list[Scored]:
-        """See `LM.extend`."""
         checked_needs(self, len(sessions), needs)  # there are logits alone
         self.passes += 1
         return self.target.extend_early(sessions, forests, self.layer.after, self.needs_of_target)
@@ -278,7 +256,6 @@ class ExitLM(HeadLM):
 
     @contextmanager
     def stored(self, length: int) -> Iterator[TimedPrompt]:
-        """See `HeadLM.stored`."""
         prompt = made_up_prompt(length, self.vocab)
         session: Any = SimpleNamespace(prompt=prompt, state={})
         self.extend([session], [Forest.rooted(prompt[-1:])])
@@ -288,7 +265,6 @@ class ExitLM(HeadLM):
             self.target.close(session)
 
     def take_back(self, session: CacheOwner, forest: Forest) -> None:
-        """See `HeadLM.take_back`."""
         session.state[self.target].fit(forest)
 
     def peak(self, session: CacheOwner) -> int:

@@ -20,6 +20,7 @@ from specbeam.core.records import ExtraInputs
 from specbeam.engines.eligibility import layers_of
 from specbeam.engines.kv.masks import Masks
 from specbeam.engines.kv.trie import AHEAD
+from specbeam.models.heads.arrays import AnchorRows, Anchors, Columns, PerNode, Rows
 from specbeam.models.heads.head import DraftRows, Head, wanted_below
 from specbeam.models.heads.trees import ScoredTrees
 
@@ -62,28 +63,11 @@ class ExtraHead(Head):
         odds = ", ".join(f"{row[0]:.2f}" for row in self.ranks if row)
         return {"its likeliest token is the target's next with odds of": f"{odds}, by depth"} if odds else {}
 
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """See `Head.taps`: none."""
-        return ()
-
-    @property
-    def states_size(self) -> int:
-        """See `Head.states_size`."""
-        return 0
-
-    def features(self, states: Float[Tensor, "*rows none"]) -> Float[Tensor, "*rows none"]:
+    def features(self, states: Rows) -> Rows:
         """See `Head.features`: there are none."""
         return states
 
-    @property
-    def device(self) -> torch.device:
-        """See `Head.device`."""
-        return next(self.parameters()).device
-
-    def rows(
-        self, trees: ScoredTrees, anchors: Int64[Tensor, "rows anchors"], depth: int
-    ) -> Float[Tensor, "rows anchors depth width"]:
+    def rows(self, trees: ScoredTrees, anchors: Anchors, depth: int) -> AnchorRows:
         """Return the target's last hidden states of `depth` extra rows under each of some nodes of trees.
 
         Gradients flow to the head's own weights alone.
@@ -93,7 +77,7 @@ class ExtraHead(Head):
         """
         raise NotImplementedError
 
-    def drafts(self, trees: ScoredTrees, depth: int, wanted: Bool[Tensor, "rows length"]) -> list[DraftRows]:
+    def drafts(self, trees: ScoredTrees, depth: int, wanted: PerNode) -> list[DraftRows]:
         """See `Head.drafts`. The target runs over the trees, and then over the extra rows."""
         depth = min(depth, self.depth)
         ancestors = _ancestors(trees, depth)
@@ -116,9 +100,9 @@ class ExtraHead(Head):
         return found
 
 
-def _ancestors(trees: ScoredTrees, depth: int) -> list[Int64[Tensor, "rows length"]]:
+def _ancestors(trees: ScoredTrees, depth: int) -> list[Columns]:
     """Return the columns of the parents of all nodes, of their parents, and so on; 0 for nodes that have none."""
-    above = torch.arange(trees.tokens.shape[1], device=trees.tokens.device).expand_as(trees.tokens)
+    above = trees.columns
     found = []
     for _ in range(depth):
         above = trees.above(above)
@@ -126,7 +110,7 @@ def _ancestors(trees: ScoredTrees, depth: int) -> list[Int64[Tensor, "rows lengt
     return found
 
 
-def logits_of(target: "PreTrainedModel", states: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
+def logits_of(target: "PreTrainedModel", states: Rows) -> Float[Tensor, "rows vocab"]:
     """Return the logits that a target makes of its last hidden states; gradients flow to these alone."""
     matrix = target.get_output_embeddings()
     with _frozen(matrix):
@@ -179,9 +163,7 @@ class StoredTrees:
                 handle.remove()
         self.cache.is_full = True
 
-    def last_states(
-        self, anchors: Int64[Tensor, "rows anchors"], made: Float[Tensor, "rows anchors depth width"], layer: int = 0
-    ) -> Float[Tensor, "rows anchors depth width"]:
+    def last_states(self, anchors: Anchors, made: AnchorRows, layer: int = 0) -> AnchorRows:
         """Return the target's last hidden states of extra rows.
 
         Args:
@@ -215,7 +197,7 @@ class StoredTrees:
         return last.view(rows, count, depth, width)
 
     def _seen(
-        self, anchors: Int64[Tensor, "rows anchors"], positions: Int64[Tensor, "rows anchors depth"]
+        self, anchors: Anchors, positions: Int64[Tensor, "rows anchors depth"]
     ) -> tuple[Bool[Tensor, "rows extra slots"], Int64[Tensor, "rows slots"]]:
         """Return which of prefix, tree and extra rows each extra row sees, and the positions of all of these."""
         rows, count = anchors.shape

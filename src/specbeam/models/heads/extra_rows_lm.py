@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
 from torch import Tensor
 
 from specbeam.core.forest import Forest, unknown_nodes
 from specbeam.core.records import LEARNT, NO_EXTRA_ROWS, ExtraRows, Needs, Turn
 from specbeam.core.session import CacheOwner, Session
 from specbeam.engines.families import positions_of
+from specbeam.models.heads.arrays import AnyNodes, Logits, Nodes, Rows
 from specbeam.models.heads.cache import NodeCache
 from specbeam.models.heads.extra_rows import ExtraHead
 from specbeam.models.heads.lm import HeadLM, TimedPrompt
@@ -37,12 +37,11 @@ class ExtraCache(NodeCache):
         self.rows: dict[int, Tensor] = {}
         self.fresh: list[Tensor | None] = []
 
-    def note_scored(self, nodes: Int64[np.ndarray, " nodes"]) -> None:
-        """See `NodeCache.note_scored`."""
+    def note_scored(self, nodes: Nodes) -> None:
         self.rows |= {node: rows for node, rows in zip(nodes.tolist(), self.fresh, strict=True) if rows is not None}
         self.fresh = []
 
-    def keep(self, former: Int64[np.ndarray, " left"]) -> None:
+    def keep(self, former: Nodes) -> None:
         """See `NodeCache.keep`. What is kept is copied, so that the rest of a pass can be freed."""
         self.rows = {
             node: self.rows[before].clone() for node, before in enumerate(former.tolist()) if before in self.rows
@@ -122,7 +121,7 @@ class ExtraLM(HeadLM):
         above = forest.size + np.arange(len(kinds)) - 1
         return ExtraRows(LEARNT - kinds, np.where(kinds == 0, np.repeat(nodes, counts), above))
 
-    def _chosen(self, session: Session, forest: Forest) -> Int64[np.ndarray, " nodes"]:
+    def _chosen(self, session: Session, forest: Forest) -> Nodes:
         """Return the nodes that get extra rows: of those that no pass has scored yet, the likely ones."""
         nodes = _scored(forest)
         cache: ExtraCache | None = session.state.get(self)
@@ -135,8 +134,7 @@ class ExtraLM(HeadLM):
         is_likely = np.isnan(logq) | (logq >= np.log(self.least))
         return nodes[is_likely | (forest.parents[nodes] < 0)]
 
-    def new_cache(self, prompt: list[int], features: Float[Tensor, "none width"]) -> ExtraCache:
-        """See `HeadLM.new_cache`."""
+    def new_cache(self, prompt: list[int], features: Rows) -> ExtraCache:
         return ExtraCache(prompt, features.device)
 
     @torch.inference_mode()
@@ -158,7 +156,7 @@ class ExtraLM(HeadLM):
         cache.settle(turn, torch.zeros(scored, 0, device=self.device))
         self.missed += len(cache.trie.root_at) > 0 and not cache.can_draft
 
-    def logits(self, caches: list[Any], wanted: list[Int64[np.ndarray, " _"]]) -> list[Float[Tensor, "_ draft_vocab"]]:
+    def logits(self, caches: list[Any], wanted: list[AnyNodes]) -> list[Logits]:
         """See `HeadLM.logits`. Where the nearest scored node had no extra rows, no token has any odds."""
         self.passes += 1
         nothing = torch.full((self.vocab,), -torch.inf, device=self.device)
@@ -187,6 +185,6 @@ class ExtraLM(HeadLM):
         yield TimedPrompt(self, session)
 
 
-def _scored(forest: Forest) -> Int64[np.ndarray, " nodes"]:
+def _scored(forest: Forest) -> Nodes:
     """Return the nodes of a forest that the target scores: those whose rows are not known."""
     return unknown_nodes(0, forest.size, forest.known.nodes)

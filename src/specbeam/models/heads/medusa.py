@@ -3,9 +3,9 @@
 The law of a draft does not depend on the drafts above it: it is a product law.
 """
 
-from jaxtyping import Float, Int64
-from torch import Tensor, nn
+from torch import nn
 
+from specbeam.models.heads.arrays import Logits, PerRow, States, StatesAbove, TokenMap
 from specbeam.models.heads.feature import FeatureHead, FeatureSizes, Residual
 
 
@@ -22,7 +22,7 @@ class Medusa(FeatureHead):
         sizes: FeatureSizes,
         layers: int,
         matrix: nn.Linear | None = None,
-        tokens: Int64[Tensor, " draft_vocab"] | None = None,
+        tokens: TokenMap = None,
     ) -> None:
         super().__init__(sizes, tokens)
         width = sizes.width
@@ -32,12 +32,9 @@ class Medusa(FeatureHead):
         matrices = [matrix or nn.Linear(width, sizes.draft_vocab, bias=False) for _ in range(sizes.depth)]
         self.matrices = nn.ModuleList(matrices)
 
-    def step(
-        self, far: int, states: Float[Tensor, "*rows above"], tokens: Int64[Tensor, "*rows"]
-    ) -> Float[Tensor, "*rows state"]:
+    def step(self, far: int, states: StatesAbove, tokens: PerRow) -> States:
         """See `FeatureHead.step`: the feature itself, whatever the tokens."""
         return states
 
-    def logits(self, far: int, states: Float[Tensor, "rows state"]) -> Float[Tensor, "rows draft_vocab"]:
-        """See `FeatureHead.logits`."""
+    def logits(self, far: int, states: States) -> Logits:
         return self.matrices[far - 1](self.blocks[far - 1](states))

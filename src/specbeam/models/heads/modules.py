@@ -9,10 +9,10 @@ does.
 
 from collections.abc import Iterator
 
-import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
+from specbeam.models.heads.arrays import PerNode, Rows
 from specbeam.models.heads.head import DraftRows, Head, wanted_below
 from specbeam.models.heads.trees import ScoredTrees
 from specbeam.models.heads.trunk import PairTrunk
@@ -43,32 +43,22 @@ class ModulesInARow(Head):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """See `Head.taps`."""
         return self.modules_in_a_row[0].taps
 
     @property
-    def device(self) -> torch.device:
-        """See `Head.device`."""
-        return self.modules_in_a_row[0].device
-
-    @property
     def described(self) -> dict[str, str]:
-        """See `Head.described`."""
         count = len(self.row)
         what = f"one in {count} places" if self.is_one else str(count)
         return self.modules_in_a_row[0].described | {"modules": f"{what}, for drafts 1 to {count} deep"}
 
     @property
     def states_size(self) -> int:
-        """See `Head.states_size`."""
         return self.modules_in_a_row[0].states_size
 
-    def features(self, states: Float[Tensor, "*rows states"]) -> Float[Tensor, "*rows width"]:
-        """See `Head.features`."""
+    def features(self, states: Float[Tensor, "*rows states"]) -> Rows:
         return self.modules_in_a_row[0].features(states)
 
-    def drafts(self, trees: ScoredTrees, depth: int, wanted: Bool[Tensor, "rows length"]) -> list[DraftRows]:
-        """See `Head.drafts`."""
+    def drafts(self, trees: ScoredTrees, depth: int, wanted: PerNode) -> list[DraftRows]:
         modules = self.modules_in_a_row
         found = []
         for deep, states in enumerate(unrolled(modules, trees, depth), 1):

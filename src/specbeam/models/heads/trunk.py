@@ -6,25 +6,25 @@ target's, where it has scored the node above; below drafts it is the head's own 
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from specbeam.core.records import FINAL
+from specbeam.models.heads.arrays import PerNode, PerRow, Rows, TokenMap
 from specbeam.models.heads.borrowed import BorrowedRotary
 from specbeam.models.heads.head import (
     DraftRows,
-    Head,
+    LayeredHead,
     described_rope,
     described_taps,
     described_views,
-    moved_taps,
     wanted_below,
 )
-from specbeam.models.heads.layers import BASE, Attend, DecoderLayer, LayerSizes, Norm, PairLayer, Rotary, View
+from specbeam.models.heads.layers import Attend, DecoderLayer, LayerSizes, Norm, PairLayer, Rotary, View
 from specbeam.models.heads.trees import ScoredTrees
 from specbeam.models.heads.unroll import unrolled
 
@@ -75,7 +75,7 @@ class TrunkShape:
 
 
 class FeatureSampling(nn.Module):
-    """What the token that was drawn makes of the feature: a feature alone does not say which token followed (FSPAD)."""
+    """A change of features by the token that was drawn after them: a feature does not determine the token (FSPAD)."""
 
     def __init__(self, embed: int, width: int, inner: int) -> None:
         super().__init__()
@@ -83,23 +83,21 @@ class FeatureSampling(nn.Module):
         self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
 
-    def forward(
-        self, embedded: Float[Tensor, "*rows embed"], features: Float[Tensor, "*rows width"]
-    ) -> Float[Tensor, "*rows width"]:
+    def forward(self, embedded: Float[Tensor, "*rows embed"], features: Rows) -> Rows:
         """Return the features, changed by the tokens."""
         gated = nn.functional.silu(self.gate_proj(embedded)) * self.up_proj(features)
         return features + self.down_proj(gated)
 
 
 class Alignment(nn.Module):
-    """What stands between the states that estimate the target's, and those that make logits (FSPAD)."""
+    """A layer from the states that estimate the target's to those that make logits (FSPAD)."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
         self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
 
-    def forward(self, x: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
+    def forward(self, x: Rows) -> Rows:
         """Return the states that make logits."""
         return x + self.down_proj(nn.functional.silu(self.up_proj(x)))
 
@@ -113,20 +111,18 @@ class BorrowedParts(NamedTuple):
     norm: nn.Module  # of the head's own rows
 
 
-class PairTrunk(Head):
+class PairTrunk(LayeredHead):
     """A head of this kind, as a module whose tensors have the names of speculators' EAGLE-3 files.
 
     Equations (1) to (10) of the project's notes on heads; sources: EAGLE (arXiv 2401.15077), EAGLE-3 (arXiv 2503.01840),
     DeepSeek-V3 (arXiv 2412.19437).
 
     Args:
-        rotary: the rotation by positions.
-        embedding: float[vocab, width], of the target, or the head's own.
-        head: float[draft_vocab, width], the matrix that makes logits, of the target, or the head's own.
-        tokens: see `Head.tokens`.
+        shape, rotary, embedding, head, tokens: see `LayeredHead`.
         borrowed: parts that stand in the place of those here; with "normed projection" only, and one layer.
     """
 
+    shape: TrunkShape
     history = 1  # number of last tokens that a row reads
 
     def __init__(
@@ -135,18 +131,13 @@ class PairTrunk(Head):
         rotary: Rotary,
         embedding: nn.Embedding,
         head: nn.Linear,
-        tokens: Int64[Tensor, " draft_vocab"] | None = None,
+        tokens: TokenMap = None,
         borrowed: BorrowedParts | None = None,
     ) -> None:
-        super().__init__()
-        self.shape = shape
-        self.tokens = tokens
+        super().__init__(shape, rotary, embedding, head, tokens)
         sizes = shape.sizes
         width = sizes.width
         embed = embedding.weight.shape[1]
-        self.embed_tokens = embedding
-        self.lm_head = head
-        self.rotary = rotary
         states = self.states_size
         self.fc = nn.Linear(states if shape.pairs == "attention" else embed + width, width, shape.joins_bias)
         if shape.pairs == "normed projection":
@@ -184,23 +175,12 @@ class PairTrunk(Head):
             self.alignment = Alignment(width, shape.alignment)
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        """See `Head.taps`."""
-        return self.shape.taps
-
-    @property
     def views(self) -> tuple[View, ...]:
         """How far back the rows of each layer look, see `TrunkShape.views`."""
         return self.shape.views
 
     @property
-    def device(self) -> torch.device:
-        """See `Head.device`."""
-        return self.fc.weight.device
-
-    @property
     def described(self) -> dict[str, str]:
-        """See `Head.described`."""
         shape = self.shape
         kinds = {"attention": "EAGLE-3", "projection": "EAGLE-1, EAGLE-2 or HASS", "normed projection": "MTP"}
         norms = {"no": "not normed", "all": "normed together", "each": "each normed by itself"}
@@ -220,13 +200,7 @@ class PairTrunk(Head):
             **described_views(shape.views),
         }
 
-    @property
-    def states_size(self) -> int:
-        """See `Head.states_size`."""
-        return len(self.shape.taps) * self.shape.target_width
-
-    def drafts(self, trees: ScoredTrees, depth: int, wanted: Bool[Tensor, "rows length"]) -> list[DraftRows]:
-        """See `Head.drafts`."""
+    def drafts(self, trees: ScoredTrees, depth: int, wanted: PerNode) -> list[DraftRows]:
         found = []
         for deep, states in enumerate(unrolled([self], trees, depth), 1):
             nodes = wanted_below(trees, wanted, deep)
@@ -235,7 +209,7 @@ class PairTrunk(Head):
             found.append(DraftRows(nodes, self.logits(own), estimates=estimates))
         return found
 
-    def features(self, states: Float[Tensor, "*rows states"]) -> Float[Tensor, "*rows width"]:
+    def features(self, states: Float[Tensor, "*rows states"]) -> Rows:
         """Return the features of nodes that the target has scored, from its hidden states there."""
         shape = self.shape
         states = states.to(self.fc.weight.dtype)
@@ -250,11 +224,11 @@ class PairTrunk(Head):
 
     def forward(
         self,
-        tokens: Int64[Tensor, "*rows"],
-        features: Float[Tensor, "*rows width"],
-        positions: Int64[Tensor, "*rows"],
+        tokens: PerRow,
+        features: Rows,
+        positions: PerRow,
         attend: Attend,
-    ) -> Float[Tensor, "*rows width"]:
+    ) -> Rows:
         """Return the head's states of rows.
 
         Args:
@@ -274,9 +248,7 @@ class PairTrunk(Head):
             x = layer(x, angles, number, attend)
         return x
 
-    def _joined(
-        self, embedded: Float[Tensor, "*rows embed"], features: Float[Tensor, "*rows width"]
-    ) -> Float[Tensor, "*rows width"]:
+    def _joined(self, embedded: Float[Tensor, "*rows embed"], features: Rows) -> Rows:
         """Return the rows that the first layer reads, where a matrix joins embedding and feature."""
         if self.shape.sampling:
             features = self.feature_sampling(embedded, features)
@@ -286,11 +258,11 @@ class PairTrunk(Head):
         both = (features, embedded) if self.shape.swaps else (embedded, features)
         return self.fc(torch.cat(both, -1))
 
-    def fed_back(self, x: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
+    def fed_back(self, x: Rows) -> Rows:
         """Return what rows below read as their feature, from the states of rows that the target has not scored."""
         return self.norm(x) if self.shape.feeds_normed else x
 
-    def logits(self, x: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows draft_vocab"]:
+    def logits(self, x: Rows) -> Float[Tensor, "*rows draft_vocab"]:
         """Return the logits of the next token, from the states of rows."""
         share = self.shape.logit_gradient
         if share < 1:  # the same numbers, with less of their gradient
@@ -303,17 +275,14 @@ class PairTrunk(Head):
         """See `Head.other_readings`: the numbers of hidden states, positions, residuals and what is fed back."""
         shape = self.shape
         rope = self.rotary.rope
-        for offset, name in ((-1, "hidden states one layer earlier"), (1, "hidden states one layer later")):
-            if moved := moved_taps(shape.taps, offset, layers):
-                yield name, self.changed(taps=moved)
+        yield from self.with_moved_taps(layers)
         if shape.pairs == "normed projection":
             yield from self._other_inputs(layers)
-        is_own = not isinstance(self.rotary, BorrowedRotary)  # a target's own positions are not in doubt
-        if is_own and rope["rope_theta"] != BASE:
-            yield f"positions of base {BASE:g}", self.changed({**rope, "rope_theta": BASE})
-        if is_own and rope["rope_type"] != "default":
-            plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
-            yield "positions without scaling", self.changed(plain)
+        if not isinstance(self.rotary, BorrowedRotary):  # a target's own positions are not in doubt
+            yield from self.with_usual_base()
+            if rope["rope_type"] != "default":
+                plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+                yield "positions without scaling", self.changed(plain)
         if shape.pairs == "attention":
             name = "feature" if shape.norms_residual else "normed feature"
             yield f"attention added to the {name}", self.changed(norms_residual=not shape.norms_residual)
@@ -331,18 +300,8 @@ class PairTrunk(Head):
         order = "embedding before feature" if shape.swaps else "feature before embedding"
         yield order, self.changed(swaps=not shape.swaps)
 
-    def changed(self, rope: dict[str, Any] | None = None, **shape: Any) -> "PairTrunk":
-        """Return a head that shares all weights with this one, and is read in another way.
-
-        Args:
-            rope: the parameters of its positions; None: the same.
-            shape: fields of its shape.
-        """
-        trunk = copy.copy(self)
-        trunk._modules = dict(self._modules)
-        trunk.shape = replace(self.shape, **shape)
-        if rope is not None:
-            trunk.rotary = Rotary(self.shape.sizes, rope, self.rotary.positions).to(self.device)
+    def changed(self, rope: dict[str, Any] | None = None, **shape: Any) -> Self:
+        trunk = super().changed(rope, **shape)
         first, *others = trunk.layers
         if isinstance(first, PairLayer) and first.norms_residual != trunk.shape.norms_residual:
             first = copy.copy(first)

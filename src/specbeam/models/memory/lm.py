@@ -168,7 +168,6 @@ class MemoryLM:
     def extend(
         self, sessions: Sequence[Session], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
     ) -> list[Scored]:
-        """See `LM.extend`."""
         checked = checked_needs(self, len(sessions), needs)
         rows = self._together(
             [self._extended(session, forest) for session, forest in zip(sessions, forests, strict=True)]
@@ -219,7 +218,6 @@ class MemoryLM:
         return sum(self.lm.held(owner) for owner in tree.stored)
 
     def close(self, session: Session) -> None:
-        """See `LM.close`."""
         tree = session.state.pop(self, None)
         if tree is not None:
             for window in tree.windows:
