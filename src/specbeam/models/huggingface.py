@@ -267,6 +267,12 @@ class HuggingFaceLM:
         return "" if self.runner.takes_vectors else _NO_VECTORS
 
     @property
+    def packed(self) -> PackedPasses:
+        """The passes of the compiled forward, or of engine "layers", which runs this model."""
+        assert isinstance(self.runner, PackedPasses)
+        return self.runner
+
+    @property
     def model_name(self) -> str:
         """The name of the model's class."""
         return type(self.model).__name__
@@ -303,17 +309,15 @@ class HuggingFaceLM:
 
         Raises `NotSupported` if the session used another number of layers before.
         """
-        assert isinstance(self.runner, PackedPasses)
         caches = [self._early_cache(session, layers, needs) for session in sessions]
         self._store_for_followers(caches)
         self._prefill(caches)
-        return self.runner.extend_early(caches, forests)
+        return self.packed.extend_early(caches, forests)
 
     def _early_cache(self, session: CacheOwner, layers: int, needs: Needs) -> CpuCache:
         """Return the cache of a session whose first `layers` layers are run ahead of the others; see `extend_early`."""
-        parts = getattr(session, "parts", None)
-        asked = needs if parts is None else parts.needs
-        if parts is not None and asked.taps:
+        asked = _needs_of_parts(session, needs)
+        if asked.taps:
             raise NotSupported(
                 "the target's own layers are drafting, and a part needs states between its layers (taps)"
             )
@@ -332,10 +336,7 @@ class HuggingFaceLM:
 
         Raises `NotSupported` if a session shares its row of the store with others, which might fill the same free slots.
         """
-        assert isinstance(self.runner, PackedPasses)
-        caches = [
-            self._cache(session, session.parts.needs if hasattr(session, "parts") else LOGITS) for session in sessions
-        ]
+        caches = [self._cache(session, _needs_of_parts(session, LOGITS)) for session in sessions]
         if any(len(cache.company) > 1 for cache in caches):
             raise NotSupported(
                 "drafts on scratch rows of the target's cache need a row of the store for each session, and sessions with a "
@@ -374,12 +375,22 @@ class HuggingFaceLM:
             needs: what is needed of each row.
         """
         cache = self._cache(session, needs)
+        with self._arrays_for_steps(cache, fresh, more) as arrays:
+            yield None if arrays is None else CacheForSteps(self, cache, arrays)
+
+    @contextmanager
+    def _arrays_for_steps(self, cache: Any, fresh: int, more: int, **options: bool) -> Iterator[Any]:
+        """Yield a cache as arrays for compiled steps; None if they cannot run passes of it now.
+
+        Args:
+            options: of the runner's `arrays_for_steps`.
+        """
         if not self._takes_steps or not self._is_stored_for_steps(cache, fresh):
             yield None
             return
         assert not isinstance(self.runner, PaddedPasses)
-        with self.runner.arrays_for_steps(cache, fresh + more) as arrays:
-            yield None if arrays is None else CacheForSteps(self, cache, arrays)
+        with self.runner.arrays_for_steps(cache, fresh + more, **options) as arrays:
+            yield arrays
 
     def for_run(
         self, session: CacheOwner, fresh: int, beams: int, more: int, needs: Needs = LOGITS
@@ -398,8 +409,7 @@ class HuggingFaceLM:
         return cache.leader is None and len(cache.company) == 1 and self.runner.are_current(cache, arrays)
 
     def has_moved(self, arrays: Any) -> bool:
-        assert isinstance(self.runner, PackedPasses)
-        return self.runner.has_moved(arrays)
+        return self.packed.has_moved(arrays)
 
     @contextmanager
     def early_cache_for_steps(
@@ -411,13 +421,9 @@ class HuggingFaceLM:
             needs: see `extend_early`.
             lm: the draft model, whose passes these are.
         """
-        assert isinstance(self.runner, PackedPasses)
         cache = self._early_cache(session, layers, needs)
-        if not self._takes_steps or not self._is_stored_for_steps(cache, fresh):
-            yield None
-            return
-        with self.runner.arrays_for_steps(cache, fresh + more, drafts=True) as arrays:
-            yield EarlyCacheForSteps(lm, Drafting(cache), arrays)
+        with self._arrays_for_steps(cache, fresh, more, drafts=True) as arrays:
+            yield None if arrays is None else EarlyCacheForSteps(lm, Drafting(cache), arrays)
 
     def _is_stored_for_steps(self, cache: Any, fresh: int) -> bool:
         """Store what steps cannot; return False if they cannot run passes, or if too many tokens are pending for one pass.
@@ -473,8 +479,7 @@ class HuggingFaceLM:
 
     def extend_together(self, arrays: Sequence[Any], starts: Sequence[Start]) -> list[Any]:
         """Run one pass for several sessions, of a model that supports runs; see `PackedPasses.extend_together`."""
-        assert isinstance(self.runner, PackedPasses)
-        return self.runner.extend_together(arrays, starts)
+        return self.packed.extend_together(arrays, starts)
 
     def finish_run(self, session: CacheOwner, passes: int, roots: int) -> None:
         """Update the counters and the session's cache after a run that made `passes` passes in whole turns.
@@ -723,6 +728,53 @@ class HuggingFaceLM:
         if cache.beginning is None:
             cache.beginning = Beginning(cache.namespace, cache.prompt)
         return cache.beginning
+
+
+class OnTargetsCache:
+    """A base class of draft models that are parts of the target, on the target's own KV cache.
+
+    The decoding loop settles and closes the cache, and the target stores prompts.
+
+    Attributes:
+        target: the target.
+        passes: number of passes so far.
+    """
+
+    target: HuggingFaceLM
+    passes: int
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether compiled code does all its heavy work, so that torch needs one thread."""
+        return self.target.is_compiled
+
+    def shares(self, session: CacheOwner) -> bool:
+        """Return whether other sessions store tokens in the same row of the store."""
+        return self.target.shares(session)
+
+    def finish_run(self, session: CacheOwner, passes: int, roots: int) -> None:
+        """Update the counter of passes after a run."""
+        self.passes += passes
+
+    def fill(self, sessions: Sequence[CacheOwner], needs: Any = None, most: int | None = None) -> list[bool]:
+        """Return True for each session: the target stores the prompts."""
+        return [True] * len(sessions)
+
+    def settle(self, session: CacheOwner, turn: Turn) -> None:
+        """Do nothing: the decoding loop settles the target's cache."""
+
+    def peak(self, session: CacheOwner) -> int:
+        """Return the largest number of tokens of the session that were stored at the same time, drafts included."""
+        return self.target.peak(session)
+
+    def close(self, session: CacheOwner) -> None:
+        """Do nothing: the decoding loop closes the target's cache."""
+
+
+def _needs_of_parts(session: CacheOwner, needs: Needs) -> Needs:
+    """Return the needs of the parts of a session; `needs` if it has no parts."""
+    parts = getattr(session, "parts", None)
+    return needs if parts is None else parts.needs
 
 
 def _may_recall(cache: Any) -> bool:

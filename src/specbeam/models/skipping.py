@@ -16,7 +16,6 @@ from jaxtyping import Int64
 from specbeam.core.answers import LOGITS
 from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.core.forest import Forest
-from specbeam.core.lm import checked_needs
 from specbeam.core.measure import kept_figures
 from specbeam.core.records import Needs, Scored, Turn
 from specbeam.core.session import CacheOwner, Session
@@ -25,7 +24,7 @@ from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.cpu.scratch import ROWS
 from specbeam.engines.kv.cross import ReadsSources
 from specbeam.models.clasp import dispensable_layers
-from specbeam.models.huggingface import CacheForSteps, HuggingFaceLM
+from specbeam.models.huggingface import CacheForSteps, HuggingFaceLM, OnTargetsCache, check_wants_logits
 from specbeam.models.made_up import made_up_prompt, made_up_rows
 from specbeam.models.skip_search import Found, SkipMemory, SkipSearch
 from specbeam.models.sublayers import Choice, Sublayers, alternate, choices_of, chosen, count_of
@@ -111,7 +110,7 @@ class Skips:
     scratch: CpuCache | None = None
 
 
-class SkippingLM:
+class SkippingLM(OnTargetsCache):
     """The target without some of its sublayers, as a draft model on the target's own KV cache.
 
     A sublayer that is left out changes no hidden state. The others read the target's keys and values of the text so far.
@@ -144,7 +143,7 @@ class SkippingLM:
                 "it is for the families in docs/models.md, on a CPU; elsewhere draft with a model of its own, or "
                 "by prompt_lookup"
             )
-        self.lm = lm
+        self.lm = self.target = lm
         self.settings = Skipping() if settings is None else settings
         self.vocab = lm.vocab
         self.max_positions = lm.max_positions
@@ -215,11 +214,6 @@ class SkippingLM:
             return Sublayers.after(int(self.settings.layers or 0), self.layers)
         return Sublayers()  # until the first choice of "clasp"
 
-    @property
-    def is_compiled(self) -> bool:
-        """Whether compiled code does all its heavy work, so that torch needs one thread."""
-        return self.lm.is_compiled
-
     def skipped(self, session: CacheOwner) -> Sublayers:
         """Return the sublayers that drafts of a session do without now."""
         return self._skips(session).skipped
@@ -227,8 +221,7 @@ class SkippingLM:
     def extend(
         self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
     ) -> list[Scored]:
-        if any(need.states or need.ranked for need in checked_needs(self, len(sessions), needs)):
-            raise NotSupported("SkippingLM gives logits only, and a part needs more of its draft model")
+        check_wants_logits(self, len(sessions), needs)
         self._begin(sessions)
         by_set: dict[Sublayers, list[int]] = {}
         for place, session in enumerate(sessions):
@@ -307,20 +300,6 @@ class SkippingLM:
             yield None if self.shares(session) else arrays
         self.rows += int(arrays.numbers[ROWS])
 
-    def shares(self, session: CacheOwner) -> bool:
-        """Return whether other sessions store tokens in the same row of the store, as the target says."""
-        return self.lm.shares(session)
-
-    def finish_run(self, session: CacheOwner, passes: int, roots: int) -> None:
-        """Update the counter of passes after a run; the target's cache is finished as that of the target."""
-        self.passes += passes
-
-    def fill(
-        self, sessions: Sequence[CacheOwner], needs: Sequence[Needs] | None = None, most: int | None = None
-    ) -> list[bool]:
-        """Return True for each session: the target stores the prompts itself."""
-        return [True] * len(sessions)
-
     def settle(self, session: CacheOwner, turn: Turn) -> None:
         """Forget the turn's drafts; the decoding loop settles the target's cache."""
         skips = self._skips(session)
@@ -330,10 +309,6 @@ class SkippingLM:
     def take_back(self, session: CacheOwner) -> None:
         """Forget the drafts of the present turn."""
         self._skips(session).scratch = None
-
-    def peak(self, session: CacheOwner) -> int:
-        """Return the largest number of tokens of the session that were stored at the same time, drafts included."""
-        return self.lm.peak(session)
 
     def close(self, session: CacheOwner) -> None:
         """Keep what a search has found in this session; the decoding loop closes the target's cache."""
@@ -376,8 +351,7 @@ class SkippingLM:
         if skipped not in self._passes:
             if len(self._passes) >= MOST_PASSES:
                 self._passes.pop(next(iter(self._passes)))
-            assert isinstance(self.lm.runner, PackedPasses)
-            self._passes[skipped] = self.lm.runner.skipping(skipped.attention, skipped.inner)
+            self._passes[skipped] = self.lm.packed.skipping(skipped.attention, skipped.inner)
         return self._passes[skipped]
 
     def _count_scratch(self, session: CacheOwner) -> None:
@@ -471,8 +445,7 @@ class SkippingLM:
         others.enter(Forest.rooted([0]).grown([token] * (count + 1), [0] * (count + 1)))
         feed = others.feed(count + 1)
         scratch = cache.scratch(others)
-        runner = self.lm.runner
-        assert isinstance(runner, PackedPasses)
+        runner = self.lm.packed
         layers = dispensable_layers(
             lambda layer, states: runner.run_layer(scratch, feed.only(np.arange(len(states))), layer, states),
             runner.decoder.embedding[token],

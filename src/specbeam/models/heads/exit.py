@@ -20,7 +20,7 @@ from specbeam.core.answers import LOGITS
 from specbeam.core.errors import BadHead, NotSupported
 from specbeam.core.forest import Forest
 from specbeam.core.lm import checked_needs
-from specbeam.core.records import Needs, Scored, Turn
+from specbeam.core.records import Needs, Scored
 from specbeam.core.session import CacheOwner
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.eligibility import layers_of
@@ -32,7 +32,7 @@ from specbeam.models.heads.head import DraftRows, Head, wanted_below
 from specbeam.models.heads.lm import HeadLM, TimedPrompt
 from specbeam.models.heads.reading import filled
 from specbeam.models.heads.trees import ScoredTrees
-from specbeam.models.huggingface import CacheForSteps, HuggingFaceLM
+from specbeam.models.huggingface import CacheForSteps, HuggingFaceLM, OnTargetsCache
 from specbeam.models.made_up import made_up_prompt
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def read_exit(files: HeadFiles) -> ExitHead:
     return filled(head, files)
 
 
-class ExitLM(HeadLM):
+class ExitLM(OnTargetsCache, HeadLM):
     """An exit head as a draft model, on the target's own KV cache: nothing is computed twice.
 
     A pass runs the target's first layers and the exit layer on new nodes. The target's pass then runs the other layers on
@@ -200,15 +200,10 @@ class ExitLM(HeadLM):
 
     def __init__(self, head: ExitHead, target: HuggingFaceLM) -> None:
         super().__init__(head, target.vocab)
-        assert isinstance(target.runner, PackedPasses)
         self.target = target
-        self.layer = target.runner.exit_layer(head.layer, head.norm, head.after)
+        self.layer = target.packed.exit_layer(head.layer, head.norm, head.after)
         self.max_positions = target.max_positions
         self.needs_of_target = Needs(logits=True, exit_layer=self.layer)
-
-    @property
-    def is_compiled(self) -> bool:
-        return self.target.is_compiled
 
     def is_ready(self, session: CacheOwner) -> bool:
         """See `HeadLM.is_ready`: it drafts from the first turn on."""
@@ -230,29 +225,12 @@ class ExitLM(HeadLM):
         with self.target.early_cache_for_steps(session, fresh, layers, self.needs_of_target, self, more) as found:
             yield found
 
-    def shares(self, session: CacheOwner) -> bool:
-        """See `HeadLM.shares`: as the target does."""
-        return self.target.shares(session)
-
-    def finish_run(self, session: CacheOwner, passes: int, roots: int) -> None:
-        """Update the counter of passes after a run; the target's cache is finished as that of the target."""
-        self.passes += passes
-
     def extend(
         self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
     ) -> list[Scored]:
         checked_needs(self, len(sessions), needs)  # there are logits alone
         self.passes += 1
         return self.target.extend_early(sessions, forests, self.layer.after, self.needs_of_target)
-
-    def fill(
-        self, sessions: Sequence[CacheOwner], needs: Sequence[Needs] | None = None, most: int | None = None
-    ) -> list[bool]:
-        """Return True for each session: the target stores the prompts itself, with the rows of the exit layer."""
-        return [True] * len(sessions)
-
-    def settle(self, session: CacheOwner, turn: Turn) -> None:
-        """Do nothing: the decoding loop settles the target's cache."""
 
     @contextmanager
     def stored(self, length: int) -> Iterator[TimedPrompt]:
@@ -266,13 +244,6 @@ class ExitLM(HeadLM):
 
     def take_back(self, session: CacheOwner, forest: Forest) -> None:
         session.state[self.target].fit(forest)
-
-    def peak(self, session: CacheOwner) -> int:
-        """See `HeadLM.peak`: the exit layer stores a row for each token that the target stores."""
-        return self.target.peak(session)
-
-    def close(self, session: CacheOwner) -> None:
-        """Do nothing: the decoding loop closes the target's cache."""
 
 
 def exit_model(head: ExitHead, target: HuggingFaceLM) -> "ExitLM | HuggingFaceLM":
