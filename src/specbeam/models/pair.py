@@ -14,7 +14,7 @@ from specbeam.engines.cpu.cache_words import KeptAs
 from specbeam.engines.eligibility import reads_sources
 from specbeam.models.encoder_decoder import EncoderDecoderLM
 from specbeam.models.huggingface import HuggingFaceLM
-from specbeam.models.loading.drafts import check_draft_of_sources, draft_of, given_draft
+from specbeam.models.loading.drafts import DraftOptions, check_draft_of_sources, draft_of, given_draft
 from specbeam.models.loading.further import FurtherDrafts
 from specbeam.models.loading.language_models import (
     ShareFrom,
@@ -195,7 +195,7 @@ def load(
     given = given_draft(draft, quantize_draft, quantize, target, target_model)
     draft_model = None
     if given.model is not None:
-        draft_model = model_of(given.model, dtype, torch_device, given.quantize, may_keep=True)
+        draft_model = model_of(given.model, dtype, torch_device, given.quantize, may_map=True)
     own_tokenizer = None if tokenizer is False else read_tokenizer(tokenizer if tokenizer is not None else target)
     shared = None
     if draft_model is not None:
@@ -208,9 +208,8 @@ def load(
     else:
         target_lm = language_model(target_model, check, by_engine(quantize), compile, share_from, rounded_kv)
     target_lm.further_draft = FurtherDrafts(target_lm, own_tokenizer, target, dtype, torch_device, check, share_from)
-    draft_lm = draft_of(
-        given, draft_model, target_lm, own_tokenizer, check, compile, share_from, probe, rounded_kv, shared
-    )
+    options = DraftOptions(check, compile, share_from, probe, rounded_kv)
+    draft_lm = draft_of(given, draft_model, target_lm, own_tokenizer, options, shared)
     models = [lm for lm in (target_lm, draft_lm) if isinstance(lm, HuggingFaceLM)]
     if compile and "torch" not in {lm.engine for lm in models}:
         raise BadSetting(

@@ -22,11 +22,11 @@ from specbeam.engines.cpu.rounding import GROUP
 from specbeam.engines.families import family_of
 from specbeam.engines.mapped import mark_kept
 from specbeam.engines.packed import BITS, PER_WORD, Layout, PackedLinear, PackedMatrix
-from specbeam.engines.torch import lean
 from specbeam.models.checkpoints.boundary import reading, reading_file
-from specbeam.models.checkpoints.headers import TYPES, StoredTensor, file_of
+from specbeam.models.checkpoints.headers import StoredTensor, file_of
 from specbeam.models.checkpoints.numbers import fault_of
 from specbeam.models.checkpoints.pretrained import Checkpoint
+from specbeam.models.mapped_files import common_type
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -78,7 +78,7 @@ def read_rounded(checkpoint: Checkpoint, dtype: "str | torch.dtype") -> "PreTrai
 
 
 def _stored_settings(config: Any) -> dict[str, Any]:
-    """Return what a configuration says about how the weights were rounded."""
+    """Return the settings by which the weights were rounded."""
     stored = config.quantization_config
     return dict(stored if isinstance(stored, dict) else stored.to_dict())
 
@@ -226,14 +226,11 @@ def _is_packed(name: str, model: nn.Module) -> bool:
 
 
 def _words_of(tensors: _Tensors, model: nn.Module) -> torch.dtype | None:
-    """Return the type that weights keep, that of the files; None if they become float32, see `kept_type`."""
+    """Return the type that weights keep, that of the files; None if they become float32, see `stored_type`."""
     whole = [one for name, one in tensors.items() if not _is_packed(name, model)]
-    types = {one.type for one in whole}
     packed = sum(PER_WORD * math.prod(one.shape) for name, one in tensors.items() if name.endswith(".qweight"))
     numbers = packed + sum(math.prod(one.shape) for one in whole)
-    if len(types) != 1 or numbers <= lean.LARGEST or not types <= TYPES.keys():
-        return None
-    return TYPES[types.pop()]
+    return common_type(whole, numbers)
 
 
 def _load(model: Any, tensors: _Tensors, dtype: Any) -> None:

@@ -4,7 +4,7 @@ A set is as good as its *matchness*: the share of tokens of the text so far that
 the likeliest ones. One set is tried at a time: random ones, and from time to time one that Bayesian optimisation suggests.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Any, Literal
 
@@ -48,11 +48,10 @@ class SkipSearch:
 
     def __post_init__(self) -> None:
         one_of("window", self.window, ("recent", "first"))
-        for name in ("context", "interval", "patience", "most"):
-            if getattr(self, name) < 1:
-                raise BadSetting(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.bayes_every < 0:
-            raise BadSetting(f"bayes_every is {self.bayes_every}; it must be at least 0")
+        for name, least in {"context": 1, "interval": 1, "patience": 1, "most": 1, "bayes_every": 0}.items():
+            value = getattr(self, name)
+            if value < least:
+                raise BadSetting(f"{name} is {value}; it must be at least {least}")
         if not 0 <= self.enough <= 1:
             raise BadSetting(f"enough is {self.enough}; it is a share of tokens, in [0, 1]")
 
@@ -83,7 +82,7 @@ class Found:
 
     def copy(self) -> "Found":
         """Return a copy that may change alone."""
-        return Found(self.best, self.matchness, self.choices, self.scores, self.tries, self.failures)
+        return replace(self)
 
     def is_over(self, search: SkipSearch) -> bool:
         """Return whether the search has reached one of its ends, or has nothing to choose."""
@@ -121,15 +120,10 @@ class Found:
     def after(self, begun: "Found", ended: "Found") -> "Found":
         """Return what is known when a session that began with `begun` has ended: its set, and the trials of both."""
         fresh = ended.tries - begun.tries
-        newest = slice(len(ended.scores) - min(fresh, len(ended.scores)), None)
-        return Found(
-            ended.best,
-            ended.matchness,
-            np.concatenate([self.choices, ended.choices[newest]])[-MOST_TRIALS:],
-            np.append(self.scores, ended.scores[newest])[-MOST_TRIALS:],
-            self.tries + fresh,
-            ended.failures,
-        )
+        first = max(len(ended.scores) - fresh, 0)
+        choices = np.concatenate([self.choices, ended.choices[first:]])[-MOST_TRIALS:]
+        scores = np.append(self.scores, ended.scores[first:])[-MOST_TRIALS:]
+        return replace(ended, choices=choices, scores=scores, tries=self.tries + fresh)
 
 
 def random_choice(choices: int, count: int, stream: np.random.Generator) -> Choice:
@@ -243,14 +237,8 @@ class SkipMemory:
 
 
 def _record_of(found: Found) -> dict[str, Any]:
-    return {
-        "best": found.best.astype(int).tolist(),
-        "matchness": found.matchness,
-        "choices": found.choices.astype(int).tolist(),
-        "scores": found.scores.tolist(),
-        "tries": found.tries,
-        "failures": found.failures,
-    }
+    arrays = {"best": found.best.astype(int), "choices": found.choices.astype(int), "scores": found.scores}
+    return vars(found) | {name: array.tolist() for name, array in arrays.items()}
 
 
 def _figures_of(start: Choice) -> kept_figures.Figures:
@@ -259,29 +247,21 @@ def _figures_of(start: Choice) -> kept_figures.Figures:
     def fits(record: dict[str, Any]) -> bool:
         return len(record["choices"]) == len(record["scores"]) and sum(record["best"]) == int(start.sum())
 
-    return kept_figures.Figures(
-        "sublayers",
-        kept_figures.RecordFields(
-            {
-                "best": kept_figures.NumberField((len(start),), most=1, is_whole=True),
-                "matchness": kept_figures.NumberField(most=1.0),
-                "choices": kept_figures.NumberField((None, len(start)), most=1, is_whole=True),
-                "scores": kept_figures.NumberField((None,), most=1.0),
-                "tries": kept_figures.NumberField(is_whole=True),
-                "failures": kept_figures.NumberField(is_whole=True),
-            },
-            fits,
-        ),
-    )
+    count = kept_figures.NumberField(is_whole=True)
+    fields = {
+        "best": kept_figures.NumberField((len(start),), most=1, is_whole=True),
+        "matchness": kept_figures.NumberField(most=1.0),
+        "choices": kept_figures.NumberField((None, len(start)), most=1, is_whole=True),
+        "scores": kept_figures.NumberField((None,), most=1.0),
+        "tries": count,
+        "failures": count,
+    }
+    return kept_figures.Figures("sublayers", kept_figures.RecordFields(fields, fits))
 
 
 def _found_in(record: dict[str, Any], start: Choice) -> Found:
     """Return the state of a search that a record holds."""
-    return Found(
-        np.array(record["best"], dtype=bool),
-        record["matchness"],
-        np.array(record["choices"], dtype=bool).reshape(-1, len(start)),
-        np.array(record["scores"], dtype=np.float64),
-        record["tries"],
-        record["failures"],
-    )
+    best = np.array(record["best"], dtype=bool)
+    choices = np.array(record["choices"], dtype=bool).reshape(-1, len(start))
+    scores = np.array(record["scores"], dtype=np.float64)
+    return Found(**record | {"best": best, "choices": choices, "scores": scores})

@@ -43,6 +43,11 @@ class Checkpoint:
         """Whether its files state that they hold rounded weights."""
         return getattr(self.config, "quantization_config", None) is not None
 
+    @property
+    def reads_sources(self) -> bool:
+        """Whether it is an encoder-decoder model."""
+        return bool(getattr(self.config, "is_encoder_decoder", False))
+
 
 def open_checkpoint(name: str, kind: Any = None) -> Checkpoint:
     """Return what the files of a model say of it, at a folder or hub id.

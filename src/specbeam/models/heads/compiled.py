@@ -222,9 +222,8 @@ class CompiledHead:
         self, caches: Sequence[CompiledCache], forests: Sequence[Forest], wanted: list[AnyNodes]
     ) -> tuple[list[Float32[np.ndarray, "_ vocab"]], int]:
         """Do `extend` for several sessions of a trunk, whose rows share passes."""
-        for cache, forest in zip(
-            caches, forests, strict=True
-        ):  # first make room for all: it moves the arrays of the store
+        pairs = [*zip(caches, forests, strict=True)]
+        for cache, forest in pairs:  # first make room for all: it moves the arrays of the store
             with self.arrays_for_steps(cache, forest.size - cache.trie.known):
                 pass
         passes = 0
@@ -381,10 +380,6 @@ def _bias_of(linear: nn.Linear) -> np.ndarray:
     return _NONE if linear.bias is None else numbers_of(linear.bias)
 
 
-def _tokens_of(head: Head) -> np.ndarray:
-    return _NO_TOKENS if head.tokens is None else head.tokens.cpu().numpy().astype(np.int64)
-
-
 def _architecture_of(sizes: LayerSizes, layers: int) -> Architecture:
     """Return the architecture of so many layers of a head, which are those of a Llama."""
     return llama_architecture(layers, sizes.heads, sizes.kv_heads, sizes.head_size, sizes.eps)
@@ -395,8 +390,19 @@ def _no_panels(kind: Kind) -> np.ndarray:
     return in_panels(np.zeros((WIDTH, STEP), dtype=np.float32), kind)[:0]
 
 
-def _first_angles(head: Any) -> np.ndarray:
-    return angles_of(head.rotary.angles, SHORT)[None]
+def _common_parts(head: Any, vocab: int, tiled: bool) -> dict[str, Any]:
+    """Return the arrays and numbers that trunks and block heads have in common."""
+    matrix = head.lm_head.weight
+    return {
+        "embedding": numbers_of(head.embed_tokens.weight),
+        "angles": angles_of(head.rotary.angles, SHORT)[None],
+        "eps": float(head.shape.sizes.eps),
+        "heads": head.shape.sizes.heads,
+        "last_norm": _norm_of(head.norm),
+        "head": in_panels(numbers_of(matrix), _kind_of([matrix], tiled)),
+        "tokens": _NO_TOKENS if head.tokens is None else head.tokens.cpu().numpy().astype(np.int64),
+        "vocab": vocab,
+    }
 
 
 @torch.inference_mode()
@@ -436,7 +442,6 @@ def _trunk_model(head: PairTrunk, vocab: int) -> TrunkModel:
         others = weights_of(layers[1:], kind, _architecture_of(shape.sizes, len(layers) - 1))
     return TrunkModel(
         features=features,
-        embedding=numbers_of(known.embed_tokens.weight),
         pairs=_PAIRS[shape.pairs],
         swaps=bool(shape.swaps) and not reads_pairs,
         norms_residual=bool(shape.norms_residual),
@@ -448,13 +453,7 @@ def _trunk_model(head: PairTrunk, vocab: int) -> TrunkModel:
         first=first,
         others=others,
         kinds=np.zeros(len(layers) - 1, dtype=np.int64),
-        angles=_first_angles(head),
-        eps=float(shape.sizes.eps),
-        heads=shape.sizes.heads,
-        last_norm=_norm_of(known.norm),
-        head=in_panels(numbers_of(known.lm_head.weight), _kind_of([known.lm_head.weight], tiled)),
-        tokens=_tokens_of(head),
-        vocab=vocab,
+        **_common_parts(head, vocab, tiled),
     )
 
 
@@ -483,19 +482,12 @@ def _block_model(head: BlockHead, vocab: int) -> BlockModel:
         correction = in_panels(numbers_of(matrix), _kind_of([matrix], tiled))
     return BlockModel(
         features=features,
-        embedding=numbers_of(known.embed_tokens.weight),
         mask=head.mask,
         rows=shape.rows,
         first_row=shape.first_row,
         weights=weights_of(layers, kind, _architecture_of(shape.sizes, len(layers))),
         kinds=np.zeros(len(layers), dtype=np.int64),
-        angles=_first_angles(head),
-        eps=float(shape.sizes.eps),
-        heads=shape.sizes.heads,
-        last_norm=_norm_of(known.norm),
-        head=in_panels(numbers_of(known.lm_head.weight), _kind_of([known.lm_head.weight], tiled)),
         correction_rows=rows,
         correction=correction,
-        tokens=_tokens_of(head),
-        vocab=vocab,
+        **_common_parts(head, vocab, tiled),
     )

@@ -7,7 +7,7 @@ the next token, and extra row 1 that of the one after it, whatever the next one 
 law.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -142,25 +142,18 @@ class StoredTrees:
         self.masks = Masks(config, config._attn_implementation or "eager", target.dtype)
         self.cache = _TreeCache(config.num_hidden_layers, keys, values)
         self.states: Tensor | None = None
-        handles = []
-        if tap is not None:
 
-            def keep(module: object, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-                self.states = given[0] if given else named["hidden_states"]
+        def note(module: object, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            self.states = given[0] if given else named["hidden_states"]
 
-            handles.append(layers_of(target)[tap].register_forward_pre_hook(keep, with_kwargs=True))
-        try:
-            with torch.no_grad(), unrounded(trees.tokens):
-                target.base_model(
-                    input_ids=trees.tokens,
-                    position_ids=trees.depths,
-                    attention_mask=self.masks.of_trees(trees.sees, trees.depths),
-                    past_key_values=self.cache,
-                    use_cache=True,
-                )
-        finally:
-            for handle in handles:
-                handle.remove()
+        with torch.no_grad(), unrounded(trees.tokens), hooked(target, tap, note):
+            target.base_model(
+                input_ids=trees.tokens,
+                position_ids=trees.depths,
+                attention_mask=self.masks.of_trees(trees.sees, trees.depths),
+                past_key_values=self.cache,
+                use_cache=True,
+            )
         self.cache.is_full = True
 
     def last_states(self, anchors: Anchors, made: AnchorRows, layer: int = 0) -> AnchorRows:
@@ -175,25 +168,18 @@ class StoredTrees:
         positions = self.trees.depths.gather(1, anchors)[..., None] + torch.arange(1, depth + 1, device=anchors.device)
         seen, slot_positions = self._seen(anchors, positions)
         flat = made.reshape(rows, count * depth, width).to(self.target.dtype)
-        handles = []
-        if layer:
 
-            def enter(module: object, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-                return ((flat, *given[1:]), named) if given else (given, {**named, "hidden_states": flat})
+        def enter(module: object, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            return ((flat, *given[1:]), named) if given else (given, {**named, "hidden_states": flat})
 
-            handles.append(layers_of(self.target)[layer].register_forward_pre_hook(enter, with_kwargs=True))
-        try:
-            with _frozen(self.target), unrounded(flat):
-                last: Tensor = self.target.base_model(
-                    inputs_embeds=torch.zeros_like(flat) if layer else flat,
-                    position_ids=positions.flatten(1),
-                    attention_mask=self.masks.of_rows(seen, positions.flatten(1), slot_positions),
-                    past_key_values=self.cache,
-                    use_cache=True,
-                ).last_hidden_state
-        finally:
-            for handle in handles:
-                handle.remove()
+        with _frozen(self.target), unrounded(flat), hooked(self.target, layer or None, enter):
+            last: Tensor = self.target.base_model(
+                inputs_embeds=torch.zeros_like(flat) if layer else flat,
+                position_ids=positions.flatten(1),
+                attention_mask=self.masks.of_rows(seen, positions.flatten(1), slot_positions),
+                past_key_values=self.cache,
+                use_cache=True,
+            ).last_hidden_state
         return last.view(rows, count, depth, width)
 
     def _seen(
@@ -239,9 +225,8 @@ class _TreeLayer(CacheLayerMixin):
             self.keys = key_states
             self.values = value_states
             return key_states, value_states
-        return self._with(self.cache.keys, self.keys, key_states), self._with(
-            self.cache.values, self.values, value_states
-        )
+        keys = self._with(self.cache.keys, self.keys, key_states)
+        return keys, self._with(self.cache.values, self.values, value_states)
 
     def _with(self, prefix: tuple[Tensor, ...], trees: Tensor, own: Tensor) -> Tensor:
         parts = [trees, own]
@@ -276,12 +261,25 @@ class _TreeCache(Cache):
 
 
 def unrounded(like: Tensor) -> torch.autocast:
-    """Return a context in which the target runs in its own type, as it does in decoding, whatever a training rounds.
+    """Return a context in which the target runs in its own type, as it does in decoding, also if a training rounds.
 
     Args:
         like: a tensor on its device.
     """
     return torch.autocast(like.device.type, enabled=False)
+
+
+@contextmanager
+def hooked(model: "PreTrainedModel", layer: int | None, hook: Callable[..., Any]) -> Iterator[None]:
+    """Call a hook before each forward of a layer; None: of no layer."""
+    if layer is None:
+        yield
+        return
+    handle = layers_of(model)[layer].register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager

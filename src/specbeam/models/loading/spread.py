@@ -38,8 +38,7 @@ def check_before_spreading(target: Any, draft: Any, tokenizer: Any, quantize_dra
     The other processes do as that of rank 0 says from then on, and would wait for it.
     """
     name = name_or_path(target)
-    config = open_checkpoint(name).config
-    if getattr(config, "is_encoder_decoder", False):
+    if open_checkpoint(name).reads_sources:
         raise has_encoder(f"the model in {target}")
     if isinstance(draft, Skipping) or (isinstance(draft, str) and (draft == "swift" or draft in OWN)):
         raise NotSupported(
