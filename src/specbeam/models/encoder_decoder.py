@@ -33,23 +33,23 @@ MADE_UP_FRAMES = 24  # of a source on which passes are timed
 class EncoderDecoderLM(HuggingFaceLM):
     """An encoder-decoder model that scores forests: `session.context` holds the source that its encoder reads.
 
-    The prompt of a session is that of the decoder: its start token, and what is forced to follow. The encoder reads a source
-    once. The keys and values of its cross-attention are stored once per source: beams, draft nodes and samples of the same
-    prompt look at the same ones.
+    The prompt of a session is the decoder's: its start token, and the tokens that are forced to follow. The encoder reads a
+    source once. Keys and values of its cross-attention are stored once per source, for all beams, draft nodes and samples
+    of a prompt.
 
     Args:
         chunk: prompt tokens of one session per pass.
         encoder: an encoder that makes the states of a source, whose output is then shared with other models; None: the
             model's own.
-        engine: what runs the decoder: "gpu", "compiled", "int8", "int4", "plain" or "auto"; see `HuggingFaceLM`. A compiled
-            one runs the encoder, too, unless it has hooks or modules that are not those of its family.
-        kv: "bfloat16" rounds the decoder's keys and values, its own and those of sources, as they are stored; see
+        engine: runs the decoder: "gpu", "compiled", "int8", "int4", "plain" or "auto"; see `HuggingFaceLM`. A compiled
+            one runs the encoder, too, unless it has hooks, or modules of another kind than its family's.
+        kv: "bfloat16" rounds the decoder's keys and values, of itself and of sources, as they are stored; see
             `HuggingFaceLM`.
         shared: the tokens that a draft model shares with a target of another vocabulary; see `HuggingFaceLM`.
 
     Attributes:
         encoder: the encoder that reads sources for this model.
-        input_name: what the encoder reads: "input_ids", or "input_features" of audio.
+        input_name: input of the encoder: "input_ids", or "input_features" of audio.
         most_source: the most tokens of a source, or the number of frames that each window of audio has; None: no limit.
     """
 
@@ -99,7 +99,7 @@ class EncoderDecoderLM(HuggingFaceLM):
         return type(self) is EncoderDecoderLM and isinstance(self.runner, CompiledSourcePasses) and self._takes_steps
 
     def refuses(self, session: CacheOwner) -> str:
-        """Return the reason why this model cannot take what a session has for it; "" if it can."""
+        """Return the reason why this model cannot take the inputs of a session; "" if it can."""
         if self not in getattr(session, "context", {}):
             return f"{self.model_name} reads a source for each prompt, and the session has none: session.context[lm]"
         return super().refuses(session)
@@ -109,7 +109,7 @@ class EncoderDecoderLM(HuggingFaceLM):
         return getattr(session, "context", {})[self]
 
     def own_source(self, source: Source) -> Source:
-        """Return what this model's encoder reads in place of a source of the target's tokens; mostly the source itself.
+        """Return this model's own form of a source of the target's tokens; mostly the source itself.
 
         Tokens that the model does not know are replaced by its stand-in; see `SharedTokens`.
         """
@@ -150,7 +150,7 @@ class EncoderDecoderLM(HuggingFaceLM):
         return logits if self.shared is None else self.shared.fitted_logits(logits)
 
     def reads_with(self, other: "EncoderDecoderLM") -> bool:
-        """Return whether this model takes what the encoder of another one makes, so that a source is read once for both."""
+        """Return whether this model can reuse another model's encoder output."""
         return self.encoder is other.encoder
 
     def extend(
@@ -202,7 +202,7 @@ def _hears(encoder: Any) -> bool:
 
 
 def _most_source(encoder: Any) -> int | None:
-    """Return the most tokens that an encoder reads, None if there is no limit; of audio the frames that it always reads."""
+    """Return the most tokens that an encoder reads, None if there is no limit; of audio the fixed number of frames."""
     if _hears(encoder):
         return 2 * int(encoder.config.max_source_positions)
     positions = getattr(encoder, "embed_positions", None)
@@ -213,7 +213,7 @@ def _most_source(encoder: Any) -> int | None:
 
 @torch.no_grad()
 def have_equal_encoders(first: "PreTrainedModel", second: "PreTrainedModel") -> bool:
-    """Return whether the encoders of two models have the same weights, as those of a distilled Whisper and its teacher."""
+    """Return whether the encoders of two models have the same weights, as in a distilled Whisper and its teacher."""
     if not (has_own_encoder(first) and has_own_encoder(second)):
         return False
     weights = first.get_encoder().state_dict()

@@ -39,7 +39,7 @@ class EngineKind(NamedTuple):
 
     Attributes:
         name: of the engine.
-        described: what messages call it.
+        described: its name in messages.
         fits: returns the reason why it cannot run a model; "" if it can.
         waits: returns the reason why "auto" does not take it although it fits; "" if it does.
         passes: makes the passes of a model; None, with a warning, if the engine turns out not to work on this machine.
@@ -56,7 +56,7 @@ class Job(NamedTuple):
     """A model that needs an engine.
 
     Attributes:
-        caches: those of `HuggingFaceLM.caches`.
+        caches: see `HuggingFaceLM.caches`.
         shared: the tokens of a target that the model is given, and drafts; None: its own.
     """
 
@@ -83,8 +83,8 @@ def choose_engine(
     """Return the engine that runs a model: the wanted one, or with "auto" the first of the table that fits.
 
     Args:
-        caches: those of `HuggingFaceLM.caches`.
-        kv: what keys and values are kept as, where that is not float32: then "auto" is the compiled forward.
+        caches: see `HuggingFaceLM.caches`.
+        kv: the type in which keys and values are stored; with another one than float32, "auto" is the compiled forward.
         shared: the tokens of a target that the model is given, and drafts; None: its own.
 
     Raises `NotSupported` if the wanted engine cannot run the model.
@@ -166,7 +166,7 @@ def _always(model: "PreTrainedModel") -> str:
 
 
 def _on_request(model: "PreTrainedModel") -> str:
-    return "it is taken on request alone"
+    return "it is taken on request only"
 
 
 def _too_large(model: "PreTrainedModel") -> str:
@@ -194,9 +194,7 @@ def _waits_for_gpu(model: "PreTrainedModel") -> str:
     if model.device.type != "cuda":
         return f"it is on {model.device}, where this is for tests"
     if reads_sources(model):
-        return (
-            "it is taken on request alone for decoders that look at sources: docs/models.md says what was tested there"
-        )
+        return "it is taken on request only for decoders that look at sources: docs/models.md lists the tests there"
     return ""
 
 

@@ -114,7 +114,7 @@ class HuggingFaceLM:
 
     Args:
         chunk: prompt tokens of one session per pass.
-        engine: what runs the model. "plain" calls it, "torch" calls it through torch.compile. "lean"
+        engine: runs the model. "plain" calls it, "torch" calls it through torch.compile. "lean"
             (engines/torch/lean.py), "compiled" (engines/cpu/) and "gpu" (engines/gpu/) run its layers themselves. "int8" and
             "int4" are "compiled", and "fp8" is "gpu", with weights rounded to 8 or 4 bits, which makes it another model.
             "layers" (engines/by_layer.py) calls its layers one by one, so that an exit layer can draft on its cache.
@@ -133,7 +133,7 @@ class HuggingFaceLM:
     Attributes:
         passes: the number of passes so far.
         engine: the name of the engine that runs the model, of the table in `lm.engines`.
-        engine_note: where "auto" left the model to transformers, a sentence that says so and why; "" otherwise.
+        engine_note: where "auto" left the model to transformers, a sentence with the reason; "" otherwise.
         guard: keeps the model to one thread at a time.
         known_prompts: the beginnings of earlier prompts; None if they are not kept.
         further_draft: of a target that `load` has made: loads a draft model that a recipe takes as a setting.
@@ -157,7 +157,7 @@ class HuggingFaceLM:
         self.guard = ThreadGuard()
         self.known_prompts: KnownPrompts | None = None
         self._before_prompts: tuple[int, int | None] | None = None  # `chunk` and `share_from` before `remember_prompts`
-        self.caches: list[list[Any]] = []  # those of the sessions in each row of the store
+        self.caches: list[list[Any]] = []  # of the sessions in each row of the store
         self.engine, self.runner, self.engine_note = choose_engine(model, engine, self.caches, kv, shared)
         self.share_from = share_from if share_from != "auto" else _default_share_from(self.engine)
         self.heads: dict[Any, Any] = {}  # draft heads that were read for this model, see `load`
@@ -173,7 +173,7 @@ class HuggingFaceLM:
         self.skipping: dict[
             Any, Any
         ] = {}  # draft models that are this one without some sublayers; see `skipping_model`
-        self.learnt: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # what controllers learn, by draft model
+        self.learnt: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # learnt by controllers, by draft model
 
     def twin(self, number: int = 0) -> "HuggingFaceLM":
         """Return a further language model of the same model object and engine, which keeps caches of its own.
@@ -193,8 +193,8 @@ class HuggingFaceLM:
     def remember_prompts(self, chunk: int, most_bytes: int) -> None:
         """Store prompts in chunks of this many tokens from now on, and keep the chunks for later prompts that begin alike.
 
-        Sessions that are decoded side by side share no row of the store any more: a prompt copies what another one has
-        stored. Prompts of different `Session.namespace` are strangers. All of this holds until `forget_prompts`, for
+        Sessions that are decoded side by side share no row of the store any more: a prompt copies rows that another one
+        has stored. Prompts of different `Session.namespace` are strangers. All of this holds until `forget_prompts`, for
         everybody who decodes with this object, and so for all pairs of this model object.
 
         Args:
@@ -208,9 +208,9 @@ class HuggingFaceLM:
         self.known_prompts = KnownPrompts(chunk, most_bytes) if most_bytes > 0 else None
 
     def forget_prompts(self) -> None:
-        """Store prompts again as before the first `remember_prompts`, and drop what is kept; do nothing if there was none.
+        """Store prompts again as before the first `remember_prompts`, and drop the chunks; do nothing if there was none.
 
-        Sessions that are being decoded go on with what they have stored.
+        Sessions that are being decoded go on with the rows that they have stored.
         """
         if self._before_prompts is None:
             return
@@ -219,9 +219,9 @@ class HuggingFaceLM:
         self.known_prompts = None
 
     def reserve(self, sessions: int, slots: int) -> None:
-        """Make room for the keys and values of so many sessions with so many tokens each, so that it need not grow later.
+        """Allocate keys and values of `sessions` sessions with `slots` tokens each, so that the store need not grow later.
 
-        All of its memory is taken at once: what a process needs shows when it starts.
+        All of its memory is touched at once, so that a process shows its need when it starts.
         """
         self.runner.store.reserve(sessions, -(-slots // BLOCK) * BLOCK)
         self.runner.store.touch()
@@ -238,7 +238,7 @@ class HuggingFaceLM:
         return int(2 * config.num_hidden_layers * kv_heads * size * number)
 
     def lacks(self, needs: Needs) -> str:
-        """Return the reason why this model cannot provide what is needed; "" if it can."""
+        """Return the reason why this model cannot provide these needs; "" if it can."""
         if needs.exit_layer is not None and not isinstance(self.runner, PackedPasses):
             return (
                 "an exit layer on its cache is run by the compiled forward, rounded or not, or 'layers', and this model is "
@@ -278,11 +278,11 @@ class HuggingFaceLM:
         return type(self.model).__name__
 
     def _extras_of(self, session: CacheOwner) -> tuple[Any, torch.Tensor | None]:
-        """Return the context and the embeddings that a session has for this model besides tokens; None for what it lacks."""
+        """Return the context and the embeddings that a session has for this model; None for each that it lacks."""
         return getattr(session, "context", {}).get(self), getattr(session, "vectors", {}).get(self)
 
     def _extra_inputs_of(self, session: CacheOwner) -> ExtraInputs | None:
-        """Return what a session's extra rows are made of in this model; None if they are tokens, or of another model."""
+        """Return the inputs of a session's extra rows in this model; None if they are tokens, or of another model."""
         inputs: ExtraInputs | None = getattr(session, "extra_inputs", None)
         return inputs if inputs is not None and inputs.model is self.model else None
 
@@ -305,7 +305,7 @@ class HuggingFaceLM:
         forward can do this; see `LiveLayers` and `ExitLM`.
 
         Args:
-            needs: what sessions without parts need of each row; if it has an exit layer, this runs behind these layers.
+            needs: of sessions without parts, of each row; an exit layer among them runs behind these layers.
 
         Raises `NotSupported` if the session used another number of layers before.
         """
@@ -372,7 +372,7 @@ class HuggingFaceLM:
         Args:
             fresh: the most new nodes that a pass of the steps brings.
             more: room to make for further nodes that are stored later.
-            needs: what is needed of each row.
+            needs: of each row.
         """
         cache = self._cache(session, needs)
         with self._arrays_for_steps(cache, fresh, more) as arrays:
@@ -426,7 +426,7 @@ class HuggingFaceLM:
             yield None if arrays is None else EarlyCacheForSteps(lm, Drafting(cache), arrays)
 
     def _is_stored_for_steps(self, cache: Any, fresh: int) -> bool:
-        """Store what steps cannot; return False if they cannot run passes, or if too many tokens are pending for one pass.
+        """Store tokens that steps cannot; return False if steps cannot run a pass over the pending tokens.
 
         Args:
             fresh: the most new nodes that a pass of the steps brings.
@@ -455,7 +455,7 @@ class HuggingFaceLM:
 
     @property
     def bytes_read(self) -> int:
-        """The number of bytes of weights that a pass reads, about: those of the engine's own matrices if it has any."""
+        """The approximate number of bytes of weights that a pass reads: of the engine's own matrices if it has any."""
         decoder = getattr(self.runner, "decoder", None)
         of_engine: int | None = getattr(decoder, "bytes_read", None)
         if of_engine is not None:
@@ -558,7 +558,7 @@ class HuggingFaceLM:
         return session.state[self].trie.held
 
     def _cache(self, session: CacheOwner, needs: Needs = LOGITS) -> Any:
-        """Return the session's cache; at first make it, in a row of its own or in that of a session with the same prefix.
+        """Return the session's cache; at first make it, in a row of its own or in the row of a session with the same prefix.
 
         Raises `NotSupported` if the model cannot take the session's context or embeddings.
         """
@@ -635,7 +635,7 @@ class HuggingFaceLM:
                 cache.leader = None
 
     def _replace_leader(self, caches: list[Any]) -> None:
-        """Make the first of these caches, whose leader was closed, the leader of those that still share enough with it."""
+        """Make the first of these caches, whose leader was closed, the leader of caches that share enough with it."""
         for place, cache in enumerate(caches):
             first = caches[0]
             common = min(_common_prefix(cache.prompt, first.prompt), cache.common, len(first.prompt) - 1)
@@ -685,7 +685,7 @@ class HuggingFaceLM:
             cache.trie.forget_inner()
 
     def _recall(self, caches: list[Any]) -> None:
-        """Copy what is known of the beginnings of prompts that are being stored, as far as it goes."""
+        """Copy the known chunks at the beginnings of prompts that are being stored."""
         known = self.known_prompts
         if known is None:
             return
@@ -724,7 +724,7 @@ class HuggingFaceLM:
         known.keep(self._beginning(cache), start, self.runner.store.take(cache.row, slots))
 
     def _beginning(self, cache: Any) -> Beginning:
-        """Return how far the prompt of a cache was followed in the tree of those that are known."""
+        """Return how far the prompt of a cache was followed in the tree of known prompts."""
         if cache.beginning is None:
             cache.beginning = Beginning(cache.namespace, cache.prompt)
         return cache.beginning
@@ -778,7 +778,7 @@ def _needs_of_parts(session: CacheOwner, needs: Needs) -> Needs:
 
 
 def _may_recall(cache: Any) -> bool:
-    """Return whether the rows of a prompt depend on its tokens alone, and nobody reads them but attention."""
+    """Return whether the rows of a prompt depend only on its tokens, and are read only by attention."""
     has_extras = cache.context is not None or cache.vectors is not None or cache.extra_inputs is not None
     return not (has_extras or cache.needs.prompt or cache.early_layers is not None or cache.leader is not None)
 

@@ -50,7 +50,7 @@ class Pair:
 
     @property
     def eos(self) -> tuple[int, ...]:
-        """The end tokens: those of the target's generation config, or else the tokenizer's."""
+        """The end tokens: the target's generation config's, or else the tokenizer's."""
         eos = getattr(getattr(self.target_model, "generation_config", None), "eos_token_id", None)
         if eos is None and self.tokenizer is not None:
             eos = self.tokenizer.eos_token_id
@@ -60,7 +60,7 @@ class Pair:
 
     @property
     def forgetful_target(self) -> HuggingFaceLM:
-        """The target, for what looks at its model itself. Raises `NotSupported` if it has a memory, or reads sources."""
+        """The target, for code that reads its model itself. Raises `NotSupported` if it has a memory, or reads sources."""
         if isinstance(self.target, MemoryLM):
             raise NotSupported(
                 "the target of this pair reads with memory (sb.hmt), and this looks at the model without it; give the pair "
@@ -111,7 +111,7 @@ def load(
         target: a path, a hub id, a model object, or "bundled" (the pair that comes with specbeam, draft included). A causal
             language model; or an encoder-decoder model for translation, summaries or speech, whose prompts are sources.
         draft: the same kinds of values; None for methods that need no draft model. It must have the target's tokens, as
-            far as both have any: a padded vocabulary may be larger or smaller, and tokens of one model alone are never
+            far as both have any: a padded vocabulary may be larger or smaller, and tokens of only one model are never
             drafted (docs/models.md). Or a draft head for the target (docs/heads.md lists the kinds); "mtp": the modules of
             multi-token prediction that the target's own files hold (a folder of this name is "./mtp"). "swift", or a
             `Skipping`: the target without some of its sublayers (docs/methods/swift.md; a folder of this name is
@@ -151,7 +151,7 @@ def load(
             put on `device`.
         tensor_parallel: spread the target's weights over the processes that ``torchrun`` has started
             (docs/guides/scale.md). Only that of rank 0 returns; the others do as it says until it ends, and end then
-            (`SystemExit`). The draft is whole, and in rank 0 alone. `check` is not done.
+            (`SystemExit`). The draft is whole, and only in rank 0. `check` is not done.
         kv: "bfloat16" keeps the target's keys and values rounded to bfloat16, for long texts in half the memory, in the
             compiled forward of a CPU; those of sources, too. It is another model: the output has the law of the target with
             rounded keys and values, and reports say so. So does a draft that is the target with rounded weights. None: as

@@ -18,7 +18,7 @@ from specbeam.models.sublayers import Choice
 POOL = 512  # random sets among which Bayesian optimisation suggests one
 SCALES = (1.0, 2.0, 4.0, 8.0, 16.0)  # length scales that are weighed, in numbers of differing sublayers
 NOISE = 1e-2  # variance of a matchness, as a share of the variance of all
-KAPPA = 2.5  # standard deviations that are added to what a set is expected to have
+KAPPA = 2.5  # standard deviations that are added to the expected matchness of a set
 MOST_TRIALS = 400  # tried sets that are kept; older ones are forgotten
 WEIGHT = 0.5  # of a new matchness of the set in use, in its average
 Window = Literal["recent", "first"]
@@ -26,13 +26,13 @@ Window = Literal["recent", "first"]
 
 @dataclass(frozen=True)
 class SkipSearch:
-    """The settings of a search; those of the paper, but for `window` (docs/methods/swift.md).
+    """The settings of a search; as in the paper, but for `window` (docs/methods/swift.md).
 
     Args:
         context: number of tokens that a matchness is measured on.
         window: which tokens of the text these are: the "recent" ones, or the "first" that were generated.
         interval: number of turns from one trial to the next.
-        bayes_every: of so many trials, one is suggested by Bayesian optimisation; 0: none.
+        bayes_every: one of this many trials is suggested by Bayesian optimisation; 0: none.
         enough: a matchness above which the search is over.
         patience: trials in a row without a better set after which it is over.
         most: number of trials after which it is over.
@@ -58,7 +58,7 @@ class SkipSearch:
 
 @dataclass
 class Found:
-    """What a search has found so far.
+    """The state of a search.
 
     Attributes:
         best: the set in use.
@@ -81,7 +81,7 @@ class Found:
             self.choices = np.zeros((0, len(self.best)), dtype=bool)
 
     def copy(self) -> "Found":
-        """Return a copy that may change alone."""
+        """Return an independent copy."""
         return replace(self)
 
     def is_over(self, search: SkipSearch) -> bool:
@@ -94,7 +94,7 @@ class Found:
         """Return the set to try next: at first the set in use, then others of its size.
 
         Args:
-            stream: what random sets are drawn from.
+            stream: source of random sets.
         """
         if self.tries == 0:
             return self.best
@@ -118,7 +118,7 @@ class Found:
         self.matchness = (1 - WEIGHT) * self.matchness + WEIGHT * matchness
 
     def after(self, begun: "Found", ended: "Found") -> "Found":
-        """Return what is known when a session that began with `begun` has ended: its set, and the trials of both."""
+        """Return the merged state after a session that began with `begun` has ended: its set, and the trials of both."""
         fresh = ended.tries - begun.tries
         first = max(len(ended.scores) - fresh, 0)
         choices = np.concatenate([self.choices, ended.choices[first:]])[-MOST_TRIALS:]
@@ -189,7 +189,7 @@ def _distances(
 
 
 class SkipMemory:
-    """What the sessions of a target have found for a kind of texts: each one begins with what those before it have left.
+    """The results of searches of a target for a kind of texts: each session begins with the results of earlier ones.
 
     It is kept on disk for later processes, if there is a key.
 
@@ -205,12 +205,12 @@ class SkipMemory:
         self._lock = Lock()
 
     def begin(self) -> Found:
-        """Return a copy of what is known."""
+        """Return a copy of the present state."""
         with self._lock:
             return self._known().copy()
 
     def end(self, begun: Found, ended: Found) -> None:
-        """Take over what a session has found between two states."""
+        """Merge the results of a session between two states."""
         if ended.tries == begun.tries:
             return
         with self._lock:
@@ -225,7 +225,7 @@ class SkipMemory:
             self._keep()
 
     def _keep(self) -> None:
-        """Keep what is known on disk."""
+        """Save the present state on disk."""
         if self.key is not None and self._found is not None:
             _figures_of(self.start).keep(self.key, _record_of(self._found))
 

@@ -31,7 +31,7 @@ from specbeam.models.sublayers import Choice, Sublayers, alternate, choices_of, 
 
 By = Literal["bayes", "random", "clasp", "exit"]
 MOST_PASSES = 64  # sets whose passes are kept
-STREAM = 0x5155  # tells the random numbers of a search from others of its session
+STREAM = 0x5155  # separates the random numbers of a search from others of its session
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,15 @@ class Skipping:
     """Which sublayers of the target drafts do without.
 
     Args:
-        skip: "bayes": those that a search finds while texts are decoded, by random sets and Bayesian optimisation (SWIFT).
-            "random": the same by random sets alone. "clasp": whole layers, chosen anew every few turns (CLaSp). "exit": all
+        skip: "bayes": found by a search while texts are decoded, by random sets and Bayesian optimisation (SWIFT).
+            "random": the same by random sets only. "clasp": whole layers, chosen anew every few turns (CLaSp). "exit": all
             after the first ones. Or a set, or its text such as "a3 m3 m5" (Draft & Verify).
-        ratio: share of sublayers that are left out: by a search, of those of all layers but the first and the last; by
+        ratio: share of sublayers that are left out: by a search, of all layers but the first and the last; by
             "clasp", of all layers. None: 0.45.
         layers: number of first layers that run, for "exit".
         every: number of turns after which "clasp" chooses anew. None: 16.
-        task: a name for the kind of texts. Of each kind a target keeps what a search has found.
-        search: the settings of a search. None: those of the paper.
+        task: a name for the kind of texts. A target keeps the results of a search for each kind.
+        search: the settings of a search. None: as in the paper.
 
     Raises `BadSetting` if a setting is out of range, or would be ignored.
     """
@@ -90,12 +90,12 @@ class Skipping:
 
 @dataclass(eq=False)
 class Skips:
-    """What is known of the skipped sublayers in one session.
+    """The state of the skipped sublayers in one session.
 
     Attributes:
-        skipped: those of the present turn.
-        begun, found: what a search knew when the session began, and what it knows now.
-        stream: what it draws random sets from.
+        skipped: in the present turn.
+        begun, found: the state of a search when the session began, and its state now.
+        stream: its source of random sets.
         turns: number of turns settled so far.
         measured_at: the first token of the window that the set in use was last measured on; None: none in this session.
         scratch: the cache of the present turn's drafts; None before the first.
@@ -123,10 +123,10 @@ class SkippingLM(OnTargetsCache):
         settings: which sublayers.
 
     Attributes:
-        passes: number of passes so far, those of a search included.
+        passes: number of passes so far, with the passes of a search.
         rows: number of rows of drafts that were computed; the target computes each of them again if it is given it.
         search_passes, search_rows: number of passes and rows with which sublayers were chosen.
-        memory: what a search has found; None if none chooses.
+        memory: the results of searches; None if none chooses.
 
     Raises `NotSupported` unless the model is run by the compiled forward, or if it has so few layers that a share of them is
     none, and `BadSetting` if it lacks a sublayer.
@@ -193,7 +193,7 @@ class SkippingLM(OnTargetsCache):
         return 0.45 if self.settings.ratio is None else self.settings.ratio
 
     def _memory(self) -> SkipMemory:
-        """Return what searches have found in earlier processes, of this target, kind of texts and number of sublayers."""
+        """Return the results of searches in earlier processes for this target, kind of texts and number of sublayers."""
         count = count_of(self.layers, self.ratio)
         key = [kept_figures.weights_key(self.lm.model), self.lm.engine, self.settings.task or "", count]
         return SkipMemory(alternate(self.layers, count), key)
@@ -311,7 +311,7 @@ class SkippingLM(OnTargetsCache):
         self._skips(session).scratch = None
 
     def close(self, session: CacheOwner) -> None:
-        """Keep what a search has found in this session; the decoding loop closes the target's cache."""
+        """Save the results of a search in this session; the decoding loop closes the target's cache."""
         skips = session.state.pop(self, None)
         if skips is not None and self.memory is not None:
             self.memory.end(skips.begun, skips.found)
@@ -328,7 +328,7 @@ class SkippingLM(OnTargetsCache):
             self.lm.close(session)
 
     def _skips(self, session: CacheOwner) -> Skips:
-        """Return what is known of a session; at first what those before it have left."""
+        """Return the state of a session; at first the state that earlier sessions have left."""
         found: Skips | None = session.state.get(self)
         if found is None:
             found = Skips(self._first)
@@ -416,7 +416,7 @@ class SkippingLM(OnTargetsCache):
         Args:
             cache: of the target, with the text.
             leaf: a stored local node on whose path the window is.
-            position: that of the first token of the window, of which the odds are not asked.
+            position: of the first token of the window, whose odds are not asked for.
         """
         asked = window[:-1]
         trie = cache.trie.before(leaf, position)
@@ -457,7 +457,7 @@ class SkippingLM(OnTargetsCache):
         return Sublayers.of_layers(layers)
 
     def _count_search(self, session: Session, rows: int) -> None:
-        """Count a pass over so many rows that chooses sublayers."""
+        """Count a pass over `rows` rows that chooses sublayers."""
         self.passes += 1
         self.search_passes += 1
         self.search_rows += rows

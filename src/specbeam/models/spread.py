@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["TIMEOUT_S", "end_together", "spread_model"]
-_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
+_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun
 
 
 def spread_model(
@@ -28,13 +28,13 @@ def spread_model(
 ) -> "PreTrainedModel":
     """Load this rank's part of a model, and return it on rank 0.
 
-    The other ranks do as rank 0 says until it ends, and end then by `SystemExit`. A rank that is lost ends all, within the
+    The other ranks follow rank 0 until it ends, and end then by `SystemExit`. A rank that is lost ends all, within the
     timeout.
 
     Raises:
         BadSetting: torchrun has not started this process.
         MissingFile, BadCheckpoint: the model cannot be loaded.
-        UnsupportedModel: transformers has no plan by which it would spread the model, or it is no causal decoder.
+        UnsupportedModel: transformers has no plan by which it would spread the model, or it is not a causal decoder.
     """
     missing = [one for one in _RANKS if one not in os.environ]
     if missing:

@@ -8,7 +8,7 @@ Rows = Float[Tensor, "*rows width"]  # hidden states, features or embeddings
 PerRow = Int64[Tensor, "*rows"]  # tokens or positions of rows
 Odds = Float[Tensor, "*rows"]
 States = Float[Tensor, "*rows state"]  # carried from draft to draft
-StatesAbove = Float[Tensor, "*rows above"]  # those of the parents
+StatesAbove = Float[Tensor, "*rows above"]  # of the parents
 Heads = Float[Tensor, "*rows heads size"]  # queries, keys or values by head of attention
 Angles = tuple[Float[Tensor, "*rows size"], Float[Tensor, "*rows size"]]  # cosines and sines of positions
 Logits = Float[Tensor, "_ draft_vocab"]
@@ -23,6 +23,6 @@ Anchors = Int64[Tensor, "trees anchors"]  # columns of nodes under which extra r
 AnchorRows = Float[Tensor, "trees anchors depth width"]
 
 # On the host
-Nodes = Int64[np.ndarray, " nodes"]  # numbers of nodes in a session's trie, or what belongs to each
+Nodes = Int64[np.ndarray, " nodes"]  # numbers of nodes in a session's trie, or a number for each
 AnyNodes = Int64[np.ndarray, " _"]  # the same in lists, whose lengths differ
 Flags = Bool[np.ndarray, " nodes"]

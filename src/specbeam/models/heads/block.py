@@ -53,14 +53,14 @@ class BlockShape:
         draft_vocab: number of tokens that the head gives logits for.
         correction: how the law of a draft depends on the tokens above it: "no", or one of `CORRECTIONS`.
         rank: of the matrices of the correction; of a "prefix" the size of its network.
-        has_confidence: whether the head says how likely a draft is to be accepted.
+        has_confidence: whether the head estimates how likely a draft is to be accepted.
         confidence_reads_token: whether it reads the token above for that.
         inner: size of the state of a "prefix", of the inner layer of a "refiner"; number of tokens of a "selector".
         pure_drafts: number of drafts, one below the other, that a "prefix" does not correct.
         local_rows: number of rows of a block that are mixed around attention and inner layers (DFlash2); 0: none are.
         local_group: number of columns that are mixed alike.
-        logit_scale: what logits are multiplied by before they are corrected.
-        logit_cap: what they are kept between after that, plus and minus, by a hyperbolic tangent; 0: nothing.
+        logit_scale: factor of logits before they are corrected.
+        logit_cap: bound of their absolute values after that, by a hyperbolic tangent; 0: none.
         views: how far back the rows of each layer look; (): at everything above, and at all rows of their block.
     """
 
@@ -89,7 +89,7 @@ class BlockShape:
         return self.rows - self.first_row
 
 
-# The corrections by name: the kind of head that has them, and what files call their tensors.
+# The corrections by name: the kind of head that has them, and the prefix of their tensors in files.
 CORRECTIONS = {
     "vanilla": ("DSpark", "markov_head"),
     "gated": ("DSpark", "markov_head"),
@@ -247,7 +247,7 @@ class BlockHead(LayeredHead):
 
         Args:
             far: how far the nodes are below the roots of their blocks.
-            rows: those of the blocks at their depth.
+            rows: of the blocks at their depth.
             tokens: of the nodes.
             states: that they get from above.
         """
@@ -260,7 +260,7 @@ class BlockHead(LayeredHead):
         return self.correction(BlockNodes(far, rows, tokens, states, base))
 
     def confidence(self, rows: Rows, tokens: PerRow) -> Odds | None:
-        """Return the logits of the odds that the drafts below these tokens are accepted; None if the head does not say."""
+        """Return the logits of the odds that the drafts below these tokens are accepted; None if there are none."""
         if not self.shape.has_confidence:
             return None
         rows = rows[..., : self.shape.sizes.width]
@@ -273,7 +273,7 @@ class BlockHead(LayeredHead):
         return self.drafts_in(self.blocks(trees.tokens, trees.depths, self.attend_in(trees)), trees, depth, wanted)
 
     def attend_in(self, trees: ScoredTrees) -> Attend:
-        """Return what lets the rows of the blocks below all nodes of trees look at the nodes above, and at each other."""
+        """Return the attention of the rows of the blocks below all nodes of trees: to the nodes above, and to each other."""
         features = self.features(trees.states_at(self.taps))
         return BlocksOnTrees(trees, self.shape.views, self.context(features, trees.depths)).attend
 
@@ -285,7 +285,7 @@ class BlockHead(LayeredHead):
         wanted: PerNode,
         roots: PerNode | None = None,
     ) -> list[DraftRows]:
-        """Return what the blocks below all nodes of trees draft; see `drafts`.
+        """Return the drafts of the blocks below all nodes of trees; see `drafts`.
 
         Args:
             rows: of these blocks.

@@ -25,7 +25,7 @@ from specbeam.models.heads.reading import (
     vocabulary_of,
 )
 
-# Beginnings of names of tensors, and what they are called here.
+# Beginnings of names of tensors, and their names here.
 OTHER_NAMES = {
     "encoder.fc.": "fc.",
     "context_proj.": "fc.",
@@ -41,7 +41,7 @@ OTHER_NAMES = {
     "candidate_selector.predecessor_codebook.weight": "candidate_selector.predecessor_codebook",
     "candidate_selector.successor_codebook.weight": "candidate_selector.successor_codebook",
 }
-REFUSED_FIELDS = (  # of layers and laws that are not computed here: no writer says in full what they are
+REFUSED_FIELDS = (  # of layers and laws that are not computed here: no writer documents them in full
     "use_swa",
     "use_gemma_norm",
     "attention_value_scale",
@@ -207,7 +207,7 @@ def _views(fields: Fields, core: Fields, layers: int, rows: int) -> tuple[View, 
 
 
 def read_block_taps(files: HeadFiles) -> tuple[tuple[int, ...], str]:
-    """Return the hidden states that a block head reads, and how they were found: speculators counts what enters layers."""
+    """Return the hidden states that a block head reads, and how they were found: speculators numbers inputs of layers."""
     fields = files.fields
     nested = fields.inner("dflash_config")
     name = "aux_hidden_state_layer_ids"
@@ -222,7 +222,7 @@ def read_block_taps(files: HeadFiles) -> tuple[tuple[int, ...], str]:
 
 
 def _is_anchored(fields: Fields) -> bool:
-    """Return whether the row of the root drafts first: in DSpark heads and all of DeepSpec's, unless they say otherwise."""
+    """Return whether the row of the root drafts first: in DSpark heads and all of DeepSpec's, unless stated otherwise."""
     nested = fields.inner("dflash_config")
     if fields.has("speculators_model_type"):
         is_dspark = fields.text("speculators_model_type") == "dspark"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ATTENTION = "specbeam_head"  # the name of the attention function
-# What layers may hand to attention that changes nothing here; anything else that is set changes what it computes.
+# Arguments of attention that change nothing here; any other one that is set changes the result.
 _HARMLESS = ("dropout", "is_causal", "position_ids", "use_cache", "output_attentions", "cache_position")
 _EXPERT = re.compile(r"(.*experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 
@@ -39,7 +39,7 @@ def attention_of_rows(
     number: int = 0,
     **others: Any,
 ) -> tuple[Float[Tensor, "batch rows heads value_size"], None]:
-    """Attend as the head says; see transformers' `AttentionInterface`.
+    """Call the head's attention; see transformers' `AttentionInterface`.
 
     Args:
         attend, number: see `Attend`.
@@ -109,7 +109,7 @@ class Borrowed:
 
     Args:
         config: of the layers; None: the target's own.
-        where: what errors call the files that the weights come from.
+        where: name in errors of the files that the weights come from.
 
     Raises `BadHead` if the target's layers are of no kind that can be run on rows.
     """
@@ -134,7 +134,7 @@ class Borrowed:
 
     @property
     def sizes(self) -> LayerSizes:
-        """The sizes of the layers, as far as the configuration tells."""
+        """The sizes of the layers, as far as the configuration states them."""
         config = self.config
         heads = int(config.num_attention_heads)
         return LayerSizes(
@@ -219,7 +219,7 @@ class Borrowed:
 
 
 def joined_experts(tensors: Mapping[str, Tensor], names: set[str]) -> dict[str, Tensor]:
-    """Return weights by name, with those of single experts joined where transformers keeps those of all in one.
+    """Return weights by name, with weights of single experts joined where transformers has one weight for all of them.
 
     Args:
         names: of the weights that transformers' layer has.

@@ -19,7 +19,7 @@ Views = tuple[View, ...]
 
 
 class NodeCache:
-    """A trie of the live nodes of a session, with the features of those that the target has scored.
+    """A trie of the live nodes of a session, with the features of nodes that the target has scored.
 
     Args:
         prompt: the tokens of the trie at first.
@@ -148,7 +148,7 @@ def _count_before_false(flags: Flags) -> int:
 class StoredRows:
     """The keys and values of the stored nodes of a session, by layer and slot.
 
-    Their sizes and types are those of the first rows that are stored in a layer.
+    The first rows that are stored in a layer determine their sizes and types.
     """
 
     def __init__(self, layers: int) -> None:
@@ -262,7 +262,7 @@ class PairCache(NodeCache):
         return self.rows(np.arange(start, start + count), feed)
 
     def rows(self, nodes: Nodes, feed: Feed) -> PairRows:
-        """Return the rows of local nodes that have been given slots, with what they read."""
+        """Return the rows of local nodes that have been given slots, with their inputs."""
         above = self.trie.parents[nodes]
         read = self.on_device(above)
         is_scored = self.on_device(self.is_scored[above])
@@ -445,7 +445,7 @@ class ModulesCache:
 class RootCache(NodeCache):
     """A cache of a head that drafts a block of rows below each root: the nearest node above that was not scored.
 
-    Stored nodes are those that the target has scored. A block lasts for one turn.
+    The target has scored all stored nodes. A block lasts for one turn.
 
     Args:
         prompt: the tokens of the trie at first.
@@ -484,7 +484,7 @@ class RootCache(NodeCache):
         return feed
 
     def seen_by_blocks(self, roots: Nodes, count: int, view: View) -> Bool[np.ndarray, "all seen"]:
-        """Return which rows those of blocks look at: slots of nodes above their root, and all rows of all blocks.
+        """Return which rows the rows of blocks look at: slots of nodes above their root, and rows of all blocks.
 
         Args:
             count: number of rows of a block.
@@ -571,8 +571,9 @@ class ContextCache(RootCache):
         """
         count = queries.shape[1]
         seen = self.seen_by_blocks(roots, count, view_of(self.views, layer))
-        flat = (rows.flatten(0, 1) for rows in (queries, keys, values))
-        return self.attended_with(layer, *flat, seen).unflatten(0, (len(roots), count))
+        flat_queries, flat_keys, flat_values = (rows.flatten(0, 1) for rows in (queries, keys, values))
+        mixed = self.attended_with(layer, flat_queries, flat_keys, flat_values, seen)
+        return mixed.unflatten(0, (len(roots), count))
 
 
 @dataclass(frozen=True, eq=False)
@@ -616,7 +617,7 @@ class MaskCache(RootCache):
     def attend(self, rows: MaskRows, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Store keys and values of scored nodes; return the values, mixed, that all rows look at.
 
-        Rows of scored nodes come first, then those of the blocks.
+        Rows of scored nodes come first, then rows of the blocks.
         """
         feed = rows.feed
         stored = len(feed)

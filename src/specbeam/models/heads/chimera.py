@@ -31,7 +31,7 @@ class ChimeraShape:
     """The shape of a Chimera head.
 
     Attributes:
-        sizes: of its layer; the width is that of the target's hidden states.
+        sizes: of its layer, as wide as the target's hidden states.
         depth: number of drafts, one below the other, that it has matrices for; deeper ones are read out by the last.
         draft_vocab: number of tokens that the head gives logits for.
         read_out: "own": a matrix of all tokens for each depth, as in the paper's code. "shared": a map to the width of the
@@ -75,7 +75,7 @@ class Trigrams(nn.Module):
 class ContextLayer(DecoderLayer):
     """A decoder layer whose rows stand twice in the context: by a feature, and by the code of their tokens.
 
-    The code alone looks at the context, and the layer's output is added to it.
+    Only the code looks at the context, and the layer's output is added to it.
     """
 
     def forward(  # type: ignore[override]
@@ -166,7 +166,7 @@ class Chimera(LayeredHead):
         return self.layer(codes, features, self.rotary(positions), self.rotary(positions - 1), attend)
 
     def fed_back(self, x: Rows) -> Rows:
-        """Return what rows below read as their feature, from the states of rows that the target has not scored."""
+        """Return the features that rows below read, from the states of rows that the target has not scored."""
         return x
 
     def logits(self, far: int, features: Rows, x: Rows) -> Logits:

@@ -168,7 +168,7 @@ class CompiledHead:
         return cache
 
     def close(self, cache: CompiledCache, is_broken: bool = False) -> None:
-        """Free what is kept of a session.
+        """Free the cache of a session.
 
         Args:
             is_broken: whether it may hold NaN, which must not reach other sessions.
@@ -267,7 +267,7 @@ class CompiledHead:
             finish_pairs(arrays, x[start:stop])
 
     def settle(self, cache: CompiledCache, turn: Turn, states: Float32[np.ndarray, "nodes states"]) -> None:
-        """Keep what the surviving beams of a session need.
+        """Keep the rows that the surviving beams of a session need.
 
         Args:
             states: the target's hidden states of the forest nodes that it has scored in this turn, ascending.
@@ -381,7 +381,7 @@ def _bias_of(linear: nn.Linear) -> np.ndarray:
 
 
 def _architecture_of(sizes: LayerSizes, layers: int) -> Architecture:
-    """Return the architecture of so many layers of a head, which are those of a Llama."""
+    """Return the architecture of `layers` layers of a head: layers of a Llama."""
     return llama_architecture(layers, sizes.heads, sizes.kv_heads, sizes.head_size, sizes.eps)
 
 

@@ -1,7 +1,7 @@
 """How the law of a draft in a block depends on the tokens above it: DSpark, Domino, DFlash2 and XPress.
 
-A pass makes a row for each depth of a block. A correction turns the logits of a row into those of the tokens below one node,
-by the node's own token and by a state that is carried down from the root of the block, node by node.
+A pass makes a row for each depth of a block. A correction turns the logits of a row into logits of the tokens below one
+node, by the node's own token and by a state that is carried down from the root of the block, node by node.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ class BlockNodes(NamedTuple):
     """Nodes of blocks, all of them equally far below their roots."""
 
     far: int  # how far
-    rows: Rows  # those of the blocks at their depth
+    rows: Rows  # of the blocks at their depth
     tokens: PerRow  # their own
     states: States  # that they get from above
     base: Logits  # the logits of the rows
@@ -36,7 +36,7 @@ class Correction(nn.Module):
 
     Attributes:
         state_size: of the state that is carried down.
-        reads_mean: whether rows come with the mean of all rows of their block beside them.
+        reads_mean: whether rows come with the mean of all rows of their block next to them.
     """
 
     state_size = 0
@@ -46,7 +46,7 @@ class Correction(nn.Module):
         """Return the states that roots get, where mask rows draft: the rows of the roots draft nothing then.
 
         Args:
-            rows: those of the roots.
+            rows: of the roots.
             tokens: of the roots.
             above: the tokens before them.
         """
@@ -75,7 +75,7 @@ class Markov(Correction):
 
 
 class RecurrentMarkov(Correction):
-    """A matrix of low rank, by what a recurrent network makes of the tokens and rows from the root on (DSpark, "rnn").
+    """A matrix of low rank, by the output of a recurrent network on the tokens and rows from the root on (DSpark, "rnn").
 
     Where mask rows draft, the network has read the root and its row before the first draft.
     """
@@ -96,7 +96,7 @@ class RecurrentMarkov(Correction):
         return Corrected(nodes.base + self.markov_w2(torch.tanh(output)), after)
 
     def _read(self, states: States, tokens: PerRow, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Return the states after tokens and rows are read, and what the network puts out."""
+        """Return the states after tokens and rows are read, and the output of the network."""
         joined = self.joint_proj(torch.cat([states, self.markov_w1(tokens), rows], -1))
         gate, candidate, output = joined.chunk(3, -1)
         kept = torch.sigmoid(gate)
@@ -104,7 +104,7 @@ class RecurrentMarkov(Correction):
 
 
 class PrefixGRU(Correction):
-    """A small network on the row and on what a gated recurrent unit makes of the tokens from the root on (Domino).
+    """A small network on the row and on the state of a gated recurrent unit over the tokens from the root on (Domino).
 
     Args:
         embedding: the target's, which the unit reads.
@@ -119,7 +119,7 @@ class PrefixGRU(Correction):
         super().__init__()
         self.state_size = state
         self.pure = pure
-        self.embeddings = [embedding]  # in a list, as it is no weight of this module
+        self.embeddings = [embedding]  # in a list, so that it is not a weight of this module
         self.prefix_gru = nn.GRU(embedding.weight.shape[1], state, batch_first=True, bias=False)
         self.embed_proj = nn.Sequential(
             nn.Linear(width + state, inner, bias=False), nn.SiLU(), nn.Linear(inner, draft_vocab, bias=False)
@@ -165,7 +165,7 @@ class Refiner(Correction):
     """A small network over the rows and tokens of a block from its start on (XPress).
 
     Engines run it several times over drafts that are guessed all at once. Here each node gets the law given the tokens above
-    it, in one go. The state is what each row above has put in, one beside the other.
+    it, in one go. The state is the input of each row above, side by side.
 
     Args:
         rows: number of rows of a block.
@@ -197,7 +197,7 @@ class Refiner(Correction):
         return functional.pad(put_in, (0, self.state_size - put_in.shape[-1]))
 
     def forward(self, nodes: BlockNodes) -> Corrected:
-        """See `Correction.forward`. Drafts deeper than the block put in what its last row does."""
+        """See `Correction.forward`. Drafts deeper than the block have the input of its last row."""
         rank, rows = self.mix_l.shape[:2]
         place = min(self.first_row + nodes.far, rows - 1)
         before = nodes.states.unflatten(-1, (rows, rank))
@@ -208,7 +208,7 @@ class Refiner(Correction):
         return Corrected(nodes.base + self.readout(refined), every.flatten(1))
 
     def _put_in(self, rows: Rows, tokens: PerRow) -> Float[Tensor, "nodes rank"]:
-        """Return what rows, with the means of their blocks beside them, put in with the tokens above their drafts."""
+        """Return the network's input for rows, with the means of their blocks, and for the tokens above their drafts."""
         own, mean = rows.chunk(2, -1)
         read = torch.cat([self.down_h(own), self.down_g(mean), self.token_embed(tokens)], -1)
         return self.in_proj(read)

@@ -4,7 +4,7 @@ The drafts of a block are tokens or masks, and the head gives a law for each mas
 these laws are those of a draft in one step. Then each is fixed before any token is drawn: a product law, as that of DFlash.
 In several steps some masks become tokens, and the laws of the others are computed anew.
 
-The paper drafts by a diffusion model of its own, which reads tokens alone. Here the context is the target's features, as in
+The paper drafts by a diffusion model of its own, which reads only tokens. Here the context is the target's features, as in
 block heads, so that the head can be small.
 """
 
@@ -18,7 +18,7 @@ from specbeam.models.heads.arrays import Blocks, PerRow, TokenMap
 from specbeam.models.heads.block import BlockHead, BlockShape
 from specbeam.models.heads.layers import Attend, Rotary
 
-NO_TOKEN = -1  # as the mask of `BlockHead`: the mask is no token of the target, but a row of the head's own
+NO_TOKEN = -1  # as the mask of `BlockHead`: the mask is a row of the head, and not a token of the target
 
 
 class Denoiser(BlockHead):

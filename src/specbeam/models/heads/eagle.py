@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 REFUSED = ("kv_a_proj_with_mqa", "parallel_draft_heads")  # parts of names of heads that cannot be read
-MASK_ROWS = 8  # of a P-EAGLE block, the row of the pair included, where its files do not say: as speculators trains it
+MASK_ROWS = 8  # of a P-EAGLE block, the row of the pair included, where its files state none: as speculators trains it
 
 
 def is_eagle3(config: Mapping[str, Any], names: Collection[str]) -> bool:
@@ -142,7 +142,7 @@ def _parts_of(files: HeadFiles, window: Callable[[int], View]) -> tuple[TrunkSha
         joins_bias=files.has("fc.bias"),
         norms_features=_norms_of_features(files),
         norms_residual=fields.flag("norm_before_residual", default=False),
-        # SpecForge's field of the same name says something else: its heads feed back states before the norm.
+        # SpecForge's field of the same name has another meaning: its heads feed back states before the norm.
         feeds_normed=fields.flag("norm_output", default=False) and is_speculators,
         # Others copy the fields of a target's windows, and train heads without any.
         views=views_of(core, layers, window) if is_speculators else (),
@@ -154,8 +154,8 @@ def _parts_of(files: HeadFiles, window: Callable[[int], View]) -> tuple[TrunkSha
 def read_taps(fields: Fields, target: "PreTrainedModel", count: int) -> tuple[tuple[int, ...], str]:
     """Return the hidden states that a head reads, and how they were found.
 
-    Some writers number what enters a layer, and others what leaves it. Where a field is used by both, the default of all
-    writers tells which numbering it is.
+    Some writers number the inputs of layers, and others the outputs. Where a field is used by both, the default of all
+    writers shows the numbering.
 
     Args:
         count: number of hidden states.

@@ -43,7 +43,7 @@ class ExitHead(Head):
     """An exit layer with its norm, as copies of the target's last layer and norm at first.
 
     Args:
-        target: the model whose first layers and head it stands between; they are no weights of its own.
+        target: the model whose first layers and head surround it; their weights are not the head's own.
         after: number of layers that run before it.
     """
 
@@ -83,7 +83,7 @@ class ExitHead(Head):
         return with_exit(self.target, self.after, self.layer, self.norm)
 
     def drafts(self, trees: ScoredTrees, depth: int, wanted: PerNode) -> list[DraftRows]:
-        """See `Head.drafts`: drafts of all depths have the same law, so there are those one deep alone."""
+        """See `Head.drafts`: drafts of all depths have the same law, so only drafts one deep are returned."""
         given, named = self._what_reaches_it(trees)
         states = given[0] if given else named.pop("hidden_states")
         left = self.layer(self._as_own(states), *map(self._as_own, given[1:]), **_each(self._as_own, named))
@@ -100,7 +100,7 @@ class ExitHead(Head):
         return value
 
     def _logits(self, states: Rows) -> Float[Tensor, "nodes vocab"]:
-        """Return the logits of the tokens below nodes, given what leaves the exit layer there."""
+        """Return the logits of the tokens below nodes, given the output of the exit layer there."""
         head = self.target.get_output_embeddings()
         bias = getattr(head, "bias", None)
         normed = self.norm(states)
@@ -124,7 +124,7 @@ class ExitHead(Head):
         masks = Masks(config, config._attn_implementation or "eager", self.target.dtype)
         handle = self.layer.register_forward_pre_hook(keep, with_kwargs=True)
         try:
-            with torch.autocast(trees.tokens.device.type, enabled=False):  # what drafting reads is not rounded either
+            with torch.autocast(trees.tokens.device.type, enabled=False):  # decoding does not round either
                 self.exited().base_model(
                     input_ids=trees.tokens,
                     position_ids=trees.depths,
@@ -228,7 +228,7 @@ class ExitLM(OnTargetsCache, HeadLM):
     def extend(
         self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
     ) -> list[Scored]:
-        checked_needs(self, len(sessions), needs)  # there are logits alone
+        checked_needs(self, len(sessions), needs)  # there are only logits
         self.passes += 1
         return self.target.extend_early(sessions, forests, self.layer.after, self.needs_of_target)
 
@@ -260,7 +260,7 @@ def exit_model(head: ExitHead, target: HuggingFaceLM) -> "ExitLM | HuggingFaceLM
 
 
 def how_it_runs(head: ExitHead, target: HuggingFaceLM) -> str:
-    """Return whether the head drafts on the target's cache, as people read it."""
+    """Return a description of where the head drafts, on the target's cache or on its own."""
     if isinstance(target.runner, PackedPasses):
         return "on the target's own cache: its first layers run once"
     return (

@@ -54,12 +54,12 @@ class ExtraHead(Head):
 
     @property
     def inputs(self) -> ExtraInputs:
-        """What the extra rows are made of, for the engines."""
+        """The inputs of the extra rows, for the engines."""
         raise NotImplementedError
 
     @property
     def described_ranks(self) -> dict[str, str]:
-        """The odds of its likeliest token by depth, as people read them; nothing if they were not measured."""
+        """The odds of its likeliest token by depth, in words; nothing if they were not measured."""
         odds = ", ".join(f"{row[0]:.2f}" for row in self.ranks if row)
         return {"its likeliest token is the target's next with odds of": f"{odds}, by depth"} if odds else {}
 
@@ -70,7 +70,7 @@ class ExtraHead(Head):
     def rows(self, trees: ScoredTrees, anchors: Anchors, depth: int) -> AnchorRows:
         """Return the target's last hidden states of `depth` extra rows under each of some nodes of trees.
 
-        Gradients flow to the head's own weights alone.
+        Gradients flow only to the head's own weights.
 
         Args:
             anchors: columns of the nodes.
@@ -111,7 +111,7 @@ def _ancestors(trees: ScoredTrees, depth: int) -> list[Columns]:
 
 
 def logits_of(target: "PreTrainedModel", states: Rows) -> Float[Tensor, "rows vocab"]:
-    """Return the logits that a target makes of its last hidden states; gradients flow to these alone."""
+    """Return the logits that a target makes of its last hidden states; gradients flow only to these."""
     matrix = target.get_output_embeddings()
     with _frozen(matrix):
         logits: Tensor = matrix(states)
@@ -161,7 +161,7 @@ class StoredTrees:
 
         Args:
             anchors: columns of the nodes that they hang under.
-            made: what the first of their layers reads of them.
+            made: the input of the first of their layers.
             layer: the number of that layer; 0: they are embeddings.
         """
         rows, count, depth, width = made.shape
@@ -201,7 +201,7 @@ class StoredTrees:
 
 
 class _TreeLayer(CacheLayerMixin):
-    """The keys and values of a layer: those of trees, and before them those of a prefix that later rows see."""
+    """The keys and values of a layer: of a prefix that later rows see, then of trees."""
 
     is_sliding = False
 
@@ -219,7 +219,7 @@ class _TreeLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Keep the keys and values of trees; put all that there is before those of later rows."""
+        """Keep the keys and values of trees; return those of later rows with all others before them."""
         if not self.cache.is_full:
             self.lazy_initialization(key_states, value_states)
             self.keys = key_states

@@ -20,19 +20,19 @@ from specbeam.models.heads.lm import HeadLM, TimedPrompt
 
 
 class ExtraCache(NodeCache):
-    """What is kept of one session: the logits of the extra rows under each live node that had some when it was scored.
+    """The cache of one session: the logits of the extra rows under each live node that had some when it was scored.
 
     Args:
-        prompt: the tokens of the prompt, of which the last one alone is of interest.
+        prompt: the tokens of the prompt, of which only the last one is read.
         device: where logits are.
 
     Attributes:
         rows: float[rows, vocab] by local node.
-        fresh: the same by local node as the target has just given them, of this turn.
+        fresh: the same for the nodes that the target has scored in this turn.
     """
 
     def __init__(self, prompt: list[int], device: torch.device) -> None:
-        # The top of the trie stands for what is before the last token; nothing is drafted there but to time a pass.
+        # The top of the trie stands for all before the last token; nothing is drafted there but to time a pass.
         super().__init__(prompt[-1:], torch.zeros(1, 0, device=device), np.array([True, False]))
         self.rows: dict[int, Tensor] = {}
         self.fresh: list[Tensor | None] = []
@@ -122,7 +122,7 @@ class ExtraLM(HeadLM):
         return ExtraRows(LEARNT - kinds, np.where(kinds == 0, np.repeat(nodes, counts), above))
 
     def _chosen(self, session: Session, forest: Forest) -> Nodes:
-        """Return the nodes that get extra rows: of those that no pass has scored yet, the likely ones."""
+        """Return the nodes that get extra rows: the likely ones that no pass has scored yet."""
         nodes = _scored(forest)
         cache: ExtraCache | None = session.state.get(self)
         if cache is not None:  # beams that were drafts are roots that an earlier turn has scored
@@ -139,7 +139,7 @@ class ExtraLM(HeadLM):
 
     @torch.inference_mode()
     def settle(self, session: CacheOwner, turn: Turn) -> None:
-        """Take the logits of the extra rows of a turn, and keep those that drafts below surviving beams are read from."""
+        """Take the logits of the extra rows of a turn, and keep the rows that drafts below surviving beams read."""
         cache: ExtraCache | None = session.state.get(self)
         if cache is None:
             cache = ExtraCache(session.prompt, self.device)

@@ -25,7 +25,7 @@ class FeatureSizes(NamedTuple):
 class FeatureHead(Head):
     """A head that drafts from the feature of the nearest scored node above, and from the tokens on the way down from there.
 
-    A state is carried from node to node. It begins as what `start` makes of the feature.
+    A state is carried from node to node. It begins as the output of `start` for the feature.
 
     Args:
         tokens: see `Head.tokens`.
@@ -62,7 +62,7 @@ class FeatureHead(Head):
         return features
 
     def step(self, far: int, states: StatesAbove, tokens: PerRow) -> States:
-        """Return the states at nodes `far` below a scored one, from those of their parents and their own tokens."""
+        """Return the states at nodes `far` below a scored one, from their parents' states and their own tokens."""
         raise NotImplementedError
 
     def logits(self, far: int, states: States) -> Logits:

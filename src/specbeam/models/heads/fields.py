@@ -19,7 +19,7 @@ class Fields:
     """Some fields of a configuration.
 
     Attributes:
-        where: what errors call the files of the head.
+        where: name in errors of the head's files.
         values: the fields by name.
         inside: names of the objects that they are in, each with a point after it.
     """
@@ -33,7 +33,7 @@ class Fields:
         return self.values.get(name) is not None
 
     def bad(self, name: str, expected: str) -> BadHead:
-        """Return the error that a field does not hold what is expected."""
+        """Return the error that a field has another value than expected."""
         return BadHead(
             f"{self.where}: {self.inside}{name} is {self.values.get(name)!r} in config.json; it must be {expected}"
         )

@@ -25,7 +25,7 @@ class HeadFiles:
     Attributes:
         where: its name in errors.
         config: the content of its config.json.
-        tensors: by name, those that were not taken yet.
+        tensors: by name, without those that were taken.
         target: the model that it is read for.
         taken: names of tensors that were taken.
     """

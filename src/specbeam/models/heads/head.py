@@ -63,7 +63,7 @@ class Head(nn.Module):
         raise NotImplementedError
 
     def drafts(self, trees: ScoredTrees, depth: int, wanted: PerNode) -> list[DraftRows]:
-        """Return what the head drafts below the wanted nodes of scored trees, as drafts 1 to `depth` deep.
+        """Return the drafts below the wanted nodes of scored trees, 1 to `depth` deep.
 
         Gradients flow through it. A draft d deep needs d nodes above, so deeper drafts have fewer nodes.
         """
@@ -126,7 +126,7 @@ class LayeredHead(Head):
         return head
 
     def with_moved_taps(self, layers: int) -> Iterator[tuple[str, Self]]:
-        """Yield readings whose hidden states are those of neighbouring layers; see `other_readings`."""
+        """Yield readings with hidden states of neighbouring layers; see `other_readings`."""
         for offset, name in ((-1, "earlier"), (1, "later")):
             if moved := moved_taps(self.taps, offset, layers):
                 yield f"hidden states one layer {name}", self.changed(taps=moved)
@@ -151,7 +151,7 @@ def moved_taps(taps: tuple[int, ...], offset: int, layers: int) -> tuple[int, ..
 
 
 def described_taps(taps: tuple[int, ...]) -> str:
-    """Return which hidden states a head reads, as people read it."""
+    """Return a description of the hidden states that a head reads."""
     layers = ", ".join(str(tap) for tap in taps if tap != FINAL)
     read = [f"what enters layers {layers}"] if layers else []
     if FINAL in taps:
@@ -160,13 +160,13 @@ def described_taps(taps: tuple[int, ...]) -> str:
 
 
 def described_rope(rope: Mapping[str, Any]) -> str:
-    """Return the positions of a head, as people read it."""
+    """Return a description of the positions of a head."""
     scaling = "" if rope["rope_type"] == "default" else f", scaled ({rope['rope_type']})"
     return f"rotated, base {rope['rope_theta']:g}{scaling}"
 
 
 def described_views(views: Sequence[View]) -> dict[str, str]:
-    """Return how far back the rows of layers look, as people read it; nothing if all of them look everywhere."""
+    """Return a description of how far back the rows of layers look; nothing if all of them look everywhere."""
     if not any(view.within or view.is_causal for view in views):
         return {}
     layers = []

@@ -18,7 +18,7 @@ from specbeam.models.heads.arrays import Angles, Blocks, Heads, PerRow, Rows
 # What attention of a layer does: takes the layer's number, rotated queries, float[... rows, heads, size], keys and values,
 # float[... rows, kv_heads, size], and returns float[... rows, heads, size].
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-BASE = 10000.0  # of the positions, where a file does not say: never that of the target
+BASE = 10000.0  # of the positions, where a file states none; the target's base is never used
 
 
 class View(NamedTuple):
@@ -26,7 +26,7 @@ class View(NamedTuple):
 
     # Positions: a row looks at those above that are fewer than this before where it counts from; 0: all.
     within: int = 0
-    from_row: bool = False  # whether it counts from its own position, and not from that of the first row of its draft
+    from_row: bool = False  # whether it counts from its own position, and not from the first row of its draft
     is_causal: bool = False  # whether a row of a block looks at the rows of the block before it only
 
 
@@ -41,7 +41,7 @@ class LayerSizes:
 
     Attributes:
         width: of the rows.
-        reads: of what queries, keys and values are made from.
+        reads: of the input of queries, keys and values.
         heads, kv_heads, head_size: of attention.
         inner: of the gated inner layer.
         eps: of norms.
@@ -88,8 +88,8 @@ class Rotary(nn.Module):
     """The rotation of queries and keys by the position of their rows.
 
     Args:
-        sizes: those of the layers.
-        rope: what transformers calls `rope_parameters`: the type, the base `rope_theta`, and numbers of its scaling.
+        sizes: of the layers.
+        rope: `rope_parameters` in transformers: the type, the base `rope_theta`, and numbers of its scaling.
         positions: number of positions that the head was trained with; some scalings look at it.
     """
 
@@ -153,7 +153,7 @@ class Attention(nn.Module):
         return rotated(keys, angles), self.v_proj(x).unflatten(-1, shape)
 
     def forward(self, x: Float[Tensor, "*rows reads"], angles: Any, layer: int, attend: Attend) -> Rows:
-        """Return what attention adds to rows."""
+        """Return the output of attention, which is added to rows."""
         keys, values = self.keys_and_values(x, angles)
         mixed = attend(layer, self.queries(x, angles), keys, values)
         return self.o_proj(mixed.flatten(-2))
@@ -169,7 +169,7 @@ class Gated(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Rows) -> Rows:
-        """Return what the inner layer adds to rows."""
+        """Return the output of the inner layer, which is added to rows."""
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -202,7 +202,7 @@ class LocalMixing(nn.Module):
     Args:
         width: of the rows.
         count: number of rows in a sum: a row itself, and those just before it in its block.
-        group: number of columns that share what depends on the row.
+        group: number of columns that share the weights that depend on the row.
     """
 
     def __init__(self, width: int, count: int, group: int) -> None:
@@ -305,5 +305,5 @@ def attended(
 def _apart(
     rows: Float[Tensor, "*batch slots kv_heads sizes"], each: int
 ) -> Float[Tensor, "*batch all_slots kv_heads size"]:
-    """Return keys or values that were side by side in a slot as those of `each` slots, one after the other."""
+    """Return keys or values of a slot, side by side, as keys or values of `each` slots, one after the other."""
     return rows.unflatten(-1, (each, -1)).movedim(-2, -3).flatten(-4, -3)

@@ -71,11 +71,11 @@ class HeadLM:
     Args:
         head: the head.
         vocab: number of tokens of the target.
-        engine: what runs the head. "torch" calls its modules, "compiled" has compiled layers (heads/compiled.py), "auto"
+        engine: runs the head. "torch" calls its modules, "compiled" has compiled layers (heads/compiled.py), "auto"
             takes these if it can, and "widened" does so for weights in bfloat16 and float16, too, as float32.
 
     Attributes:
-        needs_of_target: what the target has to hand out for the head.
+        needs_of_target: hidden states of the target that the head reads.
         passes: number of passes of the head so far.
 
     Raises `NotSupported` if the engine cannot run the head.
@@ -83,7 +83,7 @@ class HeadLM:
 
     keeps_nodes = True
     max_positions: int | None = None
-    # Whether the head reads the target's hidden states of the whole prompt, or of its last token alone.
+    # Whether the head reads the target's hidden states of the whole prompt, or only of its last token.
     reads_prompt = True
     drafts_blocks = False  # whether one pass drafts all layers of a turn
 
@@ -134,7 +134,7 @@ class HeadLM:
 
         Args:
             fresh, more: see `HuggingFaceLM.cache_for_steps`.
-            needs: what is needed of each row; a head has logits alone.
+            needs: of each row; a head has only logits.
         """
         if not self.supports_runs or needs != LOGITS or not self.is_ready(session):
             yield None
@@ -402,7 +402,7 @@ class MaskLM(HeadLM):
         return self.head.logits(torch.stack([cache.blocks[root][min(far, last)] for root, far in places]))
 
     def _run(self, rows: list[MaskRows]) -> None:
-        """Compute the head's states of some rows of each session, in one pass, and store those of blocks."""
+        """Compute the head's states of some rows of each session, in one pass, and store the blocks."""
         rows = [one for one in rows if len(one.feed) + len(one.roots)]
         if not rows:
             return
@@ -608,7 +608,7 @@ class FeatureLM(HeadLM):
         return StateCache(prompt, features)
 
     def logits(self, caches: list[StateCache], wanted: list[AnyNodes]) -> list[Logits]:
-        """See `HeadLM.logits`: states are carried down level by level, those of all sessions at once."""
+        """See `HeadLM.logits`: states are carried down level by level, for all sessions at once."""
         levels: dict[int, list[tuple[StateCache, int]]] = {}
         for cache, nodes in zip(caches, wanted, strict=True):
             cache.store_scored()

@@ -60,7 +60,7 @@ class MaskTrunk(PairTrunk):
         above: Float[Tensor, "*blocks width"],
         positions: PerRow,
     ) -> tuple[Int64[Tensor, "*blocks rows"], Blocks, Int64[Tensor, "*blocks rows"]]:
-        """Return what the rows of blocks read: tokens, features and positions.
+        """Return the inputs of the rows of blocks: tokens, features and positions.
 
         Args:
             roots: the tokens of the roots.
@@ -89,7 +89,7 @@ class MaskTrunk(PairTrunk):
         return found
 
     def other_readings(self, layers: int) -> Iterator[tuple[str, PairTrunk]]:
-        """See `Head.other_readings`: those of a pair trunk, but that nothing is fed back."""
+        """See `Head.other_readings`: as of a pair trunk, but nothing is fed back."""
         for name, other in super().other_readings(layers):
             if other.shape.feeds_normed == self.shape.feeds_normed:
                 yield name, other

@@ -3,8 +3,8 @@
 Row v of module k belongs to a node with at least k + 1 nodes above it. It reads v's token, and the state of module k - 1 at
 the node above v; the first module reads the feature of the target there. So it is a function of the feature k + 1 nodes
 above and of the tokens since, and the module gives the law of the token below v where the target has scored that node and
-none after it. Below more drafts than there are modules the last module reads its own states, as a trunk that stands alone
-does.
+none after it. Below more drafts than there are modules the last module reads its own states, as a single
+trunk does.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ class ModulesInARow(Head):
 
     @property
     def modules_in_a_row(self) -> list[PairTrunk]:
-        """The modules, that of the first draft first."""
+        """The modules, beginning with the first draft's."""
         return [one for one in self.row if isinstance(one, PairTrunk)]
 
     @property

@@ -1,7 +1,7 @@
-"""Readers of modules of multi-token prediction: those that a target's own checkpoint holds, and speculators' "mtp" folders.
+"""Readers of modules of multi-token prediction, from a target's own checkpoint or from speculators' "mtp" folders.
 
 transformers drops the modules when it loads a target, so they are read from the target's files. Writers differ in names and
-in the order of what is projected; the layer inside is always of the target's kind (DeepSeek-V3, arXiv 2412.19437;
+in the order of the parts that are projected; the layer inside is always of the target's kind (DeepSeek-V3, arXiv 2412.19437;
 Qwen3-Next; MiMo, arXiv 2505.07608; FastMTP, arXiv 2509.18362).
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 OWN = "mtp"  # the draft that stands for the modules of the target's own checkpoint
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # fields for the number of modules
 _INSTEAD = f'leave draft="{OWN}" out, or give the folder of a draft: "./{OWN}" if it is called so'
-# The names of a writer, and what they are called here.
+# The names of a writer, and the names here.
 DEEPSEEK = {
     "enorm.weight": "enorm.weight",
     "hnorm.weight": "hnorm.weight",
@@ -63,7 +63,7 @@ class Naming:
 
     Attributes:
         pattern: of the names of tensors: the number of the module, if it is in the name, and the rest.
-        names: of the parts that are not in the layer, and what they are called here.
+        names: of the parts that are not in the layer, and their names here.
         swaps: whether the feature comes before the embedding in the projection.
     """
 
@@ -82,7 +82,7 @@ SPECULATORS = Naming(r"mtp_layers\.(\d+)\.(.+)", MIMO)
 
 @dataclass
 class ModuleTensors:
-    """The names of the tensors of one module in its files, by what they are called here."""
+    """The names of the tensors of one module in its files, by their names here."""
 
     around: dict[str, str] = field(default_factory=dict)
     layer: dict[str, str] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from specbeam.models.heads.reading import embedding_of, filled
 from specbeam.models.heads.recurrent import Hydra, MLPSpeculator, ReDrafter
 
 MOST_HEADS = 1024
-# (the names of a file, what they are called here); the first that fits is taken
+# (pattern of names in a file, the name here); the first that fits is taken
 MEDUSA_NAMES = [
     (r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.(.*)", r"blocks.\1.\2.linear.\3"),
     (r"(?:medusa_heads?\.)?(\d+)\.\d+\.weight", r"matrices.\1.weight"),

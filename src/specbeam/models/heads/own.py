@@ -132,7 +132,7 @@ def _check_shape(files: HeadFiles, name: str, shape: tuple[int, ...]) -> None:
 
 
 def _ranks(top: Fields) -> tuple[tuple[float, ...], ...]:
-    """Return the mean odds of a head's likeliest tokens. Raises `BadHead` if they are no odds."""
+    """Return the mean odds of a head's likeliest tokens. Raises `BadHead` if they are not odds."""
     ranks = top.values.get("ranks") or []
     expected = "a table of odds, from 0 to 1"
     try:
@@ -224,7 +224,7 @@ def _check_width(files: HeadFiles, given: Fields, name: str, width: int) -> None
 
 
 def _check_layers(files: HeadFiles, sizes: LayerSizes, layers: int) -> None:
-    """Raise `BadHead` unless there are tensors of so many layers, of the sizes that are stated."""
+    """Raise `BadHead` unless there are tensors of `layers` layers, of the stated sizes."""
     check_layers(files, files.fields.inner("sizes"), sizes, {name: name for name in FIELD_NAMES})
     stored = stored_layers(files)
     if stored != layers:

@@ -70,16 +70,16 @@ def _is_of_head(config: Mapping[str, Any]) -> bool:
 
 
 def _is_head_of_hub(name: str) -> bool:
-    """Return whether a repository of the hub holds a head; False if it cannot be reached, or its configuration is no head's.
+    """Return whether a repository of the hub holds a head; False if it cannot be reached, or holds something else.
 
-    Heads without a field of their own are recognised by their tensors, which are fetched if there is one layer alone.
+    Heads without a field of their own are recognised by their tensors, which are fetched if there is only one layer.
     """
     from huggingface_hub import hf_hub_download
 
     try:
         config = read_config(Path(hf_hub_download(name, "config.json")).parent)
     except (OSError, ValueError):
-        return False  # what loads it as a model says why
+        return False  # loading it as a model raises the reason
     if _is_of_head(config):
         return True
     return config.get("num_hidden_layers") == 1 and is_head(folder_of(name))

@@ -49,8 +49,7 @@ class TrunkShape:
         feeds_normed: whether the head's own state is normed before it is read as a feature.
         norms_output: whether the head's rows are normed before the matrix that makes logits.
         sampling: inner size of the gate by which the next token changes the feature before they are joined (FSPAD); 0: none.
-        alignment: inner size of what stands between the states that are fed back and those that make logits (FSPAD); 0:
-            nothing does.
+        alignment: inner size of a layer between states that are fed back and states that make logits (FSPAD); 0: none.
         logit_gradient: the share of the logits' gradient that reaches the states, in training.
         draft_vocab: number of tokens that the head gives logits for.
         views: how far back the rows of each layer look; (): everywhere. Drafts see all rows of their own draft.
@@ -259,7 +258,7 @@ class PairTrunk(LayeredHead):
         return self.fc(torch.cat(both, -1))
 
     def fed_back(self, x: Rows) -> Rows:
-        """Return what rows below read as their feature, from the states of rows that the target has not scored."""
+        """Return the features that rows below read, from the states of rows that the target has not scored."""
         return self.norm(x) if self.shape.feeds_normed else x
 
     def logits(self, x: Rows) -> Float[Tensor, "*rows draft_vocab"]:
@@ -272,7 +271,7 @@ class PairTrunk(LayeredHead):
         return self.lm_head(self.norm(x))
 
     def other_readings(self, layers: int) -> Iterator[tuple[str, "PairTrunk"]]:
-        """See `Head.other_readings`: the numbers of hidden states, positions, residuals and what is fed back."""
+        """See `Head.other_readings`: the numbers of hidden states, positions, residuals, and states that are fed back."""
         shape = self.shape
         rope = self.rotary.rope
         yield from self.with_moved_taps(layers)
@@ -291,7 +290,7 @@ class PairTrunk(LayeredHead):
             yield f"{name} fed back", self.changed(feeds_normed=not shape.feeds_normed)
 
     def _other_inputs(self, layers: int) -> Iterator[tuple[str, "PairTrunk"]]:
-        """Yield other readings of what a module of multi-token prediction projects."""
+        """Yield other readings of the input of a module of multi-token prediction."""
         shape = self.shape
         if shape.taps == (FINAL,):
             yield "hidden states before the target's last norm", self.changed(taps=(layers,))

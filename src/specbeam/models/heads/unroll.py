@@ -5,8 +5,8 @@ own state of the node above, as a draft s deep. It sees the rows one deep of wha
 these the rows as drafts 2, 3, ... deep: what drafting would see from there (EAGLE-3's training-time test, arXiv 2503.01840,
 here on trees).
 
-Of modules in a row each makes the drafts of one depth. Its rows see its own rows alone, and drafts deeper than there are
-modules are made by the last one, as by a trunk that stands alone.
+Of modules in a row each makes the drafts of one depth. Its rows see only its own rows, and drafts deeper than there are
+modules are made by the last one, as by a single trunk.
 """
 
 from collections.abc import Sequence
@@ -70,7 +70,7 @@ class UnrolledRows:
         return torch.cat([past, *(alike[ancestor] for ancestor in reversed(nearer))], -1)
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Add the keys and values of a depth; return what its queries make of those that they see."""
+        """Add the keys and values of a depth; return the values, mixed, that its queries look at."""
         self.keys[layer].append(keys)
         self.values[layer].append(values)
         return attended(queries, torch.cat(self.keys[layer], 1), torch.cat(self.values[layer], 1), self.seen[layer])
@@ -82,7 +82,7 @@ def unrolled(trunks: "Sequence[PairTrunk] | Sequence[Chimera]", trees: ScoredTre
     States of nodes with fewer nodes above them mean nothing.
 
     Args:
-        trunks: those that make the drafts of each depth; deeper ones are made by the last.
+        trunks: one for the drafts of each depth; deeper drafts are made by the last.
     """
     trunk = trunks[0]
     rows = UnrolledRows(trees, trunk.shape.layers, trunk.views)

@@ -32,7 +32,7 @@ def check_scores_forests(lm: HuggingFaceLM, role: str = "") -> None:
     steps may go to the other one.
 
     Args:
-        role: what the model is for, before its name in errors: "the draft model ".
+        role: prefix of the model's name in errors, such as "the draft model ".
 
     Raises:
         UnsupportedModel: the model cannot score the tree, or scores it wrong.
@@ -74,7 +74,7 @@ def check_scores_forests(lm: HuggingFaceLM, role: str = "") -> None:
         ) from error
     finally:
         lm.close(owner)
-    if lm.shared is not None:  # what it never drafts is -inf, which has no difference
+    if lm.shared is not None:  # tokens that are never drafted have -inf on both sides
         is_drafted = torch.from_numpy(lm.shared.known)
         found = found[:, is_drafted.to(found.device)]
         plain = [row[is_drafted.to(row.device)] for row in plain]
@@ -120,12 +120,12 @@ def _check_finite(lm: HuggingFaceLM, logits: torch.Tensor, name: str) -> None:
 
 
 def _check_encoder(lm: EncoderDecoderLM, name: str) -> None:
-    """Raise `UnsupportedModel` unless a compiled encoder makes of a source what transformers' makes of it in float32.
+    """Raise `UnsupportedModel` unless a compiled encoder has the output of transformers' encoder in float32.
 
     They may differ by 1e-3 of the spread. One whose matrices are rounded is another encoder, and is not compared.
 
     Args:
-        name: what errors call the model.
+        name: of the model in errors.
     """
     encoder = lm.encoder
     if not isinstance(encoder, CompiledEncoder) or encoder.kind.startswith("int"):
@@ -142,7 +142,7 @@ def _check_encoder(lm: EncoderDecoderLM, name: str) -> None:
 
 
 def _checked_inputs(lm: EncoderDecoderLM, encoder: CompiledEncoder) -> np.ndarray:
-    """Return what a compiled encoder is tried on: tokens, or features of a short window."""
+    """Return the test input of a compiled encoder: tokens, or features of a short window."""
     rng = np.random.default_rng(0)
     if isinstance(encoder, TextEncoder):
         tokens = rng.integers(0, min(lm.vocab, len(encoder.embedding)), CHECKED_SOURCE).tolist()
@@ -187,8 +187,8 @@ def _logits_of_nodes(
 def _plain_logits(lm: HuggingFaceLM, path: list[int], source: Source | None = None) -> torch.Tensor:
     """Return the logits after a path, float[vocab], without a tree.
 
-    They are those of the model object itself; with weights, or keys and values, that the engine rounds those of `lm`, as
-    that is another model.
+    They come from the model object itself; from `lm` if the engine rounds weights, or keys and values, as that is another
+    model.
     """
     if source is not None and not _rounds(lm):
         assert isinstance(lm, EncoderDecoderLM)
@@ -214,7 +214,7 @@ def _own_logits(lm: HuggingFaceLM, prompt: list[int], path: list[int]) -> torch.
 
 
 def _rounds(lm: HuggingFaceLM) -> bool:
-    """Return whether the engine of a language model rounds what the model object does not."""
+    """Return whether the engine of a language model rounds weights, or keys and values, that the model object does not."""
     return lm.engine in OWN or lm.kv != "float32"
 
 
@@ -225,7 +225,7 @@ def _kept_logits(lm: HuggingFaceLM, prompt: list[int], paths: list[list[int]]) -
     The model object is called once, in float32 as the engine computes, so that its files are read once.
     """
     longest = max(len(path) for path in paths)
-    rows = [prompt + path + [prompt[-1]] * (longest - len(path)) for path in paths]  # no row looks at what follows it
+    rows = [prompt + path + [prompt[-1]] * (longest - len(path)) for path in paths]  # no row looks at later ones
     with as_loaded(lm.model):
         logits = _called(lm, rows, use_cache=False)
     return list(logits[:, len(prompt) - 1 :])

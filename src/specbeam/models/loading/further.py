@@ -1,4 +1,4 @@
-"""Draft models besides the one of a pair, which a recipe takes as settings: loaded and checked as that one is."""
+"""Further draft models, which a recipe takes as settings: loaded and checked like the draft of a pair."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +44,7 @@ class FurtherDrafts:
 
         Args:
             source: a model object, a folder or a hub id.
-            kept: what earlier calls have loaded, of the same recipe and target; changed in place.
+            kept: models that earlier calls have loaded for the same recipe and target; changed in place.
 
         Raises the errors of `load`, and `BadSetting` if the draft is none of these.
         """

@@ -41,7 +41,7 @@ def language_model(
 
     Args:
         shared: the tokens that a draft shares with a target of another vocabulary; None: the vocabularies are the same.
-        role: what errors say before the name of the model.
+        role: prefix of the model's name in errors.
     """
     check_options(quantize, share_from)
     if quantize in BY_LIBRARY:
@@ -106,7 +106,7 @@ def check_options(quantize: Any, share_from: Any, name: str = "quantize") -> Non
 
 
 def by_engine(quantize: "Quantize | None") -> Any:
-    """Return how an engine of our own rounds a model, None if none does: what a library rounds was loaded so."""
+    """Return the rounding by an engine of our own; None if a library rounds the weights, or nothing does."""
     return quantize if quantize in OWN else None
 
 
@@ -138,7 +138,7 @@ def fingerprint(model: "PreTrainedModel") -> Any:
 
 
 def _place(weight: torch.Tensor) -> int:
-    """Return the address of a weight; of one that a library has rounded, which may have none, that of the object."""
+    """Return the address of a weight; the id of the object if a library has rounded it, which may have no address."""
     return weight.data_ptr() if type(weight) is torch.nn.Parameter else id(weight)
 
 
@@ -147,7 +147,7 @@ def _sample(model: "PreTrainedModel") -> bytes:
     """Return the sums of some values of each weight on a CPU, as bytes.
 
     They detect changes through `.data`, as merged adapters make them, which do not increase the version of a tensor. Weights
-    on a GPU are left out, because engines for GPUs keep no copy of the weights, and so are those that a library has rounded.
+    on a GPU are left out, as engines for GPUs keep no copy of the weights; so are weights that a library has rounded.
     """
     weights = [
         weight.reshape(-1)

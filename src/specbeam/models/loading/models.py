@@ -145,9 +145,9 @@ def cannot_round(quantize: str) -> BadSetting:
 
 
 def name_or_path(source: "str | Path") -> str:
-    """Return what transformers loads from: a hub id as it is, or the path of a folder that holds a model.
+    """Return the argument of `from_pretrained`: a hub id as it is, or the path of a folder that holds a model.
 
-    Raises an error, which says what is there, if a path leads to no folder of a model.
+    Raises an error, which names the content of the path, if that is not the folder of a model.
     """
     path = Path(source).expanduser()
     looks_local = isinstance(source, Path) or path.is_absolute() or str(source).startswith((".", "~"))

@@ -33,9 +33,9 @@ def check_spread(
 
 
 def check_before_spreading(target: Any, draft: Any, tokenizer: Any, quantize_draft: "Quantize | None") -> Any:
-    """Return the tokenizer; raise what `load` raises otherwise only when all processes have loaded their weights.
+    """Return the tokenizer; raise early the errors that `load` raises when all processes have loaded their weights.
 
-    The other processes do as that of rank 0 says from then on, and would wait for it.
+    The other processes follow rank 0 from then on, and would wait for it.
     """
     name = name_or_path(target)
     if open_checkpoint(name).reads_sources:

@@ -20,7 +20,7 @@ from specbeam.models.loading.tokenizers import has_tokenizer_files, read_tokeniz
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MOST_PADDING = 1024  # what vocabularies are padded to multiples of, at most
+MOST_PADDING = 1024  # the largest number that vocabularies are padded to multiples of
 _ADVICE = "choose a draft of the same family, trained with the target's tokenizer"
 
 
@@ -59,11 +59,11 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class ComparedTokens:
-    """What the comparison of a draft's tokens with a target's has found.
+    """The result of comparing a draft's tokens with a target's.
 
     Attributes:
         shared: the tokens in common; None: the vocabularies are the same.
-        warning: what users should know; "": nothing.
+        warning: for users; "": none.
     """
 
     shared: SharedTokens | None
@@ -80,7 +80,7 @@ def tokens_in_common(
 
     Args:
         tokenizer: of the target, as `load` returns it; None: the one that comes with the model is compared, if there is one.
-        target_source, draft_source: what was given to `load`: a path, a hub id or a model object.
+        target_source, draft_source: arguments of `load`: a path, a hub id or a model object.
 
     Raises `VocabularyMismatch` if ordinary tokens differ, or if sizes differ and nothing can be compared. Warns if special
     tokens have other names, and where sizes differ as padding does and nothing can be compared.
@@ -158,7 +158,7 @@ def _tokenizer_beside(model: "PreTrainedModel", source: Any) -> Any:
 
 
 def _with_words(tokenizer: Any) -> Any:
-    """Return a tokenizer if it can say what its tokens are, or else None."""
+    """Return a tokenizer if it can list its tokens, or else None."""
     return tokenizer if hasattr(tokenizer, "get_vocab") else None
 
 
@@ -194,7 +194,7 @@ def _is_padded(smaller: int, larger: int) -> bool:
 
 
 def _known_by_words(own: Vocabulary, other: Vocabulary) -> tuple[Bool[np.ndarray, " vocab"], str]:
-    """Return which of the target's tokens a draft knows by what their tokenizers spell, and a warning or "".
+    """Return which of the target's tokens a draft knows, by the spelling of their tokenizers, and a warning or "".
 
     Raises `VocabularyMismatch` if ordinary tokens differ.
     """

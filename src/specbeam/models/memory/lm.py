@@ -48,21 +48,21 @@ class _Late(NamedTuple):
 class MemoryLM:
     """A language model that reads in segments and recalls memories of earlier ones: HMT (arXiv 2405.06067).
 
-    The logits of a node are a function of the text on its path: those of the model in the window of the node's segment,
-    which holds what the segment recalls, the last tokens of the segment before, and its own. Each branch of a text tree
-    closes its own segments. Branches share windows up to where they part, and memories for ever; what is rejected leaves
+    The logits of a node are a function of the text on its path: the model's in the window of the node's segment, which
+    holds the recall of the segment, the last tokens of the segment before, and its own. Each branch of a text tree
+    closes its own segments. Branches share windows up to where they part, and memories for ever; rejected drafts leave
     nothing.
 
     A pass of the tree over the end of a segment takes one more pass of the model: memories of full segments are rows of the
     first one, and the next segments begin in the second.
 
     It keeps no beginnings of prompts (`HuggingFaceLM.remember_prompts`), and has no such method: a window begins with a
-    memory of its own text, so what two prompts have in common is not stored alike.
+    memory of its own text, so common beginnings of prompts are not stored alike.
 
     Args:
         lm: the model.
         plan: how it reads.
-        recall: the weights of its memory; None: a segment sees the sensory tokens alone.
+        recall: the weights of its memory; None: a segment sees only the sensory tokens.
 
     Raises:
         BadSetting: the plan gives no law, or a window does not fit into the model's positions.
@@ -108,7 +108,7 @@ class MemoryLM:
 
     @property
     def guard(self) -> ThreadGuard:
-        """What keeps the model, whose cache its windows are in, to one thread at a time."""
+        """The guard of the model: one thread at a time uses the cache that its windows are in."""
         return self.lm.guard
 
     @property
@@ -118,7 +118,7 @@ class MemoryLM:
 
     @property
     def further_draft(self) -> Any:
-        """What loads further drafts for the model; see `HuggingFaceLM.further_draft`."""
+        """The loader of further drafts for the model; see `HuggingFaceLM.further_draft`."""
         return self.lm.further_draft
 
     @property
@@ -128,11 +128,11 @@ class MemoryLM:
 
     @property
     def window_slots(self) -> int:
-        """The number of rows that a window stores, without those of drafts."""
+        """The number of rows that a window stores, without rows of drafts."""
         return max(self.plan.window, 2 + self.plan.summarised)
 
     def windows_of(self, beams: int) -> int:
-        """Return the number of windows that a session of so many beams may have open at once.
+        """Return the number of windows that a session of `beams` beams may have open at once.
 
         Each beam may be in a window of its own, and cross the end of its segment: then the next window and a query of it are
         open, too.
@@ -151,7 +151,7 @@ class MemoryLM:
 
     @property
     def note(self) -> str:
-        """What distinguishes its law from that of the model, in words."""
+        """A description of the difference between its law and the model's."""
         plan = self.plan
         read = f"read in segments of {plan.segment} tokens with {plan.sensory} of the one before"
         if self.recall is None:
@@ -160,7 +160,7 @@ class MemoryLM:
         return f"{read}, {by.get(plan.recall, 'without memory')}"
 
     def lacks(self, needs: Needs) -> str:
-        """Return the reason why this model cannot provide what is needed; "" if it can."""
+        """Return the reason why this model cannot provide these needs; "" if it can."""
         if needs.states or needs.exit_layer is not None:
             return "a model with memory hands out no hidden states, as draft heads learn without memory: draft with a model"
         return ""
@@ -320,7 +320,7 @@ class MemoryLM:
     def _closed(
         self, past: Past, segment: tuple[int, ...], recalled: Tensor | None, query: tuple[int, ...]
     ) -> "Task[tuple[Tensor | None, Tensor | None]]":
-        """Return the memory of a full segment, and the summary of a query of the next one if what that recalls needs it."""
+        """Return the memory of a full segment, and the summary of a query of the next one if its recall needs it."""
         asks = []
         if self.recall is not None:
             owner = self._owner([-1, *self._sensory(past), *segment, -1], recalled)
@@ -352,7 +352,7 @@ class MemoryLM:
         try:
             (answer,) = yield [Ask(owner, Forest.rooted([tokens[-1]]))]
         except BaseException:
-            self._close_window(window)  # nobody else knows it yet
+            self._close_window(window)  # it is in no tree yet
             raise
         window.asked = 1
         place.row = answer.logits[0]
@@ -373,7 +373,7 @@ class MemoryLM:
             self._close_done(tree)
 
     def _place(self, node: TextNode, closing: list[TextPlace], late: list[_Late]) -> bool:
-        """Put a node into a window if that is open. If not, note what has to be done first, and return False."""
+        """Put a node into a window if that is open. If not, note the work to be done first, and return False."""
         assert node.above is not None
         above = node.above.place
         if above is None:
@@ -470,12 +470,12 @@ class MemoryLM:
         return (self.recall is not None) + len(self._sensory(past))
 
     def _after(self, past: Past, segment: tuple[int, ...]) -> Past:
-        """Return what the next segment inherits of a full one, but for its memory."""
+        """Return the state that the next segment inherits of a full one, but for its memory."""
         needed = max(self.plan.sensory, self.plan.summarised)
         return Past(past.memories, segment[-needed:])
 
     def _with_memory(self, past: Past, after: Past, memory: Tensor | None) -> Past:
-        """Return what the next segment inherits, with the memory of this one."""
+        """Return the state that the next segment inherits, with the memory of this one."""
         if memory is None:
             return after
         return Past((*past.memories, memory.clone())[-self.plan.memories :], after.tail)
@@ -485,13 +485,13 @@ class MemoryLM:
 
         Args:
             tail: the end of the segment before.
-            tokens: those of the segment that are known.
+            tokens: the known ones of the segment.
         """
         size = self.plan.summarised
         return tokens[:size] if self.plan.refreshes and len(tokens) >= size else tail[-size:]
 
     def _summary(self, memories: int, query: tuple[int, ...]) -> list[Ask]:
-        """Return the pass that makes a summary of a query; none if what is recalled does not depend on it."""
+        """Return the pass that makes a summary of a query; none if the recall does not depend on it."""
         if self.recall is None or not self.plan.needs_summary(memories):
             return []
         owner = self._owner([-1, *query, -1], self.recall.summary.detach())
@@ -499,7 +499,7 @@ class MemoryLM:
 
     @torch.inference_mode()
     def _recalled(self, past: Past, summary: Float[Tensor, " size"] | None) -> Float[Tensor, " size"] | None:
-        """Return what a segment recalls; None without memory."""
+        """Return the recall of a segment; None without memory."""
         if self.recall is None:
             return None
         if not past.memories or self.plan.recall == "initial":
@@ -537,7 +537,7 @@ def _texts_of(session: Session, forest: Forest) -> list[list[int]]:
 
 
 def _learn(windows: list[Window], answers: list[Answer]) -> dict[tuple[Window, int], Tensor]:
-    """Keep the logits of new nodes of windows; return the hidden states of those that are no text, by window and node."""
+    """Keep the logits of new nodes of windows; return the hidden states of rows that are not text, by window and node."""
     found: dict[tuple[Window, int], Tensor] = {}
     for window, answer in zip(windows, answers, strict=False):
         first = max(window.asked, len(window.forest.known.nodes))

@@ -13,11 +13,11 @@ from specbeam.core.forest import Forest, KnownRows
 
 @dataclass(eq=False)
 class WindowOwner:
-    """What the model's caches take a window for: a session with this prompt.
+    """The stand-in of a window for a session in the model's caches.
 
     Attributes:
         prompt: tokens; -1 stands for the only row of `vectors`.
-        failure: what the session of the window ended with.
+        failure: the error of the window's session.
     """
 
     prompt: list[int]
@@ -28,7 +28,7 @@ class WindowOwner:
 
 @dataclass(frozen=True, eq=False)
 class Past:
-    """What a segment inherits from those before it. Branches share the memories of their common past.
+    """The state that a segment inherits from earlier ones. Branches share the memories of their common past.
 
     Attributes:
         memories: the last ones, float[size] each, oldest first.
@@ -65,13 +65,13 @@ class Window:
 
     Args:
         owner: the window's cache in the model.
-        past: what the segment inherits.
+        past: the state that the segment inherits.
         root: the token of the last row of the owner's prompt.
 
     Attributes:
-        forest: nodes of this turn, in the window's own numbers; roots are nodes whose rows are known, or wanted by nobody.
+        forest: nodes of this turn, in the window's own numbers; roots are nodes whose rows are known or not wanted.
         asked: number of these nodes that the model was asked for.
-        nodes: the place of the text at each of them; None for rows that are no text.
+        nodes: the place of the text at each of them; None for rows that are not text.
         is_open: whether the model still has its cache.
     """
 
@@ -115,7 +115,7 @@ class TextPlace:
 
     Attributes:
         window, node: the window, and the node there.
-        tokens: those of its segment up to it, its own included.
+        tokens: of its segment up to it, its own included.
         row: the logits after it; None until they were computed.
         opening: how a segment after it begins; None until that is known, or if its segment is not full.
         next: the window of that segment, if this turn has one.
@@ -151,7 +151,7 @@ class TextNode:
 
 @dataclass(eq=False)
 class TextTree:
-    """What is kept for a session: the windows that live beams are in, and the nodes of the present turn.
+    """The state of a session: the windows that live beams are in, and the nodes of the present turn.
 
     Attributes:
         beams: the live beams, which are the roots of the turn's forest.
@@ -177,7 +177,7 @@ class TextTree:
         return [window.owner for window in self.windows if window.is_open and window.owner.state]
 
     def enter(self, forest: Forest) -> list[TextNode]:
-        """Add the new nodes of a forest, and return those that have no place yet, parents first.
+        """Add the new nodes of a forest, and return the nodes that have no place yet, parents first.
 
         Pending tokens of beams come first; the last one is the root.
         """
