@@ -132,7 +132,7 @@ class HuggingFaceLM:
 
     Attributes:
         passes: the number of passes so far.
-        engine: the name of the engine that runs the model, of the table in `lm.engines`.
+        engine: the name of the engine that runs the model, of the table in models/engines.py.
         engine_note: where "auto" left the model to transformers, a sentence with the reason; "" otherwise.
         guard: keeps the model to one thread at a time.
         known_prompts: the beginnings of earlier prompts; None if they are not kept.

@@ -196,7 +196,9 @@ def load(
     draft_model = None
     if given.model is not None:
         draft_model = model_of(given.model, dtype, torch_device, given.quantize, may_map=True)
-    own_tokenizer = None if tokenizer is False else read_tokenizer(tokenizer if tokenizer is not None else target)
+    if tokenizer is None:
+        tokenizer = target
+    own_tokenizer = None if tokenizer is False else read_tokenizer(tokenizer)
     shared = None
     if draft_model is not None:
         shared = tokens_in_common(target_model, draft_model, own_tokenizer, target, given.model)

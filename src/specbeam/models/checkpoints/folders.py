@@ -84,7 +84,9 @@ def _without_config(path: Path) -> SpecbeamError:
     if states:
         return MissingFile(f"{path} has no {CONFIG}, and a model in {states[-1].parent.name}; give {states[-1].parent}")
     held = sorted(one.name for one in path.iterdir())
-    there = f"it holds {', '.join(held[:4])}{' and more' if len(held) > 4 else ''}" if held else "it is empty"
+    there = "it is empty"
+    if held:
+        there = f"it holds {', '.join(held[:4])}" + (" and more" if len(held) > 4 else "")
     return MissingFile(f"{path} has no {CONFIG} ({there}); {_FOLDER}")
 
 

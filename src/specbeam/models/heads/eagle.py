@@ -171,7 +171,11 @@ def read_taps(fields: Fields, target: "PreTrainedModel", count: int) -> tuple[tu
     if not after and nested == default:
         return default, f"eagle_config.{name}: what enters these layers, as the default of all writers"
     if found := after or nested or named:
-        stated = "target_layer_ids" if after else f"eagle_config.{name}" if nested else name
+        stated = name
+        if after:
+            stated = "target_layer_ids"
+        elif nested:
+            stated = f"eagle_config.{name}"
         return tuple(one + 1 for one in found), f"{stated}: what leaves the layers before these"
     if count in (0, 3):
         return default, "the default of all writers"

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -111,7 +111,7 @@ class LayeredHead(Head):
     def states_size(self) -> int:
         return len(self.taps) * self.shape.target_width
 
-    def changed(self, rope: dict[str, Any] | None = None, **shape: Any) -> Self:
+    def changed(self, rope: dict[str, Any] | None = None, **shape: Any) -> Any:
         """Return a head that shares all weights with this one, and is read in another way.
 
         Args:
@@ -125,13 +125,13 @@ class LayeredHead(Head):
             head.rotary = Rotary(self.shape.sizes, rope, self.rotary.positions).to(self.device)
         return head
 
-    def with_moved_taps(self, layers: int) -> Iterator[tuple[str, Self]]:
+    def with_moved_taps(self, layers: int) -> Iterator[tuple[str, Any]]:
         """Yield readings with hidden states of neighbouring layers; see `other_readings`."""
         for offset, name in ((-1, "earlier"), (1, "later")):
             if moved := moved_taps(self.taps, offset, layers):
                 yield f"hidden states one layer {name}", self.changed(taps=moved)
 
-    def with_usual_base(self) -> Iterator[tuple[str, Self]]:
+    def with_usual_base(self) -> Iterator[tuple[str, Any]]:
         """Yield the reading with positions of the usual base, if that is another one; see `other_readings`."""
         rope = self.rotary.rope
         if rope["rope_theta"] != BASE:

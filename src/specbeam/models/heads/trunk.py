@@ -7,7 +7,7 @@ target's, where it has scored the node above; below drafts it is the head's own 
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -299,7 +299,7 @@ class PairTrunk(LayeredHead):
         order = "embedding before feature" if shape.swaps else "feature before embedding"
         yield order, self.changed(swaps=not shape.swaps)
 
-    def changed(self, rope: dict[str, Any] | None = None, **shape: Any) -> Self:
+    def changed(self, rope: dict[str, Any] | None = None, **shape: Any) -> "PairTrunk":
         trunk = super().changed(rope, **shape)
         first, *others = trunk.layers
         if isinstance(first, PairLayer) and first.norms_residual != trunk.shape.norms_residual:

@@ -81,12 +81,12 @@ def model_of(
         if not isinstance(read, str):
             return read
         unread = f" ({read})"
-    kept = None
+    mapped_type = None
     if dtype == "auto" and device.type == "cpu":
         if may_map and by_library is None and not checkpoint.is_rounded:
             with ONE_AT_A_TIME:
-                kept = stored_type(checkpoint)
-        dtype = kept or torch.float32
+                mapped_type = stored_type(checkpoint)
+        dtype = mapped_type or torch.float32
     options: dict[str, Any] = {}
     if by_library is not None:
         options["quantization_config"] = library_config(by_library, dtype)
@@ -101,7 +101,7 @@ def model_of(
         model = pretrained(checkpoint, how, error, unread, dtype=dtype, **options)
     if by_library is not None:
         object.__setattr__(model, "_specbeam_rounding", by_library)
-    if kept is not None:
+    if mapped_type is not None:
         mark_kept(model)
     check_weights(name, model, mapped_files(model).release)
     return model if options else model.to(device)

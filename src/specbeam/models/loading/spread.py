@@ -25,9 +25,9 @@ def check_spread(
         raise BadSetting("device_map and tensor_parallel both say where weights are; give one of them")
     if isinstance(target, torch.nn.Module):
         raise BadSetting(f"{name} is for models that are loaded from files, and the target is an object already")
-    if compile or quantize is not None or kv is not None:
-        given = "compile" if compile else "quantize" if quantize is not None else "kv"
-        raise BadSetting(f"{name} is for targets that transformers runs as they are; leave {given} out")
+    for option, is_given in {"compile": compile, "quantize": quantize is not None, "kv": kv is not None}.items():
+        if is_given:
+            raise BadSetting(f"{name} is for targets that transformers runs as they are; leave {option} out")
     if find_spec("accelerate") is None:
         raise MissingPackage(f"{name} needs accelerate: pip install accelerate")
 

@@ -119,7 +119,8 @@ def warn_of_other_model(folder: "str | Path", key: str | None, model: "PreTraine
 
 def _config(path: Path) -> dict[str, Any]:
     if not (path / CONFIG).is_file():
-        there = sorted(one.name for one in path.iterdir())[:6] if path.is_dir() else "nothing"
+        names = sorted(one.name for one in path.iterdir()) if path.is_dir() else []
+        there = names[:6] or "nothing"
         raise MissingFile(f"{path} has no {CONFIG} (there is {there}); give the folder that `specbeam train hmt` wrote")
     found = json_object(path / CONFIG, BadHead)
     if found.get("kind") != KIND:
