@@ -47,6 +47,5 @@ def dispensable_layers(
 
 
 def _cosine(one: Float32[np.ndarray, " hidden"], other: Float32[np.ndarray, " hidden"]) -> float:
-    """Return the cosine of two states; 0 if one of them is 0."""
     norms = float(np.linalg.norm(one)) * float(np.linalg.norm(other))
     return float(one @ other) / norms if norms else 0.0

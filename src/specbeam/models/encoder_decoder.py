@@ -197,7 +197,6 @@ class EncoderDecoderLM(HuggingFaceLM):
 
 
 def _hears(encoder: Any) -> bool:
-    """Return whether an encoder reads features of audio."""
     return getattr(encoder, "main_input_name", "input_ids") == "input_features"
 
 

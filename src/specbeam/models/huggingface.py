@@ -78,7 +78,6 @@ class CacheForSteps:
         self.lm.passes += int(spent[PASSES]) - (not self.had_pending and spent[PASSES] > 0)
 
     def _mark_answered(self) -> None:
-        """Mark all nodes as handed out."""
         self.cache.answered = self.cache.trie.known
 
 
@@ -675,7 +674,6 @@ class HuggingFaceLM:
         self._store({cache: min(self.chunk, cache.trie.pending_before_roots) for cache in caches})
 
     def _store(self, counts: dict[Any, int]) -> None:
-        """Store the given number of pending tokens of each cache, in one pass."""
         self.passes += 1
         starts = [cache.trie.prompt_stored for cache in counts]
         self.runner.prefill([*counts], [*counts.values()])
@@ -791,7 +789,6 @@ def _are_same(first: Any, second: Any) -> bool:
 
 
 def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the number of tokens in the common prefix."""
     if first == second:
         return len(first)
     for place, (token, other) in enumerate(zip(first, second, strict=False)):

@@ -204,7 +204,6 @@ def _check_scales(matrix: PackedMatrix, tensors: _Tensors) -> None:
 
 
 def _read(tensors: _Tensors, name: str) -> torch.Tensor:
-    """Return a tensor: a view of its file, which is mapped to memory."""
     from safetensors import safe_open
 
     path = tensors[name].path
@@ -220,7 +219,6 @@ def _check_numbers(name: str, found: torch.Tensor) -> None:
 
 
 def _is_packed(name: str, model: nn.Module) -> bool:
-    """Return whether a tensor is a part of a matrix of 4 bits."""
     above, _, last = name.rpartition(".")
     return last in _PARTS and isinstance(dict(model.named_modules()).get(above), PackedLinear)
 

@@ -182,7 +182,6 @@ def expected(
 def _distances(
     first: Bool[np.ndarray, "n choices"], second: Bool[np.ndarray, "m choices"]
 ) -> Float64[np.ndarray, "n m"]:
-    """Return the number of sublayers in which sets differ."""
     one = first.astype(np.float64)
     other = second.astype(np.float64)
     return np.asarray(one.sum(1)[:, None] + other.sum(1)[None] - 2 * one @ other.T)
@@ -225,7 +224,6 @@ class SkipMemory:
             self._keep()
 
     def _keep(self) -> None:
-        """Save the present state on disk."""
         if self.key is not None and self._found is not None:
             _figures_of(self.start).keep(self.key, _record_of(self._found))
 

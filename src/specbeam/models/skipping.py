@@ -347,7 +347,6 @@ class SkippingLM(OnTargetsCache):
         return scratch
 
     def _passes_without(self, skipped: Sublayers) -> PackedPasses:
-        """Return the target's passes without these sublayers."""
         if skipped not in self._passes:
             if len(self._passes) >= MOST_PASSES:
                 self._passes.pop(next(iter(self._passes)))

@@ -371,7 +371,6 @@ def _weights_in(head: Any) -> tuple[list[Any], Kind, bool]:
 
 
 def _norm_of(module: Any) -> np.ndarray:
-    """Return the weights of a norm; no numbers if the module is none."""
     weight = getattr(module, "weight", None)
     return _NONE if weight is None else numbers_of(weight)
 
@@ -386,7 +385,6 @@ def _architecture_of(sizes: LayerSizes, layers: int) -> Architecture:
 
 
 def _no_panels(kind: Kind) -> np.ndarray:
-    """Return a matrix without columns, as panels of a kind."""
     return in_panels(np.zeros((WIDTH, STEP), dtype=np.float32), kind)[:0]
 
 

@@ -96,7 +96,6 @@ class RecurrentMarkov(Correction):
         return Corrected(nodes.base + self.markov_w2(torch.tanh(output)), after)
 
     def _read(self, states: States, tokens: PerRow, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Return the states after tokens and rows are read, and the output of the network."""
         joined = self.joint_proj(torch.cat([states, self.markov_w1(tokens), rows], -1))
         gate, candidate, output = joined.chunk(3, -1)
         kept = torch.sigmoid(gate)

@@ -144,7 +144,6 @@ class _Reached(Exception):
 
 
 def _each(change: Any, named: dict[str, Any]) -> dict[str, Any]:
-    """Return named values, each changed."""
     return {name: change(value) for name, value in named.items()}
 
 

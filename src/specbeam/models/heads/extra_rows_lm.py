@@ -48,20 +48,11 @@ class ExtraCache(NodeCache):
         }
         super().keep(former)
 
-    def scored_above(self, node: int) -> tuple[int, int]:
-        """Return the nearest scored node above a local node, and how far above it is."""
-        parents = self.trie.parents
-        far = 1
-        above = int(parents[node])
-        while not self.is_scored[above]:
-            above = int(parents[above])
-            far += 1
-        return above, far
-
     @property
     def can_draft(self) -> bool:
         """Whether there is anything to draft from below any root."""
-        nearest = (root if self.is_scored[root] else self.scored_above(root)[0] for root in self.trie.root_at.tolist())
+        roots = self.trie.root_at.tolist()
+        nearest = [root if self.is_scored[root] else self.scored_above(root)[0] for root in roots]
         return any(node in self.rows for node in nearest)
 
 
@@ -140,19 +131,17 @@ class ExtraLM(HeadLM):
     @torch.inference_mode()
     def settle(self, session: CacheOwner, turn: Turn) -> None:
         """Take the logits of the extra rows of a turn, and keep the rows that drafts below surviving beams read."""
-        cache: ExtraCache | None = session.state.get(self)
-        if cache is None:
-            cache = ExtraCache(session.prompt, self.device)
-            session.state[self] = cache
+        if self not in session.state:
+            session.state[self] = ExtraCache(session.prompt, self.device)
+        cache: ExtraCache = session.state[self]
         places, counts = session.state.pop((_Groups, self))
         scored = len(turn.scored_nodes)
-        fresh: list[Tensor | None] = [None] * scored
+        cache.fresh = [None] * scored
         if counts.sum():
             assert turn.scored.extra is not None
             rows = turn.scored.extra.logits.split(counts.tolist())
             for place, own in zip(places.tolist(), rows, strict=True):
-                fresh[place] = own if len(own) else None
-        cache.fresh = fresh
+                cache.fresh[place] = own if len(own) else None
         cache.settle(turn, torch.zeros(scored, 0, device=self.device))
         self.missed += len(cache.trie.root_at) > 0 and not cache.can_draft
 
@@ -162,12 +151,13 @@ class ExtraLM(HeadLM):
         nothing = torch.full((self.vocab,), -torch.inf, device=self.device)
         found = []
         for cache, nodes in zip(caches, wanted, strict=True):
-            rows = [torch.zeros(0, self.vocab, device=self.device)]
-            for node in nodes.tolist():
+            rows = nothing.repeat(len(nodes), 1)
+            for row, node in enumerate(nodes.tolist()):
                 above, far = cache.scored_above(node)
                 own = cache.rows.get(above)
-                rows.append((nothing if own is None else own[min(far, len(own)) - 1].float())[None])
-            found.append(torch.cat(rows))
+                if own is not None:
+                    rows[row] = own[min(far, len(own)) - 1]
+            found.append(rows)
         return found
 
     @contextmanager

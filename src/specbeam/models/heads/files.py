@@ -52,7 +52,6 @@ class HeadFiles:
         return found
 
     def _found(self, name: str) -> Tensor:
-        """Return a tensor. Raises `BadHead` if it is missing."""
         if not self.has(name):
             raise BadHead(f"{self.where} has no tensor {name}; it has {_some(self.tensors)}")
         return self.tensors[name]
@@ -169,6 +168,5 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """Return the files of a folder that may hold the tensors of a head."""
     safe, *pickled = TENSOR_FILES
     return sorted(folder.glob(safe)) or sorted(path for pattern in pickled for path in folder.glob(pattern))

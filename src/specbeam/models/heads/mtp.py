@@ -295,7 +295,6 @@ def _folder(name: str, *patterns: str) -> Path:
 
 
 def _read(target: "PreTrainedModel", stored: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return the tensors of these names, each from its file."""
     from safetensors import safe_open
 
     shards = sorted({*stored.values()})

@@ -64,7 +64,6 @@ def _renamed(name: str, names: list[tuple[str, str]]) -> str:
 
 
 def _count(files: HeadFiles, pattern: str) -> int:
-    """Return one more than the largest number that `pattern` finds in the names of tensors; 0 if it finds none."""
     return max((int(found[1]) + 1 for name in files.tensors if (found := re.match(pattern, name))), default=0)
 
 

@@ -213,12 +213,10 @@ READERS: dict[str, Callable[[HeadFiles, LayerSizes], Head]] = {
 
 
 def _rotary(files: HeadFiles, sizes: LayerSizes) -> Rotary:
-    """Return the rotation by positions that files state."""
     return rotary_of(files.fields, sizes, rope_of(files.fields, "rope"), "rope", "positions")
 
 
 def _check_width(files: HeadFiles, given: Fields, name: str, width: int) -> None:
-    """Raise `BadHead` unless the head is for targets of this width, which a field states."""
     if width != files.width:
         raise given.bad(name, f"the width of the target, {files.width}")
 

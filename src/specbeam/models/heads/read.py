@@ -108,7 +108,6 @@ def read_head(source: "str | Path | nn.Module", target: "PreTrainedModel") -> He
 
 
 def _read(files: HeadFiles) -> Head:
-    """Return the head in files, by the reader for its kind."""
     files.fields.texts("architectures")  # by these heads are recognised
     files.fields.text("speculators_model_type")
     files.fields.text("model_type")

@@ -208,7 +208,6 @@ def _own_logits(lm: HuggingFaceLM, prompt: list[int], path: list[int], source: S
 
 
 def _owner(lm: HuggingFaceLM, prompt: list[int], source: Source | None) -> Any:
-    """Return the owner of a cache, in place of a session."""
     return SimpleNamespace(prompt=prompt, state={}, context={} if source is None else {lm: source})
 
 

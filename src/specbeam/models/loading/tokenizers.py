@@ -116,7 +116,6 @@ def _check_reads_pieces(name: str, error: Exception) -> None:
 
 
 def _is_there(module: str) -> bool:
-    """Return whether a module can be imported, which may be inside of a package."""
     try:
         return find_spec(module) is not None
     except ModuleNotFoundError:

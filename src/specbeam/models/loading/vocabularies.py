@@ -126,7 +126,6 @@ def _compared(
 
 
 def _is_same_name(first: Any, second: Any) -> bool:
-    """Return whether both are the same path or hub id."""
     return isinstance(first, (str, Path)) and isinstance(second, (str, Path)) and str(first) == str(second)
 
 
@@ -230,7 +229,6 @@ def _warning_of_spelling(own: Vocabulary, other: Vocabulary) -> str:
 
 
 def _difference(own: Vocabulary, other: Vocabulary, token: int) -> str:
-    """Return a sentence about a token that is spelled in two ways."""
     return f"token {token} is {own.words[token]!r} for the target and {other.words[token]!r} for the draft"
 
 

@@ -1,7 +1,7 @@
 """SCORE: a model that reads in segments and remembers (HMT), around any model that takes rows by embedding."""
 
 from collections.abc import Generator, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -153,11 +153,12 @@ class MemoryLM:
     def note(self) -> str:
         """A description of the difference between its law and the model's."""
         plan = self.plan
-        read = f"read in segments of {plan.segment} tokens with {plan.sensory} of the one before"
-        if self.recall is None:
-            return f"{read}, without memory"
-        by = {"attention": f"memory by attention, query '{plan.query}'", "previous": "memory of the one before"}
-        return f"{read}, {by.get(plan.recall, 'without memory')}"
+        memory = "without memory"
+        if self.recall is not None and plan.recall == "attention":
+            memory = f"memory by attention, query '{plan.query}'"
+        if self.recall is not None and plan.recall == "previous":
+            memory = "memory of the one before"
+        return f"read in segments of {plan.segment} tokens with {plan.sensory} of the one before, {memory}"
 
     def lacks(self, needs: Needs) -> str:
         """Return the reason why this model cannot provide these needs; "" if it can."""
@@ -169,9 +170,8 @@ class MemoryLM:
         self, sessions: Sequence[Session], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
     ) -> list[Scored]:
         checked = checked_needs(self, len(sessions), needs)
-        rows = self._together(
-            [self._extended(session, forest) for session, forest in zip(sessions, forests, strict=True)]
-        )
+        tasks = [self._extended(session, forest) for session, forest in zip(sessions, forests, strict=True)]
+        rows = self._together(tasks)
         return [scored_rows(need, found) for need, found in zip(checked, rows, strict=True)]
 
     def settle(self, session: Session, turn: Turn) -> None:
@@ -185,9 +185,8 @@ class MemoryLM:
         for node, parent, token in zip(survivors.nodes, turn.verdict.parents, survivors.tokens, strict=True):
             if node >= 0:
                 anchors.append(tree.anchor_of(turn.forest, int(node)))
-                continue
-            above = tree.anchor_of(turn.forest, int(parent))
-            anchors.append(Anchor(above.place, (*above.pending, int(token))))
+            else:
+                anchors.append(tree.anchor_of(turn.forest, int(parent)).followed_by(int(token)))
         tree.beams = anchors
         tree.nodes = []
         for window in before:
@@ -262,13 +261,10 @@ class MemoryLM:
             advance(number, None)
         while waiting:
             asks = [ask for each in waiting.values() for ask in each]
-            scored = self.lm.extend(
-                [ask.owner for ask in asks], [ask.forest for ask in asks], [self._needs] * len(asks)
-            )
-            start = 0
+            owners, forests = zip(*asks, strict=True)
+            scored = iter(self.lm.extend(owners, forests, [self._needs] * len(asks)))
             for number, each in list(waiting.items()):
-                found = scored[start : start + len(each)]
-                start += len(each)
+                found = islice(scored, len(each))
                 advance(number, [Answer(one.logits, one.hidden) for one in found])
         return results
 
@@ -406,7 +402,6 @@ class MemoryLM:
         return self.plan.refreshes and is_complete and self.plan.needs_summary(len(past.memories))
 
     def _window(self, past: Past, recalled: Tensor | None) -> Window:
-        """Return a window without tokens of its segment."""
         prefix = [] if self.recall is None else [-1]
         owner = self._owner([*prefix, *self._sensory(past)], recalled)
         return Window(owner, past, owner.prompt[-1], None)
@@ -414,34 +409,30 @@ class MemoryLM:
     def _wave(self, tree: TextTree, closing: list[TextPlace], late: list[_Late]) -> "Task[None]":
         """Take one pass: over new nodes, memories of full segments, and queries. Then open the windows that can be."""
         memory_rows: dict[TextPlace, int] = {}
-        asks: list[Ask] = []
+        queries: dict[Any, list[Ask]] = {}
         for place in closing:
+            past = place.window.past
             if self.recall is not None:
                 memory_rows[place] = place.window.add(-1, place.node, None)
-        windows = [window for window in tree.windows if window.is_behind]
-        asks += [Ask(window.owner, window.forest) for window in windows]
-        queries: list[Ask] = []
-        summary_of: dict[Any, int] = {}
-        for place in closing:
-            after = self._after(place.window.past, place.tokens)
-            for ask in self._summary(len(place.window.past.memories) + 1, after.tail[-self.plan.summarised :]):
-                summary_of[place] = len(asks) + len(queries)
-                queries.append(ask)
+            tail = self._after(past, place.tokens).tail
+            queries[place] = self._summary(len(past.memories) + 1, tail[-self.plan.summarised :])
         for one in late:
-            for ask in self._summary(len(one.past.memories), one.tokens):
-                summary_of[one.node] = len(asks) + len(queries)
-                queries.append(ask)
+            queries[one.node] = self._summary(len(one.past.memories), one.tokens)
+        windows = [window for window in tree.windows if window.is_behind]
+        asks = [Ask(window.owner, window.forest) for window in windows]
+        asked = [ask for each in queries.values() for ask in each]
         try:
-            answers = (yield [*asks, *queries]) if asks or queries else []
+            answers = (yield [*asks, *asked]) if asks or asked else []
         finally:
-            for ask in queries:
+            for ask in asked:
                 self.lm.close(ask.owner)
         memories = _learn(windows, answers)
         tree.peak = max(tree.peak, self._held(tree))
-        summaries = {key: answers[number].hidden[0] for key, number in summary_of.items()}
+        rest = iter(answers[len(asks) :])
+        summaries = {key: next(rest).hidden[0] for key, each in queries.items() if each}
         for place in closing:
             after = self._after(place.window.past, place.tokens)
-            memory = memories[place.window, memory_rows[place]] if self.recall is not None else None
+            memory = memories[place.window, memory_rows[place]] if place in memory_rows else None
             past = self._with_memory(place.window.past, after, memory)
             place.opening = Opening(past, self._recalled(past, summaries.get(place)))
         for one in late:
@@ -458,11 +449,9 @@ class MemoryLM:
                 self._close_window(window)
 
     def _owner(self, prompt: list[int], vector: Tensor | None) -> WindowOwner:
-        """Return the owner of a cache in the model, in whose prompt -1 stands for this embedding."""
         return WindowOwner(prompt, {} if vector is None else {self.lm: vector[None]})
 
     def _sensory(self, past: Past) -> tuple[int, ...]:
-        """Return the tokens that a segment sees of the one before."""
         return past.tail[len(past.tail) - min(self.plan.sensory, len(past.tail)) :]
 
     def _rows_before(self, past: Past) -> int:

@@ -103,5 +103,4 @@ class SegmentReader:
         return hidden[:, start : start + segment.shape[1]], memory
 
     def _hidden(self, embeds: Float[Tensor, "batch rows size"]) -> Float[Tensor, "batch rows size"]:
-        """Return the input of the model's head, by a pass of its own."""
         return self.model.base_model(inputs_embeds=embeds, use_cache=False).last_hidden_state

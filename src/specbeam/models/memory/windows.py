@@ -135,6 +135,10 @@ class Anchor(NamedTuple):
     place: TextPlace
     pending: tuple[int, ...]
 
+    def followed_by(self, token: int) -> "Anchor":
+        """Return the anchor with one more token."""
+        return Anchor(self.place, (*self.pending, token))
+
 
 @dataclass(eq=False)
 class TextNode:
@@ -166,10 +170,11 @@ class TextTree:
     @property
     def windows(self) -> list[Window]:
         """The windows of all nodes and beams, each once; some may be closed."""
-        of_beams = [beam.place.window for beam in self.beams]
-        of_nodes = [node.place.window for node in self.nodes if node.place is not None]
-        opened = [node.place.next for node in self.nodes if node.place is not None and node.place.next is not None]
-        return [*dict.fromkeys([*of_beams, *of_nodes, *opened])]
+        places = [node.place for node in self.nodes if node.place is not None]
+        found = [beam.place.window for beam in self.beams]
+        found += [place.window for place in places]
+        found += [place.next for place in places if place.next is not None]
+        return [*dict.fromkeys(found)]
 
     @property
     def stored(self) -> list[WindowOwner]:
@@ -205,5 +210,4 @@ class TextTree:
         parent = int(forest.parents[node])
         if parent < 0:
             return self.beams[node]
-        above = self.anchor_of(forest, parent)
-        return Anchor(above.place, (*above.pending, int(forest.tokens[node])))
+        return self.anchor_of(forest, parent).followed_by(int(forest.tokens[node]))
