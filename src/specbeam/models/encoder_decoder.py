@@ -1,6 +1,5 @@
 """SCORE: encoder-decoder models of transformers, whose decoder looks at a source: translation, summaries, speech."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -9,7 +8,6 @@ from torch import nn
 
 from specbeam.core.answers import LOGITS
 from specbeam.core.errors import NotSupported
-from specbeam.core.forest import Forest
 from specbeam.core.records import Needs, Scored
 from specbeam.core.session import CacheOwner
 from specbeam.engines.cpu.cache_words import WORDS, KeptAs
@@ -20,7 +18,7 @@ from specbeam.engines.shared_tokens import SharedTokens, readable
 from specbeam.engines.source import Source
 from specbeam.engines.torch.source_passes import SourcePasses, decoder_layers
 from specbeam.models.engines import COMPILED
-from specbeam.models.huggingface import CHUNK, HuggingFaceLM
+from specbeam.models.huggingface import CHUNK, EachNeeds, Forests, HuggingFaceLM, Sessions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -153,19 +151,15 @@ class EncoderDecoderLM(HuggingFaceLM):
         """Return whether this model can reuse another model's encoder output."""
         return self.encoder is other.encoder
 
-    def extend(
-        self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
-    ) -> list[Scored]:
+    def extend(self, sessions: Sessions, forests: Forests, needs: EachNeeds = None) -> list[Scored]:
         self._read_together(sessions)
         return super().extend(sessions, forests, needs)
 
-    def fill(
-        self, sessions: Sequence[CacheOwner], needs: Sequence[Needs] | None = None, most: int | None = None
-    ) -> list[bool]:
+    def fill(self, sessions: Sessions, needs: EachNeeds = None, most: int | None = None) -> list[bool]:
         self._read_together(sessions)
         return super().fill(sessions, needs, most)
 
-    def _read_together(self, sessions: Sequence[CacheOwner]) -> None:
+    def _read_together(self, sessions: Sessions) -> None:
         """Let a compiled encoder read the sources of new sessions in few passes; others read one by one."""
         if not isinstance(self.encoder, CompiledEncoder):
             return

@@ -36,6 +36,9 @@ from specbeam.models.engines import COMPILED, choose_engine
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+Sessions = Sequence[CacheOwner]
+Forests = Sequence[Forest]
+EachNeeds = Sequence[Needs] | None  # of each session; None: logits
 CHUNK = 512  # prompt tokens of one session per pass
 MOST_ROWS_IN_STEPS = 512  # pending tokens and new nodes of one session in a pass that steps run
 COPIED_TOGETHER = 8  # chunks of a prompt that are known
@@ -89,7 +92,7 @@ class EarlyCacheForSteps(CacheForSteps):
         self.cache.cache.answered_early = self.cache.trie.known
 
 
-def check_wants_logits(lm: Any, sessions: int, needs: Sequence[Needs] | None) -> None:
+def check_wants_logits(lm: Any, sessions: int, needs: EachNeeds) -> None:
     """Raise `NotSupported` if a part needs more than logits of a draft model that gives logits only."""
     if any(need.states or need.ranked for need in checked_needs(lm, sessions, needs)):
         raise NotSupported(f"{type(lm).__name__} gives logits only, and a part needs more of its draft model")
@@ -285,9 +288,7 @@ class HuggingFaceLM:
         inputs: ExtraInputs | None = getattr(session, "extra_inputs", None)
         return inputs if inputs is not None and inputs.model is self.model else None
 
-    def extend(
-        self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
-    ) -> list[Scored]:
+    def extend(self, sessions: Sessions, forests: Forests, needs: EachNeeds = None) -> list[Scored]:
         checked = checked_needs(self, len(sessions), needs)
         caches = [self._cache(session, need) for session, need in zip(sessions, checked, strict=True)]
         self._store_for_followers(caches)
@@ -295,9 +296,7 @@ class HuggingFaceLM:
         self.passes += any(_needs_a_pass(cache, forest) for cache, forest in zip(caches, forests, strict=True))
         return self.runner.extend(caches, forests)
 
-    def extend_early(
-        self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], layers: int, needs: Needs = LOGITS
-    ) -> list[Scored]:
+    def extend_early(self, sessions: Sessions, forests: Forests, layers: int, needs: Needs = LOGITS) -> list[Scored]:
         """Score new nodes by the first `layers` layers only, on the live cache; `extend` later runs the other layers.
 
         The forest of `extend` may lack nodes that these layers have seen; their slots are free then. Only the compiled
@@ -328,7 +327,7 @@ class HuggingFaceLM:
         cache.early_layers = layers
         return cache
 
-    def caches_before_roots(self, sessions: Sequence[CacheOwner]) -> list[Any]:
+    def caches_before_roots(self, sessions: Sessions) -> list[Any]:
         """Store all tokens before the roots of these sessions, and return their caches, for passes on scratch rows.
 
         For use at the start of a turn. Only the compiled forward can do this; see `SkippingLM`.
@@ -344,9 +343,7 @@ class HuggingFaceLM:
         self._prefill(caches, 0)
         return caches
 
-    def fill(
-        self, sessions: Sequence[CacheOwner], needs: Sequence[Needs] | None = None, most: int | None = None
-    ) -> list[bool]:
+    def fill(self, sessions: Sessions, needs: EachNeeds = None, most: int | None = None) -> list[bool]:
         """Store the next chunk of each of up to `most` long prompts (None: of all); see `fill_prompts`.
 
         The chunks are the same as those that `extend` would store by itself.
@@ -754,7 +751,7 @@ class OnTargetsCache:
         """Update the counter of passes after a run."""
         self.passes += passes
 
-    def fill(self, sessions: Sequence[CacheOwner], needs: Any = None, most: int | None = None) -> list[bool]:
+    def fill(self, sessions: Sessions, needs: Any = None, most: int | None = None) -> list[bool]:
         """Return True for each session: the target stores the prompts."""
         return [True] * len(sessions)
 

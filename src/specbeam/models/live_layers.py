@@ -1,16 +1,12 @@
 """SCORE: a draft model made of the target's first layers, which work on the target's KV cache, so nothing runs twice."""
 
-from collections.abc import Sequence
-
 from specbeam.core.errors import BadSetting, NotSupported
-from specbeam.core.forest import Forest
 from specbeam.core.lm import LM, checked_needs
-from specbeam.core.records import Needs, Scored
-from specbeam.core.session import CacheOwner
+from specbeam.core.records import Scored
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.kv.cross import ReadsSources
 from specbeam.models.early_layers import early_layers
-from specbeam.models.huggingface import HuggingFaceLM, OnTargetsCache
+from specbeam.models.huggingface import EachNeeds, Forests, HuggingFaceLM, OnTargetsCache, Sessions
 
 
 class LiveLayers(OnTargetsCache):
@@ -44,9 +40,7 @@ class LiveLayers(OnTargetsCache):
         self.max_positions = lm.max_positions
         self.passes = 0
 
-    def extend(
-        self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
-    ) -> list[Scored]:
+    def extend(self, sessions: Sessions, forests: Forests, needs: EachNeeds = None) -> list[Scored]:
         if any(need.states or need.ranked for need in checked_needs(self, len(sessions), needs)):
             raise NotSupported(
                 "LiveLayers gives logits only, and a part needs hidden states or ranked tokens: "

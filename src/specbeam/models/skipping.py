@@ -4,7 +4,7 @@ Sources: SWIFT (arXiv 2410.06916), Draft & Verify (arXiv 2309.08168), CLaSp (ACL
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -24,7 +24,15 @@ from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.cpu.scratch import ROWS
 from specbeam.engines.kv.cross import ReadsSources
 from specbeam.models.clasp import dispensable_layers
-from specbeam.models.huggingface import CacheForSteps, HuggingFaceLM, OnTargetsCache, check_wants_logits
+from specbeam.models.huggingface import (
+    CacheForSteps,
+    EachNeeds,
+    Forests,
+    HuggingFaceLM,
+    OnTargetsCache,
+    Sessions,
+    check_wants_logits,
+)
 from specbeam.models.made_up import made_up_prompt, made_up_rows
 from specbeam.models.skip_search import Found, SkipMemory, SkipSearch
 from specbeam.models.sublayers import Choice, Sublayers, alternate, choices_of, chosen, count_of
@@ -218,9 +226,7 @@ class SkippingLM(OnTargetsCache):
         """Return the sublayers that drafts of a session do without now."""
         return self._skips(session).skipped
 
-    def extend(
-        self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
-    ) -> list[Scored]:
+    def extend(self, sessions: Sessions, forests: Forests, needs: EachNeeds = None) -> list[Scored]:
         check_wants_logits(self, len(sessions), needs)
         self._begin(sessions)
         by_set: dict[Sublayers, list[int]] = {}
@@ -356,7 +362,7 @@ class SkippingLM(OnTargetsCache):
     def _count_scratch(self, session: CacheOwner) -> None:
         session.state[self.lm].trie.count_scratch(self._scratch(session).trie)
 
-    def _begin(self, sessions: Sequence[CacheOwner]) -> None:
+    def _begin(self, sessions: Sessions) -> None:
         """At the first pass of a turn, choose the sublayers of each session, and make a cache for its drafts."""
         beginning = [session for session in sessions if self._skips(session).scratch is None]
         if not beginning:

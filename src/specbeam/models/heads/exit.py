@@ -7,7 +7,7 @@ Source: EESD (arXiv 2406.03853).
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ from specbeam.models.heads.head import DraftRows, Head, wanted_below
 from specbeam.models.heads.lm import HeadLM, TimedPrompt
 from specbeam.models.heads.reading import filled
 from specbeam.models.heads.trees import ScoredTrees
-from specbeam.models.huggingface import CacheForSteps, HuggingFaceLM, OnTargetsCache
+from specbeam.models.huggingface import CacheForSteps, EachNeeds, Forests, HuggingFaceLM, OnTargetsCache, Sessions
 from specbeam.models.made_up import made_up_prompt
 
 if TYPE_CHECKING:
@@ -224,9 +224,7 @@ class ExitLM(OnTargetsCache, HeadLM):
         with self.target.early_cache_for_steps(session, fresh, layers, self.needs_of_target, self, more) as found:
             yield found
 
-    def extend(
-        self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
-    ) -> list[Scored]:
+    def extend(self, sessions: Sessions, forests: Forests, needs: EachNeeds = None) -> list[Scored]:
         checked_needs(self, len(sessions), needs)  # there are only logits
         self.passes += 1
         return self.target.extend_early(sessions, forests, self.layer.after, self.needs_of_target)

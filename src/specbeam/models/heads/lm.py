@@ -39,7 +39,7 @@ from specbeam.models.heads.layers import Attend
 from specbeam.models.heads.masked import MaskTrunk
 from specbeam.models.heads.modules import ModulesInARow
 from specbeam.models.heads.trunk import PairTrunk
-from specbeam.models.huggingface import CacheForSteps, cache_for_run, check_wants_logits
+from specbeam.models.huggingface import CacheForSteps, EachNeeds, Forests, Sessions, cache_for_run, check_wants_logits
 from specbeam.models.made_up import made_up_prompt, made_up_rows
 
 
@@ -179,9 +179,7 @@ class HeadLM:
         return torch.from_numpy(np.concatenate(arrays)).to(self.device)
 
     @torch.inference_mode()
-    def extend(
-        self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
-    ) -> list[Scored]:
+    def extend(self, sessions: Sessions, forests: Forests, needs: EachNeeds = None) -> list[Scored]:
         """See `LM.extend`. Sessions that are not ready get uniform logits."""
         check_wants_logits(self, len(sessions), needs)
         answers = [Scored(torch.zeros(forest.size, self.vocab)) for forest in forests]
@@ -571,7 +569,7 @@ class DenoiserLM(BlockLM):
 
     @torch.inference_mode()
     def denoised(
-        self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], known: Sequence[Int64[np.ndarray, "_ _"]]
+        self, sessions: Sessions, forests: Forests, known: Sequence[Int64[np.ndarray, "_ _"]]
     ) -> list[Float[Tensor, "_ _ vocab"]]:
         """Return logits of the drafts below the roots of forests, each given the drafts of its root that are known.
 

@@ -17,7 +17,7 @@ from specbeam.core.guard import ThreadGuard
 from specbeam.core.lm import checked_needs
 from specbeam.core.records import Needs, Scored, Shape, Turn, Verdict
 from specbeam.core.session import Session
-from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.huggingface import EachNeeds, Forests, HuggingFaceLM
 from specbeam.models.memory.plan import MemoryPlan
 from specbeam.models.memory.recall import Recall
 from specbeam.models.memory.windows import (
@@ -166,9 +166,7 @@ class MemoryLM:
             return "a model with memory hands out no hidden states, as draft heads learn without memory: draft with a model"
         return ""
 
-    def extend(
-        self, sessions: Sequence[Session], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
-    ) -> list[Scored]:
+    def extend(self, sessions: Sequence[Session], forests: Forests, needs: EachNeeds = None) -> list[Scored]:
         checked = checked_needs(self, len(sessions), needs)
         tasks = [self._extended(session, forest) for session, forest in zip(sessions, forests, strict=True)]
         rows = self._together(tasks)
