@@ -136,10 +136,10 @@ class EncoderDecoderLM(HuggingFaceLM):
         """Free all sources, when no session is left that reads them."""
         self.runner.drop_sources()
 
-    def made_up_source(self, frames: int = MADE_UP_FRAMES) -> Source:
+    def made_up_source(self) -> Source:
         """Return a source of made-up states, which no encoder has read, on which passes are checked and timed."""
         generator = torch.Generator().manual_seed(0)
-        return Source.of_states(torch.randn(frames, self.model.config.d_model, generator=generator))
+        return Source.of_states(torch.randn(MADE_UP_FRAMES, self.model.config.d_model, generator=generator))
 
     def plain_logits(self, source: Source, path: list[int]) -> torch.Tensor:
         """Return the logits after a path, float[vocab], as the model gives them by itself."""

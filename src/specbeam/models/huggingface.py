@@ -161,7 +161,9 @@ class HuggingFaceLM:
         self._before_prompts: tuple[int, int | None] | None = None  # `chunk` and `share_from` before `remember_prompts`
         self.caches: list[list[Any]] = []  # of the sessions in each row of the store
         self.engine, self.runner, self.engine_note = choose_engine(model, engine, self.caches, kv, shared)
-        self.share_from = share_from if share_from != "auto" else _default_share_from(self.engine)
+        if share_from == "auto":
+            share_from = None if self.engine in COMPILED else SHARE_FROM
+        self.share_from = share_from
         self.heads: dict[Any, Any] = {}  # draft heads that were read for this model, see `load`
         self.head: Any = None  # the exit head whose layer is this model's last one; see `heads.exit`
         self.vocab = vocab_of(model) if shared is None else shared.vocab
@@ -792,11 +794,6 @@ def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
         if token != other:
             return place
     return min(len(first), len(second))
-
-
-def _default_share_from(engine: str) -> int | None:
-    """Return the number of common tokens from which on prefixes are shared with `share_from="auto"`; None: never."""
-    return None if engine in COMPILED else SHARE_FROM
 
 
 def _needs_a_pass(cache: Any, forest: Forest) -> bool:

@@ -30,7 +30,7 @@ from specbeam.models.loading.vocabularies import tokens_in_common
 from specbeam.models.memory.lm import MemoryLM
 from specbeam.models.quantised import Quantize, check_is_model, check_kv
 from specbeam.models.skipping import Skipping
-from specbeam.models.spread import TIMEOUT_S, end_together, spread_model
+from specbeam.models.spread import end_together, spread_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -185,7 +185,7 @@ def load(
         check_spread(target, quantize, compile, device_map, tensor_parallel, kv)
     if tensor_parallel:
         tokenizer = check_before_spreading(target, draft, tokenizer, quantize_draft)
-        target_model = spread_model(name_or_path(target), dtype, torch_device, TIMEOUT_S)
+        target_model = spread_model(name_or_path(target), dtype, torch_device)
     else:
         target_model = model_of(target, dtype, torch_device, quantize, device_map is None, device_map)
     if reads_sources(target_model):

@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from specbeam.core.records import FINAL
-from specbeam.models.heads.arrays import Logits, PerNode, PerRow, Rows, States, StatesAbove, TokenMap
+from specbeam.models.heads.arrays import Logits, PerNode, PerRow, Rows, States, StatesAbove
 from specbeam.models.heads.head import DraftRows, Head, described_taps, wanted_below
 from specbeam.models.heads.trees import ScoredTrees
 
@@ -26,15 +26,11 @@ class FeatureHead(Head):
     """A head that drafts from the feature of the nearest scored node above, and from the tokens on the way down from there.
 
     A state is carried from node to node. It begins as the output of `start` for the feature.
-
-    Args:
-        tokens: see `Head.tokens`.
     """
 
-    def __init__(self, sizes: FeatureSizes, tokens: TokenMap = None) -> None:
+    def __init__(self, sizes: FeatureSizes) -> None:
         super().__init__()
         self.sizes = sizes
-        self.tokens = tokens
 
     @property
     def taps(self) -> tuple[int, ...]:

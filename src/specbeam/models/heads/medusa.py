@@ -5,7 +5,7 @@ The law of a draft does not depend on the drafts above it: it is a product law.
 
 from torch import nn
 
-from specbeam.models.heads.arrays import Logits, PerRow, States, StatesAbove, TokenMap
+from specbeam.models.heads.arrays import Logits, PerRow, States, StatesAbove
 from specbeam.models.heads.feature import FeatureHead, FeatureSizes, Residual
 
 
@@ -22,9 +22,8 @@ class Medusa(FeatureHead):
         sizes: FeatureSizes,
         layers: int,
         matrix: nn.Linear | None = None,
-        tokens: TokenMap = None,
     ) -> None:
-        super().__init__(sizes, tokens)
+        super().__init__(sizes)
         width = sizes.width
         self.blocks = nn.ModuleList(
             nn.Sequential(*(Residual(width, width) for _ in range(layers))) for _ in range(sizes.depth)

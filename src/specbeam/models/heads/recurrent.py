@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from specbeam.models.heads.arrays import Logits, PerRow, Rows, States, StatesAbove, TokenMap
+from specbeam.models.heads.arrays import Logits, PerRow, Rows, States, StatesAbove
 from specbeam.models.heads.feature import FeatureHead, FeatureSizes, Residual
 
 EPS = 1e-6  # of the norms of MLP speculators
@@ -27,9 +27,8 @@ class Hydra(FeatureHead):
         sizes: FeatureSizes,
         layers: int,
         embedding: nn.Embedding,
-        tokens: TokenMap = None,
     ) -> None:
-        super().__init__(sizes, tokens)
+        super().__init__(sizes)
         width = sizes.width
         self.embed_tokens = embedding
         self.blocks = nn.ModuleList(
@@ -89,9 +88,8 @@ class MLPSpeculator(FeatureHead):
         sizes: FeatureSizes,
         inner: int,
         scales_input: bool = False,
-        tokens: TokenMap = None,
     ) -> None:
-        super().__init__(sizes, tokens)
+        super().__init__(sizes)
         depth = sizes.depth
         self.scales_input = scales_input
         self.emb = nn.ModuleList(nn.Embedding(sizes.vocab, inner) for _ in range(depth))
@@ -138,9 +136,8 @@ class ReDrafter(FeatureHead):
         exit_size: int,
         is_recurrent: bool,
         embedding: nn.Embedding,
-        tokens: TokenMap = None,
     ) -> None:
-        super().__init__(sizes, tokens)
+        super().__init__(sizes)
         width = sizes.width
         self.embed_tokens = embedding
         self.input_proj = nn.Linear(2 * width, exit_size) if exit_size != 2 * width else nn.Identity()

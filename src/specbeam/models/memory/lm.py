@@ -340,7 +340,7 @@ class MemoryLM:
         """Open a window with tokens of its segment in it, and return the place of the last one."""
         prefix = [] if self.recall is None else [-1]
         owner = self._owner([*prefix, *self._sensory(past), *tokens], recalled)
-        window = Window(owner, past, tokens[-1], None)
+        window = Window(owner, past, tokens[-1])
         place = TextPlace(window, 0, tokens)
         window.nodes = [place]
         try:
@@ -402,7 +402,7 @@ class MemoryLM:
     def _window(self, past: Past, recalled: Tensor | None) -> Window:
         prefix = [] if self.recall is None else [-1]
         owner = self._owner([*prefix, *self._sensory(past)], recalled)
-        return Window(owner, past, owner.prompt[-1], None)
+        return Window(owner, past, owner.prompt[-1])
 
     def _wave(self, tree: TextTree, closing: list[TextPlace], late: list[_Late]) -> "Task[None]":
         """Take one pass: over new nodes, memories of full segments, and queries. Then open the windows that can be."""

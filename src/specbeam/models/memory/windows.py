@@ -75,11 +75,11 @@ class Window:
         is_open: whether the model still has its cache.
     """
 
-    def __init__(self, owner: WindowOwner, past: Past, root: int, place: "TextPlace | None") -> None:
+    def __init__(self, owner: WindowOwner, past: Past, root: int) -> None:
         self.owner = owner
         self.past = past
         self.forest = with_known_roots([root])
-        self.nodes: list[TextPlace | None] = [place]
+        self.nodes: list[TextPlace | None] = [None]
         self.asked = 0
         self.is_open = True
 
