@@ -74,11 +74,7 @@ class ChosenEngine(NamedTuple):
 
 
 def choose_engine(
-    model: "PreTrainedModel",
-    wanted: str,
-    caches: list[Any],
-    kv: KeptAs = "float32",
-    shared: SharedTokens | None = None,
+    model: "PreTrainedModel", wanted: str, caches: list[Any], kv: KeptAs = "float32", shared: SharedTokens | None = None
 ) -> ChosenEngine:
     """Return the engine that runs a model: the wanted one, or with "auto" the first of the table that fits.
 

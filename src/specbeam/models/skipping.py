@@ -409,12 +409,7 @@ class SkippingLM(OnTargetsCache):
         skips.skipped = chosen(found.best)
 
     def matchness(
-        self,
-        cache: CpuCache,
-        leaf: int,
-        position: int,
-        window: Int64[np.ndarray, " tokens"],
-        skipped: Sublayers,
+        self, cache: CpuCache, leaf: int, position: int, window: Int64[np.ndarray, " tokens"], skipped: Sublayers
     ) -> float:
         """Return the share of tokens of a window that the model without these sublayers takes for the likeliest ones.
 

@@ -236,13 +236,7 @@ class BlockHead(LayeredHead):
             return rows.new_zeros(len(rows), correction.state_size)
         return correction.start(rows, tokens, above)
 
-    def corrected(
-        self,
-        far: int,
-        rows: Rows,
-        tokens: PerRow,
-        states: States,
-    ) -> Corrected:
+    def corrected(self, far: int, rows: Rows, tokens: PerRow, states: States) -> Corrected:
         """Return the logits below nodes, and the states that their children get.
 
         Args:

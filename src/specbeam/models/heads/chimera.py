@@ -147,13 +147,7 @@ class Chimera(LayeredHead):
         """See `Head.features`: the states themselves."""
         return states.to(self.trigrams.proj.weight.dtype)
 
-    def forward(
-        self,
-        tokens: Int64[Tensor, "*rows three"],
-        features: Rows,
-        positions: PerRow,
-        attend: Attend,
-    ) -> Rows:
+    def forward(self, tokens: Int64[Tensor, "*rows three"], features: Rows, positions: PerRow, attend: Attend) -> Rows:
         """Return the head's states of rows: estimates of the target's features there.
 
         Args:

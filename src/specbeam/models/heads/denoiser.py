@@ -29,12 +29,7 @@ class Denoiser(BlockHead):
     """
 
     def __init__(
-        self,
-        shape: BlockShape,
-        rotary: Rotary,
-        embedding: nn.Embedding,
-        head: nn.Linear,
-        tokens: TokenMap = None,
+        self, shape: BlockShape, rotary: Rotary, embedding: nn.Embedding, head: nn.Linear, tokens: TokenMap = None
     ) -> None:
         super().__init__(shape, rotary, embedding, head, NO_TOKEN, tokens)
         self.mask_embedding = nn.Parameter(torch.zeros(embedding.weight.shape[1]))
@@ -46,11 +41,7 @@ class Denoiser(BlockHead):
         return {"kind": kind} | {name: shared[name] for name in ("layers", "reads", "positions")}
 
     def blocks(
-        self,
-        roots: PerRow,
-        positions: PerRow,
-        attend: Attend,
-        known: Int64[Tensor, "*blocks drafts"] | None = None,
+        self, roots: PerRow, positions: PerRow, attend: Attend, known: Int64[Tensor, "*blocks drafts"] | None = None
     ) -> Blocks:
         """Return the rows of the blocks below roots; see `BlockHead.blocks`.
 

@@ -55,10 +55,7 @@ class MaskTrunk(PairTrunk):
         }
 
     def read_by(
-        self,
-        roots: PerRow,
-        above: Float[Tensor, "*blocks width"],
-        positions: PerRow,
+        self, roots: PerRow, above: Float[Tensor, "*blocks width"], positions: PerRow
     ) -> tuple[Int64[Tensor, "*blocks rows"], Blocks, Int64[Tensor, "*blocks rows"]]:
         """Return the inputs of the rows of blocks: tokens, features and positions.
 

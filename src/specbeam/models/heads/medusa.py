@@ -17,12 +17,7 @@ class Medusa(FeatureHead):
         matrix: the matrix that makes logits, where all heads share the target's; None: each has one.
     """
 
-    def __init__(
-        self,
-        sizes: FeatureSizes,
-        layers: int,
-        matrix: nn.Linear | None = None,
-    ) -> None:
+    def __init__(self, sizes: FeatureSizes, layers: int, matrix: nn.Linear | None = None) -> None:
         super().__init__(sizes)
         width = sizes.width
         self.blocks = nn.ModuleList(

@@ -22,12 +22,7 @@ class Hydra(FeatureHead):
         embedding: the target's.
     """
 
-    def __init__(
-        self,
-        sizes: FeatureSizes,
-        layers: int,
-        embedding: nn.Embedding,
-    ) -> None:
+    def __init__(self, sizes: FeatureSizes, layers: int, embedding: nn.Embedding) -> None:
         super().__init__(sizes)
         width = sizes.width
         self.embed_tokens = embedding
@@ -83,12 +78,7 @@ class MLPSpeculator(FeatureHead):
         scales_input: whether the feature is normed first.
     """
 
-    def __init__(
-        self,
-        sizes: FeatureSizes,
-        inner: int,
-        scales_input: bool = False,
-    ) -> None:
+    def __init__(self, sizes: FeatureSizes, inner: int, scales_input: bool = False) -> None:
         super().__init__(sizes)
         depth = sizes.depth
         self.scales_input = scales_input
@@ -130,12 +120,7 @@ class ReDrafter(FeatureHead):
     """
 
     def __init__(
-        self,
-        sizes: FeatureSizes,
-        layers: int,
-        exit_size: int,
-        is_recurrent: bool,
-        embedding: nn.Embedding,
+        self, sizes: FeatureSizes, layers: int, exit_size: int, is_recurrent: bool, embedding: nn.Embedding
     ) -> None:
         super().__init__(sizes)
         width = sizes.width

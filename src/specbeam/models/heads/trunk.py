@@ -221,13 +221,7 @@ class PairTrunk(LayeredHead):
             states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
         return self.fc(states)
 
-    def forward(
-        self,
-        tokens: PerRow,
-        features: Rows,
-        positions: PerRow,
-        attend: Attend,
-    ) -> Rows:
+    def forward(self, tokens: PerRow, features: Rows, positions: PerRow, attend: Attend) -> Rows:
         """Return the head's states of rows.
 
         Args:
