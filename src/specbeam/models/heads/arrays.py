@@ -6,6 +6,7 @@ from torch import Tensor
 
 Rows = Float[Tensor, "*rows width"]  # hidden states, features or embeddings
 PerRow = Int64[Tensor, "*rows"]  # tokens or positions of rows
+TargetStates = Float[Tensor, "*rows states"]  # hidden states of the target, those of all taps side by side
 Odds = Float[Tensor, "*rows"]
 States = Float[Tensor, "*rows state"]  # carried from draft to draft
 StatesAbove = Float[Tensor, "*rows above"]  # of the parents

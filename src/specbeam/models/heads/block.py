@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from specbeam.models.heads.arrays import Blocks, Odds, PerNode, PerRow, Rows, States, TokenMap
+from specbeam.models.heads.arrays import Blocks, Odds, PerNode, PerRow, Rows, States, TargetStates, TokenMap
 from specbeam.models.heads.correction import (
     BlockNodes,
     Corrected,
@@ -192,7 +192,7 @@ class BlockHead(LayeredHead):
             **described_views(shape.views),
         }
 
-    def features(self, states: Float[Tensor, "*rows states"]) -> Rows:
+    def features(self, states: TargetStates) -> Rows:
         return self.hidden_norm(self.fc(states.to(self.fc.weight.dtype)))
 
     def context(self, features: Rows, positions: PerRow) -> list[tuple[Tensor, Tensor]]:

@@ -14,12 +14,12 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from specbeam.core.records import FINAL
-from specbeam.models.heads.arrays import Logits, PerNode, PerRow, Rows, TokenMap
+from specbeam.models.heads.arrays import Logits, PerNode, PerRow, Rows, TargetStates, TokenMap
 from specbeam.models.heads.feature import Residual
-from specbeam.models.heads.head import DraftRows, LayeredHead, described_rope, described_taps, wanted_below
+from specbeam.models.heads.head import DraftRows, LayeredHead, described_rope, described_taps
 from specbeam.models.heads.layers import Attend, DecoderLayer, LayerSizes, Rotary, View
 from specbeam.models.heads.trees import ScoredTrees
-from specbeam.models.heads.unroll import unrolled
+from specbeam.models.heads.unroll import drafted_rows
 
 SHARED = "shared"
 OWN = "own"
@@ -143,7 +143,7 @@ class Chimera(LayeredHead):
             "positions": described_rope(self.rotary.rope),
         }
 
-    def features(self, states: Float[Tensor, "*rows states"]) -> Rows:
+    def features(self, states: TargetStates) -> Rows:
         """See `Head.features`: the states themselves."""
         return states.to(self.trigrams.proj.weight.dtype)
 
@@ -180,10 +180,8 @@ class Chimera(LayeredHead):
         features = self.features(trees.states_at(self.taps))
         above = trees.columns
         found = []
-        for deep, states in enumerate(unrolled([self], trees, depth), 1):
+        for deep, nodes, own in drafted_rows([self], trees, depth, wanted):
             above = trees.above(above)
-            nodes = wanted_below(trees, wanted, deep)
             scored = trees.at(features, above).flatten(0, 1)[nodes]
-            own = states.flatten(0, 1)[nodes]
             found.append(DraftRows(nodes, self.logits(deep, scored, own), estimates=own))
         return found

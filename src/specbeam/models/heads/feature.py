@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from specbeam.core.records import FINAL
-from specbeam.models.heads.arrays import Logits, PerNode, PerRow, Rows, States, StatesAbove
+from specbeam.models.heads.arrays import Logits, PerNode, PerRow, Rows, States, StatesAbove, TargetStates
 from specbeam.models.heads.head import DraftRows, Head, described_taps, wanted_below
 from specbeam.models.heads.trees import ScoredTrees
 
@@ -49,7 +49,7 @@ class FeatureHead(Head):
     def states_size(self) -> int:
         return self.sizes.width
 
-    def features(self, states: Float[Tensor, "*rows states"]) -> Rows:
+    def features(self, states: TargetStates) -> Rows:
         """See `Head.features`: the states themselves."""
         return states.to(next(self.parameters()).dtype)
 

@@ -6,11 +6,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
 from specbeam.core.records import FINAL
-from specbeam.models.heads.arrays import Logits, Odds, PerNode, PerRow, Rows, TokenMap
+from specbeam.models.heads.arrays import Logits, Odds, PerNode, PerRow, Rows, TargetStates, TokenMap
 from specbeam.models.heads.layers import BASE, Rotary, View
 from specbeam.models.heads.trees import ScoredTrees
 
@@ -58,7 +57,7 @@ class Head(nn.Module):
         """The size of the target's hidden states at all taps together."""
         return 0
 
-    def features(self, states: Float[Tensor, "*rows states"]) -> Rows:
+    def features(self, states: TargetStates) -> Rows:
         """Return the features of nodes that the target has scored, from its hidden states there."""
         raise NotImplementedError
 

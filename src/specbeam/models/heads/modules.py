@@ -9,14 +9,13 @@ trunk does.
 
 from collections.abc import Iterator
 
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
-from specbeam.models.heads.arrays import PerNode, Rows
-from specbeam.models.heads.head import DraftRows, Head, wanted_below
+from specbeam.models.heads.arrays import PerNode, Rows, TargetStates
+from specbeam.models.heads.head import DraftRows, Head
 from specbeam.models.heads.trees import ScoredTrees
 from specbeam.models.heads.trunk import PairTrunk
-from specbeam.models.heads.unroll import unrolled
+from specbeam.models.heads.unroll import drafted_rows
 
 
 class ModulesInARow(Head):
@@ -55,16 +54,15 @@ class ModulesInARow(Head):
     def states_size(self) -> int:
         return self.modules_in_a_row[0].states_size
 
-    def features(self, states: Float[Tensor, "*rows states"]) -> Rows:
+    def features(self, states: TargetStates) -> Rows:
         return self.modules_in_a_row[0].features(states)
 
     def drafts(self, trees: ScoredTrees, depth: int, wanted: PerNode) -> list[DraftRows]:
         modules = self.modules_in_a_row
         found = []
-        for deep, states in enumerate(unrolled(modules, trees, depth), 1):
-            nodes = wanted_below(trees, wanted, deep)
+        for deep, nodes, own in drafted_rows(modules, trees, depth, wanted):
             module = modules[min(deep, len(modules)) - 1]
-            found.append(DraftRows(nodes, module.logits(states.flatten(0, 1)[nodes])))
+            found.append(DraftRows(nodes, module.logits(own)))
         return found
 
     def other_readings(self, layers: int) -> Iterator[tuple[str, Head]]:

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from specbeam.core.records import FINAL
-from specbeam.models.heads.arrays import PerNode, PerRow, Rows, TokenMap
+from specbeam.models.heads.arrays import PerNode, PerRow, Rows, TargetStates, TokenMap
 from specbeam.models.heads.borrowed import BorrowedRotary
 from specbeam.models.heads.head import (
     DraftRows,
@@ -22,11 +22,10 @@ from specbeam.models.heads.head import (
     described_rope,
     described_taps,
     described_views,
-    wanted_below,
 )
 from specbeam.models.heads.layers import Attend, DecoderLayer, LayerSizes, Norm, PairLayer, Rotary, View
 from specbeam.models.heads.trees import ScoredTrees
-from specbeam.models.heads.unroll import unrolled
+from specbeam.models.heads.unroll import drafted_rows
 
 
 @dataclass(frozen=True)
@@ -201,14 +200,12 @@ class PairTrunk(LayeredHead):
 
     def drafts(self, trees: ScoredTrees, depth: int, wanted: PerNode) -> list[DraftRows]:
         found = []
-        for deep, states in enumerate(unrolled([self], trees, depth), 1):
-            nodes = wanted_below(trees, wanted, deep)
-            own = states.flatten(0, 1)[nodes]
+        for _, nodes, own in drafted_rows([self], trees, depth, wanted):
             estimates = own if self.shape.pairs == "projection" else None
             found.append(DraftRows(nodes, self.logits(own), estimates=estimates))
         return found
 
-    def features(self, states: Float[Tensor, "*rows states"]) -> Rows:
+    def features(self, states: TargetStates) -> Rows:
         """Return the features of nodes that the target has scored, from its hidden states there."""
         shape = self.shape
         states = states.to(self.fc.weight.dtype)

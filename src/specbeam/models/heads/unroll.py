@@ -9,7 +9,7 @@ Of modules in a row each makes the drafts of one depth. Its rows see only its ow
 modules are made by the last one, as by a single trunk.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +17,8 @@ from jaxtyping import Bool
 from torch import Tensor
 from torch.nn import functional
 
-from specbeam.models.heads.arrays import TreeRows
+from specbeam.models.heads.arrays import PerNode, TreeRows
+from specbeam.models.heads.head import wanted_below
 from specbeam.models.heads.layers import View, attended, view_of
 from specbeam.models.heads.trees import ScoredTrees
 
@@ -99,6 +100,15 @@ def unrolled(trunks: "Sequence[PairTrunk] | Sequence[Chimera]", trees: ScoredTre
             rows.deepen()
         found.append(trunk(tokens, given, trees.depths, rows.attend))
     return found
+
+
+def drafted_rows(
+    trunks: "Sequence[PairTrunk] | Sequence[Chimera]", trees: ScoredTrees, depth: int, wanted: PerNode
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield the depth of drafts, 1 to `depth`, the wanted nodes that have such drafts, and their states; see `unrolled`."""
+    for deep, states in enumerate(unrolled(trunks, trees, depth), 1):
+        nodes = wanted_below(trees, wanted, deep)
+        yield deep, nodes, states.flatten(0, 1)[nodes]
 
 
 class BlocksOnTrees:

@@ -57,7 +57,7 @@ def _cached_language_model(
     quantize, compile, share_from, kv = given
     options = (*given, None if shared is None else shared.key)
     cached = vars(model).get("_specbeam")
-    if cached is None or cached.state != (fingerprint(model), options):
+    if cached is None or cached.key != (fingerprint(model), options):
         check_keeps_tokens(model)
         use_a_backend_with_masks(model)
         model.eval()
@@ -73,11 +73,10 @@ def _cached_language_model(
         if check:
             check_scores_forests(lm, role)
         # The fingerprint is taken again, because an engine may have changed the layout of the weights.
-        cached = _CachedLM((fingerprint(model), options), lm)
+        cached = OnModel((fingerprint(model), options), lm)
         object.__setattr__(model, "_specbeam", cached)
         mapped_files(model).release(model.parameters())
-    assert cached.lm is not None
-    return cached.lm
+    return cached.found
 
 
 def placed_language_model(model: "PreTrainedModel", check: bool, share_from: ShareFrom) -> HuggingFaceLM:
@@ -110,18 +109,21 @@ def by_engine(quantize: "Quantize | None") -> Any:
     return quantize if quantize in OWN else None
 
 
-class _CachedLM:
-    """The language model of a model object, stored on the object so that both are freed together.
+class OnModel:
+    """A result for a model object, stored on the object so that both are freed together.
 
     A copy of the model object starts without it.
+
+    Args:
+        key: of the inputs that it was made from.
     """
 
-    def __init__(self, state: Any = None, lm: HuggingFaceLM | None = None) -> None:
-        self.state = state  # fingerprint and options that `lm` was made for
-        self.lm = lm
+    def __init__(self, key: Any = None, found: Any = None) -> None:
+        self.key = key
+        self.found = found
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _CachedLM, ()
+        return OnModel, ()
 
 
 def fingerprint(model: "PreTrainedModel") -> Any:

@@ -15,6 +15,7 @@ from specbeam.core.errors import SpecbeamError, VocabularyMismatch
 from specbeam.engines.eligibility import reads_sources
 from specbeam.engines.shared_tokens import SharedTokens
 from specbeam.models.huggingface import vocab_of
+from specbeam.models.loading.language_models import OnModel
 from specbeam.models.loading.tokenizers import has_tokenizer_files, read_tokenizer
 
 if TYPE_CHECKING:
@@ -89,27 +90,14 @@ def tokens_in_common(
         return None
     sizes = (vocab_of(target), vocab_of(draft))
     name = getattr(tokenizer, "name_or_path", "")
-    key = (sizes, (name, len(tokenizer)) if name else tokenizer)
-    known: _Compared | None = vars(draft).get("_specbeam_compared")
-    if known is None or known.key != key or known.target is None or known.target() is not target:
-        known = _Compared(ref(target), key, _compared(target, draft, tokenizer, target_source, draft_source))
+    key = (ref(target), sizes, (name, len(tokenizer)) if name else tokenizer)
+    known: OnModel | None = vars(draft).get("_specbeam_compared")
+    if known is None or known.key != key:
+        known = OnModel(key, _compared(target, draft, tokenizer, target_source, draft_source))
         object.__setattr__(draft, "_specbeam_compared", known)
-    assert known.found is not None
     if known.found.warning:
         warnings.warn(known.found.warning, stacklevel=4)  # of the caller of `load`
     return known.found.shared
-
-
-class _Compared:
-    """A comparison with a target, stored on the object of the draft model. A copy of this object starts without it."""
-
-    def __init__(self, target: Any = None, key: Any = None, found: ComparedTokens | None = None) -> None:
-        self.target = target  # a weak reference
-        self.key = key
-        self.found = found
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _Compared, ()
 
 
 def _compared(

@@ -29,6 +29,7 @@ from specbeam.models.memory.windows import (
     TextNode,
     TextPlace,
     TextTree,
+    Vector,
     Window,
     WindowOwner,
 )
@@ -485,7 +486,7 @@ class MemoryLM:
         return [Ask(owner, Forest.rooted([-1]))]
 
     @torch.inference_mode()
-    def _recalled(self, past: Past, summary: Float[Tensor, " size"] | None) -> Float[Tensor, " size"] | None:
+    def _recalled(self, past: Past, summary: Vector | None) -> Vector | None:
         """Return the recall of a segment; None without memory."""
         if self.recall is None:
             return None

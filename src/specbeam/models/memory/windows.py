@@ -10,6 +10,8 @@ from torch import Tensor
 
 from specbeam.core.forest import Forest, KnownRows
 
+Vector = Float[Tensor, " size"]  # a memory, or a row that is given by embedding
+
 
 @dataclass(eq=False)
 class WindowOwner:
@@ -35,7 +37,7 @@ class Past:
         tail: the last tokens of the segment before, as many as sensory tokens and queries need.
     """
 
-    memories: tuple[Float[Tensor, " size"], ...] = ()
+    memories: tuple[Vector, ...] = ()
     tail: tuple[int, ...] = ()
 
 
@@ -43,7 +45,7 @@ class Opening(NamedTuple):
     """How the segment after a full one begins."""
 
     past: Past
-    recalled: Float[Tensor, " size"] | None  # by a query of the tail; None without memory
+    recalled: Vector | None  # by a query of the tail; None without memory
 
 
 class Ask(NamedTuple):
