@@ -133,7 +133,7 @@ class SkippingLM(OnTargetsCache):
     Attributes:
         passes: number of passes so far, with the passes of a search.
         rows: number of rows of drafts that were computed; the target computes each of them again if it is given it.
-        search_passes, search_rows: number of passes and rows with which sublayers were chosen.
+        search_rows: number of rows with which sublayers were chosen.
         memory: the results of searches; None if none chooses.
 
     Raises `NotSupported` unless the model is run by the compiled forward, or if it has so few layers that a share of them is
@@ -159,7 +159,6 @@ class SkippingLM(OnTargetsCache):
         self._check_share()
         self.passes = 0
         self.rows = 0
-        self.search_passes = 0
         self.search_rows = 0
         self.curves: dict[int, Any] = {}  # cost of a pass by the length of the context; see `tune`
         self.search = self._search()
@@ -459,7 +458,6 @@ class SkippingLM(OnTargetsCache):
     def _count_search(self, session: Session, rows: int) -> None:
         """Count a pass over `rows` rows that chooses sublayers."""
         self.passes += 1
-        self.search_passes += 1
         self.search_rows += rows
         session.count.draft_passes += 1
 

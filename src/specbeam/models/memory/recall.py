@@ -55,12 +55,3 @@ def new_recall(embeddings: Float[Tensor, "tokens size"], width: int, seed: int) 
         for projection in (recall.queries, recall.keys):
             projection.weight.copy_(torch.randn(width, size, generator=random) / size**0.5)
     return recall
-
-
-def retrieval_loss(mixture: Float[Tensor, "rows memories"], is_relevant: Tensor) -> Float[Tensor, " rows"]:
-    """Return, in nats, the surprise that a recalled memory is a relevant one: -log of the share of all relevant ones.
-
-    Args:
-        is_relevant: bool[rows, memories], with one or more in each row.
-    """
-    return -(mixture * is_relevant).sum(-1).log()
