@@ -120,7 +120,7 @@ class Chimera(LayeredHead):
         head: nn.Linear | None,
         tokens: TokenMap = None,
     ) -> None:
-        super().__init__(shape, rotary, embedding, head, tokens)
+        super().__init__(shape, rotary, embedding, None, tokens)
         width = shape.sizes.width
         self.trigrams = Trigrams(embedding.weight.shape[1], width)
         self.layer = ContextLayer(shape.sizes)
@@ -129,6 +129,7 @@ class Chimera(LayeredHead):
                 nn.Linear(2 * width, shape.draft_vocab, bias=False) for _ in range(shape.depth)
             )
         else:
+            self.lm_head = head
             self.maps = nn.ModuleList(nn.Linear(2 * width, width, bias=False) for _ in range(shape.depth))
 
     @property

@@ -259,9 +259,12 @@ class PairLayer(DecoderLayer):
     """
 
     def __init__(self, sizes: LayerSizes, norms_residual: bool) -> None:
-        super().__init__(sizes)
+        nn.Module.__init__(self)
         self.input_layernorm = Norm(sizes.reads - sizes.width, sizes.eps)
         self.hidden_norm = Norm(sizes.width, sizes.eps)
+        self.self_attn = Attention(sizes)
+        self.post_attention_layernorm = Norm(sizes.width, sizes.eps)
+        self.mlp = Gated(sizes.width, sizes.inner)
         self.norms_residual = norms_residual
 
     def forward(  # type: ignore[override]
