@@ -49,10 +49,10 @@ class EngineKind(NamedTuple):
     described: str
     fits: "Callable[[PreTrainedModel], str]"
     waits: "Callable[[PreTrainedModel], str]"
-    passes: "Callable[[Job], Any]"
+    passes: "Callable[[EngineRequest], Any]"
 
 
-class Job(NamedTuple):
+class EngineRequest(NamedTuple):
     """A model that needs an engine.
 
     Attributes:
@@ -88,38 +88,38 @@ def choose_engine(
     if kv != "float32":
         chosen = choose_engine(model, "compiled" if wanted == "auto" else wanted, caches, shared=shared)
         return _with_rounded_kv(chosen, kv)
-    job = Job(model, caches, shared)
+    request = EngineRequest(model, caches, shared)
     if reads_sources(model):
-        return _engine_for_sources(job, wanted)
+        return _engine_for_sources(request, wanted)
     if wanted != "parallel" and any(hasattr(weight, "to_local") for weight in model.parameters()):
         raise NotSupported(
             "the weights of this model are spread over several processes, which all have to make each pass; load the target "
             "by load(..., tensor_parallel=True), and drafts whole"
         )
-    return _engine_of(ENGINES, job, wanted)
+    return _engine_of(ENGINES, request, wanted)
 
 
-def _engine_for_sources(job: Job, wanted: str) -> ChosenEngine:
+def _engine_for_sources(request: EngineRequest, wanted: str) -> ChosenEngine:
     """Return the engine that runs the decoder of a model that reads sources; see `choose_engine`."""
     names = [kind.name for kind in ENGINES_FOR_SOURCES]
     if wanted not in ("auto", *names):
         raise NotSupported(
-            f"engine {wanted!r} runs decoder-only models, and {type(job.model).__name__} reads sources; the engines for "
+            f"engine {wanted!r} runs decoder-only models, and {type(request.model).__name__} reads sources; the engines for "
             f"it are {', '.join(names)}"
         )
-    return _engine_of(ENGINES_FOR_SOURCES, job, wanted)
+    return _engine_of(ENGINES_FOR_SOURCES, request, wanted)
 
 
-def _engine_of(engines: tuple[EngineKind, ...], job: Job, wanted: str) -> ChosenEngine:
+def _engine_of(engines: tuple[EngineKind, ...], request: EngineRequest, wanted: str) -> ChosenEngine:
     """Do `choose_engine` among these engines, the last of which runs every model."""
     if wanted != "auto":
-        return ChosenEngine(wanted, _wanted_passes(engines, job, wanted), "")
-    model = job.model
+        return ChosenEngine(wanted, _wanted_passes(engines, request, wanted), "")
+    model = request.model
     reasons: dict[str, str] = {}
     for kind in engines:
         why = kind.fits(model) or kind.waits(model)
         if not why:
-            passes = kind.passes(job)
+            passes = kind.passes(request)
             if passes is not None:
                 return ChosenEngine(kind.name, passes, _note(model, reasons) if kind.name == "plain" else "")
             why = "it does not work on this machine"
@@ -137,16 +137,16 @@ def _with_rounded_kv(chosen: ChosenEngine, kv: KeptAs) -> ChosenEngine:
     return chosen
 
 
-def _wanted_passes(engines: tuple[EngineKind, ...], job: Job, wanted: str) -> Any:
+def _wanted_passes(engines: tuple[EngineKind, ...], request: EngineRequest, wanted: str) -> Any:
     """Return the passes of a model by the engine of this name. Raises `NotSupported` if it cannot run the model."""
     by_name = {kind.name: kind for kind in engines}
     kind = by_name.get(wanted)
     if kind is None:
         raise NotSupported(f"no engine is called {wanted!r}; there are {', '.join(by_name)}")
-    why = kind.fits(job.model)
-    passes = None if why else kind.passes(job)
+    why = kind.fits(request.model)
+    passes = None if why else kind.passes(request)
     if passes is None:
-        name = type(job.model).__name__
+        name = type(request.model).__name__
         raise NotSupported(f"{kind.described} cannot run this {name}: {why or 'it does not work here'}")
     return passes
 
@@ -254,27 +254,27 @@ def _compiled_kind(name: str, described: str, rounding: Rounding | None) -> Engi
     def fits(model: "PreTrainedModel") -> str:
         return misfit(model, rounding)
 
-    def passes(job: Job) -> PackedPasses:
+    def passes(request: EngineRequest) -> PackedPasses:
         with torch.inference_mode():
-            decoder = CompiledDecoder(job.model, rounding, job.shared)
-            kind = CompiledSourcePasses if reads_sources(job.model) else PackedPasses
-            return kind(job.model, decoder, job.caches)
+            decoder = CompiledDecoder(request.model, rounding, request.shared)
+            kind = CompiledSourcePasses if reads_sources(request.model) else PackedPasses
+            return kind(request.model, decoder, request.caches)
 
     return EngineKind(name, described, fits, _on_request if rounding else _waits_for_compiled, passes)
 
 
-def _gpu_passes(job: Job, rounded: bool = False) -> "GpuPasses | None":
+def _gpu_passes(request: EngineRequest, rounded: bool = False) -> "GpuPasses | None":
     """Return passes on a GPU, or None, with a warning, if Triton does not work here."""
     lend_folder("TRITON_CACHE_DIR", "triton")  # its own is below the home folder, and it does not run without one
     from specbeam.engines.gpu.decoder import GpuDecoder
     from specbeam.engines.gpu.passes import GpuPasses
     from specbeam.engines.gpu.source_passes import GpuSourcePasses
 
-    model = job.model
+    model = request.model
     kind = GpuSourcePasses if reads_sources(model) else GpuPasses
     # GpuDecoder moves the weights. Outside of inference mode they can still be trained afterwards.
     with torch.inference_mode(False), torch.no_grad():
-        passes = kind(model, GpuDecoder(model, rounded, job.shared), job.caches, model.device.type == "cuda")
+        passes = kind(model, GpuDecoder(model, rounded, request.shared), request.caches, model.device.type == "cuda")
     try:
         passes.try_out()
     except Exception as error:  # Triton has no C compiler, does not know the GPU, ...
@@ -283,34 +283,34 @@ def _gpu_passes(job: Job, rounded: bool = False) -> "GpuPasses | None":
     return passes
 
 
-def _fp8_passes(job: Job) -> "GpuPasses | None":
-    return _gpu_passes(job, rounded=True)
+def _fp8_passes(request: EngineRequest) -> "GpuPasses | None":
+    return _gpu_passes(request, rounded=True)
 
 
-def _lean_passes(job: Job) -> PaddedPasses:
+def _lean_passes(request: EngineRequest) -> PaddedPasses:
     with torch.inference_mode():
-        return PaddedPasses(job.model, LeanDecoder(job.model), job.caches, shared=job.shared)
+        return PaddedPasses(request.model, LeanDecoder(request.model), request.caches, shared=request.shared)
 
 
-def _passes_by_layer(job: Job) -> PackedPasses:
-    return PackedPasses(job.model, layer_decoder(job.model, job.shared), job.caches)
+def _passes_by_layer(request: EngineRequest) -> PackedPasses:
+    return PackedPasses(request.model, layer_decoder(request.model, request.shared), request.caches)
 
 
-def _torch_passes(job: Job) -> PaddedPasses:
-    return PaddedPasses(job.model, None, job.caches, compile=True, shared=job.shared)
+def _torch_passes(request: EngineRequest) -> PaddedPasses:
+    return PaddedPasses(request.model, None, request.caches, compile=True, shared=request.shared)
 
 
-def _parallel_passes(job: Job) -> PaddedPasses:
+def _parallel_passes(request: EngineRequest) -> PaddedPasses:
     from specbeam.engines.torch.repeated import Channel, RepeatedPasses
 
-    assert job.shared is None  # a model that is spread is a target
-    return RepeatedPasses(job.model, job.caches, Channel())
+    assert request.shared is None  # a model that is spread is a target
+    return RepeatedPasses(request.model, request.caches, Channel())
 
 
-def _plain_passes(job: Job) -> PaddedPasses:
-    if reads_sources(job.model):
-        return SourcePasses(job.model, job.caches, job.shared)
-    return PaddedPasses(job.model, None, job.caches, shared=job.shared)
+def _plain_passes(request: EngineRequest) -> PaddedPasses:
+    if reads_sources(request.model):
+        return SourcePasses(request.model, request.caches, request.shared)
+    return PaddedPasses(request.model, None, request.caches, shared=request.shared)
 
 
 # In the order in which "auto" asks them.

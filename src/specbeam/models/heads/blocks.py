@@ -21,8 +21,8 @@ from specbeam.models.heads.reading import (
     mask_token,
     rope_of,
     rotary_of,
+    token_parts,
     views_of,
-    vocabulary_of,
 )
 
 # Beginnings of names of tensors, and their names here.
@@ -98,7 +98,7 @@ def read_block(files: HeadFiles) -> BlockHead:
             f"{files.where}: draft_vocab_size is {shape.draft_vocab} and selector_top_k {shape.inner}; DFlash2 heads "
             f"know all {vocab} tokens of the target, and choose among as many at most"
         )
-    embedding, head, tokens = vocabulary_of(files, shape.draft_vocab, sizes.width)
+    embedding, head, tokens = token_parts(files, shape.draft_vocab, sizes.width)
     mask = mask_token(_holder(fields, nested, "mask_token_id"), ("mask_token_id",), embedding.weight.shape[0])
     block = BlockHead(shape, rotary_of(core, sizes, rope_of(core)), embedding, head, mask, tokens)
     return filled(block, files)

@@ -16,7 +16,7 @@ from specbeam.models.heads.layers import BASE, Rotary, View
 from specbeam.models.heads.masked import MaskTrunk
 from specbeam.models.heads.reading import (
     MOST_ROWS,
-    Vocabulary,
+    TokenParts,
     check_taps,
     embedding_of,
     filled,
@@ -25,8 +25,8 @@ from specbeam.models.heads.reading import (
     mask_token,
     rope_of,
     rotary_of,
+    token_parts,
     views_of,
-    vocabulary_of,
 )
 from specbeam.models.heads.trunk import PairTrunk, TrunkShape
 
@@ -110,7 +110,7 @@ def read_peagle(files: HeadFiles) -> MaskTrunk:
     return filled(trunk, files)
 
 
-def _parts_of(files: HeadFiles, window: Callable[[int], View]) -> tuple[TrunkShape, Rotary, Vocabulary]:
+def _parts_of(files: HeadFiles, window: Callable[[int], View]) -> tuple[TrunkShape, Rotary, TokenParts]:
     """Return the parts of an EAGLE-3 head, and take those tensors that are not weights of the trunk.
 
     Args:
@@ -148,7 +148,7 @@ def _parts_of(files: HeadFiles, window: Callable[[int], View]) -> tuple[TrunkSha
         views=views_of(core, layers, window) if is_speculators else (),
     )
     rotary = rotary_of(core, sizes, rope_of(core))
-    return shape, rotary, vocabulary_of(files, shape.draft_vocab, sizes.width)
+    return shape, rotary, token_parts(files, shape.draft_vocab, sizes.width)
 
 
 def read_taps(fields: Fields, target: "PreTrainedModel", count: int) -> tuple[tuple[int, ...], str]:

@@ -28,7 +28,7 @@ from specbeam.models.heads.reading import (
     rope_of,
     rotary_of,
     stored_layers,
-    vocabulary_of,
+    token_parts,
 )
 from specbeam.models.heads.trunk import PairTrunk, TrunkShape
 from specbeam.models.heads.vocabulary import read_tokens
@@ -202,7 +202,7 @@ def _denoiser(files: HeadFiles, sizes: LayerSizes) -> Denoiser:
     _check_width(files, given, "target_width", shape.target_width)
     _check_layers(files, sizes, shape.layers)
     check_taps(files, shape.taps, "as stated")
-    return Denoiser(shape, _rotary(files, sizes), *vocabulary_of(files, shape.draft_vocab, sizes.width))
+    return Denoiser(shape, _rotary(files, sizes), *token_parts(files, shape.draft_vocab, sizes.width))
 
 
 READERS: dict[str, Callable[[HeadFiles, LayerSizes], Head]] = {

@@ -205,7 +205,7 @@ def mask_token(fields: Fields, names: tuple[str, ...], vocab: int) -> int:
     return mask
 
 
-class Vocabulary(NamedTuple):
+class TokenParts(NamedTuple):
     """The parts of a head that depend on tokens."""
 
     embedding: Any
@@ -213,11 +213,11 @@ class Vocabulary(NamedTuple):
     tokens: TokenMap
 
 
-def vocabulary_of(files: HeadFiles, count: int, width: int) -> Vocabulary:
+def token_parts(files: HeadFiles, count: int, width: int) -> TokenParts:
     """Return embedding, last matrix and tokens of a head with `count` tokens and rows of this width."""
     embedding = embedding_of(files, width)
     head = own_head(files, count, width, embedding)
-    return Vocabulary(embedding, head, read_tokens(files, count))
+    return TokenParts(embedding, head, read_tokens(files, count))
 
 
 def embedding_of(files: HeadFiles, width: int) -> Any:
