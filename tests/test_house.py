@@ -49,16 +49,8 @@ FLOORS = [
     {"core.control", "core.lm", "engines.kv"},
     {"core.draft", "engines.torch", "models.table"},
     {"core.turn", "core.verify", "engines.cpu", "engines.gpu"},
-    {
-        "core.run_steps",
-        "core.scoring",
-        "engines.by_layer",
-        "engines.speeds",
-        "models.kept",
-        "models.quantised",
-        "models.rounded_files",
-    },
-    {"core.rows_in_python", "models.engines"},
+    {"core.run_steps", "core.scoring", "engines.by_layer", "engines.speeds", "models.mapped_files", "models.quantised"},
+    {"core.rows_in_python", "models.engines", "models.rounded_files"},
     {"core.runs", "models.huggingface"},
     {
         "core.decoder",

@@ -11,15 +11,15 @@ States = Float32[np.ndarray, "rows hidden"]
 def dispensable_layers(
     run: Callable[[int, States], States], first: Float32[np.ndarray, " hidden"], layers: int, count: int
 ) -> tuple[int, ...]:
-    """Return the `count` layers without which the last hidden state of a token stays nearest to what it is, ascending.
+    """Return the `count` layers whose removal changes the last hidden state of a token least, ascending.
 
-    With j of the first i layers left out, the state g(i, j) is what layer i - 1 makes of g(i - 1, j), or g(i - 1, j - 1)
+    With j of the first i layers left out, the state g(i, j) is the output of layer i - 1 on g(i - 1, j), or g(i - 1, j - 1)
     as it is: the one nearest to g(i, 0), the whole model's, by their cosine. This is a greedy choice in that only one state
     is kept for each i and j; the layers are those on the way to g(layers, count).
 
     Args:
-        run: returns what a layer, by its number, makes of states of the same token.
-        first: what enters the first layer.
+        run: returns the output of a layer, by its number, for states of the same token.
+        first: the input of the first layer.
         layers: number of layers.
         count: below `layers`.
     """
@@ -47,6 +47,5 @@ def dispensable_layers(
 
 
 def _cosine(one: Float32[np.ndarray, " hidden"], other: Float32[np.ndarray, " hidden"]) -> float:
-    """Return the cosine of two states; 0 if one of them is 0."""
     norms = float(np.linalg.norm(one)) * float(np.linalg.norm(other))
     return float(one @ other) / norms if norms else 0.0

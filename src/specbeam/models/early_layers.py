@@ -12,7 +12,7 @@ from specbeam.models.huggingface import HuggingFaceLM
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")  # what models call the norm in front of their head
+NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")  # names of the norm in front of the head
 
 
 def early_layers(model: "PreTrainedModel", layers: int) -> HuggingFaceLM:
@@ -34,16 +34,15 @@ def with_exit(model: "PreTrainedModel", layers: int, layer: nn.Module, norm: nn.
     Args:
         layer: of the class of the model's last layer, whose kind of attention it has.
 
-    Raises `NotSupported` if the model does not keep its layers in one list and its last norm beside them.
+    Raises `NotSupported` if the model does not keep its layers in one list, and its last norm next to the list.
     """
     return _of_layers(model, layers, [layer], norm)
 
 
 def last_norm(model: "PreTrainedModel") -> nn.Module:
-    """Return the norm between a model's last layer and its head. Raises `NotSupported` if it is not beside the layers."""
+    """Return the norm between a model's last layer and its head. Raises `NotSupported` if it is not next to the layers."""
     body = getattr(model, model.base_model_prefix)
-    found: nn.Module = getattr(body, _name_of_norm(model))
-    return found
+    return getattr(body, _name_of_norm(model))
 
 
 def _name_of_norm(model: "PreTrainedModel") -> str:

@@ -1,6 +1,5 @@
 """SCORE: encoder-decoder models of transformers, whose decoder looks at a source: translation, summaries, speech."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -9,7 +8,6 @@ from torch import nn
 
 from specbeam.core.answers import LOGITS
 from specbeam.core.errors import NotSupported
-from specbeam.core.forest import Forest
 from specbeam.core.records import Needs, Scored
 from specbeam.core.session import CacheOwner
 from specbeam.engines.cpu.cache_words import WORDS, KeptAs
@@ -20,7 +18,7 @@ from specbeam.engines.shared_tokens import SharedTokens, readable
 from specbeam.engines.source import Source
 from specbeam.engines.torch.source_passes import SourcePasses, decoder_layers
 from specbeam.models.engines import COMPILED
-from specbeam.models.huggingface import CHUNK, HuggingFaceLM
+from specbeam.models.huggingface import CHUNK, EachNeeds, Forests, HuggingFaceLM, Sessions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,23 +31,23 @@ MADE_UP_FRAMES = 24  # of a source on which passes are timed
 class EncoderDecoderLM(HuggingFaceLM):
     """An encoder-decoder model that scores forests: `session.context` holds the source that its encoder reads.
 
-    The prompt of a session is that of the decoder: its start token, and what is forced to follow. The encoder reads a source
-    once. The keys and values of its cross-attention are stored once per source: beams, draft nodes and samples of the same
-    prompt look at the same ones.
+    The prompt of a session is the decoder's: its start token, and the tokens that are forced to follow. The encoder reads a
+    source once. Keys and values of its cross-attention are stored once per source, for all beams, draft nodes and samples
+    of a prompt.
 
     Args:
         chunk: prompt tokens of one session per pass.
         encoder: an encoder that makes the states of a source, whose output is then shared with other models; None: the
             model's own.
-        engine: what runs the decoder: "gpu", "compiled", "int8", "int4", "plain" or "auto"; see `HuggingFaceLM`. A compiled
-            one runs the encoder, too, unless it has hooks or modules that are not those of its family.
-        kv: "bfloat16" rounds the decoder's keys and values, its own and those of sources, as they are stored; see
+        engine: runs the decoder: "gpu", "compiled", "int8", "int4", "plain" or "auto"; see `HuggingFaceLM`. A compiled
+            one runs the encoder, too, unless it has hooks, or modules of another kind than its family's.
+        kv: "bfloat16" rounds the decoder's keys and values, of itself and of sources, as they are stored; see
             `HuggingFaceLM`.
         shared: the tokens that a draft model shares with a target of another vocabulary; see `HuggingFaceLM`.
 
     Attributes:
         encoder: the encoder that reads sources for this model.
-        input_name: what the encoder reads: "input_ids", or "input_features" of audio.
+        input_name: input of the encoder: "input_ids", or "input_features" of audio.
         most_source: the most tokens of a source, or the number of frames that each window of audio has; None: no limit.
     """
 
@@ -96,22 +94,20 @@ class EncoderDecoderLM(HuggingFaceLM):
 
     @property
     def supports_runs(self) -> bool:
-        """See `HuggingFaceLM.supports_runs`."""
         return type(self) is EncoderDecoderLM and isinstance(self.runner, CompiledSourcePasses) and self._takes_steps
 
     def refuses(self, session: CacheOwner) -> str:
-        """Return the reason why this model cannot take what a session has for it; "" if it can."""
+        """Return the reason why this model cannot take the inputs of a session; "" if it can."""
         if self not in getattr(session, "context", {}):
             return f"{self.model_name} reads a source for each prompt, and the session has none: session.context[lm]"
         return super().refuses(session)
 
     def source_of(self, session: CacheOwner) -> Source:
         """Return the source of a session."""
-        source: Source = getattr(session, "context", {})[self]
-        return source
+        return getattr(session, "context", {})[self]
 
     def own_source(self, source: Source) -> Source:
-        """Return what this model's encoder reads in place of a source of the target's tokens; mostly the source itself.
+        """Return this model's own form of a source of the target's tokens; mostly the source itself.
 
         Tokens that the model does not know are replaced by its stand-in; see `SharedTokens`.
         """
@@ -140,10 +136,10 @@ class EncoderDecoderLM(HuggingFaceLM):
         """Free all sources, when no session is left that reads them."""
         self.runner.drop_sources()
 
-    def made_up_source(self, frames: int = MADE_UP_FRAMES) -> Source:
+    def made_up_source(self) -> Source:
         """Return a source of made-up states, which no encoder has read, on which passes are checked and timed."""
         generator = torch.Generator().manual_seed(0)
-        return Source.of_states(torch.randn(frames, self.model.config.d_model, generator=generator))
+        return Source.of_states(torch.randn(MADE_UP_FRAMES, self.model.config.d_model, generator=generator))
 
     def plain_logits(self, source: Source, path: list[int]) -> torch.Tensor:
         """Return the logits after a path, float[vocab], as the model gives them by itself."""
@@ -152,22 +148,18 @@ class EncoderDecoderLM(HuggingFaceLM):
         return logits if self.shared is None else self.shared.fitted_logits(logits)
 
     def reads_with(self, other: "EncoderDecoderLM") -> bool:
-        """Return whether this model takes what the encoder of another one makes, so that a source is read once for both."""
+        """Return whether this model can reuse another model's encoder output."""
         return self.encoder is other.encoder
 
-    def extend(
-        self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
-    ) -> list[Scored]:
+    def extend(self, sessions: Sessions, forests: Forests, needs: EachNeeds = None) -> list[Scored]:
         self._read_together(sessions)
         return super().extend(sessions, forests, needs)
 
-    def fill(
-        self, sessions: Sequence[CacheOwner], needs: Sequence[Needs] | None = None, most: int | None = None
-    ) -> list[bool]:
+    def fill(self, sessions: Sessions, needs: EachNeeds = None, most: int | None = None) -> list[bool]:
         self._read_together(sessions)
         return super().fill(sessions, needs, most)
 
-    def _read_together(self, sessions: Sequence[CacheOwner]) -> None:
+    def _read_together(self, sessions: Sessions) -> None:
         """Let a compiled encoder read the sources of new sessions in few passes; others read one by one."""
         if not isinstance(self.encoder, CompiledEncoder):
             return
@@ -199,12 +191,11 @@ class EncoderDecoderLM(HuggingFaceLM):
 
 
 def _hears(encoder: Any) -> bool:
-    """Return whether an encoder reads features of audio."""
     return getattr(encoder, "main_input_name", "input_ids") == "input_features"
 
 
 def _most_source(encoder: Any) -> int | None:
-    """Return the most tokens that an encoder reads, None if there is no limit; of audio the frames that it always reads."""
+    """Return the most tokens that an encoder reads, None if there is no limit; of audio the fixed number of frames."""
     if _hears(encoder):
         return 2 * int(encoder.config.max_source_positions)
     positions = getattr(encoder, "embed_positions", None)
@@ -215,7 +206,7 @@ def _most_source(encoder: Any) -> int | None:
 
 @torch.no_grad()
 def have_equal_encoders(first: "PreTrainedModel", second: "PreTrainedModel") -> bool:
-    """Return whether the encoders of two models have the same weights, as those of a distilled Whisper and its teacher."""
+    """Return whether the encoders of two models have the same weights, as in a distilled Whisper and its teacher."""
     if not (has_own_encoder(first) and has_own_encoder(second)):
         return False
     weights = first.get_encoder().state_dict()

@@ -38,22 +38,34 @@ class EngineKind(NamedTuple):
 
     Attributes:
         name: of the engine.
-        described: what messages call it.
+        described: its name in messages.
         fits: returns the reason why it cannot run a model; "" if it can.
         waits: returns the reason why "auto" does not take it although it fits; "" if it does.
-        passes: makes the passes of a model, given `HuggingFaceLM.caches` and the tokens of a target that it shares; None if
-            it turns out not to work on this machine, which it then says in a warning.
+        passes: makes the passes of a model; None, with a warning, if the engine turns out not to work on this machine.
     """
 
     name: str
     described: str
     fits: "Callable[[PreTrainedModel], str]"
     waits: "Callable[[PreTrainedModel], str]"
-    passes: "Callable[[PreTrainedModel, list[Any], SharedTokens | None], Any]"
+    passes: "Callable[[EngineRequest], Any]"
+
+
+class EngineRequest(NamedTuple):
+    """A model that needs an engine.
+
+    Attributes:
+        caches: see `HuggingFaceLM.caches`.
+        shared: the tokens of a target that the model is given, and drafts; None: its own.
+    """
+
+    model: "PreTrainedModel"
+    caches: list[Any]
+    shared: SharedTokens | None
 
 
 class ChosenEngine(NamedTuple):
-    """The engine that runs a model, and in a sentence why transformers does; "" if an engine of our own does."""
+    """The engine that runs a model; the note is a sentence with the reason why it is transformers, "" otherwise."""
 
     name: str
     passes: "PaddedPasses | PackedPasses | GpuPasses"
@@ -61,17 +73,13 @@ class ChosenEngine(NamedTuple):
 
 
 def choose_engine(
-    model: "PreTrainedModel",
-    wanted: str,
-    caches: list[Any],
-    kv: KeptAs = "float32",
-    shared: SharedTokens | None = None,
+    model: "PreTrainedModel", wanted: str, caches: list[Any], kv: KeptAs = "float32", shared: SharedTokens | None = None
 ) -> ChosenEngine:
     """Return the engine that runs a model: the wanted one, or with "auto" the first of the table that fits.
 
     Args:
-        caches: those of `HuggingFaceLM.caches`.
-        kv: what keys and values are kept as, where that is not float32: then "auto" is the compiled forward.
+        caches: see `HuggingFaceLM.caches`.
+        kv: the type in which keys and values are stored; with another one than float32, "auto" is the compiled forward.
         shared: the tokens of a target that the model is given, and drafts; None: its own.
 
     Raises `NotSupported` if the wanted engine cannot run the model.
@@ -79,44 +87,38 @@ def choose_engine(
     if kv != "float32":
         chosen = choose_engine(model, "compiled" if wanted == "auto" else wanted, caches, shared=shared)
         return _with_rounded_kv(chosen, kv)
+    request = EngineRequest(model, caches, shared)
     if reads_sources(model):
-        return _engine_for_sources(model, wanted, caches, shared)
+        return _engine_for_sources(request, wanted)
     if wanted != "parallel" and any(hasattr(weight, "to_local") for weight in model.parameters()):
         raise NotSupported(
             "the weights of this model are spread over several processes, which all have to make each pass; load the target "
             "by load(..., tensor_parallel=True), and drafts whole"
         )
-    return _engine_of(ENGINES, model, wanted, caches, shared)
+    return _engine_of(ENGINES, request, wanted)
 
 
-def _engine_for_sources(
-    model: "PreTrainedModel", wanted: str, caches: list[Any], shared: SharedTokens | None
-) -> ChosenEngine:
+def _engine_for_sources(request: EngineRequest, wanted: str) -> ChosenEngine:
     """Return the engine that runs the decoder of a model that reads sources; see `choose_engine`."""
     names = [kind.name for kind in ENGINES_FOR_SOURCES]
     if wanted not in ("auto", *names):
         raise NotSupported(
-            f"engine {wanted!r} runs decoder-only models, and {type(model).__name__} reads sources; those that run it are "
-            f"{', '.join(names)}"
+            f"engine {wanted!r} runs decoder-only models, and {type(request.model).__name__} reads sources; the engines for "
+            f"it are {', '.join(names)}"
         )
-    return _engine_of(ENGINES_FOR_SOURCES, model, wanted, caches, shared)
+    return _engine_of(ENGINES_FOR_SOURCES, request, wanted)
 
 
-def _engine_of(
-    engines: "tuple[EngineKind, ...]",
-    model: "PreTrainedModel",
-    wanted: str,
-    caches: list[Any],
-    shared: SharedTokens | None,
-) -> ChosenEngine:
+def _engine_of(engines: tuple[EngineKind, ...], request: EngineRequest, wanted: str) -> ChosenEngine:
     """Do `choose_engine` among these engines, the last of which runs every model."""
     if wanted != "auto":
-        return ChosenEngine(wanted, _wanted_passes(engines, model, wanted, caches, shared), "")
+        return ChosenEngine(wanted, _wanted_passes(engines, request, wanted), "")
+    model = request.model
     reasons: dict[str, str] = {}
     for kind in engines:
         why = kind.fits(model) or kind.waits(model)
         if not why:
-            passes = kind.passes(model, caches, shared)
+            passes = kind.passes(request)
             if passes is not None:
                 return ChosenEngine(kind.name, passes, _note(model, reasons) if kind.name == "plain" else "")
             why = "it does not work on this machine"
@@ -125,7 +127,7 @@ def _engine_of(
 
 
 def _with_rounded_kv(chosen: ChosenEngine, kv: KeptAs) -> ChosenEngine:
-    """Let an engine keep keys and values rounded. Raises `NotSupported` if it is not the compiled forward."""
+    """Let an engine store keys and values rounded. Raises `NotSupported` if it is not the compiled forward."""
     if chosen.name not in COMPILED:
         raise NotSupported(
             f"kv={kv!r} is for the compiled forward, rounded or not, and the engine is {chosen.name!r}; leave kv out"
@@ -134,27 +136,22 @@ def _with_rounded_kv(chosen: ChosenEngine, kv: KeptAs) -> ChosenEngine:
     return chosen
 
 
-def _wanted_passes(
-    engines: "tuple[EngineKind, ...]",
-    model: "PreTrainedModel",
-    wanted: str,
-    caches: list[Any],
-    shared: SharedTokens | None,
-) -> Any:
+def _wanted_passes(engines: tuple[EngineKind, ...], request: EngineRequest, wanted: str) -> Any:
     """Return the passes of a model by the engine of this name. Raises `NotSupported` if it cannot run the model."""
-    found = [kind for kind in engines if kind.name == wanted]
-    if not found:
-        raise NotSupported(f"no engine is called {wanted!r}; there are {', '.join(kind.name for kind in engines)}")
-    kind = found[0]
-    why = kind.fits(model)
-    passes = None if why else kind.passes(model, caches, shared)
+    by_name = {kind.name: kind for kind in engines}
+    kind = by_name.get(wanted)
+    if kind is None:
+        raise NotSupported(f"no engine is called {wanted!r}; there are {', '.join(by_name)}")
+    why = kind.fits(request.model)
+    passes = None if why else kind.passes(request)
     if passes is None:
-        raise NotSupported(f"{kind.described} cannot run this {type(model).__name__}: {why or 'it does not work here'}")
+        name = type(request.model).__name__
+        raise NotSupported(f"{kind.described} cannot run this {name}: {why or 'it does not work here'}")
     return passes
 
 
 def _note(model: "PreTrainedModel", reasons: dict[str, str]) -> str:
-    """Return a sentence that says that transformers runs a model, and why the engine for this device does not."""
+    """Return a sentence with the reason why transformers runs a model, and not the engine for this device."""
     ours = reasons["gpu" if "gpu" in reasons and model.device.type == "cuda" else "compiled"]
     return f"transformers' own forward runs this {type(model).__name__}, and not {ours}"
 
@@ -164,7 +161,7 @@ def _always(model: "PreTrainedModel") -> str:
 
 
 def _on_request(model: "PreTrainedModel") -> str:
-    return "it is taken on request alone"
+    return "it is taken on request only"
 
 
 def _too_large(model: "PreTrainedModel") -> str:
@@ -192,9 +189,7 @@ def _waits_for_gpu(model: "PreTrainedModel") -> str:
     if model.device.type != "cuda":
         return f"it is on {model.device}, where this is for tests"
     if reads_sources(model):
-        return (
-            "it is taken on request alone for decoders that look at sources: docs/models.md says what was tested there"
-        )
+        return "it is taken on request only for decoders that look at sources: docs/models.md lists the tests there"
     return ""
 
 
@@ -249,29 +244,27 @@ def _compiled_kind(name: str, described: str, rounding: Rounding | None) -> Engi
     def fits(model: "PreTrainedModel") -> str:
         return misfit(model, rounding)
 
-    def passes(model: "PreTrainedModel", caches: list[Any], shared: SharedTokens | None) -> PackedPasses:
+    def passes(request: EngineRequest) -> PackedPasses:
         with torch.inference_mode():
-            decoder = CompiledDecoder(model, rounding, shared)
-            if reads_sources(model):
-                return CompiledSourcePasses(model, decoder, caches)
-            return PackedPasses(model, decoder, caches)
+            decoder = CompiledDecoder(request.model, rounding, request.shared)
+            kind = CompiledSourcePasses if reads_sources(request.model) else PackedPasses
+            return kind(request.model, decoder, request.caches)
 
     return EngineKind(name, described, fits, _on_request if rounding else _waits_for_compiled, passes)
 
 
-def _gpu_passes(
-    model: "PreTrainedModel", caches: list[Any], shared: SharedTokens | None, rounded: bool = False
-) -> "GpuPasses | None":
+def _gpu_passes(request: EngineRequest, rounded: bool = False) -> "GpuPasses | None":
     """Return passes on a GPU, or None, with a warning, if Triton does not work here."""
     lend_folder("TRITON_CACHE_DIR", "triton")  # its own is below the home folder, and it does not run without one
     from specbeam.engines.gpu.decoder import GpuDecoder
     from specbeam.engines.gpu.passes import GpuPasses
     from specbeam.engines.gpu.source_passes import GpuSourcePasses
 
+    model = request.model
     kind = GpuSourcePasses if reads_sources(model) else GpuPasses
     # GpuDecoder moves the weights. Outside of inference mode they can still be trained afterwards.
     with torch.inference_mode(False), torch.no_grad():
-        passes = kind(model, GpuDecoder(model, rounded, shared), caches, model.device.type == "cuda")
+        passes = kind(model, GpuDecoder(model, rounded, request.shared), request.caches, model.device.type == "cuda")
     try:
         passes.try_out()
     except Exception as error:  # Triton has no C compiler, does not know the GPU, ...
@@ -280,29 +273,29 @@ def _gpu_passes(
     return passes
 
 
-def _fp8_passes(model: "PreTrainedModel", caches: list[Any], shared: SharedTokens | None) -> "GpuPasses | None":
-    return _gpu_passes(model, caches, shared, rounded=True)
+def _fp8_passes(request: EngineRequest) -> "GpuPasses | None":
+    return _gpu_passes(request, rounded=True)
 
 
-def _passes_by_layer(model: "PreTrainedModel", caches: list[Any], shared: SharedTokens | None) -> PackedPasses:
-    return PackedPasses(model, layer_decoder(model, shared), caches)
+def _passes_by_layer(request: EngineRequest) -> PackedPasses:
+    return PackedPasses(request.model, layer_decoder(request.model, request.shared), request.caches)
 
 
-def _torch_passes(model: "PreTrainedModel", caches: list[Any], shared: SharedTokens | None) -> PaddedPasses:
-    return PaddedPasses(model, caches, compile=True, shared=shared)
+def _torch_passes(request: EngineRequest) -> PaddedPasses:
+    return PaddedPasses(request.model, request.caches, compile=True, shared=request.shared)
 
 
-def _parallel_passes(model: "PreTrainedModel", caches: list[Any], shared: SharedTokens | None) -> PaddedPasses:
+def _parallel_passes(request: EngineRequest) -> PaddedPasses:
     from specbeam.engines.torch.repeated import Channel, RepeatedPasses
 
-    assert shared is None  # a model that is spread is a target
-    return RepeatedPasses(model, caches, Channel())
+    assert request.shared is None  # a model that is spread is a target
+    return RepeatedPasses(request.model, request.caches, Channel())
 
 
-def _plain_passes(model: "PreTrainedModel", caches: list[Any], shared: SharedTokens | None) -> PaddedPasses:
-    if reads_sources(model):
-        return SourcePasses(model, caches, shared)
-    return PaddedPasses(model, caches, shared=shared)
+def _plain_passes(request: EngineRequest) -> PaddedPasses:
+    if reads_sources(request.model):
+        return SourcePasses(request.model, request.caches, request.shared)
+    return PaddedPasses(request.model, request.caches, shared=request.shared)
 
 
 # In the order in which "auto" asks them.

@@ -36,6 +36,9 @@ from specbeam.models.engines import COMPILED, choose_engine
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+Sessions = Sequence[CacheOwner]
+Forests = Sequence[Forest]
+EachNeeds = Sequence[Needs] | None  # of each session; None: logits
 CHUNK = 512  # prompt tokens of one session per pass
 MOST_ROWS_IN_STEPS = 512  # pending tokens and new nodes of one session in a pass that steps run
 COPIED_TOGETHER = 8  # chunks of a prompt that are known
@@ -78,7 +81,6 @@ class CacheForSteps:
         self.lm.passes += int(spent[PASSES]) - (not self.had_pending and spent[PASSES] > 0)
 
     def _mark_answered(self) -> None:
-        """Mark all nodes as handed out."""
         self.cache.answered = self.cache.trie.known
 
 
@@ -88,6 +90,12 @@ class EarlyCacheForSteps(CacheForSteps):
 
     def _mark_answered(self) -> None:
         self.cache.cache.answered_early = self.cache.trie.known
+
+
+def check_wants_logits(lm: Any, sessions: int, needs: EachNeeds) -> None:
+    """Raise `NotSupported` if a part needs more than logits of a draft model that gives logits only."""
+    if any(need.states or need.ranked for need in checked_needs(lm, sessions, needs)):
+        raise NotSupported(f"{type(lm).__name__} gives logits only, and a part needs more of its draft model")
 
 
 @contextmanager
@@ -108,8 +116,8 @@ class HuggingFaceLM:
 
     Args:
         chunk: prompt tokens of one session per pass.
-        engine: what runs the model. "plain" calls it, "torch" calls it through torch.compile. "compiled" (engines/cpu/) and
-            "gpu" (engines/gpu/) run its layers themselves. "int8" and
+        engine: runs the model. "plain" calls it, "torch" calls it through torch.compile. "lean"
+            (engines/torch/lean.py), "compiled" (engines/cpu/) and "gpu" (engines/gpu/) run its layers themselves. "int8" and
             "int4" are "compiled", and "fp8" is "gpu", with weights rounded to 8 or 4 bits, which makes it another model.
             "layers" (engines/by_layer.py) calls its layers one by one, so that an exit layer can draft on its cache.
             "parallel" (engines/torch/repeated.py) is "plain" for weights that are spread over processes. "auto" takes the
@@ -126,8 +134,8 @@ class HuggingFaceLM:
 
     Attributes:
         passes: the number of passes so far.
-        engine: the name of the engine that runs the model, of the table in `lm.engines`.
-        engine_note: where "auto" left the model to transformers, a sentence that says so and why; "" otherwise.
+        engine: the name of the engine that runs the model, of the table in models/engines.py.
+        engine_note: where "auto" left the model to transformers, a sentence with the reason; "" otherwise.
         guard: keeps the model to one thread at a time.
         known_prompts: the beginnings of earlier prompts; None if they are not kept.
         further_draft: of a target that `load` has made: loads a draft model that a recipe takes as a setting.
@@ -151,9 +159,11 @@ class HuggingFaceLM:
         self.guard = ThreadGuard()
         self.known_prompts: KnownPrompts | None = None
         self._before_prompts: tuple[int, int | None] | None = None  # `chunk` and `share_from` before `remember_prompts`
-        self.caches: list[list[Any]] = []  # those of the sessions in each row of the store
+        self.caches: list[list[Any]] = []  # of the sessions in each row of the store
         self.engine, self.runner, self.engine_note = choose_engine(model, engine, self.caches, kv, shared)
-        self.share_from = share_from if share_from != "auto" else _default_share_from(self.engine)
+        if share_from == "auto":
+            share_from = None if self.engine in COMPILED else SHARE_FROM
+        self.share_from = share_from
         self.heads: dict[Any, Any] = {}  # draft heads that were read for this model, see `load`
         self.head: Any = None  # the exit head whose layer is this model's last one; see `heads.exit`
         self.vocab = vocab_of(model) if shared is None else shared.vocab
@@ -167,7 +177,7 @@ class HuggingFaceLM:
         self.skipping: dict[
             Any, Any
         ] = {}  # draft models that are this one without some sublayers; see `skipping_model`
-        self.learnt: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # what controllers learn, by draft model
+        self.learnt: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # learnt by controllers, by draft model
 
     def twin(self, number: int = 0) -> "HuggingFaceLM":
         """Return a further language model of the same model object and engine, which keeps caches of its own.
@@ -187,8 +197,8 @@ class HuggingFaceLM:
     def remember_prompts(self, chunk: int, most_bytes: int) -> None:
         """Store prompts in chunks of this many tokens from now on, and keep the chunks for later prompts that begin alike.
 
-        Sessions that are decoded side by side share no row of the store any more: a prompt copies what another one has
-        stored. Prompts of different `Session.namespace` are strangers. All of this holds until `forget_prompts`, for
+        Sessions that are decoded side by side share no row of the store any more: a prompt copies rows that another one
+        has stored. Prompts of different `Session.namespace` are strangers. All of this holds until `forget_prompts`, for
         everybody who decodes with this object, and so for all pairs of this model object.
 
         Args:
@@ -202,9 +212,9 @@ class HuggingFaceLM:
         self.known_prompts = KnownPrompts(chunk, most_bytes) if most_bytes > 0 else None
 
     def forget_prompts(self) -> None:
-        """Store prompts again as before the first `remember_prompts`, and drop what is kept; do nothing if there was none.
+        """Store prompts again as before the first `remember_prompts`, and drop the chunks; do nothing if there was none.
 
-        Sessions that are being decoded go on with what they have stored.
+        Sessions that are being decoded go on with the rows that they have stored.
         """
         if self._before_prompts is None:
             return
@@ -213,9 +223,9 @@ class HuggingFaceLM:
         self.known_prompts = None
 
     def reserve(self, sessions: int, slots: int) -> None:
-        """Make room for the keys and values of so many sessions with so many tokens each, so that it need not grow later.
+        """Allocate keys and values of `sessions` sessions with `slots` tokens each, so that the store need not grow later.
 
-        All of its memory is taken at once: what a process needs shows when it starts.
+        All of its memory is touched at once, so that a process shows its need when it starts.
         """
         self.runner.store.reserve(sessions, -(-slots // BLOCK) * BLOCK)
         self.runner.store.touch()
@@ -232,7 +242,7 @@ class HuggingFaceLM:
         return int(2 * config.num_hidden_layers * kv_heads * size * number)
 
     def lacks(self, needs: Needs) -> str:
-        """Return the reason why this model cannot provide what is needed; "" if it can."""
+        """Return the reason why this model cannot provide these needs; "" if it can."""
         if needs.exit_layer is not None and not isinstance(self.runner, PackedPasses):
             return (
                 "an exit layer on its cache is run by the compiled forward, rounded or not, or 'layers', and this model is "
@@ -261,23 +271,26 @@ class HuggingFaceLM:
         return "" if self.runner.takes_vectors else _NO_VECTORS
 
     @property
+    def packed(self) -> PackedPasses:
+        """The passes of the compiled forward, or of engine "layers", which runs this model."""
+        assert isinstance(self.runner, PackedPasses)
+        return self.runner
+
+    @property
     def model_name(self) -> str:
         """The name of the model's class."""
         return type(self.model).__name__
 
     def _extras_of(self, session: CacheOwner) -> tuple[Any, torch.Tensor | None]:
-        """Return the context and the embeddings that a session has for this model besides tokens; None for what it lacks."""
+        """Return the context and the embeddings that a session has for this model; None for each that it lacks."""
         return getattr(session, "context", {}).get(self), getattr(session, "vectors", {}).get(self)
 
     def _extra_inputs_of(self, session: CacheOwner) -> ExtraInputs | None:
-        """Return what a session's extra rows are made of in this model; None if they are tokens, or of another model."""
+        """Return the inputs of a session's extra rows in this model; None if they are tokens, or of another model."""
         inputs: ExtraInputs | None = getattr(session, "extra_inputs", None)
         return inputs if inputs is not None and inputs.model is self.model else None
 
-    def extend(
-        self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
-    ) -> list[Scored]:
-        """See `LM.extend`."""
+    def extend(self, sessions: Sessions, forests: Forests, needs: EachNeeds = None) -> list[Scored]:
         checked = checked_needs(self, len(sessions), needs)
         caches = [self._cache(session, need) for session, need in zip(sessions, checked, strict=True)]
         self._store_for_followers(caches)
@@ -285,30 +298,26 @@ class HuggingFaceLM:
         self.passes += any(_needs_a_pass(cache, forest) for cache, forest in zip(caches, forests, strict=True))
         return self.runner.extend(caches, forests)
 
-    def extend_early(
-        self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], layers: int, needs: Needs = LOGITS
-    ) -> list[Scored]:
+    def extend_early(self, sessions: Sessions, forests: Forests, layers: int, needs: Needs = LOGITS) -> list[Scored]:
         """Score new nodes by the first `layers` layers only, on the live cache; `extend` later runs the other layers.
 
         The forest of `extend` may lack nodes that these layers have seen; their slots are free then. Only the compiled
         forward can do this; see `LiveLayers` and `ExitLM`.
 
         Args:
-            needs: what sessions without parts need of each row; if it has an exit layer, this runs behind these layers.
+            needs: of sessions without parts, of each row; an exit layer among them runs behind these layers.
 
         Raises `NotSupported` if the session used another number of layers before.
         """
-        assert isinstance(self.runner, PackedPasses)
         caches = [self._early_cache(session, layers, needs) for session in sessions]
         self._store_for_followers(caches)
         self._prefill(caches)
-        return self.runner.extend_early(caches, forests)
+        return self.packed.extend_early(caches, forests)
 
     def _early_cache(self, session: CacheOwner, layers: int, needs: Needs) -> CpuCache:
         """Return the cache of a session whose first `layers` layers are run ahead of the others; see `extend_early`."""
-        parts = getattr(session, "parts", None)
-        asked = needs if parts is None else parts.needs
-        if parts is not None and asked.taps:
+        asked = _needs_of_parts(session, needs)
+        if asked.taps:
             raise NotSupported(
                 "the target's own layers are drafting, and a part needs states between its layers (taps)"
             )
@@ -320,17 +329,14 @@ class HuggingFaceLM:
         cache.early_layers = layers
         return cache
 
-    def caches_before_roots(self, sessions: Sequence[CacheOwner]) -> list[Any]:
+    def caches_before_roots(self, sessions: Sessions) -> list[Any]:
         """Store all tokens before the roots of these sessions, and return their caches, for passes on scratch rows.
 
         For use at the start of a turn. Only the compiled forward can do this; see `SkippingLM`.
 
         Raises `NotSupported` if a session shares its row of the store with others, which might fill the same free slots.
         """
-        assert isinstance(self.runner, PackedPasses)
-        caches = [
-            self._cache(session, session.parts.needs if hasattr(session, "parts") else LOGITS) for session in sessions
-        ]
+        caches = [self._cache(session, _needs_of_parts(session, LOGITS)) for session in sessions]
         if any(len(cache.company) > 1 for cache in caches):
             raise NotSupported(
                 "drafts on scratch rows of the target's cache need a row of the store for each session, and sessions with a "
@@ -339,9 +345,7 @@ class HuggingFaceLM:
         self._prefill(caches, 0)
         return caches
 
-    def fill(
-        self, sessions: Sequence[CacheOwner], needs: Sequence[Needs] | None = None, most: int | None = None
-    ) -> list[bool]:
+    def fill(self, sessions: Sessions, needs: EachNeeds = None, most: int | None = None) -> list[bool]:
         """Store the next chunk of each of up to `most` long prompts (None: of all); see `fill_prompts`.
 
         The chunks are the same as those that `extend` would store by itself.
@@ -366,15 +370,25 @@ class HuggingFaceLM:
         Args:
             fresh: the most new nodes that a pass of the steps brings.
             more: room to make for further nodes that are stored later.
-            needs: what is needed of each row.
+            needs: of each row.
         """
         cache = self._cache(session, needs)
+        with self._arrays_for_steps(cache, fresh, more) as arrays:
+            yield None if arrays is None else CacheForSteps(self, cache, arrays)
+
+    @contextmanager
+    def _arrays_for_steps(self, cache: Any, fresh: int, more: int, **options: bool) -> Iterator[Any]:
+        """Yield a cache as arrays for compiled steps; None if they cannot run passes of it now.
+
+        Args:
+            options: of the runner's `arrays_for_steps`.
+        """
         if not self._takes_steps or not self._is_stored_for_steps(cache, fresh):
             yield None
             return
         assert not isinstance(self.runner, PaddedPasses)
-        with self.runner.arrays_for_steps(cache, fresh + more) as arrays:
-            yield None if arrays is None else CacheForSteps(self, cache, arrays)
+        with self.runner.arrays_for_steps(cache, fresh + more, **options) as arrays:
+            yield arrays
 
     def for_run(
         self, session: CacheOwner, fresh: int, beams: int, more: int, needs: Needs = LOGITS
@@ -393,9 +407,7 @@ class HuggingFaceLM:
         return cache.leader is None and len(cache.company) == 1 and self.runner.are_current(cache, arrays)
 
     def has_moved(self, arrays: Any) -> bool:
-        """See `SharedRunLM.has_moved`."""
-        assert isinstance(self.runner, PackedPasses)
-        return self.runner.has_moved(arrays)
+        return self.packed.has_moved(arrays)
 
     @contextmanager
     def early_cache_for_steps(
@@ -407,16 +419,12 @@ class HuggingFaceLM:
             needs: see `extend_early`.
             lm: the draft model, whose passes these are.
         """
-        assert isinstance(self.runner, PackedPasses)
         cache = self._early_cache(session, layers, needs)
-        if not self._takes_steps or not self._is_stored_for_steps(cache, fresh):
-            yield None
-            return
-        with self.runner.arrays_for_steps(cache, fresh + more, drafts=True) as arrays:
-            yield EarlyCacheForSteps(lm, Drafting(cache), arrays)
+        with self._arrays_for_steps(cache, fresh, more, drafts=True) as arrays:
+            yield None if arrays is None else EarlyCacheForSteps(lm, Drafting(cache), arrays)
 
     def _is_stored_for_steps(self, cache: Any, fresh: int) -> bool:
-        """Store what steps cannot; return False if they cannot run passes, or if too many tokens are pending for one pass.
+        """Store tokens that steps cannot; return False if steps cannot run a pass over the pending tokens.
 
         Args:
             fresh: the most new nodes that a pass of the steps brings.
@@ -445,7 +453,7 @@ class HuggingFaceLM:
 
     @property
     def bytes_read(self) -> int:
-        """The number of bytes of weights that a pass reads, about: those of the engine's own matrices if it has any."""
+        """The approximate number of bytes of weights that a pass reads: of the engine's own matrices if it has any."""
         decoder = getattr(self.runner, "decoder", None)
         of_engine: int | None = getattr(decoder, "bytes_read", None)
         if of_engine is not None:
@@ -469,8 +477,7 @@ class HuggingFaceLM:
 
     def extend_together(self, arrays: Sequence[Any], starts: Sequence[Start]) -> list[Any]:
         """Run one pass for several sessions, of a model that supports runs; see `PackedPasses.extend_together`."""
-        assert isinstance(self.runner, PackedPasses)
-        return self.runner.extend_together(arrays, starts)
+        return self.packed.extend_together(arrays, starts)
 
     def finish_run(self, session: CacheOwner, passes: int, roots: int) -> None:
         """Update the counters and the session's cache after a run that made `passes` passes in whole turns.
@@ -549,7 +556,7 @@ class HuggingFaceLM:
         return session.state[self].trie.held
 
     def _cache(self, session: CacheOwner, needs: Needs = LOGITS) -> Any:
-        """Return the session's cache; at first make it, in a row of its own or in that of a session with the same prefix.
+        """Return the session's cache; at first make it, in a row of its own or in the row of a session with the same prefix.
 
         Raises `NotSupported` if the model cannot take the session's context or embeddings.
         """
@@ -626,7 +633,7 @@ class HuggingFaceLM:
                 cache.leader = None
 
     def _replace_leader(self, caches: list[Any]) -> None:
-        """Make the first of these caches, whose leader was closed, the leader of those that still share enough with it."""
+        """Make the first of these caches, whose leader was closed, the leader of caches that share enough with it."""
         for place, cache in enumerate(caches):
             first = caches[0]
             common = min(_common_prefix(cache.prompt, first.prompt), cache.common, len(first.prompt) - 1)
@@ -666,7 +673,6 @@ class HuggingFaceLM:
         self._store({cache: min(self.chunk, cache.trie.pending_before_roots) for cache in caches})
 
     def _store(self, counts: dict[Any, int]) -> None:
-        """Store the given number of pending tokens of each cache, in one pass."""
         self.passes += 1
         starts = [cache.trie.prompt_stored for cache in counts]
         self.runner.prefill([*counts], [*counts.values()])
@@ -676,7 +682,7 @@ class HuggingFaceLM:
             cache.trie.forget_inner()
 
     def _recall(self, caches: list[Any]) -> None:
-        """Copy what is known of the beginnings of prompts that are being stored, as far as it goes."""
+        """Copy the known chunks at the beginnings of prompts that are being stored."""
         known = self.known_prompts
         if known is None:
             return
@@ -715,15 +721,61 @@ class HuggingFaceLM:
         known.keep(self._beginning(cache), start, self.runner.store.take(cache.row, slots))
 
     def _beginning(self, cache: Any) -> Beginning:
-        """Return how far the prompt of a cache was followed in the tree of those that are known."""
+        """Return how far the prompt of a cache was followed in the tree of known prompts."""
         if cache.beginning is None:
             cache.beginning = Beginning(cache.namespace, cache.prompt)
-        found: Beginning = cache.beginning
-        return found
+        return cache.beginning
+
+
+class OnTargetsCache:
+    """A base class of draft models that are parts of the target, on the target's own KV cache.
+
+    The decoding loop settles and closes the cache, and the target stores prompts.
+
+    Attributes:
+        target: the target.
+        passes: number of passes so far.
+    """
+
+    target: HuggingFaceLM
+    passes: int
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether compiled code does all its heavy work, so that torch needs one thread."""
+        return self.target.is_compiled
+
+    def shares(self, session: CacheOwner) -> bool:
+        """Return whether other sessions store tokens in the same row of the store."""
+        return self.target.shares(session)
+
+    def finish_run(self, session: CacheOwner, passes: int, roots: int) -> None:
+        """Update the counter of passes after a run."""
+        self.passes += passes
+
+    def fill(self, sessions: Sessions, needs: Any = None, most: int | None = None) -> list[bool]:
+        """Return True for each session: the target stores the prompts."""
+        return [True] * len(sessions)
+
+    def settle(self, session: CacheOwner, turn: Turn) -> None:
+        """Do nothing: the decoding loop settles the target's cache."""
+
+    def peak(self, session: CacheOwner) -> int:
+        """Return the largest number of tokens of the session that were stored at the same time, drafts included."""
+        return self.target.peak(session)
+
+    def close(self, session: CacheOwner) -> None:
+        """Do nothing: the decoding loop closes the target's cache."""
+
+
+def _needs_of_parts(session: CacheOwner, needs: Needs) -> Needs:
+    """Return the needs of the parts of a session; `needs` if it has no parts."""
+    parts = getattr(session, "parts", None)
+    return needs if parts is None else parts.needs
 
 
 def _may_recall(cache: Any) -> bool:
-    """Return whether the rows of a prompt depend on its tokens alone, and nobody reads them but attention."""
+    """Return whether the rows of a prompt depend only on its tokens, and are read only by attention."""
     has_extras = cache.context is not None or cache.vectors is not None or cache.extra_inputs is not None
     return not (has_extras or cache.needs.prompt or cache.early_layers is not None or cache.leader is not None)
 
@@ -736,18 +788,12 @@ def _are_same(first: Any, second: Any) -> bool:
 
 
 def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the number of tokens in the common prefix."""
     if first == second:
         return len(first)
     for place, (token, other) in enumerate(zip(first, second, strict=False)):
         if token != other:
             return place
     return min(len(first), len(second))
-
-
-def _default_share_from(engine: str) -> int | None:
-    """Return the number of common tokens from which on prefixes are shared with `share_from="auto"`; None: never."""
-    return None if engine in COMPILED else SHARE_FROM
 
 
 def _needs_a_pass(cache: Any, forest: Forest) -> bool:

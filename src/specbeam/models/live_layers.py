@@ -1,20 +1,15 @@
 """SCORE: a draft model made of the target's first layers, which work on the target's KV cache, so nothing runs twice."""
 
-from collections.abc import Sequence
-from typing import Any
-
 from specbeam.core.errors import BadSetting, NotSupported
-from specbeam.core.forest import Forest
 from specbeam.core.lm import LM, checked_needs
-from specbeam.core.records import Needs, Scored, Turn
-from specbeam.core.session import CacheOwner
+from specbeam.core.records import Scored
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.kv.cross import ReadsSources
 from specbeam.models.early_layers import early_layers
-from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.huggingface import EachNeeds, Forests, HuggingFaceLM, OnTargetsCache, Sessions
 
 
-class LiveLayers:
+class LiveLayers(OnTargetsCache):
     """A draft model that is the first layers of the target, with the target's final norm and head.
 
     These layers store their keys and values in the target's KV cache; the target's pass then runs only the other layers on
@@ -39,42 +34,20 @@ class LiveLayers:
                 f"a range of layers is run by the compiled forward, rounded or not, or 'layers', and {name} is run by "
                 f"engine {lm.engine!r}; early_layers(model, layers) takes every model, and computes their part twice"
             )
-        self.lm = lm
+        self.target = lm
         self.layers = layers
         self.vocab = lm.vocab
         self.max_positions = lm.max_positions
         self.passes = 0
 
-    @property
-    def is_compiled(self) -> bool:
-        """Whether compiled code does all its heavy work, so that torch needs one thread."""
-        return self.lm.is_compiled
-
-    def extend(
-        self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
-    ) -> list[Scored]:
-        """See `LM.extend`."""
+    def extend(self, sessions: Sessions, forests: Forests, needs: EachNeeds = None) -> list[Scored]:
         if any(need.states or need.ranked for need in checked_needs(self, len(sessions), needs)):
             raise NotSupported(
                 "LiveLayers gives logits only, and a part needs hidden states or ranked tokens: "
                 "use early_layers(model, layers)"
             )
         self.passes += 1
-        return self.lm.extend_early(sessions, forests, self.layers)
-
-    def fill(self, sessions: Sequence[CacheOwner], needs: Any = None, most: int | None = None) -> list[bool]:
-        """Return True for each session: the target stores the prompts itself."""
-        return [True] * len(sessions)
-
-    def settle(self, session: CacheOwner, turn: Turn) -> None:
-        """Do nothing: the decoding loop settles the target's cache."""
-
-    def peak(self, session: CacheOwner) -> int:
-        """Return the largest number of tokens of the session that were stored at the same time."""
-        return self.lm.peak(session)
-
-    def close(self, session: CacheOwner) -> None:
-        """Do nothing: the decoding loop closes the target's cache."""
+        return self.target.extend_early(sessions, forests, self.layers)
 
 
 def first_layers(lm: HuggingFaceLM, layers: int) -> LM:

@@ -1,4 +1,4 @@
-"""Prompts and rows on which passes are timed; what they say does not matter."""
+"""Prompts and rows on which passes are timed; their content does not matter."""
 
 import numpy as np
 

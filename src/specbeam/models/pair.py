@@ -14,7 +14,7 @@ from specbeam.engines.cpu.cache_words import KeptAs
 from specbeam.engines.eligibility import reads_sources
 from specbeam.models.encoder_decoder import EncoderDecoderLM
 from specbeam.models.huggingface import HuggingFaceLM
-from specbeam.models.loading.drafts import check_draft_of_sources, draft_of, given_draft
+from specbeam.models.loading.drafts import DraftOptions, check_draft_of_sources, draft_of, given_draft
 from specbeam.models.loading.further import FurtherDrafts
 from specbeam.models.loading.language_models import (
     ShareFrom,
@@ -30,7 +30,7 @@ from specbeam.models.loading.vocabularies import tokens_in_common
 from specbeam.models.memory.lm import MemoryLM
 from specbeam.models.quantised import Quantize, check_is_model, check_kv
 from specbeam.models.skipping import Skipping
-from specbeam.models.spread import TIMEOUT_S, end_together, spread_model
+from specbeam.models.spread import end_together, spread_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -50,7 +50,7 @@ class Pair:
 
     @property
     def eos(self) -> tuple[int, ...]:
-        """The end tokens: those of the target's generation config, or else the tokenizer's."""
+        """The end tokens: the target's generation config's, or else the tokenizer's."""
         eos = getattr(getattr(self.target_model, "generation_config", None), "eos_token_id", None)
         if eos is None and self.tokenizer is not None:
             eos = self.tokenizer.eos_token_id
@@ -60,7 +60,7 @@ class Pair:
 
     @property
     def forgetful_target(self) -> HuggingFaceLM:
-        """The target, for what looks at its model itself. Raises `NotSupported` if it has a memory, or reads sources."""
+        """The target, for code that reads its model itself. Raises `NotSupported` if it has a memory, or reads sources."""
         if isinstance(self.target, MemoryLM):
             raise NotSupported(
                 "the target of this pair reads with memory (sb.hmt), and this looks at the model without it; give the pair "
@@ -111,7 +111,7 @@ def load(
         target: a path, a hub id, a model object, or "bundled" (the pair that comes with specbeam, draft included). A causal
             language model; or an encoder-decoder model for translation, summaries or speech, whose prompts are sources.
         draft: the same kinds of values; None for methods that need no draft model. It must have the target's tokens, as
-            far as both have any: a padded vocabulary may be larger or smaller, and tokens of one model alone are never
+            far as both have any: a padded vocabulary may be larger or smaller, and tokens of only one model are never
             drafted (docs/models.md). Or a draft head for the target (docs/heads.md lists the kinds); "mtp": the modules of
             multi-token prediction that the target's own files hold (a folder of this name is "./mtp"). "swift", or a
             `Skipping`: the target without some of its sublayers (docs/methods/swift.md; a folder of this name is
@@ -151,7 +151,7 @@ def load(
             put on `device`.
         tensor_parallel: spread the target's weights over the processes that ``torchrun`` has started
             (docs/guides/scale.md). Only that of rank 0 returns; the others do as it says until it ends, and end then
-            (`SystemExit`). The draft is whole, and in rank 0 alone. `check` is not done.
+            (`SystemExit`). The draft is whole, and only in rank 0. `check` is not done.
         kv: "bfloat16" keeps the target's keys and values rounded to bfloat16, for long texts in half the memory, in the
             compiled forward of a CPU; those of sources, too. It is another model: the output has the law of the target with
             rounded keys and values, and reports say so. So does a draft that is the target with rounded weights. None: as
@@ -185,7 +185,7 @@ def load(
         check_spread(target, quantize, compile, device_map, tensor_parallel, kv)
     if tensor_parallel:
         tokenizer = check_before_spreading(target, draft, tokenizer, quantize_draft)
-        target_model = spread_model(name_or_path(target), dtype, torch_device, TIMEOUT_S)
+        target_model = spread_model(name_or_path(target), dtype, torch_device)
     else:
         target_model = model_of(target, dtype, torch_device, quantize, device_map is None, device_map)
     if reads_sources(target_model):
@@ -195,8 +195,10 @@ def load(
     given = given_draft(draft, quantize_draft, quantize, target, target_model)
     draft_model = None
     if given.model is not None:
-        draft_model = model_of(given.model, dtype, torch_device, given.quantize, may_keep=True)
-    own_tokenizer = None if tokenizer is False else read_tokenizer(tokenizer if tokenizer is not None else target)
+        draft_model = model_of(given.model, dtype, torch_device, given.quantize, may_map=True)
+    if tokenizer is None:
+        tokenizer = target
+    own_tokenizer = None if tokenizer is False else read_tokenizer(tokenizer)
     shared = None
     if draft_model is not None:
         shared = tokens_in_common(target_model, draft_model, own_tokenizer, target, given.model)
@@ -208,9 +210,8 @@ def load(
     else:
         target_lm = language_model(target_model, check, by_engine(quantize), compile, share_from, rounded_kv)
     target_lm.further_draft = FurtherDrafts(target_lm, own_tokenizer, target, dtype, torch_device, check, share_from)
-    draft_lm = draft_of(
-        given, draft_model, target_lm, own_tokenizer, check, compile, share_from, probe, rounded_kv, shared
-    )
+    options = DraftOptions(check, compile, share_from, probe, rounded_kv)
+    draft_lm = draft_of(given, draft_model, target_lm, own_tokenizer, options, shared)
     models = [lm for lm in (target_lm, draft_lm) if isinstance(lm, HuggingFaceLM)]
     if compile and "torch" not in {lm.engine for lm in models}:
         raise BadSetting(

@@ -31,20 +31,20 @@ def is_rounding(name: object) -> bool:
 
 
 def check_kv(kv: object) -> None:
-    """Raise `BadSetting` if a value says nothing that keys and values can be kept as, nor is None."""
+    """Raise `BadSetting` unless a value is a type for stored keys and values, or None."""
     if kv not in (None, "bfloat16"):
         raise BadSetting(f"kv is {kv!r}; it must be 'bfloat16', or None for what the engine computes in")
 
 
 def check_rounding(name: object, option: str) -> None:
-    """Raise `BadSetting`, which names the option, if a value is no name of a way to round weights, nor None."""
+    """Raise `BadSetting`, which names the option, unless a value is the name of a way to round weights, or None."""
     if name is None or is_rounding(name):
         return
     raise BadSetting(f"{option} is {name!r}; it must be one of {_KNOWN}, or None")
 
 
 def check_is_model(name: object) -> None:
-    """Raise `BadSetting` if the name of a draft reads like a way to round weights that is none, and is no folder either."""
+    """Raise `BadSetting` if the name of a draft looks like an unknown way to round weights, and no folder has this name."""
     if not isinstance(name, str) or is_rounding(name) or Path(name).is_dir():
         return
     if _LIKE_A_ROUNDING.fullmatch(name):
@@ -56,7 +56,7 @@ def library_config(name: str, dtype: "str | torch.dtype") -> Any:
 
     Args:
         name: one of `BY_LIBRARY`.
-        dtype: the type of what is not rounded, and of products; "auto": that of the files.
+        dtype: the type of other weights, and of products; "auto": the files' type.
 
     Raises `NotSupported` if the library is missing.
     """
@@ -119,7 +119,7 @@ def _rounding_of_weights(lm: Any) -> str:
 
 
 def unknown_method(config: Any) -> str:
-    """Return by what method weights in files were rounded if transformers does not know it; "" otherwise."""
+    """Return the method by which weights in files were rounded if transformers does not know it; "" otherwise."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as KNOWN
 
     method = rounding_in(config)

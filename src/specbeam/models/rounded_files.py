@@ -16,7 +16,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from specbeam.core.errors import BadCheckpoint
-from specbeam.engines import mapped
 from specbeam.engines.cpu.decoder import misfit_of_shape
 from specbeam.engines.cpu.nibbles import fits_scales
 from specbeam.engines.cpu.rounding import GROUP
@@ -24,15 +23,16 @@ from specbeam.engines.families import family_of
 from specbeam.engines.mapped import mark_kept
 from specbeam.engines.packed import BITS, PER_WORD, Layout, PackedLinear, PackedMatrix
 from specbeam.models.checkpoints.boundary import reading, reading_file
-from specbeam.models.checkpoints.headers import TYPES, StoredTensor, file_of
+from specbeam.models.checkpoints.headers import StoredTensor, file_of
 from specbeam.models.checkpoints.numbers import fault_of
 from specbeam.models.checkpoints.pretrained import Checkpoint
+from specbeam.models.mapped_files import common_type
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
-_NEW_NAMES = {"embed_out.weight": "lm_head.weight"}  # what transformers calls tensors, by their names in older files
+_NEW_NAMES = {"embed_out.weight": "lm_head.weight"}  # names of tensors in transformers, by their names in older files
 _READABLE = "specbeam reads GPTQ and AWQ weights of 4 bits itself, on a CPU"
 _Tensors = Mapping[str, StoredTensor]
 
@@ -57,9 +57,8 @@ def read_rounded(checkpoint: Checkpoint, dtype: "str | torch.dtype") -> "PreTrai
     """Return a model whose files hold matrices of 4 bits; or the reason why they are not read here.
 
     Args:
-        checkpoint: the model in its files, whose configuration says how the matrices were rounded.
-        dtype: type of all other weights; "auto": float32, or that of the files for more weights than
-            `mapped.LARGEST_WIDENED`.
+        checkpoint: the model in its files, whose configuration states how the matrices were rounded.
+        dtype: type of all other weights; "auto": float32, or the files' type for more weights than `mapped.LARGEST_WIDENED`.
     """
     config = checkpoint.config
     tensors = checkpoint.stored
@@ -79,10 +78,9 @@ def read_rounded(checkpoint: Checkpoint, dtype: "str | torch.dtype") -> "PreTrai
 
 
 def _stored_settings(config: Any) -> dict[str, Any]:
-    """Return what a configuration says about how the weights were rounded."""
+    """Return the settings by which the weights were rounded."""
     stored = config.quantization_config
-    found: dict[str, Any] = dict(stored if isinstance(stored, dict) else stored.to_dict())
-    return found
+    return dict(stored if isinstance(stored, dict) else stored.to_dict())
 
 
 def _packing_of(stored: dict[str, Any]) -> _Packing:
@@ -115,7 +113,7 @@ class _WithoutWeights(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation; what has no numbers yet gets no memory."""
+        """Run an operation; tensors without numbers get no memory."""
         named = dict(kwargs or {})
         if function is torch.empty:
             named["device"] = "meta"
@@ -206,7 +204,6 @@ def _check_scales(matrix: PackedMatrix, tensors: _Tensors) -> None:
 
 
 def _read(tensors: _Tensors, name: str) -> torch.Tensor:
-    """Return a tensor: a view of its file, which is mapped to memory."""
     from safetensors import safe_open
 
     path = tensors[name].path
@@ -222,20 +219,16 @@ def _check_numbers(name: str, found: torch.Tensor) -> None:
 
 
 def _is_packed(name: str, model: nn.Module) -> bool:
-    """Return whether a tensor is a part of a matrix of 4 bits."""
     above, _, last = name.rpartition(".")
     return last in _PARTS and isinstance(dict(model.named_modules()).get(above), PackedLinear)
 
 
 def _words_of(tensors: _Tensors, model: nn.Module) -> torch.dtype | None:
-    """Return the type that weights keep, that of the files; None if they become float32, see `kept_type`."""
+    """Return the type of the files if weights keep it; None if they become float32, see `stored_type`."""
     whole = [one for name, one in tensors.items() if not _is_packed(name, model)]
-    types = {one.type for one in whole}
     packed = sum(PER_WORD * math.prod(one.shape) for name, one in tensors.items() if name.endswith(".qweight"))
     numbers = packed + sum(math.prod(one.shape) for one in whole)
-    if len(types) != 1 or numbers <= mapped.LARGEST_WIDENED or not types <= TYPES.keys():
-        return None
-    return TYPES[types.pop()]
+    return common_type(whole, numbers)
 
 
 def _load(model: Any, tensors: _Tensors, dtype: Any) -> None:
@@ -253,13 +246,13 @@ def _load(model: Any, tensors: _Tensors, dtype: Any) -> None:
     model.tie_weights(missing_keys={*unloaded}, recompute_mapping=False)  # a head that is in the files stays
     weights = dict(model.named_parameters(remove_duplicate=False))
     loaded = {id(weights[name]) for name in state if name in weights}
-    missing = [name for name in unloaded if id(weights.get(name)) not in loaded]  # those that are tied are there
+    missing = [name for name in unloaded if id(weights.get(name)) not in loaded]  # without tied ones
     if missing:
         raise _CannotRead(f"the files lack {', '.join(missing[:3])}")
 
 
 def _checked(name: str, found: torch.Tensor, own: torch.Tensor, words: torch.dtype) -> torch.Tensor:
-    """Return a tensor of the files in the type of the model. Raises `BadCheckpoint` if it is not what the model has."""
+    """Return a tensor of the files in the type of the model. Raises `BadCheckpoint` if the model has another one."""
     if found.shape != own.shape:
         raise BadCheckpoint(f"{name} is {[*found.shape]} in the files, and {[*own.shape]} by config.json")
     if not own.is_floating_point():
@@ -274,7 +267,7 @@ def _says_nothing(name: str, tensors: _Tensors) -> bool:
 
 
 def _finish(model: Any, checkpoint: Checkpoint) -> None:
-    """Give a model what transformers gives a model that it loads: its name, and how it generates."""
+    """Set the attributes that transformers sets when it loads a model: its name, and its generation config."""
     from transformers import GenerationConfig
 
     name = checkpoint.name

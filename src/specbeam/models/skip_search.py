@@ -4,7 +4,7 @@ A set is as good as its *matchness*: the share of tokens of the text so far that
 the likeliest ones. One set is tried at a time: random ones, and from time to time one that Bayesian optimisation suggests.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from specbeam.models.sublayers import Choice
 POOL = 512  # random sets among which Bayesian optimisation suggests one
 SCALES = (1.0, 2.0, 4.0, 8.0, 16.0)  # length scales that are weighed, in numbers of differing sublayers
 NOISE = 1e-2  # variance of a matchness, as a share of the variance of all
-KAPPA = 2.5  # standard deviations that are added to what a set is expected to have
+KAPPA = 2.5  # standard deviations that are added to the expected matchness of a set
 MOST_TRIALS = 400  # tried sets that are kept; older ones are forgotten
 WEIGHT = 0.5  # of a new matchness of the set in use, in its average
 Window = Literal["recent", "first"]
@@ -26,13 +26,13 @@ Window = Literal["recent", "first"]
 
 @dataclass(frozen=True)
 class SkipSearch:
-    """The settings of a search; those of the paper, but for `window` (docs/methods/swift.md).
+    """The settings of a search; as in the paper, but for `window` (docs/methods/swift.md).
 
     Args:
         context: number of tokens that a matchness is measured on.
         window: which tokens of the text these are: the "recent" ones, or the "first" that were generated.
         interval: number of turns from one trial to the next.
-        bayes_every: of so many trials, one is suggested by Bayesian optimisation; 0: none.
+        bayes_every: one of this many trials is suggested by Bayesian optimisation; 0: none.
         enough: a matchness above which the search is over.
         patience: trials in a row without a better set after which it is over.
         most: number of trials after which it is over.
@@ -48,18 +48,17 @@ class SkipSearch:
 
     def __post_init__(self) -> None:
         one_of("window", self.window, ("recent", "first"))
-        for name in ("context", "interval", "patience", "most"):
-            if getattr(self, name) < 1:
-                raise BadSetting(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.bayes_every < 0:
-            raise BadSetting(f"bayes_every is {self.bayes_every}; it must be at least 0")
+        for name, least in {"context": 1, "interval": 1, "patience": 1, "most": 1, "bayes_every": 0}.items():
+            value = getattr(self, name)
+            if value < least:
+                raise BadSetting(f"{name} is {value}; it must be at least {least}")
         if not 0 <= self.enough <= 1:
             raise BadSetting(f"enough is {self.enough}; it is a share of tokens, in [0, 1]")
 
 
 @dataclass
 class Found:
-    """What a search has found so far.
+    """The state of a search.
 
     Attributes:
         best: the set in use.
@@ -82,8 +81,8 @@ class Found:
             self.choices = np.zeros((0, len(self.best)), dtype=bool)
 
     def copy(self) -> "Found":
-        """Return a copy that may change alone."""
-        return Found(self.best, self.matchness, self.choices, self.scores, self.tries, self.failures)
+        """Return an independent copy."""
+        return replace(self)
 
     def is_over(self, search: SkipSearch) -> bool:
         """Return whether the search has reached one of its ends, or has nothing to choose."""
@@ -95,7 +94,7 @@ class Found:
         """Return the set to try next: at first the set in use, then others of its size.
 
         Args:
-            stream: what random sets are drawn from.
+            stream: source of random sets.
         """
         if self.tries == 0:
             return self.best
@@ -119,17 +118,12 @@ class Found:
         self.matchness = (1 - WEIGHT) * self.matchness + WEIGHT * matchness
 
     def after(self, begun: "Found", ended: "Found") -> "Found":
-        """Return what is known when a session that began with `begun` has ended: its set, and the trials of both."""
+        """Return the merged state after a session that began with `begun` has ended: its set, and the trials of both."""
         fresh = ended.tries - begun.tries
-        newest = slice(len(ended.scores) - min(fresh, len(ended.scores)), None)
-        return Found(
-            ended.best,
-            ended.matchness,
-            np.concatenate([self.choices, ended.choices[newest]])[-MOST_TRIALS:],
-            np.append(self.scores, ended.scores[newest])[-MOST_TRIALS:],
-            self.tries + fresh,
-            ended.failures,
-        )
+        first = max(len(ended.scores) - fresh, 0)
+        choices = np.concatenate([self.choices, ended.choices[first:]])[-MOST_TRIALS:]
+        scores = np.append(self.scores, ended.scores[first:])[-MOST_TRIALS:]
+        return replace(ended, choices=choices, scores=scores, tries=self.tries + fresh)
 
 
 def random_choice(choices: int, count: int, stream: np.random.Generator) -> Choice:
@@ -188,14 +182,13 @@ def expected(
 def _distances(
     first: Bool[np.ndarray, "n choices"], second: Bool[np.ndarray, "m choices"]
 ) -> Float64[np.ndarray, "n m"]:
-    """Return the number of sublayers in which sets differ."""
     one = first.astype(np.float64)
     other = second.astype(np.float64)
     return np.asarray(one.sum(1)[:, None] + other.sum(1)[None] - 2 * one @ other.T)
 
 
 class SkipMemory:
-    """What the sessions of a target have found for a kind of texts: each one begins with what those before it have left.
+    """The results of searches of a target for a kind of texts: each session begins with the results of earlier ones.
 
     It is kept on disk for later processes, if there is a key.
 
@@ -211,12 +204,12 @@ class SkipMemory:
         self._lock = Lock()
 
     def begin(self) -> Found:
-        """Return a copy of what is known."""
+        """Return a copy of the present state."""
         with self._lock:
             return self._known().copy()
 
     def end(self, begun: Found, ended: Found) -> None:
-        """Take over what a session has found between two states."""
+        """Merge the results of a session between two states."""
         if ended.tries == begun.tries:
             return
         with self._lock:
@@ -231,7 +224,6 @@ class SkipMemory:
             self._keep()
 
     def _keep(self) -> None:
-        """Keep what is known on disk."""
         if self.key is not None and self._found is not None:
             _figures_of(self.start).keep(self.key, _record_of(self._found))
 
@@ -243,14 +235,8 @@ class SkipMemory:
 
 
 def _record_of(found: Found) -> dict[str, Any]:
-    return {
-        "best": found.best.astype(int).tolist(),
-        "matchness": found.matchness,
-        "choices": found.choices.astype(int).tolist(),
-        "scores": found.scores.tolist(),
-        "tries": found.tries,
-        "failures": found.failures,
-    }
+    arrays = {"best": found.best.astype(int), "choices": found.choices.astype(int), "scores": found.scores}
+    return vars(found) | {name: array.tolist() for name, array in arrays.items()}
 
 
 def _figures_of(start: Choice) -> kept_figures.Figures:
@@ -259,29 +245,21 @@ def _figures_of(start: Choice) -> kept_figures.Figures:
     def fits(record: dict[str, Any]) -> bool:
         return len(record["choices"]) == len(record["scores"]) and sum(record["best"]) == int(start.sum())
 
-    return kept_figures.Figures(
-        "sublayers",
-        kept_figures.RecordFields(
-            {
-                "best": kept_figures.NumberField((len(start),), most=1, is_whole=True),
-                "matchness": kept_figures.NumberField(most=1.0),
-                "choices": kept_figures.NumberField((None, len(start)), most=1, is_whole=True),
-                "scores": kept_figures.NumberField((None,), most=1.0),
-                "tries": kept_figures.NumberField(is_whole=True),
-                "failures": kept_figures.NumberField(is_whole=True),
-            },
-            fits,
-        ),
-    )
+    count = kept_figures.NumberField(is_whole=True)
+    fields = {
+        "best": kept_figures.NumberField((len(start),), most=1, is_whole=True),
+        "matchness": kept_figures.NumberField(most=1.0),
+        "choices": kept_figures.NumberField((None, len(start)), most=1, is_whole=True),
+        "scores": kept_figures.NumberField((None,), most=1.0),
+        "tries": count,
+        "failures": count,
+    }
+    return kept_figures.Figures("sublayers", kept_figures.RecordFields(fields, fits))
 
 
 def _found_in(record: dict[str, Any], start: Choice) -> Found:
     """Return the state of a search that a record holds."""
-    return Found(
-        np.array(record["best"], dtype=bool),
-        record["matchness"],
-        np.array(record["choices"], dtype=bool).reshape(-1, len(start)),
-        np.array(record["scores"], dtype=np.float64),
-        record["tries"],
-        record["failures"],
-    )
+    best = np.array(record["best"], dtype=bool)
+    choices = np.array(record["choices"], dtype=bool).reshape(-1, len(start))
+    scores = np.array(record["scores"], dtype=np.float64)
+    return Found(**record | {"best": best, "choices": choices, "scores": scores})

@@ -4,7 +4,7 @@ Sources: SWIFT (arXiv 2410.06916), Draft & Verify (arXiv 2309.08168), CLaSp (ACL
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -16,7 +16,6 @@ from jaxtyping import Int64
 from specbeam.core.answers import LOGITS
 from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.core.forest import Forest
-from specbeam.core.lm import checked_needs
 from specbeam.core.measure import kept_figures
 from specbeam.core.records import Needs, Scored, Turn
 from specbeam.core.session import CacheOwner, Session
@@ -25,14 +24,22 @@ from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.cpu.scratch import ROWS
 from specbeam.engines.kv.cross import ReadsSources
 from specbeam.models.clasp import dispensable_layers
-from specbeam.models.huggingface import CacheForSteps, HuggingFaceLM
+from specbeam.models.huggingface import (
+    CacheForSteps,
+    EachNeeds,
+    Forests,
+    HuggingFaceLM,
+    OnTargetsCache,
+    Sessions,
+    check_wants_logits,
+)
 from specbeam.models.made_up import made_up_prompt, made_up_rows
 from specbeam.models.skip_search import Found, SkipMemory, SkipSearch
 from specbeam.models.sublayers import Choice, Sublayers, alternate, choices_of, chosen, count_of
 
 By = Literal["bayes", "random", "clasp", "exit"]
 MOST_PASSES = 64  # sets whose passes are kept
-STREAM = 0x5155  # tells the random numbers of a search from others of its session
+STREAM = 0x5155  # separates the random numbers of a search from others of its session
 
 
 @dataclass(frozen=True)
@@ -40,15 +47,15 @@ class Skipping:
     """Which sublayers of the target drafts do without.
 
     Args:
-        skip: "bayes": those that a search finds while texts are decoded, by random sets and Bayesian optimisation (SWIFT).
-            "random": the same by random sets alone. "clasp": whole layers, chosen anew every few turns (CLaSp). "exit": all
+        skip: "bayes": found by a search while texts are decoded, by random sets and Bayesian optimisation (SWIFT).
+            "random": the same by random sets only. "clasp": whole layers, chosen anew every few turns (CLaSp). "exit": all
             after the first ones. Or a set, or its text such as "a3 m3 m5" (Draft & Verify).
-        ratio: share of sublayers that are left out: by a search, of those of all layers but the first and the last; by
+        ratio: share of sublayers that are left out: by a search, of all layers but the first and the last; by
             "clasp", of all layers. None: 0.45.
         layers: number of first layers that run, for "exit".
         every: number of turns after which "clasp" chooses anew. None: 16.
-        task: a name for the kind of texts. Of each kind a target keeps what a search has found.
-        search: the settings of a search. None: those of the paper.
+        task: a name for the kind of texts. A target keeps the results of a search for each kind.
+        search: the settings of a search. None: as in the paper.
 
     Raises `BadSetting` if a setting is out of range, or would be ignored.
     """
@@ -91,12 +98,12 @@ class Skipping:
 
 @dataclass(eq=False)
 class Skips:
-    """What is known of the skipped sublayers in one session.
+    """The state of the skipped sublayers in one session.
 
     Attributes:
-        skipped: those of the present turn.
-        begun, found: what a search knew when the session began, and what it knows now.
-        stream: what it draws random sets from.
+        skipped: in the present turn.
+        begun, found: the state of a search when the session began, and its state now.
+        stream: its source of random sets.
         turns: number of turns settled so far.
         measured_at: the first token of the window that the set in use was last measured on; None: none in this session.
         scratch: the cache of the present turn's drafts; None before the first.
@@ -111,7 +118,7 @@ class Skips:
     scratch: CpuCache | None = None
 
 
-class SkippingLM:
+class SkippingLM(OnTargetsCache):
     """The target without some of its sublayers, as a draft model on the target's own KV cache.
 
     A sublayer that is left out changes no hidden state. The others read the target's keys and values of the text so far.
@@ -124,10 +131,10 @@ class SkippingLM:
         settings: which sublayers.
 
     Attributes:
-        passes: number of passes so far, those of a search included.
+        passes: number of passes so far, with the passes of a search.
         rows: number of rows of drafts that were computed; the target computes each of them again if it is given it.
-        search_passes, search_rows: number of passes and rows with which sublayers were chosen.
-        memory: what a search has found; None if none chooses.
+        search_rows: number of rows with which sublayers were chosen.
+        memory: the results of searches; None if none chooses.
 
     Raises `NotSupported` unless the model is run by the compiled forward, or if it has so few layers that a share of them is
     none, and `BadSetting` if it lacks a sublayer.
@@ -144,7 +151,7 @@ class SkippingLM:
                 "it is for the families in docs/models.md, on a CPU; elsewhere draft with a model of its own, or "
                 "by prompt_lookup"
             )
-        self.lm = lm
+        self.lm = self.target = lm
         self.settings = Skipping() if settings is None else settings
         self.vocab = lm.vocab
         self.max_positions = lm.max_positions
@@ -152,7 +159,6 @@ class SkippingLM:
         self._check_share()
         self.passes = 0
         self.rows = 0
-        self.search_passes = 0
         self.search_rows = 0
         self.curves: dict[int, Any] = {}  # cost of a pass by the length of the context; see `tune`
         self.search = self._search()
@@ -194,7 +200,7 @@ class SkippingLM:
         return 0.45 if self.settings.ratio is None else self.settings.ratio
 
     def _memory(self) -> SkipMemory:
-        """Return what searches have found in earlier processes, of this target, kind of texts and number of sublayers."""
+        """Return the results of searches in earlier processes for this target, kind of texts and number of sublayers."""
         count = count_of(self.layers, self.ratio)
         key = [kept_figures.weights_key(self.lm.model), self.lm.engine, self.settings.task or "", count]
         return SkipMemory(alternate(self.layers, count), key)
@@ -215,21 +221,12 @@ class SkippingLM:
             return Sublayers.after(int(self.settings.layers or 0), self.layers)
         return Sublayers()  # until the first choice of "clasp"
 
-    @property
-    def is_compiled(self) -> bool:
-        """Whether compiled code does all its heavy work, so that torch needs one thread."""
-        return self.lm.is_compiled
-
     def skipped(self, session: CacheOwner) -> Sublayers:
         """Return the sublayers that drafts of a session do without now."""
         return self._skips(session).skipped
 
-    def extend(
-        self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
-    ) -> list[Scored]:
-        """See `LM.extend`."""
-        if any(need.states or need.ranked for need in checked_needs(self, len(sessions), needs)):
-            raise NotSupported("SkippingLM gives logits only, and a part needs more of its draft model")
+    def extend(self, sessions: Sessions, forests: Forests, needs: EachNeeds = None) -> list[Scored]:
+        check_wants_logits(self, len(sessions), needs)
         self._begin(sessions)
         by_set: dict[Sublayers, list[int]] = {}
         for place, session in enumerate(sessions):
@@ -308,20 +305,6 @@ class SkippingLM:
             yield None if self.shares(session) else arrays
         self.rows += int(arrays.numbers[ROWS])
 
-    def shares(self, session: CacheOwner) -> bool:
-        """Return whether other sessions store tokens in the same row of the store, as the target says."""
-        return self.lm.shares(session)
-
-    def finish_run(self, session: CacheOwner, passes: int, roots: int) -> None:
-        """Update the counter of passes after a run; the target's cache is finished as that of the target."""
-        self.passes += passes
-
-    def fill(
-        self, sessions: Sequence[CacheOwner], needs: Sequence[Needs] | None = None, most: int | None = None
-    ) -> list[bool]:
-        """Return True for each session: the target stores the prompts itself."""
-        return [True] * len(sessions)
-
     def settle(self, session: CacheOwner, turn: Turn) -> None:
         """Forget the turn's drafts; the decoding loop settles the target's cache."""
         skips = self._skips(session)
@@ -332,12 +315,8 @@ class SkippingLM:
         """Forget the drafts of the present turn."""
         self._skips(session).scratch = None
 
-    def peak(self, session: CacheOwner) -> int:
-        """Return the largest number of tokens of the session that were stored at the same time, drafts included."""
-        return self.lm.peak(session)
-
     def close(self, session: CacheOwner) -> None:
-        """Keep what a search has found in this session; the decoding loop closes the target's cache."""
+        """Save the results of a search in this session; the decoding loop closes the target's cache."""
         skips = session.state.pop(self, None)
         if skips is not None and self.memory is not None:
             self.memory.end(skips.begun, skips.found)
@@ -354,7 +333,7 @@ class SkippingLM:
             self.lm.close(session)
 
     def _skips(self, session: CacheOwner) -> Skips:
-        """Return what is known of a session; at first what those before it have left."""
+        """Return the state of a session; at first the state that earlier sessions have left."""
         found: Skips | None = session.state.get(self)
         if found is None:
             found = Skips(self._first)
@@ -373,18 +352,16 @@ class SkippingLM:
         return scratch
 
     def _passes_without(self, skipped: Sublayers) -> PackedPasses:
-        """Return the target's passes without these sublayers."""
         if skipped not in self._passes:
             if len(self._passes) >= MOST_PASSES:
                 self._passes.pop(next(iter(self._passes)))
-            assert isinstance(self.lm.runner, PackedPasses)
-            self._passes[skipped] = self.lm.runner.skipping(skipped.attention, skipped.inner)
+            self._passes[skipped] = self.lm.packed.skipping(skipped.attention, skipped.inner)
         return self._passes[skipped]
 
     def _count_scratch(self, session: CacheOwner) -> None:
         session.state[self.lm].trie.count_scratch(self._scratch(session).trie)
 
-    def _begin(self, sessions: Sequence[CacheOwner]) -> None:
+    def _begin(self, sessions: Sessions) -> None:
         """At the first pass of a turn, choose the sublayers of each session, and make a cache for its drafts."""
         beginning = [session for session in sessions if self._skips(session).scratch is None]
         if not beginning:
@@ -431,19 +408,14 @@ class SkippingLM:
         skips.skipped = chosen(found.best)
 
     def matchness(
-        self,
-        cache: CpuCache,
-        leaf: int,
-        position: int,
-        window: Int64[np.ndarray, " tokens"],
-        skipped: Sublayers,
+        self, cache: CpuCache, leaf: int, position: int, window: Int64[np.ndarray, " tokens"], skipped: Sublayers
     ) -> float:
         """Return the share of tokens of a window that the model without these sublayers takes for the likeliest ones.
 
         Args:
             cache: of the target, with the text.
             leaf: a stored local node on whose path the window is.
-            position: that of the first token of the window, of which the odds are not asked.
+            position: of the first token of the window, whose odds are not asked for.
         """
         asked = window[:-1]
         trie = cache.trie.before(leaf, position)
@@ -472,8 +444,7 @@ class SkippingLM:
         others.enter(Forest.rooted([0]).grown([token] * (count + 1), [0] * (count + 1)))
         feed = others.feed(count + 1)
         scratch = cache.scratch(others)
-        runner = self.lm.runner
-        assert isinstance(runner, PackedPasses)
+        runner = self.lm.packed
         layers = dispensable_layers(
             lambda layer, states: runner.run_layer(scratch, feed.only(np.arange(len(states))), layer, states),
             runner.decoder.embedding[token],
@@ -485,9 +456,8 @@ class SkippingLM:
         return Sublayers.of_layers(layers)
 
     def _count_search(self, session: Session, rows: int) -> None:
-        """Count a pass over so many rows that chooses sublayers."""
+        """Count a pass over `rows` rows that chooses sublayers."""
         self.passes += 1
-        self.search_passes += 1
         self.search_rows += rows
         session.count.draft_passes += 1
 
@@ -524,5 +494,4 @@ def skipping_model(lm: HuggingFaceLM, settings: Skipping | None = None) -> Skipp
     key = settings or Skipping()
     if key not in lm.skipping:
         lm.skipping[key] = SkippingLM(lm, key)
-    found: SkippingLM = lm.skipping[key]
-    return found
+    return lm.skipping[key]

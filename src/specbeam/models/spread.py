@@ -19,22 +19,19 @@ from specbeam.models.huggingface import check_keeps_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["TIMEOUT_S", "end_together", "spread_model"]
-_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
+_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun
 
 
-def spread_model(
-    name: str, dtype: "str | torch.dtype", device: torch.device, timeout_s: float = TIMEOUT_S
-) -> "PreTrainedModel":
+def spread_model(name: str, dtype: "str | torch.dtype", device: torch.device) -> "PreTrainedModel":
     """Load this rank's part of a model, and return it on rank 0.
 
-    The other ranks do as rank 0 says until it ends, and end then by `SystemExit`. A rank that is lost ends all, within the
+    The other ranks follow rank 0 until it ends, and end then by `SystemExit`. A rank that is lost ends all, within the
     timeout.
 
     Raises:
         BadSetting: torchrun has not started this process.
         MissingFile, BadCheckpoint: the model cannot be loaded.
-        UnsupportedModel: transformers has no plan by which it would spread the model, or it is no causal decoder.
+        UnsupportedModel: transformers has no plan by which it would spread the model, or it is not a causal decoder.
     """
     missing = [one for one in _RANKS if one not in os.environ]
     if missing:
@@ -46,7 +43,7 @@ def spread_model(
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=TIMEOUT_S))
     model = _part_of(name, dtype, on_gpu)
     if dist.get_rank() == 0:
         return model
@@ -55,7 +52,7 @@ def spread_model(
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
     try:
-        Follower(model, Channel(timeout_s)).follow()
+        Follower(model, Channel(TIMEOUT_S)).follow()
     except Exception as error:  # it says so before its process ends
         end_job("following rank 0", error)
     _leave()

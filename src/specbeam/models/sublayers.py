@@ -57,7 +57,7 @@ class Sublayers:
         return cls.of_layers(range(first, layers))
 
     def check(self, layers: int) -> None:
-        """Raise `BadSetting` unless a model of `layers` layers has them all, and others besides."""
+        """Raise `BadSetting` unless a model of `layers` layers has them all, and further ones."""
         numbers = (*self.attention, *self.inner)
         if numbers and not (min(numbers) >= 0 and max(numbers) < layers):
             raise BadSetting(f"sublayers {self} are to be left out; the target has the layers 0 to {layers - 1}")
@@ -69,12 +69,12 @@ Choice = Bool[np.ndarray, " choices"]  # whether each sublayer that may be left 
 
 
 def choices_of(layers: int) -> int:
-    """Return the number of sublayers that a search may leave out: those of all layers but the first and the last."""
+    """Return the number of sublayers that a search may leave out: in all layers but the first and the last."""
     return 2 * max(layers - 2, 0)
 
 
 def count_of(layers: int, ratio: float) -> int:
-    """Return how many sublayers a search leaves out of a model of `layers` layers, at this ratio of those that it may."""
+    """Return how many sublayers a search leaves out of a model of `layers` layers, at this ratio of its choices."""
     return int(np.floor(choices_of(layers) * ratio + 1e-9))
 
 

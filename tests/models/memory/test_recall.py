@@ -1,13 +1,11 @@
 """Recall by hand: the numbers of arXiv 2405.06067's equations worked out on vectors of two numbers."""
 
-import math
-
 import pytest
 import torch
 
 from specbeam.errors import BadSetting
 from specbeam.models.memory.plan import MemoryPlan, segment_of_window
-from specbeam.models.memory.recall import Recall, retrieval_loss
+from specbeam.models.memory.recall import Recall
 from specbeam.models.memory.windows import Past
 from tests.support.remembered import ForwardLM, tiny_remembering
 
@@ -55,16 +53,6 @@ def test_without_maps_all_memories_have_one_share_and_their_order_never_matters(
         recall.keys.weight.zero_()
     assert recall.mixture(SUMMARY, MEMORIES)[0].tolist() == pytest.approx([1 / 3] * 3)
     assert recall(SUMMARY, MEMORIES)[0].tolist() == pytest.approx([2 / 3, 2 / 3])
-
-
-def test_the_loss_of_a_retrieval_is_the_surprise_of_the_relevant_memories():
-    mixture = identity().mixture(SUMMARY, MEMORIES)
-    first = torch.tensor([[True, False, False]])
-    assert float(retrieval_loss(mixture, first)) == pytest.approx(0.80787, abs=1e-5)
-    both = torch.tensor([[True, False, True]])
-    assert float(retrieval_loss(mixture, both)) == pytest.approx(-math.log(0.89162), abs=1e-5)
-    softmax_twice = torch.nn.functional.cross_entropy(mixture, torch.tensor([0]))  # as the authors' code has it
-    assert float(softmax_twice) == pytest.approx(0.99828, abs=1e-5)
 
 
 def test_lengths_follow_from_the_window():

@@ -1,4 +1,4 @@
-"""The boundary to libraries that read files: what they raise becomes an error of specbeam that names the file."""
+"""The boundary to libraries that read files: their exceptions become errors of specbeam that name the file."""
 
 import json
 import pickle
@@ -11,7 +11,7 @@ from specbeam.core.errors import BadCheckpoint, MissingPackage, SpecbeamError
 
 LARGEST_JSON = 64 * 2**20  # bytes of a file that describes a model
 _LONGEST = 300  # letters of a library's message
-_BEGINNINGS = {  # of files that are not what their names say
+_BEGINNINGS = {  # of files whose names promise something else
     b"version https://git-lfs": "it is a pointer of Git LFS, not the file itself; fetch it with git lfs pull",
     b"<!doctype html": "it is a web page; download the file again",
     b"<html": "it is a web page; download the file again",
@@ -21,12 +21,12 @@ _BEGINNINGS = {  # of files that are not what their names say
 
 @contextmanager
 def reading(what: str, error: type[SpecbeamError] = BadCheckpoint, advice: str = "") -> Iterator[None]:
-    """Turn what a library raises while it reads files into an error of specbeam, with the library's as its cause.
+    """Turn exceptions of a library that reads files into an error of specbeam, with the library's as its cause.
 
-    It is for calls of libraries alone: a mistake of specbeam must not be reported as a broken file. Errors of specbeam pass.
+    It is only for calls of libraries: a mistake of specbeam must not be reported as a broken file. Errors of specbeam pass.
 
     Args:
-        what: what could not be done, the beginning of the message.
+        what: beginning of the message, such as "x cannot be read".
         error: the kind of error; a missing package is a `MissingPackage` instead if this is `BadCheckpoint`.
         advice: the end of the message.
     """
@@ -42,7 +42,7 @@ def reading(what: str, error: type[SpecbeamError] = BadCheckpoint, advice: str =
 
 @contextmanager
 def reading_file(path: Path, error: type[SpecbeamError] = BadCheckpoint) -> Iterator[None]:
-    """Turn what a library raises while it reads one file into an error that says what is wrong with the file."""
+    """Turn exceptions of a library that reads one file into an error that names the file's fault."""
     try:
         with reading(f"{path} cannot be read", error):
             yield
@@ -74,7 +74,7 @@ def beginning(error: BaseException) -> str:
 
 
 def _wrong_with(path: Path, raised: BaseException) -> str:
-    """Return what is wrong with a file that a library could not read; "" if its own message is all that is known."""
+    """Return the fault of a file that a library could not read; "" if only the library's message is known."""
     if not path.is_file():
         return ""
     with path.open("rb") as file:

@@ -16,7 +16,7 @@ _SIZES = (
     "num_key_value_heads",
     "head_dim",
 )
-_TASKS = {  # ends of names of classes that write no texts, and what they do
+_TASKS = {  # ends of names of classes that write no texts, and their task
     "ForSequenceClassification": "classifies texts",
     "ForTokenClassification": "classifies tokens",
     "ForQuestionAnswering": "marks answers in texts",
@@ -31,7 +31,7 @@ _TASKS = {  # ends of names of classes that write no texts, and what they do
 _READS_MASKED = "ForMaskedLM"
 _PACKED = 16  # numbers that a stored one may stand for where weights are rounded
 _MOST_EXPERTS = 1024  # that a configuration may name of a model that has none
-_SLACK = 2**26  # numbers that a model may have beyond twice those of its files: positions that are computed
+_SLACK = 2**26  # numbers that a model may have beyond twice its files': positions that are computed
 _NO_MATRIX = (
     "vocab",
     "position",
@@ -44,7 +44,7 @@ _NO_MATRIX = (
 
 
 def described_by(name: str) -> dict[str, Any]:
-    """Return what the config.json of a folder or hub id holds. Raises an error if it is no model's."""
+    """Return the content of the config.json of a folder or hub id. Raises an error if it is not of a model."""
     if (of_adapter := file_of(name, ADAPTER)) is not None:
         raise adapter(name, json_object(of_adapter))
     path = file_of(name, CONFIG)
@@ -76,7 +76,7 @@ def config_of(name: str, described: Mapping[str, Any]) -> Any:
     """Return transformers' configuration of a model. Raises an error if that is none, or has sizes that no model has.
 
     Args:
-        described: what its config.json holds.
+        described: the content of its config.json.
     """
     from transformers import AutoConfig
 
@@ -211,7 +211,7 @@ def _check_writes_texts(name: str, described: Mapping[str, Any]) -> None:
 
 
 def _may_continue(end: str, described: Mapping[str, Any]) -> bool:
-    """Return whether a model whose class fills gaps may write texts all the same: it says so, or has a decoder."""
+    """Return whether a model whose class fills gaps may write texts: its configuration states so, or it has a decoder."""
     is_decoder = bool(described.get("is_decoder") or described.get("is_encoder_decoder"))
     return end in (_READS_MASKED, "ForPreTraining") and is_decoder
 
@@ -231,7 +231,7 @@ def _may_be_larger(config: Any, described: Mapping[str, Any], numbers: int) -> b
 
 
 def _whole_numbers(described: Any, field: str = "") -> Iterator[tuple[str, int]]:
-    """Yield the whole numbers of a configuration with the names of their fields, those of its parts included."""
+    """Yield the whole numbers of a configuration and of its parts, with the names of their fields."""
     if isinstance(described, Mapping):
         for name, value in described.items():
             yield from _whole_numbers(value, str(name))

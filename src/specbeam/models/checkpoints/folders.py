@@ -1,4 +1,4 @@
-"""What a path holds in place of a model that can be loaded: each kind that users hand over, and what to do with it."""
+"""Paths that do not hold a model that can be loaded: each kind that users hand over, with advice."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
 _FOLDER = "give the folder that save_pretrained wrote"
 _CONVERT = "; specbeam reads the safetensors or pytorch_model.bin of transformers"
-_FOREIGN = {  # patterns of files that other programs read, and what they are
+_FOREIGN = {  # patterns of files that other programs read, with descriptions
     "*.gguf": "a GGUF model of llama.cpp{where}; give the original model in transformers' format, and quantize='int4' if "
     "it was to be small",
     "consolidated*.pth": "Meta's own format ({file}); give the model in transformers' format, whose folder holds "
@@ -35,7 +35,7 @@ _OF_FILES = {
 
 
 def checked_folder(path: Path) -> Path:
-    """Return the folder of a model. Raises an error that says what is there if that is something else."""
+    """Return the folder of a model. Raises an error that names the content if that is something else."""
     if path.is_file():
         raise MissingFile(f"{path} is {_OF_FILES.get(path.suffix.lower(), 'a file, not a folder; ' + _FOLDER)}")
     if not path.is_dir():
@@ -57,7 +57,7 @@ def adapter(where: str, described: dict[str, Any]) -> NotSupported:
     """Return the error for a folder or repository that holds an adapter: its model is another one.
 
     Args:
-        described: what its adapter_config.json holds.
+        described: the content of its adapter_config.json.
     """
     kind = str(described.get("peft_type") or "LoRA").replace("LORA", "LoRA")
     base = described.get("base_model_name_or_path")
@@ -84,12 +84,14 @@ def _without_config(path: Path) -> SpecbeamError:
     if states:
         return MissingFile(f"{path} has no {CONFIG}, and a model in {states[-1].parent.name}; give {states[-1].parent}")
     held = sorted(one.name for one in path.iterdir())
-    there = f"it holds {', '.join(held[:4])}{' and more' if len(held) > 4 else ''}" if held else "it is empty"
+    there = "it is empty"
+    if held:
+        there = f"it holds {', '.join(held[:4])}" + (" and more" if len(held) > 4 else "")
     return MissingFile(f"{path} has no {CONFIG} ({there}); {_FOLDER}")
 
 
 def _foreign(path: Path) -> str:
-    """Return what a folder holds if other programs read it; "" if nothing of these kinds is there."""
+    """Return a description of files in a folder that other programs read; "" if there are none."""
     for pattern, what in _FOREIGN.items():
         found = sorted(path.glob(pattern))
         if found:

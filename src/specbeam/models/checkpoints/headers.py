@@ -117,7 +117,7 @@ def check_is_inside(file: str, where: str, error: type[SpecbeamError] = BadCheck
 
 
 def tensors_in(files: Iterable[Path], error: type[SpecbeamError] = BadCheckpoint) -> dict[str, StoredTensor]:
-    """Return what files hold, by the names of the tensors. Raises `error` if one is broken, or two hold the same name."""
+    """Return the tensors in files, by their names. Raises `error` if one is broken, or two hold the same name."""
     found: dict[str, StoredTensor] = {}
     for path in files:
         stored = _header(path, error)
@@ -138,7 +138,7 @@ def read_tensors(path: Path, error: type[SpecbeamError] = BadCheckpoint) -> dict
 
 
 def _header(path: Path, error: type[SpecbeamError]) -> dict[str, StoredTensor]:
-    """Return what one file holds."""
+    """Return the tensors in one file."""
     if path.suffix != ".safetensors":
         tensors = _tensors_of(path, _unpickled(path, "meta", error), error)
         return {name: StoredTensor(path, _type_name(one.dtype), tuple(one.shape)) for name, one in tensors.items()}
@@ -164,14 +164,14 @@ def _check_names(path: Path, error: type[SpecbeamError]) -> None:
 
 
 def _unpickled(path: Path, device: str, error: type[SpecbeamError]) -> Any:
-    """Return what a file in torch's own format holds, of which no code is run."""
+    """Return the content of a file in torch's own format, of which no code is run."""
     with reading_file(path, error):
         mmap = device == "meta" and zipfile.is_zipfile(path)
         return torch.load(path, map_location=device, weights_only=True, mmap=mmap)
 
 
 def _tensors_of(path: Path, found: Any, error: type[SpecbeamError]) -> dict[str, Tensor]:
-    """Return what a file in torch's own format holds. Raises `error` if that is not tensors by name."""
+    """Return the tensors of a file in torch's own format. Raises `error` if it holds something else than tensors by name."""
     said = f"{path} cannot be read: it does not hold tensors by name"
     if not isinstance(found, dict):
         raise error(f"{said}, but {type(found).__name__}")
@@ -182,6 +182,6 @@ def _tensors_of(path: Path, found: Any, error: type[SpecbeamError]) -> dict[str,
 
 
 def _type_name(dtype: torch.dtype) -> str:
-    """Return what safetensors calls a type; of other types than floats, what torch does."""
+    """Return the name of a type in safetensors; of other types than floats, the name in torch."""
     names = {kind: name for name, kind in TYPES.items()} | {torch.float64: "F64"}
     return names.get(dtype, str(dtype).removeprefix("torch."))

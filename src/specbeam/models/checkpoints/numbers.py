@@ -12,7 +12,7 @@ _NAN = "holds NaN"
 
 
 def fault_of(weight: Tensor) -> str:
-    """Return what is wrong with the numbers of a weight, "is stored as int8" or "holds NaN"; "" if nothing is.
+    """Return the fault of the numbers of a weight, "is stored as int8" or "holds NaN"; "" if there is none.
 
     It takes one pass over memory.
     """
@@ -33,7 +33,7 @@ def check_weights(where: str, model: nn.Module, after: Callable[[list[Tensor]], 
     Weights that a library has rounded, or that lie elsewhere than in memory, are left out.
 
     Args:
-        where: what the error calls the model.
+        where: name of the model in errors.
         after: called with each weight when it was read.
     """
     for name, weight in model.named_parameters():

@@ -20,11 +20,11 @@ from specbeam.models.checkpoints.report import check_report, check_types, lackin
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A model in files: what they say of it, before its weights are read.
+    """A model in files: their description of it, before its weights are read.
 
     Attributes:
         name: a folder or hub id.
-        described: what its config.json holds.
+        described: the content of its config.json.
         config: transformers' configuration.
         kind: the class of transformers that loads it.
         files: of its weights.
@@ -43,9 +43,14 @@ class Checkpoint:
         """Whether its files state that they hold rounded weights."""
         return getattr(self.config, "quantization_config", None) is not None
 
+    @property
+    def reads_sources(self) -> bool:
+        """Whether it is an encoder-decoder model."""
+        return bool(getattr(self.config, "is_encoder_decoder", False))
+
 
 def open_checkpoint(name: str, kind: Any = None) -> Checkpoint:
-    """Return what the files of a model say of it, at a folder or hub id.
+    """Return the description of a model by its files, at a folder or hub id.
 
     Args:
         kind: the class of transformers that loads it; None: that for the language model that it is.
@@ -73,7 +78,7 @@ def pretrained(
     Raises an error, which names tensors, if some are missing, strange, or of another shape or type.
 
     Args:
-        what: what the error of a library says could not be done.
+        what: beginning of the message of a library's error.
         error: the kind of this error.
         end: the end of its message.
         options: of `from_pretrained`.

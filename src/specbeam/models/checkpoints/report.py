@@ -14,7 +14,7 @@ from specbeam.core.errors import BadCheckpoint
 from specbeam.models.checkpoints.headers import FLOATS, StoredTensor
 
 _LISTED = 4  # names that an error lists
-# What transformers computes, or what other programs keep beside the weights.
+# Tensors that transformers computes, or that other programs store with the weights.
 _COMPUTED = re.compile(
     r"\.(original_)?inv_freq$"  # angles of rotated positions
     r"|(^|\.)(position_ids|token_type_ids|num_batches_tracked)$"
@@ -22,7 +22,7 @@ _COMPUTED = re.compile(
     r"|(^|\.)v_head\.summary\.(weight|bias)$"  # the value head of a training with TRL
     r"|(^|\.)([kvq]|kv|k_proj\.output|v_proj\.output|prob|k_cache|v_cache)_scale$"  # for rounded keys and values
 )
-_MASK = re.compile(r"(^|\.)\w*att\w*\.(bias|masked_bias)$")  # a causal mask is no vector, and a bias is
+_MASK = re.compile(r"(^|\.)\w*att\w*\.(bias|masked_bias)$")  # a causal mask is a matrix, and a bias is a vector
 _MODULES = re.compile(r"^(model\.|language_model\.)*(mtp|mtp_\w+|nextn\w*)\.")
 _LAYER = re.compile(r"^(?:model\.|language_model\.)*layers\.(\d+)\.(.+)")
 _SENSES = re.compile(
@@ -32,7 +32,7 @@ _SENSES = re.compile(
 _SENSE_FIELDS = ("vision_config", "audio_config", "vision_tower", "mm_vision_tower", "visual")
 _SINUSOIDS = re.compile(r"(^|\.)embed_positions\.weights?$")
 _SINUSOIDAL = ("marian", "m2m_100", "nllb-moe", "pegasus", "speech_to_text", "xglm", "fsmt")
-_OF_WHISPER = "encoder.embed_positions.weight"  # those of its decoder are learnt
+_OF_WHISPER = "encoder.embed_positions.weight"  # the positions of its decoder are learnt
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..+)")
 
 
@@ -46,9 +46,9 @@ def check_report(
     """Raise `BadCheckpoint`, which names tensors, if a model was loaded from files that do not fit it.
 
     Args:
-        where: what the error calls the files.
-        report: what transformers says of the loading: `missing_keys`, `unexpected_keys` and `mismatched_keys`.
-        described: what config.json holds.
+        where: name of the files in errors.
+        report: of transformers on the loading: `missing_keys`, `unexpected_keys` and `mismatched_keys`.
+        described: the content of config.json.
         stored: the tensors of the files.
     """
     if report["mismatched_keys"]:
@@ -123,7 +123,7 @@ def _is_harmless(name: str, kind: str, described: Mapping[str, Any], stored: Map
 
 
 def _is_beside_weights(name: str, modules: Collection[str]) -> bool:
-    """Return whether a tensor is what a library that rounds keeps beside a weight: x.weight_scale, x.weight.absmax, ..."""
+    """Return whether a library that rounds stores a tensor with a weight: x.weight_scale, x.weight.absmax, ..."""
     above, _, last = name.rpartition(".")
     is_weight = last in ("weight", "bias")
     return not is_weight and (above in modules or above.rpartition(".")[0] in modules or ".quant_state." in name)

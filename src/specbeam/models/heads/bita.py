@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float, Int64
-from torch import Tensor, nn
+from torch import nn
 
 from specbeam.core.records import ExtraInputs
+from specbeam.models.heads.arrays import AnchorRows, Anchors
 from specbeam.models.heads.extra_rows import ExtraHead, StoredTrees
 from specbeam.models.heads.trees import ScoredTrees
 
@@ -33,7 +33,6 @@ class Bita(ExtraHead):
 
     @property
     def inputs(self) -> ExtraInputs:
-        """See `ExtraHead.inputs`."""
         return ExtraInputs(
             model=self.target,
             kinds=self.depth,
@@ -44,7 +43,6 @@ class Bita(ExtraHead):
 
     @property
     def described(self) -> dict[str, str]:
-        """See `Head.described`."""
         return {
             "kind": "BiTA: mask tokens in the target's own pass",
             "drafts": str(self.depth),
@@ -52,10 +50,7 @@ class Bita(ExtraHead):
             **self.described_ranks,
         }
 
-    def rows(
-        self, trees: ScoredTrees, anchors: Int64[Tensor, "rows anchors"], depth: int
-    ) -> Float[Tensor, "rows anchors depth width"]:
-        """See `ExtraHead.rows`."""
+    def rows(self, trees: ScoredTrees, anchors: Anchors, depth: int) -> AnchorRows:
         made = self.masks.weight[:depth].to(self.target.dtype)
         stored = StoredTrees(self.target, trees, keys=tuple(self.keys), values=tuple(self.values))
         return stored.last_states(anchors, made.expand(*anchors.shape, -1, -1))

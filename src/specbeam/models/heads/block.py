@@ -6,16 +6,15 @@ makes the laws of the drafts; in DSpark, Domino, DFlash2 and XPress heads these 
 (heads/correction.py).
 """
 
-import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn import functional
 
+from specbeam.models.heads.arrays import Blocks, Odds, PerNode, PerRow, Rows, States, TargetStates, TokenMap
 from specbeam.models.heads.correction import (
     BlockNodes,
     Corrected,
@@ -28,15 +27,15 @@ from specbeam.models.heads.correction import (
 )
 from specbeam.models.heads.head import (
     DraftRows,
-    Head,
+    LayeredHead,
     described_rope,
     described_taps,
     described_views,
-    moved_taps,
     wanted_below,
 )
-from specbeam.models.heads.layers import BASE, Attend, DecoderLayer, LayerSizes, LocalLayer, Norm, Rotary, View, view_of
+from specbeam.models.heads.layers import Attend, DecoderLayer, LayerSizes, LocalLayer, Norm, Rotary, View
 from specbeam.models.heads.trees import ScoredTrees
+from specbeam.models.heads.unroll import BlocksOnTrees
 
 
 @dataclass(frozen=True)
@@ -54,14 +53,14 @@ class BlockShape:
         draft_vocab: number of tokens that the head gives logits for.
         correction: how the law of a draft depends on the tokens above it: "no", or one of `CORRECTIONS`.
         rank: of the matrices of the correction; of a "prefix" the size of its network.
-        has_confidence: whether the head says how likely a draft is to be accepted.
+        has_confidence: whether the head estimates how likely a draft is to be accepted.
         confidence_reads_token: whether it reads the token above for that.
         inner: size of the state of a "prefix", of the inner layer of a "refiner"; number of tokens of a "selector".
         pure_drafts: number of drafts, one below the other, that a "prefix" does not correct.
         local_rows: number of rows of a block that are mixed around attention and inner layers (DFlash2); 0: none are.
         local_group: number of columns that are mixed alike.
-        logit_scale: what logits are multiplied by before they are corrected.
-        logit_cap: what they are kept between after that, plus and minus, by a hyperbolic tangent; 0: nothing.
+        logit_scale: factor of logits before they are corrected.
+        logit_cap: bound of their absolute values after that, by a hyperbolic tangent; 0: none.
         views: how far back the rows of each layer look; (): at everything above, and at all rows of their block.
     """
 
@@ -90,7 +89,7 @@ class BlockShape:
         return self.rows - self.first_row
 
 
-# The corrections by name: the kind of head that has them, and what files call their tensors.
+# The corrections by name: the kind of head that has them, and the prefix of their tensors in files.
 CORRECTIONS = {
     "vanilla": ("DSpark", "markov_head"),
     "gated": ("DSpark", "markov_head"),
@@ -127,30 +126,23 @@ class Confidence(nn.Module):
         super().__init__()
         self.proj = nn.Linear(reads, 1)
 
-    def forward(self, x: Float[Tensor, "drafts reads"]) -> Float[Tensor, " drafts"]:
+    def forward(self, x: Float[Tensor, "drafts reads"]) -> Odds:
         """Return the logits of the odds."""
-        odds: Tensor = self.proj(x)[:, 0]
-        return odds
+        return self.proj(x)[:, 0]
 
 
-class BlockHead(Head):
+class BlockHead(LayeredHead):
     """A head of this kind, as a module whose tensors have the names of speculators' files.
 
     Equations (12) to (22) of the project's notes on heads; sources: DFlash and DFlash2 (z-lab/dflash), DSpark
     (deepseek-ai/DeepSpec), Domino (SpecForge), XPress (vllm-project/speculators).
 
-    Attributes:
-        markov_head: the correction of a DSpark head.
-
     Args:
-        rotary: the rotation by positions.
-        embedding: float[vocab, width], the target's.
-        head: float[draft_vocab, width], the matrix that makes logits, of the target, or the head's own.
         mask: the token whose embedding the rows after the first one read.
-        tokens: see `Head.tokens`.
     """
 
-    markov_head: Any
+    shape: BlockShape
+    markov_head: Any  # the correction of a DSpark head
 
     def __init__(
         self,
@@ -159,23 +151,18 @@ class BlockHead(Head):
         embedding: nn.Embedding,
         head: nn.Linear,
         mask: int,
-        tokens: Int64[Tensor, " draft_vocab"] | None = None,
+        tokens: TokenMap = None,
     ) -> None:
-        super().__init__()
-        self.shape = shape
-        self.tokens = tokens
+        super().__init__(shape, rotary, embedding, head, tokens)
         self.mask = mask
-        self.embed_tokens = embedding
-        self.lm_head = head
-        self.rotary = rotary
         sizes = shape.sizes
         self.fc = nn.Linear(self.states_size, sizes.width, bias=False)
         self.hidden_norm = Norm(sizes.width, sizes.eps)
-        if shape.local_rows:
-            local = [LocalLayer(sizes, shape.local_rows, shape.local_group) for _ in range(shape.layers)]
-            self.layers = nn.ModuleList(local)
-        else:
-            self.layers = nn.ModuleList(DecoderLayer(sizes) for _ in range(shape.layers))
+        self.layers = nn.ModuleList()
+        for _ in range(shape.layers):
+            is_local = shape.local_rows > 0
+            layer = LocalLayer(sizes, shape.local_rows, shape.local_group) if is_local else DecoderLayer(sizes)
+            self.layers.append(layer)
         self.norm = Norm(sizes.width, sizes.eps)
         self.plain = Correction()
         if shape.correction != "no":
@@ -184,26 +171,14 @@ class BlockHead(Head):
             self.confidence_head = Confidence(sizes.width + (shape.rank if shape.confidence_reads_token else 0))
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        """See `Head.taps`."""
-        return self.shape.taps
-
-    @property
-    def device(self) -> torch.device:
-        """See `Head.device`."""
-        return self.fc.weight.device
-
-    @property
     def correction(self) -> Correction:
         """How laws depend on the tokens above."""
         if self.shape.correction == "no":
             return self.plain
-        found: Correction = getattr(self, CORRECTIONS[self.shape.correction][1])
-        return found
+        return getattr(self, CORRECTIONS[self.shape.correction][1])
 
     @property
     def described(self) -> dict[str, str]:
-        """See `Head.described`."""
         shape = self.shape
         kind = "DFlash" if shape.correction == "no" else CORRECTIONS[shape.correction][0]
         return {
@@ -217,27 +192,16 @@ class BlockHead(Head):
             **described_views(shape.views),
         }
 
-    @property
-    def states_size(self) -> int:
-        """See `Head.states_size`."""
-        return len(self.shape.taps) * self.shape.target_width
+    def features(self, states: TargetStates) -> Rows:
+        return self.hidden_norm(self.fc(states.to(self.fc.weight.dtype)))
 
-    def features(self, states: Float[Tensor, "*rows states"]) -> Float[Tensor, "*rows width"]:
-        """See `Head.features`."""
-        made: Tensor = self.hidden_norm(self.fc(states.to(self.fc.weight.dtype)))
-        return made
-
-    def context(
-        self, features: Float[Tensor, "*rows width"], positions: Int64[Tensor, "*rows"]
-    ) -> list[tuple[Tensor, Tensor]]:
+    def context(self, features: Rows, positions: PerRow) -> list[tuple[Tensor, Tensor]]:
         """Return the keys and values of scored nodes by layer: all layers read the same features."""
         angles = self.rotary(positions)
         attentions: list[Any] = [layer.self_attn for layer in self.layers]
         return [attention.keys_and_values(features, angles) for attention in attentions]
 
-    def blocks(
-        self, roots: Int64[Tensor, "*blocks"], positions: Int64[Tensor, "*blocks"], attend: Attend
-    ) -> Float[Tensor, "*blocks rows size"]:
+    def blocks(self, roots: PerRow, positions: PerRow, attend: Attend) -> Blocks:
         """Return the rows of the blocks below roots, from which logits are made; see also `Correction.reads_mean`.
 
         Args:
@@ -249,9 +213,7 @@ class BlockHead(Head):
         filled[..., 0] = roots
         return self.rows_after_layers(self.embed_tokens(filled).to(self.fc.weight.dtype), positions, attend)
 
-    def rows_after_layers(
-        self, x: Float[Tensor, "*blocks rows width"], positions: Int64[Tensor, "*blocks"], attend: Attend
-    ) -> Float[Tensor, "*blocks rows size"]:
+    def rows_after_layers(self, x: Blocks, positions: PerRow, attend: Attend) -> Blocks:
         """Return the rows of blocks that the layers make of their first rows; see `blocks`."""
         angles = self.rotary(positions[..., None] + torch.arange(x.shape[-2], device=x.device))
         for number, layer in enumerate(self.layers):
@@ -261,9 +223,7 @@ class BlockHead(Head):
             rows = torch.cat([rows, rows.mean(-2, keepdim=True).expand_as(rows)], -1)
         return rows
 
-    def first_states(
-        self, rows: Float[Tensor, "roots size"], tokens: Int64[Tensor, " roots"], above: Int64[Tensor, " roots"]
-    ) -> Float[Tensor, "roots state"]:
+    def first_states(self, rows: Rows, tokens: PerRow, above: PerRow) -> States:
         """Return the states of the correction that roots get.
 
         Args:
@@ -276,18 +236,12 @@ class BlockHead(Head):
             return rows.new_zeros(len(rows), correction.state_size)
         return correction.start(rows, tokens, above)
 
-    def corrected(
-        self,
-        far: int,
-        rows: Float[Tensor, "nodes size"],
-        tokens: Int64[Tensor, " nodes"],
-        states: Float[Tensor, "nodes state"],
-    ) -> Corrected:
+    def corrected(self, far: int, rows: Rows, tokens: PerRow, states: States) -> Corrected:
         """Return the logits below nodes, and the states that their children get.
 
         Args:
             far: how far the nodes are below the roots of their blocks.
-            rows: those of the blocks at their depth.
+            rows: of the blocks at their depth.
             tokens: of the nodes.
             states: that they get from above.
         """
@@ -297,45 +251,41 @@ class BlockHead(Head):
             base = base * shape.logit_scale
         if shape.logit_cap:
             base = torch.tanh(base / shape.logit_cap) * shape.logit_cap
-        found: Corrected = self.correction(BlockNodes(far, rows, tokens, states, base))
-        return found
+        return self.correction(BlockNodes(far, rows, tokens, states, base))
 
-    def confidence(
-        self, rows: Float[Tensor, "drafts size"], tokens: Int64[Tensor, " drafts"]
-    ) -> Float[Tensor, " drafts"] | None:
-        """Return the logits of the odds that the drafts below these tokens are accepted; None if the head does not say."""
+    def confidence(self, rows: Rows, tokens: PerRow) -> Odds | None:
+        """Return the logits of the odds that the drafts below these tokens are accepted; None if there are none."""
         if not self.shape.has_confidence:
             return None
         rows = rows[..., : self.shape.sizes.width]
         if self.shape.confidence_reads_token:
             rows = torch.cat([rows, self.markov_head.markov_w1(tokens)], -1)
-        odds: Tensor = self.confidence_head(rows)
-        return odds
+        return self.confidence_head(rows)
 
-    def drafts(self, trees: ScoredTrees, depth: int, wanted: Bool[Tensor, "rows length"]) -> list[DraftRows]:
+    def drafts(self, trees: ScoredTrees, depth: int, wanted: PerNode) -> list[DraftRows]:
         """See `Head.drafts`: each node is the root of a block, and a draft in the blocks of the nodes above it."""
         return self.drafts_in(self.blocks(trees.tokens, trees.depths, self.attend_in(trees)), trees, depth, wanted)
 
     def attend_in(self, trees: ScoredTrees) -> Attend:
-        """Return what lets the rows of the blocks below all nodes of trees look at the nodes above, and at each other."""
+        """Return the attention of the rows of the blocks below all nodes of trees: to the nodes above, and to each other."""
         features = self.features(trees.states_at(self.taps))
-        return _BlocksOfTrees(trees, self.context(features, trees.depths), self.shape.views).attend
+        return BlocksOnTrees(trees, self.shape.views, self.context(features, trees.depths)).attend
 
     def drafts_in(
         self,
         rows: Float[Tensor, "trees length rows size"],
         trees: ScoredTrees,
         depth: int,
-        wanted: Bool[Tensor, "trees length"],
-        roots: Bool[Tensor, "trees length"] | None = None,
+        wanted: PerNode,
+        roots: PerNode | None = None,
     ) -> list[DraftRows]:
-        """Return what the blocks below all nodes of trees draft; see `drafts`.
+        """Return the drafts of the blocks below all nodes of trees; see `drafts`.
 
         Args:
             rows: of these blocks.
             roots: the nodes whose blocks draft; None: all.
         """
-        root = torch.arange(trees.tokens.shape[1], device=trees.tokens.device).expand_as(trees.tokens)
+        root = trees.columns
         parents = trees.above(root)
         tokens = trees.tokens.flatten()
         above = trees.tokens.gather(1, parents).flatten()
@@ -358,12 +308,8 @@ class BlockHead(Head):
     def other_readings(self, layers: int) -> Iterator[tuple[str, "BlockHead"]]:
         """See `Head.other_readings`: the numbers of hidden states, positions, and which row drafts first."""
         shape = self.shape
-        rope = self.rotary.rope
-        for offset, name in ((-1, "hidden states one layer earlier"), (1, "hidden states one layer later")):
-            if moved := moved_taps(shape.taps, offset, layers):
-                yield name, self.changed(taps=moved)
-        if rope["rope_theta"] != BASE:
-            yield f"positions of base {BASE:g}", self.changed({**rope, "rope_theta": BASE})
+        yield from self.with_moved_taps(layers)
+        yield from self.with_usual_base()
         if any(view.within for view in shape.views):
             yield from self._other_views()
         # A refiner is made for one of them.
@@ -377,52 +323,3 @@ class BlockHead(Head):
             views = tuple(view._replace(is_causal=is_causal) if view.within else view for view in self.shape.views)
             if views != self.shape.views:
                 yield f"rows that look at {name} where there are windows", self.changed(views=views)
-
-    def changed(self, rope: dict[str, Any] | None = None, **shape: Any) -> "BlockHead":
-        """Return a head that shares all weights with this one, and is read in another way; see `PairTrunk.changed`."""
-        head = copy.copy(self)
-        head._modules = dict(self._modules)
-        head.shape = replace(self.shape, **shape)
-        if rope is not None:
-            head.rotary = Rotary(self.shape.sizes, rope, self.rotary.positions).to(self.device)
-        return head
-
-
-class _BlocksOfTrees:
-    """Lets the rows of the blocks below all nodes of trees look at the nodes above them, and at each other."""
-
-    def __init__(self, trees: ScoredTrees, context: list[tuple[Tensor, Tensor]], views: tuple[View, ...]) -> None:
-        self.context = context
-        self.views = views
-        self.depths = trees.depths
-        alike = torch.eye(trees.tokens.shape[1], dtype=torch.bool, device=trees.tokens.device)
-        self.above = trees.sees & ~alike
-
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Return what queries, float[trees, nodes, rows, heads, size], make of what they see."""
-        above_keys, above_values = self.context[layer]
-        group = queries.shape[-2] // keys.shape[-2]
-        keys, values, above_keys, above_values = (
-            one.repeat_interleave(group, -2) for one in (keys, values, above_keys, above_values)
-        )
-        scaled = queries / queries.shape[-1] ** 0.5
-        to_above = torch.einsum("tnrhs,tmhs->tnrhm", scaled, above_keys)
-        view = view_of(self.views, layer)
-        rows = queries.shape[2]
-        to_above = to_above.masked_fill(~self._seen(view, rows)[:, :, :, None], -torch.inf)
-        to_block = torch.einsum("tnrhs,tnqhs->tnrhq", scaled, keys)
-        if view.is_causal:
-            before = torch.ones(rows, rows, dtype=torch.bool, device=queries.device).tril()
-            to_block = to_block.masked_fill(~before[:, None], -torch.inf)
-        odds = functional.softmax(torch.cat([to_above, to_block], -1), -1, dtype=torch.float32).to(to_above.dtype)
-        count = to_above.shape[-1]
-        mixed = torch.einsum("tnrhm,tmhs->tnrhs", odds[..., :count], above_values)
-        return mixed + torch.einsum("tnrhq,tnqhs->tnrhs", odds[..., count:], values)
-
-    def _seen(self, view: View, count: int) -> Bool[Tensor, "trees nodes rows above"]:
-        """Return the nodes that each of `count` rows sees."""
-        seen = self.above[:, :, None].expand(-1, -1, count, -1)
-        if view.within:
-            origins = self.depths[..., None] + torch.arange(count, device=self.depths.device) * view.from_row
-            seen = seen & (self.depths[:, None, None] > origins[..., None] - view.within)
-        return seen

@@ -5,7 +5,7 @@ all its rows; to SpecForge and z-lab it ends at each row.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specbeam.core.errors import BadHead
 from specbeam.models.heads.block import BlockHead, BlockShape
@@ -15,24 +15,17 @@ from specbeam.models.heads.layers import View
 from specbeam.models.heads.reading import (
     MOST_ROWS,
     check_taps,
-    embedding_of,
-    fill,
-    head_of,
+    filled,
     layer_count,
     layer_sizes,
     mask_token,
-    own_head,
     rope_of,
     rotary_of,
+    token_parts,
     views_of,
-    width_of,
 )
-from specbeam.models.heads.vocabulary import read_tokens
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-# Beginnings of names of tensors, and what they are called here.
+# Beginnings of names of tensors, and their names here.
 OTHER_NAMES = {
     "encoder.fc.": "fc.",
     "context_proj.": "fc.",
@@ -48,7 +41,7 @@ OTHER_NAMES = {
     "candidate_selector.predecessor_codebook.weight": "candidate_selector.predecessor_codebook",
     "candidate_selector.successor_codebook.weight": "candidate_selector.successor_codebook",
 }
-REFUSED_FIELDS = (  # of layers and laws that are not computed here: no writer says in full what they are
+REFUSED_FIELDS = (  # of layers and laws that are not computed here: no writer documents them in full
     "use_swa",
     "use_gemma_norm",
     "attention_value_scale",
@@ -68,57 +61,47 @@ def is_block(config: Mapping[str, Any]) -> bool:
     )
 
 
-def read_block(files: HeadFiles, target: "PreTrainedModel", taps: tuple[int, ...] | None = None) -> BlockHead:
-    """Return a block head.
-
-    Args:
-        taps: the hidden states that it reads, see `Needs.taps`; None: as its files say.
-
-    Raises `BadHead` if it cannot be read.
-    """
+def read_block(files: HeadFiles) -> BlockHead:
+    """Return a block head. Raises `BadHead` if it cannot be read."""
     files.tensors = {_usual_name(name): one for name, one in files.tensors.items()}
     fields = files.fields
     core = fields.inner("transformer_layer_config") if fields.has("transformer_layer_config") else fields
     nested = fields.inner("dflash_config")
     _check_fields(fields, nested)
-    chosen, how = (taps, "as asked for") if taps is not None else read_block_taps(files)
-    check_taps(files, target, chosen, how)
+    taps, how = read_block_taps(files)
+    check_taps(files, taps, how)
     sizes = layer_sizes(files, core)
     files.check_size("fc.weight", 0, sizes.width, f"{core.inside}hidden_size")
     layers = layer_count(files, core)
-    vocab = head_of(target).weight.shape[0]
+    vocab = files.vocab
     first_row = 0 if _is_anchored(fields) else 1
     rows = _holder(fields, nested, "block_size").whole("block_size", least=2 if first_row else 1, most=MOST_ROWS)
     has_confidence = files.has("confidence_head.proj.weight")
     shape = BlockShape(
         sizes=sizes,
         layers=layers,
-        taps=chosen,
-        target_width=width_of(target),
+        taps=taps,
+        target_width=files.width,
         rows=rows,
         first_row=first_row,
         draft_vocab=fields.whole("draft_vocab_size", vocab),
         has_confidence=has_confidence,
         confidence_reads_token=has_confidence and files.size("confidence_head.proj.weight", 1) > sizes.width,
-        logit_scale=_holder(fields, nested, "output_multiplier").number("output_multiplier", 1.0, may_be_least=False),
+        logit_scale=_holder(fields, nested, "output_multiplier").number("output_multiplier", 1.0, may_be_0=False),
         logit_cap=_holder(fields, nested, "final_logit_softcapping").number("final_logit_softcapping", 0.0),
         views=_views(fields, core, layers, rows),
         **_correction(files, nested, rows),
         **_local(files, nested, sizes.width, rows),
     )
-    embedding = embedding_of(files, target, sizes.width)
     if shape.correction == "selector" and (shape.draft_vocab != vocab or shape.inner > vocab):
         raise BadHead(
             f"{files.where}: draft_vocab_size is {shape.draft_vocab} and selector_top_k {shape.inner}; DFlash2 heads "
             f"know all {vocab} tokens of the target, and choose among as many at most"
         )
-    head = own_head(files, shape.draft_vocab, sizes.width, embedding, target)
-    tokens = read_tokens(files, shape.draft_vocab, vocab)
+    embedding, head, tokens = token_parts(files, shape.draft_vocab, sizes.width)
     mask = mask_token(_holder(fields, nested, "mask_token_id"), ("mask_token_id",), embedding.weight.shape[0])
     block = BlockHead(shape, rotary_of(core, sizes, rope_of(core)), embedding, head, mask, tokens)
-    fill(block, files, target)
-    files.check_all_taken()
-    return block
+    return filled(block, files)
 
 
 def _check_fields(fields: Fields, nested: Fields) -> None:
@@ -140,16 +123,14 @@ def _holder(fields: Fields, nested: Fields, name: str) -> Fields:
 
 
 def _correction(files: HeadFiles, nested: Fields, rows: int) -> dict[str, Any]:
-    """Return those fields of a shape that say how laws depend on the tokens above. The tensors tell which kind it is.
+    """Return the fields of a shape for the correction by the tokens above. Its kind shows in the tensors.
 
     Args:
         rows: number of rows of a block.
     """
     fields = files.fields
     if files.has("markov_head.markov_w1.weight"):
-        kind = "vanilla"
-        if files.has("markov_head.gate_proj.weight"):
-            kind = "gated"
+        kind = "gated" if files.has("markov_head.gate_proj.weight") else "vanilla"
         if files.has("markov_head.joint_proj.weight"):
             kind = "rnn"
         holder = _holder(fields, nested, "markov_head_type")
@@ -182,7 +163,7 @@ def _correction(files: HeadFiles, nested: Fields, rows: int) -> dict[str, Any]:
 
 
 def _local(files: HeadFiles, nested: Fields, width: int, rows: int) -> dict[str, Any]:
-    """Return those fields of a shape that say how neighbouring rows of a block are mixed (DFlash2).
+    """Return the fields of a shape for the mixing of neighbouring rows of a block (DFlash2).
 
     Args:
         width: of the rows.
@@ -226,7 +207,7 @@ def _views(fields: Fields, core: Fields, layers: int, rows: int) -> tuple[View, 
 
 
 def read_block_taps(files: HeadFiles) -> tuple[tuple[int, ...], str]:
-    """Return the hidden states that a block head reads, and how they were found: speculators counts what enters layers."""
+    """Return the hidden states that a block head reads, and how they were found: speculators numbers inputs of layers."""
     fields = files.fields
     nested = fields.inner("dflash_config")
     name = "aux_hidden_state_layer_ids"
@@ -241,7 +222,7 @@ def read_block_taps(files: HeadFiles) -> tuple[tuple[int, ...], str]:
 
 
 def _is_anchored(fields: Fields) -> bool:
-    """Return whether the row of the root drafts first: in DSpark heads and all of DeepSpec's, unless they say otherwise."""
+    """Return whether the row of the root drafts first: in DSpark heads and all of DeepSpec's, unless stated otherwise."""
     nested = fields.inner("dflash_config")
     if fields.has("speculators_model_type"):
         is_dspark = fields.text("speculators_model_type") == "dspark"

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from specbeam.core.errors import BadHead, NotSupported
 from specbeam.engines.eligibility import layers_of
+from specbeam.models.heads.arrays import Rows
 from specbeam.models.heads.layers import Attend, LayerSizes, Rotary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ATTENTION = "specbeam_head"  # the name of the attention function
-# What layers may hand to attention that changes nothing here; anything else that is set changes what it computes.
+# Arguments of attention that change nothing here; any other one that is set changes the result.
 _HARMLESS = ("dropout", "is_causal", "position_ids", "use_cache", "output_attentions", "cache_position")
 _EXPERT = re.compile(r"(.*experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 
@@ -38,7 +39,7 @@ def attention_of_rows(
     number: int = 0,
     **others: Any,
 ) -> tuple[Float[Tensor, "batch rows heads value_size"], None]:
-    """Attend as the head says; see transformers' `AttentionInterface`.
+    """Call the head's attention; see transformers' `AttentionInterface`.
 
     Args:
         attend, number: see `Attend`.
@@ -65,9 +66,7 @@ class BorrowedLayer(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(
-        self, x: Float[Tensor, "*rows width"], angles: Any, layer: int, attend: Attend
-    ) -> Float[Tensor, "*rows width"]:
+    def forward(self, x: Rows, angles: Any, layer: int, attend: Attend) -> Rows:
         """Return the rows after the layer."""
         angles = tuple(one.to(x.dtype) for one in angles)  # transformers' layers rotate in the type that they are given
         if x.ndim == 3:
@@ -84,8 +83,7 @@ class BorrowedLayer(nn.Module):
         found = self.inner(
             x, attention_mask=None, past_key_values=None, position_embeddings=angles, attend=attend, number=layer
         )
-        after: Tensor = found[0] if isinstance(found, tuple) else found
-        return after
+        return found[0] if isinstance(found, tuple) else found
 
 
 class BorrowedRotary(Rotary):
@@ -111,7 +109,7 @@ class Borrowed:
 
     Args:
         config: of the layers; None: the target's own.
-        where: what errors call the files that the weights come from.
+        where: name in errors of the files that the weights come from.
 
     Raises `BadHead` if the target's layers are of no kind that can be run on rows.
     """
@@ -136,7 +134,7 @@ class Borrowed:
 
     @property
     def sizes(self) -> LayerSizes:
-        """The sizes of the layers, as far as the configuration tells."""
+        """The sizes of the layers, as far as the configuration states them."""
         config = self.config
         heads = int(config.num_attention_heads)
         return LayerSizes(
@@ -179,8 +177,7 @@ class Borrowed:
         assert self.layers is not None
         norm: Any = copy.deepcopy(self.layers[0].input_layernorm)
         norm.weight = nn.Parameter(weight.to(like), requires_grad=False)
-        made: nn.Module = norm
-        return made
+        return norm
 
     def _matching(self, tensors: Mapping[str, Tensor]) -> tuple[int, dict[str, Tensor]]:
         """Return the number of the last layer of the target that has weights of just these names, and the weights."""
@@ -222,7 +219,7 @@ class Borrowed:
 
 
 def joined_experts(tensors: Mapping[str, Tensor], names: set[str]) -> dict[str, Tensor]:
-    """Return weights by name, with those of single experts joined where transformers keeps those of all in one.
+    """Return weights by name, with weights of single experts joined where transformers has one weight for all of them.
 
     Args:
         names: of the weights that transformers' layer has.

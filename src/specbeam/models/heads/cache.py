@@ -1,52 +1,33 @@
-"""What a head keeps of one session: a trie of pairs, their keys and values, and the features of the nodes above them."""
+"""Caches of heads, one for each session: a trie of nodes, their keys and values, and the target's features of them."""
 
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Int64
 from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
 from specbeam.core.forest import Forest, unknown_nodes
 from specbeam.core.records import Turn
 from specbeam.engines.kv.trie import Feed, KVTrie
+from specbeam.models.heads.arrays import Flags, Nodes, PerRow, Rows
 from specbeam.models.heads.layers import View, attended, view_of
 
 CHUNK = 512  # rows of a prompt that are run at once
-
-
-@dataclass(frozen=True, eq=False)
-class PairRows:
-    """Rows of a session that a pass of the head computes."""
-
-    cache: "PairCache"
-    nodes: Int64[np.ndarray, " rows"]  # local
-    feed: Feed
-    tokens: Int64[np.ndarray, " rows"] | Int64[np.ndarray, "rows history"]  # the last ones of the path to each
-    features: Float[Tensor, "rows width"]  # of the nodes above
-    states: Float[Tensor, "rows width"]  # the head's own, of the nodes above
-    is_scored: Bool[Tensor, " rows"]  # whether the target has scored the node above, so that the row reads its feature
-    starts: Int64[np.ndarray, " rows"]  # positions that windows count from: of the first row of each row's draft
-
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Store keys and values of the rows; return what they and the rows above them make of the queries."""
-        return self.cache.attend(self, layer, queries, keys, values)
+Views = tuple[View, ...]
 
 
 class NodeCache:
-    """A trie of the live nodes of a session, with the features of those that the target has scored.
+    """A trie of the live nodes of a session, with the features of nodes that the target has scored.
 
     Args:
         prompt: the tokens of the trie at first.
-        first: features of the first local nodes, float[nodes, width]; there is one local node more than tokens, the first of
-            which is the empty path.
-        is_scored: bool[tokens + 1], which local nodes have such a feature.
+        first: features of the first local nodes, float[nodes, width]. Local node 0 is the empty path, before all tokens.
+        is_scored: which local nodes have such a feature.
     """
 
-    def __init__(
-        self, prompt: list[int], first: Float[Tensor, "nodes width"], is_scored: Bool[np.ndarray, " all"]
-    ) -> None:
+    def __init__(self, prompt: list[int], first: Rows, is_scored: Flags) -> None:
         self.trie = KVTrie(prompt)
         # By local node: its feature, and whether the target has scored it.
         self.features = first.new_zeros(len(is_scored), first.shape[1])
@@ -59,8 +40,12 @@ class NodeCache:
         """The largest number of rows that were stored at the same time."""
         return self.trie.peak
 
-    def enter(self, forest: Forest) -> Int64[np.ndarray, " wanted"]:
-        """Add the new nodes of a forest; return the local nodes that are asked for: those that are new and not known."""
+    def on_device(self, array: np.ndarray) -> Tensor:
+        """Return an array of the host on the head's device."""
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.features.device)
+
+    def enter(self, forest: Forest) -> Nodes:
+        """Add the new nodes of a forest; return the local nodes that are asked for: new ones whose rows are not known."""
         self.trie.enter(forest)
         self.make_rows()
         wanted = unknown_nodes(self.answered, forest.size, forest.known.nodes)
@@ -68,22 +53,21 @@ class NodeCache:
         return self.trie.local[wanted]
 
     def make_rows(self) -> None:
-        """Make room for what is kept of all local nodes."""
+        """Make room for the features of all local nodes."""
         more = self.trie.size - len(self.is_scored)
         if more > 0:
             self.features = with_more_rows(self.features, more)
             self.is_scored = np.concatenate([self.is_scored, np.zeros(more, dtype=bool)])
 
-    def settle(self, turn: Turn, features: Float[Tensor, "nodes width"] | None) -> None:
-        """Keep what the surviving beams need.
+    def settle(self, turn: Turn, features: Rows | None) -> None:
+        """Keep the rows that the surviving beams need.
 
         Args:
             features: of the forest nodes that the target has scored in this turn, ascending; None: rows read something else.
         """
         forest = turn.forest
-        kept = int((forest.parents[forest.known.nodes] >= 0).sum())
-        start = forest.roots + kept  # what the forest began with, none of which is a draft of this turn
-        self.rewind(start)
+        kept = forest.parents[forest.known.nodes] >= 0
+        self.rewind(forest.roots + int(kept.sum()))  # the nodes that the forest began with
         self.trie.enter(forest)
         self.make_rows()
         fresh = self.trie.local[turn.scored_nodes]
@@ -94,12 +78,12 @@ class NodeCache:
         self.keep(former)
         self.answered = 0
 
-    def give(self, nodes: Int64[np.ndarray, " nodes"], features: Float[Tensor, "nodes width"]) -> None:
-        """Take the features of local nodes."""
-        self.features[torch.from_numpy(nodes).to(self.features.device)] = features
+    def give(self, nodes: Nodes, features: Rows) -> None:
+        """Set the features of local nodes."""
+        self.features[self.on_device(nodes)] = features
         self.is_scored[nodes] = True
 
-    def note_scored(self, nodes: Int64[np.ndarray, " nodes"]) -> None:
+    def note_scored(self, nodes: Nodes) -> None:
         """Take note of the local nodes that the target has scored in this turn, in the order of its rows."""
 
     def rewind(self, nodes: int) -> None:
@@ -108,33 +92,63 @@ class NodeCache:
             self.keep(self.trie.rewind(nodes))
         self.answered = min(self.answered, nodes)
 
-    def keep(self, former: Int64[np.ndarray, " left"]) -> None:
-        """Keep what there is of the local nodes that remain; -1 and numbers beyond stand for nodes without any."""
+    def keep(self, former: Nodes) -> None:
+        """Keep the rows of the local nodes that remain.
+
+        Args:
+            former: their numbers so far; -1 and numbers beyond the last one stand for nodes without rows.
+        """
         known = former < len(self.is_scored)
         at = np.where(known, former, 0)
-        self.take(torch.from_numpy(at).to(self.features.device))
+        self.take(self.on_device(at))
         self.is_scored = self.is_scored[at] & known
 
-    def take(self, at: Int64[Tensor, " left"]) -> None:
+    def take(self, at: PerRow) -> None:
         """Keep the rows of these local nodes."""
         self.features = self.features[at]
 
-    def store_scored(self, most: int = CHUNK) -> Feed:
-        """Give slots to the next pending nodes, at most `most`, up to the first that the target has not scored."""
+    def store_scored(self) -> Feed:
+        """Give slots to the next pending nodes, at most `CHUNK`, up to the first that the target has not scored."""
         start = self.trie.stored
-        is_scored = self.is_scored[start : start + most]
-        return self.trie.feed(len(is_scored) if is_scored.all() else int(is_scored.argmin()))
+        is_scored = self.is_scored[start : start + CHUNK]
+        return self.trie.feed(_count_before_false(is_scored))
+
+    def scored_above(self, node: int) -> tuple[int, int]:
+        """Return the nearest scored node above a local node, and how far above that is."""
+        parents = self.trie.parents
+        above = int(parents[node])
+        far = 1
+        while above > 0 and not self.is_scored[above]:
+            above = int(parents[above])
+            far += 1
+        return above, far
+
+    def in_window(self, seen: np.ndarray, origins: np.ndarray, view: View) -> np.ndarray:
+        """Return which of the seen slots are in the window of a view.
+
+        Args:
+            origins: positions that the windows count from.
+        """
+        if not view.within:
+            return seen
+        first = origins[..., None] - view.within
+        return seen & (self.trie.slot_position[: seen.shape[-1]] > first)
 
 
-def with_more_rows(rows: Float[Tensor, "rows width"], more: int) -> Float[Tensor, "all width"]:
+def with_more_rows(rows: Tensor, more: int) -> Tensor:
     """Return rows with `more` rows of zeros after them."""
-    return torch.cat([rows, rows.new_zeros(more, rows.shape[1])])
+    return torch.cat([rows, rows.new_zeros(more, *rows.shape[1:])])
 
 
-class KeptRows:
+def _count_before_false(flags: Flags) -> int:
+    """Return the number of flags before the first that is false."""
+    return len(flags) if flags.all() else int(flags.argmin())
+
+
+class StoredRows:
     """The keys and values of the stored nodes of a session, by layer and slot.
 
-    Their sizes and types are those of the first rows that are stored in a layer.
+    The first rows that are stored in a layer determine their sizes and types.
     """
 
     def __init__(self, layers: int) -> None:
@@ -146,18 +160,17 @@ class KeptRows:
         """Make room for this number of slots."""
         self.slots = max(slots, self.slots)
 
-    def store(self, layer: int, slots: Int64[np.ndarray, " rows"], keys: Tensor, values: Tensor) -> None:
-        """Keep the keys and values of a layer in slots, float[rows, kv_heads, keys * size] each."""
+    def store(self, layer: int, slots: Nodes, keys: Tensor, values: Tensor) -> None:
+        """Store the keys and values of a layer in slots, float[rows, kv_heads, keys * size] each."""
         at = torch.from_numpy(slots).to(keys.device)
-        for kept, fresh in ((self.keys, keys), (self.values, values)):
-            rows = kept[layer]
+        for stored, fresh in ((self.keys, keys), (self.values, values)):
+            rows = stored[layer]
             if rows is None:
-                rows = fresh.new_zeros(0, *fresh.shape[1:])
-            missing = self.slots - len(rows)
-            if missing > 0:
-                rows = torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
+                rows = fresh[:0]
+            if self.slots > len(rows):
+                rows = with_more_rows(rows, self.slots - len(rows))
             rows[at] = fresh
-            kept[layer] = rows
+            stored[layer] = rows
 
     def first(self, layer: int, slots: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of the first `slots` slots of a layer, float[slots, kv_heads, size] each."""
@@ -166,6 +179,20 @@ class KeptRows:
         assert keys is not None
         assert values is not None
         return keys[:slots], values[:slots]
+
+
+@dataclass(frozen=True, eq=False)
+class PairRows:
+    """Rows of a session that a pass of the head computes."""
+
+    cache: "PairCache"
+    nodes: Nodes  # local
+    feed: Feed
+    tokens: Nodes | Int64[np.ndarray, "nodes history"]  # the last ones of the path to each
+    features: Rows  # of the nodes above
+    states: Rows  # the head's own, of the nodes above
+    is_scored: Bool[Tensor, " rows"]  # whether the target has scored the node above, so that the row reads its feature
+    starts: Nodes  # positions that windows count from: of the first row of each row's draft
 
 
 class PairCache(NodeCache):
@@ -184,39 +211,34 @@ class PairCache(NodeCache):
         history: number of last tokens that a row reads.
     """
 
-    def __init__(
-        self,
-        prompt: list[int],
-        first: Float[Tensor, "before width"],
-        layers: int,
-        views: tuple[View, ...] = (),
-        history: int = 1,
-    ) -> None:
+    def __init__(self, prompt: list[int], first: Rows, layers: int, views: Views = (), history: int = 1) -> None:
         super().__init__(prompt[1:], first, np.arange(len(prompt)) < len(first))
         self.states = torch.zeros_like(self.features)  # the head's own, by local node
-        self.kept = KeptRows(layers)
+        self.stored = StoredRows(layers)
         self.views = views
         self.history = history
         # By local node; the trie forgets what is above stored nodes. Texts repeat their first token before it.
-        self.last_tokens = sliding_window_view(np.array([*prompt[:1] * (history - 1), *prompt]), history).copy()
+        padded = np.array([*prompt[:1] * (history - 1), *prompt])
+        self.last_tokens = sliding_window_view(padded, history).copy()
 
     def make_rows(self) -> None:
-        """See `NodeCache.make_rows`."""
         super().make_rows()
         self.states = with_more_rows(self.states, len(self.features) - len(self.states))
         self._note_tokens(len(self.last_tokens))
 
     def _note_tokens(self, first: int) -> None:
-        """Note the last tokens of the paths to local nodes, from `first` on; those above them are known."""
-        if self.history > 1 and self.trie.size > first:
-            trie = self.trie
-            more = np.empty((trie.size - first, self.history), dtype=np.int64)
-            self.last_tokens = np.concatenate([self.last_tokens[:first], more])
-            for node in range(first, trie.size):
-                self.last_tokens[node, :-1] = self.last_tokens[trie.parents[node], 1:]
-                self.last_tokens[node, -1] = trie.tokens[node]
+        """Note the last tokens of the paths to local nodes, from `first` on; the nodes above them are known."""
+        trie = self.trie
+        if self.history == 1 or trie.size <= first:
+            return
+        more = np.empty((trie.size - first, self.history), dtype=np.int64)
+        found = np.concatenate([self.last_tokens[:first], more])
+        for node in range(first, trie.size):
+            found[node, :-1] = found[trie.parents[node], 1:]
+            found[node, -1] = trie.tokens[node]
+        self.last_tokens = found
 
-    def keep(self, former: Int64[np.ndarray, " left"]) -> None:
+    def keep(self, former: Nodes) -> None:
         """See `NodeCache.keep`. New nodes, which come last, are noted."""
         if self.history > 1:
             known = former[former < len(self.last_tokens)]
@@ -224,48 +246,31 @@ class PairCache(NodeCache):
             self._note_tokens(len(known))
         super().keep(former)
 
-    def take(self, at: Int64[Tensor, " left"]) -> None:
-        """See `NodeCache.take`."""
+    def take(self, at: PerRow) -> None:
         super().take(at)
         self.states = self.states[at]
 
-    def next_rows(self) -> "PairRows | None":
+    def next_rows(self) -> PairRows | None:
         """Give slots to the next pending nodes that have something to read, and return them; None if none is left."""
-        trie = self.trie
-        start = trie.stored
-        above = trie.parents[start : start + CHUNK]
-        is_ready = self.is_scored[above] | (above < start)
-        count = len(above) if is_ready.all() else int(is_ready.argmin())
+        start = self.trie.stored
+        above = self.trie.parents[start : start + CHUNK]
+        count = _count_before_false(self.is_scored[above] | (above < start))
         if count == 0:
             return None
-        nodes = np.arange(start, start + count)
-        feed = trie.feed(count)
-        self.kept.reserve(trie.capacity)
-        return self.rows(nodes, feed)
+        feed = self.trie.feed(count)
+        self.stored.reserve(self.trie.capacity)
+        return self.rows(np.arange(start, start + count), feed)
 
-    def scored_above(self, nodes: Int64[np.ndarray, " nodes"]) -> list[tuple[int, int]]:
-        """Return for each local node the nearest one above it that the target has scored, and how far above that is."""
-        parents = self.trie.parents
-        found = []
-        for node in nodes.tolist():
-            above = int(parents[node])
-            far = 1
-            while above > 0 and not self.is_scored[above]:
-                above = int(parents[above])
-                far += 1
-            found.append((above, far))
-        return found
-
-    def rows(self, nodes: Int64[np.ndarray, " rows"], feed: Feed) -> PairRows:
-        """Return the rows of local nodes that have been given slots, with what they read."""
+    def rows(self, nodes: Nodes, feed: Feed) -> PairRows:
+        """Return the rows of local nodes that have been given slots, with their inputs."""
         above = self.trie.parents[nodes]
-        read = torch.from_numpy(above).to(self.features.device)
-        is_scored = torch.from_numpy(self.is_scored[above]).to(self.features.device)
+        read = self.on_device(above)
+        is_scored = self.on_device(self.is_scored[above])
         tokens = feed.tokens if self.history == 1 else self.last_tokens[nodes]
         starts = self._starts(nodes) if self.views else self.trie.positions[nodes]
         return PairRows(self, nodes, feed, tokens, self.features[read], self.states[read], is_scored, starts)
 
-    def _starts(self, nodes: Int64[np.ndarray, " rows"]) -> Int64[np.ndarray, " rows"]:
+    def _starts(self, nodes: Nodes) -> Nodes:
         """Return, for local nodes, the position of the nearest on the path to each whose parent was scored."""
         parents = self.trie.parents
         at = nodes.copy()
@@ -274,21 +279,18 @@ class PairCache(NodeCache):
         return self.trie.positions[at]
 
     def attend(self, rows: PairRows, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Store keys and values of fed rows; return what they and the rows above them make of the queries."""
+        """Store keys and values of rows; return the values, mixed, that they look at: their own, and those above."""
         feed = rows.feed
-        self.kept.store(layer, feed.slots, keys, values)
+        self.stored.store(layer, feed.slots, keys, values)
         extent = self.trie.extent
-        seen = feed.seen[:, :extent]
         view = view_of(self.views, layer)
-        if view.within:
-            origins = feed.positions if view.from_row else rows.starts
-            seen = seen & (self.trie.slot_position[:extent] > origins[:, None] - view.within)
-        shown = torch.from_numpy(np.ascontiguousarray(seen)).to(queries.device)
-        return attended(queries, *self.kept.first(layer, extent), shown)
+        origins = feed.positions if view.from_row else rows.starts
+        seen = self.in_window(feed.seen[:, :extent], origins, view)
+        return attended(queries, *self.stored.first(layer, extent), self.on_device(seen))
 
-    def learn(self, nodes: Int64[np.ndarray, " rows"], states: Float[Tensor, "rows width"]) -> None:
-        """Keep the head's states of local nodes."""
-        self.states[torch.from_numpy(nodes).to(self.states.device)] = states
+    def learn(self, nodes: Nodes, states: Rows) -> None:
+        """Store the head's states of local nodes."""
+        self.states[self.on_device(nodes)] = states
 
 
 class ModuleCache(PairCache):
@@ -298,19 +300,17 @@ class ModuleCache(PairCache):
     slot without a row, which nothing sees. It never has a row in this module, or gets it once the target has scored the
     nodes above it, for drafts are entered anew when a turn is settled.
 
-    The caches of all modules are given the same nodes, and forget different ones: what one has not stored yet it still
-    keeps. So nodes have names, numbers that are the same in all of them.
+    The caches of all modules are given the same nodes, and forget different ones: nodes that a cache has not stored yet stay
+    in it. So nodes have names, numbers that are the same in all caches.
 
     Args:
         prompt: the tokens of the prompt.
-        first: what the first module reads, see `PairCache`; no rows for the others.
+        first: features for the first module, see `PairCache`; no rows for the others.
         number: of the module, from 0.
         is_last: whether drafts deeper than there are modules get rows, too.
     """
 
-    def __init__(
-        self, prompt: list[int], first: Float[Tensor, "before width"], layers: int, number: int, is_last: bool
-    ) -> None:
+    def __init__(self, prompt: list[int], first: Rows, layers: int, number: int, is_last: bool) -> None:
         super().__init__(prompt, first, layers)
         self.number = number
         self.is_last = is_last
@@ -319,12 +319,11 @@ class ModuleCache(PairCache):
         self.has_row = np.zeros(0, dtype=bool)  # by slot
 
     def make_rows(self) -> None:
-        """See `NodeCache.make_rows`."""
         super().make_rows()
         self.names = np.concatenate([self.names, self._new_names(len(self.is_scored) - len(self.names))])
 
-    def keep(self, former: Int64[np.ndarray, " left"]) -> None:
-        """See `NodeCache.keep`. Nodes without any row yet are survivors that were no drafts; all of them are left."""
+    def keep(self, former: Nodes) -> None:
+        """See `NodeCache.keep`. Nodes without any row yet are survivors that were not drafted; all of them stay."""
         known = former < len(self.names)
         names = np.empty(len(former), dtype=np.int64)
         names[known] = self.names[former[known]]
@@ -332,13 +331,13 @@ class ModuleCache(PairCache):
         super().keep(former)
         self.names = names
 
-    def _new_names(self, count: int) -> Int64[np.ndarray, " count"]:
+    def _new_names(self, count: int) -> Nodes:
         first = self.named
         self.named = first + count
         return np.arange(first, self.named)
 
-    def local_of(self, names: Int64[np.ndarray, " nodes"]) -> Int64[np.ndarray, " nodes"]:
-        """Return the local nodes of these names; -1 for those that are not kept."""
+    def local_of(self, names: Nodes) -> Nodes:
+        """Return the local nodes of these names; -1 for nodes that are not in the cache any more."""
         at = np.searchsorted(self.names, names).clip(max=len(self.names) - 1)
         return np.where(self.names[at] == names, at, -1)
 
@@ -349,32 +348,32 @@ class ModuleCache(PairCache):
             start = trie.stored
             gets_row = self._with_something_to_read(start)
             feed = trie.feed(len(gets_row))
-            self.kept.reserve(trie.capacity)
-            self.has_row = np.concatenate([self.has_row, np.zeros(trie.capacity - len(self.has_row), dtype=bool)])
+            self.stored.reserve(trie.capacity)
+            fresh = np.zeros(trie.capacity - len(self.has_row), dtype=bool)
+            self.has_row = np.concatenate([self.has_row, fresh])
             self.has_row[feed.slots] = gets_row
             if gets_row.any():
                 rows = np.flatnonzero(gets_row)
                 return self.rows(start + rows, feed.only(rows))
         return None
 
-    def _with_something_to_read(self, start: int) -> Bool[np.ndarray, " nodes"]:
+    def _with_something_to_read(self, start: int) -> Flags:
         """Return which of the next pending nodes have something to read, up to the first that has to wait for its parent."""
         above = self.trie.parents[start : start + CHUNK]
         is_deep = self.trie.positions[start : start + CHUNK] >= self.number
         reads_feature = is_deep & self.is_scored[above]
         if not self.is_last:
             return reads_feature
-        reads_own = is_deep & (above < start)
-        waits = is_deep & ~reads_feature & ~reads_own
-        count = int(waits.argmax()) if waits.any() else len(waits)
-        return (reads_feature | reads_own)[:count]
+        reads = reads_feature | (is_deep & (above < start))
+        count = _count_before_false(reads | ~is_deep)
+        return reads[:count]
 
     def attend(self, rows: PairRows, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """See `PairCache.attend`: slots without rows are not seen."""
         feed = rows.feed
         seen = feed.seen & self.has_row[: feed.seen.shape[1]]
-        shown = replace(feed, seen=seen)
-        return super().attend(replace(rows, feed=shown), layer, queries, keys, values)
+        shown = replace(rows, feed=replace(feed, seen=seen))
+        return super().attend(shown, layer, queries, keys, values)
 
 
 class ModulesCache:
@@ -386,15 +385,15 @@ class ModulesCache:
         layers: number of layers of each module.
     """
 
-    def __init__(self, prompt: list[int], first: Float[Tensor, "before width"], layers: list[int]) -> None:
-        self.caches = [
-            ModuleCache(prompt, first[: 0 if number else None], depth, number, number == len(layers) - 1)
-            for number, depth in enumerate(layers)
-        ]
+    def __init__(self, prompt: list[int], first: Rows, layers: list[int]) -> None:
+        last = len(layers) - 1
+        self.caches = [ModuleCache(prompt, first, layers[0], 0, last == 0)]
+        for number in range(1, len(layers)):
+            self.caches.append(ModuleCache(prompt, first[:0], layers[number], number, number == last))
 
     @property
     def peak(self) -> int:
-        """The largest numbers of rows that were stored at the same time in each module, all together."""
+        """The sum over modules of the largest number of rows that were stored at the same time."""
         return sum(cache.peak for cache in self.caches)
 
     @property
@@ -406,8 +405,8 @@ class ModulesCache:
         """Add the new nodes of a forest; return the local nodes that are asked for, in the cache of each module."""
         return np.stack([cache.enter(forest) for cache in self.caches])
 
-    def settle(self, turn: Turn, features: Float[Tensor, "nodes width"]) -> None:
-        """Keep what the surviving beams need; see `NodeCache.settle`."""
+    def settle(self, turn: Turn, features: Rows) -> None:
+        """Keep the rows that the surviving beams need; see `NodeCache.settle`."""
         first, *others = self.caches
         first.settle(turn, features)
         for cache in others:
@@ -418,7 +417,7 @@ class ModulesCache:
         for cache in self.caches:
             cache.rewind(nodes)
 
-    def drafts_above(self, nodes: Int64[np.ndarray, " nodes"]) -> Int64[np.ndarray, " nodes"]:
+    def drafts_above(self, nodes: Nodes) -> Nodes:
         """Return how many drafts, which the target has not scored, are above each of the first module's local nodes.
 
         The module of this number makes the law below the node.
@@ -433,20 +432,20 @@ class ModulesCache:
                 above = int(parents[above])
         return found
 
-    def hand_on(self, number: int, nodes: Int64[np.ndarray, " rows"], features: Float[Tensor, "rows width"]) -> None:
-        """Give what the module `number` has made of local nodes to the next module, if there is one."""
+    def hand_on(self, number: int, nodes: Nodes, features: Rows) -> None:
+        """Give the features that the module `number` has made at local nodes to the next module, if there is one."""
         if number + 1 == len(self.caches):
             return
         cache = self.caches[number + 1]
         at = cache.local_of(self.caches[number].names[nodes])
-        kept = at >= 0
-        cache.give(at[kept], features[torch.from_numpy(kept).to(features.device)])
+        found = at >= 0
+        cache.give(at[found], features[cache.on_device(found)])
 
 
 class RootCache(NodeCache):
-    """A cache of a head that drafts a whole block of rows below each root: the nearest node above that was not scored.
+    """A cache of a head that drafts a block of rows below each root: the nearest node above that was not scored.
 
-    Stored nodes are those that the target has scored. A block is there for one turn.
+    The target has scored all stored nodes. A block lasts for one turn.
 
     Args:
         prompt: the tokens of the trie at first.
@@ -455,38 +454,37 @@ class RootCache(NodeCache):
         views: how far back the rows of each layer look.
     """
 
-    def __init__(
-        self,
-        prompt: list[int],
-        first: Float[Tensor, "before width"],
-        is_scored: Bool[np.ndarray, " all"],
-        layers: int,
-        views: tuple[View, ...] = (),
-    ) -> None:
+    def __init__(self, prompt: list[int], first: Rows, is_scored: Flags, layers: int, views: Views) -> None:
         super().__init__(prompt, first, is_scored)
-        self.kept = KeptRows(layers)
+        self.stored = StoredRows(layers)
         self.views = views
-        self.blocks: dict[int, Tensor] = {}  # float[rows, width] by the local node of the root, of this turn
+        # Of this turn: float[rows, width] by the local node of the root, and the states of the head's correction that the
+        # children of local nodes get.
+        self.blocks: dict[int, Tensor] = {}
+        self.carried: dict[int, Tensor] = {}
 
-    def take(self, at: Int64[Tensor, " left"]) -> None:
-        """See `NodeCache.take`."""
+    def take(self, at: PerRow) -> None:
         super().take(at)
         self.blocks = {}
+        self.carried = {}
 
     def root_above(self, node: int) -> tuple[int, int]:
         """Return the first local node on the path to `node` that the target has not scored, and how far above it is."""
         parents = self.trie.parents
-        stored = self.trie.stored
         far = 0
-        while parents[node] >= stored:
+        while parents[node] >= self.trie.stored:
             node = int(parents[node])
             far += 1
         return node, far
 
-    def seen_by_blocks(
-        self, roots: Int64[np.ndarray, " blocks"], count: int, view: View
-    ) -> Bool[np.ndarray, "all seen"]:
-        """Return what the rows of blocks look at: the slots of nodes above their root, and all rows of all blocks.
+    def next_feed(self) -> Feed:
+        """Give slots to the next pending nodes that the target has scored, and make room for their rows."""
+        feed = self.store_scored()
+        self.stored.reserve(self.trie.capacity)
+        return feed
+
+    def seen_by_blocks(self, roots: Nodes, count: int, view: View) -> Bool[np.ndarray, "all seen"]:
+        """Return which rows the rows of blocks look at: slots of nodes above their root, and rows of all blocks.
 
         Args:
             count: number of rows of a block.
@@ -494,16 +492,28 @@ class RootCache(NodeCache):
         blocks = len(roots)
         extent = self.trie.extent
         above = self.trie.seen[self.trie.parents[roots], :extent]
+        origins = self.trie.positions[roots][:, None] + np.arange(count) * view.from_row
         seen = np.zeros((blocks, count, extent + blocks * count), dtype=bool)
-        seen[:, :, :extent] = above[:, None]
-        if view.within:
-            origins = self.trie.positions[roots][:, None] + np.arange(count) * view.from_row
-            seen[:, :, :extent] &= self.trie.slot_position[:extent] > origins[:, :, None] - view.within
-        within = np.tri(count, dtype=bool) if view.is_causal else np.ones((count, count), dtype=bool)
+        seen[:, :, :extent] = self.in_window(above[:, None], origins, view)
+        within = np.ones((count, count), dtype=bool)
+        if view.is_causal:
+            within = np.tri(count, dtype=bool)
         for block in range(blocks):
             start = extent + block * count
             seen[block, :, start : start + count] = within
         return seen.reshape(blocks * count, -1)
+
+    def attended_with(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, seen: np.ndarray) -> Tensor:
+        """Return the values, mixed, that queries look at: of stored rows, and of these.
+
+        Args:
+            keys, values: of rows that are not stored.
+            seen: bool[queries, stored and these rows].
+        """
+        stored_keys, stored_values = self.stored.first(layer, self.trie.extent)
+        every_key = torch.cat([stored_keys, keys])
+        every_value = torch.cat([stored_values, values])
+        return attended(queries, every_key, every_value, self.on_device(seen))
 
 
 @dataclass(frozen=True, eq=False)
@@ -512,11 +522,11 @@ class ContextRows:
 
     cache: "ContextCache"
     feed: Feed
-    features: Float[Tensor, "rows width"]
+    features: Rows
 
 
 class ContextCache(RootCache):
-    """What a block head keeps of one session: keys and values of the features of scored nodes, and the blocks of a turn.
+    """The cache of one session in a block head: keys and values of the features of scored nodes, and the blocks of a turn.
 
     Args:
         prompt: the tokens of the prompt.
@@ -524,28 +534,15 @@ class ContextCache(RootCache):
         views: see `BlockShape.views`.
     """
 
-    def __init__(
-        self,
-        prompt: list[int],
-        first: Float[Tensor, "before width"],
-        layers: int,
-        views: tuple[View, ...] = (),
-    ) -> None:
+    def __init__(self, prompt: list[int], first: Rows, layers: int, views: Views) -> None:
         nodes = np.arange(len(prompt) + 1)
         super().__init__(prompt, first, (nodes > 0) & (nodes <= len(first)), layers, views)
-        # What the children of local nodes get of the head's correction, of this turn.
-        self.carried: dict[int, Tensor] = {}
 
-    def take(self, at: Int64[Tensor, " left"]) -> None:
-        """See `NodeCache.take`."""
-        super().take(at)
-        self.carried = {}
-
-    def to_correct(self, nodes: Int64[np.ndarray, " nodes"], carries: bool) -> dict[int, tuple[int, int]]:
-        """Return which nodes a correction goes over to reach `nodes`: by local node its root, and how far above that is.
+    def to_correct(self, nodes: Nodes, carries: bool) -> dict[int, tuple[int, int]]:
+        """Return the nodes that a correction goes over to reach `nodes`: by local node its root, and how far above that is.
 
         Args:
-            carries: whether a node needs what its parent hands down.
+            carries: whether a node needs the state of its parent.
         """
         parents = self.trie.parents
         found = {}
@@ -562,24 +559,21 @@ class ContextCache(RootCache):
     def next_context(self) -> ContextRows | None:
         """Give slots to the next pending nodes that the target has scored, and return them; None if none is left."""
         start = self.trie.stored
-        feed = self.store_scored(CHUNK)
+        feed = self.next_feed()
         if len(feed) == 0:
             return None
-        self.kept.reserve(self.trie.capacity)
         return ContextRows(self, feed, self.features[start : start + len(feed)])
 
-    def attend_blocks(
-        self, roots: Int64[np.ndarray, " blocks"], layer: int, queries: Tensor, keys: Tensor, values: Tensor
-    ) -> Tensor:
-        """Return what the rows of blocks, float[blocks, rows, heads, size], make of the nodes above and of each other."""
-        blocks, count = queries.shape[:2]
-        extent = self.trie.extent
-        kept_keys, kept_values = self.kept.first(layer, extent)
-        every_key = torch.cat([kept_keys, keys.flatten(0, 1)])
-        every_value = torch.cat([kept_values, values.flatten(0, 1)])
+    def attend_blocks(self, roots: Nodes, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Return the values, mixed, that rows of blocks, float[blocks, rows, heads, size], look at.
+
+        They look at the nodes above their root, and at the rows of their block.
+        """
+        count = queries.shape[1]
         seen = self.seen_by_blocks(roots, count, view_of(self.views, layer))
-        shown = torch.from_numpy(seen).to(queries.device)
-        return attended(queries.flatten(0, 1), every_key, every_value, shown).unflatten(0, (blocks, count))
+        flat_queries, flat_keys, flat_values = (rows.flatten(0, 1) for rows in (queries, keys, values))
+        mixed = self.attended_with(layer, flat_queries, flat_keys, flat_values, seen)
+        return mixed.unflatten(0, (len(roots), count))
 
 
 @dataclass(frozen=True, eq=False)
@@ -588,12 +582,8 @@ class MaskRows:
 
     cache: "MaskCache"
     feed: Feed  # of the scored nodes
-    read: Float[Tensor, "rows width"]  # the features of the nodes above these
-    roots: Int64[np.ndarray, " blocks"]  # local nodes
-
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Store keys and values of scored nodes; return what all rows and those above them make of the queries."""
-        return self.cache.attend(self, layer, queries, keys, values)
+    read: Rows  # the features of the nodes above these
+    roots: Nodes  # local nodes
 
 
 class MaskCache(RootCache):
@@ -608,13 +598,7 @@ class MaskCache(RootCache):
         views: see `TrunkShape.views`.
     """
 
-    def __init__(
-        self,
-        prompt: list[int],
-        first: Float[Tensor, "before width"],
-        layers: int,
-        views: tuple[View, ...] = (),
-    ) -> None:
+    def __init__(self, prompt: list[int], first: Rows, layers: int, views: Views) -> None:
         super().__init__(prompt[1:], first, np.arange(len(prompt)) < len(first), layers, views)
 
     @property
@@ -623,68 +607,61 @@ class MaskCache(RootCache):
         trie = self.trie
         return trie.pending > 0 and bool(self.is_scored[trie.stored])
 
-    def next_rows(self) -> tuple[Feed, Float[Tensor, "rows width"]]:
+    def next_rows(self) -> tuple[Feed, Rows]:
         """Give slots to the next pending nodes that the target has scored; return them, and the features that they read."""
         start = self.trie.stored
-        feed = self.store_scored(CHUNK)
-        self.kept.reserve(self.trie.capacity)
+        feed = self.next_feed()
         above = self.trie.parents[start : start + len(feed)]
-        return feed, self.features[torch.from_numpy(above).to(self.features.device)]
+        return feed, self.features[self.on_device(above)]
 
     def attend(self, rows: MaskRows, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """See `MaskRows.attend`: rows of scored nodes come first, then those of the blocks."""
+        """Store keys and values of scored nodes; return the values, mixed, that all rows look at.
+
+        Rows of scored nodes come first, then rows of the blocks.
+        """
         feed = rows.feed
         stored = len(feed)
-        self.kept.store(layer, feed.slots, keys[:stored], values[:stored])
+        self.stored.store(layer, feed.slots, keys[:stored], values[:stored])
         extent = self.trie.extent
         view = view_of(self.views, layer)
-        of_feed = feed.seen[:, :extent]
-        if view.within:
-            of_feed = of_feed & (self.trie.slot_position[:extent] > feed.positions[:, None] - view.within)
         drafted = len(queries) - stored
         seen = np.zeros((stored + drafted, extent + drafted), dtype=bool)
-        seen[:stored, :extent] = of_feed
+        seen[:stored, :extent] = self.in_window(feed.seen[:, :extent], feed.positions, view)
         if drafted:
             count = drafted // len(rows.roots)
             seen[stored:] = self.seen_by_blocks(rows.roots, count, view._replace(is_causal=True))
-        kept_keys, kept_values = self.kept.first(layer, extent)
-        every_key = torch.cat([kept_keys, keys[stored:]])
-        every_value = torch.cat([kept_values, values[stored:]])
-        return attended(queries, every_key, every_value, torch.from_numpy(seen).to(queries.device))
+        return self.attended_with(layer, queries, keys[stored:], values[stored:], seen)
 
 
 class StateCache(NodeCache):
-    """What a head on one feature keeps of one session: features of scored nodes, and the states below them of a turn.
+    """The cache of one session in a head on one feature: features of scored nodes, and the states below them of a turn.
 
     Args:
-        prompt: the tokens of the prompt, of which the last one alone is of interest.
-        first: no features: the target has not scored the last token yet, and those before it are not read.
+        prompt: the tokens of the prompt, of which only the last one is read.
+        first: no features: the target has not scored the last token yet.
     """
 
-    def __init__(self, prompt: list[int], first: Float[Tensor, "none width"]) -> None:
-        # The top of the trie stands for what is before the last token; nothing is drafted there but to time a pass.
+    def __init__(self, prompt: list[int], first: Rows) -> None:
+        # The top of the trie stands for all before the last token; nothing is drafted there but to time a pass.
         super().__init__(prompt[-1:], first.new_zeros(1, first.shape[1]), np.array([True, False]))
         # Of this turn, by local node: the state there, and how far below a scored node it is.
         self.states: dict[int, Tensor] = {}
         self.far: dict[int, int] = {}
 
-    def take(self, at: Int64[Tensor, " left"]) -> None:
-        """See `NodeCache.take`."""
+    def take(self, at: PerRow) -> None:
         super().take(at)
         self.states = {}
         self.far = {}
 
-    def missing(self, nodes: Int64[np.ndarray, " nodes"]) -> list[tuple[int, int]]:
+    def missing(self, nodes: Nodes) -> list[tuple[int, int]]:
         """Return the local nodes on the paths to `nodes` that have no state yet, and how far below a scored node each is."""
         parents = self.trie.parents
         found: dict[int, int] = {}
         for node in nodes.tolist():
             path = [node]
-            while path[-1] not in self.far and not self.is_scored[parents[path[-1]]]:
-                path.append(int(parents[path[-1]]))
-            far = self.far.get(path[-1], 1)
-            for one in reversed(path):
-                if one not in self.far:
-                    found[one] = far
-                far += 1
+            while node not in self.far and not self.is_scored[parents[node]]:
+                node = int(parents[node])
+                path.append(node)
+            first = self.far.get(node, 1)
+            found |= {one: far for far, one in enumerate(reversed(path), first) if one not in self.far}
         return list(found.items())

@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from specbeam.core.records import FINAL
+from specbeam.models.heads.arrays import Logits, PerNode, PerRow, Rows, TargetStates, TokenMap
 from specbeam.models.heads.feature import Residual
-from specbeam.models.heads.head import DraftRows, Head, described_rope, described_taps, wanted_below
-from specbeam.models.heads.layers import Attend, Attention, Gated, LayerSizes, Norm, Rotary, View
+from specbeam.models.heads.head import DraftRows, LayeredHead, described_rope, described_taps
+from specbeam.models.heads.layers import Attend, DecoderLayer, LayerSizes, Rotary, View
 from specbeam.models.heads.trees import ScoredTrees
-from specbeam.models.heads.unroll import unrolled
+from specbeam.models.heads.unroll import drafted_rows
 
 SHARED = "shared"
 OWN = "own"
@@ -30,7 +31,7 @@ class ChimeraShape:
     """The shape of a Chimera head.
 
     Attributes:
-        sizes: of its layer; the width is that of the target's hidden states.
+        sizes: of its layer, as wide as the target's hidden states.
         depth: number of drafts, one below the other, that it has matrices for; deeper ones are read out by the last.
         draft_vocab: number of tokens that the head gives logits for.
         read_out: "own": a matrix of all tokens for each depth, as in the paper's code. "shared": a map to the width of the
@@ -47,6 +48,16 @@ class ChimeraShape:
         """The number of layers, one."""
         return 1
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The hidden states that it reads: those that the target's head reads."""
+        return (FINAL,)
+
+    @property
+    def target_width(self) -> int:
+        """The size of a hidden state of the target."""
+        return self.sizes.width
+
 
 class Trigrams(nn.Module):
     """The encoder of three tokens: a residual layer on their embeddings side by side, and a matrix to the head's width."""
@@ -56,33 +67,25 @@ class Trigrams(nn.Module):
         self.block = Residual(3 * embed, 3 * embed)
         self.proj = nn.Linear(3 * embed, width, bias=False)
 
-    def forward(self, embedded: Float[Tensor, "*rows three embed"]) -> Float[Tensor, "*rows width"]:
+    def forward(self, embedded: Float[Tensor, "*rows three embed"]) -> Rows:
         """Return the code of the tokens of each row."""
-        made: Tensor = self.proj(self.block(embedded.flatten(-2)))
-        return made
+        return self.proj(self.block(embedded.flatten(-2)))
 
 
-class ContextLayer(nn.Module):
+class ContextLayer(DecoderLayer):
     """A decoder layer whose rows stand twice in the context: by a feature, and by the code of their tokens.
 
-    The code alone looks at the context, and the layer's output is added to it.
+    Only the code looks at the context, and the layer's output is added to it.
     """
 
-    def __init__(self, sizes: LayerSizes) -> None:
-        super().__init__()
-        self.input_layernorm = Norm(sizes.width, sizes.eps)
-        self.self_attn = Attention(sizes)
-        self.post_attention_layernorm = Norm(sizes.width, sizes.eps)
-        self.mlp = Gated(sizes.width, sizes.inner)
-
-    def forward(
+    def forward(  # type: ignore[override]
         self,
-        codes: Float[Tensor, "*rows width"],
-        features: Float[Tensor, "*rows width"],
+        codes: Rows,
+        features: Rows,
         angles: Any,
         angles_above: Any,
         attend: Attend,
-    ) -> Float[Tensor, "*rows width"]:
+    ) -> Rows:
         """Return the rows after the layer.
 
         Args:
@@ -94,21 +97,18 @@ class ContextLayer(nn.Module):
         both_keys = torch.cat([feature_keys, keys], -1)
         both_values = torch.cat([feature_values, values], -1)
         mixed = attend(0, self.self_attn.queries(normed, angles), both_keys, both_values)
-        x = codes + self.self_attn.o_proj(mixed.flatten(-2))
-        after: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return after
+        return self.with_inner(codes + self.self_attn.o_proj(mixed.flatten(-2)))
 
 
-class Chimera(Head):
+class Chimera(LayeredHead):
     """A head of this kind.
 
     Args:
-        rotary: the rotation by positions.
-        embedding: float[vocab, width], the target's.
-        head: float[draft_vocab, width], the matrix behind the maps of "shared" read-outs; None for "own" ones.
-        tokens: see `Head.tokens`.
+        shape, rotary, embedding, tokens: see `LayeredHead`.
+        head: the matrix behind the maps of "shared" read-outs; None for "own" ones.
     """
 
+    shape: ChimeraShape
     history = 3  # number of last tokens that a row reads
     views: tuple[View, ...] = ()  # see `TrunkShape.views`: rows look at all that is above them
 
@@ -118,13 +118,9 @@ class Chimera(Head):
         rotary: Rotary,
         embedding: nn.Embedding,
         head: nn.Linear | None,
-        tokens: Int64[Tensor, " draft_vocab"] | None = None,
+        tokens: TokenMap = None,
     ) -> None:
-        super().__init__()
-        self.shape = shape
-        self.tokens = tokens
-        self.embed_tokens = embedding
-        self.rotary = rotary
+        super().__init__(shape, rotary, embedding, None, tokens)
         width = shape.sizes.width
         self.trigrams = Trigrams(embedding.weight.shape[1], width)
         self.layer = ContextLayer(shape.sizes)
@@ -137,18 +133,7 @@ class Chimera(Head):
             self.maps = nn.ModuleList(nn.Linear(2 * width, width, bias=False) for _ in range(shape.depth))
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        """See `Head.taps`: what the target's head reads."""
-        return (FINAL,)
-
-    @property
-    def device(self) -> torch.device:
-        """See `Head.device`."""
-        return self.trigrams.proj.weight.device
-
-    @property
     def described(self) -> dict[str, str]:
-        """See `Head.described`."""
         shape = self.shape
         how = "a matrix of tokens for each" if shape.read_out == OWN else "a map for each, and one matrix of tokens"
         return {
@@ -159,22 +144,11 @@ class Chimera(Head):
             "positions": described_rope(self.rotary.rope),
         }
 
-    @property
-    def states_size(self) -> int:
-        """See `Head.states_size`."""
-        return self.shape.sizes.width
-
-    def features(self, states: Float[Tensor, "*rows states"]) -> Float[Tensor, "*rows width"]:
+    def features(self, states: TargetStates) -> Rows:
         """See `Head.features`: the states themselves."""
         return states.to(self.trigrams.proj.weight.dtype)
 
-    def forward(
-        self,
-        tokens: Int64[Tensor, "*rows three"],
-        features: Float[Tensor, "*rows width"],
-        positions: Int64[Tensor, "*rows"],
-        attend: Attend,
-    ) -> Float[Tensor, "*rows width"]:
+    def forward(self, tokens: Int64[Tensor, "*rows three"], features: Rows, positions: PerRow, attend: Attend) -> Rows:
         """Return the head's states of rows: estimates of the target's features there.
 
         Args:
@@ -184,16 +158,13 @@ class Chimera(Head):
             attend: lets rows look at the rows above them, and at themselves.
         """
         codes = self.trigrams(self.embed_tokens(tokens).to(features.dtype))
-        made: Tensor = self.layer(codes, features, self.rotary(positions), self.rotary(positions - 1), attend)
-        return made
+        return self.layer(codes, features, self.rotary(positions), self.rotary(positions - 1), attend)
 
-    def fed_back(self, x: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
-        """Return what rows below read as their feature, from the states of rows that the target has not scored."""
+    def fed_back(self, x: Rows) -> Rows:
+        """Return the features that rows below read, from the states of rows that the target has not scored."""
         return x
 
-    def logits(
-        self, far: int, features: Float[Tensor, "rows width"], x: Float[Tensor, "rows width"]
-    ) -> Float[Tensor, "rows draft_vocab"]:
+    def logits(self, far: int, features: Rows, x: Rows) -> Logits:
         """Return the logits of the next token, from the states of rows.
 
         Args:
@@ -203,20 +174,15 @@ class Chimera(Head):
         number = min(far, self.shape.depth) - 1
         both = torch.cat([features, x], -1)
         if self.shape.read_out == OWN:
-            own: Tensor = self.matrices[number](both)
-            return own
-        shared: Tensor = self.lm_head(self.maps[number](both))
-        return shared
+            return self.matrices[number](both)
+        return self.lm_head(self.maps[number](both))
 
-    def drafts(self, trees: ScoredTrees, depth: int, wanted: Bool[Tensor, "rows length"]) -> list[DraftRows]:
-        """See `Head.drafts`."""
+    def drafts(self, trees: ScoredTrees, depth: int, wanted: PerNode) -> list[DraftRows]:
         features = self.features(trees.states_at(self.taps))
-        above = torch.arange(trees.tokens.shape[1], device=trees.tokens.device).expand_as(trees.tokens)
+        above = trees.columns
         found = []
-        for deep, states in enumerate(unrolled([self], trees, depth), 1):
+        for deep, nodes, own in drafted_rows([self], trees, depth, wanted):
             above = trees.above(above)
-            nodes = wanted_below(trees, wanted, deep)
             scored = trees.at(features, above).flatten(0, 1)[nodes]
-            own = states.flatten(0, 1)[nodes]
             found.append(DraftRows(nodes, self.logits(deep, scored, own), estimates=own))
         return found

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from jaxtyping import Float32, Int64
+from jaxtyping import Float32
 from torch import nn
 
 from specbeam.core import compiling
@@ -62,6 +62,7 @@ from specbeam.engines.families import FIXED_ROPES, Architecture, llama_architect
 from specbeam.engines.kv.steps import BLOCK
 from specbeam.engines.kv.store import PanelStore
 from specbeam.engines.kv.trie import KVTrie, widened
+from specbeam.models.heads.arrays import AnyNodes
 from specbeam.models.heads.block import BlockHead
 from specbeam.models.heads.head import Head
 from specbeam.models.heads.layers import LayerSizes, Rotary
@@ -170,7 +171,7 @@ class CompiledHead:
         return cache
 
     def close(self, cache: CompiledCache, is_broken: bool = False) -> None:
-        """Free what is kept of a session.
+        """Free the cache of a session.
 
         Args:
             is_broken: whether it may hold NaN, which must not reach other sessions.
@@ -221,12 +222,11 @@ class CompiledHead:
         return rows, passes
 
     def _extend_together(
-        self, caches: Sequence[CompiledCache], forests: Sequence[Forest], wanted: list[Int64[np.ndarray, " _"]]
+        self, caches: Sequence[CompiledCache], forests: Sequence[Forest], wanted: list[AnyNodes]
     ) -> tuple[list[Float32[np.ndarray, "_ vocab"]], int]:
         """Do `extend` for several sessions of a trunk, whose rows share passes."""
-        for cache, forest in zip(
-            caches, forests, strict=True
-        ):  # first make room for all: it moves the arrays of the store
+        pairs = [*zip(caches, forests, strict=True)]
+        for cache, forest in pairs:  # first make room for all: it moves the arrays of the store
             with self.arrays_for_steps(cache, forest.size - cache.trie.known):
                 pass
         passes = 0
@@ -271,7 +271,7 @@ class CompiledHead:
             finish_pairs(arrays, x[start:stop])
 
     def settle(self, cache: CompiledCache, turn: Turn, states: Float32[np.ndarray, "nodes states"]) -> None:
-        """Keep what the surviving beams of a session need.
+        """Keep the rows that the surviving beams of a session need.
 
         Args:
             states: the target's hidden states of the forest nodes that it has scored in this turn, ascending.
@@ -374,7 +374,6 @@ def _weights_in(head: Any) -> tuple[list[Any], Kind, bool]:
 
 
 def _norm_of(module: Any) -> np.ndarray:
-    """Return the weights of a norm; no numbers if the module is none."""
     weight = getattr(module, "weight", None)
     return _NONE if weight is None else numbers_of(weight)
 
@@ -383,22 +382,28 @@ def _bias_of(linear: nn.Linear) -> np.ndarray:
     return _NONE if linear.bias is None else numbers_of(linear.bias)
 
 
-def _tokens_of(head: Head) -> np.ndarray:
-    return _NO_TOKENS if head.tokens is None else head.tokens.cpu().numpy().astype(np.int64)
-
-
 def _architecture_of(sizes: LayerSizes, layers: int) -> Architecture:
-    """Return the architecture of so many layers of a head, which are those of a Llama."""
+    """Return the architecture of `layers` layers of a head: layers of a Llama."""
     return llama_architecture(layers, sizes.heads, sizes.kv_heads, sizes.head_size, sizes.eps)
 
 
 def _no_panels(kind: Kind) -> np.ndarray:
-    """Return a matrix without columns, as panels of a kind."""
     return in_panels(np.zeros((WIDTH, STEP), dtype=np.float32), kind)[:0]
 
 
-def _first_angles(head: Any) -> np.ndarray:
-    return angles_of(head.rotary.angles, SHORT)[None]
+def _common_parts(head: Any, vocab: int, tiled: bool) -> dict[str, Any]:
+    """Return the arrays and numbers that trunks and block heads have in common."""
+    matrix = head.lm_head.weight
+    return {
+        "embedding": numbers_of(head.embed_tokens.weight),
+        "angles": angles_of(head.rotary.angles, SHORT)[None],
+        "eps": float(head.shape.sizes.eps),
+        "heads": head.shape.sizes.heads,
+        "last_norm": _norm_of(head.norm),
+        "head": in_panels(numbers_of(matrix), _kind_of([matrix], tiled)),
+        "tokens": _NO_TOKENS if head.tokens is None else head.tokens.cpu().numpy().astype(np.int64),
+        "vocab": vocab,
+    }
 
 
 @torch.inference_mode()
@@ -438,7 +443,6 @@ def _trunk_model(head: PairTrunk, vocab: int) -> TrunkModel:
         others = weights_of(layers[1:], kind, _architecture_of(shape.sizes, len(layers) - 1))
     return TrunkModel(
         features=features,
-        embedding=numbers_of(known.embed_tokens.weight),
         pairs=_PAIRS[shape.pairs],
         swaps=bool(shape.swaps) and not reads_pairs,
         norms_residual=bool(shape.norms_residual),
@@ -450,13 +454,7 @@ def _trunk_model(head: PairTrunk, vocab: int) -> TrunkModel:
         first=first,
         others=others,
         kinds=np.zeros(len(layers) - 1, dtype=np.int64),
-        angles=_first_angles(head),
-        eps=float(shape.sizes.eps),
-        heads=shape.sizes.heads,
-        last_norm=_norm_of(known.norm),
-        head=in_panels(numbers_of(known.lm_head.weight), _kind_of([known.lm_head.weight], tiled)),
-        tokens=_tokens_of(head),
-        vocab=vocab,
+        **_common_parts(head, vocab, tiled),
     )
 
 
@@ -485,19 +483,12 @@ def _block_model(head: BlockHead, vocab: int) -> BlockModel:
         correction = in_panels(numbers_of(matrix), _kind_of([matrix], tiled))
     return BlockModel(
         features=features,
-        embedding=numbers_of(known.embed_tokens.weight),
         mask=head.mask,
         rows=shape.rows,
         first_row=shape.first_row,
         weights=weights_of(layers, kind, _architecture_of(shape.sizes, len(layers))),
         kinds=np.zeros(len(layers), dtype=np.int64),
-        angles=_first_angles(head),
-        eps=float(shape.sizes.eps),
-        heads=shape.sizes.heads,
-        last_norm=_norm_of(known.norm),
-        head=in_panels(numbers_of(known.lm_head.weight), _kind_of([known.lm_head.weight], tiled)),
         correction_rows=rows,
         correction=correction,
-        tokens=_tokens_of(head),
-        vocab=vocab,
+        **_common_parts(head, vocab, tiled),
     )

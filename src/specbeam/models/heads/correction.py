@@ -1,32 +1,34 @@
 """How the law of a draft in a block depends on the tokens above it: DSpark, Domino, DFlash2 and XPress.
 
-A pass makes a row for each depth of a block. A correction turns the logits of a row into those of the tokens below one node,
-by the node's own token and by a state that is carried down from the root of the block, node by node.
+A pass makes a row for each depth of a block. A correction turns the logits of a row into logits of the tokens below one
+node, by the node's own token and by a state that is carried down from the root of the block, node by node.
 """
 
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
+
+from specbeam.models.heads.arrays import Logits, PerRow, Rows, States
 
 
 class BlockNodes(NamedTuple):
     """Nodes of blocks, all of them equally far below their roots."""
 
     far: int  # how far
-    rows: Float[Tensor, "nodes size"]  # those of the blocks at their depth
-    tokens: Int64[Tensor, " nodes"]  # their own
-    states: Float[Tensor, "nodes state"]  # that they get from above
-    base: Float[Tensor, "nodes draft_vocab"]  # the logits of the rows
+    rows: Rows  # of the blocks at their depth
+    tokens: PerRow  # their own
+    states: States  # that they get from above
+    base: Logits  # the logits of the rows
 
 
 class Corrected(NamedTuple):
     """What a correction makes of nodes."""
 
-    logits: Float[Tensor, "nodes draft_vocab"]  # of the tokens below
-    states: Float[Tensor, "nodes state"]  # that their children get
+    logits: Logits  # of the tokens below
+    states: States  # that their children get
 
 
 class Correction(nn.Module):
@@ -34,19 +36,17 @@ class Correction(nn.Module):
 
     Attributes:
         state_size: of the state that is carried down.
-        reads_mean: whether rows come with the mean of all rows of their block beside them.
+        reads_mean: whether rows come with the mean of all rows of their block next to them.
     """
 
     state_size = 0
     reads_mean = False
 
-    def start(
-        self, rows: Float[Tensor, "roots size"], tokens: Int64[Tensor, " roots"], above: Int64[Tensor, " roots"]
-    ) -> Float[Tensor, "roots state"]:
+    def start(self, rows: Rows, tokens: PerRow, above: PerRow) -> States:
         """Return the states that roots get, where mask rows draft: the rows of the roots draft nothing then.
 
         Args:
-            rows: those of the roots.
+            rows: of the roots.
             tokens: of the roots.
             above: the tokens before them.
         """
@@ -68,7 +68,6 @@ class Markov(Correction):
             self.gate_proj = nn.Linear(width + rank, rank)
 
     def forward(self, nodes: BlockNodes) -> Corrected:
-        """See `Correction.forward`."""
         read = self.markov_w1(nodes.tokens)
         if hasattr(self, "gate_proj"):
             read = torch.sigmoid(self.gate_proj(torch.cat([nodes.rows, read], -1))) * read
@@ -76,7 +75,7 @@ class Markov(Correction):
 
 
 class RecurrentMarkov(Correction):
-    """A matrix of low rank, by what a recurrent network makes of the tokens and rows from the root on (DSpark, "rnn").
+    """A matrix of low rank, by the output of a recurrent network on the tokens and rows from the root on (DSpark, "rnn").
 
     Where mask rows draft, the network has read the root and its row before the first draft.
     """
@@ -88,22 +87,15 @@ class RecurrentMarkov(Correction):
         self.markov_w2 = nn.Linear(rank, draft_vocab, bias=False)
         self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
 
-    def start(
-        self, rows: Float[Tensor, "roots size"], tokens: Int64[Tensor, " roots"], above: Int64[Tensor, " roots"]
-    ) -> Float[Tensor, "roots state"]:
-        """See `Correction.start`."""
+    def start(self, rows: Rows, tokens: PerRow, above: PerRow) -> States:
         after, _ = self._read(super().start(rows, tokens, above), tokens, rows)
         return after
 
     def forward(self, nodes: BlockNodes) -> Corrected:
-        """See `Correction.forward`."""
         after, output = self._read(nodes.states, nodes.tokens, nodes.rows)
         return Corrected(nodes.base + self.markov_w2(torch.tanh(output)), after)
 
-    def _read(
-        self, states: Float[Tensor, "nodes state"], tokens: Int64[Tensor, " nodes"], rows: Float[Tensor, "nodes size"]
-    ) -> tuple[Tensor, Tensor]:
-        """Return the states after tokens and rows are read, and what the network puts out."""
+    def _read(self, states: States, tokens: PerRow, rows: Rows) -> tuple[Tensor, Tensor]:
         joined = self.joint_proj(torch.cat([states, self.markov_w1(tokens), rows], -1))
         gate, candidate, output = joined.chunk(3, -1)
         kept = torch.sigmoid(gate)
@@ -111,7 +103,7 @@ class RecurrentMarkov(Correction):
 
 
 class PrefixGRU(Correction):
-    """A small network on the row and on what a gated recurrent unit makes of the tokens from the root on (Domino).
+    """A small network on the row and on the state of a gated recurrent unit over the tokens from the root on (Domino).
 
     Args:
         embedding: the target's, which the unit reads.
@@ -126,14 +118,13 @@ class PrefixGRU(Correction):
         super().__init__()
         self.state_size = state
         self.pure = pure
-        self.embeddings = [embedding]  # in a list, as it is no weight of this module
+        self.embeddings = [embedding]  # in a list, so that it is not a weight of this module
         self.prefix_gru = nn.GRU(embedding.weight.shape[1], state, batch_first=True, bias=False)
         self.embed_proj = nn.Sequential(
             nn.Linear(width + state, inner, bias=False), nn.SiLU(), nn.Linear(inner, draft_vocab, bias=False)
         )
 
     def forward(self, nodes: BlockNodes) -> Corrected:
-        """See `Correction.forward`."""
         embedding = self.embeddings[0]
         read = embedding(nodes.tokens).to(nodes.rows.dtype)
         if len(read) == 0:  # which the unit does not take
@@ -162,7 +153,6 @@ class Selector(Correction):
         self.hidden_projection = nn.Linear(width, rank, bias=False)
 
     def forward(self, nodes: BlockNodes) -> Corrected:
-        """See `Correction.forward`."""
         likeliest = nodes.base.topk(self.top, -1)
         context = self.predecessor_codebook[nodes.tokens] * self.hidden_projection(nodes.rows)
         products = (context[:, None] * self.successor_codebook[likeliest.indices]).sum(-1)
@@ -174,7 +164,7 @@ class Refiner(Correction):
     """A small network over the rows and tokens of a block from its start on (XPress).
 
     Engines run it several times over drafts that are guessed all at once. Here each node gets the law given the tokens above
-    it, in one go. The state is what each row above has put in, one beside the other.
+    it, in one go. The state is the input of each row above, side by side.
 
     Args:
         rows: number of rows of a block.
@@ -200,15 +190,13 @@ class Refiner(Correction):
         self.mlp_down = nn.Linear(inner, rank, bias=False)
         self.readout = nn.Linear(rank, draft_vocab, bias=False)
 
-    def start(
-        self, rows: Float[Tensor, "roots size"], tokens: Int64[Tensor, " roots"], above: Int64[Tensor, " roots"]
-    ) -> Float[Tensor, "roots state"]:
+    def start(self, rows: Rows, tokens: PerRow, above: PerRow) -> States:
         """See `Correction.start`: the row of a root reads the token before it."""
         put_in = self._put_in(rows, above)
         return functional.pad(put_in, (0, self.state_size - put_in.shape[-1]))
 
     def forward(self, nodes: BlockNodes) -> Corrected:
-        """See `Correction.forward`. Drafts deeper than the block put in what its last row does."""
+        """See `Correction.forward`. Drafts deeper than the block have the input of its last row."""
         rank, rows = self.mix_l.shape[:2]
         place = min(self.first_row + nodes.far, rows - 1)
         before = nodes.states.unflatten(-1, (rows, rank))
@@ -218,11 +206,8 @@ class Refiner(Correction):
         refined = mixed + self.mlp_down(functional.silu(self.mlp_gate(mixed)) * self.mlp_up(mixed))
         return Corrected(nodes.base + self.readout(refined), every.flatten(1))
 
-    def _put_in(
-        self, rows: Float[Tensor, "nodes size"], tokens: Int64[Tensor, " nodes"]
-    ) -> Float[Tensor, "nodes rank"]:
-        """Return what rows, with the means of their blocks beside them, put in with the tokens above their drafts."""
+    def _put_in(self, rows: Rows, tokens: PerRow) -> Float[Tensor, "nodes rank"]:
+        """Return the network's input for rows, with the means of their blocks, and for the tokens above their drafts."""
         own, mean = rows.chunk(2, -1)
         read = torch.cat([self.down_h(own), self.down_g(mean), self.token_embed(tokens)], -1)
-        made: Tensor = self.in_proj(read)
-        return made
+        return self.in_proj(read)

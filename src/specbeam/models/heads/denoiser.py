@@ -4,59 +4,45 @@ The drafts of a block are tokens or masks, and the head gives a law for each mas
 these laws are those of a draft in one step. Then each is fixed before any token is drawn: a product law, as that of DFlash.
 In several steps some masks become tokens, and the laws of the others are computed anew.
 
-The paper drafts by a diffusion model of its own, which reads tokens alone. Here the context is the target's features, as in
+The paper drafts by a diffusion model of its own, which reads only tokens. Here the context is the target's features, as in
 block heads, so that the head can be small.
 """
 
 from collections.abc import Iterator
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Int64
 from torch import Tensor, nn
 
+from specbeam.models.heads.arrays import Blocks, PerRow, TokenMap
 from specbeam.models.heads.block import BlockHead, BlockShape
 from specbeam.models.heads.layers import Attend, Rotary
 
-NO_TOKEN = -1  # as the mask of `BlockHead`: the mask is no token of the target, but a row of the head's own
+NO_TOKEN = -1  # as the mask of `BlockHead`: the mask is a row of the head, and not a token of the target
 
 
 class Denoiser(BlockHead):
     """A head of this kind: a block head whose mask has an embedding of its own, so that it is never drafted.
 
     Args:
-        rotary: the rotation by positions.
-        embedding: float[vocab, width], the target's.
-        head: float[draft_vocab, width], the matrix that makes logits, of the target, or the head's own.
-        tokens: see `Head.tokens`.
+        shape, rotary, embedding, head, tokens: see `LayeredHead`.
     """
 
     def __init__(
-        self,
-        shape: BlockShape,
-        rotary: Rotary,
-        embedding: nn.Embedding,
-        head: nn.Linear,
-        tokens: Int64[Tensor, " draft_vocab"] | None = None,
+        self, shape: BlockShape, rotary: Rotary, embedding: nn.Embedding, head: nn.Linear, tokens: TokenMap = None
     ) -> None:
         super().__init__(shape, rotary, embedding, head, NO_TOKEN, tokens)
         self.mask_embedding = nn.Parameter(torch.zeros(embedding.weight.shape[1]))
 
     @property
     def described(self) -> dict[str, str]:
-        """See `Head.described`."""
-        told = super().described
-        return {
-            "kind": f"SpecDiff: unmasks {self.shape.depth} tokens, in one step or several",
-            **{name: told[name] for name in ("layers", "reads", "positions")},
-        }
+        kind = f"SpecDiff: unmasks {self.shape.depth} tokens, in one step or several"
+        shared = super().described
+        return {"kind": kind} | {name: shared[name] for name in ("layers", "reads", "positions")}
 
     def blocks(
-        self,
-        roots: Int64[Tensor, "*blocks"],
-        positions: Int64[Tensor, "*blocks"],
-        attend: Attend,
-        known: Int64[Tensor, "*blocks drafts"] | None = None,
-    ) -> Float[Tensor, "*blocks rows width"]:
+        self, roots: PerRow, positions: PerRow, attend: Attend, known: Int64[Tensor, "*blocks drafts"] | None = None
+    ) -> Blocks:
         """Return the rows of the blocks below roots; see `BlockHead.blocks`.
 
         Args:

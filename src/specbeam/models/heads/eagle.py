@@ -5,10 +5,7 @@ no law, it only makes worse drafts.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
 
 from specbeam.core.errors import BadHead
 from specbeam.core.records import FINAL
@@ -19,27 +16,25 @@ from specbeam.models.heads.layers import BASE, Rotary, View
 from specbeam.models.heads.masked import MaskTrunk
 from specbeam.models.heads.reading import (
     MOST_ROWS,
+    TokenParts,
     check_taps,
     embedding_of,
-    fill,
-    head_of,
+    filled,
     layer_count,
     layer_sizes,
     mask_token,
-    own_head,
     rope_of,
     rotary_of,
+    token_parts,
     views_of,
-    width_of,
 )
 from specbeam.models.heads.trunk import PairTrunk, TrunkShape
-from specbeam.models.heads.vocabulary import read_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 REFUSED = ("kv_a_proj_with_mqa", "parallel_draft_heads")  # parts of names of heads that cannot be read
-MASK_ROWS = 8  # of a P-EAGLE block, the row of the pair included, where its files do not say: as speculators trains it
+MASK_ROWS = 8  # of a P-EAGLE block, the row of the pair included, where its files state none: as speculators trains it
 
 
 def is_eagle3(config: Mapping[str, Any], names: Collection[str]) -> bool:
@@ -62,10 +57,10 @@ def is_eagle(names: Collection[str]) -> bool:
     return "fc.weight" in names and "layers.0.self_attn.q_proj.weight" in names and "norm.weight" not in names
 
 
-def read_eagle(files: HeadFiles, target: "PreTrainedModel") -> PairTrunk:
+def read_eagle(files: HeadFiles) -> PairTrunk:
     """Return an EAGLE-1, EAGLE-2 or HASS head; they are of one format. Raises `BadHead` if it cannot be read."""
     fields = files.fields
-    width = width_of(target)
+    width = files.width
     if fields.whole("hidden_size") != width:
         raise fields.bad("hidden_size", f"that of the target, {width}")
     heads = fields.whole("num_attention_heads")
@@ -83,116 +78,84 @@ def read_eagle(files: HeadFiles, target: "PreTrainedModel") -> PairTrunk:
         taps=(FINAL,),
         target_width=width,
         pairs="projection",
-        draft_vocab=head_of(target).weight.shape[0],
+        draft_vocab=files.vocab,
         joins_bias=has_bias,
         norms_output=False,
     )
     rotary = rotary_of(fields, sizes, _rope_of_eagle(fields))
-    trunk = PairTrunk(shape, rotary, embedding_of(files, target, width), head_of(target))
-    fill(trunk, files, target)
-    files.check_all_taken()
-    return trunk
+    trunk = PairTrunk(shape, rotary, embedding_of(files, width), files.target.get_output_embeddings())
+    return filled(trunk, files)
 
 
-def read_eagle3(files: HeadFiles, target: "PreTrainedModel", taps: tuple[int, ...] | None = None) -> PairTrunk:
-    """Return an EAGLE-3 head.
-
-    Args:
-        taps: the hidden states that it reads, see `Needs.taps`; None: as its files say.
-
-    Raises `BadHead` if it cannot be read.
-    """
-    parts = _parts_of(files, target, taps, View)
-    trunk = PairTrunk(parts.shape, parts.rotary, parts.embedding, parts.head, parts.tokens)
-    fill(trunk, files, target)
-    files.check_all_taken()
-    return trunk
+def read_eagle3(files: HeadFiles) -> PairTrunk:
+    """Return an EAGLE-3 head. Raises `BadHead` if it cannot be read."""
+    shape, rotary, (embedding, head, tokens) = _parts_of(files, View)
+    return filled(PairTrunk(shape, rotary, embedding, head, tokens), files)
 
 
-def read_peagle(files: HeadFiles, target: "PreTrainedModel", taps: tuple[int, ...] | None = None) -> MaskTrunk:
+def read_peagle(files: HeadFiles) -> MaskTrunk:
     """Return a P-EAGLE head; see `read_eagle3`.
 
     Writers name the mask token in three ways, and store the learnt state of mask rows in one to three dimensions.
     """
-    parts = _parts_of(files, target, taps, lambda size: View(size, from_row=True))
-    vocab = parts.embedding.weight.shape[0]
+    shape, rotary, (embedding, head, tokens) = _parts_of(files, lambda size: View(size, from_row=True))
+    vocab = embedding.weight.shape[0]
     mask = mask_token(files.fields, ("mask_token_id", "pard_token", "ptd_token_id"), vocab)
     proposal = files.fields.inner("speculators_config").first_of("proposal_methods")
     rows = proposal.whole("speculative_tokens", MASK_ROWS, most=MOST_ROWS)
-    trunk = MaskTrunk(parts.shape, parts.rotary, parts.embedding, parts.head, mask, rows, parts.tokens)
+    trunk = MaskTrunk(shape, rotary, embedding, head, mask, rows, tokens)
     states = trunk.states_size
     if files.has("mask_hidden") and files.tensors["mask_hidden"].numel() == states:
         files.tensors["mask_hidden"] = files.tensors["mask_hidden"].reshape(1, 1, states)
-    fill(trunk, files, target)
-    files.check_all_taken()
-    return trunk
+    return filled(trunk, files)
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """What a trunk that reads pairs by attention is made from."""
-
-    shape: TrunkShape
-    rotary: Rotary
-    embedding: Any
-    head: Any
-    tokens: Tensor | None
-
-
-def _parts_of(
-    files: HeadFiles,
-    target: "PreTrainedModel",
-    taps: tuple[int, ...] | None,
-    window: Callable[[int], View],
-) -> _Parts:
+def _parts_of(files: HeadFiles, window: Callable[[int], View]) -> tuple[TrunkShape, Rotary, TokenParts]:
     """Return the parts of an EAGLE-3 head, and take those tensors that are not weights of the trunk.
 
     Args:
-        window: what a window of a number of positions is.
+        window: the view for a window of a number of positions.
     """
     files.tensors = {name.replace("midlayer.", "layers.0."): one for name, one in files.tensors.items()}
     if known := [name for name in files.tensors if any(part in name for part in REFUSED)]:
         raise BadHead(f"{files.where} holds {known[0]}; heads with latent attention or parallel heads cannot be read")
     fields = files.fields
     core = fields.inner("transformer_layer_config") if fields.has("transformer_layer_config") else fields
-    width = width_of(target)
+    width = files.width
     states = files.size("fc.weight", 1) if files.has("fc.weight") else 0
-    chosen, how = (taps, "as asked for") if taps is not None else read_taps(fields, target, states // width)
-    check_taps(files, target, chosen, how)
+    taps, how = read_taps(fields, files.target, states // width)
+    check_taps(files, taps, how)
     if fields.whole("target_hidden_size", width) != width:
         raise fields.bad("target_hidden_size", f"the width of the target, {width}")
     sizes = layer_sizes(files, core)
     files.check_size("fc.weight", 0, sizes.width, f"{core.inside}hidden_size")
     layers = layer_count(files, core, 1)
     is_speculators = fields.has("speculators_model_type")
-    vocab = core.whole("vocab_size", head_of(target).weight.shape[0])
+    vocab = core.whole("vocab_size", files.vocab)
     shape = TrunkShape(
         sizes=sizes,
         layers=layers,
-        taps=chosen,
+        taps=taps,
         target_width=width,
         pairs="attention",
         draft_vocab=fields.whole("draft_vocab_size", vocab),
-        joins_bias="fc.bias" in files.tensors,
+        joins_bias=files.has("fc.bias"),
         norms_features=_norms_of_features(files),
         norms_residual=fields.flag("norm_before_residual", default=False),
-        # SpecForge's field of the same name says something else: its heads feed back states before the norm.
+        # SpecForge's field of the same name has another meaning: its heads feed back states before the norm.
         feeds_normed=fields.flag("norm_output", default=False) and is_speculators,
         # Others copy the fields of a target's windows, and train heads without any.
         views=views_of(core, layers, window) if is_speculators else (),
     )
     rotary = rotary_of(core, sizes, rope_of(core))
-    embedding = embedding_of(files, target, sizes.width)
-    head = own_head(files, shape.draft_vocab, sizes.width, embedding, target)
-    tokens = read_tokens(files, shape.draft_vocab, head_of(target).weight.shape[0])
-    return _Parts(shape, rotary, embedding, head, tokens)
+    return shape, rotary, token_parts(files, shape.draft_vocab, sizes.width)
 
 
 def read_taps(fields: Fields, target: "PreTrainedModel", count: int) -> tuple[tuple[int, ...], str]:
     """Return the hidden states that a head reads, and how they were found.
 
-    Some writers number what enters a layer, and others what leaves it. Where a field is used by both, the default of all
-    writers tells which numbering it is.
+    Some writers number the inputs of layers, and others the outputs. Where a field is used by both, the default of all
+    writers shows the numbering.
 
     Args:
         count: number of hidden states.
@@ -208,7 +171,11 @@ def read_taps(fields: Fields, target: "PreTrainedModel", count: int) -> tuple[tu
     if not after and nested == default:
         return default, f"eagle_config.{name}: what enters these layers, as the default of all writers"
     if found := after or nested or named:
-        stated = "target_layer_ids" if after else f"eagle_config.{name}" if nested else name
+        stated = name
+        if after:
+            stated = "target_layer_ids"
+        elif nested:
+            stated = f"eagle_config.{name}"
         return tuple(one + 1 for one in found), f"{stated}: what leaves the layers before these"
     if count in (0, 3):
         return default, "the default of all writers"
@@ -218,21 +185,23 @@ def read_taps(fields: Fields, target: "PreTrainedModel", count: int) -> tuple[tu
 
 
 def _norms_of_features(files: HeadFiles) -> str:
-    """Return how hidden states are normed before they become a feature; the tensors tell, and fields must not differ."""
+    """Return how hidden states are normed before they become a feature, by the tensors; fields must not differ."""
     fields = files.fields
     found = "no"
-    if "fc_norm.0.weight" in files.tensors:
+    if files.has("fc_norm.0.weight"):
         found = "each"
-    if "input_norm.weight" in files.tensors:
+    if files.has("input_norm.weight"):
         found = "all"
     for name, kind in (("norm_before_fc", "all"), ("fc_norm", "each")):
-        if fields.flag(name, default=found == kind) != (found == kind):
-            raise fields.bad(name, f"{str(found == kind).lower()}, by the tensors there are")
+        is_kind = found == kind
+        if fields.flag(name, default=is_kind) != is_kind:
+            raise fields.bad(name, f"{str(is_kind).lower()}, by the tensors there are")
     return found
 
 
 def _rope_of_eagle(fields: Fields) -> dict[str, Any]:
     """Return the parameters of the positions of an EAGLE-1 head: its writer takes 10000 whenever they are scaled."""
-    if fields.has("rope_scaling"):
-        return {**rope_of(Fields(fields.where, {"rope_scaling": fields.values["rope_scaling"]})), "rope_theta": BASE}
-    return rope_of(fields)
+    if not fields.has("rope_scaling"):
+        return rope_of(fields)
+    scaling = Fields(fields.where, {"rope_scaling": fields.values["rope_scaling"]})
+    return rope_of(scaling) | {"rope_theta": BASE}

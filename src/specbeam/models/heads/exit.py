@@ -7,31 +7,32 @@ Source: EESD (arXiv 2406.03853).
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from specbeam.core.answers import LOGITS
 from specbeam.core.errors import BadHead, NotSupported
 from specbeam.core.forest import Forest
 from specbeam.core.lm import checked_needs
-from specbeam.core.records import Needs, Scored, Turn
+from specbeam.core.records import Needs, Scored
 from specbeam.core.session import CacheOwner
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.eligibility import layers_of
 from specbeam.engines.kv.masks import Masks
 from specbeam.models.early_layers import last_norm, with_exit
+from specbeam.models.heads.arrays import PerNode, Rows
 from specbeam.models.heads.files import HeadFiles
 from specbeam.models.heads.head import DraftRows, Head, wanted_below
 from specbeam.models.heads.lm import HeadLM, TimedPrompt
-from specbeam.models.heads.reading import fill
+from specbeam.models.heads.reading import filled
 from specbeam.models.heads.trees import ScoredTrees
-from specbeam.models.huggingface import CacheForSteps, HuggingFaceLM
+from specbeam.models.huggingface import CacheForSteps, EachNeeds, Forests, HuggingFaceLM, OnTargetsCache, Sessions
 from specbeam.models.made_up import made_up_prompt
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class ExitHead(Head):
     """An exit layer with its norm, as copies of the target's last layer and norm at first.
 
     Args:
-        target: the model whose first layers and head it stands between; they are no weights of its own.
+        target: the model whose first layers and head surround it; their weights are not the head's own.
         after: number of layers that run before it.
     """
 
@@ -70,23 +71,7 @@ class ExitHead(Head):
         return self.shared[0]
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        """See `Head.taps`: none, as it runs the first layers itself, or the target's engine does."""
-        return ()
-
-    @property
-    def device(self) -> torch.device:
-        """See `Head.device`."""
-        return next(self.parameters()).device
-
-    @property
-    def states_size(self) -> int:
-        """See `Head.states_size`."""
-        return 0
-
-    @property
     def described(self) -> dict[str, str]:
-        """See `Head.described`."""
         return {
             "kind": f"EESD: an exit layer behind the target's first {self.after} of {len(layers_of(self.target))} layers",
             "layers": "1, like those of the target, with a norm of its own",
@@ -97,8 +82,8 @@ class ExitHead(Head):
         """Return the target's first layers, this layer and this norm as one model, with the target's head."""
         return with_exit(self.target, self.after, self.layer, self.norm)
 
-    def drafts(self, trees: ScoredTrees, depth: int, wanted: Bool[Tensor, "rows length"]) -> list[DraftRows]:
-        """See `Head.drafts`: drafts of all depths have the same law, so there are those one deep alone."""
+    def drafts(self, trees: ScoredTrees, depth: int, wanted: PerNode) -> list[DraftRows]:
+        """See `Head.drafts`: drafts of all depths have the same law, so only drafts one deep are returned."""
         given, named = self._what_reaches_it(trees)
         states = given[0] if given else named.pop("hidden_states")
         left = self.layer(self._as_own(states), *map(self._as_own, given[1:]), **_each(self._as_own, named))
@@ -114,8 +99,8 @@ class ExitHead(Head):
             return value.detach().to(next(self.layer.parameters()).dtype)
         return value
 
-    def _logits(self, states: Float[Tensor, "nodes width"]) -> Float[Tensor, "nodes vocab"]:
-        """Return the logits of the tokens below nodes, given what leaves the exit layer there."""
+    def _logits(self, states: Rows) -> Float[Tensor, "nodes vocab"]:
+        """Return the logits of the tokens below nodes, given the output of the exit layer there."""
         head = self.target.get_output_embeddings()
         bias = getattr(head, "bias", None)
         normed = self.norm(states)
@@ -139,7 +124,7 @@ class ExitHead(Head):
         masks = Masks(config, config._attn_implementation or "eager", self.target.dtype)
         handle = self.layer.register_forward_pre_hook(keep, with_kwargs=True)
         try:
-            with torch.autocast(trees.tokens.device.type, enabled=False):  # what drafting reads is not rounded either
+            with torch.autocast(trees.tokens.device.type, enabled=False):  # decoding does not round either
                 self.exited().base_model(
                     input_ids=trees.tokens,
                     position_ids=trees.depths,
@@ -159,7 +144,6 @@ class _Reached(Exception):
 
 
 def _each(change: Any, named: dict[str, Any]) -> dict[str, Any]:
-    """Return named values, each changed."""
     return {name: change(value) for name, value in named.items()}
 
 
@@ -178,30 +162,26 @@ def exit_config(head: ExitHead) -> dict[str, Any]:
     }
 
 
-def read_exit(files: HeadFiles, target: "PreTrainedModel") -> ExitHead:
+def read_exit(files: HeadFiles) -> ExitHead:
     """Return an exit head. Raises `BadHead` if it cannot be read, or is for a target of another shape."""
     after = files.fields.whole("exit_layer")
-    if not files.fields.has("target"):
-        raise files.fields.missing("target")
-    stated = files.fields.inner("target")
+    stated = files.fields.required("target")
     try:
-        head = ExitHead(target, after)
+        head = ExitHead(files.target, after)
     except NotSupported as error:
         raise BadHead(f"{files.where} is an exit head, and {error}") from error
     expected = exit_config(head)["target"]
-    if other := [name for name in expected if stated.values.get(name) != expected[name]]:
-        name = other[0]
-        raise stated.bad(
-            name,
-            f"that of the target, {expected[name]!r}: an exit layer stands between layers of the very model that it was "
-            "trained for",
-        )
-    fill(head, files, target)
-    files.check_all_taken()
-    return head
+    for name, value in expected.items():
+        if stated.values.get(name) != value:
+            raise stated.bad(
+                name,
+                f"that of the target, {value!r}: an exit layer stands between layers of the very model that it was trained "
+                "for",
+            )
+    return filled(head, files)
 
 
-class ExitLM(HeadLM):
+class ExitLM(OnTargetsCache, HeadLM):
     """An exit head as a draft model, on the target's own KV cache: nothing is computed twice.
 
     A pass runs the target's first layers and the exit layer on new nodes. The target's pass then runs the other layers on
@@ -219,16 +199,10 @@ class ExitLM(HeadLM):
 
     def __init__(self, head: ExitHead, target: HuggingFaceLM) -> None:
         super().__init__(head, target.vocab)
-        assert isinstance(target.runner, PackedPasses)
         self.target = target
-        self.layer = target.runner.exit_layer(head.layer, head.norm, head.after)
+        self.layer = target.packed.exit_layer(head.layer, head.norm, head.after)
         self.max_positions = target.max_positions
         self.needs_of_target = Needs(logits=True, exit_layer=self.layer)
-
-    @property
-    def is_compiled(self) -> bool:
-        """See `HeadLM.is_compiled`."""
-        return self.target.is_compiled
 
     def is_ready(self, session: CacheOwner) -> bool:
         """See `HeadLM.is_ready`: it drafts from the first turn on."""
@@ -236,7 +210,6 @@ class ExitLM(HeadLM):
 
     @property
     def supports_runs(self) -> bool:
-        """See `HeadLM.supports_runs`."""
         return self.target.supports_runs and type(self).extend is ExitLM.extend
 
     @contextmanager
@@ -251,34 +224,13 @@ class ExitLM(HeadLM):
         with self.target.early_cache_for_steps(session, fresh, layers, self.needs_of_target, self, more) as found:
             yield found
 
-    def shares(self, session: CacheOwner) -> bool:
-        """See `HeadLM.shares`: as the target does."""
-        return self.target.shares(session)
-
-    def finish_run(self, session: CacheOwner, passes: int, roots: int) -> None:
-        """Update the counter of passes after a run; the target's cache is finished as that of the target."""
-        self.passes += passes
-
-    def extend(
-        self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
-    ) -> list[Scored]:
-        """See `LM.extend`."""
-        checked_needs(self, len(sessions), needs)  # there are logits alone
+    def extend(self, sessions: Sessions, forests: Forests, needs: EachNeeds = None) -> list[Scored]:
+        checked_needs(self, len(sessions), needs)  # there are only logits
         self.passes += 1
         return self.target.extend_early(sessions, forests, self.layer.after, self.needs_of_target)
 
-    def fill(
-        self, sessions: Sequence[CacheOwner], needs: Sequence[Needs] | None = None, most: int | None = None
-    ) -> list[bool]:
-        """Return True for each session: the target stores the prompts itself, with the rows of the exit layer."""
-        return [True] * len(sessions)
-
-    def settle(self, session: CacheOwner, turn: Turn) -> None:
-        """Do nothing: the decoding loop settles the target's cache."""
-
     @contextmanager
     def stored(self, length: int) -> Iterator[TimedPrompt]:
-        """See `HeadLM.stored`."""
         prompt = made_up_prompt(length, self.vocab)
         session: Any = SimpleNamespace(prompt=prompt, state={})
         self.extend([session], [Forest.rooted(prompt[-1:])])
@@ -288,15 +240,7 @@ class ExitLM(HeadLM):
             self.target.close(session)
 
     def take_back(self, session: CacheOwner, forest: Forest) -> None:
-        """See `HeadLM.take_back`."""
         session.state[self.target].fit(forest)
-
-    def peak(self, session: CacheOwner) -> int:
-        """See `HeadLM.peak`: the exit layer stores a row for each token that the target stores."""
-        return self.target.peak(session)
-
-    def close(self, session: CacheOwner) -> None:
-        """Do nothing: the decoding loop closes the target's cache."""
 
 
 def exit_model(head: ExitHead, target: HuggingFaceLM) -> "ExitLM | HuggingFaceLM":
@@ -313,7 +257,7 @@ def exit_model(head: ExitHead, target: HuggingFaceLM) -> "ExitLM | HuggingFaceLM
 
 
 def how_it_runs(head: ExitHead, target: HuggingFaceLM) -> str:
-    """Return whether the head drafts on the target's cache, as people read it."""
+    """Return a description of where the head drafts, on the target's cache or on its own."""
     if isinstance(target.runner, PackedPasses):
         return "on the target's own cache: its first layers run once"
     return (

@@ -7,7 +7,7 @@ the next token, and extra row 1 that of the one after it, whatever the next one 
 law.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from specbeam.core.records import ExtraInputs
 from specbeam.engines.eligibility import layers_of
 from specbeam.engines.kv.masks import Masks
 from specbeam.engines.kv.trie import AHEAD
+from specbeam.models.heads.arrays import AnchorRows, Anchors, Columns, PerNode, Rows
 from specbeam.models.heads.head import DraftRows, Head, wanted_below
 from specbeam.models.heads.trees import ScoredTrees
 
@@ -53,47 +54,30 @@ class ExtraHead(Head):
 
     @property
     def inputs(self) -> ExtraInputs:
-        """What the extra rows are made of, for the engines."""
+        """The inputs of the extra rows, for the engines."""
         raise NotImplementedError
 
     @property
     def described_ranks(self) -> dict[str, str]:
-        """The odds of its likeliest token by depth, as people read them; nothing if they were not measured."""
+        """The odds of its likeliest token by depth, in words; nothing if they were not measured."""
         odds = ", ".join(f"{row[0]:.2f}" for row in self.ranks if row)
         return {"its likeliest token is the target's next with odds of": f"{odds}, by depth"} if odds else {}
 
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """See `Head.taps`: none."""
-        return ()
-
-    @property
-    def states_size(self) -> int:
-        """See `Head.states_size`."""
-        return 0
-
-    def features(self, states: Float[Tensor, "*rows none"]) -> Float[Tensor, "*rows none"]:
+    def features(self, states: Rows) -> Rows:
         """See `Head.features`: there are none."""
         return states
 
-    @property
-    def device(self) -> torch.device:
-        """See `Head.device`."""
-        return next(self.parameters()).device
-
-    def rows(
-        self, trees: ScoredTrees, anchors: Int64[Tensor, "rows anchors"], depth: int
-    ) -> Float[Tensor, "rows anchors depth width"]:
+    def rows(self, trees: ScoredTrees, anchors: Anchors, depth: int) -> AnchorRows:
         """Return the target's last hidden states of `depth` extra rows under each of some nodes of trees.
 
-        Gradients flow to the head's own weights alone.
+        Gradients flow only to the head's own weights.
 
         Args:
             anchors: columns of the nodes.
         """
         raise NotImplementedError
 
-    def drafts(self, trees: ScoredTrees, depth: int, wanted: Bool[Tensor, "rows length"]) -> list[DraftRows]:
+    def drafts(self, trees: ScoredTrees, depth: int, wanted: PerNode) -> list[DraftRows]:
         """See `Head.drafts`. The target runs over the trees, and then over the extra rows."""
         depth = min(depth, self.depth)
         ancestors = _ancestors(trees, depth)
@@ -116,9 +100,9 @@ class ExtraHead(Head):
         return found
 
 
-def _ancestors(trees: ScoredTrees, depth: int) -> list[Int64[Tensor, "rows length"]]:
+def _ancestors(trees: ScoredTrees, depth: int) -> list[Columns]:
     """Return the columns of the parents of all nodes, of their parents, and so on; 0 for nodes that have none."""
-    above = torch.arange(trees.tokens.shape[1], device=trees.tokens.device).expand_as(trees.tokens)
+    above = trees.columns
     found = []
     for _ in range(depth):
         above = trees.above(above)
@@ -126,8 +110,8 @@ def _ancestors(trees: ScoredTrees, depth: int) -> list[Int64[Tensor, "rows lengt
     return found
 
 
-def logits_of(target: "PreTrainedModel", states: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
-    """Return the logits that a target makes of its last hidden states; gradients flow to these alone."""
+def logits_of(target: "PreTrainedModel", states: Rows) -> Float[Tensor, "rows vocab"]:
+    """Return the logits that a target makes of its last hidden states; gradients flow only to these."""
     matrix = target.get_output_embeddings()
     with _frozen(matrix):
         logits: Tensor = matrix(states)
@@ -158,64 +142,48 @@ class StoredTrees:
         self.masks = Masks(config, config._attn_implementation or "eager", target.dtype)
         self.cache = _TreeCache(config.num_hidden_layers, keys, values)
         self.states: Tensor | None = None
-        handles = []
-        if tap is not None:
 
-            def keep(module: object, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-                self.states = given[0] if given else named["hidden_states"]
+        def note(module: object, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            self.states = given[0] if given else named["hidden_states"]
 
-            handles.append(layers_of(target)[tap].register_forward_pre_hook(keep, with_kwargs=True))
-        try:
-            with torch.no_grad(), unrounded(trees.tokens):
-                target.base_model(
-                    input_ids=trees.tokens,
-                    position_ids=trees.depths,
-                    attention_mask=self.masks.of_trees(trees.sees, trees.depths),
-                    past_key_values=self.cache,
-                    use_cache=True,
-                )
-        finally:
-            for handle in handles:
-                handle.remove()
+        with torch.no_grad(), unrounded(trees.tokens), hooked(target, tap, note):
+            target.base_model(
+                input_ids=trees.tokens,
+                position_ids=trees.depths,
+                attention_mask=self.masks.of_trees(trees.sees, trees.depths),
+                past_key_values=self.cache,
+                use_cache=True,
+            )
         self.cache.is_full = True
 
-    def last_states(
-        self, anchors: Int64[Tensor, "rows anchors"], made: Float[Tensor, "rows anchors depth width"], layer: int = 0
-    ) -> Float[Tensor, "rows anchors depth width"]:
+    def last_states(self, anchors: Anchors, made: AnchorRows, layer: int = 0) -> AnchorRows:
         """Return the target's last hidden states of extra rows.
 
         Args:
             anchors: columns of the nodes that they hang under.
-            made: what the first of their layers reads of them.
+            made: the input of the first of their layers.
             layer: the number of that layer; 0: they are embeddings.
         """
         rows, count, depth, width = made.shape
         positions = self.trees.depths.gather(1, anchors)[..., None] + torch.arange(1, depth + 1, device=anchors.device)
         seen, slot_positions = self._seen(anchors, positions)
         flat = made.reshape(rows, count * depth, width).to(self.target.dtype)
-        handles = []
-        if layer:
 
-            def enter(module: object, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-                return ((flat, *given[1:]), named) if given else (given, {**named, "hidden_states": flat})
+        def enter(module: object, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            return ((flat, *given[1:]), named) if given else (given, {**named, "hidden_states": flat})
 
-            handles.append(layers_of(self.target)[layer].register_forward_pre_hook(enter, with_kwargs=True))
-        try:
-            with _frozen(self.target), unrounded(flat):
-                last: Tensor = self.target.base_model(
-                    inputs_embeds=torch.zeros_like(flat) if layer else flat,
-                    position_ids=positions.flatten(1),
-                    attention_mask=self.masks.of_rows(seen, positions.flatten(1), slot_positions),
-                    past_key_values=self.cache,
-                    use_cache=True,
-                ).last_hidden_state
-        finally:
-            for handle in handles:
-                handle.remove()
+        with _frozen(self.target), unrounded(flat), hooked(self.target, layer or None, enter):
+            last: Tensor = self.target.base_model(
+                inputs_embeds=torch.zeros_like(flat) if layer else flat,
+                position_ids=positions.flatten(1),
+                attention_mask=self.masks.of_rows(seen, positions.flatten(1), slot_positions),
+                past_key_values=self.cache,
+                use_cache=True,
+            ).last_hidden_state
         return last.view(rows, count, depth, width)
 
     def _seen(
-        self, anchors: Int64[Tensor, "rows anchors"], positions: Int64[Tensor, "rows anchors depth"]
+        self, anchors: Anchors, positions: Int64[Tensor, "rows anchors depth"]
     ) -> tuple[Bool[Tensor, "rows extra slots"], Int64[Tensor, "rows slots"]]:
         """Return which of prefix, tree and extra rows each extra row sees, and the positions of all of these."""
         rows, count = anchors.shape
@@ -233,7 +201,7 @@ class StoredTrees:
 
 
 class _TreeLayer(CacheLayerMixin):
-    """The keys and values of a layer: those of trees, and before them those of a prefix that later rows see."""
+    """The keys and values of a layer: of a prefix that later rows see, then of trees."""
 
     is_sliding = False
 
@@ -251,15 +219,14 @@ class _TreeLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Keep the keys and values of trees; put all that there is before those of later rows."""
+        """Keep the keys and values of trees; return those of later rows with all others before them."""
         if not self.cache.is_full:
             self.lazy_initialization(key_states, value_states)
             self.keys = key_states
             self.values = value_states
             return key_states, value_states
-        return self._with(self.cache.keys, self.keys, key_states), self._with(
-            self.cache.values, self.values, value_states
-        )
+        keys = self._with(self.cache.keys, self.keys, key_states)
+        return keys, self._with(self.cache.values, self.values, value_states)
 
     def _with(self, prefix: tuple[Tensor, ...], trees: Tensor, own: Tensor) -> Tensor:
         parts = [trees, own]
@@ -294,12 +261,25 @@ class _TreeCache(Cache):
 
 
 def unrounded(like: Tensor) -> torch.autocast:
-    """Return a context in which the target runs in its own type, as it does in decoding, whatever a training rounds.
+    """Return a context in which the target runs in its own type, as it does in decoding, also if a training rounds.
 
     Args:
         like: a tensor on its device.
     """
     return torch.autocast(like.device.type, enabled=False)
+
+
+@contextmanager
+def hooked(model: "PreTrainedModel", layer: int | None, hook: Callable[..., Any]) -> Iterator[None]:
+    """Call a hook before each forward of a layer; None: of no layer."""
+    if layer is None:
+        yield
+        return
+    handle = layers_of(model)[layer].register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager

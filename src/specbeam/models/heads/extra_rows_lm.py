@@ -7,62 +7,52 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
 from torch import Tensor
 
 from specbeam.core.forest import Forest, unknown_nodes
 from specbeam.core.records import LEARNT, NO_EXTRA_ROWS, ExtraRows, Needs, Turn
 from specbeam.core.session import CacheOwner, Session
 from specbeam.engines.families import positions_of
+from specbeam.models.heads.arrays import AnyNodes, Logits, Nodes, Rows
 from specbeam.models.heads.cache import NodeCache
 from specbeam.models.heads.extra_rows import ExtraHead
 from specbeam.models.heads.lm import HeadLM, TimedPrompt
 
 
 class ExtraCache(NodeCache):
-    """What is kept of one session: the logits of the extra rows under each live node that had some when it was scored.
+    """The cache of one session: the logits of the extra rows under each live node that had some when it was scored.
 
     Args:
-        prompt: the tokens of the prompt, of which the last one alone is of interest.
+        prompt: the tokens of the prompt, of which only the last one is read.
         device: where logits are.
 
     Attributes:
         rows: float[rows, vocab] by local node.
-        fresh: the same by local node as the target has just given them, of this turn.
+        fresh: the same for the nodes that the target has scored in this turn.
     """
 
     def __init__(self, prompt: list[int], device: torch.device) -> None:
-        # The top of the trie stands for what is before the last token; nothing is drafted there but to time a pass.
+        # The top of the trie stands for all before the last token; nothing is drafted there but to time a pass.
         super().__init__(prompt[-1:], torch.zeros(1, 0, device=device), np.array([True, False]))
         self.rows: dict[int, Tensor] = {}
         self.fresh: list[Tensor | None] = []
 
-    def note_scored(self, nodes: Int64[np.ndarray, " nodes"]) -> None:
-        """See `NodeCache.note_scored`."""
+    def note_scored(self, nodes: Nodes) -> None:
         self.rows |= {node: rows for node, rows in zip(nodes.tolist(), self.fresh, strict=True) if rows is not None}
         self.fresh = []
 
-    def keep(self, former: Int64[np.ndarray, " left"]) -> None:
+    def keep(self, former: Nodes) -> None:
         """See `NodeCache.keep`. What is kept is copied, so that the rest of a pass can be freed."""
         self.rows = {
             node: self.rows[before].clone() for node, before in enumerate(former.tolist()) if before in self.rows
         }
         super().keep(former)
 
-    def scored_above(self, node: int) -> tuple[int, int]:
-        """Return the nearest scored node above a local node, and how far above it is."""
-        parents = self.trie.parents
-        far = 1
-        above = int(parents[node])
-        while not self.is_scored[above]:
-            above = int(parents[above])
-            far += 1
-        return above, far
-
     @property
     def can_draft(self) -> bool:
         """Whether there is anything to draft from below any root."""
-        nearest = (root if self.is_scored[root] else self.scored_above(root)[0] for root in self.trie.root_at.tolist())
+        roots = self.trie.root_at.tolist()
+        nearest = [root if self.is_scored[root] else self.scored_above(root)[0] for root in roots]
         return any(node in self.rows for node in nearest)
 
 
@@ -122,8 +112,8 @@ class ExtraLM(HeadLM):
         above = forest.size + np.arange(len(kinds)) - 1
         return ExtraRows(LEARNT - kinds, np.where(kinds == 0, np.repeat(nodes, counts), above))
 
-    def _chosen(self, session: Session, forest: Forest) -> Int64[np.ndarray, " nodes"]:
-        """Return the nodes that get extra rows: of those that no pass has scored yet, the likely ones."""
+    def _chosen(self, session: Session, forest: Forest) -> Nodes:
+        """Return the nodes that get extra rows: the likely ones that no pass has scored yet."""
         nodes = _scored(forest)
         cache: ExtraCache | None = session.state.get(self)
         if cache is not None:  # beams that were drafts are roots that an earlier turn has scored
@@ -135,41 +125,39 @@ class ExtraLM(HeadLM):
         is_likely = np.isnan(logq) | (logq >= np.log(self.least))
         return nodes[is_likely | (forest.parents[nodes] < 0)]
 
-    def new_cache(self, prompt: list[int], features: Float[Tensor, "none width"]) -> ExtraCache:
-        """See `HeadLM.new_cache`."""
+    def new_cache(self, prompt: list[int], features: Rows) -> ExtraCache:
         return ExtraCache(prompt, features.device)
 
     @torch.inference_mode()
     def settle(self, session: CacheOwner, turn: Turn) -> None:
-        """Take the logits of the extra rows of a turn, and keep those that drafts below surviving beams are read from."""
-        cache: ExtraCache | None = session.state.get(self)
-        if cache is None:
-            cache = ExtraCache(session.prompt, self.device)
-            session.state[self] = cache
+        """Take the logits of the extra rows of a turn, and keep the rows that drafts below surviving beams read."""
+        if self not in session.state:
+            session.state[self] = ExtraCache(session.prompt, self.device)
+        cache: ExtraCache = session.state[self]
         places, counts = session.state.pop((_Groups, self))
         scored = len(turn.scored_nodes)
-        fresh: list[Tensor | None] = [None] * scored
+        cache.fresh = [None] * scored
         if counts.sum():
             assert turn.scored.extra is not None
             rows = turn.scored.extra.logits.split(counts.tolist())
             for place, own in zip(places.tolist(), rows, strict=True):
-                fresh[place] = own if len(own) else None
-        cache.fresh = fresh
+                cache.fresh[place] = own if len(own) else None
         cache.settle(turn, torch.zeros(scored, 0, device=self.device))
         self.missed += len(cache.trie.root_at) > 0 and not cache.can_draft
 
-    def logits(self, caches: list[Any], wanted: list[Int64[np.ndarray, " _"]]) -> list[Float[Tensor, "_ draft_vocab"]]:
+    def logits(self, caches: list[Any], wanted: list[AnyNodes]) -> list[Logits]:
         """See `HeadLM.logits`. Where the nearest scored node had no extra rows, no token has any odds."""
         self.passes += 1
         nothing = torch.full((self.vocab,), -torch.inf, device=self.device)
         found = []
         for cache, nodes in zip(caches, wanted, strict=True):
-            rows = [torch.zeros(0, self.vocab, device=self.device)]
-            for node in nodes.tolist():
+            rows = nothing.repeat(len(nodes), 1)
+            for row, node in enumerate(nodes.tolist()):
                 above, far = cache.scored_above(node)
                 own = cache.rows.get(above)
-                rows.append((nothing if own is None else own[min(far, len(own)) - 1].float())[None])
-            found.append(torch.cat(rows))
+                if own is not None:
+                    rows[row] = own[min(far, len(own)) - 1]
+            found.append(rows)
         return found
 
     @contextmanager
@@ -187,6 +175,6 @@ class ExtraLM(HeadLM):
         yield TimedPrompt(self, session)
 
 
-def _scored(forest: Forest) -> Int64[np.ndarray, " nodes"]:
+def _scored(forest: Forest) -> Nodes:
     """Return the nodes of a forest that the target scores: those whose rows are not known."""
     return unknown_nodes(0, forest.size, forest.known.nodes)

@@ -1,12 +1,12 @@
-"""Heads on one feature: what all of them share that read the last hidden state of a scored node, and the tokens below it."""
+"""Heads that read the last hidden state of a scored node, and the tokens below it."""
 
 from typing import NamedTuple
 
-import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from specbeam.core.records import FINAL
+from specbeam.models.heads.arrays import Logits, PerNode, PerRow, Rows, States, StatesAbove, TargetStates
 from specbeam.models.heads.head import DraftRows, Head, described_taps, wanted_below
 from specbeam.models.heads.trees import ScoredTrees
 
@@ -25,16 +25,12 @@ class FeatureSizes(NamedTuple):
 class FeatureHead(Head):
     """A head that drafts from the feature of the nearest scored node above, and from the tokens on the way down from there.
 
-    A state is carried from node to node. It begins as what `start` makes of the feature.
-
-    Args:
-        tokens: see `Head.tokens`.
+    A state is carried from node to node. It begins as the output of `start` for the feature.
     """
 
-    def __init__(self, sizes: FeatureSizes, tokens: Int64[Tensor, " draft_vocab"] | None = None) -> None:
+    def __init__(self, sizes: FeatureSizes) -> None:
         super().__init__()
         self.sizes = sizes
-        self.tokens = tokens
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -42,13 +38,7 @@ class FeatureHead(Head):
         return (FINAL,)
 
     @property
-    def device(self) -> torch.device:
-        """See `Head.device`."""
-        return next(self.parameters()).device
-
-    @property
     def described(self) -> dict[str, str]:
-        """See `Head.described`."""
         return {
             "kind": f"{type(self).__name__}: reads one feature",
             "drafts": str(self.sizes.depth) if self.sizes.depth < UNLIMITED else "of any depth, by one network",
@@ -57,31 +47,26 @@ class FeatureHead(Head):
 
     @property
     def states_size(self) -> int:
-        """See `Head.states_size`."""
         return self.sizes.width
 
-    def features(self, states: Float[Tensor, "*rows states"]) -> Float[Tensor, "*rows width"]:
+    def features(self, states: TargetStates) -> Rows:
         """See `Head.features`: the states themselves."""
         return states.to(next(self.parameters()).dtype)
 
-    def start(self, features: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows state"]:
+    def start(self, features: Rows) -> States:
         """Return the states at scored nodes."""
         return features
 
-    def step(
-        self, far: int, states: Float[Tensor, "*rows above"], tokens: Int64[Tensor, "*rows"]
-    ) -> Float[Tensor, "*rows state"]:
-        """Return the states at nodes `far` below a scored one, from those of their parents and their own tokens."""
+    def step(self, far: int, states: StatesAbove, tokens: PerRow) -> States:
+        """Return the states at nodes `far` below a scored one, from their parents' states and their own tokens."""
         raise NotImplementedError
 
-    def logits(self, far: int, states: Float[Tensor, "rows state"]) -> Float[Tensor, "rows draft_vocab"]:
+    def logits(self, far: int, states: States) -> Logits:
         """Return the logits of the token below nodes `far` below a scored one, 1 to `depth`, from their states."""
         raise NotImplementedError
 
-    def drafts(self, trees: ScoredTrees, depth: int, wanted: Bool[Tensor, "rows length"]) -> list[DraftRows]:
-        """See `Head.drafts`."""
-        columns = torch.arange(trees.tokens.shape[1], device=trees.tokens.device).expand_as(trees.tokens)
-        parents = trees.above(columns)
+    def drafts(self, trees: ScoredTrees, depth: int, wanted: PerNode) -> list[DraftRows]:
+        parents = trees.above(trees.columns)
         states = self.start(self.features(trees.states_at(self.taps)))
         found = []
         for far in range(1, min(depth, self.sizes.depth) + 1):
@@ -99,7 +84,6 @@ class Residual(nn.Module):
         self.linear = nn.Linear(reads, width)
         self.res_connection = nn.Linear(reads, width) if shrinks else nn.Identity()
 
-    def forward(self, x: Float[Tensor, "*rows reads"]) -> Float[Tensor, "*rows width"]:
+    def forward(self, x: Float[Tensor, "*rows reads"]) -> Rows:
         """Return the rows after the layer."""
-        after: Tensor = self.res_connection(x) + nn.functional.silu(self.linear(x))
-        return after
+        return self.res_connection(x) + nn.functional.silu(self.linear(x))

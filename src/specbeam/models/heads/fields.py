@@ -1,11 +1,11 @@
-"""The fields of a head's configuration, each read with a check of what it holds.
+"""The fields of a head's configuration, each read with a check.
 
-Configurations come from many writers, and by many hands. What is read from them, is read here: a field that holds something
-else than it must is refused with the name of the file and of the field, before anything is made from it.
+Configurations come from many writers, and may be broken. A field with an unusable value is refused by the name of the file
+and of the field, before anything is made from it.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ class Fields:
     """Some fields of a configuration.
 
     Attributes:
-        where: what errors call the files of the head.
+        where: name in errors of the head's files.
         values: the fields by name.
         inside: names of the objects that they are in, each with a point after it.
     """
@@ -33,7 +33,7 @@ class Fields:
         return self.values.get(name) is not None
 
     def bad(self, name: str, expected: str) -> BadHead:
-        """Return the error that a field does not hold what is expected."""
+        """Return the error that a field has another value than expected."""
         return BadHead(
             f"{self.where}: {self.inside}{name} is {self.values.get(name)!r} in config.json; it must be {expected}"
         )
@@ -42,34 +42,34 @@ class Fields:
         """Return the error that a field is not there."""
         return BadHead(f"{self.where}: config.json has no {self.inside}{name}")
 
-    def number(
-        self,
-        name: str,
-        default: float | None = None,
-        least: float = 0.0,
-        most: float = math.inf,
-        may_be_least: bool = True,
-    ) -> float:
-        """Return a finite number.
+    def _checked(self, name: str, default: Any, is_right: Callable[[Any], bool], expected: str) -> Any:
+        """Return a field, or the default if it is missing or null.
+
+        Raises `BadHead` if it is not right, or if there is neither a field nor a default.
+        """
+        found = self.values.get(name)
+        if found is None:
+            found = default
+        if found is None:
+            raise self.missing(name)
+        if not is_right(found):
+            raise self.bad(name, expected)
+        return found
+
+    def number(self, name: str, default: float | None = None, most: float = math.inf, may_be_0: bool = True) -> float:
+        """Return a finite number of at least 0.
 
         Args:
             default: taken if it is missing or null; None: it must be there.
-            least: the least that it may be.
-            most: the most that it may be.
-            may_be_least: whether it may be the least.
+            most: the largest value allowed.
+            may_be_0: whether 0 is allowed.
         """
-        found = self.values.get(name)
-        if found is None and default is not None:
-            return default
-        if found is None:
-            raise self.missing(name)
-        if isinstance(found, bool) or not isinstance(found, (int, float)):
-            raise self.bad(name, "a number")
-        is_in = least <= found <= most and (may_be_least or found != least)
-        if not is_in or not -1e300 < found < 1e300:
-            bounds = f"{'at least' if may_be_least else 'above'} {least:g}"
-            bounds += "" if most == math.inf else f" and at most {most:g}"
-            raise self.bad(name, f"a finite number {bounds}")
+        found = self._checked(name, default, _is_number, "a number")
+        is_above = found >= 0 if may_be_0 else found > 0
+        if not is_above or not found <= most or found >= 1e300:
+            least = "at least 0" if may_be_0 else "above 0"
+            limit = "" if most == math.inf else f" and at most {most:g}"
+            raise self.bad(name, f"a finite number {least}{limit}")
         return float(found)
 
     def whole(self, name: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
@@ -77,79 +77,69 @@ class Fields:
 
         Args:
             default: taken if it is missing or null; None: it must be there.
-            least: the least that it may be.
-            most: the most that it may be.
+            least, most: the range allowed.
         """
-        found = self.values.get(name)
-        if found is None and default is not None:
-            return default
-        if found is None:
-            raise self.missing(name)
-        if not _is_whole(found, least, most):
-            expected = f"an integer of at least {least}"
-            too_large = _is_whole(found, least, 10**30)
-            raise self.bad(name, f"{expected}, and at most {most}" if too_large else expected)
+        expected = f"an integer of at least {least}"
+        found = self._checked(name, default, lambda one: _is_whole(one, least, 10**30), expected)
+        if found > most:
+            raise self.bad(name, f"{expected}, and at most {most}")
         return int(found)
 
     def flag(self, name: str, default: bool) -> bool:
         """Return true or false; the default if it is missing or null."""
-        found = self.values.get(name)
-        if found is None:
-            return default
-        if not isinstance(found, bool):
-            raise self.bad(name, "true or false")
-        return found
+        return self._checked(name, default, lambda one: isinstance(one, bool), "true or false")
 
     def text(self, name: str, default: str = "") -> str:
         """Return a text; the default if it is missing or null."""
-        found = self.values.get(name)
-        if found is None:
-            return default
-        if not isinstance(found, str):
-            raise self.bad(name, "a text")
-        return found
+        return self._checked(name, default, lambda one: isinstance(one, str), "a text")
 
     def texts(self, name: str) -> tuple[str, ...]:
         """Return a list of texts; () if it is missing or null."""
-        found = self.values.get(name)
-        if found is None:
-            return ()
-        if not isinstance(found, (list, tuple)) or not all(isinstance(one, str) for one in found):
-            raise self.bad(name, "a list of texts")
-        return tuple(found)
+        return tuple(self._checked(name, (), _list_of(lambda one: isinstance(one, str)), "a list of texts"))
 
-    def wholes(self, name: str, least: int = 0, most: int = MOST) -> tuple[int, ...]:
+    def wholes(self, name: str, least: int = 0) -> tuple[int, ...]:
         """Return a list of integers; () if it is missing or null."""
-        found = self.values.get(name)
-        if found is None:
-            return ()
-        if not isinstance(found, (list, tuple)) or not all(_is_whole(one, least, most) for one in found):
-            raise self.bad(name, f"a list of integers from {least} to {most}")
+        are_right = _list_of(lambda one: _is_whole(one, least, MOST))
+        found = self._checked(name, (), are_right, f"a list of integers from {least} to {MOST}")
         return tuple(int(one) for one in found)
 
     def inner(self, name: str) -> "Fields":
         """Return the fields of an object; none if it is missing or null."""
-        found = self.values.get(name)
-        if found is not None and not isinstance(found, Mapping):
-            raise self.bad(name, "an object")
-        return Fields(self.where, found or {}, f"{self.inside}{name}.")
+        found = self._checked(name, {}, _is_object, "an object")
+        return Fields(self.where, found, f"{self.inside}{name}.")
 
     def first_of(self, name: str) -> "Fields":
         """Return the fields of the first object of a list; none if it is missing, null or empty."""
-        found = self.values.get(name)
-        if found is None:
-            found = []
-        if not isinstance(found, list) or not all(isinstance(one, Mapping) for one in found):
-            raise self.bad(name, "a list of objects")
+        found = self._checked(name, [], _list_of(_is_object), "a list of objects")
         return Fields(self.where, found[0] if found else {}, f"{self.inside}{name}.")
+
+    def required(self, name: str) -> "Fields":
+        """Return the fields of an object. Raises `BadHead` if it is missing or null."""
+        if not self.has(name):
+            raise self.missing(name)
+        return self.inner(name)
+
+
+def _is_number(found: Any) -> bool:
+    return isinstance(found, (int, float)) and not isinstance(found, bool)
 
 
 def _is_whole(found: Any, least: int, most: int) -> bool:
-    """Return whether something is an integer in a range, also if it is written as 4.0."""
-    is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
-    return is_number and least <= found <= most and found == int(found)
+    """Return whether a value is an integer in a range, also if it is written as 4.0."""
+    return _is_number(found) and least <= found <= most and found == int(found)
+
+
+def _is_object(found: Any) -> bool:
+    return isinstance(found, Mapping)
+
+
+def _list_of(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Return a check for lists whose items all pass a check."""
+    return lambda found: isinstance(found, (list, tuple)) and all(map(is_right, found))
 
 
 def listed(found: Any) -> tuple[str, ...]:
     """Return the texts of a list, for looking at what files may hold; () if it is anything else."""
-    return tuple(one for one in found if isinstance(one, str)) if isinstance(found, list) else ()
+    if not isinstance(found, list):
+        return ()
+    return tuple(one for one in found if isinstance(one, str))

@@ -15,7 +15,7 @@ from specbeam.models.heads.fields import Fields
 
 TENSOR_FILES = ("*.safetensors", "pytorch_model*.bin", "*_lm_head.pt")
 MAPS = ("d2t", "t2d")  # tensors that name tokens
-_TOLD = 6  # names that an error lists
+_LISTED = 6  # names that an error lists
 
 
 @dataclass(eq=False)
@@ -23,14 +23,17 @@ class HeadFiles:
     """A head as it is stored. Readers take tensors out of it by name, and check that none is left.
 
     Attributes:
-        where: what errors call it.
-        config: what its config.json holds.
-        tensors: by name, those that were not taken yet.
+        where: its name in errors.
+        config: the content of its config.json.
+        tensors: by name, without those that were taken.
+        target: the model that it is read for.
+        taken: names of tensors that were taken.
     """
 
     where: str
     config: dict[str, Any]
     tensors: dict[str, Tensor]
+    target: Any = None
     taken: set[str] = field(default_factory=set)
 
     def has(self, name: str) -> bool:
@@ -39,15 +42,19 @@ class HeadFiles:
 
     def take(self, name: str, *shape: int) -> Tensor:
         """Take a tensor of this shape out. Raises `BadHead` if it is missing or has another shape."""
-        if name not in self.tensors:
-            raise BadHead(f"{self.where} has no tensor {name}; it has {_some(self.tensors)}")
-        found = self.tensors.pop(name)
+        found = self._found(name)
+        del self.tensors[name]
         if shape and tuple(found.shape) != shape:
             raise BadHead(f"{self.where}: {name} is {[*found.shape]}, and {[*shape]} was expected by its config.json")
         if name not in MAPS and (fault := fault_of(found)):
             raise BadHead(f"{self.where}: {name} {fault}; the weights of a head must be finite floats")
         self.taken.add(name)
         return found
+
+    def _found(self, name: str) -> Tensor:
+        if not self.has(name):
+            raise BadHead(f"{self.where} has no tensor {name}; it has {_some(self.tensors)}")
+        return self.tensors[name]
 
     def check_all_taken(self) -> None:
         """Raise `BadHead` if the files hold tensors that no reader has taken: the head is of another kind."""
@@ -58,14 +65,22 @@ class HeadFiles:
 
     @property
     def fields(self) -> Fields:
-        """What its config.json holds, read with checks."""
+        """The fields of its config.json, read with checks."""
         return Fields(self.where, self.config)
+
+    @property
+    def width(self) -> int:
+        """The size of the target's hidden states."""
+        return int(self.target.config.get_text_config().hidden_size)
+
+    @property
+    def vocab(self) -> int:
+        """The number of tokens that the target gives logits for."""
+        return int(self.target.get_output_embeddings().weight.shape[0])
 
     def size(self, name: str, axis: int) -> int:
         """Return how many rows (axis 0) or columns (axis 1) a matrix has. Raises `BadHead` if there is no such matrix."""
-        if name not in self.tensors:
-            raise BadHead(f"{self.where} has no tensor {name}; it has {_some(self.tensors)}")
-        found = self.tensors[name]
+        found = self._found(name)
         if found.ndim != 2:
             raise BadHead(f"{self.where}: {name} is {[*found.shape]}; it must be a matrix")
         return found.shape[axis]
@@ -85,12 +100,14 @@ class HeadFiles:
 
 
 def _some(names: Mapping[str, Any]) -> str:
+    if not names:
+        return "none"
     listed = sorted(names)
-    more = "" if len(listed) <= _TOLD else f" and {len(listed) - _TOLD} more"
-    return ", ".join(listed[:_TOLD]) + more if listed else "none"
+    more = len(listed) - _LISTED
+    return ", ".join(listed[:_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
-def read_files(source: "str | Path | nn.Module") -> HeadFiles:
+def read_files(source: "str | Path | nn.Module", target: Any = None) -> HeadFiles:
     """Return the files of a head from a folder, a hub id, or a module with a `config`.
 
     Raises `MissingFile` if there are none, and `BadHead` if they cannot be read.
@@ -101,9 +118,9 @@ def read_files(source: "str | Path | nn.Module") -> HeadFiles:
             raise BadHead(f"{type(source).__name__} has no config, so it is not known what kind of head it is")
         described = config.to_dict() if hasattr(config, "to_dict") else dict(vars(config))
         tensors = {name: tensor.detach() for name, tensor in source.state_dict().items()}
-        return HeadFiles(type(source).__name__, described, tensors)
+        return HeadFiles(type(source).__name__, described, tensors, target)
     folder = folder_of(source)
-    return HeadFiles(str(source), read_config(folder), _read_tensors(folder))
+    return HeadFiles(str(source), read_config(folder), _read_tensors(folder), target)
 
 
 def folder_of(source: "str | Path", patterns: Sequence[str] = ("*.json", *TENSOR_FILES)) -> Path:
@@ -122,7 +139,7 @@ def folder_of(source: "str | Path", patterns: Sequence[str] = ("*.json", *TENSOR
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return what a folder's config.json holds. Raises `MissingFile` or `BadHead`."""
+    """Return the content of a folder's config.json. Raises `MissingFile` or `BadHead`."""
     path = folder / "config.json"
     if not path.is_file():
         raise MissingFile(f"{folder} holds no config.json")
@@ -151,10 +168,5 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """Return the files of a folder that may hold the tensors of a head."""
-    return sorted(folder.glob("*.safetensors")) or _pickled(folder)
-
-
-def _pickled(folder: Path) -> list[Path]:
-    """Return the files of a folder in torch's own format that may hold the tensors of a head."""
-    return sorted([*folder.glob("pytorch_model*.bin"), *folder.glob("*_lm_head.pt")])
+    safe, *pickled = TENSOR_FILES
+    return sorted(folder.glob(safe)) or sorted(path for pattern in pickled for path in folder.glob(pattern))

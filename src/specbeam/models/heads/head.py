@@ -1,29 +1,31 @@
-"""What all heads are: modules that draft from hidden states of a target."""
+"""The base of all heads: modules that draft from hidden states of a target."""
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int64
-from torch import Tensor, nn
+from torch import nn
 
 from specbeam.core.records import FINAL
-from specbeam.models.heads.layers import View
+from specbeam.models.heads.arrays import Logits, Odds, PerNode, PerRow, Rows, TargetStates, TokenMap
+from specbeam.models.heads.layers import BASE, Rotary, View
 from specbeam.models.heads.trees import ScoredTrees
 
 
 class DraftRows(NamedTuple):
-    """What a head makes of the nodes of trees, if the target has scored no more than what is a given number of nodes above.
+    """Logits that a head gives below nodes of trees, as drafts of one depth.
 
-    Row d of several stands for drafts d + 1 deep: the target has scored the nodes d + 1 or more above, and no others.
+    As a draft d deep, a node is d below the nearest node that the target has scored.
     """
 
-    nodes: Int64[Tensor, " drafts"]  # row * length + column, ascending
-    logits: Float[Tensor, "drafts draft_vocab"]  # of the tokens below
+    nodes: PerRow  # row * length + column, ascending
+    logits: Logits  # of the tokens below
     # Logits of the odds that a draft below is accepted, if the head has any.
-    confidence: Float[Tensor, " drafts"] | None = None
-    # What the head takes for the target's last hidden states there.
-    estimates: Float[Tensor, "drafts size"] | None = None
+    confidence: Odds | None = None
+    # Estimates of the target's last hidden states there.
+    estimates: Rows | None = None
 
 
 class Head(nn.Module):
@@ -33,34 +35,34 @@ class Head(nn.Module):
         tokens: int64[draft_vocab], the target's token for each of the head's, ascending; None: they are the same.
     """
 
-    tokens: Int64[Tensor, " draft_vocab"] | None = None
+    tokens: TokenMap = None
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The hidden states of the target that the head reads, see `Needs.columns`."""
-        raise NotImplementedError
+        """The hidden states of the target that the head reads, see `Needs.columns`; (): none."""
+        return ()
 
     @property
     def device(self) -> torch.device:
-        """Where the head's own weights are."""
-        raise NotImplementedError
+        """The device of the head's weights."""
+        return next(self.parameters()).device
 
     @property
     def described(self) -> dict[str, str]:
-        """What the head is, as people read it: the name of each thing, and what it is."""
+        """The head's properties by name, for people."""
         raise NotImplementedError
 
     @property
     def states_size(self) -> int:
         """The size of the target's hidden states at all taps together."""
-        raise NotImplementedError
+        return 0
 
-    def features(self, states: Float[Tensor, "*rows states"]) -> Float[Tensor, "*rows width"]:
+    def features(self, states: TargetStates) -> Rows:
         """Return the features of nodes that the target has scored, from its hidden states there."""
         raise NotImplementedError
 
-    def drafts(self, trees: ScoredTrees, depth: int, wanted: Bool[Tensor, "rows length"]) -> list[DraftRows]:
-        """Return what the head drafts below the wanted nodes of scored trees, as drafts 1 to `depth` deep.
+    def drafts(self, trees: ScoredTrees, depth: int, wanted: PerNode) -> list[DraftRows]:
+        """Return the drafts below the wanted nodes of scored trees, 1 to `depth` deep.
 
         Gradients flow through it. A draft d deep needs d nodes above, so deeper drafts have fewer nodes.
         """
@@ -73,6 +75,66 @@ class Head(nn.Module):
             layers: number of layers of the target.
         """
         return iter(())
+
+
+class LayeredHead(Head):
+    """A head with layers of its own, which read features made of hidden states of the target.
+
+    Args:
+        shape: has at least `taps`, `target_width` (the size of a hidden state) and `sizes` (of a layer).
+        rotary: the rotation by positions.
+        embedding: float[vocab, width], of the target, or the head's own.
+        head: float[draft_vocab, width], the matrix that makes logits, likewise; None: there is no single one.
+        tokens: see `Head.tokens`.
+    """
+
+    shape: Any
+    rotary: Any
+
+    def __init__(
+        self, shape: Any, rotary: nn.Module, embedding: nn.Embedding, head: nn.Linear | None, tokens: TokenMap = None
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        self.tokens = tokens
+        self.embed_tokens = embedding
+        if head is not None:
+            self.lm_head = head
+        self.rotary = rotary
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.shape.taps
+
+    @property
+    def states_size(self) -> int:
+        return len(self.taps) * self.shape.target_width
+
+    def changed(self, rope: dict[str, Any] | None = None, **shape: Any) -> Any:
+        """Return a head that shares all weights with this one, and is read in another way.
+
+        Args:
+            rope: the parameters of its positions; None: the same.
+            shape: fields of its shape.
+        """
+        head = copy.copy(self)
+        head._modules = dict(self._modules)
+        head.shape = replace(self.shape, **shape)
+        if rope is not None:
+            head.rotary = Rotary(self.shape.sizes, rope, self.rotary.positions).to(self.device)
+        return head
+
+    def with_moved_taps(self, layers: int) -> Iterator[tuple[str, Any]]:
+        """Yield readings with hidden states of neighbouring layers; see `other_readings`."""
+        for offset, name in ((-1, "earlier"), (1, "later")):
+            if moved := moved_taps(self.taps, offset, layers):
+                yield f"hidden states one layer {name}", self.changed(taps=moved)
+
+    def with_usual_base(self) -> Iterator[tuple[str, Any]]:
+        """Yield the reading with positions of the usual base, if that is another one; see `other_readings`."""
+        rope = self.rotary.rope
+        if rope["rope_theta"] != BASE:
+            yield f"positions of base {BASE:g}", self.changed({**rope, "rope_theta": BASE})
 
 
 def moved_taps(taps: tuple[int, ...], offset: int, layers: int) -> tuple[int, ...]:
@@ -88,20 +150,22 @@ def moved_taps(taps: tuple[int, ...], offset: int, layers: int) -> tuple[int, ..
 
 
 def described_taps(taps: tuple[int, ...]) -> str:
-    """Return which hidden states a head reads, as people read it."""
-    layers = [str(tap) for tap in taps if tap != FINAL]
-    entering = [f"what enters layers {', '.join(layers)}"] if layers else []
-    return ", ".join([*entering, *(["what the target's head reads"] if FINAL in taps else [])])
+    """Return a description of the hidden states that a head reads."""
+    layers = ", ".join(str(tap) for tap in taps if tap != FINAL)
+    read = [f"what enters layers {layers}"] if layers else []
+    if FINAL in taps:
+        read.append("what the target's head reads")
+    return ", ".join(read)
 
 
 def described_rope(rope: Mapping[str, Any]) -> str:
-    """Return the positions of a head, as people read it."""
+    """Return a description of the positions of a head."""
     scaling = "" if rope["rope_type"] == "default" else f", scaled ({rope['rope_type']})"
     return f"rotated, base {rope['rope_theta']:g}{scaling}"
 
 
 def described_views(views: Sequence[View]) -> dict[str, str]:
-    """Return how far back the rows of layers look, as people read it; nothing if all of them look everywhere."""
+    """Return a description of how far back the rows of layers look; nothing if all of them look everywhere."""
     if not any(view.within or view.is_causal for view in views):
         return {}
     layers = []
@@ -113,7 +177,6 @@ def described_views(views: Sequence[View]) -> dict[str, str]:
     return {"looks at": "; ".join(layers)}
 
 
-def wanted_below(trees: ScoredTrees, wanted: Bool[Tensor, "rows length"], depth: int) -> Int64[Tensor, " nodes"]:
+def wanted_below(trees: ScoredTrees, wanted: PerNode, depth: int) -> PerRow:
     """Return the wanted nodes, row * length + column, that have at least `depth` nodes above them."""
-    found: Tensor = (wanted & (trees.depths >= depth)).flatten().nonzero()[:, 0]
-    return found
+    return (wanted & (trees.depths >= depth)).flatten().nonzero()[:, 0]

@@ -6,10 +6,10 @@ The paper's code is not public. Where its text leaves things open, this is our r
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float, Int64
-from torch import Tensor, nn
+from torch import nn
 
 from specbeam.core.records import ExtraInputs
+from specbeam.models.heads.arrays import AnchorRows, Anchors, PerRow, Rows
 from specbeam.models.heads.extra_rows import ExtraHead, StoredTrees
 from specbeam.models.heads.trees import ScoredTrees
 
@@ -37,12 +37,10 @@ class HiddenTransfer(ExtraHead):
 
     @property
     def inputs(self) -> ExtraInputs:
-        """See `ExtraHead.inputs`."""
         return ExtraInputs(model=self.target, kinds=self.depth, layer=self.layer, make=self.make)
 
     @property
     def described(self) -> dict[str, str]:
-        """See `Head.described`."""
         return {
             "kind": "HiddenTransfer: states made of states, in the target's own pass",
             "drafts": str(self.depth),
@@ -50,7 +48,7 @@ class HiddenTransfer(ExtraHead):
             **self.described_ranks,
         }
 
-    def make(self, states: Float[Tensor, "rows width"], kinds: Int64[Tensor, " rows"]) -> Float[Tensor, "rows width"]:
+    def make(self, states: Rows, kinds: PerRow) -> Rows:
         """Return the states of extra rows of these kinds, from the states of the nodes that they hang under."""
         made = torch.empty_like(states)
         for kind, one in enumerate(self.maps):
@@ -58,10 +56,7 @@ class HiddenTransfer(ExtraHead):
             made[places] = one(states[places])
         return made
 
-    def rows(
-        self, trees: ScoredTrees, anchors: Int64[Tensor, "rows anchors"], depth: int
-    ) -> Float[Tensor, "rows anchors depth width"]:
-        """See `ExtraHead.rows`."""
+    def rows(self, trees: ScoredTrees, anchors: Anchors, depth: int) -> AnchorRows:
         stored = StoredTrees(self.target, trees, self.layer)
         assert stored.states is not None
         above = trees.at(stored.states, anchors).to(next(self.maps.parameters()).dtype)

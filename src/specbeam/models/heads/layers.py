@@ -1,4 +1,4 @@
-"""What the layers of heads are made of: norms, attention over any rows, and gated inner layers.
+"""The layers of heads: norms, attention over any rows, and gated inner layers.
 
 Modules have the names that checkpoints give their tensors. Attention leaves to its caller which rows a row looks at, so that
 drafting in a tree and training on whole texts run the same layers.
@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional
+
+from specbeam.models.heads.arrays import Angles, Blocks, Heads, PerRow, Rows
 
 # What attention of a layer does: takes the layer's number, rotated queries, float[... rows, heads, size], keys and values,
 # float[... rows, kv_heads, size], and returns float[... rows, heads, size].
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-BASE = 10000.0  # of the positions, where a file does not say: never that of the target
+BASE = 10000.0  # of the positions, where a file states none; the target's base is never used
 
 
 class View(NamedTuple):
@@ -24,7 +26,7 @@ class View(NamedTuple):
 
     # Positions: a row looks at those above that are fewer than this before where it counts from; 0: all.
     within: int = 0
-    from_row: bool = False  # whether it counts from its own position, and not from that of the first row of its draft
+    from_row: bool = False  # whether it counts from its own position, and not from the first row of its draft
     is_causal: bool = False  # whether a row of a block looks at the rows of the block before it only
 
 
@@ -39,7 +41,7 @@ class LayerSizes:
 
     Attributes:
         width: of the rows.
-        reads: of what queries, keys and values are made from.
+        reads: of the input of queries, keys and values.
         heads, kv_heads, head_size: of attention.
         inner: of the gated inner layer.
         eps: of norms.
@@ -57,6 +59,15 @@ class LayerSizes:
     has_bias: bool = False
     norms_heads: bool = False
 
+    def rows(self) -> dict[str, int]:
+        """Return the number of rows of matrices of a layer, by the names of the matrices."""
+        return {
+            "self_attn.o_proj": self.width,
+            "self_attn.q_proj": self.heads * self.head_size,
+            "self_attn.k_proj": self.kv_heads * self.head_size,
+            "mlp.gate_proj": self.inner,
+        }
+
 
 class Norm(nn.Module):
     """The root mean square norm with a weight, computed in float32."""
@@ -66,7 +77,7 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, x: Float[Tensor, "... size"]) -> Float[Tensor, "... size"]:
+    def forward(self, x: Rows) -> Rows:
         """Return the normed rows."""
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
@@ -77,8 +88,8 @@ class Rotary(nn.Module):
     """The rotation of queries and keys by the position of their rows.
 
     Args:
-        sizes: those of the layers.
-        rope: what transformers calls `rope_parameters`: the type, the base `rope_theta`, and numbers of its scaling.
+        sizes: of the layers.
+        rope: `rope_parameters` in transformers: the type, the base `rope_theta`, and numbers of its scaling.
         positions: number of positions that the head was trained with; some scalings look at it.
     """
 
@@ -100,9 +111,7 @@ class Rotary(nn.Module):
         self.rope = rope
         self.positions = positions
 
-    def forward(
-        self, positions: Int64[Tensor, "*rows"]
-    ) -> tuple[Float[Tensor, "*rows size"], Float[Tensor, "*rows size"]]:
+    def forward(self, positions: PerRow) -> Angles:
         """Return the cosines and sines of positions."""
         like = next(self.angles.buffers())
         cos, sin = self.angles(like.new_zeros(1), positions.reshape(1, -1))
@@ -110,9 +119,7 @@ class Rotary(nn.Module):
         return cos.reshape(shape), sin.reshape(shape)
 
 
-def rotated(
-    x: Float[Tensor, "*rows heads size"], angles: tuple[Float[Tensor, "*rows size"], Float[Tensor, "*rows size"]]
-) -> Float[Tensor, "*rows heads size"]:
+def rotated(x: Heads, angles: Angles) -> Heads:
     """Return queries or keys, rotated by the cosines and sines of their positions."""
     cos, sin = (one[..., None, :].to(x.dtype) for one in angles)
     first, second = x.chunk(2, -1)
@@ -134,7 +141,7 @@ class Attention(nn.Module):
         self.q_norm = Norm(size, sizes.eps) if sizes.norms_heads else nn.Identity()
         self.k_norm = Norm(size, sizes.eps) if sizes.norms_heads else nn.Identity()
 
-    def queries(self, x: Float[Tensor, "*rows reads"], angles: Any) -> Float[Tensor, "*rows heads size"]:
+    def queries(self, x: Float[Tensor, "*rows reads"], angles: Any) -> Heads:
         """Return the rotated queries of rows."""
         flat = self.q_proj(x).unflatten(-1, (self.sizes.heads, self.sizes.head_size))
         return rotated(self.q_norm(flat), angles)
@@ -145,14 +152,11 @@ class Attention(nn.Module):
         keys = self.k_norm(self.k_proj(x).unflatten(-1, shape))
         return rotated(keys, angles), self.v_proj(x).unflatten(-1, shape)
 
-    def forward(
-        self, x: Float[Tensor, "*rows reads"], angles: Any, layer: int, attend: Attend
-    ) -> Float[Tensor, "*rows width"]:
-        """Return what attention adds to rows."""
+    def forward(self, x: Float[Tensor, "*rows reads"], angles: Any, layer: int, attend: Attend) -> Rows:
+        """Return the output of attention, which is added to rows."""
         keys, values = self.keys_and_values(x, angles)
         mixed = attend(layer, self.queries(x, angles), keys, values)
-        added: Tensor = self.o_proj(mixed.flatten(-2))
-        return added
+        return self.o_proj(mixed.flatten(-2))
 
 
 class Gated(nn.Module):
@@ -164,10 +168,9 @@ class Gated(nn.Module):
         self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
 
-    def forward(self, x: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
-        """Return what the inner layer adds to rows."""
-        added: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
-        return added
+    def forward(self, x: Rows) -> Rows:
+        """Return the output of the inner layer, which is added to rows."""
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class DecoderLayer(nn.Module):
@@ -184,13 +187,13 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = Norm(sizes.width, sizes.eps)
         self.mlp = Gated(sizes.width, sizes.inner)
 
-    def forward(
-        self, x: Float[Tensor, "*rows width"], angles: Any, layer: int, attend: Attend
-    ) -> Float[Tensor, "*rows width"]:
+    def forward(self, x: Rows, angles: Any, layer: int, attend: Attend) -> Rows:
         """Return the rows after the layer."""
-        x = x + self.self_attn(self.input_layernorm(x), angles, layer, attend)
-        after: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return after
+        return self.with_inner(x + self.self_attn(self.input_layernorm(x), angles, layer, attend))
+
+    def with_inner(self, x: Rows) -> Rows:
+        """Return rows with the inner layer's output added."""
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class LocalMixing(nn.Module):
@@ -199,7 +202,7 @@ class LocalMixing(nn.Module):
     Args:
         width: of the rows.
         count: number of rows in a sum: a row itself, and those just before it in its block.
-        group: number of columns that share what depends on the row.
+        group: number of columns that share the weights that depend on the row.
     """
 
     def __init__(self, width: int, count: int, group: int) -> None:
@@ -209,15 +212,12 @@ class LocalMixing(nn.Module):
         self.base_kernel = nn.Parameter(torch.zeros(2, count, width))
         self.kernel_projection = nn.Linear(width, 2 * count * (width // group), bias=False)
 
-    def weights(self, x: Float[Tensor, "*blocks rows width"]) -> Float[Tensor, "*blocks rows 2 count width"]:
+    def weights(self, x: Blocks) -> Float[Tensor, "*blocks rows 2 count width"]:
         """Return the weights of both sums, from the rows that the first of them adds up."""
         changes = self.kernel_projection(x).unflatten(-1, (2, self.count, -1))
-        made: Tensor = self.base_kernel + changes.repeat_interleave(self.group, -1)
-        return made
+        return self.base_kernel + changes.repeat_interleave(self.group, -1)
 
-    def mixed(
-        self, x: Float[Tensor, "*blocks rows width"], weights: Float[Tensor, "*blocks rows count width"]
-    ) -> Float[Tensor, "*blocks rows width"]:
+    def mixed(self, x: Blocks, weights: Float[Tensor, "*blocks rows count width"]) -> Blocks:
         """Return the sums."""
         total = torch.zeros_like(x)
         for back in range(self.count):
@@ -230,8 +230,7 @@ class LocalLayer(DecoderLayer):
     """A layer of a Llama, around whose parts neighbouring rows of a block are mixed (DFlash2).
 
     Args:
-        count: see `LocalMixing`.
-        group: see `LocalMixing`.
+        count, group: see `LocalMixing`.
     """
 
     def __init__(self, sizes: LayerSizes, count: int, group: int) -> None:
@@ -239,9 +238,7 @@ class LocalLayer(DecoderLayer):
         self.attention_conv = LocalMixing(sizes.width, count, group)
         self.mlp_conv = LocalMixing(sizes.width, count, group)
 
-    def forward(
-        self, x: Float[Tensor, "*blocks rows width"], angles: Any, layer: int, attend: Attend
-    ) -> Float[Tensor, "*blocks rows width"]:
+    def forward(self, x: Blocks, angles: Any, layer: int, attend: Attend) -> Blocks:
         """Return the rows after the layer."""
         normed = self.input_layernorm(x)
         before, after = self.attention_conv.weights(normed).unbind(-3)
@@ -253,7 +250,7 @@ class LocalLayer(DecoderLayer):
         return x + self.mlp_conv.mixed(added, after)
 
 
-class PairLayer(nn.Module):
+class PairLayer(DecoderLayer):
     """The first layer of an EAGLE-3 head: attention reads the embedding and the feature of a row side by side.
 
     Args:
@@ -262,7 +259,7 @@ class PairLayer(nn.Module):
     """
 
     def __init__(self, sizes: LayerSizes, norms_residual: bool) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.input_layernorm = Norm(sizes.reads - sizes.width, sizes.eps)
         self.hidden_norm = Norm(sizes.width, sizes.eps)
         self.self_attn = Attention(sizes)
@@ -270,15 +267,14 @@ class PairLayer(nn.Module):
         self.mlp = Gated(sizes.width, sizes.inner)
         self.norms_residual = norms_residual
 
-    def forward(
-        self, embedded: Float[Tensor, "*rows embed"], feature: Float[Tensor, "*rows width"], angles: Any, attend: Attend
-    ) -> Float[Tensor, "*rows width"]:
+    def forward(  # type: ignore[override]
+        self, embedded: Float[Tensor, "*rows embed"], feature: Rows, angles: Any, attend: Attend
+    ) -> Rows:
         """Return the rows after the layer."""
         normed = self.hidden_norm(feature)
         both = torch.cat([self.input_layernorm(embedded), normed], -1)
-        x = (normed if self.norms_residual else feature) + self.self_attn(both, angles, 0, attend)
-        after: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return after
+        x = normed if self.norms_residual else feature
+        return self.with_inner(x + self.self_attn(both, angles, 0, attend))
 
 
 def attended(
@@ -312,5 +308,5 @@ def attended(
 def _apart(
     rows: Float[Tensor, "*batch slots kv_heads sizes"], each: int
 ) -> Float[Tensor, "*batch all_slots kv_heads size"]:
-    """Return keys or values that were side by side in a slot as those of `each` slots, one after the other."""
+    """Return keys or values of a slot, side by side, as keys or values of `each` slots, one after the other."""
     return rows.unflatten(-1, (each, -1)).movedim(-2, -3).flatten(-4, -3)

@@ -4,8 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate, pairwise
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -17,18 +16,16 @@ from torch import Tensor
 from specbeam.core.answers import LOGITS
 from specbeam.core.errors import NotSupported
 from specbeam.core.forest import Forest
-from specbeam.core.lm import checked_needs
 from specbeam.core.records import FINAL, Needs, Scored, Turn
 from specbeam.core.session import CacheOwner, is_broken
 from specbeam.engines.cpu.decoder import TILED_FROM
+from specbeam.models.heads.arrays import AnyNodes, Logits, Nodes, PerRow, Rows, States
 from specbeam.models.heads.block import BlockHead
 from specbeam.models.heads.cache import (
     ContextCache,
-    ContextRows,
     MaskCache,
     MaskRows,
     ModulesCache,
-    NodeCache,
     PairCache,
     PairRows,
     StateCache,
@@ -38,10 +35,11 @@ from specbeam.models.heads.compiled import WORDS, CompiledCache, CompiledHead, l
 from specbeam.models.heads.denoiser import Denoiser
 from specbeam.models.heads.feature import FeatureHead
 from specbeam.models.heads.head import Head
+from specbeam.models.heads.layers import Attend
 from specbeam.models.heads.masked import MaskTrunk
 from specbeam.models.heads.modules import ModulesInARow
 from specbeam.models.heads.trunk import PairTrunk
-from specbeam.models.huggingface import CacheForSteps, cache_for_run
+from specbeam.models.huggingface import CacheForSteps, EachNeeds, Forests, Sessions, cache_for_run, check_wants_logits
 from specbeam.models.made_up import made_up_prompt, made_up_rows
 
 
@@ -73,11 +71,11 @@ class HeadLM:
     Args:
         head: the head.
         vocab: number of tokens of the target.
-        engine: what runs the head. "torch" calls its modules, "compiled" has compiled layers (heads/compiled.py), "auto"
+        engine: runs the head. "torch" calls its modules, "compiled" has compiled layers (heads/compiled.py), "auto"
             takes these if it can, and "widened" does so for weights in bfloat16 and float16, too, as float32.
 
     Attributes:
-        needs_of_target: what the target has to hand out for the head.
+        needs_of_target: hidden states of the target that the head reads.
         passes: number of passes of the head so far.
 
     Raises `NotSupported` if the engine cannot run the head.
@@ -85,7 +83,7 @@ class HeadLM:
 
     keeps_nodes = True
     max_positions: int | None = None
-    # Whether the head reads the target's hidden states of the whole prompt, or of its last token alone.
+    # Whether the head reads the target's hidden states of the whole prompt, or only of its last token.
     reads_prompt = True
     drafts_blocks = False  # whether one pass drafts all layers of a turn
 
@@ -110,7 +108,7 @@ class HeadLM:
 
     @property
     def weights(self) -> int:
-        """The number of the head's parameters, those that it shares with the target included."""
+        """The number of the head's parameters, with those that it shares with the target."""
         return sum(weight.numel() for weight in self.head.parameters())
 
     @property
@@ -136,7 +134,7 @@ class HeadLM:
 
         Args:
             fresh, more: see `HuggingFaceLM.cache_for_steps`.
-            needs: what is needed of each row; a head has logits alone.
+            needs: of each row; a head has only logits.
         """
         if not self.supports_runs or needs != LOGITS or not self.is_ready(session):
             yield None
@@ -148,7 +146,6 @@ class HeadLM:
     def for_run(
         self, session: CacheOwner, fresh: int, beams: int, more: int, needs: Needs = LOGITS
     ) -> AbstractContextManager[Any] | None:
-        """See `RunLM.for_run`."""
         is_possible = self.supports_runs and self.is_ready(session)
         return cache_for_run(self, session, fresh + beams, more, needs) if is_possible else None
 
@@ -161,15 +158,15 @@ class HeadLM:
         self.passes += passes
         session.state[self].finish_run(roots)
 
-    def new_cache(self, prompt: list[int], features: Float[Tensor, "before width"]) -> NodeCache | ModulesCache:
-        """Return what is kept of a new session by a head that torch runs.
+    def new_cache(self, prompt: list[int], features: Rows) -> Any:
+        """Return the cache of a new session for a head that torch runs.
 
         Args:
             features: of the prompt's tokens but the last one; none if the head does not read the prompt.
         """
         raise NotImplementedError
 
-    def logits(self, caches: list[Any], wanted: list[Int64[np.ndarray, " _"]]) -> list[Float[Tensor, "_ draft_vocab"]]:
+    def logits(self, caches: list[Any], wanted: list[AnyNodes]) -> list[Logits]:
         """Return the logits of the head's own tokens at the wanted local nodes of each session."""
         raise NotImplementedError
 
@@ -177,29 +174,35 @@ class HeadLM:
         """Return whether the head can draft for a session: its prompt was scored, and has no rows by embedding."""
         return self in session.state and min(session.prompt) >= 0
 
+    def on_device(self, arrays: Sequence[np.ndarray]) -> Tensor:
+        """Return arrays of the host, joined, on the head's device."""
+        return torch.from_numpy(np.concatenate(arrays)).to(self.device)
+
     @torch.inference_mode()
-    def extend(
-        self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
-    ) -> list[Scored]:
-        """See `LM.extend`. Sessions that are not ready get rows in which all tokens are alike."""
-        if any(need.states or need.ranked for need in checked_needs(self, len(sessions), needs)):
-            raise NotSupported(f"{type(self).__name__} gives logits only, and a part needs more of its draft model")
+    def extend(self, sessions: Sessions, forests: Forests, needs: EachNeeds = None) -> list[Scored]:
+        """See `LM.extend`. Sessions that are not ready get uniform logits."""
+        check_wants_logits(self, len(sessions), needs)
         answers = [Scored(torch.zeros(forest.size, self.vocab)) for forest in forests]
         ready = [place for place, session in enumerate(sessions) if self in session.state]
-        caches = [sessions[place].state[self] for place in ready]
-        if self.engine == "compiled" and ready:
-            rows, passes = self.compiled.extend(caches, [forests[place] for place in ready])
-            self.passes += passes
-            for place, found in zip(ready, rows, strict=True):
-                answers[place] = Scored(torch.from_numpy(found))
+        if not ready:
             return answers
-        wanted = [cache.enter(forests[place]) for place, cache in zip(ready, caches, strict=True)]
-        for place, known in zip(ready, self.logits(caches, wanted), strict=True):
-            answers[place] = Scored(self._of_all_tokens(known.float()))
+        caches = [sessions[place].state[self] for place in ready]
+        given = [forests[place] for place in ready]
+        for place, rows in zip(ready, self._rows(caches, given), strict=True):
+            answers[place] = Scored(rows)
         return answers
 
-    def _of_all_tokens(self, known: Float[Tensor, "rows draft_vocab"]) -> Float[Tensor, "rows vocab"]:
-        """Return logits of all tokens of the target; those that the head does not know have -inf."""
+    def _rows(self, caches: list[Any], forests: list[Forest]) -> list[Tensor]:
+        """Return the logits of all tokens at the new nodes of forests."""
+        if self.engine == "compiled":
+            rows, passes = self.compiled.extend(caches, forests)
+            self.passes += passes
+            return [torch.from_numpy(one) for one in rows]
+        wanted = [cache.enter(forest) for cache, forest in zip(caches, forests, strict=True)]
+        return [self._of_all_tokens(known.float()) for known in self.logits(caches, wanted)]
+
+    def _of_all_tokens(self, known: Logits) -> Float[Tensor, "rows vocab"]:
+        """Return logits of all tokens of the target: -inf for tokens that the head does not know."""
         tokens = self.head.tokens
         if tokens is None:
             return known
@@ -209,54 +212,44 @@ class HeadLM:
 
     @torch.inference_mode()
     def settle(self, session: CacheOwner, turn: Turn) -> None:
-        """Take the target's hidden states of a turn, and keep what the surviving beams need."""
+        """Take the target's hidden states of a turn, and keep the rows that the surviving beams need."""
+        if self not in session.state:
+            session.state[self] = self._begun(session.prompt, turn.scored.prompt)
+        cache = session.state[self]
         if self.engine == "compiled":
-            self._settle_compiled(session, turn)
-            return
-        cache: NodeCache | ModulesCache | None = session.state.get(self)
-        if cache is None:
-            cache = self.new_cache(session.prompt, self._features(turn.scored.prompt, turn.scored.hidden.shape[1]))
-            session.state[self] = cache
-        cache.settle(turn, self._features(turn.scored.hidden, turn.scored.hidden.shape[1]))
+            self.compiled.settle(cache, turn, self._on_host(turn.scored.hidden))
+        else:
+            cache.settle(turn, self._features(turn.scored.hidden))
 
-    def _settle_compiled(self, session: CacheOwner, turn: Turn) -> None:
-        """Do `settle` for a head that compiled layers run."""
-        cache: CompiledCache | None = session.state.get(self)
-        if cache is None:
-            cache = self.compiled.new_cache(session.prompt, self._rows_of(turn.scored.prompt))
-            session.state[self] = cache
-        self.compiled.settle(cache, turn, self._rows_of(turn.scored.hidden))
+    def _begun(self, prompt: list[int], states: Tensor) -> Any:
+        """Return the cache of a new session, given the target's hidden states of the prompt."""
+        if self.engine == "compiled":
+            return self.compiled.new_cache(prompt, self._on_host(states))
+        return self.new_cache(prompt, self._features(states))
 
-    def _rows_of(self, states: Float[Tensor, "rows states"]) -> Float32[np.ndarray, "rows states"]:
+    def _on_host(self, states: Tensor) -> Float32[np.ndarray, "rows states"]:
         """Return hidden states of the target on the host; there may be no rows at all."""
         rows = states.to("cpu", torch.float32).reshape(-1, self.head.states_size)
         return np.ascontiguousarray(rows.numpy())
 
-    def _features(self, states: Float[Tensor, "rows states"], size: int) -> Float[Tensor, "rows width"]:
-        """Return the features of rows of the target, from its hidden states; there may be no rows at all.
-
-        Args:
-            size: of a row.
-        """
-        return self.head.features(states.to(self.device).reshape(-1, size))
+    def _features(self, states: Tensor) -> Rows:
+        """Return the features of rows of the target, from its hidden states; there may be no rows at all."""
+        return self.head.features(states.to(self.device).reshape(-1, self.head.states_size))
 
     def take_back(self, session: CacheOwner, forest: Forest) -> None:
-        """Take back what is kept of this turn beyond a forest."""
+        """Take back the rows of this turn beyond a forest."""
         if self.engine == "compiled":
             self.compiled.rewind(session.state[self], forest.size)
         else:
             session.state[self].rewind(forest.size)
 
     @contextmanager
-    def stored(self, length: int) -> "Iterator[TimedPrompt]":
+    def stored(self, length: int) -> Iterator[TimedPrompt]:
         """Yield a made-up prompt of `length` tokens, on which passes are timed."""
         prompt = made_up_prompt(length, self.vocab)
         states = torch.zeros(length - 1 if self.reads_prompt else 0, self.head.states_size, device=self.device)
         session: Any = SimpleNamespace(prompt=prompt, state={})
-        if self.engine == "compiled":
-            session.state[self] = self.compiled.new_cache(prompt, states.numpy())
-        else:
-            session.state[self] = self.new_cache(prompt, self.head.features(states))
+        session.state[self] = self._begun(prompt, states)
         self.extend([session], [Forest.rooted(prompt[-1:])])
         yield TimedPrompt(self, session)
         self.close(session)
@@ -273,89 +266,95 @@ class HeadLM:
             self.compiled.close(cache, is_broken(session))
 
 
+def attending(attends: Sequence[Attend], sizes: Sequence[int]) -> Attend:
+    """Return attention of rows of several sessions in one pass: each session's attends to its own rows.
+
+    Args:
+        attends: of each session.
+        sizes: numbers of rows of each session.
+    """
+
+    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        parts = zip(attends, queries.split(sizes), keys.split(sizes), values.split(sizes), strict=True)
+        return torch.cat([own(layer, q, k, v) for own, q, k, v in parts])
+
+    return attend
+
+
 class TrunkLM(HeadLM):
     """A pair trunk as a draft model."""
 
     head: PairTrunk | Chimera
 
-    def new_cache(self, prompt: list[int], features: Float[Tensor, "before width"]) -> PairCache:
-        """See `HeadLM.new_cache`."""
+    def new_cache(self, prompt: list[int], features: Rows) -> PairCache:
         head = self.head
         return PairCache(prompt, features, head.shape.layers, head.views, head.history)
 
-    def logits(
-        self, caches: list[PairCache], wanted: list[Int64[np.ndarray, " _"]]
-    ) -> list[Float[Tensor, "_ draft_vocab"]]:
+    def logits(self, caches: list[PairCache], wanted: list[AnyNodes]) -> list[Logits]:
         """See `HeadLM.logits`: states are computed for all nodes that have something to read."""
-        while pending := [found for cache in caches if (found := cache.next_rows())]:
+        while pending := [rows for cache in caches if (rows := cache.next_rows())]:
             run_rows(self.head, pending)
             self.passes += 1
         return [self.read_out(cache, nodes) for cache, nodes in zip(caches, wanted, strict=True)]
 
-    def read_out(self, cache: PairCache, nodes: Int64[np.ndarray, " nodes"]) -> Float[Tensor, "nodes draft_vocab"]:
+    def read_out(self, cache: PairCache, nodes: Nodes) -> Logits:
         """Return the logits at local nodes of a session, whose states are known."""
         assert isinstance(self.head, PairTrunk)
-        return self.head.logits(cache.states[torch.from_numpy(nodes).to(self.device)])
+        return self.head.logits(cache.states[cache.on_device(nodes)])
 
 
-def run_rows(trunk: PairTrunk | Chimera, rows: list[PairRows]) -> list[Float[Tensor, "rows width"]]:
-    """Compute a trunk's states of some rows of each session, in one pass; keep and return them."""
-    feeds = [one.feed for one in rows]
-    slices = [slice(*ends) for ends in pairwise(accumulate((len(feed) for feed in feeds), initial=0))]
+def run_rows(trunk: PairTrunk | Chimera, rows: list[PairRows]) -> tuple[Tensor, ...]:
+    """Compute a trunk's states of some rows of each session, in one pass; store and return them."""
+    sizes = [len(one.feed) for one in rows]
     tokens = torch.from_numpy(np.concatenate([one.tokens for one in rows])).to(trunk.device)
-    positions = torch.from_numpy(np.concatenate([feed.positions for feed in feeds])).to(trunk.device)
+    positions = torch.from_numpy(np.concatenate([one.feed.positions for one in rows])).to(trunk.device)
     features = torch.cat([one.features for one in rows])
     own = trunk.fed_back(torch.cat([one.states for one in rows]))
     is_scored = torch.cat([one.is_scored for one in rows])
     given = torch.where(is_scored[:, None], features, own)
-
-    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        parts = [
-            one.attend(layer, queries[here], keys[here], values[here]) for one, here in zip(rows, slices, strict=True)
-        ]
-        return torch.cat(parts)
-
-    states = trunk(tokens, given, positions, attend)
-    for one, here in zip(rows, slices, strict=True):
-        one.cache.learn(one.nodes, states[here])
-    return [states[here] for here in slices]
+    attend = attending([partial(one.cache.attend, one) for one in rows], sizes)
+    states = trunk(tokens, given, positions, attend).split(sizes)
+    for one, made in zip(rows, states, strict=True):
+        one.cache.learn(one.nodes, made)
+    return states
 
 
 class ModulesLM(HeadLM):
-    """Modules in a row as a draft model. A module is run once there are drafts for it: of a level of drafts, one is."""
+    """Modules in a row as a draft model. A module is run once there are drafts for it: one for each level of drafts."""
 
     head: ModulesInARow
 
-    def new_cache(self, prompt: list[int], features: Float[Tensor, "before width"]) -> ModulesCache:
-        """See `HeadLM.new_cache`."""
+    def new_cache(self, prompt: list[int], features: Rows) -> ModulesCache:
         return ModulesCache(prompt, features, [module.shape.layers for module in self.head.modules_in_a_row])
 
-    def logits(
-        self, caches: list[ModulesCache], wanted: list[Int64[np.ndarray, "modules _"]]
-    ) -> list[Float[Tensor, "_ draft_vocab"]]:
+    def logits(self, caches: list[ModulesCache], wanted: list[Int64[np.ndarray, "modules _"]]) -> list[Logits]:
         """See `HeadLM.logits`: `wanted` has the local nodes in the cache of each module, int64[modules, nodes]."""
-        modules = self.head.modules_in_a_row
-        last = len(modules) - 1
-        drafts = [cache.drafts_above(nodes[0]).clip(max=last) for cache, nodes in zip(caches, wanted, strict=True)]
-        deepest = max((int(above.max()) for above in drafts if len(above)), default=-1)
+        last = len(self.head.modules_in_a_row) - 1
+        numbers = [cache.drafts_above(nodes[0]).clip(max=last) for cache, nodes in zip(caches, wanted, strict=True)]
+        deepest = max((int(each.max()) for each in numbers if len(each)), default=-1)
         for number in range(deepest + 1):
             self._run(number, caches)
-        found = []
-        for cache, nodes, above in zip(caches, wanted, drafts, strict=True):
-            rows = torch.zeros(nodes.shape[1], modules[0].shape.draft_vocab, device=self.device)
-            for number in sorted({*above.tolist()}):
-                here = np.flatnonzero(above == number)
-                at = torch.from_numpy(nodes[number, here]).to(self.device)
-                made = modules[number].logits(cache.caches[number].states[at])
-                rows[torch.from_numpy(here).to(self.device)] = made.to(rows.dtype)
-            found.append(rows)
-        return found
+        return [self._read_out(*each) for each in zip(caches, wanted, numbers, strict=True)]
+
+    def _read_out(self, cache: ModulesCache, nodes: Int64[np.ndarray, "modules _"], numbers: AnyNodes) -> Logits:
+        """Return the logits of a session at nodes.
+
+        Args:
+            numbers: of the module that makes them, by node.
+        """
+        modules = self.head.modules_in_a_row
+        rows = torch.zeros(nodes.shape[1], modules[0].shape.draft_vocab, device=self.device)
+        for number in np.unique(numbers):
+            here = np.flatnonzero(numbers == number)
+            own = cache.caches[number]
+            made = modules[number].logits(own.states[own.on_device(nodes[number, here])])
+            rows[own.on_device(here)] = made.to(rows.dtype)
+        return rows
 
     def _run(self, number: int, caches: list[ModulesCache]) -> None:
         """Run a module over all nodes of each session that have something to read in it, and hand its states on."""
         module = self.head.modules_in_a_row[number]
-        every = [(cache, cache.caches[number]) for cache in caches]
-        while pending := [(cache, rows) for cache, own in every if (rows := own.next_rows())]:
+        while pending := [(cache, rows) for cache in caches if (rows := cache.caches[number].next_rows())]:
             self.passes += 1
             made = run_rows(module, [rows for _, rows in pending])
             for (cache, rows), states in zip(pending, made, strict=True):
@@ -372,14 +371,11 @@ class MaskLM(HeadLM):
     head: MaskTrunk
     drafts_blocks = True
 
-    def new_cache(self, prompt: list[int], features: Float[Tensor, "before width"]) -> MaskCache:
-        """See `HeadLM.new_cache`."""
+    def new_cache(self, prompt: list[int], features: Rows) -> MaskCache:
         shape = self.head.shape
         return MaskCache(prompt, features, shape.layers, shape.views)
 
-    def logits(
-        self, caches: list[MaskCache], wanted: list[Int64[np.ndarray, " _"]]
-    ) -> list[Float[Tensor, "_ draft_vocab"]]:
+    def logits(self, caches: list[MaskCache], wanted: list[AnyNodes]) -> list[Logits]:
         """See `HeadLM.logits`: nodes at the same depth below a root have the same law."""
         no_roots = np.zeros(0, dtype=np.int64)
         fed = [cache.next_rows() for cache in caches]
@@ -396,15 +392,15 @@ class MaskLM(HeadLM):
         self._run(rows)
         return [self._at(cache, each) for cache, each in zip(caches, places, strict=True)]
 
-    def _at(self, cache: MaskCache, places: list[tuple[int, int]]) -> Float[Tensor, "nodes draft_vocab"]:
+    def _at(self, cache: MaskCache, places: list[tuple[int, int]]) -> Logits:
         """Return the logits at nodes, given the root of each and how far above it is."""
         if not places:
             return torch.zeros(0, self.head.shape.draft_vocab, device=self.device)
-        states = [cache.blocks[root][min(far, self.head.rows - 1)] for root, far in places]
-        return self.head.logits(torch.stack(states))
+        last = self.head.rows - 1
+        return self.head.logits(torch.stack([cache.blocks[root][min(far, last)] for root, far in places]))
 
     def _run(self, rows: list[MaskRows]) -> None:
-        """Compute the head's states of some rows of each session, in one pass, and keep those of blocks."""
+        """Compute the head's states of some rows of each session, in one pass, and store the blocks."""
         rows = [one for one in rows if len(one.feed) + len(one.roots)]
         if not rows:
             return
@@ -414,22 +410,17 @@ class MaskLM(HeadLM):
         positions = []
         sizes = []
         for one in rows:
-            trie = one.cache.trie
-            above = torch.from_numpy(trie.parents[one.roots]).to(self.device)
-            of_roots = self.head.read_by(
-                torch.from_numpy(trie.tokens[one.roots]).to(self.device),
-                one.cache.features[above],
-                torch.from_numpy(trie.positions[one.roots]).to(self.device),
-            )
-            tokens += [torch.from_numpy(one.feed.tokens).to(self.device), of_roots[0].flatten()]
-            given += [one.read, of_roots[1].flatten(0, 1)]
-            positions += [torch.from_numpy(one.feed.positions).to(self.device), of_roots[2].flatten()]
-            sizes.append(len(one.feed) + of_roots[0].numel())
-
-        def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            parts = zip(rows, queries.split(sizes), keys.split(sizes), values.split(sizes), strict=True)
-            return torch.cat([one.attend(layer, q, k, v) for one, q, k, v in parts])
-
+            cache = one.cache
+            trie = cache.trie
+            above = cache.features[cache.on_device(trie.parents[one.roots])]
+            roots = cache.on_device(trie.tokens[one.roots])
+            read = self.head.read_by(roots, above, cache.on_device(trie.positions[one.roots]))
+            block_tokens, block_features, block_positions = read
+            tokens += [cache.on_device(one.feed.tokens), block_tokens.flatten()]
+            given += [one.read, block_features.flatten(0, 1)]
+            positions += [cache.on_device(one.feed.positions), block_positions.flatten()]
+            sizes.append(len(one.feed) + block_tokens.numel())
+        attend = attending([partial(one.cache.attend, one) for one in rows], sizes)
         states = self.head(torch.cat(tokens), torch.cat(given), torch.cat(positions), attend)
         for one, made in zip(rows, states.split(sizes), strict=True):
             blocks = made[len(one.feed) :].unflatten(0, (len(one.roots), self.head.rows))
@@ -441,15 +432,16 @@ class ChimeraLM(TrunkLM):
 
     head: Chimera
 
-    def read_out(self, cache: PairCache, nodes: Int64[np.ndarray, " nodes"]) -> Float[Tensor, "nodes draft_vocab"]:
+    def read_out(self, cache: PairCache, nodes: Nodes) -> Logits:
         """See `TrunkLM.read_out`: by the feature of the nearest scored node above each, and by how far above it is."""
-        scored = cache.scored_above(nodes)
         made = torch.zeros(len(nodes), self.head.shape.draft_vocab, device=self.device)
-        for far in sorted({far for _, far in scored}):
-            rows = [row for row, (_, each) in enumerate(scored) if each == far]
-            above = torch.tensor([scored[row][0] for row in rows], device=self.device)
-            here = torch.from_numpy(nodes[rows]).to(self.device)
-            made[rows] = self.head.logits(far, cache.features[above], cache.states[here]).float()
+        scored = np.array([cache.scored_above(node) for node in nodes.tolist()], dtype=np.int64).reshape(-1, 2)
+        above, distances = scored.T
+        for far in np.unique(distances):
+            rows = np.flatnonzero(distances == far)
+            features = cache.features[cache.on_device(above[rows])]
+            states = cache.states[cache.on_device(nodes[rows])]
+            made[cache.on_device(rows)] = self.head.logits(int(far), features, states).float()
         return made
 
 
@@ -475,43 +467,38 @@ class BlockLM(HeadLM):
     head: BlockHead
     drafts_blocks = True
 
-    def new_cache(self, prompt: list[int], features: Float[Tensor, "before width"]) -> ContextCache:
-        """See `HeadLM.new_cache`."""
+    def new_cache(self, prompt: list[int], features: Rows) -> ContextCache:
         shape = self.head.shape
         return ContextCache(prompt, features, shape.layers, shape.views)
 
-    def logits(
-        self, caches: list[ContextCache], wanted: list[Int64[np.ndarray, " _"]]
-    ) -> list[Float[Tensor, "_ draft_vocab"]]:
-        """See `HeadLM.logits`."""
+    def logits(self, caches: list[ContextCache], wanted: list[AnyNodes]) -> list[Logits]:
         self.store_context(caches)
         carries = self.head.correction.state_size > 0
-        places = [cache.to_correct(nodes, carries) for cache, nodes in zip(caches, wanted, strict=True)]
-        self._make_missing_blocks(caches, [{root for root, _ in each.values()} for each in places])
         asked = []
-        for number, (cache, each) in enumerate(zip(caches, places, strict=True)):
-            tokens = cache.trie.tokens
-            parents = cache.trie.parents
-            for node, (root, far) in each.items():
-                asked.append(BlockNode(number, cache, node, root, far, int(tokens[node]), int(parents[node])))
+        for number, (cache, nodes) in enumerate(zip(caches, wanted, strict=True)):
+            trie = cache.trie
+            for node, (root, far) in cache.to_correct(nodes, carries).items():
+                token = int(trie.tokens[node])
+                asked.append(BlockNode(number, cache, node, root, far, token, int(trie.parents[node])))
+        self._make_missing_blocks(caches, asked)
+        nothing = torch.zeros(0, self.head.shape.draft_vocab, device=self.device)
         if not carries:
-            logits = self._correct(asked) if asked else self._no_logits()
-            return list(logits.split([len(each) for each in places]))
+            logits = self._correct(asked) if asked else nothing
+            counts = [sum(one.number == number for one in asked) for number in range(len(caches))]
+            return list(logits.split(counts))
         made: list[dict[int, Tensor]] = [{} for _ in caches]
         for far in sorted({one.far for one in asked}):
             level = [one for one in asked if one.far == far]
             for one, row in zip(level, self._correct(level), strict=True):
                 made[one.number][one.node] = row
-        return [
-            torch.stack([known[node] for node in nodes.tolist()]) if len(nodes) else self._no_logits()
-            for known, nodes in zip(made, wanted, strict=True)
-        ]
+        found = []
+        for known, nodes in zip(made, wanted, strict=True):
+            rows = [known[node] for node in nodes.tolist()]
+            found.append(torch.stack(rows) if rows else nothing)
+        return found
 
-    def _no_logits(self) -> Float[Tensor, "0 draft_vocab"]:
-        return torch.zeros(0, self.head.shape.draft_vocab, device=self.device)
-
-    def _correct(self, nodes: "list[BlockNode]") -> Float[Tensor, "nodes draft_vocab"]:
-        """Return the logits at nodes, and keep what these hand down; then all are equally far below their roots."""
+    def _correct(self, nodes: list[BlockNode]) -> Logits:
+        """Return the logits at nodes, and store the states of their children; then all are equally far below their roots."""
         shape = self.head.shape
         last = shape.rows - 1
         rows = torch.stack([one.cache.blocks[one.root][min(shape.first_row + one.far, last)] for one in nodes])
@@ -522,8 +509,8 @@ class BlockLM(HeadLM):
                 one.cache.carried[one.node] = handed
         return logits
 
-    def _handed_down(self, nodes: "list[BlockNode]", tokens: Int64[Tensor, " nodes"]) -> Float[Tensor, "nodes state"]:
-        """Return what the correction hands down to nodes that are equally far below their roots."""
+    def _handed_down(self, nodes: list[BlockNode], tokens: PerRow) -> States:
+        """Return the states that a correction hands down to nodes, which are equally far below their roots."""
         if self.head.correction.state_size == 0:
             return torch.zeros(len(nodes), 0, device=self.device)
         if nodes[0].far > 0:
@@ -534,49 +521,40 @@ class BlockLM(HeadLM):
         return self.head.first_states(first, tokens, torch.tensor(above, device=self.device))
 
     def store_context(self, caches: list[ContextCache]) -> None:
-        """Store the keys and values of all scored nodes that are not stored yet."""
-        while pending := [found for cache in caches if (found := cache.next_context())]:
-            self._store(pending)
+        """Store the keys and values of all scored nodes that are not stored yet, each pass for all sessions."""
+        while pending := [rows for cache in caches if (rows := cache.next_context())]:
+            positions = self.on_device([one.feed.positions for one in pending])
+            by_layer = self.head.context(torch.cat([one.features for one in pending]), positions)
+            sizes = [len(one.feed) for one in pending]
+            for layer, (keys, values) in enumerate(by_layer):
+                for one, own_keys, own_values in zip(pending, keys.split(sizes), values.split(sizes), strict=True):
+                    one.cache.stored.store(layer, one.feed.slots, own_keys, own_values)
 
-    def _store(self, rows: list[ContextRows]) -> None:
-        """Store the keys and values of scored nodes of each session, in one pass."""
-        positions = torch.from_numpy(np.concatenate([one.feed.positions for one in rows])).to(self.device)
-        by_layer = self.head.context(torch.cat([one.features for one in rows]), positions)
-        sizes = [len(one.feed) for one in rows]
-        for layer, (keys, values) in enumerate(by_layer):
-            for one, own_keys, own_values in zip(rows, keys.split(sizes), values.split(sizes), strict=True):
-                one.cache.kept.store(layer, one.feed.slots, own_keys, own_values)
-
-    def _make_missing_blocks(self, caches: list[ContextCache], roots: list[set[int]]) -> None:
-        """Make the blocks of these local nodes of each session that are not there yet, in one pass."""
-        missing = [
-            (cache, np.array(fresh, dtype=np.int64))
-            for cache, asked in zip(caches, roots, strict=True)
-            if (fresh := sorted(asked - cache.blocks.keys()))
-        ]
+    def _make_missing_blocks(self, caches: list[ContextCache], asked: list[BlockNode]) -> None:
+        """Make the blocks of the roots of nodes that are not there yet, in one pass."""
+        missing = []
+        for number, cache in enumerate(caches):
+            roots = {one.root for one in asked if one.number == number} - cache.blocks.keys()
+            if roots:
+                missing.append((cache, np.array(sorted(roots), dtype=np.int64)))
         if missing:
             for (cache, nodes), made in zip(missing, self.blocks_below(missing), strict=True):
                 cache.blocks.update(zip(nodes.tolist(), made, strict=True))
 
     def blocks_below(
-        self, roots: list[tuple[ContextCache, Int64[np.ndarray, " _"]]], *known: Tensor
+        self, roots: list[tuple[ContextCache, AnyNodes]], *known: Tensor
     ) -> tuple[Float[Tensor, "_ rows width"], ...]:
         """Return the blocks below local nodes of each session, made in one pass.
 
         Args:
-            known: what `head.blocks` takes beside roots, positions and attention.
+            known: further arguments of `head.blocks`.
         """
         self.passes += 1
-        tokens = torch.from_numpy(np.concatenate([cache.trie.tokens[nodes] for cache, nodes in roots]))
-        positions = torch.from_numpy(np.concatenate([cache.trie.positions[nodes] for cache, nodes in roots]))
+        tokens = self.on_device([cache.trie.tokens[nodes] for cache, nodes in roots])
+        positions = self.on_device([cache.trie.positions[nodes] for cache, nodes in roots])
         sizes = [len(nodes) for _, nodes in roots]
-
-        def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            parts = zip(roots, queries.split(sizes), keys.split(sizes), values.split(sizes), strict=True)
-            return torch.cat([cache.attend_blocks(nodes, layer, q, k, v) for (cache, nodes), q, k, v in parts])
-
-        made = self.head.blocks(tokens.to(self.device), positions.to(self.device), attend, *known)
-        return made.split(sizes)
+        attend = attending([partial(cache.attend_blocks, nodes) for cache, nodes in roots], sizes)
+        return self.head.blocks(tokens, positions, attend, *known).split(sizes)
 
 
 class DenoiserLM(BlockLM):
@@ -591,7 +569,7 @@ class DenoiserLM(BlockLM):
 
     @torch.inference_mode()
     def denoised(
-        self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], known: Sequence[Int64[np.ndarray, "_ _"]]
+        self, sessions: Sessions, forests: Forests, known: Sequence[Int64[np.ndarray, "_ _"]]
     ) -> list[Float[Tensor, "_ _ vocab"]]:
         """Return logits of the drafts below the roots of forests, each given the drafts of its root that are known.
 
@@ -603,17 +581,15 @@ class DenoiserLM(BlockLM):
         for cache, forest in zip(caches, forests, strict=True):
             cache.enter(forest)
         self.store_context(caches)
-        roots = [
-            (cache, cache.trie.local[: forest.roots].copy()) for cache, forest in zip(caches, forests, strict=True)
-        ]
-        tokens = np.full((sum(len(rows) for rows in known), self.block_depth), -1, dtype=np.int64)
-        row = 0
-        for rows in known:
-            tokens[row : row + len(rows), : rows.shape[1]] = rows
-            row += len(rows)
+        roots = []
+        tokens = []
+        for cache, forest, rows in zip(caches, forests, known, strict=True):
+            roots.append((cache, cache.trie.local[: forest.roots].copy()))
+            masks = self.block_depth - rows.shape[1]
+            tokens.append(np.pad(rows, ((0, 0), (0, masks)), constant_values=-1))
         first = self.head.shape.first_row
         found = []
-        for rows, made in zip(known, self.blocks_below(roots, torch.from_numpy(tokens).to(self.device)), strict=True):
+        for rows, made in zip(known, self.blocks_below(roots, self.on_device(tokens)), strict=True):
             wanted = made[:, first : first + rows.shape[1]]
             logits = self._of_all_tokens(self.head.lm_head(wanted.flatten(0, 1)).float())
             found.append(logits.unflatten(0, wanted.shape[:2]))
@@ -626,38 +602,34 @@ class FeatureLM(HeadLM):
     head: FeatureHead
     reads_prompt = False
 
-    def new_cache(self, prompt: list[int], features: Float[Tensor, "before width"]) -> StateCache:
-        """See `HeadLM.new_cache`."""
+    def new_cache(self, prompt: list[int], features: Rows) -> StateCache:
         return StateCache(prompt, features)
 
-    def logits(
-        self, caches: list[StateCache], wanted: list[Int64[np.ndarray, " _"]]
-    ) -> list[Float[Tensor, "_ draft_vocab"]]:
-        """See `HeadLM.logits`: states are carried down level by level, those of all sessions at once."""
-        for cache in caches:
+    def logits(self, caches: list[StateCache], wanted: list[AnyNodes]) -> list[Logits]:
+        """See `HeadLM.logits`: states are carried down level by level, for all sessions at once."""
+        levels: dict[int, list[tuple[StateCache, int]]] = {}
+        for cache, nodes in zip(caches, wanted, strict=True):
             cache.store_scored()
-        paths = [cache.missing(nodes) for cache, nodes in zip(caches, wanted, strict=True)]
-        deepest = max((far for path in paths for _, far in path), default=0)
-        for far in range(1, deepest + 1):
-            self._step(
-                far,
-                [(cache, node) for cache, path in zip(caches, paths, strict=True) for node, at in path if at == far],
-            )
-        found = [torch.zeros(len(nodes), self.head.sizes.draft_vocab, device=self.device) for nodes in wanted]
+            for node, far in cache.missing(nodes):
+                levels.setdefault(far, []).append((cache, node))
+        for far in sorted(levels):
+            self._step(far, levels[far])
         places: dict[int, list[tuple[int, int]]] = {}
+        states: dict[int, list[Tensor]] = {}
         for number, (cache, nodes) in enumerate(zip(caches, wanted, strict=True)):
             for row, node in enumerate(nodes.tolist()):
-                places.setdefault(min(cache.far[node], self.head.sizes.depth), []).append((number, row))
+                far = min(cache.far[node], self.head.sizes.depth)
+                places.setdefault(far, []).append((number, row))
+                states.setdefault(far, []).append(cache.states[node])
+        found = [torch.zeros(len(nodes), self.head.sizes.draft_vocab, device=self.device) for nodes in wanted]
         for far, asked in places.items():
-            states = torch.stack([caches[number].states[int(wanted[number][row])] for number, row in asked])
-            for (number, row), made in zip(asked, self.head.logits(far, states), strict=True):
+            logits = self.head.logits(far, torch.stack(states[far]))
+            for (number, row), made in zip(asked, logits, strict=True):
                 found[number][row] = made
         return found
 
     def _step(self, far: int, nodes: list[tuple[StateCache, int]]) -> None:
         """Carry states to local nodes that are `far` below a scored one."""
-        if not nodes:
-            return
         self.passes += 1
         tokens = torch.tensor([int(cache.trie.tokens[node]) for cache, node in nodes], device=self.device)
         parents = [(cache, int(cache.trie.parents[node])) for cache, node in nodes]

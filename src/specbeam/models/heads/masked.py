@@ -8,14 +8,15 @@ of a draft does not depend on the drafts above it: it is a product law.
 from collections.abc import Iterator
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
-from torch.nn import functional
 
+from specbeam.models.heads.arrays import Blocks, PerNode, PerRow, TokenMap
 from specbeam.models.heads.head import DraftRows, wanted_below
-from specbeam.models.heads.layers import Rotary, View, view_of
+from specbeam.models.heads.layers import Rotary
 from specbeam.models.heads.trees import ScoredTrees
 from specbeam.models.heads.trunk import PairTrunk, TrunkShape
+from specbeam.models.heads.unroll import BlocksOnTrees
 
 
 class MaskTrunk(PairTrunk):
@@ -24,12 +25,8 @@ class MaskTrunk(PairTrunk):
     Equation (11) of the project's notes on heads; source: P-EAGLE (vllm-project/speculators, SpecForge).
 
     Args:
-        rotary: the rotation by positions.
-        embedding: float[vocab, width], of the target, or the head's own.
-        head: float[draft_vocab, width], the matrix that makes logits, of the target, or the head's own.
         mask: the token that mask rows read.
         rows: number of rows of a block: that of a pair, and the mask rows after it.
-        tokens: see `Head.tokens`.
     """
 
     def __init__(
@@ -40,7 +37,7 @@ class MaskTrunk(PairTrunk):
         head: nn.Linear,
         mask: int,
         rows: int,
-        tokens: Int64[Tensor, " draft_vocab"] | None = None,
+        tokens: TokenMap = None,
     ) -> None:
         super().__init__(shape, rotary, embedding, head, tokens)
         self.mask = mask
@@ -49,7 +46,6 @@ class MaskTrunk(PairTrunk):
 
     @property
     def described(self) -> dict[str, str]:
-        """See `Head.described`."""
         parts = super().described
         del parts["feeds back"]
         return {
@@ -59,12 +55,9 @@ class MaskTrunk(PairTrunk):
         }
 
     def read_by(
-        self,
-        roots: Int64[Tensor, "*blocks"],
-        above: Float[Tensor, "*blocks width"],
-        positions: Int64[Tensor, "*blocks"],
-    ) -> tuple[Int64[Tensor, "*blocks rows"], Float[Tensor, "*blocks rows width"], Int64[Tensor, "*blocks rows"]]:
-        """Return what the rows of blocks read: tokens, features and positions.
+        self, roots: PerRow, above: Float[Tensor, "*blocks width"], positions: PerRow
+    ) -> tuple[Int64[Tensor, "*blocks rows"], Blocks, Int64[Tensor, "*blocks rows"]]:
+        """Return the inputs of the rows of blocks: tokens, features and positions.
 
         Args:
             roots: the tokens of the roots.
@@ -78,12 +71,12 @@ class MaskTrunk(PairTrunk):
         given = torch.cat([above[..., None, :], masked], -2)
         return tokens, given, positions[..., None] + torch.arange(count, device=roots.device)
 
-    def drafts(self, trees: ScoredTrees, depth: int, wanted: Bool[Tensor, "rows length"]) -> list[DraftRows]:
+    def drafts(self, trees: ScoredTrees, depth: int, wanted: PerNode) -> list[DraftRows]:
         """See `Head.drafts`: each node is the root of a block, and a draft in the blocks of the nodes above it."""
-        root = torch.arange(trees.tokens.shape[1], device=trees.tokens.device).expand_as(trees.tokens)
+        root = trees.columns
         above = trees.at(self.features(trees.states_at(self.taps)), trees.above(root))
         tokens, given, positions = self.read_by(trees.tokens, above, trees.depths)
-        states = self(tokens, given, positions, _MasksOfTrees(trees, self.shape.views).attend)
+        states = self(tokens, given, positions, BlocksOnTrees(trees, self.shape.views).attend)
         found = []
         for deep in range(1, min(depth, self.rows) + 1):
             nodes = wanted_below(trees, wanted, deep)
@@ -93,43 +86,7 @@ class MaskTrunk(PairTrunk):
         return found
 
     def other_readings(self, layers: int) -> Iterator[tuple[str, PairTrunk]]:
-        """See `Head.other_readings`: those of a pair trunk, but that nothing is fed back."""
+        """See `Head.other_readings`: as of a pair trunk, but nothing is fed back."""
         for name, other in super().other_readings(layers):
             if other.shape.feeds_normed == self.shape.feeds_normed:
                 yield name, other
-
-
-class _MasksOfTrees:
-    """Lets the rows of the blocks below all nodes of trees look at the pairs above them, and at the rows before them."""
-
-    def __init__(self, trees: ScoredTrees, views: tuple[View, ...]) -> None:
-        self.trees = trees
-        self.views = views
-        alike = torch.eye(trees.tokens.shape[1], dtype=torch.bool, device=trees.tokens.device)
-        self.above = trees.sees & ~alike & (trees.depths > 0)[:, None]  # the first token of a text has no row
-
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Return what queries, float[trees, nodes, rows, heads, size], make of what they see."""
-        count = queries.shape[2]
-        group = queries.shape[-2] // keys.shape[-2]
-        keys = keys.repeat_interleave(group, -2)
-        values = values.repeat_interleave(group, -2)
-        scaled = queries / queries.shape[-1] ** 0.5
-        to_above = torch.einsum("tnrhs,tmhs->tnrhm", scaled, keys[:, :, 0])
-        to_above = to_above.masked_fill(~self._seen(view_of(self.views, layer), count)[:, :, :, None], -torch.inf)
-        to_block = torch.einsum("tnrhs,tnqhs->tnrhq", scaled, keys)
-        before = torch.ones(count, count, dtype=torch.bool, device=queries.device).tril()
-        to_block = to_block.masked_fill(~before[:, None], -torch.inf)
-        odds = functional.softmax(torch.cat([to_above, to_block], -1), -1, dtype=torch.float32).to(to_above.dtype)
-        pairs = to_above.shape[-1]
-        mixed = torch.einsum("tnrhm,tmhs->tnrhs", odds[..., :pairs], values[:, :, 0])
-        return mixed + torch.einsum("tnrhq,tnqhs->tnrhs", odds[..., pairs:], values)
-
-    def _seen(self, view: View, count: int) -> Bool[Tensor, "trees nodes rows above"]:
-        """Return the nodes whose pairs each of `count` rows sees."""
-        seen = self.above[:, :, None].expand(-1, -1, count, -1)
-        if view.within:
-            depths = self.trees.depths
-            origins = depths[..., None] + torch.arange(count, device=depths.device) * view.from_row
-            seen = seen & (depths[:, None, None] > origins[..., None] - view.within)
-        return seen

@@ -3,9 +3,9 @@
 The law of a draft does not depend on the drafts above it: it is a product law.
 """
 
-from jaxtyping import Float, Int64
-from torch import Tensor, nn
+from torch import nn
 
+from specbeam.models.heads.arrays import Logits, PerRow, States, StatesAbove
 from specbeam.models.heads.feature import FeatureHead, FeatureSizes, Residual
 
 
@@ -17,14 +17,8 @@ class Medusa(FeatureHead):
         matrix: the matrix that makes logits, where all heads share the target's; None: each has one.
     """
 
-    def __init__(
-        self,
-        sizes: FeatureSizes,
-        layers: int,
-        matrix: nn.Linear | None = None,
-        tokens: Int64[Tensor, " draft_vocab"] | None = None,
-    ) -> None:
-        super().__init__(sizes, tokens)
+    def __init__(self, sizes: FeatureSizes, layers: int, matrix: nn.Linear | None = None) -> None:
+        super().__init__(sizes)
         width = sizes.width
         self.blocks = nn.ModuleList(
             nn.Sequential(*(Residual(width, width) for _ in range(layers))) for _ in range(sizes.depth)
@@ -32,13 +26,9 @@ class Medusa(FeatureHead):
         matrices = [matrix or nn.Linear(width, sizes.draft_vocab, bias=False) for _ in range(sizes.depth)]
         self.matrices = nn.ModuleList(matrices)
 
-    def step(
-        self, far: int, states: Float[Tensor, "*rows above"], tokens: Int64[Tensor, "*rows"]
-    ) -> Float[Tensor, "*rows state"]:
+    def step(self, far: int, states: StatesAbove, tokens: PerRow) -> States:
         """See `FeatureHead.step`: the feature itself, whatever the tokens."""
         return states
 
-    def logits(self, far: int, states: Float[Tensor, "rows state"]) -> Float[Tensor, "rows draft_vocab"]:
-        """See `FeatureHead.logits`."""
-        made: Tensor = self.matrices[far - 1](self.blocks[far - 1](states))
-        return made
+    def logits(self, far: int, states: States) -> Logits:
+        return self.matrices[far - 1](self.blocks[far - 1](states))

@@ -3,20 +3,19 @@
 Row v of module k belongs to a node with at least k + 1 nodes above it. It reads v's token, and the state of module k - 1 at
 the node above v; the first module reads the feature of the target there. So it is a function of the feature k + 1 nodes
 above and of the tokens since, and the module gives the law of the token below v where the target has scored that node and
-none after it. Below more drafts than there are modules the last module reads its own states, as a trunk that stands alone
-does.
+none after it. Below more drafts than there are modules the last module reads its own states, as a single
+trunk does.
 """
 
 from collections.abc import Iterator
 
-import torch
-from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from torch import nn
 
-from specbeam.models.heads.head import DraftRows, Head, wanted_below
+from specbeam.models.heads.arrays import PerNode, Rows, TargetStates
+from specbeam.models.heads.head import DraftRows, Head
 from specbeam.models.heads.trees import ScoredTrees
 from specbeam.models.heads.trunk import PairTrunk
-from specbeam.models.heads.unroll import unrolled
+from specbeam.models.heads.unroll import drafted_rows
 
 
 class ModulesInARow(Head):
@@ -33,7 +32,7 @@ class ModulesInARow(Head):
 
     @property
     def modules_in_a_row(self) -> list[PairTrunk]:
-        """The modules, that of the first draft first."""
+        """The modules, beginning with the first draft's."""
         return [one for one in self.row if isinstance(one, PairTrunk)]
 
     @property
@@ -43,38 +42,27 @@ class ModulesInARow(Head):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """See `Head.taps`."""
         return self.modules_in_a_row[0].taps
 
     @property
-    def device(self) -> torch.device:
-        """See `Head.device`."""
-        return self.modules_in_a_row[0].device
-
-    @property
     def described(self) -> dict[str, str]:
-        """See `Head.described`."""
         count = len(self.row)
         what = f"one in {count} places" if self.is_one else str(count)
         return self.modules_in_a_row[0].described | {"modules": f"{what}, for drafts 1 to {count} deep"}
 
     @property
     def states_size(self) -> int:
-        """See `Head.states_size`."""
         return self.modules_in_a_row[0].states_size
 
-    def features(self, states: Float[Tensor, "*rows states"]) -> Float[Tensor, "*rows width"]:
-        """See `Head.features`."""
+    def features(self, states: TargetStates) -> Rows:
         return self.modules_in_a_row[0].features(states)
 
-    def drafts(self, trees: ScoredTrees, depth: int, wanted: Bool[Tensor, "rows length"]) -> list[DraftRows]:
-        """See `Head.drafts`."""
+    def drafts(self, trees: ScoredTrees, depth: int, wanted: PerNode) -> list[DraftRows]:
         modules = self.modules_in_a_row
         found = []
-        for deep, states in enumerate(unrolled(modules, trees, depth), 1):
-            nodes = wanted_below(trees, wanted, deep)
+        for deep, nodes, own in drafted_rows(modules, trees, depth, wanted):
             module = modules[min(deep, len(modules)) - 1]
-            found.append(DraftRows(nodes, module.logits(states.flatten(0, 1)[nodes])))
+            found.append(DraftRows(nodes, module.logits(own)))
         return found
 
     def other_readings(self, layers: int) -> Iterator[tuple[str, Head]]:

@@ -1,7 +1,7 @@
-"""Readers of modules of multi-token prediction: those that a target's own checkpoint holds, and speculators' "mtp" folders.
+"""Readers of modules of multi-token prediction, from a target's own checkpoint or from speculators' "mtp" folders.
 
 transformers drops the modules when it loads a target, so they are read from the target's files. Writers differ in names and
-in the order of what is projected; the layer inside is always of the target's kind (DeepSeek-V3, arXiv 2412.19437;
+in the order of the parts that are projected; the layer inside is always of the target's kind (DeepSeek-V3, arXiv 2412.19437;
 Qwen3-Next; MiMo, arXiv 2505.07608; FastMTP, arXiv 2509.18362).
 """
 
@@ -23,16 +23,16 @@ from specbeam.models.heads.borrowed import Borrowed
 from specbeam.models.heads.files import HeadFiles, folder_of, read_config
 from specbeam.models.heads.head import Head
 from specbeam.models.heads.modules import ModulesInARow
-from specbeam.models.heads.reading import MOST_ROWS, embedding_of, fill, head_of, own_head, width_of
+from specbeam.models.heads.reading import MOST_ROWS, embedding_of, filled, own_head
 from specbeam.models.heads.trunk import BorrowedParts, PairTrunk, TrunkShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 OWN = "mtp"  # the draft that stands for the modules of the target's own checkpoint
-STATED = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # fields that say how many there are
+COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # fields for the number of modules
 _INSTEAD = f'leave draft="{OWN}" out, or give the folder of a draft: "./{OWN}" if it is called so'
-# The names of a writer, and what they are called here.
+# The names of a writer, and the names here.
 DEEPSEEK = {
     "enorm.weight": "enorm.weight",
     "hnorm.weight": "hnorm.weight",
@@ -63,7 +63,7 @@ class Naming:
 
     Attributes:
         pattern: of the names of tensors: the number of the module, if it is in the name, and the rest.
-        names: of the parts that are not in the layer, and what they are called here.
+        names: of the parts that are not in the layer, and their names here.
         swaps: whether the feature comes before the embedding in the projection.
     """
 
@@ -82,7 +82,7 @@ SPECULATORS = Naming(r"mtp_layers\.(\d+)\.(.+)", MIMO)
 
 @dataclass
 class ModuleTensors:
-    """The names of the tensors of one module in its files, by what they are called here."""
+    """The names of the tensors of one module in its files, by their names here."""
 
     around: dict[str, str] = field(default_factory=dict)
     layer: dict[str, str] = field(default_factory=dict)
@@ -93,11 +93,8 @@ def is_own_modules(source: object) -> bool:
     return isinstance(source, str) and source == OWN
 
 
-def read_own_modules(target: "PreTrainedModel", taps: tuple[int, ...] | None = None) -> Head:
+def read_own_modules(target: "PreTrainedModel") -> Head:
     """Return the modules of multi-token prediction that a target's own files hold.
-
-    Args:
-        taps: the hidden states that the first one reads, see `Needs.taps`; None: what the target's head reads.
 
     Raises:
         MissingFile: the target has no files.
@@ -105,25 +102,23 @@ def read_own_modules(target: "PreTrainedModel", taps: tuple[int, ...] | None = N
     """
     files, naming, modules = _own_files(target)
     borrowed = Borrowed(target, files.where)
-    read = [_module(files, number, stored, naming, borrowed, target, taps) for number, stored in enumerate(modules)]
+    read = [_module(files, number, stored, naming, borrowed) for number, stored in enumerate(modules)]
     return read[0] if len(read) == 1 else ModulesInARow(read)
 
 
-def read_speculators_module(files: HeadFiles, target: "PreTrainedModel", taps: tuple[int, ...] | None = None) -> Head:
+def read_speculators_module(files: HeadFiles) -> Head:
     """Return the module of a folder in speculators' "mtp" format. Raises `BadHead` if it cannot be read.
 
     It was trained to make each draft from rows of its own, so it stands in as many places as its file names drafts.
     """
     from transformers import AutoConfig
 
-    if not files.fields.has("transformer_layer_config"):
-        raise files.fields.missing("transformer_layer_config")
-    core = files.fields.inner("transformer_layer_config")
-    theirs = target.config.get_text_config().model_type
+    core = files.fields.required("transformer_layer_config")
+    theirs = files.target.config.get_text_config().model_type
     if core.text("model_type") != theirs:
         raise core.bad("model_type", f"that of the target, {theirs!r}: is it for another target?")
-    if core.whole("hidden_size") != width_of(target):
-        raise core.bad("hidden_size", f"the width of the target, {width_of(target)}")
+    if core.whole("hidden_size") != files.width:
+        raise core.bad("hidden_size", f"the width of the target, {files.width}")
     if files.fields.whole("num_nextn_predict_layers", 1) != 1:
         raise files.fields.bad("num_nextn_predict_layers", "1: folders with more modules cannot be read")
     modules = modules_of(files.tensors, SPECULATORS)
@@ -131,17 +126,12 @@ def read_speculators_module(files: HeadFiles, target: "PreTrainedModel", taps: t
         raise BadHead(f"{files.where} has {len(modules)} modules mtp_layers.*, and one was expected")
     with reading(f"{files.where}: transformer_layer_config describes no layer", BadHead):
         config = AutoConfig.for_model(**core.values)
-    module = _module(files, 0, modules[0], SPECULATORS, Borrowed(target, files.where, config), target, taps)
+    module = _module(files, 0, modules[0], SPECULATORS, Borrowed(files.target, files.where, config))
     files.tensors = {name: tensor for name, tensor in files.tensors.items() if name not in files.taken}
     files.check_all_taken()
-    drafts = _stated_drafts(files)
-    return module if drafts == 1 else ModulesInARow([module] * drafts)
-
-
-def _stated_drafts(files: HeadFiles) -> int:
-    """Return how many drafts a speculators folder says that its module was trained for; 1 if it does not say."""
     proposal = files.fields.inner("speculators_config").first_of("proposal_methods")
-    return proposal.whole("speculative_tokens", 1, most=MOST_ROWS)
+    drafts = proposal.whole("speculative_tokens", 1, most=MOST_ROWS)
+    return module if drafts == 1 else ModulesInARow([module] * drafts)
 
 
 def modules_of(names: Iterable[str], naming: Naming, first: int = 0) -> list[ModuleTensors]:
@@ -170,46 +160,39 @@ def modules_of(names: Iterable[str], naming: Naming, first: int = 0) -> list[Mod
     return [found.get(number, ModuleTensors()) for number in range(1 + max(found, default=-1))]
 
 
-def _module(
-    files: HeadFiles,
-    number: int,
-    stored: ModuleTensors,
-    naming: Naming,
-    borrowed: Borrowed,
-    target: "PreTrainedModel",
-    taps: tuple[int, ...] | None,
-) -> PairTrunk:
+def _module(files: HeadFiles, number: int, stored: ModuleTensors, naming: Naming, borrowed: Borrowed) -> PairTrunk:
     """Return a module from its tensors."""
-    width = width_of(target)
-    like = target.get_input_embeddings().weight
-    own = _around(files, number, stored, naming, width)
+    width = files.width
+    like = files.target.get_input_embeddings().weight
+    own = _around(files, number, stored, naming)
     layer = borrowed.layer({part: _tensor(files, name) for part, name in stored.layer.items()}, like)
     norms = [borrowed.norm(own.take(name), like) for name in ("enorm.weight", "hnorm.weight", "norm.weight")]
     shape = TrunkShape(
         sizes=borrowed.sizes,
         layers=1,
-        taps=(FINAL,) if taps is None else taps,
+        taps=(FINAL,),
         target_width=width,
         pairs="normed projection",
-        draft_vocab=int(head_of(target).weight.shape[0]),
+        draft_vocab=files.vocab,
         swaps=naming.swaps,
         feeds_normed=True,
     )
-    embedding = embedding_of(own, target, width)
-    matrix = _matrix_of(own, shape, embedding, target)
+    embedding = embedding_of(own, width)
+    matrix = _matrix_of(own, shape, embedding)
     trunk = PairTrunk(shape, borrowed.rotary, embedding, matrix, None, BorrowedParts(layer, *norms))
-    fill(trunk, own, target, ("enorm.", "hnorm.", "norm.", "layers."))
-    return trunk
+    return filled(trunk, own, ("enorm.", "hnorm.", "norm.", "layers."))
 
 
-def _around(files: HeadFiles, number: int, stored: ModuleTensors, naming: Naming, width: int) -> HeadFiles:
-    """Return what a module has around its layer, by the names here. Raises `BadHead` if something is missing or strange."""
+def _around(files: HeadFiles, number: int, stored: ModuleTensors, naming: Naming) -> HeadFiles:
+    """Return the tensors around the layer of a module, by the names here. Raises `BadHead` if one is missing or unknown."""
     theirs = {ours: name for name, ours in naming.names.items()}
-    own = HeadFiles(files.where, {}, {})
-    for ours in ("enorm.weight", "hnorm.weight", "norm.weight", "fc.weight"):
+    own = HeadFiles(files.where, {}, {}, files.target)
+    vector: tuple[int, ...] = (files.width,)
+    shapes = {"enorm.weight": vector, "hnorm.weight": vector, "norm.weight": vector}
+    shapes["fc.weight"] = (files.width, 2 * files.width)
+    for ours, shape in shapes.items():
         if ours not in stored.around:
             raise BadHead(f"{files.where}: module {number} has no tensor {theirs[ours]}")
-        shape = (width, 2 * width) if ours == "fc.weight" else (width,)
         own.tensors[ours] = _tensor(files, stored.around[ours], *shape)
     for ours in ("embed_tokens.weight", "lm_head.weight"):
         if ours in stored.around:
@@ -233,14 +216,14 @@ def _tensor(files: HeadFiles, name: str, *shape: int) -> Tensor:
     return found
 
 
-def _matrix_of(own: HeadFiles, shape: TrunkShape, embedding: Any, target: "PreTrainedModel") -> Any:
+def _matrix_of(own: HeadFiles, shape: TrunkShape, embedding: Any) -> Any:
     """Return the module that makes logits: the target's, unless the files have another one."""
-    theirs = head_of(target).weight
+    theirs = own.target.get_output_embeddings().weight
     if own.has("lm_head.weight"):
         stored = own.tensors["lm_head.weight"]
         if stored.shape == theirs.shape and torch.equal(stored.to(theirs), theirs):
             own.take("lm_head.weight")
-    return own_head(own, shape.draft_vocab, shape.sizes.width, embedding, target)
+    return own_head(own, shape.draft_vocab, shape.sizes.width, embedding)
 
 
 def _own_files(target: "PreTrainedModel") -> tuple[HeadFiles, Naming, list[ModuleTensors]]:
@@ -260,25 +243,26 @@ def _own_files(target: "PreTrainedModel") -> tuple[HeadFiles, Naming, list[Modul
                 f"{where}: {stated[0]} is {stated[1]} in config.json, and its files hold {len(modules)} modules"
             )
         wanted = {name for one in modules for name in (*one.around.values(), *one.layer.values())}
-        tensors = _read(target, folder, {name: stored[name] for name in wanted})
-        return HeadFiles(where, config, tensors), naming, modules
+        tensors = _read(target, {name: stored[name] for name in wanted})
+        return HeadFiles(where, config, tensors, target), naming, modules
     known = ", ".join(NAMINGS).replace("{number of layers}", str(layers))
-    strange = sorted(name for name in stored if "mtp" in name)
-    raise BadHead(
-        f"{where} holds no modules of multi-token prediction: none of its tensors is {known}"
-        + (f", though config.json says {stated[0]} {stated[1]}: were they lost in a conversion?" if stated else "")
-        + (f"; {strange[0]} is of no form that is known" if strange else "")
-        + f"; {_INSTEAD}"
-    )
+    message = f"{where} holds no modules of multi-token prediction: none of its tensors is {known}"
+    if stated is not None:
+        message += f", though config.json says {stated[0]} {stated[1]}: were they lost in a conversion?"
+    if strange := sorted(name for name in stored if "mtp" in name):
+        message += f"; {strange[0]} is of no form that is known"
+    raise BadHead(f"{message}; {_INSTEAD}")
 
 
 def _stated_modules(config: Mapping[str, Any]) -> tuple[str, int] | None:
-    """Return which field says how many modules there are, and how many; None if none does, or says none."""
+    """Return the field for the number of modules, and the number; None if there is no such field, or no module."""
     inner = config.get("text_config")
-    for among in (config, inner if isinstance(inner, Mapping) else {}):
-        for name in STATED:
-            if isinstance(among.get(name), int) and among[name] > 0:
-                return name, among[name]
+    places = [config, inner] if isinstance(inner, Mapping) else [config]
+    for place in places:
+        for name in COUNTS:
+            count = place.get(name)
+            if isinstance(count, int) and count > 0:
+                return name, count
     return None
 
 
@@ -310,13 +294,13 @@ def _folder(name: str, *patterns: str) -> Path:
         ) from error
 
 
-def _read(target: "PreTrainedModel", folder: Path, stored: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return the tensors of these names, each from its file."""
+def _read(target: "PreTrainedModel", stored: Mapping[str, str]) -> dict[str, Tensor]:
     from safetensors import safe_open
 
-    folder = _folder(str(target.name_or_path), "*.json", *sorted({*stored.values()}))
+    shards = sorted({*stored.values()})
+    folder = _folder(str(target.name_or_path), "*.json", *shards)
     tensors: dict[str, Tensor] = {}
-    for shard in sorted({*stored.values()}):
+    for shard in shards:
         if not (folder / shard).is_file():
             raise MissingFile(f"{folder} holds no {shard}, which {INDEX} names")
         names = sorted(name for name, where in stored.items() if where == shard)

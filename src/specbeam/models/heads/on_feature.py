@@ -2,23 +2,18 @@
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
-from torch import nn
+from typing import Any
 
 from specbeam.core.errors import BadHead
 from specbeam.models.heads.feature import UNLIMITED, FeatureHead, FeatureSizes
 from specbeam.models.heads.fields import Fields
 from specbeam.models.heads.files import HeadFiles
 from specbeam.models.heads.medusa import Medusa
-from specbeam.models.heads.reading import embedding_of, fill, head_of, width_of
+from specbeam.models.heads.reading import embedding_of, filled
 from specbeam.models.heads.recurrent import Hydra, MLPSpeculator, ReDrafter
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 MOST_HEADS = 1024
-# (the names of a file, what they are called here); the first that fits is taken
+# (pattern of names in a file, the name here); the first that fits is taken
 MEDUSA_NAMES = [
     (r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.(.*)", r"blocks.\1.\2.linear.\3"),
     (r"(?:medusa_heads?\.)?(\d+)\.\d+\.weight", r"matrices.\1.weight"),
@@ -44,37 +39,36 @@ def kind_on_feature(config: Mapping[str, Any]) -> str | None:
     return {"mlp_speculator": "mlp_speculator", "recurrent_drafting_drafter": "redrafter"}.get(str(model_type))
 
 
-def read_on_feature(files: HeadFiles, target: "PreTrainedModel") -> FeatureHead:
+def read_on_feature(files: HeadFiles) -> FeatureHead:
     """Return a head on one feature. Raises `BadHead` if it cannot be read."""
     kind = kind_on_feature(files.config)
     readers = {"medusa": _medusa, "hydra": _hydra, "mlp_speculator": _mlp_speculator, "redrafter": _redrafter}
     assert kind is not None
-    head = readers[kind](files, target)
-    files.check_all_taken()
-    return head
+    return readers[kind](files)
 
 
-def _sizes(target: "PreTrainedModel", depth: int) -> FeatureSizes:
-    vocab = int(head_of(target).weight.shape[0])
-    return FeatureSizes(width_of(target), vocab, vocab, depth)
+def _sizes(files: HeadFiles, depth: int) -> FeatureSizes:
+    return FeatureSizes(files.width, files.vocab, files.vocab, depth)
 
 
 def _rename(files: HeadFiles, names: list[tuple[str, str]]) -> None:
-    """Give the tensors the names that they have here; those that none of the patterns fits keep theirs."""
-    renamed = {}
-    for name, tensor in files.tensors.items():
-        fits = [(pattern, ours) for pattern, ours in names if re.fullmatch(pattern, name)]
-        renamed[re.sub(fits[0][0], fits[0][1], name) if fits else name] = tensor
-    files.tensors = renamed
+    """Give the tensors the names that they have here; tensors that no pattern fits keep theirs."""
+    files.tensors = {_renamed(name, names): tensor for name, tensor in files.tensors.items()}
+
+
+def _renamed(name: str, names: list[tuple[str, str]]) -> str:
+    for pattern, ours in names:
+        if re.fullmatch(pattern, name):
+            return re.sub(pattern, ours, name)
+    return name
 
 
 def _count(files: HeadFiles, pattern: str) -> int:
-    """Return one more than the largest number that `pattern` finds in the names of tensors; 0 if it finds none."""
     return max((int(found[1]) + 1 for name in files.tensors if (found := re.match(pattern, name))), default=0)
 
 
-def _medusa(files: HeadFiles, target: "PreTrainedModel") -> Medusa:
-    """Read Medusa heads. Configurations that were uploaded state fewer heads than their files hold: the tensors count."""
+def _medusa(files: HeadFiles) -> Medusa:
+    """Read Medusa heads. Published configurations state fewer heads than their files hold: the tensors count."""
     _check_count(files.fields, "medusa_num_heads")
     _rename(files, MEDUSA_NAMES)
     depth = _count(files, r"blocks\.(\d+)\.")
@@ -82,9 +76,10 @@ def _medusa(files: HeadFiles, target: "PreTrainedModel") -> Medusa:
     if depth == 0:
         raise BadHead(f"{files.where} holds no Medusa heads: there is no tensor 0.0.linear.weight")
     shares_matrix = not files.has("matrices.0.weight")
-    head = Medusa(_sizes(target, depth), layers, head_of(target) if shares_matrix else None)
-    fill(head, files, target, ("matrices.",) if shares_matrix else ())
-    return head
+    if not shares_matrix:
+        return filled(Medusa(_sizes(files, depth), layers), files)
+    head = Medusa(_sizes(files, depth), layers, files.target.get_output_embeddings())
+    return filled(head, files, ("matrices.",))
 
 
 def _check_count(fields: Fields, name: str) -> None:
@@ -92,7 +87,7 @@ def _check_count(fields: Fields, name: str) -> None:
     fields.whole(name, 1, most=MOST_HEADS)
 
 
-def _hydra(files: HeadFiles, target: "PreTrainedModel") -> Hydra:
+def _hydra(files: HeadFiles) -> Hydra:
     fields = files.fields
     kind = fields.text("hydra_head_arch", "mlp")
     is_grounded = fields.flag("grounded_heads", default=True)
@@ -107,17 +102,16 @@ def _hydra(files: HeadFiles, target: "PreTrainedModel") -> Hydra:
     layers = _count(files, r"blocks\.0\.(\d+)\.")
     if depth == 0:
         raise BadHead(f"{files.where} holds no Hydra heads: there is no tensor hydra_mlp.0.0.linear.weight")
-    sizes = _sizes(target, depth)
-    head = Hydra(sizes, layers, embedding_of(files, target, sizes.width))
-    fill(head, files, target)
-    return head
+    sizes = _sizes(files, depth)
+    head = Hydra(sizes, layers, embedding_of(files, sizes.width))
+    return filled(head, files)
 
 
-def _mlp_speculator(files: HeadFiles, target: "PreTrainedModel") -> MLPSpeculator:
+def _mlp_speculator(files: HeadFiles) -> MLPSpeculator:
     _rename(files, SPECULATOR_NAMES)
     fields = files.fields
     depth = fields.whole("n_predict", most=MOST_HEADS)
-    sizes = _sizes(target, depth)
+    sizes = _sizes(files, depth)
     if fields.whole("emb_dim") != sizes.width:
         raise fields.bad("emb_dim", f"the width of the target, {sizes.width}")
     inner = fields.whole("inner_dim", 0, least=0) or sizes.width
@@ -128,12 +122,12 @@ def _mlp_speculator(files: HeadFiles, target: "PreTrainedModel") -> MLPSpeculato
     head = MLPSpeculator(sizes, inner, fields.flag("scale_input", default=False))
     if is_tied:  # files may hold the weights that are shared once, or for each head
         for name, _ in head.named_parameters():
-            part, _, rest = name.split(".", 2)
-            first = f"{part}.{1 if part == 'proj' and not name.startswith('proj.0') else 0}.{rest}"
+            part, number, rest = name.split(".", 2)
+            reads_state = part == "proj" and number != "0"  # the first projection reads the feature
+            first = f"{part}.{int(reads_state)}.{rest}"
             if name not in files.tensors and first in files.tensors:
                 files.tensors[name] = files.tensors[first].clone()
-    fill(head, files, target)
-    return head
+    return filled(head, files)
 
 
 def _check_depth(files: HeadFiles, depth: int) -> None:
@@ -143,9 +137,9 @@ def _check_depth(files: HeadFiles, depth: int) -> None:
         raise files.fields.bad("n_predict", f"{found}, the number of heads that there are tensors of")
 
 
-def _redrafter(files: HeadFiles, target: "PreTrainedModel") -> ReDrafter:
+def _redrafter(files: HeadFiles) -> ReDrafter:
     _rename(files, REDRAFTER_NAMES)
-    sizes = _sizes(target, UNLIMITED)
+    sizes = _sizes(files, UNLIMITED)
     fields = files.fields
     if fields.whole("hidden_size") != sizes.width:
         raise fields.bad("hidden_size", f"the width of the target, {sizes.width}")
@@ -161,12 +155,6 @@ def _redrafter(files: HeadFiles, target: "PreTrainedModel") -> ReDrafter:
         layers=layers,
         exit_size=exit_size,
         is_recurrent=fields.flag("rnn", default=False),
-        embedding=_target_embedding(target),
+        embedding=files.target.get_input_embeddings(),
     )
-    fill(head, files, target)
-    return head
-
-
-def _target_embedding(target: "PreTrainedModel") -> nn.Embedding:
-    found: Any = target.get_input_embeddings()
-    return found
+    return filled(head, files)

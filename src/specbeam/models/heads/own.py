@@ -1,4 +1,4 @@
-"""The format of heads that have no other: the fields of their shape, as they are called here, beside their weights."""
+"""The format of heads without a published one: weights, and a configuration with the fields of their shape."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, fields
@@ -23,12 +23,12 @@ from specbeam.models.heads.reading import (
     check_layers,
     check_taps,
     embedding_of,
-    fill,
-    head_of,
+    filled,
     own_head,
     rope_of,
     rotary_of,
-    width_of,
+    stored_layers,
+    token_parts,
 )
 from specbeam.models.heads.trunk import PairTrunk, TrunkShape
 from specbeam.models.heads.vocabulary import read_tokens
@@ -75,7 +75,7 @@ def own_config(kind: str, head: PairTrunk | Chimera | Denoiser | ExitHead, targe
     }
 
 
-def read_own(files: HeadFiles, target: "PreTrainedModel") -> Head:
+def read_own(files: HeadFiles) -> Head:
     """Return a head in this format. Raises `BadHead` if it cannot be read."""
     top = files.fields
     kind = top.text(FIELD)
@@ -83,47 +83,45 @@ def read_own(files: HeadFiles, target: "PreTrainedModel") -> Head:
     if kind not in kinds:
         raise top.bad(FIELD, f"one of {', '.join(kinds)}")
     if kind == EXIT:
-        return read_exit(files, target)
+        return read_exit(files)
     if kind in EXTRA:
-        return _read_extra_rows(kind, files, target)
-    for name in ("sizes", "shape", "rope", "positions"):
-        if not top.has(name):
-            raise top.missing(name)
-    sizes = _made(LayerSizes, top.inner("sizes"), {})
+        return _read_extra_rows(kind, files)
+    given = top.required("sizes")
+    for name in ("shape", "rope"):
+        top.required(name)
+    top.whole("positions")
+    sizes = _made(LayerSizes, given, {})
     if sizes.reads != sizes.width:
-        raise top.inner("sizes").bad("reads", f"the width, {sizes.width}")
-    head = READERS[kind](files, target, sizes)
-    fill(head, files, target)
-    files.check_all_taken()
-    return head
+        raise given.bad("reads", f"the width, {sizes.width}")
+    return filled(READERS[kind](files, sizes), files)
 
 
-def _read_extra_rows(kind: str, files: HeadFiles, target: "PreTrainedModel") -> ExtraHead:
+def _read_extra_rows(kind: str, files: HeadFiles) -> ExtraHead:
     """Return a head that is extra rows in the target's pass."""
     top = files.fields
-    if not top.has("target"):
-        raise top.missing("target")
+    stated = top.required("target")
+    target = files.target
     config = target.config.get_text_config()
-    stated = top.inner("target")
-    found = {"model_type": config.model_type, "width": width_of(target), "layers": config.num_hidden_layers}
-    if other := [name for name, value in found.items() if stated.values.get(name) != value]:
-        raise stated.bad(other[0], f"that of the target, {found[other[0]]!r}: the head was learnt in its passes")
+    layers = config.num_hidden_layers
+    expected = {"model_type": config.model_type, "width": files.width, "layers": layers}
+    for name, value in expected.items():
+        if stated.values.get(name) != value:
+            raise stated.bad(name, f"that of the target, {value!r}: the head was learnt in its passes")
     depth = top.whole("depth", most=MOST_ROWS)
     head: ExtraHead
     if kind == "bita":
         kv_heads = top.whole("kv_heads")
         prefix = top.whole("prefix", least=0, most=MOST_ROWS)
-        _check_shape(files, "keys", (found["layers"], kv_heads, prefix, top.whole("head_size")))
-        head = Bita(target, depth, (found["layers"], kv_heads, prefix, top.whole("head_size")), found["width"])
+        shape = (layers, kv_heads, prefix, top.whole("head_size"))
+        _check_shape(files, "keys", shape)
+        head = Bita(target, depth, shape, files.width)
     else:
         layer = top.whole("enters")
-        if layer >= found["layers"]:
-            raise top.bad("enters", f"below {found['layers']}, the number of layers of the target")
-        head = HiddenTransfer(target, depth, layer, found["width"])
+        if layer >= layers:
+            raise top.bad("enters", f"below {layers}, the number of layers of the target")
+        head = HiddenTransfer(target, depth, layer, files.width)
     head.ranks = _ranks(top)
-    fill(head, files, target)
-    files.check_all_taken()
-    return head
+    return filled(head, files)
 
 
 def _check_shape(files: HeadFiles, name: str, shape: tuple[int, ...]) -> None:
@@ -134,7 +132,7 @@ def _check_shape(files: HeadFiles, name: str, shape: tuple[int, ...]) -> None:
 
 
 def _ranks(top: Fields) -> tuple[tuple[float, ...], ...]:
-    """Return the mean odds of a head's likeliest tokens. Raises `BadHead` if they are no odds."""
+    """Return the mean odds of a head's likeliest tokens. Raises `BadHead` if they are not odds."""
     ranks = top.values.get("ranks") or []
     expected = "a table of odds, from 0 to 1"
     try:
@@ -146,12 +144,12 @@ def _ranks(top: Fields) -> tuple[tuple[float, ...], ...]:
     return found
 
 
-def _trunk(files: HeadFiles, target: "PreTrainedModel", sizes: LayerSizes) -> PairTrunk:
+def _trunk(files: HeadFiles, sizes: LayerSizes) -> PairTrunk:
     """Return a pair trunk without its weights (FSPAD)."""
     top = files.fields
     given = top.inner("shape")
     shape = _made(TrunkShape, given, {"sizes": sizes, "views": ()})
-    _check_width(given, "target_width", shape.target_width, target)
+    _check_width(files, given, "target_width", shape.target_width)
     if shape.pairs not in PAIRS:
         raise given.bad("pairs", f"one of {', '.join(PAIRS)}")
     if shape.norms_features not in ("no", "all", "each"):
@@ -160,20 +158,18 @@ def _trunk(files: HeadFiles, target: "PreTrainedModel", sizes: LayerSizes) -> Pa
     if len(shape.taps) != count:
         raise given.bad("taps", f"a list of {count} numbers: so many hidden states are read")
     _check_layers(files, sizes, shape.layers)
-    for name, part, inner in (
-        ("sampling", "feature_sampling", shape.sampling),
-        ("alignment", "alignment", shape.alignment),
-    ):
-        if inner:
-            files.check_size(f"{part}.up_proj.weight", 0, inner, f"shape.{name}")
+    if shape.sampling:
+        files.check_size("feature_sampling.up_proj.weight", 0, shape.sampling, "shape.sampling")
+    if shape.alignment:
+        files.check_size("alignment.up_proj.weight", 0, shape.alignment, "shape.alignment")
     if shape.pairs == "attention":
-        check_taps(files, target, shape.taps, "as stated")
-    embedding = embedding_of(files, target, width_of(target))
-    head = own_head(files, shape.draft_vocab, sizes.width, embedding, target)
-    return PairTrunk(shape, _rotary(files, sizes), embedding, head, _tokens(files, shape.draft_vocab, target))
+        check_taps(files, shape.taps, "as stated")
+    embedding = embedding_of(files, files.width)
+    head = own_head(files, shape.draft_vocab, sizes.width, embedding)
+    return PairTrunk(shape, _rotary(files, sizes), embedding, head, read_tokens(files, shape.draft_vocab))
 
 
-def _chimera(files: HeadFiles, target: "PreTrainedModel", sizes: LayerSizes) -> Chimera:
+def _chimera(files: HeadFiles, sizes: LayerSizes) -> Chimera:
     """Return a Chimera head without its weights."""
     given = files.fields.inner("shape")
     shape = _made(ChimeraShape, given, {"sizes": sizes})
@@ -181,22 +177,18 @@ def _chimera(files: HeadFiles, target: "PreTrainedModel", sizes: LayerSizes) -> 
         raise given.bad("read_out", f"one of {', '.join(READ_OUTS)}")
     if shape.depth > MOST_ROWS:
         raise given.bad("depth", f"at most {MOST_ROWS}")
-    _check_width(files.fields.inner("sizes"), "width", sizes.width, target)
-    for part, rows in (
-        ("self_attn.q_proj", sizes.heads * sizes.head_size),
-        ("self_attn.k_proj", sizes.kv_heads * sizes.head_size),
-        ("mlp.gate_proj", sizes.inner),
-    ):
+    _check_width(files, files.fields.inner("sizes"), "width", sizes.width)
+    for part, rows in sizes.rows().items():
         files.check_size(f"layer.{part}.weight", 0, rows, "sizes")
     read_outs = "matrices" if shape.read_out == OWN else "maps"
     if not files.has(f"{read_outs}.{shape.depth - 1}.weight"):
         raise given.bad("depth", f"the number of tensors {read_outs}.*.weight")
-    embedding = embedding_of(files, target, sizes.width)
-    head = None if shape.read_out == OWN else own_head(files, shape.draft_vocab, sizes.width, embedding, target)
-    return Chimera(shape, _rotary(files, sizes), embedding, head, _tokens(files, shape.draft_vocab, target))
+    embedding = embedding_of(files, sizes.width)
+    head = None if shape.read_out == OWN else own_head(files, shape.draft_vocab, sizes.width, embedding)
+    return Chimera(shape, _rotary(files, sizes), embedding, head, read_tokens(files, shape.draft_vocab))
 
 
-def _denoiser(files: HeadFiles, target: "PreTrainedModel", sizes: LayerSizes) -> Denoiser:
+def _denoiser(files: HeadFiles, sizes: LayerSizes) -> Denoiser:
     """Return a SpecDiff head without its weights."""
     given = files.fields.inner("shape")
     shape = _made(BlockShape, given, {"sizes": sizes, "views": ()})
@@ -207,15 +199,13 @@ def _denoiser(files: HeadFiles, target: "PreTrainedModel", sizes: LayerSizes) ->
             raise given.bad(one.name, f"{expected!r} in SpecDiff heads")
     if not 2 <= shape.rows <= MOST_ROWS:
         raise given.bad("rows", f"from 2 to {MOST_ROWS}")
-    _check_width(given, "target_width", shape.target_width, target)
+    _check_width(files, given, "target_width", shape.target_width)
     _check_layers(files, sizes, shape.layers)
-    check_taps(files, target, shape.taps, "as stated")
-    embedding = embedding_of(files, target, sizes.width)
-    head = own_head(files, shape.draft_vocab, sizes.width, embedding, target)
-    return Denoiser(shape, _rotary(files, sizes), embedding, head, _tokens(files, shape.draft_vocab, target))
+    check_taps(files, shape.taps, "as stated")
+    return Denoiser(shape, _rotary(files, sizes), *token_parts(files, shape.draft_vocab, sizes.width))
 
 
-READERS: dict[str, "Callable[[HeadFiles, PreTrainedModel, LayerSizes], Head]"] = {
+READERS: dict[str, Callable[[HeadFiles, LayerSizes], Head]] = {
     "fspad": _trunk,
     "chimera": _chimera,
     "specdiff": _denoiser,
@@ -223,29 +213,20 @@ READERS: dict[str, "Callable[[HeadFiles, PreTrainedModel, LayerSizes], Head]"] =
 
 
 def _rotary(files: HeadFiles, sizes: LayerSizes) -> Rotary:
-    """Return the rotation by positions that files state."""
     return rotary_of(files.fields, sizes, rope_of(files.fields, "rope"), "rope", "positions")
 
 
-def _tokens(files: HeadFiles, draft_vocab: int, target: "PreTrainedModel") -> Any:
-    """Return the target's token for each of the head's, see `read_tokens`."""
-    return read_tokens(files, draft_vocab, head_of(target).weight.shape[0])
-
-
-def _check_width(given: Fields, name: str, width: int, target: "PreTrainedModel") -> None:
-    """Raise `BadHead` unless the head is for targets of this width, which a field states."""
-    if width != width_of(target):
-        raise given.bad(name, f"the width of the target, {width_of(target)}")
+def _check_width(files: HeadFiles, given: Fields, name: str, width: int) -> None:
+    if width != files.width:
+        raise given.bad(name, f"the width of the target, {files.width}")
 
 
 def _check_layers(files: HeadFiles, sizes: LayerSizes, layers: int) -> None:
-    """Raise `BadHead` unless there are tensors of so many layers, of the sizes that are stated."""
+    """Raise `BadHead` unless there are tensors of `layers` layers, of the stated sizes."""
     check_layers(files, files.fields.inner("sizes"), sizes, {name: name for name in FIELD_NAMES})
-    stored = {name.split(".")[1] for name in files.tensors if name.startswith("layers.")}
-    if len(stored) != layers:
-        raise files.fields.inner("shape").bad(
-            "layers", f"{len(stored)}, the number of layers that there are tensors of"
-        )
+    stored = stored_layers(files)
+    if stored != layers:
+        raise files.fields.inner("shape").bad("layers", f"{stored}, the number of layers that there are tensors of")
 
 
 def _made(kind: "type[_Made]", given: Fields, known: Mapping[str, Any]) -> "_Made":
@@ -255,21 +236,24 @@ def _made(kind: "type[_Made]", given: Fields, known: Mapping[str, Any]) -> "_Mad
         known: fields that are not among those given.
     """
     names = {one.name: one for one in fields(kind)}
-    if strange := sorted(set(given.values) - set(names) | set(given.values) & set(known)):
+    readable = names.keys() - known.keys()
+    if strange := sorted(given.values.keys() - readable):
         raise BadHead(f"{given.where}: {given.inside.rstrip('.')} has fields that are not known: {', '.join(strange)}")
     found = dict(known)
     for name, one in names.items():
-        if name in known:
-            continue
-        default = None if one.default is MISSING else one.default
-        if one.type is bool:
-            found[name] = given.flag(name, bool(default))
-        elif one.type is int:
-            found[name] = given.whole(name, default, least=0 if default == 0 else 1)
-        elif one.type is float:
-            found[name] = given.number(name, default, most=1.0)
-        elif one.type is str:
-            found[name] = given.text(name, default or "")
-        else:
-            found[name] = given.wholes(name, least=FINAL)
+        if name in readable:
+            found[name] = _field(given, name, one.type, None if one.default is MISSING else one.default)
     return kind(**found)
+
+
+def _field(given: Fields, name: str, kind: Any, default: Any) -> Any:
+    """Return a field of this type; the default if it is missing or null."""
+    if kind is bool:
+        return given.flag(name, bool(default))
+    if kind is int:
+        return given.whole(name, default, least=0 if default == 0 else 1)
+    if kind is float:
+        return given.number(name, default, most=1.0)
+    if kind is str:
+        return given.text(name, default or "")
+    return given.wholes(name, least=FINAL)

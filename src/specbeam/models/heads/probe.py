@@ -56,7 +56,7 @@ class _Owner:
 
 
 def written_text(target: HuggingFaceLM, start: list[int], tokens: int = TOKENS) -> list[int]:
-    """Return `start` with what the target writes after it, its likeliest token each time."""
+    """Return `start` with the target's continuation, its likeliest token each time."""
     text = [*start]
     tokens = min(tokens, target.max_positions or tokens)
     while len(text) < tokens:
@@ -71,7 +71,7 @@ def probed_text(target: HuggingFaceLM, text: list[int], taps: tuple[int, ...]) -
     """Return a text with the target's laws, and with its hidden states at these taps, FINAL for those that its head reads.
 
     A head without taps needs no hidden states, which not every engine hands out. The text is scored as a draft of one chain,
-    so that the laws are those that decoding sees.
+    so that the laws are the same as in decoding.
     """
     layers = tuple(sorted({tap for tap in taps if tap != FINAL}))
     needs = Needs(logits=True, hidden=FINAL in taps, taps=layers)
@@ -110,9 +110,9 @@ class Probed:
 
     Attributes:
         documented: the fit of the reading that its files state.
-        fit: that of the best reading.
-        changes: in what the best reading differs from the stated one.
-        tried: what was tried against the stated reading, one thing at a time, and how it fits.
+        fit: of the best reading.
+        changes: differences of the best reading from the stated one.
+        tried: readings that differ from the stated one in one thing, and their fit.
     """
 
     head: Head
@@ -125,7 +125,7 @@ class Probed:
 def probed(head: Head, target: HuggingFaceLM, start: list[int]) -> Probed:
     """Try other readings of a head on a text that the target writes, and return the one that fits best.
 
-    Another reading than the stated one is taken only if it is clearly better. Then, and if none fits, a warning says so.
+    Another reading than the stated one is taken only if it is clearly better. Then, and if none fits, there is a warning.
 
     Args:
         start: the tokens that the text begins with.

@@ -58,75 +58,73 @@ def is_head(source: object) -> bool:
     if not (folder / "config.json").is_file():
         return False
     config = read_config(folder)
-    if _says_so(config):
+    if _is_of_head(config):
         return True
     names = names_in(folder)
     return is_peagle(config, names) or is_eagle3(config, names) or is_eagle(names)
 
 
-def _says_so(config: Mapping[str, Any]) -> bool:
-    """Return whether a configuration is that of a head, whatever tensors there are."""
+def _is_of_head(config: Mapping[str, Any]) -> bool:
+    """Return whether a configuration describes a head, whatever tensors there are."""
     return any(field in config for field in HEAD_FIELDS) or is_block(config) or kind_on_feature(config) is not None
 
 
 def _is_head_of_hub(name: str) -> bool:
-    """Return whether a repository of the hub holds a head; False if it cannot be reached, or its configuration is no head's.
+    """Return whether a repository of the hub holds a head; False if it cannot be reached, or holds something else.
 
-    Heads without a field of their own are recognised by their tensors, which are fetched if there is one layer alone.
+    Heads without a field of their own are recognised by their tensors, which are fetched if there is only one layer.
     """
     from huggingface_hub import hf_hub_download
 
     try:
         config = read_config(Path(hf_hub_download(name, "config.json")).parent)
     except (OSError, ValueError):
-        return False  # what loads it as a model says why
-    if _says_so(config):
+        return False  # loading it as a model raises the reason
+    if _is_of_head(config):
         return True
     return config.get("num_hidden_layers") == 1 and is_head(folder_of(name))
 
 
-def read_head(source: "str | Path | nn.Module", target: "PreTrainedModel", taps: tuple[int, ...] | None = None) -> Head:
+def read_head(source: "str | Path | nn.Module", target: "PreTrainedModel") -> Head:
     """Return the head in a folder, on the hub, or in a module.
 
     Args:
         source: a folder, a hub id, a module, or "mtp" for the modules of multi-token prediction in the target's own files.
         target: the model that it was trained for.
-        taps: the hidden states that it reads, see `Needs.taps`; None: as its files say.
 
     Raises `MissingFile` or `BadHead`.
     """
     where = str(source)
     try:
         if is_own_modules(source):
-            return read_own_modules(target, taps)
-        files: HeadFiles = read_files(source)
+            return read_own_modules(target)
+        files = read_files(source, target)
         where = files.where
-        return _read(files, target, taps)
+        return _read(files)
     except SpecbeamError:
         raise
     except Exception as error:  # fields are checked as they are read; tensors may be broken in ways not to be listed
         raise BadHead(f"{where} cannot be read: {type(error).__name__}: {error}; are its tensors broken?") from error
 
 
-def _read(files: HeadFiles, target: "PreTrainedModel", taps: tuple[int, ...] | None) -> Head:
-    """Return the head in files, by the reader for its kind."""
+def _read(files: HeadFiles) -> Head:
     files.fields.texts("architectures")  # by these heads are recognised
     files.fields.text("speculators_model_type")
     files.fields.text("model_type")
     if FIELD in files.config:
-        return read_own(files, target)
+        return read_own(files)
     if files.config.get("speculators_model_type") == "mtp":
-        return read_speculators_module(files, target, taps)
+        return read_speculators_module(files)
     if is_block(files.config):
-        return read_block(files, target, taps)
+        return read_block(files)
     if kind_on_feature(files.config):
-        return read_on_feature(files, target)
+        return read_on_feature(files)
     if is_peagle(files.config, files.tensors):
-        return read_peagle(files, target, taps)
+        return read_peagle(files)
     if is_eagle3(files.config, files.tensors):
-        return read_eagle3(files, target, taps)
+        return read_eagle3(files)
     if is_eagle(files.tensors):
-        return read_eagle(files, target)
+        return read_eagle(files)
     kind = files.config.get("speculators_model_type") or files.config.get("model_type")
     raise BadHead(
         f"{files.where} is a head of kind {kind!r}, which cannot be read; "

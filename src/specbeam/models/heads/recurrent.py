@@ -3,10 +3,10 @@
 import math
 
 import torch
-from jaxtyping import Float, Int64
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
+from specbeam.models.heads.arrays import Logits, PerRow, Rows, States, StatesAbove
 from specbeam.models.heads.feature import FeatureHead, FeatureSizes, Residual
 
 EPS = 1e-6  # of the norms of MLP speculators
@@ -22,14 +22,8 @@ class Hydra(FeatureHead):
         embedding: the target's.
     """
 
-    def __init__(
-        self,
-        sizes: FeatureSizes,
-        layers: int,
-        embedding: nn.Embedding,
-        tokens: Int64[Tensor, " draft_vocab"] | None = None,
-    ) -> None:
-        super().__init__(sizes, tokens)
+    def __init__(self, sizes: FeatureSizes, layers: int, embedding: nn.Embedding) -> None:
+        super().__init__(sizes)
         width = sizes.width
         self.embed_tokens = embedding
         self.blocks = nn.ModuleList(
@@ -40,13 +34,10 @@ class Hydra(FeatureHead):
         )
         self.matrices = nn.ModuleList(nn.Linear(width, sizes.draft_vocab) for _ in range(sizes.depth))
 
-    def start(self, features: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows state"]:
-        """See `FeatureHead.start`."""
+    def start(self, features: Rows) -> States:
         return functional.pad(features, (0, self.sizes.depth * self.sizes.width))
 
-    def step(
-        self, far: int, states: Float[Tensor, "*rows above"], tokens: Int64[Tensor, "*rows"]
-    ) -> Float[Tensor, "*rows state"]:
+    def step(self, far: int, states: StatesAbove, tokens: PerRow) -> States:
         """See `FeatureHead.step`. Tokens deeper than the last head are not read."""
         if far > self.sizes.depth:
             return states
@@ -54,11 +45,9 @@ class Hydra(FeatureHead):
         embedded = self.embed_tokens(tokens).to(states.dtype)
         return torch.cat([states[..., : far * width], embedded, states[..., (far + 1) * width :]], -1)
 
-    def logits(self, far: int, states: Float[Tensor, "rows state"]) -> Float[Tensor, "rows draft_vocab"]:
-        """See `FeatureHead.logits`."""
+    def logits(self, far: int, states: States) -> Logits:
         read = states[..., : (far + 1) * self.sizes.width]
-        made: Tensor = self.matrices[far - 1](self.blocks[far - 1](read))
-        return made
+        return self.matrices[far - 1](self.blocks[far - 1](read))
 
 
 class Shift(nn.Module):
@@ -69,12 +58,12 @@ class Shift(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.bias = nn.Parameter(torch.zeros(size))
 
-    def forward(self, x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
+    def forward(self, x: Rows) -> Rows:
         """Return the normed rows."""
         return self.weight * scaled(x) + self.bias
 
 
-def scaled(x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
+def scaled(x: Rows) -> Rows:
     """Return rows of root mean square 1."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
 
@@ -89,14 +78,8 @@ class MLPSpeculator(FeatureHead):
         scales_input: whether the feature is normed first.
     """
 
-    def __init__(
-        self,
-        sizes: FeatureSizes,
-        inner: int,
-        scales_input: bool = False,
-        tokens: Int64[Tensor, " draft_vocab"] | None = None,
-    ) -> None:
-        super().__init__(sizes, tokens)
+    def __init__(self, sizes: FeatureSizes, inner: int, scales_input: bool = False) -> None:
+        super().__init__(sizes)
         depth = sizes.depth
         self.scales_input = scales_input
         self.emb = nn.ModuleList(nn.Embedding(sizes.vocab, inner) for _ in range(depth))
@@ -108,25 +91,19 @@ class MLPSpeculator(FeatureHead):
         state_weight = 0.5 ** (0.5 / depth)
         self.token_weight = math.sqrt((1 - state_weight**2) * (inner / 2)) / state_weight
 
-    def start(self, features: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows state"]:
-        """See `FeatureHead.start`."""
+    def start(self, features: Rows) -> States:
         return scaled(features) / 2**0.5 if self.scales_input else features
 
-    def step(
-        self, far: int, states: Float[Tensor, "*rows above"], tokens: Int64[Tensor, "*rows"]
-    ) -> Float[Tensor, "*rows state"]:
+    def step(self, far: int, states: StatesAbove, tokens: PerRow) -> States:
         """See `FeatureHead.step`. Drafts deeper than the last head leave the state as it is."""
         if far > self.sizes.depth:
             return states
         at = far - 1
         moved = self.proj[at](states) + self.token_weight * self.emb[at](tokens)
-        after: Tensor = functional.gelu(self.ln[at](moved))
-        return after
+        return functional.gelu(self.ln[at](moved))
 
-    def logits(self, far: int, states: Float[Tensor, "rows state"]) -> Float[Tensor, "rows draft_vocab"]:
-        """See `FeatureHead.logits`."""
-        made: Tensor = self.head[far - 1](states)
-        return made
+    def logits(self, far: int, states: States) -> Logits:
+        return self.head[far - 1](states)
 
 
 class ReDrafter(FeatureHead):
@@ -143,15 +120,9 @@ class ReDrafter(FeatureHead):
     """
 
     def __init__(
-        self,
-        sizes: FeatureSizes,
-        layers: int,
-        exit_size: int,
-        is_recurrent: bool,
-        embedding: nn.Embedding,
-        tokens: Int64[Tensor, " draft_vocab"] | None = None,
+        self, sizes: FeatureSizes, layers: int, exit_size: int, is_recurrent: bool, embedding: nn.Embedding
     ) -> None:
-        super().__init__(sizes, tokens)
+        super().__init__(sizes)
         width = sizes.width
         self.embed_tokens = embedding
         self.input_proj = nn.Linear(2 * width, exit_size) if exit_size != 2 * width else nn.Identity()
@@ -161,14 +132,10 @@ class ReDrafter(FeatureHead):
             self.rnn_u = nn.Linear(width, width)
             self.rnn_w = nn.Linear(width, width, bias=False)
 
-    def start(self, features: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows state"]:
-        """See `FeatureHead.start`."""
+    def start(self, features: Rows) -> States:
         return functional.pad(features, (0, self.sizes.width))
 
-    def step(
-        self, far: int, states: Float[Tensor, "*rows above"], tokens: Int64[Tensor, "*rows"]
-    ) -> Float[Tensor, "*rows state"]:
-        """See `FeatureHead.step`."""
+    def step(self, far: int, states: StatesAbove, tokens: PerRow) -> States:
         feature, carried = states.chunk(2, -1)
         embedded = self.embed_tokens(tokens).to(states.dtype)
         if hasattr(self, "rnn_u"):
@@ -177,7 +144,5 @@ class ReDrafter(FeatureHead):
             carried = embedded + carried
         return torch.cat([feature, carried], -1)
 
-    def logits(self, far: int, states: Float[Tensor, "rows state"]) -> Float[Tensor, "rows draft_vocab"]:
-        """See `FeatureHead.logits`."""
-        made: Tensor = self.network(self.input_proj(states))
-        return made
+    def logits(self, far: int, states: States) -> Logits:
+        return self.network(self.input_proj(states))

@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from specbeam.models.heads.arrays import Columns, TreeRows
+
 
 class ScoredTrees(NamedTuple):
     """Some trees of tokens side by side, parents before children. Columns after the end of a tree are padding.
@@ -14,38 +16,45 @@ class ScoredTrees(NamedTuple):
     The first token of a tree has no parent. A node of padding has none either, and nothing is its child.
     """
 
-    tokens: Int64[Tensor, "rows length"]
-    parents: Int64[Tensor, "rows length"]  # columns; -1: none
-    depths: Int64[Tensor, "rows length"]  # number of nodes above
+    tokens: Columns
+    parents: Columns  # columns; -1: none
+    depths: Columns  # number of nodes above
     sees: Bool[Tensor, "rows length length"]  # each node its ancestors and itself
-    states: dict[int, Float[Tensor, "rows length size"]]  # the target's hidden states, by `Needs.columns`
+    states: dict[int, TreeRows]  # the target's hidden states, by `Needs.columns`
 
     def to(self, device: torch.device) -> "ScoredTrees":
         """Return the trees on a device."""
         states = {tap: rows.to(device) for tap, rows in self.states.items()}
-        tokens, parents, depths = (one.to(device) for one in (self.tokens, self.parents, self.depths))
-        return ScoredTrees(tokens, parents, depths, self.sees.to(device), states)
+        tokens, parents, depths, sees = (one.to(device) for one in self[:4])
+        return ScoredTrees(tokens, parents, depths, sees, states)
+
+    @property
+    def columns(self) -> Columns:
+        """The column of each node."""
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
+
+    def others_above(self) -> Bool[Tensor, "trees length length"]:
+        """Return which nodes are ancestors of each node, itself left out."""
+        return self.sees & ~torch.eye(self.tokens.shape[1], dtype=torch.bool, device=self.tokens.device)
 
     def states_at(self, taps: tuple[int, ...]) -> Float[Tensor, "rows length columns"]:
         """Return the hidden states at some taps, side by side."""
         return torch.cat([self.states[tap] for tap in taps], -1)
 
-    def above(self, nodes: Int64[Tensor, "rows length"]) -> Int64[Tensor, "rows length"]:
+    def above(self, nodes: Columns) -> Columns:
         """Return the columns of the parents of nodes, given by column; 0 for nodes without any."""
         return self.parents.gather(1, nodes).clamp_min(0)
 
     def last_tokens(self, count: int) -> Int64[Tensor, "rows length count"]:
         """Return the last `count` tokens of the path to each node; shorter paths repeat their first token before it."""
-        nodes = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
+        nodes = self.columns
         columns: list[Tensor] = []
         for _ in range(count):
             columns.insert(0, self.tokens.gather(1, nodes))
             nodes = self.above(nodes)
         return torch.stack(columns, -1)
 
-    def at(
-        self, values: Float[Tensor, "rows length size"], nodes: Int64[Tensor, "rows nodes"]
-    ) -> Float[Tensor, "rows nodes size"]:
+    def at(self, values: TreeRows, nodes: Int64[Tensor, "rows nodes"]) -> Float[Tensor, "rows nodes size"]:
         """Return the values of nodes, which are given by column."""
         return values.gather(1, nodes[..., None].expand(-1, -1, values.shape[-1]))
 

@@ -6,27 +6,26 @@ target's, where it has scored the node above; below drafts it is the head's own 
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from specbeam.core.records import FINAL
+from specbeam.models.heads.arrays import PerNode, PerRow, Rows, TargetStates, TokenMap
 from specbeam.models.heads.borrowed import BorrowedRotary
 from specbeam.models.heads.head import (
     DraftRows,
-    Head,
+    LayeredHead,
     described_rope,
     described_taps,
     described_views,
-    moved_taps,
-    wanted_below,
 )
-from specbeam.models.heads.layers import BASE, Attend, DecoderLayer, LayerSizes, Norm, PairLayer, Rotary, View
+from specbeam.models.heads.layers import Attend, DecoderLayer, LayerSizes, Norm, PairLayer, Rotary, View
 from specbeam.models.heads.trees import ScoredTrees
-from specbeam.models.heads.unroll import unrolled
+from specbeam.models.heads.unroll import drafted_rows
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,7 @@ class TrunkShape:
         feeds_normed: whether the head's own state is normed before it is read as a feature.
         norms_output: whether the head's rows are normed before the matrix that makes logits.
         sampling: inner size of the gate by which the next token changes the feature before they are joined (FSPAD); 0: none.
-        alignment: inner size of what stands between the states that are fed back and those that make logits (FSPAD); 0:
-            nothing does.
+        alignment: inner size of a layer between states that are fed back and states that make logits (FSPAD); 0: none.
         logit_gradient: the share of the logits' gradient that reaches the states, in training.
         draft_vocab: number of tokens that the head gives logits for.
         views: how far back the rows of each layer look; (): everywhere. Drafts see all rows of their own draft.
@@ -75,7 +73,7 @@ class TrunkShape:
 
 
 class FeatureSampling(nn.Module):
-    """What the token that was drawn makes of the feature: a feature alone does not say which token followed (FSPAD)."""
+    """A change of features by the token that was drawn after them: a feature does not determine the token (FSPAD)."""
 
     def __init__(self, embed: int, width: int, inner: int) -> None:
         super().__init__()
@@ -83,27 +81,23 @@ class FeatureSampling(nn.Module):
         self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
 
-    def forward(
-        self, embedded: Float[Tensor, "*rows embed"], features: Float[Tensor, "*rows width"]
-    ) -> Float[Tensor, "*rows width"]:
+    def forward(self, embedded: Float[Tensor, "*rows embed"], features: Rows) -> Rows:
         """Return the features, changed by the tokens."""
         gated = nn.functional.silu(self.gate_proj(embedded)) * self.up_proj(features)
-        changed: Tensor = features + self.down_proj(gated)
-        return changed
+        return features + self.down_proj(gated)
 
 
 class Alignment(nn.Module):
-    """What stands between the states that estimate the target's, and those that make logits (FSPAD)."""
+    """A layer from the states that estimate the target's to those that make logits (FSPAD)."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
         self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
 
-    def forward(self, x: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
+    def forward(self, x: Rows) -> Rows:
         """Return the states that make logits."""
-        after: Tensor = x + self.down_proj(nn.functional.silu(self.up_proj(x)))
-        return after
+        return x + self.down_proj(nn.functional.silu(self.up_proj(x)))
 
 
 class BorrowedParts(NamedTuple):
@@ -115,20 +109,18 @@ class BorrowedParts(NamedTuple):
     norm: nn.Module  # of the head's own rows
 
 
-class PairTrunk(Head):
+class PairTrunk(LayeredHead):
     """A head of this kind, as a module whose tensors have the names of speculators' EAGLE-3 files.
 
     Equations (1) to (10) of the project's notes on heads; sources: EAGLE (arXiv 2401.15077), EAGLE-3 (arXiv 2503.01840),
     DeepSeek-V3 (arXiv 2412.19437).
 
     Args:
-        rotary: the rotation by positions.
-        embedding: float[vocab, width], of the target, or the head's own.
-        head: float[draft_vocab, width], the matrix that makes logits, of the target, or the head's own.
-        tokens: see `Head.tokens`.
+        shape, rotary, embedding, head, tokens: see `LayeredHead`.
         borrowed: parts that stand in the place of those here; with "normed projection" only, and one layer.
     """
 
+    shape: TrunkShape
     history = 1  # number of last tokens that a row reads
 
     def __init__(
@@ -137,18 +129,13 @@ class PairTrunk(Head):
         rotary: Rotary,
         embedding: nn.Embedding,
         head: nn.Linear,
-        tokens: Int64[Tensor, " draft_vocab"] | None = None,
+        tokens: TokenMap = None,
         borrowed: BorrowedParts | None = None,
     ) -> None:
-        super().__init__()
-        self.shape = shape
-        self.tokens = tokens
+        super().__init__(shape, rotary, embedding, head, tokens)
         sizes = shape.sizes
         width = sizes.width
         embed = embedding.weight.shape[1]
-        self.embed_tokens = embedding
-        self.lm_head = head
-        self.rotary = rotary
         states = self.states_size
         self.fc = nn.Linear(states if shape.pairs == "attention" else embed + width, width, shape.joins_bias)
         if shape.pairs == "normed projection":
@@ -186,23 +173,12 @@ class PairTrunk(Head):
             self.alignment = Alignment(width, shape.alignment)
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        """See `Head.taps`."""
-        return self.shape.taps
-
-    @property
     def views(self) -> tuple[View, ...]:
         """How far back the rows of each layer look, see `TrunkShape.views`."""
         return self.shape.views
 
     @property
-    def device(self) -> torch.device:
-        """See `Head.device`."""
-        return self.fc.weight.device
-
-    @property
     def described(self) -> dict[str, str]:
-        """See `Head.described`."""
         shape = self.shape
         kinds = {"attention": "EAGLE-3", "projection": "EAGLE-1, EAGLE-2 or HASS", "normed projection": "MTP"}
         norms = {"no": "not normed", "all": "normed together", "each": "each normed by itself"}
@@ -222,22 +198,14 @@ class PairTrunk(Head):
             **described_views(shape.views),
         }
 
-    @property
-    def states_size(self) -> int:
-        """See `Head.states_size`."""
-        return len(self.shape.taps) * self.shape.target_width
-
-    def drafts(self, trees: ScoredTrees, depth: int, wanted: Bool[Tensor, "rows length"]) -> list[DraftRows]:
-        """See `Head.drafts`."""
+    def drafts(self, trees: ScoredTrees, depth: int, wanted: PerNode) -> list[DraftRows]:
         found = []
-        for deep, states in enumerate(unrolled([self], trees, depth), 1):
-            nodes = wanted_below(trees, wanted, deep)
-            own = states.flatten(0, 1)[nodes]
+        for _, nodes, own in drafted_rows([self], trees, depth, wanted):
             estimates = own if self.shape.pairs == "projection" else None
             found.append(DraftRows(nodes, self.logits(own), estimates=estimates))
         return found
 
-    def features(self, states: Float[Tensor, "*rows states"]) -> Float[Tensor, "*rows width"]:
+    def features(self, states: TargetStates) -> Rows:
         """Return the features of nodes that the target has scored, from its hidden states there."""
         shape = self.shape
         states = states.to(self.fc.weight.dtype)
@@ -248,16 +216,9 @@ class PairTrunk(Head):
         if shape.norms_features == "each":
             parts = states.split(shape.target_width, -1)
             states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
-        made: Tensor = self.fc(states)
-        return made
+        return self.fc(states)
 
-    def forward(
-        self,
-        tokens: Int64[Tensor, "*rows"],
-        features: Float[Tensor, "*rows width"],
-        positions: Int64[Tensor, "*rows"],
-        attend: Attend,
-    ) -> Float[Tensor, "*rows width"]:
+    def forward(self, tokens: PerRow, features: Rows, positions: PerRow, attend: Attend) -> Rows:
         """Return the head's states of rows.
 
         Args:
@@ -277,9 +238,7 @@ class PairTrunk(Head):
             x = layer(x, angles, number, attend)
         return x
 
-    def _joined(
-        self, embedded: Float[Tensor, "*rows embed"], features: Float[Tensor, "*rows width"]
-    ) -> Float[Tensor, "*rows width"]:
+    def _joined(self, embedded: Float[Tensor, "*rows embed"], features: Rows) -> Rows:
         """Return the rows that the first layer reads, where a matrix joins embedding and feature."""
         if self.shape.sampling:
             features = self.feature_sampling(embedded, features)
@@ -287,39 +246,33 @@ class PairTrunk(Head):
             embedded = self.enorm(embedded)
             features = self.hnorm(features)
         both = (features, embedded) if self.shape.swaps else (embedded, features)
-        joined: Tensor = self.fc(torch.cat(both, -1))
-        return joined
+        return self.fc(torch.cat(both, -1))
 
-    def fed_back(self, x: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
-        """Return what rows below read as their feature, from the states of rows that the target has not scored."""
-        fed: Tensor = self.norm(x) if self.shape.feeds_normed else x
-        return fed
+    def fed_back(self, x: Rows) -> Rows:
+        """Return the features that rows below read, from the states of rows that the target has not scored."""
+        return self.norm(x) if self.shape.feeds_normed else x
 
-    def logits(self, x: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows draft_vocab"]:
+    def logits(self, x: Rows) -> Float[Tensor, "*rows draft_vocab"]:
         """Return the logits of the next token, from the states of rows."""
         share = self.shape.logit_gradient
         if share < 1:  # the same numbers, with less of their gradient
             x = share * x + (1 - share) * x.detach()
         if self.shape.alignment:
             x = self.alignment(x)
-        made: Tensor = self.lm_head(self.norm(x))
-        return made
+        return self.lm_head(self.norm(x))
 
     def other_readings(self, layers: int) -> Iterator[tuple[str, "PairTrunk"]]:
-        """See `Head.other_readings`: the numbers of hidden states, positions, residuals and what is fed back."""
+        """See `Head.other_readings`: the numbers of hidden states, positions, residuals, and states that are fed back."""
         shape = self.shape
         rope = self.rotary.rope
-        for offset, name in ((-1, "hidden states one layer earlier"), (1, "hidden states one layer later")):
-            if moved := moved_taps(shape.taps, offset, layers):
-                yield name, self.changed(taps=moved)
+        yield from self.with_moved_taps(layers)
         if shape.pairs == "normed projection":
             yield from self._other_inputs(layers)
-        is_own = not isinstance(self.rotary, BorrowedRotary)  # a target's own positions are not in doubt
-        if is_own and rope["rope_theta"] != BASE:
-            yield f"positions of base {BASE:g}", self.changed({**rope, "rope_theta": BASE})
-        if is_own and rope["rope_type"] != "default":
-            plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
-            yield "positions without scaling", self.changed(plain)
+        if not isinstance(self.rotary, BorrowedRotary):  # a target's own positions are not in doubt
+            yield from self.with_usual_base()
+            if rope["rope_type"] != "default":
+                plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+                yield "positions without scaling", self.changed(plain)
         if shape.pairs == "attention":
             name = "feature" if shape.norms_residual else "normed feature"
             yield f"attention added to the {name}", self.changed(norms_residual=not shape.norms_residual)
@@ -328,7 +281,7 @@ class PairTrunk(Head):
             yield f"{name} fed back", self.changed(feeds_normed=not shape.feeds_normed)
 
     def _other_inputs(self, layers: int) -> Iterator[tuple[str, "PairTrunk"]]:
-        """Yield other readings of what a module of multi-token prediction projects."""
+        """Yield other readings of the input of a module of multi-token prediction."""
         shape = self.shape
         if shape.taps == (FINAL,):
             yield "hidden states before the target's last norm", self.changed(taps=(layers,))
@@ -338,17 +291,7 @@ class PairTrunk(Head):
         yield order, self.changed(swaps=not shape.swaps)
 
     def changed(self, rope: dict[str, Any] | None = None, **shape: Any) -> "PairTrunk":
-        """Return a head that shares all weights with this one, and is read in another way.
-
-        Args:
-            rope: the parameters of its positions; None: the same.
-            shape: fields of its shape.
-        """
-        trunk = copy.copy(self)
-        trunk._modules = dict(self._modules)
-        trunk.shape = replace(self.shape, **shape)
-        if rope is not None:
-            trunk.rotary = Rotary(self.shape.sizes, rope, self.rotary.positions).to(self.device)
+        trunk = super().changed(rope, **shape)
         first, *others = trunk.layers
         if isinstance(first, PairLayer) and first.norms_residual != trunk.shape.norms_residual:
             first = copy.copy(first)

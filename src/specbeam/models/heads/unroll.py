@@ -1,21 +1,24 @@
-"""Pair trunks on whole trees at once, several drafts deep: for training, and for finding out how a head was trained.
+"""Heads on whole trees at once, several drafts deep: for training, and for finding out how a head was trained.
 
 The row of a node as a draft one deep reads the target's feature of the node above. As a draft s + 1 deep it reads the head's
 own state of the node above, as a draft s deep. It sees the rows one deep of what is above its s nearest ancestors, and of
 these the rows as drafts 2, 3, ... deep: what drafting would see from there (EAGLE-3's training-time test, arXiv 2503.01840,
 here on trees).
 
-Of modules in a row each makes the drafts of one depth. Its rows see its own rows alone, and drafts deeper than there are
-modules are made by the last one, as by a trunk that stands alone.
+Of modules in a row each makes the drafts of one depth. Its rows see only its own rows, and drafts deeper than there are
+modules are made by the last one, as by a single trunk.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
+from torch.nn import functional
 
+from specbeam.models.heads.arrays import PerNode, TreeRows
+from specbeam.models.heads.head import wanted_below
 from specbeam.models.heads.layers import View, attended, view_of
 from specbeam.models.heads.trees import ScoredTrees
 
@@ -37,8 +40,7 @@ class UnrolledRows:
         self.trees = trees
         self.views = views
         self.least = least
-        columns = torch.arange(trees.tokens.shape[1], device=trees.tokens.device)
-        self.ancestors = [columns.expand_as(trees.tokens)]  # of each node, by how far above it they are
+        self.ancestors = [trees.columns]  # of each node, by how far above it they are
         self.keys: list[list[Tensor]] = [[] for _ in range(layers)]
         self.values: list[list[Tensor]] = [[] for _ in range(layers)]
         self.seen = self._seen_by_layer()
@@ -69,21 +71,19 @@ class UnrolledRows:
         return torch.cat([past, *(alike[ancestor] for ancestor in reversed(nearer))], -1)
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Add the keys and values of a depth; return what its queries make of those that they see."""
+        """Add the keys and values of a depth; return the values, mixed, that its queries look at."""
         self.keys[layer].append(keys)
         self.values[layer].append(values)
         return attended(queries, torch.cat(self.keys[layer], 1), torch.cat(self.values[layer], 1), self.seen[layer])
 
 
-def unrolled(
-    trunks: "Sequence[PairTrunk] | Sequence[Chimera]", trees: ScoredTrees, depth: int
-) -> list[Float[Tensor, "rows length width"]]:
+def unrolled(trunks: "Sequence[PairTrunk] | Sequence[Chimera]", trees: ScoredTrees, depth: int) -> list[TreeRows]:
     """Return the states of the nodes as drafts 1 to `depth` deep.
 
     States of nodes with fewer nodes above them mean nothing.
 
     Args:
-        trunks: those that make the drafts of each depth; deeper ones are made by the last.
+        trunks: one for the drafts of each depth; deeper drafts are made by the last.
     """
     trunk = trunks[0]
     rows = UnrolledRows(trees, trunk.shape.layers, trunk.views)
@@ -100,3 +100,61 @@ def unrolled(
             rows.deepen()
         found.append(trunk(tokens, given, trees.depths, rows.attend))
     return found
+
+
+def drafted_rows(
+    trunks: "Sequence[PairTrunk] | Sequence[Chimera]", trees: ScoredTrees, depth: int, wanted: PerNode
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield the depth of drafts, 1 to `depth`, the wanted nodes that have such drafts, and their states; see `unrolled`."""
+    for deep, states in enumerate(unrolled(trunks, trees, depth), 1):
+        nodes = wanted_below(trees, wanted, deep)
+        yield deep, nodes, states.flatten(0, 1)[nodes]
+
+
+class BlocksOnTrees:
+    """Attention of the rows of the blocks below all nodes of trees: to the nodes above, and to the rows of the same block.
+
+    Args:
+        views: how far back the rows of each layer look.
+        context: keys and values of the nodes by layer; None: those of the first row of the block below each node. Then rows
+            see no later rows of their block, and not the first token of a text, which has no row.
+    """
+
+    def __init__(
+        self, trees: ScoredTrees, views: tuple[View, ...], context: list[tuple[Tensor, Tensor]] | None = None
+    ) -> None:
+        self.depths = trees.depths
+        self.views = views
+        self.context = context
+        self.above = trees.others_above()
+        if context is None:
+            self.above &= (trees.depths > 0)[:, None]
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Return the values, mixed, that queries, float[trees, nodes, rows, heads, size], look at."""
+        view = view_of(self.views, layer)
+        rows = queries.shape[2]
+        above_keys, above_values = self.context[layer] if self.context else (keys[:, :, 0], values[:, :, 0])
+        group = queries.shape[-2] // keys.shape[-2]
+        keys, values, above_keys, above_values = (
+            one.repeat_interleave(group, -2) for one in (keys, values, above_keys, above_values)
+        )
+        scaled = queries / queries.shape[-1] ** 0.5
+        to_above = torch.einsum("tnrhs,tmhs->tnrhm", scaled, above_keys)
+        to_above = to_above.masked_fill(~self._seen(view, rows)[:, :, :, None], -torch.inf)
+        to_block = torch.einsum("tnrhs,tnqhs->tnrhq", scaled, keys)
+        if view.is_causal or self.context is None:
+            before = torch.ones(rows, rows, dtype=torch.bool, device=queries.device).tril()
+            to_block = to_block.masked_fill(~before[:, None], -torch.inf)
+        odds = functional.softmax(torch.cat([to_above, to_block], -1), -1, dtype=torch.float32).to(to_above.dtype)
+        of_above, of_block = odds.split([above_keys.shape[1], rows], -1)
+        mixed = torch.einsum("tnrhm,tmhs->tnrhs", of_above, above_values)
+        return mixed + torch.einsum("tnrhq,tnqhs->tnrhs", of_block, values)
+
+    def _seen(self, view: View, count: int) -> Bool[Tensor, "trees nodes rows above"]:
+        """Return the nodes that each of `count` rows sees."""
+        seen = self.above[:, :, None].expand(-1, -1, count, -1)
+        if view.within:
+            origins = self.depths[..., None] + torch.arange(count, device=self.depths.device) * view.from_row
+            seen = seen & (self.depths[:, None, None] > origins[..., None] - view.within)
+        return seen

@@ -1,28 +1,28 @@
-"""Which tokens of the target a head with a vocabulary of its own gives logits for."""
+"""The tokens of heads with a vocabulary of their own."""
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
 from specbeam.core.errors import BadHead
+from specbeam.models.heads.arrays import TokenMap
 from specbeam.models.heads.files import HeadFiles
 
 
-def read_tokens(files: HeadFiles, count: int, vocab: int) -> Int64[Tensor, " draft_vocab"] | None:
+def read_tokens(files: HeadFiles, count: int) -> TokenMap:
     """Return the target's token for each of the head's, from the maps `d2t` and `t2d`; None if they are the same.
 
-    `d2t` holds the difference of the two. A lost map would make a head that drafts other tokens than it means, silently: so
-    whatever is not plausible is refused.
+    `d2t` holds the difference of the two. With a wrong map a head would silently draft other tokens than it was trained for,
+    so maps that are not plausible are refused.
 
     Args:
         count: number of the head's tokens.
-        vocab: number of the target's.
 
     Raises `BadHead`.
     """
+    vocab = files.vocab
     differences = _taken(files, "d2t")
     marks = _taken(files, "t2d")
-    is_drafted = None if marks is None else marks.bool()
     if count > vocab:
         raise BadHead(f"{files.where} has logits for {count} tokens, and the target has {vocab}")
     if differences is None:
@@ -36,8 +36,8 @@ def read_tokens(files: HeadFiles, count: int, vocab: int) -> Int64[Tensor, " dra
         raise BadHead(f"{files.where}: d2t names tokens from {tokens.min()} to {tokens.max()}; the target has {vocab}")
     if (tokens[1:] <= tokens[:-1]).any():
         raise BadHead(f"{files.where}: the tokens of d2t do not ascend")
-    if is_drafted is not None:
-        _check_is_same(files, tokens, is_drafted.cpu(), vocab)
+    if marks is not None:
+        _check_is_same(files, tokens, marks.bool().cpu(), vocab)
     elif count < vocab and not differences.any():
         raise BadHead(
             f"{files.where}: d2t is all zero, which says that the head knows the first {count} tokens: is it lost?"

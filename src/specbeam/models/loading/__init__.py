@@ -1,1 +1,1 @@
-"""Reading of models, tokenizers and drafts from files, and what is checked before they decode."""
+"""Reading of models, tokenizers and drafts from files, and checks of them before they decode."""

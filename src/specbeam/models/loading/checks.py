@@ -32,7 +32,7 @@ def check_scores_forests(lm: HuggingFaceLM, role: str = "") -> None:
     steps may go to the other one.
 
     Args:
-        role: what the model is for, before its name in errors: "the draft model ".
+        role: prefix of the model's name in errors, such as "the draft model ".
 
     Raises:
         UnsupportedModel: the model cannot score the tree, or scores it wrong.
@@ -48,19 +48,16 @@ def check_scores_forests(lm: HuggingFaceLM, role: str = "") -> None:
         prompt = _without_padding(prompt, lm)
         tokens = _without_padding(tokens, lm)
     forest = Forest.rooted([prompt[-1]]).grown(tokens, [0, 0, 1, 2, 2, 4])
-    owner: Any = SimpleNamespace(
-        prompt=prompt, state={}, context={lm: source} if source else {}
-    )  # in place of a session
+    owner = _owner(lm, prompt, source)
     name = f"{role}{type(lm.model).__name__}"
     if lm.engine in OWN_ROUNDINGS and not is_kept(lm.model) and (fault := broken_weight(lm.model)):
         raise BrokenLaw(f"{name} cannot be rounded to {lm.engine}: its weight {fault}")
-    widened = (
-        is_kept(lm.model) and lm.engine in COMPILED and source is None
-    )  # the engine computes in float32, whatever the weights are in
+    # Then the engine computes in float32, and the weights have another type.
+    widened = is_kept(lm.model) and lm.engine in COMPILED and source is None
     try:
         found = lm.extend([owner], [forest])[0].logits.float().clone()
         lm.close(owner)  # so that no path needs another row of the store
-        plain = _logits_of_nodes(lm, prompt, forest, source, widened)
+        expected = torch.stack(_logits_of_nodes(lm, prompt, forest, source, widened))
     except SpecbeamError:
         raise
     except Exception as error:
@@ -74,11 +71,11 @@ def check_scores_forests(lm: HuggingFaceLM, role: str = "") -> None:
         ) from error
     finally:
         lm.close(owner)
-    if lm.shared is not None:  # what it never drafts is -inf, which has no difference
+    if lm.shared is not None:  # tokens that are never drafted have -inf on both sides
         is_drafted = torch.from_numpy(lm.shared.known)
         found = found[:, is_drafted.to(found.device)]
-        plain = [row[is_drafted.to(row.device)] for row in plain]
-    expected = torch.stack(plain).float().to(found.device)
+        expected = expected[:, is_drafted.to(expected.device)]
+    expected = expected.float().to(found.device)
     _check_finite(lm, expected, name)
     is_banned = expected == -torch.inf  # some models never write some tokens
     if bool((is_banned != (found == -torch.inf)).any()):
@@ -120,12 +117,12 @@ def _check_finite(lm: HuggingFaceLM, logits: torch.Tensor, name: str) -> None:
 
 
 def _check_encoder(lm: EncoderDecoderLM, name: str) -> None:
-    """Raise `UnsupportedModel` unless a compiled encoder makes of a source what transformers' makes of it in float32.
+    """Raise `UnsupportedModel` unless a compiled encoder has the output of transformers' encoder in float32.
 
     They may differ by 1e-3 of the spread. One whose matrices are rounded is another encoder, and is not compared.
 
     Args:
-        name: what errors call the model.
+        name: of the model in errors.
     """
     encoder = lm.encoder
     if not isinstance(encoder, CompiledEncoder) or encoder.kind.startswith("int"):
@@ -142,7 +139,7 @@ def _check_encoder(lm: EncoderDecoderLM, name: str) -> None:
 
 
 def _checked_inputs(lm: EncoderDecoderLM, encoder: CompiledEncoder) -> np.ndarray:
-    """Return what a compiled encoder is tried on: tokens, or features of a short window."""
+    """Return the test input of a compiled encoder: tokens, or features of a short window."""
     rng = np.random.default_rng(0)
     if isinstance(encoder, TextEncoder):
         tokens = rng.integers(0, min(lm.vocab, len(encoder.embedding)), CHECKED_SOURCE).tolist()
@@ -172,12 +169,12 @@ def _logits_of_nodes(
         return [_plain_logits(lm, prompt + forest.path(node), source) for node in range(forest.size)]
     leaves = sorted(set(range(forest.size)) - set(forest.parents.tolist()))
     paths = [forest.path(leaf) for leaf in leaves]
-    along = [_own_logits(lm, prompt, path) for path in paths] if _rounds(lm) else _kept_logits(lm, prompt, paths)
+    along = _logits_along(lm, prompt, paths)
     found = []
     for node in range(forest.size):
         path = forest.path(node)
-        rows = next(rows for rows, whole in zip(along, paths, strict=True) if whole[: len(path)] == path)
-        found.append(rows[len(path)])
+        leaf = next(number for number, whole in enumerate(paths) if whole[: len(path)] == path)
+        found.append(along[leaf][len(path)])
     if _rounds(lm):  # one as a prompt of its own, which has nothing in common with the tree
         found[leaves[-1]] = _plain_logits(lm, prompt + paths[-1])
     return found
@@ -187,45 +184,49 @@ def _logits_of_nodes(
 def _plain_logits(lm: HuggingFaceLM, path: list[int], source: Source | None = None) -> torch.Tensor:
     """Return the logits after a path, float[vocab], without a tree.
 
-    They are those of the model object itself; with weights, or keys and values, that the engine rounds those of `lm`, as
-    that is another model.
+    They come from the model object itself; from `lm` if the engine rounds weights, or keys and values, as that is another
+    model.
     """
-    if source is not None and not _rounds(lm):
+    if _rounds(lm):
+        return _own_logits(lm, path, [], source)[0]
+    if source is not None:
         assert isinstance(lm, EncoderDecoderLM)
         return lm.plain_logits(source, path)
-    if not _rounds(lm):
-        return _called(lm, [path])[0, -1]
-    context = {lm: source} if source is not None else {}
-    owner: Any = SimpleNamespace(prompt=path, state={}, context=context)  # of the cache, in place of a session
-    try:
-        return lm.extend([owner], [Forest.rooted([path[-1]])])[0].logits[0].clone()
-    finally:
-        lm.close(owner)
+    return _called(lm, [path])[0, -1]
 
 
-def _own_logits(lm: HuggingFaceLM, prompt: list[int], path: list[int]) -> torch.Tensor:
+def _own_logits(lm: HuggingFaceLM, prompt: list[int], path: list[int], source: Source | None = None) -> torch.Tensor:
     """Return the logits of the engine itself after a prompt and after each token of a path, float[1 + path, vocab]."""
-    owner: Any = SimpleNamespace(prompt=prompt, state={}, context={})  # of the cache, in place of a session
+    owner = _owner(lm, prompt, source)
     try:
-        forest = Forest.rooted([prompt[-1]]).grown(path, range(len(path)))
+        forest = Forest.rooted([prompt[-1]])
+        if path:
+            forest = forest.grown(path, range(len(path)))
         return lm.extend([owner], [forest])[0].logits.clone()
     finally:
         lm.close(owner)
 
 
+def _owner(lm: HuggingFaceLM, prompt: list[int], source: Source | None) -> Any:
+    return SimpleNamespace(prompt=prompt, state={}, context={} if source is None else {lm: source})
+
+
 def _rounds(lm: HuggingFaceLM) -> bool:
-    """Return whether the engine of a language model rounds what the model object does not."""
+    """Return whether the engine of a language model rounds weights, or keys and values, that the model object does not."""
     return lm.engine in OWN_ROUNDINGS or lm.kv != "float32"
 
 
 @torch.inference_mode()
-def _kept_logits(lm: HuggingFaceLM, prompt: list[int], paths: list[list[int]]) -> list[torch.Tensor]:
-    """Return the logits after a prompt and after each token of each path, of a model that is kept as its files are.
+def _logits_along(lm: HuggingFaceLM, prompt: list[int], paths: list[list[int]]) -> list[torch.Tensor]:
+    """Return the logits after a prompt and after each token of each path, of an engine that rounds, or of mapped weights.
 
-    The model object is called once, in float32 as the engine computes, so that its files are read once.
+    With weights in mapped files, the model object is called once, in float32 as the engine computes, so that its files are
+    read once.
     """
+    if _rounds(lm):
+        return [_own_logits(lm, prompt, path) for path in paths]
     longest = max(len(path) for path in paths)
-    rows = [prompt + path + [prompt[-1]] * (longest - len(path)) for path in paths]  # no row looks at what follows it
+    rows = [prompt + path + [prompt[-1]] * (longest - len(path)) for path in paths]  # no row looks at later ones
     with as_loaded(lm.model):
         logits = _called(lm, rows, use_cache=False)
     return list(logits[:, len(prompt) - 1 :])

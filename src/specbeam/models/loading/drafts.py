@@ -1,4 +1,4 @@
-"""What drafts for a target: a model, a head, the target without some sublayers, or the target with rounded weights."""
+"""Drafts for a target: a model, a head, the target without some sublayers, or the target with rounded weights."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,12 +32,23 @@ _ROLE = "the draft model "  # before the name of a draft model in errors
 
 @dataclass(frozen=True)
 class GivenDraft:
-    """What `load` was told to draft with: at most one of the first three is something."""
+    """The draft that `load` was given: a model, a head, the target without sublayers, or none of them."""
 
-    model: Any = None  # a model object, or where it is
+    model: Any = None  # a model object, path or hub id
     head: Any = None  # likewise
     skipping: Skipping | None = None
     quantize: "Quantize | None" = None  # of the model
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """Options of `load` that drafts share with the target; see there."""
+
+    check: bool = True
+    compile: bool = False
+    share_from: ShareFrom = "auto"
+    probe: bool = True
+    kv: KeptAs = "float32"
 
 
 def given_draft(
@@ -47,7 +58,7 @@ def given_draft(
     target: Any,
     target_model: "PreTrainedModel",
 ) -> GivenDraft:
-    """Return what the arguments of `load` say about drafts. Raises `BadSetting` if they contradict.
+    """Return the draft that `load` was given. Raises `BadSetting` if arguments contradict each other.
 
     Args:
         target: the target as it was given to `load`, which is `target_model`.
@@ -71,37 +82,34 @@ def draft_of(
     model: "PreTrainedModel | None",
     target: HuggingFaceLM,
     tokenizer: "PreTrainedTokenizerBase | None",
-    check: bool,
-    compile: bool,
-    share_from: ShareFrom,
-    probe: bool,
-    kv: KeptAs,
+    options: DraftOptions,
     shared: SharedTokens | None,
 ) -> LM | None:
-    """Return what scores the drafts; None if nothing was given.
+    """Return the language model or head that scores drafts; None if nothing was given.
 
     Args:
         model: the draft model, if there is one.
         tokenizer: of the target.
         shared: the tokens that the draft model shares with a target of another vocabulary.
-        check, compile, share_from, probe, kv: see `load`.
     """
     if given.head is not None:
         if given.quantize is not None:
             raise not_for_heads()
-        return _head_of(target, given.head, tokenizer, probe)
+        return _head_of(target, given.head, tokenizer, options.probe)
     if given.skipping is not None:
         return skipping_model(target, given.skipping)
     if model is None:
         return None
     rounding = by_engine(given.quantize)
-    own_kv: KeptAs = kv if model is target.model else "float32"
+    is_target = model is target.model
     if reads_sources(model):
-        return _reading_draft(model, target, check, rounding, own_kv, shared)
-    if model is target.model:  # it may draft for itself, but it needs a second cache for that
+        kv: KeptAs = options.kv if is_target else "float32"
+        return _reading_draft(model, target, options.check, rounding, kv, shared)
+    if is_target:  # it may draft for itself, but it needs a second cache for that
         engine = rounding or ("torch" if target.engine == "torch" else "auto")
-        return HuggingFaceLM(model, engine=engine, share_from=share_from, kv=own_kv)
-    return language_model(model, check, rounding, compile, share_from, shared=shared, role=_ROLE)
+        return HuggingFaceLM(model, engine=engine, share_from=options.share_from, kv=options.kv)
+    share_from = options.share_from
+    return language_model(model, options.check, rounding, options.compile, share_from, shared=shared, role=_ROLE)
 
 
 def check_draft_of_sources(model: "PreTrainedModel", draft: Any, share_from: ShareFrom) -> None:

@@ -1,4 +1,4 @@
-"""Draft models besides the one of a pair, which a recipe takes as settings: loaded and checked as that one is."""
+"""Further draft models, which a recipe takes as settings: loaded and checked like the draft of a pair."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.core.lm import LM
 from specbeam.models.heads.read import is_head
 from specbeam.models.huggingface import HuggingFaceLM
-from specbeam.models.loading.drafts import GivenDraft, draft_of
+from specbeam.models.loading.drafts import DraftOptions, GivenDraft, draft_of
 from specbeam.models.loading.language_models import ShareFrom, fingerprint
 from specbeam.models.loading.models import model_of
 from specbeam.models.loading.vocabularies import tokens_in_common
@@ -44,20 +44,17 @@ class FurtherDrafts:
 
         Args:
             source: a model object, a folder or a hub id.
-            kept: what earlier calls have loaded, of the same recipe and target; changed in place.
+            kept: models that earlier calls have loaded for the same recipe and target; changed in place.
 
         Raises the errors of `load`, and `BadSetting` if the draft is none of these.
         """
         key = source if isinstance(source, torch.nn.Module) else str(source)
-        model = kept[key][0] if key in kept else self._model(source)
-        if key in kept and kept[key][1] == fingerprint(model):
-            known: LM = kept[key][2]
-            return known
+        model, state, made = kept[key] if key in kept else (self._model(source), None, None)
+        if made is not None and state == fingerprint(model):
+            return made
         shared = tokens_in_common(self.target.model, model, self.tokenizer, self.source, source)
-        given = GivenDraft(model)
-        made = draft_of(
-            given, model, self.target, self.tokenizer, self.check, False, self.share_from, False, "float32", shared
-        )
+        options = DraftOptions(self.check, share_from=self.share_from)
+        made = draft_of(GivenDraft(model), model, self.target, self.tokenizer, options, shared)
         assert made is not None
         kept[key] = (model, fingerprint(model), made)
         return made
@@ -76,4 +73,4 @@ class FurtherDrafts:
         if is_head(source):
             name = source if is_name else type(source).__name__
             raise NotSupported(f"{name} is a draft head, and further drafts are models; load(draft=...) takes one head")
-        return model_of(source, self.dtype, self.device, may_keep=True)
+        return model_of(source, self.dtype, self.device, may_map=True)

@@ -41,7 +41,7 @@ def language_model(
 
     Args:
         shared: the tokens that a draft shares with a target of another vocabulary; None: the vocabularies are the same.
-        role: what errors say before the name of the model.
+        role: prefix of the model's name in errors.
     """
     check_options(quantize, share_from)
     if quantize in BY_LIBRARY:
@@ -57,7 +57,7 @@ def _cached_language_model(
     quantize, compile, share_from, kv = given
     options = (*given, None if shared is None else shared.key)
     cached = vars(model).get("_specbeam")
-    if cached is None or cached.state != (fingerprint(model), options):
+    if cached is None or cached.key != (fingerprint(model), options):
         check_keeps_tokens(model)
         use_a_backend_with_masks(model)
         model.eval()
@@ -73,11 +73,10 @@ def _cached_language_model(
         if check:
             check_scores_forests(lm, role)
         # The fingerprint is taken again, because an engine may have changed the layout of the weights.
-        cached = _CachedLM((fingerprint(model), options), lm)
+        cached = OnModel((fingerprint(model), options), lm)
         object.__setattr__(model, "_specbeam", cached)
         mapped_files(model).release(model.parameters())
-    assert cached.lm is not None
-    return cached.lm
+    return cached.found
 
 
 def placed_language_model(model: "PreTrainedModel", check: bool, share_from: ShareFrom) -> HuggingFaceLM:
@@ -106,22 +105,25 @@ def check_options(quantize: Any, share_from: Any, name: str = "quantize") -> Non
 
 
 def by_engine(quantize: "Quantize | None") -> Any:
-    """Return how an engine of our own rounds a model, None if none does: what a library rounds was loaded so."""
+    """Return the rounding by an engine of our own; None if a library rounds the weights, or nothing does."""
     return quantize if quantize in OWN_ROUNDINGS else None
 
 
-class _CachedLM:
-    """The language model of a model object, stored on the object so that both are freed together.
+class OnModel:
+    """A result for a model object, stored on the object so that both are freed together.
 
     A copy of the model object starts without it.
+
+    Args:
+        key: of the inputs that it was made from.
     """
 
-    def __init__(self, state: Any = None, lm: HuggingFaceLM | None = None) -> None:
-        self.state = state  # fingerprint and options that `lm` was made for
-        self.lm = lm
+    def __init__(self, key: Any = None, found: Any = None) -> None:
+        self.key = key
+        self.found = found
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _CachedLM, ()
+        return OnModel, ()
 
 
 def fingerprint(model: "PreTrainedModel") -> Any:
@@ -138,7 +140,7 @@ def fingerprint(model: "PreTrainedModel") -> Any:
 
 
 def _place(weight: torch.Tensor) -> int:
-    """Return the address of a weight; of one that a library has rounded, which may have none, that of the object."""
+    """Return the address of a weight; the id of the object if a library has rounded it, which may have no address."""
     return weight.data_ptr() if type(weight) is torch.nn.Parameter else id(weight)
 
 
@@ -147,7 +149,7 @@ def _sample(model: "PreTrainedModel") -> bytes:
     """Return the sums of some values of each weight on a CPU, as bytes.
 
     They detect changes through `.data`, as merged adapters make them, which do not increase the version of a tensor. Weights
-    on a GPU are left out, because engines for GPUs keep no copy of the weights, and so are those that a library has rounded.
+    on a GPU are left out, as engines for GPUs keep no copy of the weights; so are weights that a library has rounded.
     """
     weights = [
         weight.reshape(-1)

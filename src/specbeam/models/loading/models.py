@@ -11,7 +11,7 @@ from specbeam.engines.mapped import mapped_files, mark_kept
 from specbeam.models.checkpoints.folders import checked_folder
 from specbeam.models.checkpoints.numbers import check_weights
 from specbeam.models.checkpoints.pretrained import Checkpoint, open_checkpoint, pretrained
-from specbeam.models.kept import kept_type
+from specbeam.models.mapped_files import stored_type
 from specbeam.models.quantised import BY_LIBRARY, Quantize, library_config, rounding_in, unknown_method
 from specbeam.models.rounded_files import read_rounded
 
@@ -54,13 +54,13 @@ def model_of(
     dtype: "str | torch.dtype",
     device: torch.device,
     quantize: "Quantize | None" = None,
-    may_keep: bool = False,
+    may_map: bool = False,
     device_map: Any = None,
 ) -> "PreTrainedModel":
     """Return a model object as it is, or load the model at a path or hub id; see `load`.
 
     Args:
-        may_keep: whether a large model on a CPU may stay in the type of its files (lm/kept.py), for the compiled forward.
+        may_map: whether a large model on a CPU may stay in its files, mapped to memory (models/mapped_files.py).
     """
     by_library = quantize if quantize in BY_LIBRARY else None
     if isinstance(source, torch.nn.Module):
@@ -81,12 +81,12 @@ def model_of(
         if not isinstance(read, str):
             return read
         unread = f" ({read})"
-    kept = None
+    mapped_type = None
     if dtype == "auto" and device.type == "cpu":
-        if may_keep and by_library is None and not checkpoint.is_rounded:
+        if may_map and by_library is None and not checkpoint.is_rounded:
             with ONE_AT_A_TIME:
-                kept = kept_type(checkpoint)
-        dtype = kept or torch.float32
+                mapped_type = stored_type(checkpoint)
+        dtype = mapped_type or torch.float32
     options: dict[str, Any] = {}
     if by_library is not None:
         options["quantization_config"] = library_config(by_library, dtype)
@@ -101,7 +101,7 @@ def model_of(
         model = pretrained(checkpoint, how, error, unread, dtype=dtype, **options)
     if by_library is not None:
         object.__setattr__(model, "_specbeam_rounding", by_library)
-    if kept is not None:
+    if mapped_type is not None:
         mark_kept(model)
     check_weights(name, model, mapped_files(model).release)
     return model if options else model.to(device)
@@ -128,7 +128,7 @@ def _read_here(checkpoint: Checkpoint, dtype: "str | torch.dtype", device: torch
     Raises `NotSupported` if transformers knows no library for them either: it would make weights up.
     """
     read: PreTrainedModel | str = "specbeam itself reads rounded weights on a CPU alone"
-    if device.type == "cpu" and not getattr(checkpoint.config, "is_encoder_decoder", False):
+    if device.type == "cpu" and not checkpoint.reads_sources:
         read = read_rounded(checkpoint, dtype)
     if isinstance(read, str) and (method := unknown_method(checkpoint.config)):
         raise NotSupported(
@@ -145,9 +145,9 @@ def cannot_round(quantize: str) -> BadSetting:
 
 
 def name_or_path(source: "str | Path") -> str:
-    """Return what transformers loads from: a hub id as it is, or the path of a folder that holds a model.
+    """Return the argument of `from_pretrained`: a hub id as it is, or the path of a folder that holds a model.
 
-    Raises an error, which says what is there, if a path leads to no folder of a model.
+    Raises an error, which names the content of the path, if that is not the folder of a model.
     """
     path = Path(source).expanduser()
     looks_local = isinstance(source, Path) or path.is_absolute() or str(source).startswith((".", "~"))

@@ -25,21 +25,20 @@ def check_spread(
         raise BadSetting("device_map and tensor_parallel both say where weights are; give one of them")
     if isinstance(target, torch.nn.Module):
         raise BadSetting(f"{name} is for models that are loaded from files, and the target is an object already")
-    if compile or quantize is not None or kv is not None:
-        given = "compile" if compile else "quantize" if quantize is not None else "kv"
-        raise BadSetting(f"{name} is for targets that transformers runs as they are; leave {given} out")
+    for option, is_given in {"compile": compile, "quantize": quantize is not None, "kv": kv is not None}.items():
+        if is_given:
+            raise BadSetting(f"{name} is for targets that transformers runs as they are; leave {option} out")
     if find_spec("accelerate") is None:
         raise MissingPackage(f"{name} needs accelerate: pip install accelerate")
 
 
 def check_before_spreading(target: Any, draft: Any, tokenizer: Any, quantize_draft: "Quantize | None") -> Any:
-    """Return the tokenizer; raise what `load` raises otherwise only when all processes have loaded their weights.
+    """Return the tokenizer; raise early the errors that `load` raises when all processes have loaded their weights.
 
-    The other processes do as that of rank 0 says from then on, and would wait for it.
+    The other processes follow rank 0 from then on, and would wait for it.
     """
     name = name_or_path(target)
-    config = open_checkpoint(name).config
-    if getattr(config, "is_encoder_decoder", False):
+    if open_checkpoint(name).reads_sources:
         raise has_encoder(f"the model in {target}")
     if isinstance(draft, Skipping) or (isinstance(draft, str) and (draft == "swift" or draft in OWN_ROUNDINGS)):
         raise NotSupported(

@@ -15,7 +15,7 @@ from specbeam.models.loading.models import name_or_path
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Files of SentencePiece models in the folders of Marian, T5 and M2M100 as they were published, and what reads them.
+# Files of SentencePiece models in published folders of Marian, T5 and M2M100.
 _PIECES = ("source.spm", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "tokenizer.model")
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", *_PIECES, "vocab.json")
 _SETTINGS = ("config.json", "tokenizer_config.json")
@@ -55,7 +55,7 @@ def has_tokenizer_files(name: str, fetch: bool) -> bool:
     """Return whether there are files of a tokenizer in a folder, or of a hub id in the hub's cache.
 
     Args:
-        fetch: whether to look on the hub for what its cache does not have.
+        fetch: whether to fetch files from the hub that its cache lacks.
     """
     if Path(name).expanduser().is_dir():
         return any((Path(name).expanduser() / file).is_file() for file in _TOKENIZER_FILES)
@@ -63,7 +63,7 @@ def has_tokenizer_files(name: str, fetch: bool) -> bool:
 
 
 def _is_on_hub(name: str, file: str, fetch: bool) -> bool:
-    """Return whether a repository of the hub has a file; False if there is no such repository, or no way to it."""
+    """Return whether a repository of the hub has a file; False if the repository does not exist or cannot be reached."""
     from transformers.utils import cached_file
 
     try:
@@ -96,13 +96,13 @@ def _has_words(tokenizer: Any, name: str) -> bool:
 
 
 def _check_reads_pieces(name: str, error: Exception) -> None:
-    """Raise `MissingPackage` if a tokenizer is a SentencePiece model alone and no package reads it.
+    """Raise `MissingPackage` if a tokenizer is only a SentencePiece model and no package reads it.
 
-    Transformers then says what else it tried, not what is missing.
+    The error of transformers lists other attempts, and not the missing package.
 
     Args:
         name: path or hub id of the tokenizer.
-        error: what transformers raised.
+        error: of transformers.
     """
     missing = [package for package, module in _READ_PIECES.items() if not _is_there(module)]
     if not missing or _is_on_hub(name, "tokenizer.json", fetch=False):
@@ -116,7 +116,6 @@ def _check_reads_pieces(name: str, error: Exception) -> None:
 
 
 def _is_there(module: str) -> bool:
-    """Return whether a module can be imported, which may be inside of a package."""
     try:
         return find_spec(module) is not None
     except ModuleNotFoundError:

@@ -15,12 +15,13 @@ from specbeam.core.errors import SpecbeamError, VocabularyMismatch
 from specbeam.engines.eligibility import reads_sources
 from specbeam.engines.shared_tokens import SharedTokens
 from specbeam.models.huggingface import vocab_of
+from specbeam.models.loading.language_models import OnModel
 from specbeam.models.loading.tokenizers import has_tokenizer_files, read_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MOST_PADDING = 1024  # what vocabularies are padded to multiples of, at most
+MOST_PADDING = 1024  # the largest number that vocabularies are padded to multiples of
 _ADVICE = "choose a draft of the same family, trained with the target's tokenizer"
 
 
@@ -54,17 +55,16 @@ class Vocabulary:
 
     @property
     def _decoder_of_added(self) -> dict[Any, Any]:
-        found: dict[Any, Any] = getattr(self.tokenizer, "added_tokens_decoder", {})
-        return found
+        return getattr(self.tokenizer, "added_tokens_decoder", {})
 
 
 @dataclass(frozen=True)
 class ComparedTokens:
-    """What the comparison of a draft's tokens with a target's has found.
+    """The result of comparing a draft's tokens with a target's.
 
     Attributes:
         shared: the tokens in common; None: the vocabularies are the same.
-        warning: what users should know; "": nothing.
+        warning: for users; "": none.
     """
 
     shared: SharedTokens | None
@@ -81,7 +81,7 @@ def tokens_in_common(
 
     Args:
         tokenizer: of the target, as `load` returns it; None: the one that comes with the model is compared, if there is one.
-        target_source, draft_source: what was given to `load`: a path, a hub id or a model object.
+        target_source, draft_source: arguments of `load`: a path, a hub id or a model object.
 
     Raises `VocabularyMismatch` if ordinary tokens differ, or if sizes differ and nothing can be compared. Warns if special
     tokens have other names, and where sizes differ as padding does and nothing can be compared.
@@ -90,27 +90,14 @@ def tokens_in_common(
         return None
     sizes = (vocab_of(target), vocab_of(draft))
     name = getattr(tokenizer, "name_or_path", "")
-    key = (sizes, (name, len(tokenizer)) if name else tokenizer)
-    known: _Compared | None = vars(draft).get("_specbeam_compared")
-    if known is None or known.key != key or known.target is None or known.target() is not target:
-        known = _Compared(ref(target), key, _compared(target, draft, tokenizer, target_source, draft_source))
+    key = (ref(target), sizes, (name, len(tokenizer)) if name else tokenizer)
+    known: OnModel | None = vars(draft).get("_specbeam_compared")
+    if known is None or known.key != key:
+        known = OnModel(key, _compared(target, draft, tokenizer, target_source, draft_source))
         object.__setattr__(draft, "_specbeam_compared", known)
-    assert known.found is not None
     if known.found.warning:
         warnings.warn(known.found.warning, stacklevel=4)  # of the caller of `load`
     return known.found.shared
-
-
-class _Compared:
-    """A comparison with a target, stored on the object of the draft model. A copy of this object starts without it."""
-
-    def __init__(self, target: Any = None, key: Any = None, found: ComparedTokens | None = None) -> None:
-        self.target = target  # a weak reference
-        self.key = key
-        self.found = found
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _Compared, ()
 
 
 def _compared(
@@ -127,7 +114,6 @@ def _compared(
 
 
 def _is_same_name(first: Any, second: Any) -> bool:
-    """Return whether both are the same path or hub id."""
     return isinstance(first, (str, Path)) and isinstance(second, (str, Path)) and str(first) == str(second)
 
 
@@ -159,7 +145,7 @@ def _tokenizer_beside(model: "PreTrainedModel", source: Any) -> Any:
 
 
 def _with_words(tokenizer: Any) -> Any:
-    """Return a tokenizer if it can say what its tokens are, or else None."""
+    """Return a tokenizer if it can list its tokens, or else None."""
     return tokenizer if hasattr(tokenizer, "get_vocab") else None
 
 
@@ -195,7 +181,7 @@ def _is_padded(smaller: int, larger: int) -> bool:
 
 
 def _known_by_words(own: Vocabulary, other: Vocabulary) -> tuple[Bool[np.ndarray, " vocab"], str]:
-    """Return which of the target's tokens a draft knows by what their tokenizers spell, and a warning or "".
+    """Return which of the target's tokens a draft knows, by the spelling of their tokenizers, and a warning or "".
 
     Raises `VocabularyMismatch` if ordinary tokens differ.
     """
@@ -231,7 +217,6 @@ def _warning_of_spelling(own: Vocabulary, other: Vocabulary) -> str:
 
 
 def _difference(own: Vocabulary, other: Vocabulary, token: int) -> str:
-    """Return a sentence about a token that is spelled in two ways."""
     return f"token {token} is {own.words[token]!r} for the target and {other.words[token]!r} for the draft"
 
 

@@ -55,7 +55,7 @@ def holds_memory(source: Any) -> bool:
 
 
 def backbone_of(folder: "str | Path") -> str:
-    """Return the path or hub id of the model that a memory was trained with. Raises `MissingFile` if it does not say."""
+    """Return the path or hub id of the model that a memory was trained with. Raises `MissingFile` if it names none."""
     path = Path(folder).expanduser()
     name = _config(path).get("model")
     if name is None and (path / BACKBONE).is_dir():
@@ -68,7 +68,7 @@ def backbone_of(folder: "str | Path") -> str:
 
 
 def read_memory(folder: "str | Path") -> tuple[MemoryPlan, Recall, str | None]:
-    """Return the plan of a memory, its weights, and the hash of those of its model (`weights_key`).
+    """Return the plan of a memory, its weights, and the hash of its model's weights (`weights_key`).
 
     Raises `MissingFile` if files are missing, `BadHead` if they cannot be read or do not fit each other.
     """
@@ -108,7 +108,7 @@ def read_memory(folder: "str | Path") -> tuple[MemoryPlan, Recall, str | None]:
 
 
 def warn_of_other_model(folder: "str | Path", key: str | None, model: "PreTrainedModel") -> None:
-    """Warn if a memory was trained with a model of other weights. In another type than float32 this cannot be told."""
+    """Warn if a memory was trained with a model of other weights. In another type than float32 this is unknown."""
     if key is not None and model.dtype == torch.float32 and key != weights_key(model):
         warnings.warn(
             f"{folder} was trained with a model of other weights than this {type(model).__name__}: texts have the law of "
@@ -119,7 +119,8 @@ def warn_of_other_model(folder: "str | Path", key: str | None, model: "PreTraine
 
 def _config(path: Path) -> dict[str, Any]:
     if not (path / CONFIG).is_file():
-        there = sorted(one.name for one in path.iterdir())[:6] if path.is_dir() else "nothing"
+        names = sorted(one.name for one in path.iterdir()) if path.is_dir() else []
+        there = names[:6] or "nothing"
         raise MissingFile(f"{path} has no {CONFIG} (there is {there}); give the folder that `specbeam train hmt` wrote")
     found = json_object(path / CONFIG, BadHead)
     if found.get("kind") != KIND:

@@ -1,7 +1,7 @@
 """SCORE: a model that reads in segments and remembers (HMT), around any model that takes rows by embedding."""
 
 from collections.abc import Generator, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -17,7 +17,7 @@ from specbeam.core.guard import ThreadGuard
 from specbeam.core.lm import checked_needs
 from specbeam.core.records import Needs, Scored, Shape, Turn, Verdict
 from specbeam.core.session import Session
-from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.huggingface import EachNeeds, Forests, HuggingFaceLM
 from specbeam.models.memory.plan import MemoryPlan
 from specbeam.models.memory.recall import Recall
 from specbeam.models.memory.windows import (
@@ -29,6 +29,7 @@ from specbeam.models.memory.windows import (
     TextNode,
     TextPlace,
     TextTree,
+    Vector,
     Window,
     WindowOwner,
 )
@@ -48,21 +49,21 @@ class _Late(NamedTuple):
 class MemoryLM:
     """A language model that reads in segments and recalls memories of earlier ones: HMT (arXiv 2405.06067).
 
-    The logits of a node are a function of the text on its path: those of the model in the window of the node's segment,
-    which holds what the segment recalls, the last tokens of the segment before, and its own. Each branch of a text tree
-    closes its own segments. Branches share windows up to where they part, and memories for ever; what is rejected leaves
+    The logits of a node are a function of the text on its path: the model's in the window of the node's segment, which
+    holds the recall of the segment, the last tokens of the segment before, and its own. Each branch of a text tree
+    closes its own segments. Branches share windows up to where they part, and memories for ever; rejected drafts leave
     nothing.
 
     A pass of the tree over the end of a segment takes one more pass of the model: memories of full segments are rows of the
     first one, and the next segments begin in the second.
 
     It keeps no beginnings of prompts (`HuggingFaceLM.remember_prompts`), and has no such method: a window begins with a
-    memory of its own text, so what two prompts have in common is not stored alike.
+    memory of its own text, so common beginnings of prompts are not stored alike.
 
     Args:
         lm: the model.
         plan: how it reads.
-        recall: the weights of its memory; None: a segment sees the sensory tokens alone.
+        recall: the weights of its memory; None: a segment sees only the sensory tokens.
 
     Raises:
         BadSetting: the plan gives no law, or a window does not fit into the model's positions.
@@ -108,7 +109,7 @@ class MemoryLM:
 
     @property
     def guard(self) -> ThreadGuard:
-        """What keeps the model, whose cache its windows are in, to one thread at a time."""
+        """The guard of the model: one thread at a time uses the cache that its windows are in."""
         return self.lm.guard
 
     @property
@@ -118,7 +119,7 @@ class MemoryLM:
 
     @property
     def further_draft(self) -> Any:
-        """What loads further drafts for the model; see `HuggingFaceLM.further_draft`."""
+        """The loader of further drafts for the model; see `HuggingFaceLM.further_draft`."""
         return self.lm.further_draft
 
     @property
@@ -128,11 +129,11 @@ class MemoryLM:
 
     @property
     def window_slots(self) -> int:
-        """The number of rows that a window stores, without those of drafts."""
+        """The number of rows that a window stores, without rows of drafts."""
         return max(self.plan.window, 2 + self.plan.summarised)
 
     def windows_of(self, beams: int) -> int:
-        """Return the number of windows that a session of so many beams may have open at once.
+        """Return the number of windows that a session of `beams` beams may have open at once.
 
         Each beam may be in a window of its own, and cross the end of its segment: then the next window and a query of it are
         open, too.
@@ -151,28 +152,25 @@ class MemoryLM:
 
     @property
     def note(self) -> str:
-        """What distinguishes its law from that of the model, in words."""
+        """A description of the difference between its law and the model's."""
         plan = self.plan
-        read = f"read in segments of {plan.segment} tokens with {plan.sensory} of the one before"
-        if self.recall is None:
-            return f"{read}, without memory"
-        by = {"attention": f"memory by attention, query '{plan.query}'", "previous": "memory of the one before"}
-        return f"{read}, {by.get(plan.recall, 'without memory')}"
+        memory = "without memory"
+        if self.recall is not None and plan.recall == "attention":
+            memory = f"memory by attention, query '{plan.query}'"
+        if self.recall is not None and plan.recall == "previous":
+            memory = "memory of the one before"
+        return f"read in segments of {plan.segment} tokens with {plan.sensory} of the one before, {memory}"
 
     def lacks(self, needs: Needs) -> str:
-        """Return the reason why this model cannot provide what is needed; "" if it can."""
+        """Return the reason why this model cannot provide these needs; "" if it can."""
         if needs.states or needs.exit_layer is not None:
             return "a model with memory hands out no hidden states, as draft heads learn without memory: draft with a model"
         return ""
 
-    def extend(
-        self, sessions: Sequence[Session], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
-    ) -> list[Scored]:
-        """See `LM.extend`."""
+    def extend(self, sessions: Sequence[Session], forests: Forests, needs: EachNeeds = None) -> list[Scored]:
         checked = checked_needs(self, len(sessions), needs)
-        rows = self._together(
-            [self._extended(session, forest) for session, forest in zip(sessions, forests, strict=True)]
-        )
+        tasks = [self._extended(session, forest) for session, forest in zip(sessions, forests, strict=True)]
+        rows = self._together(tasks)
         return [scored_rows(need, found) for need, found in zip(checked, rows, strict=True)]
 
     def settle(self, session: Session, turn: Turn) -> None:
@@ -186,9 +184,8 @@ class MemoryLM:
         for node, parent, token in zip(survivors.nodes, turn.verdict.parents, survivors.tokens, strict=True):
             if node >= 0:
                 anchors.append(tree.anchor_of(turn.forest, int(node)))
-                continue
-            above = tree.anchor_of(turn.forest, int(parent))
-            anchors.append(Anchor(above.place, (*above.pending, int(token))))
+            else:
+                anchors.append(tree.anchor_of(turn.forest, int(parent)).followed_by(int(token)))
         tree.beams = anchors
         tree.nodes = []
         for window in before:
@@ -219,7 +216,6 @@ class MemoryLM:
         return sum(self.lm.held(owner) for owner in tree.stored)
 
     def close(self, session: Session) -> None:
-        """See `LM.close`."""
         tree = session.state.pop(self, None)
         if tree is not None:
             for window in tree.windows:
@@ -264,13 +260,10 @@ class MemoryLM:
             advance(number, None)
         while waiting:
             asks = [ask for each in waiting.values() for ask in each]
-            scored = self.lm.extend(
-                [ask.owner for ask in asks], [ask.forest for ask in asks], [self._needs] * len(asks)
-            )
-            start = 0
+            owners, forests = zip(*asks, strict=True)
+            scored = iter(self.lm.extend(owners, forests, [self._needs] * len(asks)))
             for number, each in list(waiting.items()):
-                found = scored[start : start + len(each)]
-                start += len(each)
+                found = islice(scored, len(each))
                 advance(number, [Answer(one.logits, one.hidden) for one in found])
         return results
 
@@ -322,7 +315,7 @@ class MemoryLM:
     def _closed(
         self, past: Past, segment: tuple[int, ...], recalled: Tensor | None, query: tuple[int, ...]
     ) -> "Task[tuple[Tensor | None, Tensor | None]]":
-        """Return the memory of a full segment, and the summary of a query of the next one if what that recalls needs it."""
+        """Return the memory of a full segment, and the summary of a query of the next one if its recall needs it."""
         asks = []
         if self.recall is not None:
             owner = self._owner([-1, *self._sensory(past), *segment, -1], recalled)
@@ -348,13 +341,13 @@ class MemoryLM:
         """Open a window with tokens of its segment in it, and return the place of the last one."""
         prefix = [] if self.recall is None else [-1]
         owner = self._owner([*prefix, *self._sensory(past), *tokens], recalled)
-        window = Window(owner, past, tokens[-1], None)
+        window = Window(owner, past, tokens[-1])
         place = TextPlace(window, 0, tokens)
         window.nodes = [place]
         try:
             (answer,) = yield [Ask(owner, Forest.rooted([tokens[-1]]))]
         except BaseException:
-            self._close_window(window)  # nobody else knows it yet
+            self._close_window(window)  # it is in no tree yet
             raise
         window.asked = 1
         place.row = answer.logits[0]
@@ -375,7 +368,7 @@ class MemoryLM:
             self._close_done(tree)
 
     def _place(self, node: TextNode, closing: list[TextPlace], late: list[_Late]) -> bool:
-        """Put a node into a window if that is open. If not, note what has to be done first, and return False."""
+        """Put a node into a window if that is open. If not, note the work to be done first, and return False."""
         assert node.above is not None
         above = node.above.place
         if above is None:
@@ -408,42 +401,37 @@ class MemoryLM:
         return self.plan.refreshes and is_complete and self.plan.needs_summary(len(past.memories))
 
     def _window(self, past: Past, recalled: Tensor | None) -> Window:
-        """Return a window without tokens of its segment."""
         prefix = [] if self.recall is None else [-1]
         owner = self._owner([*prefix, *self._sensory(past)], recalled)
-        return Window(owner, past, owner.prompt[-1], None)
+        return Window(owner, past, owner.prompt[-1])
 
     def _wave(self, tree: TextTree, closing: list[TextPlace], late: list[_Late]) -> "Task[None]":
         """Take one pass: over new nodes, memories of full segments, and queries. Then open the windows that can be."""
         memory_rows: dict[TextPlace, int] = {}
-        asks: list[Ask] = []
+        queries: dict[Any, list[Ask]] = {}
         for place in closing:
+            past = place.window.past
             if self.recall is not None:
                 memory_rows[place] = place.window.add(-1, place.node, None)
-        windows = [window for window in tree.windows if window.is_behind]
-        asks += [Ask(window.owner, window.forest) for window in windows]
-        queries: list[Ask] = []
-        summary_of: dict[Any, int] = {}
-        for place in closing:
-            after = self._after(place.window.past, place.tokens)
-            for ask in self._summary(len(place.window.past.memories) + 1, after.tail[-self.plan.summarised :]):
-                summary_of[place] = len(asks) + len(queries)
-                queries.append(ask)
+            tail = self._after(past, place.tokens).tail
+            queries[place] = self._summary(len(past.memories) + 1, tail[-self.plan.summarised :])
         for one in late:
-            for ask in self._summary(len(one.past.memories), one.tokens):
-                summary_of[one.node] = len(asks) + len(queries)
-                queries.append(ask)
+            queries[one.node] = self._summary(len(one.past.memories), one.tokens)
+        windows = [window for window in tree.windows if window.is_behind]
+        asks = [Ask(window.owner, window.forest) for window in windows]
+        asked = [ask for each in queries.values() for ask in each]
         try:
-            answers = (yield [*asks, *queries]) if asks or queries else []
+            answers = (yield [*asks, *asked]) if asks or asked else []
         finally:
-            for ask in queries:
+            for ask in asked:
                 self.lm.close(ask.owner)
         memories = _learn(windows, answers)
         tree.peak = max(tree.peak, self._held(tree))
-        summaries = {key: answers[number].hidden[0] for key, number in summary_of.items()}
+        rest = iter(answers[len(asks) :])
+        summaries = {key: next(rest).hidden[0] for key, each in queries.items() if each}
         for place in closing:
             after = self._after(place.window.past, place.tokens)
-            memory = memories[place.window, memory_rows[place]] if self.recall is not None else None
+            memory = memories[place.window, memory_rows[place]] if place in memory_rows else None
             past = self._with_memory(place.window.past, after, memory)
             place.opening = Opening(past, self._recalled(past, summaries.get(place)))
         for one in late:
@@ -460,11 +448,9 @@ class MemoryLM:
                 self._close_window(window)
 
     def _owner(self, prompt: list[int], vector: Tensor | None) -> WindowOwner:
-        """Return the owner of a cache in the model, in whose prompt -1 stands for this embedding."""
         return WindowOwner(prompt, {} if vector is None else {self.lm: vector[None]})
 
     def _sensory(self, past: Past) -> tuple[int, ...]:
-        """Return the tokens that a segment sees of the one before."""
         return past.tail[len(past.tail) - min(self.plan.sensory, len(past.tail)) :]
 
     def _rows_before(self, past: Past) -> int:
@@ -472,12 +458,12 @@ class MemoryLM:
         return (self.recall is not None) + len(self._sensory(past))
 
     def _after(self, past: Past, segment: tuple[int, ...]) -> Past:
-        """Return what the next segment inherits of a full one, but for its memory."""
+        """Return the state that the next segment inherits of a full one, but for its memory."""
         needed = max(self.plan.sensory, self.plan.summarised)
         return Past(past.memories, segment[-needed:])
 
     def _with_memory(self, past: Past, after: Past, memory: Tensor | None) -> Past:
-        """Return what the next segment inherits, with the memory of this one."""
+        """Return the state that the next segment inherits, with the memory of this one."""
         if memory is None:
             return after
         return Past((*past.memories, memory.clone())[-self.plan.memories :], after.tail)
@@ -487,21 +473,21 @@ class MemoryLM:
 
         Args:
             tail: the end of the segment before.
-            tokens: those of the segment that are known.
+            tokens: the known ones of the segment.
         """
         size = self.plan.summarised
         return tokens[:size] if self.plan.refreshes and len(tokens) >= size else tail[-size:]
 
     def _summary(self, memories: int, query: tuple[int, ...]) -> list[Ask]:
-        """Return the pass that makes a summary of a query; none if what is recalled does not depend on it."""
+        """Return the pass that makes a summary of a query; none if the recall does not depend on it."""
         if self.recall is None or not self.plan.needs_summary(memories):
             return []
         owner = self._owner([-1, *query, -1], self.recall.summary.detach())
         return [Ask(owner, Forest.rooted([-1]))]
 
     @torch.inference_mode()
-    def _recalled(self, past: Past, summary: Float[Tensor, " size"] | None) -> Float[Tensor, " size"] | None:
-        """Return what a segment recalls; None without memory."""
+    def _recalled(self, past: Past, summary: Vector | None) -> Vector | None:
+        """Return the recall of a segment; None without memory."""
         if self.recall is None:
             return None
         if not past.memories or self.plan.recall == "initial":
@@ -510,8 +496,7 @@ class MemoryLM:
             return past.memories[-1]
         dtype = self.recall.first.dtype
         memories = torch.stack(past.memories)[None].to(dtype)
-        recalled: Tensor = self.recall(summary[None].to(dtype), memories)[0]
-        return recalled
+        return self.recall(summary[None].to(dtype), memories)[0]
 
 
 def check_size(recall: Recall, lm: HuggingFaceLM) -> None:
@@ -540,7 +525,7 @@ def _texts_of(session: Session, forest: Forest) -> list[list[int]]:
 
 
 def _learn(windows: list[Window], answers: list[Answer]) -> dict[tuple[Window, int], Tensor]:
-    """Keep the logits of new nodes of windows; return the hidden states of those that are no text, by window and node."""
+    """Keep the logits of new nodes of windows; return the hidden states of rows that are not text, by window and node."""
     found: dict[tuple[Window, int], Tensor] = {}
     for window, answer in zip(windows, answers, strict=False):
         first = max(window.asked, len(window.forest.known.nodes))

@@ -1,4 +1,4 @@
-"""The plan of a model that reads in segments: their length, what a segment inherits, and what its memory is asked by."""
+"""The plan of a model that reads in segments: their length, the state they inherit, and the query of their memory."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -21,10 +21,10 @@ class MemoryPlan:
         sensory: number of tokens that a segment sees of the one before it (k), at most `segment`.
         memories: number of segments whose memories can be recalled (N).
         share: the part of a segment that its query is made of (f), in (0, 1].
-        recall: what a segment sees of its past besides the sensory tokens. "attention": the mixture of memories that its
-            query recalls (HMT). "previous": the memory of the segment before it (RMT). "initial": nothing, a learnt vector
+        recall: the memory that a segment sees, apart from the sensory tokens. "attention": the mixture recalled by its query
+            (HMT). "previous": the memory of the segment before it (RMT). "initial": nothing, a learnt vector
             stands there.
-        query: what the query of "attention" is made of. "previous_tail": the last tokens of the segment before. "refresh":
+        query: the tokens of the query of "attention". "previous_tail": the last tokens of the segment before. "refresh":
             the same until the segment has as many tokens itself; it is then read again, with a query of these. "first_half":
             the first tokens of the segment, from its beginning on, as in the paper: no law, because the odds of these
             tokens then depend on themselves; for reading and for figures.
@@ -64,7 +64,7 @@ class MemoryPlan:
         return self.recall == "attention" and self.query == "refresh"
 
     def needs_summary(self, memories: int) -> bool:
-        """Return whether what a segment recalls depends on its query, if there are so many memories."""
+        """Return whether the recall of a segment depends on its query, if there are `memories` memories."""
         return self.recall == "attention" and min(memories, self.memories) > 1
 
     def check_law(self) -> None:
@@ -77,7 +77,7 @@ class MemoryPlan:
 
 
 def segment_of_window(window: int, sensory: int) -> int:
-    """Return the length of segments for which a model needs `window` positions: what the authors' `segment_length` means.
+    """Return the length of segments for which a model needs `window` positions: the authors' `segment_length`.
 
     Raises `BadSetting` if no token is left.
     """

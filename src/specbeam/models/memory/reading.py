@@ -1,4 +1,4 @@
-"""Reading whole texts in segments with gradients: what training learns from, and figures are taken with."""
+"""Reading whole texts in segments with gradients, for training and figures."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,19 +18,19 @@ class SegmentRows(NamedTuple):
     """A segment of a batch that was read: one row for each of its tokens."""
 
     start: int  # the place in the text of its first token
-    hidden: Float[Tensor, "batch length size"]  # what the model's head reads
-    mixture: Float[Tensor, "batch memories"] | None  # the share of each memory in what it recalled; None: no choice
+    hidden: Float[Tensor, "batch length size"]  # input of the model's head
+    mixture: Float[Tensor, "batch memories"] | None  # the share of each memory in its recall; None: no choice
     memory: Float[Tensor, "batch size"] | None  # its own; None after the last segment
 
 
 class SegmentReader:
-    """A model that reads in segments. Gradients go through memories, over as many segments as `depth` says.
+    """A model that reads in segments. Gradients go through memories, over `depth` segments.
 
-    Each segment is a pass of its own from position 0 on: what it recalls, the last tokens of the segment before, its tokens,
-    and what it recalls once more. The hidden state of this last row is its memory.
+    Each segment is a pass of its own from position 0 on: its recall, the last tokens of the segment before, its tokens, and
+    its recall once more. The hidden state of this last row is its memory.
 
     Args:
-        model: a causal language model of transformers. Its `base_model` returns what its head reads.
+        model: a causal language model of transformers. Its `base_model` returns the input of its head.
         depth: memories are cut off from the segments that made them before each segment whose number is a multiple of it;
             None: never.
     """
@@ -44,7 +44,7 @@ class SegmentReader:
     def read(self, tokens: Int64[Tensor, "batch length"]) -> Iterator[SegmentRows]:
         """Yield the segments of texts of equal length, in order; the last may be short.
 
-        Shorter texts may be padded on the right: what is there changes nothing before it.
+        Shorter texts may be padded on the right: padding changes nothing before it.
         """
         plan = self.plan
         length = tokens.shape[1]
@@ -61,8 +61,7 @@ class SegmentReader:
                 memories = [*memories, rows[2]][-plan.memories :]
 
     def _embedded(self, tokens: Int64[Tensor, "batch length"]) -> Float[Tensor, "batch length size"]:
-        embeds: Tensor = self.model.get_input_embeddings()(tokens)
-        return embeds
+        return self.model.get_input_embeddings()(tokens)
 
     def _segment(
         self, before: Tensor, segment: Tensor, memories: list[Tensor], is_last: bool
@@ -82,7 +81,7 @@ class SegmentReader:
         return hidden, mixture, memory
 
     def _recalled(self, query: Tensor, memories: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Return what a segment recalls, float[batch, size], and the mixture that it is."""
+        """Return the recall of a segment, float[batch, size], and the shares of memories in it."""
         batch = query.shape[0]
         if not memories or self.plan.recall == "initial":
             return self.recall.first.to(query).expand(batch, -1), None
@@ -104,6 +103,4 @@ class SegmentReader:
         return hidden[:, start : start + segment.shape[1]], memory
 
     def _hidden(self, embeds: Float[Tensor, "batch rows size"]) -> Float[Tensor, "batch rows size"]:
-        """Return what the model's head would read, by a pass of its own."""
-        hidden: Tensor = self.model.base_model(inputs_embeds=embeds, use_cache=False).last_hidden_state
-        return hidden
+        return self.model.base_model(inputs_embeds=embeds, use_cache=False).last_hidden_state

@@ -10,14 +10,16 @@ from torch import Tensor
 
 from specbeam.core.forest import Forest, KnownRows
 
+Vector = Float[Tensor, " size"]  # a memory, or a row that is given by embedding
+
 
 @dataclass(eq=False)
 class WindowOwner:
-    """What the model's caches take a window for: a session with this prompt.
+    """The stand-in of a window for a session in the model's caches.
 
     Attributes:
         prompt: tokens; -1 stands for the only row of `vectors`.
-        failure: what the session of the window ended with.
+        failure: the error of the window's session.
     """
 
     prompt: list[int]
@@ -28,14 +30,14 @@ class WindowOwner:
 
 @dataclass(frozen=True, eq=False)
 class Past:
-    """What a segment inherits from those before it. Branches share the memories of their common past.
+    """The state that a segment inherits from earlier ones. Branches share the memories of their common past.
 
     Attributes:
         memories: the last ones, float[size] each, oldest first.
         tail: the last tokens of the segment before, as many as sensory tokens and queries need.
     """
 
-    memories: tuple[Float[Tensor, " size"], ...] = ()
+    memories: tuple[Vector, ...] = ()
     tail: tuple[int, ...] = ()
 
 
@@ -43,7 +45,7 @@ class Opening(NamedTuple):
     """How the segment after a full one begins."""
 
     past: Past
-    recalled: Float[Tensor, " size"] | None  # by a query of the tail; None without memory
+    recalled: Vector | None  # by a query of the tail; None without memory
 
 
 class Ask(NamedTuple):
@@ -65,21 +67,21 @@ class Window:
 
     Args:
         owner: the window's cache in the model.
-        past: what the segment inherits.
+        past: the state that the segment inherits.
         root: the token of the last row of the owner's prompt.
 
     Attributes:
-        forest: nodes of this turn, in the window's own numbers; roots are nodes whose rows are known, or wanted by nobody.
+        forest: nodes of this turn, in the window's own numbers; roots are nodes whose rows are known or not wanted.
         asked: number of these nodes that the model was asked for.
-        nodes: the place of the text at each of them; None for rows that are no text.
+        nodes: the place of the text at each of them; None for rows that are not text.
         is_open: whether the model still has its cache.
     """
 
-    def __init__(self, owner: WindowOwner, past: Past, root: int, place: "TextPlace | None") -> None:
+    def __init__(self, owner: WindowOwner, past: Past, root: int) -> None:
         self.owner = owner
         self.past = past
         self.forest = with_known_roots([root])
-        self.nodes: list[TextPlace | None] = [place]
+        self.nodes: list[TextPlace | None] = [None]
         self.asked = 0
         self.is_open = True
 
@@ -115,7 +117,7 @@ class TextPlace:
 
     Attributes:
         window, node: the window, and the node there.
-        tokens: those of its segment up to it, its own included.
+        tokens: of its segment up to it, its own included.
         row: the logits after it; None until they were computed.
         opening: how a segment after it begins; None until that is known, or if its segment is not full.
         next: the window of that segment, if this turn has one.
@@ -135,6 +137,10 @@ class Anchor(NamedTuple):
     place: TextPlace
     pending: tuple[int, ...]
 
+    def followed_by(self, token: int) -> "Anchor":
+        """Return the anchor with one more token."""
+        return Anchor(self.place, (*self.pending, token))
+
 
 @dataclass(eq=False)
 class TextNode:
@@ -151,7 +157,7 @@ class TextNode:
 
 @dataclass(eq=False)
 class TextTree:
-    """What is kept for a session: the windows that live beams are in, and the nodes of the present turn.
+    """The state of a session: the windows that live beams are in, and the nodes of the present turn.
 
     Attributes:
         beams: the live beams, which are the roots of the turn's forest.
@@ -166,10 +172,11 @@ class TextTree:
     @property
     def windows(self) -> list[Window]:
         """The windows of all nodes and beams, each once; some may be closed."""
-        of_beams = [beam.place.window for beam in self.beams]
-        of_nodes = [node.place.window for node in self.nodes if node.place is not None]
-        opened = [node.place.next for node in self.nodes if node.place is not None and node.place.next is not None]
-        return [*dict.fromkeys([*of_beams, *of_nodes, *opened])]
+        places = [node.place for node in self.nodes if node.place is not None]
+        found = [beam.place.window for beam in self.beams]
+        found += [place.window for place in places]
+        found += [place.next for place in places if place.next is not None]
+        return [*dict.fromkeys(found)]
 
     @property
     def stored(self) -> list[WindowOwner]:
@@ -177,7 +184,7 @@ class TextTree:
         return [window.owner for window in self.windows if window.is_open and window.owner.state]
 
     def enter(self, forest: Forest) -> list[TextNode]:
-        """Add the new nodes of a forest, and return those that have no place yet, parents first.
+        """Add the new nodes of a forest, and return the nodes that have no place yet, parents first.
 
         Pending tokens of beams come first; the last one is the root.
         """
@@ -205,5 +212,4 @@ class TextTree:
         parent = int(forest.parents[node])
         if parent < 0:
             return self.beams[node]
-        above = self.anchor_of(forest, parent)
-        return Anchor(above.place, (*above.pending, int(forest.tokens[node])))
+        return self.anchor_of(forest, parent).followed_by(int(forest.tokens[node]))

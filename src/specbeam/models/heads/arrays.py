@@ -1,0 +1,29 @@
+"""Arrays of draft heads, each kind once. Axes of the same name are equal in a call; `*rows` are any number of axes."""
+
+import numpy as np
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+Rows = Float[Tensor, "*rows width"]  # hidden states, features or embeddings
+PerRow = Int64[Tensor, "*rows"]  # tokens or positions of rows
+TargetStates = Float[Tensor, "*rows states"]  # hidden states of the target, those of all taps side by side
+Odds = Float[Tensor, "*rows"]
+States = Float[Tensor, "*rows state"]  # carried from draft to draft
+StatesAbove = Float[Tensor, "*rows above"]  # of the parents
+Heads = Float[Tensor, "*rows heads size"]  # queries, keys or values by head of attention
+Angles = tuple[Float[Tensor, "*rows size"], Float[Tensor, "*rows size"]]  # cosines and sines of positions
+Logits = Float[Tensor, "_ draft_vocab"]
+Blocks = Float[Tensor, "*rows each _"]  # rows of blocks
+TokenMap = Int64[Tensor, " draft_vocab"] | None  # the target's token for each of the head's; None: the same tokens
+
+# Trees of tokens, one in each row
+PerNode = Bool[Tensor, "trees length"]
+Columns = Int64[Tensor, "trees length"]  # a column for each node
+TreeRows = Float[Tensor, "trees length width"]
+Anchors = Int64[Tensor, "trees anchors"]  # columns of nodes under which extra rows hang
+AnchorRows = Float[Tensor, "trees anchors depth width"]
+
+# On the host
+Nodes = Int64[np.ndarray, " nodes"]  # numbers of nodes in a session's trie, or a number for each
+AnyNodes = Int64[np.ndarray, " _"]  # the same in lists, whose lengths differ
+Flags = Bool[np.ndarray, " nodes"]
