@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 import specbeam as sb
-from specbeam.core.draft.lookup import GramIndex, SuffixAutomaton
+from specbeam.core.beams import room_for_texts
+from specbeam.core.draft.lookup import SuffixAutomaton
 from specbeam.core.draft.recycle import Successors, template
+from specbeam.core.draft.retrieval import add_token, find_after, gram_index
 from specbeam.core.draft.tree import Complete
 from specbeam.core.laws.warp import Warp
 from specbeam.core.records import Shape
@@ -17,8 +19,10 @@ from tests.support.checking import refused
 from tests.support.exact import distance
 from tests.support.examples import PAIRS, completed, law_and_mean, one_turn
 from tests.support.programs import random_table, run, session_of
+from tests.support.steps import source_of_steps
 
 CLOSE = 1e-12
+NO_NEW_TOKENS = room_for_texts(None, 1, 1)
 DRAWN = {
     "chain": lambda: sb.speculative_sampling(2),
     "chain, traversal": lambda: sb.speculative_sampling(2, rule="traversal"),
@@ -144,9 +148,11 @@ def test_gram_index_is_brute_force(match):
     rng = np.random.default_rng(0)
     for _ in range(300):
         text = rng.integers(0, 3, int(rng.integers(1, 25))).tolist()
-        index = GramIndex(3, match)
-        for token in text:
-            index.add(token)
+        index = gram_index(3, match == "first", len(text))
+        with source_of_steps():
+            for token in text:
+                add_token(index, token)
+            start, stop = find_after(index, len(text), NO_NEW_TOKENS, 0, 4)
         expected = []
         for size in range(min(3, len(text)), 0, -1):
             places = [end for end in range(size, len(text)) if text[end - size : end] == text[-size:]]
@@ -154,7 +160,7 @@ def test_gram_index_is_brute_force(match):
                 place = places[-1] if match == "last" else places[0]
                 expected = text[place : place + 4]
                 break
-        assert index.continuation(4) == expected
+        assert index.text[start:stop].tolist() == expected
 
 
 def test_suffix_automaton_knows_the_longest_earlier_suffix():

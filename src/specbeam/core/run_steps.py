@@ -63,7 +63,6 @@ from specbeam.core.passes import (
 from specbeam.core.steps import Array, borrowed, step
 from specbeam.core.verify.turns import verify_turn
 
-SPAN = 128  # most tokens of a run
 PARTS = ("draft", "draft/model", "score/model", "verify", "settle")  # where the time goes
 DRAFT, DRAFT_MODEL, SCORE, VERIFY, SETTLE = range(5)
 # of `RunRoom.numbers`; the last five are the counts of `RowCounts`

@@ -37,7 +37,7 @@ from specbeam.core.laws.edits import NO_EDITS
 from specbeam.core.laws.evidence import no_evidence
 from specbeam.core.laws.reduce import SOUND
 from specbeam.core.laws.warp import Warp
-from specbeam.core.limits import Limits
+from specbeam.core.limits import SPAN, Limits
 from specbeam.core.lm import LM, RunLM, SharedRunLM, shares_passes
 from specbeam.core.measure.profiler import apportion
 from specbeam.core.passes import has_room_for, runs_layers
@@ -54,7 +54,6 @@ from specbeam.core.run_steps import (
     ROWS,
     SCORE,
     SCORED,
-    SPAN,
     RunRoom,
     RunSpec,
     run_turns,
@@ -286,7 +285,7 @@ class Run:
             self.session.state[_Refused] = True
         done = bool(self.room.numbers[DONE])
         goes_on = done and self.condition == SOUND and not self.session.over
-        if goes_on and self.python is None and not self.spec.drafting:
+        if goes_on and self.python is None and not self.spec.drafting and self.fresh == 0:
             self.session.state[PausedRun] = PausedRun.of(self)
         return done
 
@@ -475,11 +474,19 @@ def _turns_with_room(ready: Sequence[tuple[Run, Any]]) -> int:
 
 def _run_without_drafts(target: LM, session: Session, most_turns: int) -> Run | None:
     """Return a run of a session that drafts nothing; None if it is of another kind. One that fails keeps its error."""
-    if models_of(session.parts.drafter) != ():
+    if not _drafts_nothing(session):
         return None
     with session.failing_alone():
         return Run.of(target, session, most_turns)
     return None
+
+
+def _drafts_nothing(session: Session) -> bool:
+    """Return whether the drafts of a session have no nodes, whatever is planned."""
+    if models_of(session.parts.drafter) != ():
+        return False
+    drafts = spec_of(session.parts.drafter, "draft", session)
+    return drafts is not None and nodes_of(drafts, 1, 1, 1) == 0
 
 
 def _failed(sessions: Sequence[Session]) -> list[Session]:
@@ -492,8 +499,7 @@ def _gains_alone(target: LM, session: Session) -> bool:
     A shared pass reads the weights once for all, and Python goes from session to session. So those of the smallest models
     gain, and those with drafts, whose turns Python takes.
     """
-    is_drafting = models_of(session.parts.drafter) != ()
-    return is_drafting or getattr(target, "weights", 0) < READ_IN_PYTHONS_TIME
+    return not _drafts_nothing(session) or getattr(target, "weights", 0) < READ_IN_PYTHONS_TIME
 
 
 def _small_run(target: LM, session: Session, most_turns: int) -> Run | None:

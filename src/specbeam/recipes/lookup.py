@@ -27,7 +27,7 @@ def prompt_lookup(
     Law: exact: plain sampling
     Paper: none; prompt lookup decoding (Saxena 2023)
 
-    Steps of the released code: find and continue draft/lookup.py; compare verify/walk.py.
+    Steps of the released code: find and continue draft/retrieval.py; compare verify/walk.py.
 
     Args:
         depth: number of draft tokens per pass of the target.

@@ -3,14 +3,16 @@
 Nothing is drawn. But what is found depends on the text, so the drafts can be matched and not tried.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from jaxtyping import Bool, Int64
 
-from specbeam.core.forest import LOST, Forest, Siblings, find_child, siblings
+from specbeam.core.draft.retrieval import GramIndex, RetrievalSpec, find_chains, gram_index, hang_chains
+from specbeam.core.forest import LOST, Forest, Siblings, siblings
+from specbeam.core.limits import SPAN
 from specbeam.core.lm import LM
 from specbeam.core.records import Shape, Turn
 from specbeam.core.session import Session
@@ -23,23 +25,39 @@ def retrieved_chains(session: Session, guesses: list[list[int]]) -> Forest:
 
     Guesses that the session has kept as nodes from earlier turns get no second node.
     """
-    forest = started_forest(session)
-    for root, chain in enumerate(guesses):
-        parent = root
-        for token in chain:
-            if (
-                token < 0  # a token of the prompt that is given by embedding
-                or token in session.limits.eos
-                or not permitted(session, forest, np.array([parent]), np.array([token])).all()
-            ):
-                break
-            node = int(find_child(forest.tokens, forest.parents, parent, token))
-            if node < 0:
-                node = forest.size
-                forest = forest.grown([token], [parent])
-            forest = forest.grown([], [], groups=[retrieved([token], parent, [node])])
-            parent = node
-    return forest
+    sizes = np.array([len(chain) for chain in guesses])
+    stops = np.cumsum(sizes)
+    tokens = np.array([token for chain in guesses for token in chain], dtype=np.int64)
+    return _hung_chains(session, tokens, stops - sizes, stops)
+
+
+def _hung_chains(
+    session: Session,
+    tokens: Int64[np.ndarray, " n"],
+    starts: Int64[np.ndarray, " beams"],
+    stops: Int64[np.ndarray, " beams"],
+) -> Forest:
+    """Return chains of the tokens from starts[k] to before stops[k] under live beam k; see `retrieved_chains`."""
+    if session.warp.constraint is not None:
+        stops = np.array(
+            [_allowed_stop(session, tokens, *chain) for chain in enumerate(zip(starts, stops, strict=True))]
+        )
+    return hang_chains(started_forest(session), tokens, starts, stops, session.limits.ending)
+
+
+def _allowed_stop(session: Session, tokens: Int64[np.ndarray, " n"], root: int, chain: tuple[int, int]) -> int:
+    """Return where a chain under a root has to stop because the constraint bans a token, or a token can be no draft."""
+    start, stop = chain
+    forest = Forest.rooted(session.beams.tokens)
+    parent = root
+    for place in range(start, stop):
+        token = int(tokens[place])
+        can_be_drafted = token >= 0 and token not in session.limits.eos
+        if not can_be_drafted or not permitted(session, forest, np.array([parent]), np.array([token])).all():
+            return place
+        forest = forest.grown([token], [parent])
+        parent = forest.size - 1
+    return stop
 
 
 def started_forest(session: Session) -> Forest:
@@ -66,47 +84,71 @@ def retrieved(tokens: list[int], parent: int, nodes: list[int]) -> Siblings:
     return siblings(LOST, [parent], tokens, nodes)
 
 
-@runtime_checkable
-class Index(Protocol):
-    """An index of a growing text, which finds what followed earlier occurrences of its last tokens."""
+class Retrieval:
+    """A base class of drafters that continue earlier occurrences of the last tokens, which an index of the text finds."""
 
-    def add(self, token: int) -> None:
-        """Append a token to the text."""
-        ...
+    models: ClassVar[tuple[LM, ...]] = ()
+    keeps_nodes: ClassVar[bool] = True
+    no_law_reason: ClassVar[str] = RETRIEVED
 
-    def continuation(self, most: int, tail: list[int]) -> list[int]:
-        """Return up to `most` tokens that followed an earlier occurrence of the last tokens of the text and `tail`.
+    def make_index(self, room: int) -> Any:
+        """Return an empty index with room for `room` tokens."""
+        raise NotImplementedError
 
-        `tail` holds the tokens of one beam that come after the text and are not added to it.
-        """
-        ...
+    def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
+        """Return the chains of each session."""
+        return [self._chains(session, shape) for session, shape in zip(sessions, shapes, strict=True)]
+
+    def _chains(self, session: Session, shape: Shape) -> Forest:
+        spec = self._spec(session)
+        starts, stops = find_chains(spec, session.texts, shape.depth)
+        return _hung_chains(session, spec.index.text, starts, stops)
+
+    def spec(self, session: Session) -> RetrievalSpec | None:
+        """Return how steps retrieve chains; None if the constraint of the session has to see them."""
+        return None if session.warp.constraint is not None else self._spec(session)
+
+    def _spec(self, session: Session) -> RetrievalSpec:
+        head = len(session.read) + len(session.prompt)
+        return RetrievalSpec(updated_index(self, session, self.make_index), head, session.limits.ending)
+
+    def settle(self, session: Session, turn: Turn) -> None:
+        """Do nothing: the text itself is the memory."""
+
+    def close(self, session: Session) -> None:
+        """Forget the index of a session."""
+        session.state.pop(self, None)
 
 
-class GramIndex:
-    """An index of where each run of up to `longest` tokens occurred last (or first). A look-up takes O(longest) time."""
+def updated_index(owner: object, session: Session, make: Callable[[int], Any]) -> Any:
+    """Return the index of a session, with room for its text after a run, and with the source and the prompt in its text.
 
-    def __init__(self, longest: int, match: Literal["last", "first"] = "last") -> None:
-        self.longest = longest
-        self.match = match
-        self.text: list[int] = []
-        self._after: dict[tuple[int, ...], int] = {}  # by run: the index of the token after it
+    Steps let it read the text; one that was made anew, with more room, reads all of it again.
+    """
+    needed = len(session.read) + len(session.prompt) + session.length + SPAN
+    index = session.state.get(owner)
+    if index is None or len(index.text) < needed:
+        index = session.state[owner] = make(2 * needed)
+        head = [*session.read, *session.prompt]
+        index.text[: len(head)] = head
+    return index
 
-    def add(self, token: int) -> None:
-        place = len(self.text)
-        for size in range(1, min(self.longest, place) + 1):
-            run = tuple(self.text[place - size :])
-            if self.match == "last" or run not in self._after:
-                self._after[run] = place
-        self.text.append(token)
 
-    def continuation(self, most: int, tail: Sequence[int] = ()) -> list[int]:
-        """Return up to `most` tokens that followed the longest earlier match of the last tokens."""
-        last = [*self.text[-self.longest :], *tail]
-        for size in range(min(self.longest, len(last)), 0, -1):
-            place = self._after.get(tuple(last[-size:]))
-            if place is not None:
-                return self.text[place : place + most]
-        return []
+@dataclass(frozen=True)
+class PromptLookup(Retrieval):
+    """A drafter that continues the last (or first) earlier match of the last tokens (prompt lookup decoding).
+
+    Args:
+        longest: length of the longest match that is tried; if there is none, shorter ones are tried, down to one token.
+        match: which of several earlier places to continue.
+    """
+
+    longest: int = 3
+    match: Literal["last", "first"] = "last"
+
+    def make_index(self, room: int) -> GramIndex:
+        """Return an empty index of runs of tokens."""
+        return gram_index(self.longest, self.match == "first", room)
 
 
 class SuffixAutomaton:
@@ -205,38 +247,6 @@ def _updated_index(key: Hashable, session: Session, make: Any) -> Any:
         reader = session.state[key] = _IndexReader(make(), [])
     reader.catch_up([*session.read, *session.prompt, *session.settled])
     return reader.index
-
-
-@dataclass(frozen=True)
-class PromptLookup:
-    """A drafter that continues the last (or first) earlier match of the last tokens (prompt lookup decoding).
-
-    Args:
-        longest: length of the longest match that is tried; if there is none, shorter ones are tried, down to one token.
-        match: which of several earlier places to continue.
-    """
-
-    longest: int = 3
-    match: Literal["last", "first"] = "last"
-    models: ClassVar[tuple[LM, ...]] = ()
-    keeps_nodes: ClassVar[bool] = True
-    no_law_reason: ClassVar[str] = RETRIEVED
-
-    def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
-        return [self._chains(session, shape) for session, shape in zip(sessions, shapes, strict=True)]
-
-    def _chains(self, session: Session, shape: Shape) -> Forest:
-        index = _updated_index(self, session, self._empty)
-        return retrieved_chains(session, [index.continuation(shape.depth, tail) for tail in session.tails.tolist()])
-
-    def _empty(self) -> GramIndex:
-        return GramIndex(self.longest, self.match)
-
-    def settle(self, session: Session, turn: Turn) -> None:
-        """Do nothing: the text itself is the memory."""
-
-    def close(self, session: Session) -> None:
-        session.state.pop(self, None)
 
 
 @dataclass(frozen=True)
