@@ -30,10 +30,12 @@ def pair():
 
 RECIPES = {
     "prompt_lookup": lambda: sb.prompt_lookup(4),
+    "suffix_match": lambda: sb.suffix_match(5),
 }
 RARE = {
     "prompt_lookup, first": lambda: sb.prompt_lookup(4, match="first"),
     "prompt_lookup, beams": lambda: sb.speculative_beam_search(3, depth=3, drafter="prompt_lookup"),
+    "suffix_match, beams": lambda: sb.speculative_beam_search(3, depth=3, drafter="suffix_match"),
 }
 CASES = [*RECIPES, *(pytest.param(name, marks=pytest.mark.slow) for name in RARE)]
 

@@ -7,9 +7,9 @@ import pytest
 
 import specbeam as sb
 from specbeam.core.beams import room_for_texts
-from specbeam.core.draft.lookup import SuffixAutomaton
+from specbeam.core.draft import suffixes
+from specbeam.core.draft.indexes import add_token, find_after, gram_index
 from specbeam.core.draft.recycle import Successors, template
-from specbeam.core.draft.retrieval import add_token, find_after, gram_index
 from specbeam.core.draft.tree import Complete
 from specbeam.core.laws.warp import Warp
 from specbeam.core.records import Shape
@@ -166,20 +166,23 @@ def test_gram_index_is_brute_force(match):
 def test_suffix_automaton_knows_the_longest_earlier_suffix():
     """The clone rule matters on small alphabets: without it the match is lost in many insertions."""
     rng = np.random.default_rng(1)
-    for case in range(400):
-        text, automaton = [], SuffixAutomaton()
-        for token in rng.integers(0, 2 + case % 3, 30).tolist():
-            text.append(token)
-            automaton.add(token)
-            longest = 0
-            for size in range(1, len(text)):
-                if any(text[end - size : end] == text[-size:] for end in range(size, len(text))):
-                    longest = size
-            assert automaton.matched == longest
-            if longest:
-                drafted = automaton.continuation(3)
-                places = [end for end in range(longest, len(text)) if text[end - longest : end] == text[-longest:]]
-                assert any(text[end : end + 3] == drafted for end in places)
+    with source_of_steps():
+        for case in range(400):
+            text = []
+            index = suffixes.suffix_index(9.0, 30)
+            for token in rng.integers(0, 2 + case % 3, 30).tolist():
+                text.append(token)
+                add_token(index, token)
+                longest = 0
+                for size in range(1, len(text)):
+                    if any(text[end - size : end] == text[-size:] for end in range(size, len(text))):
+                        longest = size
+                assert index.numbers[suffixes.MATCHED] == longest
+                if longest:
+                    start, stop = find_after(index, len(text), NO_NEW_TOKENS, 0, 3)
+                    drafted = index.text[start:stop].tolist()
+                    places = [end for end in range(longest, len(text)) if text[end - longest : end] == text[-longest:]]
+                    assert any(text[end : end + 3] == drafted for end in places)
 
 
 def test_the_published_recycling_template():

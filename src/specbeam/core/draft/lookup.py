@@ -3,14 +3,16 @@
 Nothing is drawn. But what is found depends on the text, so the drafts can be matched and not tried.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 from jaxtyping import Bool, Int64
 
-from specbeam.core.draft.retrieval import GramIndex, RetrievalSpec, find_chains, gram_index, hang_chains
+from specbeam.core.draft.indexes import GramIndex, gram_index
+from specbeam.core.draft.retrieval import RetrievalSpec, find_chains, hang_chains
+from specbeam.core.draft.suffixes import SuffixIndex, suffix_index
 from specbeam.core.forest import LOST, Forest, Siblings, siblings
 from specbeam.core.limits import SPAN
 from specbeam.core.lm import LM
@@ -151,106 +153,8 @@ class PromptLookup(Retrieval):
         return gram_index(self.longest, self.match == "first", room)
 
 
-class SuffixAutomaton:
-    """An index of all substrings of a growing text, by its longest suffix that occurred before.
-
-    The match is updated before its token is inserted, so it always refers to an earlier place. If the insertion splits the
-    state of the match, the match moves to the part that is still long enough.
-
-    Source: SAM-Decoding (arXiv 2411.10666).
-    """
-
-    def __init__(self) -> None:
-        self.text: list[int] = []
-        self._next: list[dict[int, int]] = [{}]
-        self._link = [-1]  # suffix link of each state
-        self._length = [0]  # length of its longest string
-        self._end = [0]  # index after the first occurrence of that string
-        self._last = 0  # state of the whole text
-        self._state = 0  # state of the match
-        self.matched = 0  # length of the match
-
-    def add(self, token: int) -> None:
-        self._state, self.matched = self._next_match(self._state, self.matched, token)
-        self._insert(token)
-
-    def matched_with(self, tail: Sequence[int]) -> tuple[int, int]:
-        """Return state and length of the match of the text followed by `tail`."""
-        state = self._state
-        matched = self.matched
-        for token in tail:
-            state, matched = self._next_match(state, matched, token)
-        return state, matched
-
-    def continuation(self, most: int, tail: Sequence[int] = ()) -> list[int]:
-        state, matched = self.matched_with(tail)
-        return self.text[self._end[state] : self._end[state] + most] if matched else []
-
-    def _next_match(self, state: int, matched: int, token: int) -> tuple[int, int]:
-        """Return state and length of the match after one more token."""
-        while state and token not in self._next[state]:
-            state = self._link[state]
-            matched = self._length[state]
-        return (self._next[state][token], matched + 1) if token in self._next[state] else (0, 0)
-
-    def _insert(self, token: int) -> None:
-        self.text.append(token)
-        new = self._new_state(self._length[self._last] + 1, len(self.text), {}, 0)
-        above = self._last
-        while above != -1 and token not in self._next[above]:
-            self._next[above][token] = new
-            above = self._link[above]
-        if above != -1:
-            below = self._next[above][token]
-            self._link[new] = (
-                below if self._length[above] + 1 == self._length[below] else self._split(above, below, token)
-            )
-        self._last = new
-
-    def _split(self, above: int, below: int, token: int) -> int:
-        clone = self._new_state(self._length[above] + 1, self._end[below], dict(self._next[below]), self._link[below])
-        self._link[below] = clone
-        while above != -1 and self._next[above].get(token) == below:
-            self._next[above][token] = clone
-            above = self._link[above]
-        if self._state == below and self.matched <= self._length[clone]:
-            self._state = clone
-        return clone
-
-    def _new_state(self, length: int, end: int, following: dict[int, int], link: int) -> int:
-        self._next.append(following)
-        self._link.append(link)
-        self._length.append(length)
-        self._end.append(end)
-        return len(self._next) - 1
-
-
-class _IndexReader:
-    """An index, and the number of tokens of the session that were added to it."""
-
-    def __init__(self, index: Any, tokens: Iterable[int]) -> None:
-        self.index = index
-        self.read = 0
-        self.catch_up(list(tokens))
-
-    def catch_up(self, tokens: list[int]) -> None:
-        """Add the tokens of the session that are not in the index yet."""
-        for token in tokens[self.read :]:
-            self.index.add(token)
-        self.read = len(tokens)
-
-
-def _updated_index(key: Hashable, session: Session, make: Any) -> Any:
-    """Return the index of a session, after adding source, prompt and the new tokens that all live beams share."""
-    reader = session.state.get(key)
-    if reader is None:
-        reader = session.state[key] = _IndexReader(make(), [])
-    reader.catch_up([*session.read, *session.prompt, *session.settled])
-    return reader.index
-
-
 @dataclass(frozen=True)
-class SuffixMatch:
+class SuffixMatch(Retrieval):
     """A drafter that continues the longest earlier match of any length; the longer the match, the longer the draft.
 
     Source: arXiv 2411.10666.
@@ -260,23 +164,7 @@ class SuffixMatch:
     """
 
     per_match: float = 4.0
-    models: ClassVar[tuple[LM, ...]] = ()
-    keeps_nodes: ClassVar[bool] = True
-    no_law_reason: ClassVar[str] = RETRIEVED
 
-    def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
-        return [self._chains(session, shape) for session, shape in zip(sessions, shapes, strict=True)]
-
-    def _chains(self, session: Session, shape: Shape) -> Forest:
-        index = _updated_index(self, session, SuffixAutomaton)
-        chains = []
-        for tail in session.tails.tolist():
-            most = min(shape.depth, 1 + int(self.per_match * index.matched_with(tail)[1]))
-            chains.append(index.continuation(most, tail))
-        return retrieved_chains(session, chains)
-
-    def settle(self, session: Session, turn: Turn) -> None:
-        """Do nothing: the text itself is the memory."""
-
-    def close(self, session: Session) -> None:
-        session.state.pop(self, None)
+    def make_index(self, room: int) -> SuffixIndex:
+        """Return an empty suffix automaton."""
+        return suffix_index(self.per_match, room)
