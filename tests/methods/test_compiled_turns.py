@@ -31,11 +31,13 @@ def pair():
 RECIPES = {
     "prompt_lookup": lambda: sb.prompt_lookup(4),
     "suffix_match": lambda: sb.suffix_match(5),
+    "token_recycling": lambda: sb.token_recycling(3, nodes=20),
 }
 RARE = {
     "prompt_lookup, first": lambda: sb.prompt_lookup(4, match="first"),
     "prompt_lookup, beams": lambda: sb.speculative_beam_search(3, depth=3, drafter="prompt_lookup"),
     "suffix_match, beams": lambda: sb.speculative_beam_search(3, depth=3, drafter="suffix_match"),
+    "token_recycling, beams": lambda: sb.speculative_beam_search(3, 5, 3, drafter="token_recycling"),
 }
 CASES = [*RECIPES, *(pytest.param(name, marks=pytest.mark.slow) for name in RARE)]
 

@@ -218,8 +218,8 @@ def settle_run_turn(target: Any, draft: Any, spec: RunSpec, turn: RunTurn, room:
     kept = np.empty(0, dtype=np.int64)
     if spec.keeps_nodes:
         kept = kept_nodes(forest.parents, survivors.nodes)
+    learn_from(spec.drafts, drafted, layers, turn.rows)
     if spec.drafting:
-        learn_from(spec.drafts, drafted, layers)
         whole = (drafted.whole.tokens, drafted.whole.parents)
         whole_above = drafted.names[above]
         nodes = np.empty(len(above), dtype=np.int64)

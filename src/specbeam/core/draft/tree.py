@@ -33,7 +33,17 @@ from specbeam.core.draft.children import (
 )
 from specbeam.core.draft.turns import Cut, draft_turn, keep_tosses, learn_from, nodes_of, tosses_of, uncut
 from specbeam.core.errors import BrokenLaw, BrokenProcessor
-from specbeam.core.forest import CHOSEN, DISTINCT, INDEPENDENT, LOST, Forest, Siblings, drafted_layers, siblings
+from specbeam.core.forest import (
+    CHOSEN,
+    DISTINCT,
+    INDEPENDENT,
+    LOST,
+    Forest,
+    Siblings,
+    TurnRows,
+    drafted_layers,
+    siblings,
+)
 from specbeam.core.laws.edits import NO_EDITS, Edits, edited_rows
 from specbeam.core.laws.ranking import Truncation, largest
 from specbeam.core.laws.reduce import BROKEN, SOUND, condition_of_row, exponentials
@@ -440,7 +450,7 @@ def draft_tree(
 
 @learn_from.of(TreeSpec)
 @step
-def learn_stop_of_tree(drafts: Any, drafted: Cut, layers: Layers) -> None:
+def learn_stop_of_tree(drafts: Any, drafted: Cut, layers: Layers, rows: TurnRows) -> None:
     """Let the controller that ends drafts between layers learn from a turn; see `learn_from`."""
     learn_stop(drafts.stops, drafted_layers(drafted.forest), layers.passed.sum())
 
