@@ -32,12 +32,16 @@ RECIPES = {
     "prompt_lookup": lambda: sb.prompt_lookup(4),
     "suffix_match": lambda: sb.suffix_match(5),
     "token_recycling": lambda: sb.token_recycling(3, nodes=20),
+    "rsd_s": lambda: sb.rsd_s(3, 3, controller="fixed"),
 }
 RARE = {
     "prompt_lookup, first": lambda: sb.prompt_lookup(4, match="first"),
     "prompt_lookup, beams": lambda: sb.speculative_beam_search(3, depth=3, drafter="prompt_lookup"),
     "suffix_match, beams": lambda: sb.speculative_beam_search(3, depth=3, drafter="suffix_match"),
     "token_recycling, beams": lambda: sb.speculative_beam_search(3, 5, 3, drafter="token_recycling"),
+    "rsd_s, traversal": lambda: sb.rsd_s(3, 3, "traversal", controller="fixed"),
+    "rsd_s, matched": lambda: sb.rsd_s(3, 3, "match", controller="fixed"),
+    "rsd_s, confidence": lambda: sb.rsd_s(3, 3, controller="confidence"),
 }
 CASES = [*RECIPES, *(pytest.param(name, marks=pytest.mark.slow) for name in RARE)]
 
@@ -78,10 +82,9 @@ def test_turns_are_compiled_runs_with_the_texts_of_single_turns(name):
 @pytest.mark.parametrize("name", CASES)
 def test_single_turns_and_runs_take_over_from_each_other(name):
     models = pair()
-    method = {**RECIPES, **RARE}[name]()
     for key, prompt in enumerate(PROMPTS):
         expected, counts, _ = decoded(name, prompt, WARPS["greedy"], key, ahead=0)
-        parts = method.parts(models.target, models.draft)
+        parts = {**RECIPES, **RARE}[name]().parts(models.target, models.draft)
         session = Session(prompt, parts, WARPS["greedy"], Limits(30, (9, 30), keep=4), key)
         with sb.core.decode.Decoder(models.target) as decoder:
             decoder.add(session)

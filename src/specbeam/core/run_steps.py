@@ -28,7 +28,7 @@ from specbeam.core.callbacks import call_back
 from specbeam.core.compiling.copies import copy_numbers
 from specbeam.core.control.planning import learn_passed, plan_depth
 from specbeam.core.cycles import cycles
-from specbeam.core.draft.turns import Cut, draft_turn, keep_tosses, learn_from, nodes_of, tosses_of
+from specbeam.core.draft.turns import Cut, draft_turn, keep_tosses, learn_from, nodes_of, tosses_of, uniforms_of
 from specbeam.core.forest import (
     Forest,
     Fronts,
@@ -297,7 +297,8 @@ def run_turns(
         fresh = nodes_of(spec.drafts, roots, depth, width)
         layers = 1 + max(depth, depths_of(start.parents).max())
         draws = fresh + spec.most_beams * layers
-        if not _has_room(room, draws, layers, 2 * draws + fresh, dice):
+        uniforms = 2 * draws + uniforms_of(spec.drafts, roots, depth, width)
+        if not _has_room(room, draws, layers, uniforms, dice):
             break
         if not has_room_for(target, fresh, spec.most_beams) or not has_room_for(draft, fresh, spec.most_beams):
             break

@@ -27,7 +27,7 @@ from specbeam.core.control.width import FixedWidths, is_for_steps
 from specbeam.core.cycles import cycles
 from specbeam.core.dice import Uniforms
 from specbeam.core.draft.batch import models_of
-from specbeam.core.draft.turns import draft_turn, nodes_of, rows_kept
+from specbeam.core.draft.turns import draft_turn, nodes_of, rows_kept, uniforms_of
 from specbeam.core.forest import (
     MOST_KEPT,
     KnownRows,
@@ -62,6 +62,7 @@ from specbeam.core.session import Parts, Session, failing_together
 from specbeam.core.verify.turns import ends_between_layers, verify_turn
 
 READ_IN_PYTHONS_TIME = 2_000_000  # weights that a processor reads and multiplies while Python goes to the next session
+MOST_UNIFORMS = 2**17  # that are drawn for a run, unless one turn may take more
 TURNS = 32  # most turns of a run: between runs a user can interrupt
 _LOOKED_AHEAD = (8, 4, 2, 1)  # turns of a run of several sessions, for which room is looked for at once
 PATIENCE = 0.5  # seconds of a run of several sessions after which a user can interrupt
@@ -209,7 +210,7 @@ class Run:
         fresh = _most_nodes(spec, session, deepest)
         if any(lm.for_run(session, fresh, spec.most_beams, 0) is None for lm in models):
             return None
-        dice = session.dice.ready(_uniforms_of(spec, fresh, deepest))
+        dice = session.dice.ready(_uniforms_of(spec, fresh, session.beams.size, deepest))
         room = _room_for(spec, session, models[-1].vocab)
         spec = spec._replace(edits=spec.edits._replace(texts=room.texts))
         python = None
@@ -328,7 +329,7 @@ class PausedRun:
             room = room._replace(evidence=no_evidence(not session.warp.greedy))
         for written in (room.ended.sizes, room.numbers, room.passed, room.cycles):
             written[:] = 0
-        dice = session.dice.ready(_uniforms_of(run.spec, run.fresh, deepest_of(run.spec.plan)))
+        dice = session.dice.ready(_uniforms_of(run.spec, run.fresh, session.beams.size, deepest_of(run.spec.plan)))
         return replace(run, room=room, dice=dice)
 
 
@@ -522,10 +523,14 @@ def _most_nodes(spec: RunSpec, session: Session, deepest: int) -> int:
     return int(nodes_of(spec.drafts, session.beams.size, deepest, spec.plan.width))
 
 
-def _uniforms_of(spec: RunSpec, fresh: int, deepest: int) -> int:
-    """Return how many uniforms the turns of a run may take; none where everything is drawn by noise."""
+def _uniforms_of(spec: RunSpec, fresh: int, roots: int, deepest: int) -> int:
+    """Return how many uniforms the turns of a run may take; none where everything is drawn by noise.
+
+    Where a turn may take thousands of them, the run has them for fewer turns, at least one, and ends with the last.
+    """
     draws = fresh + spec.most_beams * (deepest + 1)
-    return spec.most_turns * (2 * draws + fresh)
+    of_turn = 2 * draws + uniforms_of(spec.drafts, roots, deepest, spec.plan.width)
+    return max(min(spec.most_turns * of_turn, MOST_UNIFORMS), of_turn)
 
 
 def _room_for(spec: RunSpec, session: Session, vocab: int) -> RunRoom:

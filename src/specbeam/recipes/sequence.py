@@ -12,7 +12,8 @@ from specbeam.core.control.cost import CostCurve
 from specbeam.core.draft.best_first import BestFirst, BestFirstDraws
 from specbeam.core.draft.children import AnyChildren, BestAndOne, Children, Distinct, Independent
 from specbeam.core.draft.merged import Graph, ManyDrafters, Pruned
-from specbeam.core.draft.tree import Branching, FixedTree, StochasticBeam, TreeDrafter
+from specbeam.core.draft.stochastic import StochasticBeam
+from specbeam.core.draft.tree import Branching, FixedTree, TreeDrafter
 from specbeam.core.errors import BadSetting, NotSupported, one_of
 from specbeam.core.lm import LM, check_same_vocabulary
 from specbeam.core.session import Controller, Parts, Rule, law_of
@@ -122,7 +123,7 @@ def rsd_s(
     Law: exact: plain sampling
     Paper: arXiv 2402.14160 (Jeon et al.)
 
-    Steps of the paper: stochastic beams draft/tree.py; recursive rejection sampling verify/walk.py.
+    Steps of the paper: stochastic beams draft/stochastic.py; recursive rejection sampling verify/walk.py.
 
     Args:
         width: number of sequences per layer.

@@ -53,6 +53,12 @@ def nodes_of(drafts: Any, roots: int, depth: int, width: int) -> int:
 
 
 @verb(0)
+def uniforms_of(drafts: Any, roots: int, depth: int, width: int) -> int:
+    """Return the most uniforms that a draft of this shape takes beyond two for each of its nodes."""
+    return nodes_of(drafts, roots, depth, width)
+
+
+@verb(0)
 def rows_kept(drafts: Any, beams: int, depth: int, width: int) -> int:
     """Return the most rows of logits that a draft of this shape passes on to the rule."""
     return 0
