@@ -33,6 +33,8 @@ RECIPES = {
     "suffix_match": lambda: sb.suffix_match(5),
     "token_recycling": lambda: sb.token_recycling(3, nodes=20),
     "rsd_s": lambda: sb.rsd_s(3, 3, controller="fixed"),
+    "dyspec": lambda: sb.dyspec(8, 3, controller="fixed"),
+    "opt_tree": lambda: sb.opt_tree(8, 4, 3, controller="fixed"),
 }
 RARE = {
     "prompt_lookup, first": lambda: sb.prompt_lookup(4, match="first"),
@@ -42,6 +44,11 @@ RARE = {
     "rsd_s, traversal": lambda: sb.rsd_s(3, 3, "traversal", controller="fixed"),
     "rsd_s, matched": lambda: sb.rsd_s(3, 3, "match", controller="fixed"),
     "rsd_s, confidence": lambda: sb.rsd_s(3, 3, controller="confidence"),
+    "dyspec, traversal": lambda: sb.dyspec(8, 3, rule="traversal", controller="fixed"),
+    "dyspec, confidence": lambda: sb.dyspec(8, 3, rule="match", controller="confidence"),
+    "opt_tree, traversal": lambda: sb.opt_tree(8, 4, 3, rule="traversal", controller="fixed"),
+    "opt_tree, path": lambda: sb.opt_tree(8, 4, 3, rule="path", controller="confidence"),
+    "opt_tree, within a layer": lambda: sb.opt_tree(8, 4, 3, within_layer=True, controller="fixed"),
 }
 CASES = [*RECIPES, *(pytest.param(name, marks=pytest.mark.slow) for name in RARE)]
 
@@ -93,3 +100,24 @@ def test_single_turns_and_runs_take_over_from_each_other(name):
                 decoder.step()
         assert [(one.tokens, one.finished) for one in session.hypotheses()] == expected
         assert session.count.target_passes == counts[0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: sb.opt_tree(6, 3, 3, controller="fixed"),
+        pytest.param(lambda: sb.rsd_s(3, 3, "match", controller="fixed"), marks=pytest.mark.slow),
+        pytest.param(lambda: sb.dyspec(6, 3, rule="match", controller="fixed"), marks=pytest.mark.slow),
+    ],
+)
+def test_trees_grow_by_laws_that_python_makes(make):
+    """Matched by noise, drafts do not change the text."""
+    models = pair()
+    drafted = 0
+    for seed in range(3):
+        options = {"seed": seed, "typical_p": 0.8, "max_new_tokens": 12}
+        plain = sb.generate(models, [1, 7, 3], sb.sampling(), **options)[0]
+        found = sb.generate(models, [1, 7, 3], make(), **options)[0]
+        assert found.tokens == plain.tokens
+        drafted += found.report.accepted
+    assert drafted > 0

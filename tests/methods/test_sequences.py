@@ -75,7 +75,8 @@ def test_dyspec_keeps_to_its_budget():
     for nodes in (1, 3, 7):
         for key in range(20):
             session = session_of(sb.dyspec(nodes, 4, 0.01), draft, steps=9, key=key)
-            (forest,) = session.parts.drafter.draft([session], [session.parts.controller.plan(session)])
+            with source_of_steps():
+                (forest,) = session.parts.drafter.draft([session], [session.parts.controller.plan(session)])
             assert forest.size - 1 <= nodes
             sizes.add(forest.size - 1)
     assert {1, 3, 7} <= sizes
