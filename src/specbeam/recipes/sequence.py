@@ -286,6 +286,8 @@ def multi_draft(
     Law: exact: plain sampling
     Paper: arXiv 2305.09781 (SpecInfer, merged trees)
 
+    Its turns are taken one by one in Python, since a compiled run has one draft model.
+
     Steps of the paper: merge-based construction (sec. 3) draft/merged.py; multi-step sampling (alg. 2) verify/walk.py.
 
     Args:
@@ -428,6 +430,8 @@ def gsd(
     Law: exact: plain sampling
     Paper: arXiv 2407.16207 (Gong et al.)
 
+    Its turns are taken one by one, since the graph is merged and unrolled in Python.
+
     Steps of the paper: draft/merged.py, without its cycles; verify/walk.py.
 
     Args:
@@ -458,6 +462,8 @@ def propd(
 
     Law: exact: plain sampling
     Paper: arXiv 2402.13485 (Zhong et al.)
+
+    Its turns are taken one by one in Python: a compiled run has one draft model, and the early layers are a second one.
 
     Steps of the paper: early pruning draft/merged.py; tree size by a latency model control/size.py.
 
