@@ -11,7 +11,8 @@ from specbeam.core.control.confidence import SureDraft
 from specbeam.core.control.fixed import FixedShape
 from specbeam.core.decode import decode
 from specbeam.core.draft.children import Distinct, Independent
-from specbeam.core.draft.tree import Branching, FixedTree, StochasticBeam, TreeDrafter
+from specbeam.core.draft.stochastic import StochasticBeam
+from specbeam.core.draft.tree import Branching, FixedTree, TreeDrafter
 from specbeam.core.laws.warp import Warp
 from specbeam.core.records import Scored
 from specbeam.core.session import Parts

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 import specbeam as sb
-from specbeam.core.draft.lookup import GramIndex, SuffixAutomaton
+from specbeam.core.beams import room_for_texts
+from specbeam.core.draft import suffixes
+from specbeam.core.draft.indexes import add_token, find_after, gram_index
 from specbeam.core.draft.recycle import Successors, template
 from specbeam.core.draft.tree import Complete
 from specbeam.core.laws.warp import Warp
@@ -17,8 +19,10 @@ from tests.support.checking import refused
 from tests.support.exact import distance
 from tests.support.examples import PAIRS, completed, law_and_mean, one_turn
 from tests.support.programs import random_table, run, session_of
+from tests.support.steps import source_of_steps
 
 CLOSE = 1e-12
+NO_NEW_TOKENS = room_for_texts(None, 1, 1)
 DRAWN = {
     "chain": lambda: sb.speculative_sampling(2),
     "chain, traversal": lambda: sb.speculative_sampling(2, rule="traversal"),
@@ -71,7 +75,8 @@ def test_dyspec_keeps_to_its_budget():
     for nodes in (1, 3, 7):
         for key in range(20):
             session = session_of(sb.dyspec(nodes, 4, 0.01), draft, steps=9, key=key)
-            (forest,) = session.parts.drafter.draft([session], [session.parts.controller.plan(session)])
+            with source_of_steps():
+                (forest,) = session.parts.drafter.draft([session], [session.parts.controller.plan(session)])
             assert forest.size - 1 <= nodes
             sizes.add(forest.size - 1)
     assert {1, 3, 7} <= sizes
@@ -144,9 +149,11 @@ def test_gram_index_is_brute_force(match):
     rng = np.random.default_rng(0)
     for _ in range(300):
         text = rng.integers(0, 3, int(rng.integers(1, 25))).tolist()
-        index = GramIndex(3, match)
-        for token in text:
-            index.add(token)
+        index = gram_index(3, match == "first", len(text))
+        with source_of_steps():
+            for token in text:
+                add_token(index, token)
+            start, stop = find_after(index, len(text), NO_NEW_TOKENS, 0, 4)
         expected = []
         for size in range(min(3, len(text)), 0, -1):
             places = [end for end in range(size, len(text)) if text[end - size : end] == text[-size:]]
@@ -154,26 +161,29 @@ def test_gram_index_is_brute_force(match):
                 place = places[-1] if match == "last" else places[0]
                 expected = text[place : place + 4]
                 break
-        assert index.continuation(4) == expected
+        assert index.text[start:stop].tolist() == expected
 
 
 def test_suffix_automaton_knows_the_longest_earlier_suffix():
     """The clone rule matters on small alphabets: without it the match is lost in many insertions."""
     rng = np.random.default_rng(1)
-    for case in range(400):
-        text, automaton = [], SuffixAutomaton()
-        for token in rng.integers(0, 2 + case % 3, 30).tolist():
-            text.append(token)
-            automaton.add(token)
-            longest = 0
-            for size in range(1, len(text)):
-                if any(text[end - size : end] == text[-size:] for end in range(size, len(text))):
-                    longest = size
-            assert automaton.matched == longest
-            if longest:
-                drafted = automaton.continuation(3)
-                places = [end for end in range(longest, len(text)) if text[end - longest : end] == text[-longest:]]
-                assert any(text[end : end + 3] == drafted for end in places)
+    with source_of_steps():
+        for case in range(400):
+            text = []
+            index = suffixes.suffix_index(9.0, 30)
+            for token in rng.integers(0, 2 + case % 3, 30).tolist():
+                text.append(token)
+                add_token(index, token)
+                longest = 0
+                for size in range(1, len(text)):
+                    if any(text[end - size : end] == text[-size:] for end in range(size, len(text))):
+                        longest = size
+                assert index.numbers[suffixes.MATCHED] == longest
+                if longest:
+                    start, stop = find_after(index, len(text), NO_NEW_TOKENS, 0, 3)
+                    drafted = index.text[start:stop].tolist()
+                    places = [end for end in range(longest, len(text)) if text[end - longest : end] == text[-longest:]]
+                    assert any(text[end : end + 3] == drafted for end in places)
 
 
 def test_the_published_recycling_template():

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import specbeam as sb
-from specbeam.core.draft.tree import StochasticBeam, TreeDrafter, perturbed
+from specbeam.core.draft.stochastic import StochasticBeam, perturbed
+from specbeam.core.draft.tree import TreeDrafter
 from specbeam.core.forest import Forest, joined
 from specbeam.core.records import Shape
 from specbeam.models.table import TableLM
@@ -67,6 +68,9 @@ class Noises:
     def __init__(self, *rows):
         self.rows = list(rows)
 
+    def ready(self, count):
+        return self
+
     def uniform(self, shape):
         row = np.array(self.rows.pop(0))
         assert row.shape == shape
@@ -77,7 +81,8 @@ def test_the_worked_trace():
     """Of b and a in the first layer the second keeps bc and ba; a is a leaf, and c stands before a under b."""
     dice = Noises([-0.2, 0.9, 0.4], [0.3, -0.5, 1.1], [0.2, 0.6, -0.1])
     session = session_of(sb.rsd_s(2, 2), TableLM(PAIRS["EX3M"][1]), dice, steps=9)
-    (tree,) = session.parts.drafter.draft([session], [Shape(2, 2)])
+    with source_of_steps():
+        (tree,) = session.parts.drafter.draft([session], [Shape(2, 2)])
     assert [tree.path(node) for node in range(1, 5)] == [[1], [0], [1, 2], [1, 0]]
     first, second = tree.siblings.groups()
     assert first.tokens.tolist() == [1, 0]
@@ -91,7 +96,8 @@ def trees(draft, width, depth, count, seed):
     found: dict[tuple, tuple[Forest, int]] = {}
     for number in range(count):
         session = session_of(sb.rsd_s(width, depth), TableLM(draft), steps=9, key=seed + number * 7919)
-        (forest,) = drafter.draft([session], [Shape(depth, width)])
+        with source_of_steps():
+            (forest,) = drafter.draft([session], [Shape(depth, width)])
         drafter.close(session)
         groups = forest.siblings.groups()
         key = tuple((tuple(forest.path(int(group.parents[0]))), tuple(group.tokens.tolist())) for group in groups)

@@ -51,6 +51,21 @@ def pick_by_uniform(dice: Uniforms, law: Array) -> int:
     return place_of(law, dice.values[dice.used[0] - 1])
 
 
+@verb(0)
+def next_uniforms(dice: Any, count: int) -> Array:
+    """Return the next `count` uniforms, float64[count] in (0, 1)."""
+    found: Array = dice.uniform((count,))
+    return found
+
+
+@next_uniforms.of(Uniforms)
+def next_of_uniforms(dice: Uniforms, count: int) -> Array:
+    """Take them from the buffer; see `next_uniforms`."""
+    start = dice.used[0]
+    dice.used[0] = start + count
+    return np.maximum(dice.values[start : start + count], SMALLEST)
+
+
 class Dice:
     """The dice of one session: an endless stream of uniforms. Tests use dice that go through every outcome in turn."""
 

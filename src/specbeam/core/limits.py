@@ -9,6 +9,7 @@ from jaxtyping import Bool, Int64
 
 from specbeam.core.beams import BEST_LIVE_MAY_WIN, FIRST_ENOUGH, NEVER, Stop, normalised_score
 
+SPAN = 128  # most tokens of a compiled run
 Decode = Callable[[list[int]], str]
 
 

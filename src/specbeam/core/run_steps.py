@@ -28,7 +28,7 @@ from specbeam.core.callbacks import call_back
 from specbeam.core.compiling.copies import copy_numbers
 from specbeam.core.control.planning import learn_passed, plan_depth
 from specbeam.core.cycles import cycles
-from specbeam.core.draft.turns import Cut, draft_turn, keep_tosses, learn_from, nodes_of, tosses_of
+from specbeam.core.draft.turns import Cut, draft_turn, keep_tosses, learn_from, nodes_of, tosses_of, uniforms_of
 from specbeam.core.forest import (
     Forest,
     Fronts,
@@ -63,7 +63,6 @@ from specbeam.core.passes import (
 from specbeam.core.steps import Array, borrowed, step
 from specbeam.core.verify.turns import verify_turn
 
-SPAN = 128  # most tokens of a run
 PARTS = ("draft", "draft/model", "score/model", "verify", "settle")  # where the time goes
 DRAFT, DRAFT_MODEL, SCORE, VERIFY, SETTLE = range(5)
 # of `RunRoom.numbers`; the last five are the counts of `RowCounts`
@@ -219,8 +218,8 @@ def settle_run_turn(target: Any, draft: Any, spec: RunSpec, turn: RunTurn, room:
     kept = np.empty(0, dtype=np.int64)
     if spec.keeps_nodes:
         kept = kept_nodes(forest.parents, survivors.nodes)
+    learn_from(spec.drafts, drafted, layers, turn.rows)
     if spec.drafting:
-        learn_from(spec.drafts, drafted, layers)
         whole = (drafted.whole.tokens, drafted.whole.parents)
         whole_above = drafted.names[above]
         nodes = np.empty(len(above), dtype=np.int64)
@@ -298,7 +297,8 @@ def run_turns(
         fresh = nodes_of(spec.drafts, roots, depth, width)
         layers = 1 + max(depth, depths_of(start.parents).max())
         draws = fresh + spec.most_beams * layers
-        if not _has_room(room, draws, layers, 2 * draws + fresh, dice):
+        uniforms = 2 * draws + uniforms_of(spec.drafts, roots, depth, width)
+        if not _has_room(room, draws, layers, uniforms, dice):
             break
         if not has_room_for(target, fresh, spec.most_beams) or not has_room_for(draft, fresh, spec.most_beams):
             break

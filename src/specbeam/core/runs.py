@@ -27,7 +27,7 @@ from specbeam.core.control.width import FixedWidths, is_for_steps
 from specbeam.core.cycles import cycles
 from specbeam.core.dice import Uniforms
 from specbeam.core.draft.batch import models_of
-from specbeam.core.draft.turns import draft_turn, nodes_of, rows_kept
+from specbeam.core.draft.turns import draft_turn, nodes_of, rows_kept, uniforms_of
 from specbeam.core.forest import (
     MOST_KEPT,
     KnownRows,
@@ -37,7 +37,7 @@ from specbeam.core.laws.edits import NO_EDITS
 from specbeam.core.laws.evidence import no_evidence
 from specbeam.core.laws.reduce import SOUND
 from specbeam.core.laws.warp import Warp
-from specbeam.core.limits import Limits
+from specbeam.core.limits import SPAN, Limits
 from specbeam.core.lm import LM, RunLM, SharedRunLM, shares_passes
 from specbeam.core.measure.profiler import apportion
 from specbeam.core.passes import has_room_for, runs_layers
@@ -54,7 +54,6 @@ from specbeam.core.run_steps import (
     ROWS,
     SCORE,
     SCORED,
-    SPAN,
     RunRoom,
     RunSpec,
     run_turns,
@@ -63,6 +62,7 @@ from specbeam.core.session import Parts, Session, failing_together
 from specbeam.core.verify.turns import ends_between_layers, verify_turn
 
 READ_IN_PYTHONS_TIME = 2_000_000  # weights that a processor reads and multiplies while Python goes to the next session
+MOST_UNIFORMS = 2**17  # that are drawn for a run, unless one turn may take more
 TURNS = 32  # most turns of a run: between runs a user can interrupt
 _LOOKED_AHEAD = (8, 4, 2, 1)  # turns of a run of several sessions, for which room is looked for at once
 PATIENCE = 0.5  # seconds of a run of several sessions after which a user can interrupt
@@ -210,7 +210,7 @@ class Run:
         fresh = _most_nodes(spec, session, deepest)
         if any(lm.for_run(session, fresh, spec.most_beams, 0) is None for lm in models):
             return None
-        dice = session.dice.ready(_uniforms_of(spec, fresh, deepest))
+        dice = session.dice.ready(_uniforms_of(spec, fresh, session.beams.size, deepest))
         room = _room_for(spec, session, models[-1].vocab)
         spec = spec._replace(edits=spec.edits._replace(texts=room.texts))
         python = None
@@ -286,7 +286,7 @@ class Run:
             self.session.state[_Refused] = True
         done = bool(self.room.numbers[DONE])
         goes_on = done and self.condition == SOUND and not self.session.over
-        if goes_on and self.python is None and not self.spec.drafting:
+        if goes_on and self.python is None and not self.spec.drafting and self.fresh == 0:
             self.session.state[PausedRun] = PausedRun.of(self)
         return done
 
@@ -329,7 +329,7 @@ class PausedRun:
             room = room._replace(evidence=no_evidence(not session.warp.greedy))
         for written in (room.ended.sizes, room.numbers, room.passed, room.cycles):
             written[:] = 0
-        dice = session.dice.ready(_uniforms_of(run.spec, run.fresh, deepest_of(run.spec.plan)))
+        dice = session.dice.ready(_uniforms_of(run.spec, run.fresh, session.beams.size, deepest_of(run.spec.plan)))
         return replace(run, room=room, dice=dice)
 
 
@@ -475,11 +475,19 @@ def _turns_with_room(ready: Sequence[tuple[Run, Any]]) -> int:
 
 def _run_without_drafts(target: LM, session: Session, most_turns: int) -> Run | None:
     """Return a run of a session that drafts nothing; None if it is of another kind. One that fails keeps its error."""
-    if models_of(session.parts.drafter) != ():
+    if not _drafts_nothing(session):
         return None
     with session.failing_alone():
         return Run.of(target, session, most_turns)
     return None
+
+
+def _drafts_nothing(session: Session) -> bool:
+    """Return whether the drafts of a session have no nodes, whatever is planned."""
+    if models_of(session.parts.drafter) != ():
+        return False
+    drafts = spec_of(session.parts.drafter, "draft", session)
+    return drafts is not None and nodes_of(drafts, 1, 1, 1) == 0
 
 
 def _failed(sessions: Sequence[Session]) -> list[Session]:
@@ -492,8 +500,7 @@ def _gains_alone(target: LM, session: Session) -> bool:
     A shared pass reads the weights once for all, and Python goes from session to session. So those of the smallest models
     gain, and those with drafts, whose turns Python takes.
     """
-    is_drafting = models_of(session.parts.drafter) != ()
-    return is_drafting or getattr(target, "weights", 0) < READ_IN_PYTHONS_TIME
+    return not _drafts_nothing(session) or getattr(target, "weights", 0) < READ_IN_PYTHONS_TIME
 
 
 def _small_run(target: LM, session: Session, most_turns: int) -> Run | None:
@@ -516,10 +523,14 @@ def _most_nodes(spec: RunSpec, session: Session, deepest: int) -> int:
     return int(nodes_of(spec.drafts, session.beams.size, deepest, spec.plan.width))
 
 
-def _uniforms_of(spec: RunSpec, fresh: int, deepest: int) -> int:
-    """Return how many uniforms the turns of a run may take; none where everything is drawn by noise."""
+def _uniforms_of(spec: RunSpec, fresh: int, roots: int, deepest: int) -> int:
+    """Return how many uniforms the turns of a run may take; none where everything is drawn by noise.
+
+    Where a turn may take thousands of them, the run has them for fewer turns, at least one, and ends with the last.
+    """
     draws = fresh + spec.most_beams * (deepest + 1)
-    return spec.most_turns * (2 * draws + fresh)
+    of_turn = 2 * draws + uniforms_of(spec.drafts, roots, deepest, spec.plan.width)
+    return max(min(spec.most_turns * of_turn, MOST_UNIFORMS), of_turn)
 
 
 def _room_for(spec: RunSpec, session: Session, vocab: int) -> RunRoom:

@@ -20,7 +20,8 @@ def stored_type(checkpoint: Checkpoint) -> torch.dtype | None:
     """Return the type of a model's files if its weights stay in them, mapped to memory; None if they become float32.
 
     They stay if all of them have one type, if they are more than `mapped.LARGEST_WIDENED`, and if the compiled forward runs
-    the model. Weights of a model that reads sources stay in float32 only, in which transformers runs an encoder that is left to it.
+    the model. Weights of a model that reads sources stay in float32 only, in which transformers runs an encoder that is left
+    to it.
     """
     is_mapped = all(path.suffix == ".safetensors" for path in checkpoint.files)
     if not compiling.AVAILABLE or not is_mapped:

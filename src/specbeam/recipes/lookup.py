@@ -27,7 +27,7 @@ def prompt_lookup(
     Law: exact: plain sampling
     Paper: none; prompt lookup decoding (Saxena 2023)
 
-    Steps of the released code: find and continue draft/lookup.py; compare verify/walk.py.
+    Steps of the released code: find draft/indexes.py; continue draft/retrieval.py; compare verify/walk.py.
 
     Args:
         depth: number of draft tokens per pass of the target.
@@ -54,7 +54,7 @@ def suffix_match(
     Law: exact: plain sampling
     Paper: arXiv 2411.10666 (SAM-Decoding)
 
-    Steps of the paper: suffix automaton draft/lookup.py; compare verify/walk.py.
+    Steps of the paper: suffix automaton draft/suffixes.py; compare verify/walk.py.
 
     Args:
         depth: maximum number of draft tokens per pass of the target.

@@ -12,7 +12,8 @@ from specbeam.core.control.cost import CostCurve
 from specbeam.core.draft.best_first import BestFirst, BestFirstDraws
 from specbeam.core.draft.children import AnyChildren, BestAndOne, Children, Distinct, Independent
 from specbeam.core.draft.merged import Graph, ManyDrafters, Pruned
-from specbeam.core.draft.tree import Branching, FixedTree, StochasticBeam, TreeDrafter
+from specbeam.core.draft.stochastic import StochasticBeam
+from specbeam.core.draft.tree import Branching, FixedTree, TreeDrafter
 from specbeam.core.errors import BadSetting, NotSupported, one_of
 from specbeam.core.lm import LM, check_same_vocabulary
 from specbeam.core.session import Controller, Parts, Rule, law_of
@@ -122,7 +123,7 @@ def rsd_s(
     Law: exact: plain sampling
     Paper: arXiv 2402.14160 (Jeon et al.)
 
-    Steps of the paper: stochastic beams draft/tree.py; recursive rejection sampling verify/walk.py.
+    Steps of the paper: stochastic beams draft/stochastic.py; recursive rejection sampling verify/walk.py.
 
     Args:
         width: number of sequences per layer.
@@ -285,6 +286,8 @@ def multi_draft(
     Law: exact: plain sampling
     Paper: arXiv 2305.09781 (SpecInfer, merged trees)
 
+    Its turns are taken one by one in Python, since a compiled run has one draft model.
+
     Steps of the paper: merge-based construction (sec. 3) draft/merged.py; multi-step sampling (alg. 2) verify/walk.py.
 
     Args:
@@ -427,6 +430,8 @@ def gsd(
     Law: exact: plain sampling
     Paper: arXiv 2407.16207 (Gong et al.)
 
+    Its turns are taken one by one, since the graph is merged and unrolled in Python.
+
     Steps of the paper: draft/merged.py, without its cycles; verify/walk.py.
 
     Args:
@@ -457,6 +462,8 @@ def propd(
 
     Law: exact: plain sampling
     Paper: arXiv 2402.13485 (Zhong et al.)
+
+    Its turns are taken one by one in Python: a compiled run has one draft model, and the early layers are a second one.
 
     Steps of the paper: early pruning draft/merged.py; tree size by a latency model control/size.py.
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from specbeam.core.draft.tree import perturbed
+from specbeam.core.draft.stochastic import perturbed
 from tests.support.steps import source_of
 
 

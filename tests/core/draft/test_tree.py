@@ -379,7 +379,7 @@ def test_when_trees_are_grown_in_one_loop(pair, monkeypatch):
         ),
         "children of one's own": (pair.draft, Branching((2, 1), OwnChildren()), begun(pair, {}), deep, 0),
         "a growth that goes by Python": (
-            pair.draft, sb.rsd_s(3, 2).build(None, pair.draft).drafter.growth, begun(pair, {}), deep, 0,
+            pair.draft, sb.gsd(3, 2).build(None, pair.draft).drafter.growth, begun(pair, {}), deep, 0,
         ),
     }  # fmt: skip
     for name, (lm, growth, session, shape, loops) in cases.items():

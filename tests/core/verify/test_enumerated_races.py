@@ -13,10 +13,11 @@ import specbeam as sb
 from specbeam.core.control.cost import CostCurve
 from specbeam.core.control.fixed import FixedShape
 from specbeam.core.control.needs import NodesByNeed
-from specbeam.core.draft import tree
+from specbeam.core.draft import stochastic
 from specbeam.core.draft.best_first import BestFirst
 from specbeam.core.draft.merged import Pruned
-from specbeam.core.draft.tree import TreeDrafter, perturbed
+from specbeam.core.draft.stochastic import perturbed
+from specbeam.core.draft.tree import TreeDrafter
 from specbeam.core.forest import joined
 from specbeam.core.laws import joint, ranking
 from specbeam.core.noise import ALL_TOKENS, child_key
@@ -257,7 +258,7 @@ def racing(method, target, draft, seed, patch):
 
         dice.uniform = lambda shape: np.full(shape, 0.5)
         with patch.context() as here:
-            here.setattr(tree, "perturbed", by_order)
+            here.setattr(stochastic, "perturbed", by_order)
             return one_turn(method, target, draft)(dice)
 
     return program

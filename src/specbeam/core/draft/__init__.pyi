@@ -17,10 +17,11 @@ from specbeam.core.draft.merged import Graph as Graph
 from specbeam.core.draft.merged import ManyDrafters as ManyDrafters
 from specbeam.core.draft.merged import Pruned as Pruned
 from specbeam.core.draft.recycle import TokenRecycling as TokenRecycling
+from specbeam.core.draft.stochastic import StochasticBeam as StochasticBeam
 from specbeam.core.draft.tree import Branching as Branching
 from specbeam.core.draft.tree import Complete as Complete
 from specbeam.core.draft.tree import FixedTree as FixedTree
 from specbeam.core.draft.tree import Growth as Growth
-from specbeam.core.draft.tree import StochasticBeam as StochasticBeam
+from specbeam.core.draft.tree import GrowthInPython as GrowthInPython
 from specbeam.core.draft.tree import TreeDrafter as TreeDrafter
 from specbeam.core.draft.unmask import Unmasking as Unmasking

@@ -30,6 +30,7 @@ from specbeam.core.forest import (
     SHARED,
     Forest,
     Siblings,
+    TurnRows,
     add_front,
     find_child,
     forest_of_nodes,
@@ -491,7 +492,7 @@ def rows_of_layers(drafts: SharedLayers, beams: int, depth: int, width: int) -> 
 
 @learn_from.of(SharedLayers, SearchedLayers)
 @step
-def learn_from_layers(drafts: Any, drafted: Cut, layers: Layers) -> None:
+def learn_from_layers(drafts: Any, drafted: Cut, layers: Layers, rows: TurnRows) -> None:
     """Learn the odds of drafts from a turn; see `learn_from`."""
     if len(drafted.odds.live) > 0:
         learn_odds(drafts.budget.odds, drafted.odds, drafted.whole, layers, drafted.names)

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from specbeam.core.draft.turns import Cut, draft_turn, nodes_of, rows_kept
+from specbeam.core.draft.turns import Cut, draft_turn, nodes_of, rows_kept, uniforms_of
 from specbeam.core.errors import BrokenLaw
 from specbeam.core.forest import Forest, no_fronts
 from specbeam.core.laws.edits import NO_EDITS
@@ -31,6 +31,7 @@ def drafted_by_steps(
         return None
     beams = session.beams
     nodes = int(nodes_of(spec, beams.size, shape.depth, shape.width))
+    dice = session.dice.ready(int(uniforms_of(spec, beams.size, shape.depth, shape.width)))
     with lm.cache_for_steps(session, nodes) as model:
         if model is None:
             return None
@@ -40,7 +41,7 @@ def drafted_by_steps(
         with model.count_passes(spent):
             drafted, condition = draft_turn(
                 spec, model.arrays, roots._replace(fronts=fronts), beams, session.texts, shape.depth, shape.width,
-                NO_EDITS, session.dice.ready(nodes), spent,
+                NO_EDITS, dice, spent,
             )  # fmt: skip
     session.count.draft_passes += counts_passes * int(spent[0])
     if condition == BROKEN:

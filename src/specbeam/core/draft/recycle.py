@@ -1,19 +1,26 @@
 """DRAFT without a model: Token Recycling (arXiv 2408.08696) drafts what the target found likeliest after each token."""
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int32, Int64
 
-from specbeam.core.draft.lookup import RETRIEVED, permitted, retrieved, started_forest
+from specbeam.core.beams import Beams, Layers, Texts, is_end
+from specbeam.core.draft.lookup import RETRIEVED, permitted, started_forest
+from specbeam.core.draft.turns import Cut, draft_turn, learn_from, nodes_of, uncut
 from specbeam.core.errors import BadSetting, MissingFile
-from specbeam.core.forest import Forest, Siblings, find_child, unknown_nodes
+from specbeam.core.forest import LOST, Forest, Siblings, TurnRows, find_child, start_of, unknown_nodes
+from specbeam.core.laws.edits import Edits
+from specbeam.core.laws.ranking import largest
+from specbeam.core.laws.reduce import SOUND
+from specbeam.core.laws.warp import on_host
 from specbeam.core.lm import LM
 from specbeam.core.records import Needs, Shape, Turn
 from specbeam.core.session import Session
+from specbeam.core.steps import Array, borrowed, step
 from specbeam.core.whole_files import whole
 
 Ranks = tuple[int, ...]
@@ -84,6 +91,260 @@ class Successors:
         return cls(table)
 
 
+@borrowed
+class RankTree(NamedTuple):
+    """A fixed tree of rank paths as numbers for steps. Path 0 is the empty one; a family is the children of one path."""
+
+    parents: Array  # int64[families]: the path above each family, in the order in which layers are drafted
+    depths: Array  # int64[families]: depth of its children
+    ends: Array  # int64[families]: the index after its last child
+    ranks: Array  # int64[children]: the last rank of each child's path
+    paths: Array  # int64[children]: the path of each child
+    nodes: Array  # int64[depths + 1]: number of paths of at most each depth, without the empty one
+    total: int  # number of paths, with the empty one
+
+
+@lru_cache
+def rank_tree(ranks: tuple[Ranks, ...]) -> RankTree:
+    """Return a tree of rank paths as numbers for steps; parents come before children."""
+    number: dict[Ranks, int] = {(): 0}
+    families: dict[Ranks, list[Ranks]] = {}
+    for path in sorted(ranks, key=len):
+        if path[:-1] in number and path not in number:
+            number[path] = len(number)
+            families.setdefault(path[:-1], []).append(path)
+    children = [path for family in families.values() for path in family]
+    depths = [len(path) for path in number if path]
+    return RankTree(
+        parents=np.array([number[path] for path in families], dtype=np.int64),
+        depths=np.array([len(path) + 1 for path in families], dtype=np.int64),
+        ends=np.cumsum([len(family) for family in families.values()], dtype=np.int64),
+        ranks=np.array([path[-1] for path in children], dtype=np.int64),
+        paths=np.array([number[path] for path in children], dtype=np.int64),
+        nodes=np.array([sum(depth <= most for depth in depths) for most in range(max(depths, default=0) + 1)]),
+        total=len(number),
+    )
+
+
+@borrowed
+class RecyclingSpec(NamedTuple):
+    """How a tree is filled from a table of successors."""
+
+    table: Array  # int32[vocab, k], see `Successors`; changed by `learn_from`
+    tree: RankTree
+    eos: Array  # int64[ends]
+
+
+class FilledTree(NamedTuple):
+    """A tree under each root while it is filled, in buffers with spare capacity."""
+
+    tokens: Array  # int64[capacity]: of the nodes, as the next
+    parents: Array
+    begun: int  # number of nodes that the forest started with
+    places: Array  # int64[paths, roots]: the node of each path; -1: none
+    draw_ends: Array  # int64[capacity]: of groups, as the next
+    group_parents: Array
+    draw_tokens: Array  # int64[capacity]: of draws, as the next
+    draw_nodes: Array
+    sizes: Array  # int64[3]: number of NODES, GROUPS and DRAWS
+
+
+NODES, GROUPS, DRAWS = range(3)  # indices into `FilledTree.sizes`
+
+
+@step
+def start_filling(tokens: Array, parents: Array, spec: RecyclingSpec) -> FilledTree:
+    """Return a tree without layers, given what the forest of a turn starts with."""
+    begun = len(tokens)
+    roots = (parents < 0).sum()
+    most = roots * (spec.tree.total - 1)
+    places = np.full((spec.tree.total, roots), -1)
+    for root in range(roots):
+        places[0, root] = root
+    none = np.empty(most, dtype=np.int64)
+    return FilledTree(
+        np.concatenate((tokens, none)),
+        np.concatenate((parents, none)),
+        begun,
+        places,
+        np.empty(most, dtype=np.int64),
+        np.empty(most, dtype=np.int64),
+        np.empty(most, dtype=np.int64),
+        np.empty(most, dtype=np.int64),
+        np.array([begun, 0, 0]),
+    )
+
+
+@step
+def nodes_with_children(filled: FilledTree, depth: int, spec: RecyclingSpec) -> Array:
+    """Return the nodes that get children in layer `depth`, in the order in which these are drafted, int64[n]."""
+    tree = spec.tree
+    roots = filled.places.shape[1]
+    found = np.empty(len(tree.parents) * roots, dtype=np.int64)
+    held = 0
+    for family in range(len(tree.parents)):
+        if tree.depths[family] == depth:
+            for root in range(roots):
+                found[held] = filled.places[tree.parents[family], root]
+                held += found[held] >= 0
+    return found[:held]
+
+
+@step
+def fill_layer(filled: FilledTree, depth: int, spec: RecyclingSpec, followers: Array, counts: Array) -> None:
+    """Add layer `depth` to a tree. Of equal siblings the one of smallest rank stays; end tokens get no node.
+
+    Args:
+        followers: int[n, k], the tokens in the table after each of `nodes_with_children`.
+        counts: int64[n], how many of them there are.
+    """
+    tree = spec.tree
+    row = 0
+    for family in range(len(tree.parents)):
+        if tree.depths[family] != depth:
+            continue
+        for root in range(filled.places.shape[1]):
+            parent = filled.places[tree.parents[family], root]
+            if parent >= 0:
+                _fill_family(filled, parent, root, family, spec, followers[row, : counts[row]])
+                row += 1
+
+
+@step
+def _fill_family(
+    filled: FilledTree, parent: int, root: int, family: int, spec: RecyclingSpec, followers: Array
+) -> None:
+    """Add the children of one node, and their group if there are any."""
+    tree = spec.tree
+    sizes = filled.sizes
+    first = start_of(tree.ends, family)
+    stop = tree.ends[family]
+    before = sizes[DRAWS]
+    for child in range(first, stop):
+        if tree.ranks[child] >= len(followers):
+            continue
+        token = int(followers[tree.ranks[child]])
+        if is_end(token, spec.eos) or _comes_again(token, child + 1, stop, tree, followers):
+            continue
+        named = first
+        while tree.ranks[named] >= len(followers) or followers[tree.ranks[named]] != token:
+            named += 1
+        node = -1
+        if parent < filled.begun:
+            begun = filled.begun
+            node = find_child(filled.tokens[:begun], filled.parents[:begun], parent, token)
+        if node < 0:
+            node = sizes[NODES]
+            filled.tokens[node] = token
+            filled.parents[node] = parent
+            sizes[NODES] = node + 1
+        filled.places[tree.paths[named], root] = node
+        filled.draw_tokens[sizes[DRAWS]] = token
+        filled.draw_nodes[sizes[DRAWS]] = node
+        sizes[DRAWS] += 1
+    if sizes[DRAWS] > before:
+        filled.group_parents[sizes[GROUPS]] = parent
+        filled.draw_ends[sizes[GROUPS]] = sizes[DRAWS]
+        sizes[GROUPS] += 1
+
+
+@step
+def _comes_again(token: int, child: int, stop: int, tree: RankTree, followers: Array) -> bool:
+    """Return whether one of the children from `child` to before `stop` has this token, too."""
+    found = False
+    for other in range(child, stop):
+        found |= tree.ranks[other] < len(followers) and followers[tree.ranks[other]] == token
+    return found
+
+
+@step
+def filled_forest(roots: Forest, filled: FilledTree) -> Forest:
+    """Return a tree as a forest, whose groups are LOST, given the forest that the turn started with."""
+    nodes = filled.sizes[NODES]
+    groups = filled.sizes[GROUPS]
+    draws = filled.sizes[DRAWS]
+    none = roots.siblings
+    siblings = Siblings(
+        np.full(groups, LOST),
+        filled.group_parents[:groups],
+        np.arange(1, groups + 1),
+        filled.draw_ends[:groups],
+        np.zeros(draws, dtype=np.int64),
+        filled.draw_tokens[:draws],
+        filled.draw_nodes[:draws],
+        np.zeros(groups, dtype=np.int64),
+        none.law_pairs,
+        none.law_odds,
+        none.vocab,
+    )
+    return Forest(
+        filled.tokens[:nodes],
+        filled.parents[:nodes],
+        siblings,
+        roots.logq,
+        roots.beams,
+        roots.fronts,
+        roots.known,
+    )
+
+
+@step
+def recycled(roots: Forest, depth: int, spec: RecyclingSpec) -> Forest:
+    """Return a forest with a tree of up to `depth` layers under each root, filled from the table."""
+    filled = start_filling(roots.tokens, roots.parents, spec)
+    for layer in range(1, depth + 1):
+        parents = nodes_with_children(filled, layer, spec)
+        if len(parents) == 0:
+            break
+        followers = spec.table[filled.tokens[parents]]
+        fill_layer(filled, layer, spec, followers, np.full(len(parents), spec.table.shape[1]))
+    return filled_forest(roots, filled)
+
+
+@draft_turn.of(RecyclingSpec)
+@step
+def draft_recycled(
+    drafts: RecyclingSpec, model: Any, roots: Forest, live: Beams, texts: Texts, depth: int, width: int, edits: Edits,
+    dice: Any, spent: Array,
+) -> tuple[Cut, int]:  # fmt: skip
+    """Fill a tree under each root; see `draft_turn`."""
+    return uncut(recycled(roots, depth, drafts)), SOUND
+
+
+@nodes_of.of(RecyclingSpec)
+@step
+def most_recycled_nodes(drafts: RecyclingSpec, roots: int, depth: int, width: int) -> int:
+    """Return the number of paths of at most this depth under each root; see `nodes_of`."""
+    nodes = drafts.tree.nodes
+    return roots * nodes[min(depth, len(nodes) - 1)]
+
+
+@step
+def learn_rows(table: Array, tokens: Array, rows: Array) -> None:
+    """Store the likeliest tokens of each row for its token; of equal tokens the last one counts, which is the deepest.
+
+    Args:
+        table: int32[vocab, k], see `Successors`.
+        tokens: int64[n].
+        rows: float[n, vocab], logits.
+    """
+    count = min(table.shape[1], rows.shape[1])
+    no_shift = np.zeros(1, dtype=rows.dtype)
+    for row in range(len(rows)):
+        best = largest(rows[row].reshape(1, rows.shape[1]), no_shift, count)
+        for rank in range(min(count, len(best))):
+            table[tokens[row], rank] = best[rank]
+
+
+@learn_from.of(RecyclingSpec)
+@step
+def learn_successors(drafts: RecyclingSpec, drafted: Cut, layers: Layers, rows: TurnRows) -> None:
+    """Learn from all rows that the turn's pass has computed; see `learn_from`."""
+    forest = drafted.forest
+    scored = unknown_nodes(0, len(forest.tokens), forest.known.nodes)
+    learn_rows(drafts.table, forest.tokens[scored], rows.fresh)
+
+
 @dataclass(frozen=True)
 class TokenRecycling:
     """A drafter that fills a fixed tree of rank paths from a table of successors, which it updates from every scored row.
@@ -104,58 +365,49 @@ class TokenRecycling:
         return [self._tree(session, shape) for session, shape in zip(sessions, shapes, strict=True)]
 
     def _tree(self, session: Session, shape: Shape) -> Forest:
-        forest = started_forest(session)
-        nodes_of: dict[Ranks, dict[int, int]] = {(): {root: root for root in range(forest.roots)}}  # root -> node
-        groups = list[Siblings]()
-        for depth in range(1, shape.depth + 1):
-            wanted = self._children(depth, nodes_of)
-            if not wanted:
+        spec = self._spec(session)
+        roots = started_forest(session)
+        if session.warp.constraint is None:
+            return recycled(roots, shape.depth, spec)
+        filled = start_filling(roots.tokens, roots.parents, spec)
+        for layer in range(1, shape.depth + 1):
+            parents = nodes_with_children(filled, layer, spec)
+            if len(parents) == 0:
                 break
-            after = self._successors(session, forest, [node for path in wanted for node in nodes_of[path].values()])
-            tokens = list[int]()
-            parents = list[int]()
-            for path, ranks in wanted.items():
-                for root, parent in nodes_of[path].items():
-                    # End tokens get no node, equal siblings only one. Ranks past the allowed tokens have no token.
-                    fresh = {rank: after[parent][rank] for rank in ranks if rank < len(after[parent])}
-                    fresh = {token: rank for rank, token in reversed(fresh.items()) if token not in session.limits.eos}
-                    siblings = list(reversed(fresh))
-                    nodes = list[int]()
-                    for token in siblings:
-                        node = int(find_child(forest.tokens, forest.parents, parent, token))
-                        if node < 0:  # it was not kept from an earlier turn
-                            node = forest.size + len(tokens)
-                            tokens.append(token)
-                            parents.append(parent)
-                        nodes_of.setdefault((*path, fresh[token]), {})[root] = node
-                        nodes.append(node)
-                    if siblings:
-                        groups.append(retrieved(siblings, parent, nodes))
-            forest = forest.grown(tokens, parents)
-        return forest.grown([], [], groups=groups)
+            fill_layer(filled, layer, spec, *self._allowed_followers(session, filled, parents))
+        return filled_forest(roots, filled)
 
-    def _children(self, depth: int, known: Collection[Ranks]) -> dict[Ranks, list[int]]:
-        """Return the ranks of the children in layer `depth` of each known path, which has nodes."""
-        children: dict[Ranks, list[int]] = {}
-        for path in self.ranks:
-            if len(path) == depth and path[:-1] in known:
-                children.setdefault(path[:-1], []).append(path[-1])
-        return children
+    def _allowed_followers(
+        self, session: Session, filled: FilledTree, nodes: Int64[np.ndarray, " n"]
+    ) -> tuple[Int32[np.ndarray, "n k"], Int64[np.ndarray, " n"]]:
+        """Return the tokens in the table after each of these equally deep nodes, and how many the constraint allows.
 
-    def _successors(self, session: Session, forest: Forest, nodes: list[int]) -> dict[int, list[int]]:
-        """Return the tokens in the table after each of these equally deep nodes, without those that the constraint bans."""
+        Those that it allows come first.
+        """
+        size = int(filled.sizes[NODES])
+        forest = Forest(filled.tokens[:size], filled.parents[:size])
         rows = self.memory.table[forest.tokens[nodes]]
         allowed = permitted(session, forest, np.repeat(nodes, rows.shape[1]), rows.ravel().astype(np.int64))
         allowed = allowed.reshape(rows.shape)
-        return {node: row[mask].tolist() for node, row, mask in zip(nodes, rows, allowed, strict=True)}
+        order = np.argsort(~allowed, axis=1, kind="stable")
+        return np.take_along_axis(rows, order, axis=1), allowed.sum(axis=1)
+
+    def spec(self, session: Session) -> RecyclingSpec | None:
+        """Return how steps fill trees; None if the constraint of the session has to see the drafts."""
+        return None if session.warp.constraint is not None else self._spec(session)
+
+    def _spec(self, session: Session) -> RecyclingSpec:
+        return RecyclingSpec(self.memory.table, rank_tree(self.ranks), session.limits.ending)
 
     def settle(self, session: Session, turn: Turn) -> None:
+        """Learn from the rows of a turn."""
         rows = turn.scored.logits
-        forest = turn.forest
-        k = min(self.memory.table.shape[1], rows.shape[1])
-        best = rows.topk(k, dim=-1).indices.cpu().numpy().astype(np.int32)
-        scored = unknown_nodes(0, forest.size, forest.known.nodes)
-        self.memory.learn(forest.tokens[scored], best)
+        tokens = turn.forest.tokens[turn.scored_nodes]
+        if rows.device.type == "cpu":
+            learn_rows(self.memory.table, tokens, on_host(rows))
+        else:  # rows that are long to copy
+            best = rows.topk(min(self.memory.table.shape[1], rows.shape[1]), dim=-1).indices
+            self.memory.learn(tokens, best.cpu().numpy().astype(np.int32))
 
     def close(self, session: Session) -> None:
         """Do nothing: the table outlives the session."""

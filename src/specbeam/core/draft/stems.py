@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specbeam.core.beams import is_end
+from specbeam.core.beams import Beams, is_end
+from specbeam.core.control.needs import no_node_odds
 from specbeam.core.control.stops import NO_STOP, StopSpec
 from specbeam.core.dice import pick
 from specbeam.core.draft.tree import (
@@ -20,7 +21,7 @@ from specbeam.core.draft.tree import (
     start_growth,
     tosses_of_tree,
 )
-from specbeam.core.draft.turns import draft_turn, keep_tosses, learn_from, nodes_of, tosses_of
+from specbeam.core.draft.turns import Cut, draft_turn, keep_tosses, learn_from, nodes_of, tosses_of
 from specbeam.core.forest import CHOSEN, DISTINCT, Forest, Siblings
 from specbeam.core.laws.ranking import Truncation, largest
 from specbeam.core.laws.reduce import BROKEN, SOUND, condition_of_row, exponentials
@@ -223,7 +224,7 @@ def with_siblings(draft: Stems, spec: StemSpec) -> Forest:
 
 @start_growth.of(StemSpec)
 @step
-def start_stems_of_spec(roots: Forest, spec: StemSpec) -> Stems:
+def start_stems_of_spec(roots: Forest, spec: StemSpec, live: Beams, depth: int, width: int) -> Stems:
     """Return chains without layers; see `start_growth`."""
     return start_stems(roots)
 
@@ -241,8 +242,14 @@ def most_nodes_of_stems(spec: StemSpec, roots: int, depth: int, width: int) -> i
     return roots * depth * spec.counts.max()
 
 
+@finish_growth.of(StemSpec)
+def finish_stems(draft: Stems, spec: StemSpec) -> Cut:
+    """Return the chains with all siblings; see `finish_growth`."""
+    forest = with_siblings(draft, spec)
+    return Cut(forest, forest, np.arange(len(forest.tokens)), no_node_odds())
+
+
 grow_one_layer.of(StemSpec)(grow_stems)
-finish_growth.of(StemSpec)(with_siblings)
 draft_turn.of(StemSpec)(draft_tree)
 learn_from.of(StemSpec)(learn_stop_of_tree)
 tosses_of.of(StemSpec)(tosses_of_tree)

@@ -17,6 +17,7 @@ from jaxtyping import Int64
 from specbeam.core.beams import Beams, Layers, Texts, is_end
 from specbeam.core.control.best_tree import Topology
 from specbeam.core.control.confidence import Stopping
+from specbeam.core.control.needs import no_node_odds
 from specbeam.core.control.stopping import begin_draft, goes_on, learn_stop, stops_of
 from specbeam.core.control.stops import NO_STOP, StopSpec
 from specbeam.core.dice import pick
@@ -32,16 +33,25 @@ from specbeam.core.draft.children import (
     Draws,
     distinct,
 )
-from specbeam.core.draft.turns import Cut, draft_turn, keep_tosses, learn_from, nodes_of, tosses_of, uncut
+from specbeam.core.draft.turns import Cut, draft_turn, keep_tosses, learn_from, nodes_of, tosses_of
 from specbeam.core.errors import BrokenProcessor
-from specbeam.core.forest import CHOSEN, DISTINCT, INDEPENDENT, LOST, Forest, Siblings, drafted_layers, siblings
+from specbeam.core.forest import (
+    CHOSEN,
+    DISTINCT,
+    INDEPENDENT,
+    LOST,
+    Forest,
+    Siblings,
+    TurnRows,
+    drafted_layers,
+    siblings,
+)
 from specbeam.core.laws.edits import Edits, edited_rows
 from specbeam.core.laws.ranking import Truncation, largest
-from specbeam.core.laws.reduce import BROKEN, SOUND, condition_of_row, exponentials
+from specbeam.core.laws.reduce import BROKEN, DEAD, SOUND, condition_of_row, exponentials
 from specbeam.core.laws.rows import RowLaw, row_law
 from specbeam.core.laws.warp import Rows, on_host, processed_rows, row_laws
 from specbeam.core.lm import LM, fill_prompts, takes_a_pass
-from specbeam.core.noise import with_largest
 from specbeam.core.passes import run_pass
 from specbeam.core.records import Shape, Turn
 from specbeam.core.session import Session
@@ -108,7 +118,7 @@ NODES, DRAWS, GROUPS = range(3)  # indices into `Newborn.sizes`
 
 
 @step
-def _room_for_children(draws: int, groups: int) -> Newborn:
+def room_for_children(draws: int, groups: int) -> Newborn:
     """Return empty buffers with capacity for `draws` draws in `groups` groups."""
     return Newborn(
         np.empty(draws, dtype=np.int64),
@@ -127,7 +137,7 @@ def _room_for_children(draws: int, groups: int) -> Newborn:
 
 
 @step
-def _bear(
+def bear(
     born: Newborn, siblings_from: int, size: int, parent: int, token: int, logq: float, place: int, eos: Array
 ) -> None:
     """Add a draw under a parent. End tokens get no node, and draws of the same token share one.
@@ -157,7 +167,7 @@ def _bear(
 
 
 @step
-def _close_group(born: Newborn, kind: int, parent: int, law_end: int) -> None:
+def close_group(born: Newborn, kind: int, parent: int, law_end: int) -> None:
     """Add a group of the draws since the last group, all under one parent."""
     group = born.sizes[GROUPS]
     born.kinds[group] = kind
@@ -168,9 +178,42 @@ def _close_group(born: Newborn, kind: int, parent: int, law_end: int) -> None:
 
 
 @step
-def _likeliest(logp: Array, count: int) -> Array:
+def likeliest_places(logp: Array, count: int) -> Array:
     """Return the indices of the `count` largest log-probabilities, best first."""
     return largest(logp.reshape(1, len(logp)), np.zeros(1), count)[:count]
+
+
+@verb(0)
+def law_after(rows: Any, number: int, truncation: Truncation) -> RowLaw:
+    """Return the law of row `number` of a front, which is SOUND."""
+    found: RowLaw = rows.laws[number]
+    return found
+
+
+@law_after.of(np.ndarray)
+def law_after_array(rows: Array, number: int, truncation: Truncation) -> RowLaw:
+    """Return the law that a truncation makes of a row of an array; see `law_after`."""
+    return row_law(rows[number], truncation)
+
+
+@verb(0)
+def condition_after(rows: Any, number: int) -> int:
+    """Return whether row `number` of a front is SOUND, DEAD or BROKEN."""
+    return DEAD if rows.laws[number] is None else SOUND
+
+
+@condition_after.of(np.ndarray)
+def condition_after_array(rows: Array, number: int) -> int:
+    """Return the condition of a row of an array; see `condition_after`."""
+    return condition_of_row(rows[number])
+
+
+@dataclass(frozen=True, eq=False)
+class LawsOfFront:
+    """The laws after a front where Python makes them, in place of its rows; None after a node with no way on."""
+
+    laws: list[RowLaw | None]
+    shape: tuple[int, int]  # of the rows
 
 
 @step
@@ -190,7 +233,7 @@ def grow_layer(draft: TreeDraft, rows: Array, spec: TreeSpec, dice: Any) -> tupl
     draws = 0
     for place in draft.places:
         draws += spec.counts[place]
-    born = _room_for_children(draws, 2 * len(draft.front))
+    born = room_for_children(draws, 2 * len(draft.front))
     vocab = rows.shape[1]
     for number in range(len(draft.front)):
         node = draft.front[number]
@@ -205,23 +248,31 @@ def grow_layer(draft: TreeDraft, rows: Array, spec: TreeSpec, dice: Any) -> tupl
             continue
         law = row_law(rows[number], spec.truncation)
         needed = used + 2 * max(len(law.logp), vocab if spec.way == STRUCK_OUT_THEN_ANY else 0)
-        if needed > len(law_odds):
-            law_tokens = np.append(law_tokens, np.empty(needed, dtype=np.int64))
-            law_odds = np.append(law_odds, np.empty(needed))
+        law_tokens, law_odds = with_room_for_laws(law_tokens, law_odds, needed)
         used = _draw_children(
-            born, law, node, size, _logq_of(forest, node), here, count, spec, dice, law_tokens, law_odds, used
+            born, law, node, size, logq_of(forest, node), here, count, spec, dice, law_tokens, law_odds, used
         )
-    return _with_layer(draft, born, law_tokens, law_odds, used, vocab), SOUND
+    grown = with_layer(forest, born, law_tokens, law_odds, used, vocab)
+    nodes = born.sizes[NODES]
+    return TreeDraft(grown, size + np.arange(nodes), born.places[:nodes], law_tokens, law_odds, surest_of(born)), SOUND
 
 
 @step
-def _logq_of(forest: Forest, node: int) -> float:
+def with_room_for_laws(law_tokens: Array, law_odds: Array, needed: int) -> tuple[Array, Array]:
+    """Return the buffers of laws; longer ones with the same contents if there is no room for `needed` numbers."""
+    if needed <= len(law_odds):
+        return law_tokens, law_odds
+    return np.append(law_tokens, np.empty(needed, dtype=np.int64)), np.append(law_odds, np.empty(needed))
+
+
+@step
+def logq_of(forest: Forest, node: int) -> float:
     """Return the draft log-likelihood of the path to a node; 0 if the forest has none."""
     return forest.logq[node] if len(forest.logq) > 0 else 0.0
 
 
 @step
-def _state_law(law: RowLaw, odds: Array, law_tokens: Array, law_odds: Array, used: int) -> int:
+def state_law(law: RowLaw, odds: Array, law_tokens: Array, law_odds: Array, used: int) -> int:
     """Write probabilities on the tokens of a law into the buffers, from index `used` on. Returns the index after them."""
     stop = used + len(odds)
     if len(law.tokens) > 0:
@@ -252,23 +303,23 @@ def _draw_children(
     drawn = 0
     if spec.way == LIKELIEST or spec.way == LIKELIEST_AND_ONE:
         wanted = count if spec.way == LIKELIEST else count - 1
-        top = _likeliest(law.logp, wanted)
+        top = likeliest_places(law.logp, wanted)
         if spec.way == LIKELIEST_AND_ONE:
             rest = odds.copy()
             rest[top] = 0.0
             if rest.sum() > 0:
                 rest /= rest.sum()
-                used = _state_law(law, rest, law_tokens, law_odds, used)
+                used = state_law(law, rest, law_tokens, law_odds, used)
                 _bear_place(born, law, pick(dice, rest), before, size, parent, base, here, 0, spec)
-                _close_group(born, DISTINCT, parent, used)
+                close_group(born, DISTINCT, parent, used)
                 drawn = 1
         for place in top:
             _bear_place(born, law, place, before, size, parent, base, here, drawn, spec)
             drawn += 1
         if len(top) > 0:
-            _close_group(born, CHOSEN, parent, used)
+            close_group(born, CHOSEN, parent, used)
         return used
-    used = _state_law(law, odds, law_tokens, law_odds, used)
+    used = state_law(law, odds, law_tokens, law_odds, used)
     left = odds.copy()
     while drawn < count and (spec.way == ONE_BY_ONE or (left > 0).any()):
         place = pick(dice, left)
@@ -276,7 +327,7 @@ def _draw_children(
         if spec.way != ONE_BY_ONE:
             left[place] = 0.0
         drawn += 1
-    _close_group(born, INDEPENDENT if spec.way == ONE_BY_ONE else DISTINCT, parent, used)
+    close_group(born, INDEPENDENT if spec.way == ONE_BY_ONE else DISTINCT, parent, used)
     if spec.way == STRUCK_OUT_THEN_ANY and drawn < count:
         used = _draw_any(born, law, before, size, parent, here, drawn, count, spec, dice, law_tokens, law_odds, used)
     return used
@@ -290,7 +341,7 @@ def _bear_place(
     """Add the draw at an index of a law, as child `drawn` of its parent; see `_draw_children` for the other arguments."""
     token = law.tokens[place] if len(law.tokens) > 0 else place
     born.surest[0] = max(born.surest[0], np.exp(law.logp[place]))
-    _bear(born, before, size, parent, token, base + law.logp[place], spec.first[here] + drawn * spec.apart, spec.eos)
+    bear(born, before, size, parent, token, base + law.logp[place], spec.first[here] + drawn * spec.apart, spec.eos)
 
 
 @step
@@ -316,23 +367,23 @@ def _draw_any(
         token = pick(dice, left)
         left[token] = 0.0
         born.surest[0] = max(born.surest[0], 0.0)
-        _bear(born, before, size, parent, token, -np.inf, spec.first[here] + drawn * spec.apart, spec.eos)
+        bear(born, before, size, parent, token, -np.inf, spec.first[here] + drawn * spec.apart, spec.eos)
         drawn += 1
-    _close_group(born, DISTINCT, parent, used)
+    close_group(born, DISTINCT, parent, used)
     return used
 
 
 @step
-def _with_layer(
-    draft: TreeDraft, born: Newborn, law_tokens: Array, law_odds: Array, used: int, vocab: int
-) -> TreeDraft:
-    """Return a tree with one more layer, the new children, which are the next front."""
-    forest = draft.forest
+def with_layer(forest: Forest, born: Newborn, law_tokens: Array, law_odds: Array, used: int, vocab: int) -> Forest:
+    """Return a forest with one more layer, the new children.
+
+    Args:
+        law_tokens, law_odds: buffers of which the first `used` numbers are the laws of all groups.
+    """
     groups = forest.siblings
     nodes = born.sizes[NODES]
     draws = born.sizes[DRAWS]
     count = born.sizes[GROUPS]
-    size = len(forest.tokens)
     more = Siblings(
         np.concatenate((groups.kinds, born.kinds[:count])),
         np.concatenate((groups.parents, born.group_parents[:count])),
@@ -346,8 +397,8 @@ def _with_layer(
         law_odds[:used],
         vocab,
     )
-    before = forest.logq if len(forest.logq) > 0 else np.zeros(size)
-    grown = Forest(
+    before = forest.logq if len(forest.logq) > 0 else np.zeros(len(forest.tokens))
+    return Forest(
         np.concatenate((forest.tokens, born.tokens[:nodes])),
         np.concatenate((forest.parents, born.parents[:nodes])),
         more,
@@ -356,13 +407,22 @@ def _with_layer(
         forest.fronts,
         forest.known,
     )
-    surest = born.surest[0] if born.surest[0] >= 0 else 1.0
-    return TreeDraft(grown, size + np.arange(nodes), born.places[:nodes], law_tokens, law_odds, surest)
+
+
+@step
+def surest_of(born: Newborn) -> float:
+    """Return the largest draft probability of a draw of a layer; 1 if it has none."""
+    return born.surest[0] if born.surest[0] >= 0 else 1.0
 
 
 @verb(1, has_body=False)
-def start_growth(roots: Forest, spec: Any) -> Any:
-    """Return a draft without layers, as a spec grows it."""
+def start_growth(roots: Forest, spec: Any, live: Beams, depth: int, width: int) -> Any:
+    """Return a draft without layers, as a spec grows it.
+
+    Args:
+        live: the live beams, which are the roots.
+        depth, width: of the draft.
+    """
 
 
 @verb(2, has_body=False)
@@ -375,9 +435,10 @@ def grow_one_layer(draft: Any, rows: Array, spec: Any, dice: Any) -> tuple[Any, 
 
 
 @verb(1)
-def finish_growth(draft: Any, spec: Any) -> Forest:
-    """Return the forest of a draft after its last layer."""
-    return draft.forest
+def finish_growth(draft: Any, spec: Any) -> Cut:
+    """Return a draft after its last layer, as it is passed on, and with all nodes that the draft model knows."""
+    forest = draft.forest
+    return Cut(forest, forest, np.arange(len(forest.tokens)), no_node_odds())
 
 
 @verb(1)
@@ -388,7 +449,7 @@ def most_draws(draft: Any, spec: Any) -> int:
 
 @start_growth.of(TreeSpec)
 @step
-def start_tree_of_spec(roots: Forest, spec: TreeSpec) -> TreeDraft:
+def start_tree_of_spec(roots: Forest, spec: TreeSpec, live: Beams, depth: int, width: int) -> TreeDraft:
     """Return a tree without layers; see `start_growth`."""
     return start_tree(roots, ROOM)
 
@@ -406,7 +467,7 @@ def grow_tree(
 
     Args:
         model: the cache of a session in a model that compiled steps can run, see `core.passes.run_pass`.
-        draft, spec: a `TreeDraft` and its `TreeSpec`, or `Stems` and their `StemSpec`.
+        draft, spec: a draft and its spec, of a kind that has a step `grow_one_layer`.
         answered: number of forest nodes whose logits were computed in this turn already.
         edits: changes of the model's rows.
         spent: int64[2], to which the number of passes and the processor's cycles in the model are added.
@@ -435,13 +496,14 @@ def draft_tree(
     spent: Array,
 ) -> tuple[Cut, int]:  # fmt: skip
     """Grow a tree under each root; see `draft_turn`."""
-    draft, condition = grow_tree(model, start_growth(roots, drafts), 0, depth, drafts, edits, dice, spent)
-    return uncut(finish_growth(draft, drafts)), condition
+    begun = start_growth(roots, drafts, live, depth, width)
+    draft, condition = grow_tree(model, begun, 0, depth, drafts, edits, dice, spent)
+    return finish_growth(draft, drafts), condition
 
 
 @learn_from.of(TreeSpec)
 @step
-def learn_stop_of_tree(drafts: Any, drafted: Cut, layers: Layers) -> None:
+def learn_stop_of_tree(drafts: Any, drafted: Cut, layers: Layers, rows: TurnRows) -> None:
     """Let the controller that ends drafts between layers learn from a turn; see `learn_from`."""
     learn_stop(drafts.stops, drafted_layers(drafted.forest), layers.passed.sum())
 
@@ -579,15 +641,19 @@ class Family:
 class Growth(Protocol):
     """A part that decides the shape of a tree.
 
-    If its drafts must not be tried, it gives the reason in an attribute `no_law_reason`. If steps can grow its trees, it has
-    a method `spec`, see `Branching`.
+    If its drafts must not be tried, it gives the reason in an attribute `no_law_reason`. If steps grow its trees, it has a
+    method `spec`, see `Branching`; if Python may have to, it is a `GrowthInPython`.
     """
-
-    def grow(self, tree: GrowingTree, layer: int, laws: list[RowLaw]) -> None:
-        """Add layer `layer`, from 0 on, by the draft laws of the front, and set `tree.front` to the next front."""
 
     def finish(self, tree: GrowingTree) -> None:
         """Add leaves that the draft model need not score, and choose what is passed on. Called after the last layer."""
+
+
+class GrowthInPython(Growth, Protocol):
+    """A growth that adds layers in Python: always, or where steps do not know how to make laws or to draw children."""
+
+    def grow(self, tree: GrowingTree, layer: int, laws: list[RowLaw]) -> None:
+        """Add layer `layer`, from 0 on, by the draft laws of the front, and set `tree.front` to the next front."""
 
 
 @dataclass(frozen=True)
@@ -635,12 +701,20 @@ class TreeDrafter:
 
     def spec(self, session: Session) -> Any:
         """Return how steps grow trees for a session; None if only Python can, as for a growth that steps do not know."""
+        return None if session.warp.others or not self.counts_passes else self._spec_of_layers(session)
+
+    def _spec_of_layers(self, session: Session) -> Any:
+        """Return how steps add layers by rows that Python hands them, or by laws; None if they cannot."""
         warp = session.warp
-        if warp.others or not self.counts_passes or not hasattr(self.growth, "spec"):
+        in_python = hasattr(self.growth, "grow") and (warp.others or not self.counts_passes)
+        if in_python or not hasattr(self.growth, "spec"):
             return None
         shared = getattr(self.lm, "shared", None)
         is_constrained = warp.constraint is not None or (shared is not None and not shared.knows_all)
-        return self.growth.spec(warp.cut, session.limits.ending, warp.greedy, is_constrained)
+        found = self.growth.spec(warp.cut, session.limits.ending, warp.greedy, is_constrained)
+        if found is not None and "vocab" in found._fields:
+            found = found._replace(vocab=self.lm.vocab)
+        return found
 
     def _drafted_by_steps(self, session: Session, shape: Shape) -> Forest | None:
         """Return the tree of a session, grown in one compiled call; None if Python has to see layers or rows."""
@@ -650,22 +724,45 @@ class TreeDrafter:
             return None
         roots = Forest.rooted(session.beams.tokens)
         drafted = drafted_by_steps(self.lm, session, shape, spec._replace(stops=stops), roots, self.counts_passes)
-        return None if drafted is None else drafted.forest
+        if drafted is None:
+            return None
+        return self._passed_on(GrowingTree.start(session, shape), drafted)
+
+    def _passed_on(self, tree: GrowingTree, drafted: Cut) -> Forest:
+        """Return the forest that the target scores.
+
+        If it lacks nodes of the draft, the tree is kept until the turn is settled.
+        """
+        if len(drafted.names) < drafted.whole.size:
+            tree.forest = drafted.whole
+            tree.kept = drafted.names
+            tree.session.state[self] = tree
+        return drafted.forest
 
     def _grow(self, tree: GrowingTree, rows: Rows) -> None:
         """Add a layer by the logits of the front; empty the front if the controller ends the draft."""
-        spec = self.spec(tree.session)
+        session = tree.session
+        spec = self._spec_of_layers(session)
         before = tree.forest
         controller = tree.session.parts.controller
         may_stop = _may_stop(type(controller))
         confidence = 1.0
         if spec is not None:
-            draft = tree.memory.setdefault("draft", start_growth(tree.forest, spec))
+            if "draft" not in tree.memory:
+                tree.memory["draft"] = start_growth(
+                    tree.forest, spec, session.beams, tree.shape.depth, tree.shape.width
+                )
+            draft = tree.memory["draft"]
             rows = tree.processed(rows)
-            dice = tree.session.dice.ready(most_draws(draft, spec))
-            draft, condition = grow_one_layer(draft, rows, spec, dice)
+            dice = session.dice.ready(most_draws(draft, spec))
+            grow = grow_one_layer.step_of(type(spec))
+            if session.warp.others and not session.warp.greedy:
+                laws_after = LawsOfFront(row_laws(rows, session.warp), rows.shape)
+                draft, condition = getattr(grow, "py_func", grow)(draft, laws_after, spec, dice)
+            else:
+                draft, condition = grow(draft, rows, spec, dice)
             if condition == BROKEN:
-                row_laws(rows, tree.session.warp)  # raises `BrokenLaw`, which says what is wrong
+                row_laws(rows, session.warp)  # raises `BrokenLaw`, which says what is wrong
             tree.memory["draft"] = draft
             tree.forest = draft.forest
             tree.front = draft.front
@@ -675,7 +772,7 @@ class TreeDrafter:
             if not front_laws:
                 return
             laws = dict(zip(tree.front.tolist(), front_laws, strict=True))
-            self.growth.grow(tree, tree.layers, front_laws)
+            cast(GrowthInPython, self.growth).grow(tree, tree.layers, front_laws)
             if may_stop:
                 confidence = _confidence(tree.forest, before, laws)
         asks = may_stop and len(tree.front) > 0
@@ -685,7 +782,10 @@ class TreeDrafter:
     def _finish(self, tree: GrowingTree) -> Forest:
         """Let the growth finish a tree, and return the forest that is passed on."""
         if "draft" in tree.memory:
-            tree.forest = finish_growth(tree.memory["draft"], self.spec(tree.session))
+            done = finish_growth(tree.memory["draft"], self._spec_of_layers(tree.session))
+            tree.forest = done.forest
+            if len(done.names) < done.whole.size:
+                return self._passed_on(tree, done)
         self.growth.finish(tree)
         if tree.kept is None:
             return tree.forest
@@ -807,7 +907,7 @@ def _layout_of(counts: tuple[int, ...]) -> tuple[Array, Array]:
 def draw_children(children: Children, law: RowLaw, count: int, session: Session) -> list[Draws]:
     """Return the draws of the children of one node; at temperature 0 the likeliest tokens."""
     if session.warp.greedy:
-        return [Draws(_likeliest(law.logp, count).tolist(), deterministic=True)]
+        return [Draws(likeliest_places(law.logp, count).tolist(), deterministic=True)]
     return children.draw(law.p, count, session.dice)
 
 
@@ -859,94 +959,3 @@ class FixedTree(Complete):
                     front.append(child)
         # All nodes are scored, in the order of the forest, so leaves are in the front too, and get no children.
         tree.front = np.array(front, dtype=np.int64)
-
-
-@dataclass(frozen=True)
-class StochasticBeam(Complete):
-    """A growth by stochastic beam search: the `shape.width` sequences of largest perturbed log-probability in each layer.
-
-    Siblings are in descending perturbed order, which is their draw order. Parents of which no child is kept are leaves.
-    Which sequences are kept depends on the perturbed values and never on the tokens, so each sibling that is kept still has
-    the draft law without its earlier siblings.
-
-    Source: RSD-S (arXiv 2402.14160).
-    """
-
-    def grow(self, tree: GrowingTree, layer: int, laws: list[RowLaw]) -> None:
-        """Add the best sequences of a layer."""
-        nodes = tree.front.tolist()
-        width = tree.shape.width
-        greedy = tree.session.warp.greedy
-        phi = tree.memory.setdefault("phi", tree.root_scores())
-        top = tree.memory.setdefault("top", tree.root_scores())
-        candidates: list[tuple[float, int, int]] = []  # (minus the perturbed log-probability, number of the law, place)
-        for number, (node, law) in enumerate(zip(nodes, laws, strict=True)):
-            if greedy:
-                places = _likeliest(law.logp, width)
-                tops = phi[node] + law.logp[places]
-            else:
-                places, tops = perturbed(law.logp, phi[node], top[node], tree.session.dice.uniform((law.size,)), width)
-            candidates += zip((-tops).tolist(), itertools.repeat(number), places.tolist(), strict=False)
-        chosen = sorted(candidates)[:width]
-        families: list[Family] = []
-        values: list[tuple[float, float]] = []
-        for number, (node, law) in enumerate(zip(nodes, laws, strict=True)):
-            kept = [(value, place) for value, which, place in chosen if which == number]
-            if not kept:
-                continue
-            drawn = [place for _, place in kept]
-            draws = Draws(drawn, deterministic=True) if greedy else Draws(drawn, law.p)
-            families.append(Family(node, draws, law))
-            values += [(phi[node] + float(law.logp[place]), -value) for value, place in kept]
-        children = [child for born in tree.add_children(families) for child in born]
-        for child, (path, value) in zip(children, values, strict=True):
-            if child >= 0:
-                phi[child] = path
-                top[child] = value
-        tree.front = np.array([child for child in children if child >= 0], dtype=np.int64)
-
-
-@step
-def perturbed(logp: Array, path: float, top: float, u: Array, count: int) -> tuple[Array, Array]:
-    """Return the `count` indices of largest perturbed log-probability, ascending, and their values, of maximum `top`.
-
-    Perturbed log-probabilities are path + log p - log(-log u), conditioned on their maximum by a monotonic map (Kool et al.
-    2019, app. B.3). The largest are the first to arrive in a race in which index i arrives at -log(u_i) / p_i. As
-    -log(u) >= 1 - u, few logarithms are needed to find them.
-
-    Args:
-        logp: float64[n], log p.
-        path: log-likelihood of the path so far.
-        top: the value that the largest perturbed log-probability is known to have.
-        u: float64[n] in (0, 1).
-    """
-    count = min(count, len(logp))
-    arrivals = np.full(count, np.inf)
-    places = np.full(count, -1, dtype=np.int64)
-    held = 0
-    for place in range(len(logp)):
-        if logp[place] == -np.inf:
-            continue
-        p = np.exp(logp[place])
-        if held == count and (1 - u[place]) / p > arrivals[count - 1] * (1 + 1e-9):
-            continue
-        arrival = -np.log(u[place]) / p
-        if held == count and arrival >= arrivals[count - 1]:
-            continue
-        rank = held if held < count else count - 1
-        held = min(held + 1, count)
-        while rank > 0 and arrivals[rank - 1] > arrival:
-            arrivals[rank] = arrivals[rank - 1]
-            places[rank] = places[rank - 1]
-            rank -= 1
-        arrivals[rank] = arrival
-        places[rank] = place
-    chosen = np.sort(places[:held])
-    values = np.empty(held)
-    for number in range(held):
-        place = chosen[number]
-        values[number] = path + logp[place] - np.log(-np.log(u[place]))
-    largest_value = values.max() if held > 0 else 0.0
-    for number in range(held):
-        values[number] = with_largest(values[number], largest_value, top)
-    return chosen, values

@@ -6,7 +6,7 @@ import numpy as np
 
 from specbeam.core.beams import Beams, Layers, Texts
 from specbeam.core.control.needs import NodeOdds, no_node_odds
-from specbeam.core.forest import Forest
+from specbeam.core.forest import Forest, TurnRows
 from specbeam.core.laws.edits import Edits
 from specbeam.core.laws.reduce import SOUND
 from specbeam.core.steps import Array, borrowed, step, verb
@@ -53,14 +53,24 @@ def nodes_of(drafts: Any, roots: int, depth: int, width: int) -> int:
 
 
 @verb(0)
+def uniforms_of(drafts: Any, roots: int, depth: int, width: int) -> int:
+    """Return the most uniforms that a draft of this shape takes beyond two for each of its nodes."""
+    return nodes_of(drafts, roots, depth, width)
+
+
+@verb(0)
 def rows_kept(drafts: Any, beams: int, depth: int, width: int) -> int:
     """Return the most rows of logits that a draft of this shape passes on to the rule."""
     return 0
 
 
 @verb(0)
-def learn_from(drafts: Any, drafted: Cut, layers: Layers) -> None:
-    """Learn from the fate of drafts, if that decides how the next ones are cut, or where they end."""
+def learn_from(drafts: Any, drafted: Cut, layers: Layers, rows: TurnRows) -> None:
+    """Learn from the fate of drafts, or from the target's rows, for the drafts of later turns.
+
+    Args:
+        rows: of the nodes of `drafted.forest`, before the edits.
+    """
     return
 
 

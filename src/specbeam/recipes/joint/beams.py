@@ -41,6 +41,8 @@ def mtad(
     target is above its draft log-likelihood + log(threshold), and at most `gap` nats below that of the best block of its
     length. At temperature 0 nothing is drawn: the draft beams are searched and the bonus is the best token.
 
+    Turns are taken one by one in Python, where the joint likelihoods are compared and certified.
+
     Steps of the paper: draft beams draft/joint_beams.py; verification verify/joint_beams.py.
 
     Args:
@@ -77,7 +79,8 @@ def mjsd(
     Paper: arXiv 2407.09722, first version (July 2024)
 
     Of several beams with equally long accepted prefixes the first is kept. Thresholds cannot be compared with those of the
-    published program, because its draft probabilities were not those of its paths.
+    published program, because its draft probabilities were not those of its paths. Turns are taken one by one, as in
+    `mtad`.
 
     Args:
         chains: number of draft beams that the target scores, the best ones.
@@ -112,6 +115,7 @@ def mmtad(
     Paper: arXiv 2407.09722 (Qin et al.), ICLR 2025, the multi-candidate variant
 
     It accepts at least as many tokens as `mtad` on the same draft, but the target scores more nodes: up to beams * depth.
+    Turns are taken one by one, as in `mtad`.
 
     Args:
         theta: the draft likelihood that the likelihood of a node under the target is compared with: that of the best draft

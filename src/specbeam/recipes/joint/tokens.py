@@ -33,6 +33,7 @@ def mtjd(
 
     This is what `mtad` approximates. Merely sampling from the joint law gains nothing: "ancestral" is plain sampling. Lower
     perplexity comes from seeking the most probable block; it does not fall steadily with `depth`.
+    Turns are taken one by one, as in `mtad`.
 
     Args:
         mode: "argmax": the most probable block. "ancestral": one draw. "joint_temperature": one draw from

@@ -1,0 +1,112 @@
+"""DRAFT without a model, as steps: chains of tokens that followed earlier occurrences of what the text ends with."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specbeam.core.beams import BEAMS, Beams, Texts, is_end
+from specbeam.core.draft.indexes import find_after, read_text
+from specbeam.core.draft.turns import Cut, draft_turn, nodes_of, uncut
+from specbeam.core.forest import LOST, Forest, Siblings, find_child
+from specbeam.core.laws.edits import Edits
+from specbeam.core.laws.reduce import SOUND
+from specbeam.core.steps import Array, borrowed, step
+
+
+@borrowed
+class RetrievalSpec(NamedTuple):
+    """How chains are retrieved from the text."""
+
+    index: Any  # a `GramIndex` or a `SuffixIndex`; it reads the text while the session goes on
+    head: int  # number of tokens before the new ones: those of a source that is read, and the prompt
+    eos: Array  # int64[ends]
+
+
+@step
+def find_chains(spec: RetrievalSpec, texts: Texts, depth: int) -> tuple[Array, Array]:
+    """Return the continuation of each live beam, by its start and stop in the text of the index, int64[beams] each."""
+    index = spec.index
+    read_text(index, spec.head, texts)
+    beams = texts.sizes[BEAMS]
+    starts = np.zeros(beams, dtype=np.int64)
+    stops = np.zeros(beams, dtype=np.int64)
+    for beam in range(beams):
+        starts[beam], stops[beam] = find_after(index, spec.head, texts, beam, depth)
+    return starts, stops
+
+
+@step
+def hang_chains(roots: Forest, tokens: Array, starts: Array, stops: Array, eos: Array) -> Forest:
+    """Return a forest with a chain under each root, the tokens from starts[k] to before stops[k] under root k.
+
+    A chain ends before its first end token, or negative token, which stands for an embedding in a prompt. What the forest
+    has as a node already gets no second node. All groups are LOST.
+
+    Args:
+        roots: the forest that a turn starts with, which has no groups of siblings yet.
+        tokens: int64[n].
+        starts, stops: int64[roots].
+    """
+    begun = len(roots.tokens)
+    most = 0
+    for root in range(len(starts)):
+        most += stops[root] - starts[root]
+    new_tokens = np.empty(most, dtype=np.int64)
+    new_parents = np.empty(most, dtype=np.int64)
+    draw_tokens = np.empty(most, dtype=np.int64)
+    draw_parents = np.empty(most, dtype=np.int64)
+    draw_nodes = np.empty(most, dtype=np.int64)
+    born = 0
+    draws = 0
+    for root in range(len(starts)):
+        parent = root
+        for place in range(starts[root], stops[root]):
+            token = tokens[place]
+            if token < 0 or is_end(token, eos):
+                break
+            node = -1
+            if parent < begun:
+                node = find_child(roots.tokens, roots.parents, parent, token)
+            if node < 0:
+                node = begun + born
+                new_tokens[born] = token
+                new_parents[born] = parent
+                born += 1
+            draw_tokens[draws] = token
+            draw_parents[draws] = parent
+            draw_nodes[draws] = node
+            draws += 1
+            parent = node
+    none = roots.siblings
+    ends = np.arange(1, draws + 1)
+    zeros = np.zeros(draws, dtype=np.int64)
+    groups = Siblings(
+        np.full(draws, LOST), draw_parents[:draws], ends, ends, zeros, draw_tokens[:draws], draw_nodes[:draws], zeros,
+        none.law_pairs, none.law_odds, none.vocab,
+    )  # fmt: skip
+    return Forest(
+        np.concatenate((roots.tokens, new_tokens[:born])),
+        np.concatenate((roots.parents, new_parents[:born])),
+        groups,
+        roots.logq,
+        roots.beams,
+        roots.fronts,
+        roots.known,
+    )
+
+
+@draft_turn.of(RetrievalSpec)
+@step
+def draft_retrieved(
+    drafts: RetrievalSpec, model: Any, roots: Forest, live: Beams, texts: Texts, depth: int, width: int, edits: Edits,
+    dice: Any, spent: Array,
+) -> tuple[Cut, int]:  # fmt: skip
+    """Hang a retrieved chain under each root; see `draft_turn`."""
+    starts, stops = find_chains(drafts, texts, depth)
+    return uncut(hang_chains(roots, drafts.index.text, starts, stops, drafts.eos)), SOUND
+
+
+@nodes_of.of(RetrievalSpec)
+def nodes_of_chains(drafts: RetrievalSpec, roots: int, depth: int, width: int) -> int:
+    """Return the most nodes of a chain under each root; see `nodes_of`."""
+    return roots * depth
