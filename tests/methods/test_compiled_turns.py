@@ -8,7 +8,9 @@ from specbeam.core.decode import decode
 from specbeam.core.laws.ranking import Truncation
 from specbeam.core.laws.warp import Warp
 from specbeam.core.limits import Limits
+from specbeam.core.runs import planned_run
 from specbeam.core.session import Session
+from specbeam.recipes.catalogue import RECIPES as RECIPES_OF_TWO_MODELS
 from tests.support.steps import needs_numba
 from tests.support.tiny_models import tiny
 
@@ -100,6 +102,25 @@ def test_single_turns_and_runs_take_over_from_each_other(name):
                 decoder.step()
         assert [(one.tokens, one.finished) for one in session.hypotheses()] == expected
         assert session.count.target_passes == counts[0]
+
+
+IN_PYTHON = {"multi_draft", "gsd", "propd", "mtad", "mjsd", "mmtad"}  # each page in docs/methods gives the reason
+NEED_MORE = {"auto", "mtjd", "swift"}  # measurements of the others, a small vocabulary, a target of several layers
+
+
+@needs_numba
+def test_a_turn_is_a_run_of_length_one():
+    """Every recipe for two models has specs whose steps are registered, so the loop in Python is for others alone."""
+    models = pair()
+    in_python = set()
+    for make in RECIPES_OF_TWO_MODELS:
+        if make.__name__ in NEED_MORE:
+            continue
+        parts = make().parts(models.target, models.draft)
+        session = Session(PROMPTS[0], parts, Warp(), Limits(8, (9,), keep=1), 1)
+        if planned_run(models.target, session, 1) is None:
+            in_python.add(make.__name__)
+    assert in_python == IN_PYTHON
 
 
 @pytest.mark.parametrize(

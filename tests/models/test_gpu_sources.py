@@ -196,7 +196,7 @@ def test_distances_beyond_the_last_have_its_bias():
     expected = plain_logits(Reading(lm.model, source), [text])[0]
     assert spreads_off(last_row(lm, text, source), expected) < CLOSE
     ranges = lm.runner.limits.ranges
-    assert (ranges[0], len({*ranges.tolist()})) == (1, lm.runner.decoder.layers[0].biases.shape[1])
+    assert (ranges[0], len({*ranges.tolist()})) == (1, lm.runner.decoder.layers[0].scores.biases.shape[1])
 
 
 @ON_GPU
