@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from specbeam.core.forest import Forest
 from specbeam.engines import packed
-from specbeam.engines.mapped import is_kept
+from specbeam.engines.mapped import is_mapped
 from specbeam.engines.packed import Grouped, PackedLinear, packed_in_words, weights_in
 from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.loading.checks import check_scores_forests
@@ -107,7 +107,7 @@ def test_large_models_stay_as_their_files_are(tmp_path, monkeypatch):
     twin = write_rounded(tmp_path, model_of(), "awq")
     target = loaded(tmp_path).target
     assert target.engine == "compiled"
-    assert is_kept(target.model)
+    assert is_mapped(target.model)
     assert target.model.dtype == torch.float16
     assert target.runner.decoder.kind == "float16"
     assert spreads_off(last_row(target), plain_logits(twin, [TEXT])[0]) < CLOSE

@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LARGEST_WIDENED = 300_000_000  # weights; `load` leaves those of a larger model in the type of their files
-_KEPT = "_specbeam_kept"
+_MAPPED = "_specbeam_mapped"
 _DONT_NEED = 4  # MADV_DONTNEED of Linux
 
 
-def mark_kept(model: "PreTrainedModel") -> None:
+def mark_mapped(model: "PreTrainedModel") -> None:
     """Mark a model whose weights `load` has left in the type of their files, for an engine that computes in float32."""
-    object.__setattr__(model, _KEPT, True)
+    object.__setattr__(model, _MAPPED, True)
 
 
-def is_kept(model: "PreTrainedModel") -> bool:
-    """Return whether a model was marked by `mark_kept`."""
-    return bool(vars(model).get(_KEPT, False))
+def is_mapped(model: "PreTrainedModel") -> bool:
+    """Return whether a model was marked by `mark_mapped`."""
+    return bool(vars(model).get(_MAPPED, False))
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def mapped_files(model: "PreTrainedModel") -> MappedFiles:
 
     A part that this process has written to, as a training does, counts as no file: giving it back would undo that.
     """
-    if not is_kept(model) or sys.platform != "linux":
+    if not is_mapped(model) or sys.platform != "linux":
         return NOTHING_MAPPED
     weights = [weight.data_ptr() for weight in model.parameters()]
     parts = []

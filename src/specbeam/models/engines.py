@@ -17,7 +17,7 @@ from specbeam.engines.cpu.source_passes import CompiledSourcePasses
 from specbeam.engines.eligibility import is_llama_like, reads_sources
 from specbeam.engines.families import embedding_of, family_of, layers_in, misfit_of_family
 from specbeam.engines.gpu.staging import MOST_RANGES
-from specbeam.engines.mapped import LARGEST_WIDENED, is_kept
+from specbeam.engines.mapped import LARGEST_WIDENED, is_mapped
 from specbeam.engines.packed import matrices_of
 from specbeam.engines.shared_tokens import SharedTokens
 from specbeam.engines.torch.passes import PaddedPasses
@@ -176,7 +176,7 @@ def _too_large(model: "PreTrainedModel") -> str:
 
 def _waits_for_compiled(model: "PreTrainedModel") -> str:
     """Return the reason why a model is not worth a second copy of its weights, in panels; "" if it is."""
-    if is_kept(model) or matrices_of(model):
+    if is_mapped(model) or matrices_of(model):
         return ""
     if model.dtype != torch.float32:
         return (

@@ -23,8 +23,8 @@ def stored_type(checkpoint: Checkpoint) -> torch.dtype | None:
     the model. Weights of a model that reads sources stay in float32 only, in which transformers runs an encoder that is left
     to it.
     """
-    is_mapped = all(path.suffix == ".safetensors" for path in checkpoint.files)
-    if not compiling.AVAILABLE or not is_mapped:
+    are_safetensors = all(path.suffix == ".safetensors" for path in checkpoint.files)
+    if not compiling.AVAILABLE or not are_safetensors:
         return None
     tensors = checkpoint.stored.values()
     found = common_type(tensors, sum(one.numbers for one in tensors))

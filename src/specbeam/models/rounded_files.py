@@ -20,7 +20,7 @@ from specbeam.engines.cpu.decoder import misfit_of_shape
 from specbeam.engines.cpu.nibbles import fits_scales
 from specbeam.engines.cpu.rounding import GROUP
 from specbeam.engines.families import family_of
-from specbeam.engines.mapped import mark_kept
+from specbeam.engines.mapped import mark_mapped
 from specbeam.engines.packed import BITS, PER_WORD, Layout, PackedLinear, PackedMatrix
 from specbeam.models.checkpoints.boundary import reading, reading_file
 from specbeam.models.checkpoints.headers import StoredTensor, file_of
@@ -72,7 +72,7 @@ def read_rounded(checkpoint: Checkpoint, dtype: "str | torch.dtype") -> "PreTrai
     except _CannotRead as found:
         return f"{_READABLE}, and {found}"
     if words is not None:
-        mark_kept(model)
+        mark_mapped(model)
     _finish(model, checkpoint)
     return model
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from specbeam.engines.mapped import MappedFiles, is_kept, mapped_files
+from specbeam.engines.mapped import MappedFiles, is_mapped, mapped_files
 
 _HALVES = (torch.bfloat16, torch.float16)
 _TOGETHER = 1 << 22  # numbers of a matrix that are float32 at a time
@@ -61,7 +61,7 @@ class InFloat32(TorchFunctionMode):
 
 def as_loaded(model: Any) -> AbstractContextManager[Any]:
     """Return a context in which a model that `load` left in mapped files computes in float32."""
-    return InFloat32(mapped_files(model)) if is_kept(model) else nullcontext()
+    return InFloat32(mapped_files(model)) if is_mapped(model) else nullcontext()
 
 
 def widened(value: Any) -> Any:

@@ -11,7 +11,7 @@ from specbeam.core.errors import BrokenLaw, NotSupported, SpecbeamError, Unsuppo
 from specbeam.core.forest import Forest
 from specbeam.engines.cpu.audio_encoder import AudioEncoder
 from specbeam.engines.cpu.encoder import CompiledEncoder, TextEncoder
-from specbeam.engines.mapped import is_kept
+from specbeam.engines.mapped import is_mapped
 from specbeam.engines.shared_tokens import readable
 from specbeam.engines.source import Source
 from specbeam.engines.torch.in_float32 import as_loaded
@@ -50,10 +50,10 @@ def check_scores_forests(lm: HuggingFaceLM, role: str = "") -> None:
     forest = Forest.rooted([prompt[-1]]).grown(tokens, [0, 0, 1, 2, 2, 4])
     owner = _owner(lm, prompt, source)
     name = f"{role}{type(lm.model).__name__}"
-    if lm.engine in OWN_ROUNDINGS and not is_kept(lm.model) and (fault := broken_weight(lm.model)):
+    if lm.engine in OWN_ROUNDINGS and not is_mapped(lm.model) and (fault := broken_weight(lm.model)):
         raise BrokenLaw(f"{name} cannot be rounded to {lm.engine}: its weight {fault}")
     # Then the engine computes in float32, and the weights have another type.
-    widened = is_kept(lm.model) and lm.engine in COMPILED and source is None
+    widened = is_mapped(lm.model) and lm.engine in COMPILED and source is None
     try:
         found = lm.extend([owner], [forest])[0].logits.float().clone()
         lm.close(owner)  # so that no path needs another row of the store

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specbeam.core.errors import BadCheckpoint, BadSetting, MissingFile, NotSupported, SpecbeamError
-from specbeam.engines.mapped import mapped_files, mark_kept
+from specbeam.engines.mapped import mapped_files, mark_mapped
 from specbeam.models.checkpoints.folders import checked_folder
 from specbeam.models.checkpoints.numbers import check_weights
 from specbeam.models.checkpoints.pretrained import Checkpoint, open_checkpoint, pretrained
@@ -102,7 +102,7 @@ def model_of(
     if by_library is not None:
         object.__setattr__(model, "_specbeam_rounding", by_library)
     if mapped_type is not None:
-        mark_kept(model)
+        mark_mapped(model)
     check_weights(name, model, mapped_files(model).release)
     return model if options else model.to(device)
 
