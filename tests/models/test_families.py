@@ -1,4 +1,4 @@
-"""Every family of the table: its compiled logits are those of transformers, in every word size, company and length."""
+"""Every family of the table: its compiled logits are those of transformers, in every word size, batch and length."""
 
 import copy
 from dataclasses import replace

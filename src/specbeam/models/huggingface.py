@@ -337,7 +337,7 @@ class HuggingFaceLM:
         Raises `NotSupported` if a session shares its row of the store with others, which might fill the same free slots.
         """
         caches = [self._cache(session, _needs_of_parts(session, LOGITS)) for session in sessions]
-        if any(len(cache.company) > 1 for cache in caches):
+        if any(len(cache.row_caches) > 1 for cache in caches):
             raise NotSupported(
                 "drafts on scratch rows of the target's cache need a row of the store for each session, and sessions with a "
                 "common prefix share one here; load the target with share_from=None"
@@ -404,7 +404,7 @@ class HuggingFaceLM:
         cache = session.state.get(self)
         if arrays is None or cache is None or not isinstance(self.runner, PackedPasses):
             return False
-        return cache.leader is None and len(cache.company) == 1 and self.runner.are_current(cache, arrays)
+        return cache.leader is None and len(cache.row_caches) == 1 and self.runner.are_current(cache, arrays)
 
     def has_moved(self, arrays: Any) -> bool:
         return self.packed.has_moved(arrays)
@@ -498,7 +498,7 @@ class HuggingFaceLM:
     def _compact_if_sparse(self, session: CacheOwner, cache: Any) -> None:
         """Compact the cache if it extends over more than one block plus twice the slots it needs, and shares no row."""
         trie = cache.trie
-        if len(cache.company) == 1 and trie.extent - trie.reserved > 2 * trie.held + BLOCK:
+        if len(cache.row_caches) == 1 and trie.extent - trie.reserved > 2 * trie.held + BLOCK:
             self.compact(session)
 
     def peak(self, session: CacheOwner) -> int:
@@ -513,16 +513,16 @@ class HuggingFaceLM:
         cache = session.state.pop(self, None)
         if cache is None:
             return
-        self._take_over_prefixes(cache.company)
-        cache.company.remove(cache)
-        cache.trie.company.remove(cache.trie)
-        self._replace_leader([other for other in cache.company if other.leader is cache])
-        if cache.company:
+        self._take_over_prefixes(cache.row_caches)
+        cache.row_caches.remove(cache)
+        cache.trie.row_tries.remove(cache.trie)
+        self._replace_leader([other for other in cache.row_caches if other.leader is cache])
+        if cache.row_caches:
             return
         if is_broken(session) and cache.row < self.runner.store.caches:
             self.runner.store.clear_cache(cache.row)
         last = self.caches.pop()
-        if last is cache.company:
+        if last is cache.row_caches:
             return
         if last[0].row < self.runner.store.caches:  # otherwise nothing was stored in that row so far
             extent = max(other.trie.extent for other in last)
@@ -549,7 +549,7 @@ class HuggingFaceLM:
     def shares(self, session: CacheOwner) -> bool:
         """Return whether other sessions store tokens in the same row of the store, which compiled runs do not support."""
         cache = session.state.get(self)
-        return cache is not None and len(cache.company) > 1
+        return cache is not None and len(cache.row_caches) > 1
 
     def held(self, session: CacheOwner) -> int:
         """Return the number of tokens that are stored for the session now."""
@@ -575,14 +575,14 @@ class HuggingFaceLM:
             cache.context, cache.vectors = self._extras_of(session)
             cache.take_extra_inputs(self._extra_inputs_of(session))
             if leader is None:
-                self.caches.append(cache.company)
+                self.caches.append(cache.row_caches)
             else:
                 cache.leader = leader
                 cache.common = common
-                cache.company = leader.company
-                cache.company.append(cache)
-                cache.trie.company = leader.trie.company
-                cache.trie.company.append(cache.trie)
+                cache.row_caches = leader.row_caches
+                cache.row_caches.append(cache)
+                cache.trie.row_tries = leader.trie.row_tries
+                cache.trie.row_tries.append(cache.trie)
             session.state[self] = cache
         return cache
 
@@ -597,20 +597,20 @@ class HuggingFaceLM:
         context, vectors = self._extras_of(session)
         best = None
         longest = self.share_from - 1
-        for company in self.caches:
-            if len(company) >= MOST_TOGETHER:
+        for row_caches in self.caches:
+            if len(row_caches) >= MOST_TOGETHER:
                 continue
-            if company[0].extra_inputs is not None:  # its first slots are reserved
+            if row_caches[0].extra_inputs is not None:  # its first slots are reserved
                 continue
-            if company[0].vectors is not vectors or not _are_same(company[0].context, context):
+            if row_caches[0].vectors is not vectors or not _are_same(row_caches[0].context, context):
                 continue
-            if company[0].needs.exit_layer is not needs.exit_layer:
+            if row_caches[0].needs.exit_layer is not needs.exit_layer:
                 continue
-            for cache in company:
+            for cache in row_caches:
                 common = min(
                     _common_prefix(session.prompt, cache.prompt), len(session.prompt) - 1, len(cache.prompt) - 1
                 )
-                if common > longest and cache.leader is None and self._pays_to_share(common, len(company), session):
+                if common > longest and cache.leader is None and self._pays_to_share(common, len(row_caches), session):
                     best = cache
                     longest = common
         return best, longest if best is not None else 0

@@ -19,7 +19,7 @@ class RowMember:
 
     Attributes:
         row: the index of the row of the store.
-        company: the caches of all sessions in this row of the store.
+        row_caches: the caches of all sessions in this row of the store.
         leader: the cache that stores the beginning of this session's prompt too; None if there is none, or after this cache
             has taken the beginning over.
         common: number of tokens that the leader stores for this session.
@@ -41,7 +41,7 @@ class RowMember:
     def __init__(self, row: int, prompt: list[int]) -> None:
         self.row = row
         self.prompt = prompt
-        self.company: list[Any] = [self]
+        self.row_caches: list[Any] = [self]
         self.leader: Any = None
         self.common = 0
         self.context: Any = None

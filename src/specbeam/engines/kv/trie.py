@@ -96,7 +96,7 @@ class KVTrie:
 
     Attributes:
         root_at: int64[beams], the local node of each root.
-        company: the tries of all sessions in the same row of the store.
+        row_tries: the tries of all sessions in the same row of the store.
     """
 
     def __init__(self, prompt: list[int], more: int = BLOCK) -> None:
@@ -113,7 +113,7 @@ class KVTrie:
         seen = np.zeros((min(room, 2 * more), room), dtype=bool)
         self.arrays = Trie(nodes, numbers[:room], seen, np.zeros(room, dtype=bool), numbers[room:], counts)
         self.root_at = numbers[:1].copy()
-        self.company: list[KVTrie] = [self]
+        self.row_tries: list[KVTrie] = [self]
         self.prefix = 0  # number of slots of a prefix, from slot 1 on, which only learnt rows see
         self.reserved = 0  # number of slots from slot 1 on that no node is given
 
@@ -188,7 +188,7 @@ class KVTrie:
             np.zeros(6, dtype=np.int64),
         )
         other.root_at = NO_NODES
-        other.company = [other]
+        other.row_tries = [other]
         return other
 
     def before(self, node: int, position: int) -> "KVTrie":
@@ -209,7 +209,7 @@ class KVTrie:
             np.array([1, 1, 1, self.held, self.extent, self.held]),
         )
         other.root_at = np.zeros(1, dtype=np.int64)
-        other.company = [other]
+        other.row_tries = [other]
         return other
 
     def count_scratch(self, other: "KVTrie") -> None:
@@ -231,8 +231,8 @@ class KVTrie:
 
     def _slots_in_use(self) -> Bool[np.ndarray, " slots"]:
         """Return which slots any session in this row of the store uses."""
-        in_use = np.zeros(max(other.capacity for other in self.company), dtype=bool)
-        for other in self.company:
+        in_use = np.zeros(max(other.capacity for other in self.row_tries), dtype=bool)
+        for other in self.row_tries:
             in_use[: other.capacity] |= other.seen.any(0)
         return in_use
 
@@ -351,7 +351,7 @@ class KVTrie:
         """
         arrays = self.arrays
         rows = self.stored + more
-        in_use = self._slots_in_use() if len(self.company) > 1 else None
+        in_use = self._slots_in_use() if len(self.row_tries) > 1 else None
         held = self.held if in_use is None else int(in_use.sum())
         slots = held + more + 1 + self.reserved  # one more for the waste slot
         if rows > len(arrays.seen):
