@@ -44,7 +44,6 @@ class Channel:
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self.rank = dist.get_rank()
-        self.told = 0
         self._timeout_s = timeout_s
         # Apart from the group of the model: messages are on the host, whatever the model's tensors are on.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -54,21 +53,20 @@ class Channel:
         if self.rank == 0:
             threading.Thread(target=self._stay_awake, name="specbeam ranks", daemon=True).start()
 
-    def tell(self, verb: int, *arrays: Sequence[Any] | np.ndarray) -> None:
+    def send(self, verb: int, *arrays: Sequence[Any] | np.ndarray) -> None:
         """Send a verb and its int64 arrays to the other ranks."""
         given = [np.ascontiguousarray(array, dtype=np.int64) for array in arrays]
         shapes = [number for array in given for number in (array.ndim, *array.shape)]
         header = np.zeros(HEADER, dtype=np.int64)
         header[: 2 + len(shapes)] = [verb, len(given), *shapes]
         content = np.concatenate([array.ravel() for array in given]) if given else np.zeros(0, dtype=np.int64)
-        with self._lock, ending_the_job("telling the other ranks"):
+        with self._lock, ending_the_job("sending to the other ranks"):
             dist.broadcast(torch.from_numpy(header), 0, group=self._group)
             if content.size:
                 dist.broadcast(torch.from_numpy(content), 0, group=self._group)
             self._last = time.monotonic()
-            self.told += 1
 
-    def hear(self) -> tuple[int, list[np.ndarray]]:
+    def receive(self) -> tuple[int, list[np.ndarray]]:
         """Wait for the next operation of rank 0; return the verb and its arrays."""
         header = torch.zeros(HEADER, dtype=torch.int64)
         dist.broadcast(header, 0, group=self._group)
@@ -92,12 +90,12 @@ class Channel:
         """Let the other ranks end. Once is enough."""
         if not self._ended.is_set():
             self._ended.set()
-            self.tell(END)
+            self.send(END)
 
     def _stay_awake(self) -> None:
         while not self._ended.wait(self._timeout_s / 6):
             if time.monotonic() - self._last > self._timeout_s / 3:
-                self.tell(AWAKE)
+                self.send(AWAKE)
 
 
 class ending_the_job:  # noqa: N801
@@ -140,19 +138,19 @@ class RepeatedStore(KVStore):
         self._channel = channel
 
     def grow(self, caches: int, slots: int) -> None:
-        self._channel.tell(RESERVE, [caches, slots])
+        self._channel.send(RESERVE, [caches, slots])
         super().grow(caches, slots)
 
     def move_cache(self, source: int, goal: int, extent: int) -> None:
-        self._channel.tell(MOVE_CACHE, [source, goal, extent])
+        self._channel.send(MOVE_CACHE, [source, goal, extent])
         super().move_cache(source, goal, extent)
 
     def clear_cache(self, cache: int) -> None:
-        self._channel.tell(CLEAR_CACHE, [cache])
+        self._channel.send(CLEAR_CACHE, [cache])
         super().clear_cache(cache)
 
     def move_slots(self, cache: int, source: torch.Tensor, goal: torch.Tensor) -> None:
-        self._channel.tell(MOVE_SLOTS, [cache], source.cpu().numpy(), goal.cpu().numpy())
+        self._channel.send(MOVE_SLOTS, [cache], source.cpu().numpy(), goal.cpu().numpy())
         super().move_slots(cache, source, goal)
 
     def take(self, cache: int, slots: np.ndarray) -> list[Any]:
@@ -177,7 +175,7 @@ class RepeatedPasses(PaddedPasses):
         return super().lacks(needs)
 
     def refuses(self, context: object) -> str:
-        return "the weights are spread over several ranks, which are told tokens alone"
+        return "the weights are spread over several ranks, which are sent tokens only"
 
     def refuses_extra_rows(self, inputs: ExtraInputs) -> str:
         return "the weights are spread over several ranks, and rows of a draft head would enter on the first one alone"
@@ -197,7 +195,7 @@ class RepeatedPasses(PaddedPasses):
         inputs = torch.stack([ids, places, place.slots]).cpu().numpy()
         packed, kinds = _packed(masks)
         numbers = [int(isinstance(rows, slice)), place.extent, wanted, kinds]
-        self.channel.tell(RUN, numbers, which, inputs, packed)
+        self.channel.send(RUN, numbers, which, inputs, packed)
         with ending_the_job("running a pass together"):
             return super()._call_model(ids, places, masks, wanted)
 
@@ -225,7 +223,7 @@ class Follower(PaddedPasses):
         """Follow the operations of rank 0 until it ends. After an error the process ends with a sentence."""
         with ending_the_job("waiting for rank 0, or following it"):
             while True:
-                verb, arrays = self._channel.hear()
+                verb, arrays = self._channel.receive()
                 if verb == END:
                     return
                 self._do(verb, arrays)
