@@ -10,7 +10,7 @@ from specbeam.core.answers import LOGITS
 from specbeam.core.errors import NotSupported
 from specbeam.core.records import Needs, Scored
 from specbeam.core.session import CacheOwner
-from specbeam.engines.cpu.cache_words import WORDS, KeptAs
+from specbeam.engines.cpu.cache_words import WORDS, KVType
 from specbeam.engines.cpu.encoder import CompiledEncoder
 from specbeam.engines.cpu.source_passes import CompiledSourcePasses
 from specbeam.engines.eligibility import has_own_encoder
@@ -59,7 +59,7 @@ class EncoderDecoderLM(HuggingFaceLM):
         chunk: int = CHUNK,
         encoder: nn.Module | None = None,
         engine: str = "auto",
-        kv: KeptAs = "float32",
+        kv: KVType = "float32",
         shared: SharedTokens | None = None,
     ) -> None:
         if encoder is None and not has_own_encoder(model):

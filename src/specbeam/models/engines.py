@@ -10,7 +10,7 @@ import torch
 from specbeam.core.caches.folders import lend_folder
 from specbeam.core.errors import NotSupported
 from specbeam.engines.by_layer import layer_decoder
-from specbeam.engines.cpu.cache_words import KeptAs
+from specbeam.engines.cpu.cache_words import KVType
 from specbeam.engines.cpu.decoder import CompiledDecoder, Rounding, misfit
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.cpu.source_passes import CompiledSourcePasses
@@ -73,7 +73,7 @@ class ChosenEngine(NamedTuple):
 
 
 def choose_engine(
-    model: "PreTrainedModel", wanted: str, caches: list[Any], kv: KeptAs = "float32", shared: SharedTokens | None = None
+    model: "PreTrainedModel", wanted: str, caches: list[Any], kv: KVType = "float32", shared: SharedTokens | None = None
 ) -> ChosenEngine:
     """Return the engine that runs a model: the wanted one, or with "auto" the first of the table that fits.
 
@@ -126,13 +126,13 @@ def _engine_of(engines: tuple[EngineKind, ...], request: EngineRequest, wanted: 
     raise AssertionError("the last engine of the table runs every model")
 
 
-def _with_rounded_kv(chosen: ChosenEngine, kv: KeptAs) -> ChosenEngine:
+def _with_rounded_kv(chosen: ChosenEngine, kv: KVType) -> ChosenEngine:
     """Let an engine store keys and values rounded. Raises `NotSupported` if it is not the compiled forward."""
     if chosen.name not in COMPILED:
         raise NotSupported(
             f"kv={kv!r} is for the compiled forward, rounded or not, and the engine is {chosen.name!r}; leave kv out"
         )
-    chosen.passes.keep_kv_as(kv)  # type: ignore[union-attr]
+    chosen.passes.store_kv_as(kv)  # type: ignore[union-attr]
     return chosen
 
 

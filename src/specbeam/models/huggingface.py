@@ -22,7 +22,7 @@ from specbeam.core.passes import CYCLES, PASSES, now
 from specbeam.core.records import ExtraInputs, Needs, Scored, Turn
 from specbeam.core.session import CacheOwner, is_broken
 from specbeam.engines.cpu.cache import CpuCache, Drafting
-from specbeam.engines.cpu.cache_words import WORDS, KeptAs
+from specbeam.engines.cpu.cache_words import WORDS, KVType
 from specbeam.engines.cpu.decoder import TILED_FROM
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.families import positions_of
@@ -149,7 +149,7 @@ class HuggingFaceLM:
         chunk: int = CHUNK,
         engine: str = "auto",
         share_from: int | Literal["auto"] | None = "auto",
-        kv: KeptAs = "float32",
+        kv: KVType = "float32",
         shared: SharedTokens | None = None,
     ) -> None:
         self.model = model

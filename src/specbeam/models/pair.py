@@ -10,7 +10,7 @@ import torch
 from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.core.garbage import rarely_collected
 from specbeam.core.lm import LM
-from specbeam.engines.cpu.cache_words import KeptAs
+from specbeam.engines.cpu.cache_words import KVType
 from specbeam.engines.eligibility import reads_sources
 from specbeam.models.encoder_decoder import EncoderDecoderLM
 from specbeam.models.huggingface import HuggingFaceLM
@@ -103,7 +103,7 @@ def load(
     probe: bool = True,
     device_map: Any = None,
     tensor_parallel: bool = False,
-    kv: KeptAs | None = None,
+    kv: KVType | None = None,
 ) -> Pair:
     """Load a target model, and optionally a draft model, with their tokenizer.
 
@@ -179,7 +179,7 @@ def load(
     check_options(quantize_draft, share_from, "quantize_draft")
     check_is_model(draft)
     check_kv(kv)
-    rounded_kv: KeptAs = kv or "float32"
+    rounded_kv: KVType = kv or "float32"
     is_spread = device_map is not None or tensor_parallel
     if is_spread:
         check_spread(target, quantize, compile, device_map, tensor_parallel, kv)

@@ -9,7 +9,7 @@ import torch
 from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.core.lm import LM
 from specbeam.doors.options.checks import is_integer
-from specbeam.engines.cpu.cache_words import KeptAs
+from specbeam.engines.cpu.cache_words import KVType
 from specbeam.engines.eligibility import reads_sources
 from specbeam.engines.shared_tokens import SharedTokens
 from specbeam.models.encoder_decoder import EncoderDecoderLM, encoder_for
@@ -48,7 +48,7 @@ class DraftOptions:
     compile: bool = False
     share_from: ShareFrom = "auto"
     probe: bool = True
-    kv: KeptAs = "float32"
+    kv: KVType = "float32"
 
 
 def given_draft(
@@ -103,7 +103,7 @@ def draft_of(
     rounding = by_engine(given.quantize)
     is_target = model is target.model
     if reads_sources(model):
-        kv: KeptAs = options.kv if is_target else "float32"
+        kv: KVType = options.kv if is_target else "float32"
         return _reading_draft(model, target, options.check, rounding, kv, shared)
     if is_target:  # it may draft for itself, but it needs a second cache for that
         engine = rounding or ("torch" if target.engine == "torch" else "auto")
@@ -133,7 +133,7 @@ def _reading_draft(
     target: HuggingFaceLM,
     check: bool,
     quantize: "Quantize | None",
-    kv: KeptAs,
+    kv: KVType,
     shared: SharedTokens | None,
 ) -> EncoderDecoderLM:
     """Return the language model of a draft that reads sources. Raises `NotSupported` if the target does not."""

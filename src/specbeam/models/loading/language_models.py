@@ -6,7 +6,7 @@ import torch
 
 from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.doors.options.checks import is_integer
-from specbeam.engines.cpu.cache_words import KeptAs
+from specbeam.engines.cpu.cache_words import KVType
 from specbeam.engines.eligibility import reads_sources
 from specbeam.engines.mapped import mapped_files
 from specbeam.engines.shared_tokens import SharedTokens
@@ -29,7 +29,7 @@ def language_model(
     quantize: "Quantize | None" = None,
     compile: bool = False,
     share_from: ShareFrom = "auto",
-    kv: KeptAs = "float32",
+    kv: KVType = "float32",
     shared: SharedTokens | None = None,
     role: str = "",
 ) -> HuggingFaceLM:
