@@ -320,7 +320,7 @@ def test_a_decoder_without_an_encoder_drafts_for_a_model_that_has_one(listener):
     drafted = sb.generate(pair, sources("whisper", 2), sb.dsbd(3, 4, 2, "fixed"), seed=4, **options)
     plain = sb.generate(listener, sources("whisper", 2), sb.beam_sampling(3), seed=4, **options)
     assert [one.tokens for one in drafted] == [one.tokens for one in plain]
-    with pytest.raises(errors.NotSupported, match="is a decoder without its encoder; it can only draft"):
+    with pytest.raises(errors.NotSupported, match="is a decoder without an encoder; it can only draft"):
         sb.load(draft)
 
 

@@ -152,14 +152,14 @@ def test_hidden_states_are_behind_all_layers():
 def test_engines_that_run_all_layers_at_once_refuse():
     with pytest.raises(
         NotSupported,
-        match=r"a range of layers is run by the compiled forward, rounded or not, or 'layers'.*early_layers",
+        match=r"need the compiled forward, rounded or not, or engine 'layers'.*early_layers",
     ):
         LiveLayers(target_of(engine="plain"), 2)
 
 
 @pytest.mark.parametrize("layers", [0, LAYERS])
 def test_some_layers_have_to_be_left(layers):
-    with pytest.raises(BadSetting, match="LlamaForCausalLM has 4, of which some have to be left"):
+    with pytest.raises(BadSetting, match="LlamaForCausalLM has 4 layers: choose 1 to 3"):
         LiveLayers(target_of(), layers)
 
 
