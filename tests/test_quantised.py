@@ -109,6 +109,6 @@ def test_what_a_library_rounds_drafts_and_decodes(kind, tmp_path):
 
 def test_fp8_is_refused_off_a_gpu():
     with pytest.raises(
-        NotSupported, match=r"quantize='fp8' cannot run .*: it is for a GPU; on a CPU 'int8' and 'int4'"
+        NotSupported, match=r"quantize='fp8' cannot run .*: it is for GPUs; on a CPU use 'int8' or 'int4'"
     ):
         sb.load(target(), quantize="fp8")

@@ -138,7 +138,7 @@ def test_a_target_is_spread_by_torchrun_alone_and_from_files(tmp_path, monkeypat
             sb.load(target, tensor_parallel=True)
         return
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(BadSetting, match="RANK is not set: torchrun"):
+    with pytest.raises(BadSetting, match="RANK is not set; run torchrun"):
         sb.load(target, tensor_parallel=True)
 
 
@@ -166,7 +166,7 @@ def test_what_cannot_be_is_refused_before_weights_are_spread(tmp_path, monkeypat
 def test_spread_weights_are_refused_where_one_process_would_run_them(monkeypatch):
     model = words.pair(draft_seed=None, check=False).target_model
     monkeypatch.setattr(type(next(model.parameters())), "to_local", lambda self: self, raising=False)
-    with pytest.raises(NotSupported, match="spread over several processes"):
+    with pytest.raises(NotSupported, match="sharded over several processes"):
         HuggingFaceLM(model)
 
 
