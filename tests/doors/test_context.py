@@ -202,7 +202,7 @@ def test_rows_by_embedding_that_there_are_not_are_refused(engine):
     few.vectors = {lm: soft_prompt(rows=3)}
     for one, message in (
         (none, "session.vectors has none for LlamaForCausalLM"),
-        (few, "has the token -4, and vectors has 3 rows"),
+        (few, "has token -4, and vectors has only 3 rows"),
     ):
         with pytest.raises(NotSupported, match=message):
             lm.extend([one], [Forest.rooted([4])])

@@ -213,5 +213,5 @@ def test_a_forest_in_another_order_is_refused():
 def test_two_drafts_of_different_depth_cannot_share_a_session():
     lm, one = target_of(), seat([3, 4])
     LiveLayers(lm, 1).extend([one], [Forest.rooted([4])])
-    with pytest.raises(NotSupported, match="runs 1 layers ahead of the others already, not 2"):
+    with pytest.raises(NotSupported, match="already drafts with 1 layers, and not with 2"):
         LiveLayers(lm, 2).extend([one], [Forest.rooted([4])])

@@ -183,7 +183,9 @@ def _waits_for_compiled(model: "PreTrainedModel") -> str:
     if is_mapped(model) or matrices_of(model):
         return ""
     if model.dtype != torch.float32:
-        return f"it is in {model.dtype}, and its panels would be a second copy of the weights; load it from its files instead"
+        return (
+            f"it is in {model.dtype}, and panels would be a second copy of the weights; load it from its files instead"
+        )
     return _too_large(model)
 
 
