@@ -53,8 +53,8 @@ def test_a_target_in_int4_has_the_law_of_the_rounded_model():
         ({"draft": "int8", "quantize_draft": "int4"}, "quantize_draft='int4' contradicts it"),
         ({"quantize": "torchao-int8"}, "give its folder or hub id, or 'int8', 'int4' or 'fp8'"),
         ({"draft": "torchao-int8"}, "the model is an object already"),
-        ({"draft": "int5"}, "draft is 'int5'; weights can be rounded as 'int8', 'int4', 'fp8'"),
-        ({"draft": "torchao-int2"}, "there is no folder of this name"),
+        ({"draft": "int5"}, "draft is 'int5', which is no folder; the roundings of the target are 'int8', 'int4', 'fp8'"),
+        ({"draft": "torchao-int2"}, "which is no folder"),
         ({"quantize": "int2"}, "'int8', 'int4', 'fp8', 'torchao-int8', 'torchao-int4', 'bitsandbytes-int8', 'bitsandbytes-nf4'"),
     ],
 )  # fmt: skip

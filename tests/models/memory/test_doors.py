@@ -182,7 +182,7 @@ def test_what_would_be_ignored_is_refused(pair):
     with pytest.raises(BadHead, match="the memory has 16 numbers"):
         sb.hmt(loaded, (PLAN, new_recall(torch.zeros(3, 16), 4, 0)))
     remembering = sb.hmt(loaded, (PLAN, recall))
-    with pytest.raises(NotSupported, match="reads with memory"):
+    with pytest.raises(NotSupported, match="has a memory"):
         _ = remembering.forgetful_target
     assert "no hidden states" in remembering.target.lacks(Needs(hidden=True))
 
