@@ -188,7 +188,7 @@ def test_vectors_of_another_size_and_prompts_that_end_with_one_are_refused():
     pair = Pair(model, None, None, HuggingFaceLM(model, engine="plain"), None)
     session = session_of(pair, [3, 4], sb.greedy())
     session.vectors = {pair.target: torch.zeros(2, 7)}
-    with pytest.raises(NotSupported, match=r"vectors is \[2, 7\]; LlamaForCausalLM reads rows of 32"):
+    with pytest.raises(NotSupported, match=r"vectors has shape \[2, 7\]; LlamaForCausalLM reads rows of 32"):
         Decoder(pair.target).add(session)
     session.vectors, session.prompt = {pair.target: torch.zeros(2, SIZE)}, [3, -1]
     with pytest.raises(BadPrompt, match="last token of a prompt is given by embedding"):
