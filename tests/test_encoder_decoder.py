@@ -366,9 +366,9 @@ def test_drafts_without_a_model_are_copied_from_the_source(translator, method):
 def test_what_cannot_read_a_source_is_refused_by_name(translator, tmp_path):
     target = translator.target_model
     for options, message in (
-        ({"draft": "swift"}, "leaving sublayers out is for decoder-only models, and BartForConditionalGeneration has"),
-        ({"draft": "mtp"}, "mtp is a draft head, which is for decoder-only models"),
-        ({"compile": True}, "compile=True is for decoder-only models"),
+        ({"draft": "swift"}, "skipping sublayers needs a decoder-only target, and BartForConditionalGeneration has"),
+        ({"draft": "mtp"}, "the draft head mtp needs a decoder-only target"),
+        ({"compile": True}, "compile=True needs a decoder-only model"),
     ):
         with pytest.raises(errors.NotSupported, match=message):
             sb.load(target, **options)

@@ -793,8 +793,18 @@ def vocab_of(model: "PreTrainedModel") -> int:
     return int(model.get_output_embeddings().weight.shape[0])
 
 
-def check_keeps_tokens(model: "PreTrainedModel") -> None:
-    """Raise `UnsupportedModel` for models that cannot score a forest with any masks and positions."""
+def prepare_to_score(model: "PreTrainedModel") -> None:
+    """Put a model into evaluation mode, with an attention that takes a mask per node: SDPA or eager, not flash or flex.
+
+    Raises `UnsupportedModel` for models that cannot score a forest with any masks and positions.
+    """
+    _check_keeps_tokens(model)
+    if model.config._attn_implementation not in ("sdpa", "eager"):
+        model.set_attn_implementation("sdpa")
+    model.eval()
+
+
+def _check_keeps_tokens(model: "PreTrainedModel") -> None:
     config = model.config
     name = type(model).__name__
     text = config.get_text_config()

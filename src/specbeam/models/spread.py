@@ -14,7 +14,7 @@ import torch.distributed as dist
 from specbeam.core.errors import BadSetting, UnsupportedModel
 from specbeam.engines.torch.repeated import TIMEOUT_S, Channel, Follower, end_job
 from specbeam.models.checkpoints.pretrained import open_checkpoint, pretrained
-from specbeam.models.huggingface import check_keeps_tokens
+from specbeam.models.huggingface import prepare_to_score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,14 +67,12 @@ def _part_of(name: str, dtype: "str | torch.dtype", on_gpu: bool) -> "PreTrained
     plan = DistributedConfig(tp_size=dist.get_world_size())
     what = f"could not shard a causal language model from {name}"
     model: PreTrainedModel = pretrained(open_checkpoint(name), what, dtype=dtype, distributed_config=plan)
-    check_keeps_tokens(model)
+    prepare_to_score(model)
     if not any(hasattr(weight, "to_local") for weight in model.parameters()):
         raise UnsupportedModel(
             f"transformers has no tensor-parallel plan for {type(model).__name__}; load it on one device, or with device_map"
         )
-    if model.config._attn_implementation not in ("sdpa", "eager"):
-        model.set_attn_implementation("sdpa")
-    return model.eval()
+    return model
 
 
 def end_together(channel: Channel) -> None:
