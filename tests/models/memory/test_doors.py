@@ -140,14 +140,14 @@ def test_folders_without_a_memory_say_what_is_missing(pair, tmp_path):
     with pytest.raises(MissingFile, match=f"no {CONFIG} .there is nothing"):
         sb.hmt(loaded, tmp_path / "none")
     save_memory(tmp_path, recall, PLAN, loaded.target_model, None)
-    with pytest.raises(MissingFile, match="nor names its model"):
+    with pytest.raises(MissingFile, match="does not name its model"):
         sb.hmt(tmp_path)
     weights = (tmp_path / WEIGHTS).read_bytes()
     (tmp_path / WEIGHTS).write_bytes(weights[:-40])
     with pytest.raises(BadHead, match="cannot be read"):
         read_memory(tmp_path)
     (tmp_path / WEIGHTS).unlink()
-    with pytest.raises(MissingFile, match="holds no memory weights"):
+    with pytest.raises(MissingFile, match="the weights of the memory"):
         read_memory(tmp_path)
     config = (tmp_path / CONFIG).read_text()
     (tmp_path / WEIGHTS).write_bytes(weights)
@@ -267,10 +267,10 @@ def test_models_whose_states_are_no_embeddings_are_refused():
     assert remembering.plan is PLAN
     lm = HuggingFaceLM(model, engine="plain")
     lm.runner.takes_vectors = False
-    with pytest.raises(NotSupported, match="takes tokens alone"):
+    with pytest.raises(NotSupported, match="takes only tokens"):
         MemoryLM(lm, PLAN, recall)
     model.set_input_embeddings(torch.nn.Identity())
-    with pytest.raises(NotSupported, match="no table of embeddings"):
+    with pytest.raises(NotSupported, match="no embedding matrix"):
         MemoryLM(lm, PLAN, recall)
 
 
