@@ -223,8 +223,8 @@ def test_each_thing_that_a_family_has_counts(name, mistake, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "changes", "reason"),
     [
-        ("gpt2", {"add_cross_attention": True}, "reads another text"),
-        ("gemma3", {"use_bidirectional_attention": True}, "look at later ones"),
+        ("gpt2", {"add_cross_attention": True}, "cross-attention to another text"),
+        ("gemma3", {"use_bidirectional_attention": True}, "attend to later tokens"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "kind 'dynamic'"),
         ("gpt_neox", {"hidden_act": "relu2"}, "activation is 'relu2'"),
     ],
