@@ -266,7 +266,7 @@ def test_rows_below_a_node_of_an_earlier_pass_are_refused():
         (one,) = seats_of((4,), extra_head(model, "hidden_transfer").inputs)
         roots = Forest.rooted(one.prompt[-1:])
         lm.extend([one], [roots])
-        with pytest.raises(NotSupported, match="hangs under a node that an earlier pass has scored"):
+        with pytest.raises(NotSupported, match="an earlier pass has scored that node"):
             lm.extend([one], [with_extra_rows(roots)])
 
 

@@ -17,6 +17,7 @@ from specbeam.engines.arrays import Floats, LogitRows, States, Tapped, Vector
 from specbeam.engines.cpu.decoder import Rows
 from specbeam.engines.cpu.early import ExitLayer
 from specbeam.engines.eligibility import is_llama_like
+from specbeam.engines.kv.masks import additive
 from specbeam.engines.kv.store import KVStore, Place, StoreLayer
 from specbeam.engines.shared_tokens import SharedTokens, readable
 
@@ -192,9 +193,7 @@ class LayerDecoder:
         return torch.cat(found), torch.cat(tapped)
 
     def _mask(self, seen: np.ndarray, like: Tensor) -> Tensor:
-        visible = torch.from_numpy(seen).to(like.device)[None, None]
-        lowest = torch.finfo(like.dtype).min
-        return torch.zeros(visible.shape, dtype=like.dtype, device=like.device).masked_fill_(~visible, lowest)
+        return additive(torch.from_numpy(seen).to(like.device)[None, None], like.dtype)
 
 
 def _on_host(x: Tensor) -> Floats:

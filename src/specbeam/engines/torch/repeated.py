@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from specbeam.core.errors import NotSupported
 from specbeam.core.records import ExtraInputs, Needs
-from specbeam.engines.kv.masks import Mask
+from specbeam.engines.kv.masks import Mask, additive
 from specbeam.engines.kv.store import KVStore, Place
 from specbeam.engines.torch.passes import NO_EXTRAS, PaddedPasses
 
@@ -257,7 +257,4 @@ class Follower(PaddedPasses):
 
     def _native(self, seen: torch.Tensor) -> torch.Tensor:
         """Return a mask in the form that the model's attention takes."""
-        if self.masks.implementation != "eager":
-            return seen
-        dtype = self.masks.dtype
-        return torch.zeros(seen.shape, dtype=dtype, device=self.device).masked_fill_(~seen, torch.finfo(dtype).min)
+        return additive(seen, self.masks.dtype) if self.masks.implementation == "eager" else seen
