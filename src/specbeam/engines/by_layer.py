@@ -172,7 +172,8 @@ class LayerDecoder:
             extent = next(iter(rows.seen.values())).shape[1]
             slots = torch.from_numpy(rows.slots[None, here]).to(x.device)
             store.place = Place(slice(cache, cache + 1), slots, extent)
-            masks = [self._mask(rows.seen[name][here], x) for name in self.names]
+            seen = [torch.from_numpy(rows.seen[name][here]).to(x.device) for name in self.names]
+            masks = [additive(one[None, None], x.dtype) for one in seen]
             positions = torch.from_numpy(rows.positions[None, here]).to(x.device)
             rotations = self.body.rotary_emb(states, positions)
             kept = {}
@@ -191,9 +192,6 @@ class LayerDecoder:
             found.append(states[0])
             tapped.append(torch.cat([kept[tap][0] for tap in taps], 1) if taps else states[0, :, :0])
         return torch.cat(found), torch.cat(tapped)
-
-    def _mask(self, seen: np.ndarray, like: Tensor) -> Tensor:
-        return additive(torch.from_numpy(seen).to(like.device)[None, None], like.dtype)
 
 
 def _on_host(x: Tensor) -> Floats:

@@ -16,7 +16,10 @@ from specbeam.engines.kv.cross_pool import CrossPool
 from specbeam.engines.kv.store import in_words, panel_buffers
 from specbeam.engines.source import Source
 
-NO_HEADS = "its hidden states are not available: draft heads, exit layers and other parts that read them need a decoder-only model"
+NO_HEADS = (
+    "its hidden states are not available: draft heads, exit layers and other parts that read them need a decoder-only "
+    "model"
+)
 
 
 class CrossLayer(CacheLayerMixin):
