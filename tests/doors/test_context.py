@@ -96,7 +96,7 @@ def test_samples_of_one_image_share_their_prompt_and_those_of_another_do_not(cap
     [
         ({"pixels": image(1)}, "holds pixels, which GPT2LMHeadModel does not take"),
         ({"input_ids": image(1)}, "holds input_ids, which GPT2LMHeadModel does not take"),
-        ({"encoder_hidden_states": image(1)[0]}, "the first dimension is 1"),
+        ({"encoder_hidden_states": image(1)[0]}, "their first dimension must be 1"),
         (image(1), "context is Tensor; GPT2LMHeadModel takes keyword arguments"),
     ],
 )
