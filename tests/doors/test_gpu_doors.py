@@ -42,7 +42,7 @@ def test_ranked_rows_are_made_of_logits(model):
 def test_what_it_does_not_have_is_refused(model):
     lm = HuggingFaceLM(model, engine="gpu")
     root = Forest.rooted([4])
-    with pytest.raises(NotSupported, match=r"keeps no hidden states.*engine='plain'"):
+    with pytest.raises(NotSupported, match=r"returns no hidden states.*engine='plain'"):
         lm.extend([seat([3, 4])], [root], [Needs(hidden=True)])
     with_context, with_vectors = seat([3, 4]), seat([-1, 4])
     with_context.context = {lm: {"encoder_hidden_states": torch.zeros(1, 2, 32)}}
