@@ -65,7 +65,11 @@ def test_logits_are_those_of_the_model(name):
         ("opt", {}, "its family is not among those that this engine knows"),
         ("falcon", {}, "its family is not among those that this engine knows"),
         ("llama", {"hidden_act": "sigmoid"}, "its activation is 'sigmoid'"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type is 'dynamic'"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_type is 'dynamic'",
+        ),
     ],
 )
 def test_models_that_they_do_not_fit_are_called_as_they_are_and_it_is_said_why(family, changes, reason):

@@ -161,7 +161,9 @@ class MemoryLM:
     def lacks(self, needs: Needs) -> str:
         """Return the reason why this model cannot provide these needs; "" if it can."""
         if needs.states or needs.exit_layer is not None:
-            return "a model with memory returns no hidden states, as heads are trained without memory: use a draft model"
+            return (
+                "a model with memory returns no hidden states, as heads are trained without memory: use a draft model"
+            )
         return ""
 
     def extend(self, sessions: Sequence[Session], forests: Forests, needs: EachNeeds = None) -> list[Scored]:
