@@ -176,9 +176,8 @@ class LayerDecoder:
             masks = [additive(one[None, None], x.dtype) for one in seen]
             positions = torch.from_numpy(rows.positions[None, here]).to(x.device)
             rotations = self.body.rotary_emb(states, positions)
-            kept = {}
-            for number, (module, place, kind) in enumerate(zip(modules, places, kinds, strict=True)):
-                kept[number] = states
+            outputs = [states]  # the input of the first layer, then the output of each layer
+            for module, place, kind in zip(modules, places, kinds, strict=True):
                 states = module(
                     states,
                     attention_mask=masks[kind],
@@ -188,9 +187,9 @@ class LayerDecoder:
                     position_embeddings=rotations,
                 )
                 states = states[0] if isinstance(states, tuple) else states
-            kept[len(modules)] = states
+                outputs.append(states)
             found.append(states[0])
-            tapped.append(torch.cat([kept[tap][0] for tap in taps], 1) if taps else states[0, :, :0])
+            tapped.append(torch.cat([outputs[tap][0] for tap in taps], 1) if taps else states[0, :, :0])
         return torch.cat(found), torch.cat(tapped)
 
 

@@ -556,8 +556,10 @@ def _ropes_of(config: Any, family: ModelFamily, kinds: tuple[str, ...]) -> tuple
     """Return the index of each layer's table of angles, as if all layers had positions, and `Architecture.tables`."""
     if family.positions or family.distances:
         return (-1,) * len(kinds), ("",)
-    tables = tuple(sorted({*kinds})) if len(_ropes_by_kind(config)) > 1 else ("",)
-    return tuple(tables.index(kind) if len(tables) > 1 else 0 for kind in kinds), tables
+    if len(_ropes_by_kind(config)) == 1:
+        return (0,) * len(kinds), ("",)
+    tables = tuple(sorted({*kinds}))
+    return tuple(tables.index(kind) for kind in kinds), tables
 
 
 def _ropes_by_kind(config: Any) -> list[Any]:
@@ -591,14 +593,15 @@ def most_before_angles_change(config: Any) -> int | None:
     return min(lengths, default=None)
 
 
-def angles_of(rotary: Any, positions: int, device: torch.device, *kind: str) -> Float[Tensor, "2 positions pairs"]:
+def angles_of(rotary: Any, positions: int, device: torch.device, kind: str = "") -> Float[Tensor, "2 positions pairs"]:
     """Return cosine and sine of each rotary pair's angle at each position.
 
     Args:
-        kind: the kind of layers, if kinds differ in their angles.
+        kind: the kind of layers; "" if all have the same angles.
     """
     places = torch.arange(positions, device=device)[None]
-    cos, sin = rotary(torch.zeros(1, device=device), places, *kind)
+    of_kind = [kind] if kind else []
+    cos, sin = rotary(torch.zeros(1, device=device), places, *of_kind)
     pairs = cos.shape[-1] // 2
     return torch.stack([cos[0, :, :pairs], sin[0, :, :pairs]]).contiguous()
 
@@ -617,7 +620,7 @@ def angle_tables(model: "PreTrainedModel", of: Architecture, limit: int) -> list
         return [torch.zeros(2, len(places_of(body, of)), 0, device=device)]
     positions = positions_of(model.config)
     assert positions is not None  # families with rotary positions have a limit
-    return [angles_of(body.rotary_emb, positions, device, *([kind] if kind else [])) for kind in of.tables]
+    return [angles_of(body.rotary_emb, positions, device, kind) for kind in of.tables]
 
 
 def _eps_of(model: "PreTrainedModel", family: ModelFamily) -> float:
@@ -792,8 +795,11 @@ def _joined_bias(linears: list[Any], family: ModelFamily, nothing: Tensor) -> Te
     """Return the joined biases of matrices, with zeros for missing ones; empty if all are missing."""
     if all(one.bias is None for one in linears):
         return nothing
-    zeros = [nothing.new_zeros(len(_matrix(one, family))) for one in linears]
-    return torch.cat([zero if one.bias is None else one.bias for one, zero in zip(linears, zeros, strict=True)])
+    biases = []
+    for one in linears:
+        zeros = nothing.new_zeros(len(_matrix(one, family)))
+        biases.append(zeros if one.bias is None else one.bias)
+    return torch.cat(biases)
 
 
 def _cross_parts(layer: Any, family: ModelFamily, no_matrix: Tensor, before: Tensor, after: Tensor) -> CrossParts:

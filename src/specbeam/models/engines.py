@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,9 +29,8 @@ if TYPE_CHECKING:
 
     from specbeam.engines.gpu.passes import GpuPasses
 
-ROUNDINGS: dict[str, Rounding] = {"int8": "int8", "int4": "int4"}
 OLDEST_WITH_FP8 = (8, 9)  # compute capability of GPUs that have fp8
-COMPILED = ("compiled", *ROUNDINGS)  # engines that are the compiled forward
+COMPILED = ("compiled", "int8", "int4")  # engines that are the compiled forward
 
 
 class EngineKind(NamedTuple):
@@ -243,16 +243,14 @@ def _misfit_of_torch(model: "PreTrainedModel") -> str:
 def _compiled_kind(name: str, described: str, rounding: Rounding | None) -> EngineKind:
     """Return the row of the compiled forward with this rounding of matrices."""
 
-    def fits(model: "PreTrainedModel") -> str:
-        return misfit(model, rounding)
-
     def passes(request: EngineRequest) -> PackedPasses:
         with torch.inference_mode():
             decoder = CompiledDecoder(request.model, rounding, request.shared)
             kind = CompiledSourcePasses if reads_sources(request.model) else PackedPasses
             return kind(request.model, decoder, request.caches)
 
-    return EngineKind(name, described, fits, _on_request if rounding else _waits_for_compiled, passes)
+    waits = _on_request if rounding else _waits_for_compiled
+    return EngineKind(name, described, partial(misfit, rounding=rounding), waits, passes)
 
 
 def _gpu_passes(request: EngineRequest, rounded: bool = False) -> "GpuPasses | None":
@@ -273,10 +271,6 @@ def _gpu_passes(request: EngineRequest, rounded: bool = False) -> "GpuPasses | N
         warnings.warn(f"the forward for GPUs cannot be used, as Triton does not work here: {error!r}", stacklevel=2)
         return None
     return passes
-
-
-def _fp8_passes(request: EngineRequest) -> "GpuPasses | None":
-    return _gpu_passes(request, rounded=True)
 
 
 def _passes_by_layer(request: EngineRequest) -> PackedPasses:
@@ -303,7 +297,7 @@ def _plain_passes(request: EngineRequest) -> PaddedPasses:
 # In the order in which "auto" tries them.
 ENGINES = (
     EngineKind("gpu", "the forward for GPUs", _misfit_of_gpu, _waits_for_gpu, _gpu_passes),
-    EngineKind("fp8", "quantize='fp8'", _misfit_of_fp8, _on_request, _fp8_passes),
+    EngineKind("fp8", "quantize='fp8'", _misfit_of_fp8, _on_request, partial(_gpu_passes, rounded=True)),
     _compiled_kind("compiled", "the compiled forward", None),
     _compiled_kind("int8", "quantize='int8'", "int8"),
     _compiled_kind("int4", "quantize='int4'", "int4"),

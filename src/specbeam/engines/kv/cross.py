@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ class CrossLayer(CacheLayerMixin):
     """The cross-attention keys and values of one layer in the current pass, as a transformers cache layer, read-only."""
 
     is_sliding = False
-    is_initialized = True
 
     def __init__(self, keys: Float[Tensor, "batch heads frames size"], values: Tensor) -> None:
         super().__init__()
@@ -162,7 +161,7 @@ class CrossStore(SourceRows):
         return CrossView(Cache(layers=layers), mask)
 
 
-class CrossView:
+class CrossView(NamedTuple):
     """The cross-attention keys and values of one pass.
 
     Attributes:
@@ -170,9 +169,8 @@ class CrossView:
         mask: which frames belong to the source of each sequence.
     """
 
-    def __init__(self, cache: Cache, mask: Bool[Tensor, "batch frames"]) -> None:
-        self.cache = cache
-        self.mask = mask
+    cache: Cache
+    mask: Bool[Tensor, "batch frames"]
 
 
 def _as_index(rows: Sequence[int]) -> "slice | list[int]":

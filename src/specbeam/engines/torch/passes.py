@@ -100,11 +100,9 @@ def _joined(parts: list[Part]) -> tuple[Feed, SlotPositions]:
         looked_at = np.flatnonzero(wide.any(0))
         positions[looked_at] = trie.slot_position[looked_at]
         seen.append(wide)
-    tokens, places, used_slots, parents = (
-        np.concatenate([getattr(part.feed, name) for part in parts])
-        for name in ("tokens", "positions", "slots", "parents")
-    )
-    return Feed(tokens, places, used_slots, np.concatenate(seen), parents), SlotTable(positions)
+    names = ("tokens", "positions", "slots", "parents")
+    joined = {name: np.concatenate([getattr(part.feed, name) for part in parts]) for name in names}
+    return Feed(**joined, seen=np.concatenate(seen)), SlotTable(positions)
 
 
 class PaddedPasses:

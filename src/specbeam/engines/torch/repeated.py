@@ -8,8 +8,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -97,22 +97,17 @@ class Channel:
                 self.send(AWAKE)
 
 
-class ending_the_job:  # noqa: N801
+@contextmanager
+def ending_the_job(what: str) -> Iterator[None]:
     """A context in which any exception ends the process with a message.
 
     The ranks are then in different states, and no session can continue; their launcher may start them again
     (``torchrun --max-restarts``).
     """
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception):
-            end_job(self.what, error)
+    try:
+        yield
+    except Exception as error:
+        end_job(what, error)
 
 
 def end_job(what: str, error: BaseException) -> NoReturn:
