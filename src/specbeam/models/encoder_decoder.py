@@ -67,7 +67,7 @@ class EncoderDecoderLM(HuggingFaceLM):
             )
         super().__init__(model, chunk, engine, None, kv, shared)
         self.encoder: Any = self.runner.own_encoder() if encoder is None else encoder
-        self._reads_by_itself = encoder is None
+        self._uses_own_encoder = encoder is None
         if encoder is None and (why := self.runner.misfit_of_encoder()):
             note = f"transformers' own forward runs the encoder of {self.model_name}: {why}"
             self.engine_note = f"{self.engine_note}; {note}" if self.engine_note else note
@@ -78,7 +78,7 @@ class EncoderDecoderLM(HuggingFaceLM):
 
     def _new_twin(self) -> "EncoderDecoderLM":
         twin = EncoderDecoderLM(self.model, CHUNK, self.encoder, self.engine, self.kv, self.shared)
-        twin._reads_by_itself = self._reads_by_itself
+        twin._uses_own_encoder = self._uses_own_encoder
         return twin
 
     @property
@@ -110,7 +110,7 @@ class EncoderDecoderLM(HuggingFaceLM):
         Returns `source` itself if this model knows all of its tokens.
         """
         shared = self.shared
-        if shared is None or not self._reads_by_itself or source.inputs is None or source.name != "input_ids":
+        if shared is None or not self._uses_own_encoder or source.inputs is None or source.name != "input_ids":
             return source
         tokens = source.inputs[0].cpu().numpy()
         own = tokens.copy()

@@ -158,7 +158,7 @@ def test_folders_without_a_memory_say_what_is_missing(pair, tmp_path):
     with pytest.raises(BadHead, match=r"by memory\.json it must hold"):
         read_memory(tmp_path)
     (tmp_path / CONFIG).write_text(config.replace('"hmt"', '"other"'))
-    with pytest.raises(BadHead, match="says kind 'other'"):
+    with pytest.raises(BadHead, match="has kind 'other'"):
         read_memory(tmp_path)
 
 

@@ -153,7 +153,7 @@ class GpuDecoder:
         x = self._embedded(inputs, shape.rows)
         for number, layer in enumerate(self.layers):
             read = normed(x, layer.before_attention, self.eps)
-            beside = normed(x, layer.before_inner, self.eps) if of.parallel else None
+            mlp_input = normed(x, layer.before_inner, self.eps) if of.parallel else None
             qkv = multiplied(read, layer.qkv, layer.qkv_bias)
             self._norm_queries_and_keys(qkv, layer)
             pages = store.layer(number)
@@ -161,7 +161,7 @@ class GpuDecoder:
             mixed = attended(q, self.heads[1], pages, inputs, shape.sessions, shape.most, self.processors, layer.scores)
             self._add(x, mixed, layer.out, layer.out_bias, layer.after_attention)
             self._look_at_sources(x, number, inputs, shape)
-            read = normed(x, layer.before_inner, self.eps) if beside is None else beside
+            read = normed(x, layer.before_inner, self.eps) if mlp_input is None else mlp_input
             both = multiplied(read, layer.up, layer.up_bias)
             wide = activated(both, of.activation, of.family.gated)
             self._add(x, wide, layer.down, layer.down_bias, layer.after_inner)

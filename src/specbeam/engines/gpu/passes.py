@@ -77,10 +77,7 @@ class GpuPasses:
 
     def refuses_extra_rows(self, inputs: ExtraInputs) -> str:
         """Return the reason why these passes cannot take extra rows: they take only tokens."""
-        return (
-            "the forward for GPUs takes no learnt rows, and its attention no prefix: "
-            "HuggingFaceLM(model, engine='plain') takes both"
-        )
+        return "the forward for GPUs takes neither learned rows nor a prefix; use HuggingFaceLM(model, engine='plain')"
 
     def refuses(self, context: object) -> str:
         """Return the reason why these passes cannot take a context: they take none."""

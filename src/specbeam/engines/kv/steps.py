@@ -166,7 +166,7 @@ def prune(trie: Trie, leaves: Array) -> Array:
             if node < stored:
                 break
             node = nodes[1, node]
-    names = np.empty(size, dtype=np.int64)
+    node_map = np.empty(size, dtype=np.int64)
     former = np.empty(size, dtype=np.int64)
     count = 0
     first = 0
@@ -174,7 +174,7 @@ def prune(trie: Trie, leaves: Array) -> Array:
     for node in range(size):
         if not lives[node]:
             continue
-        names[node] = count
+        node_map[node] = count
         former[count] = node
         above = -1
         if node < stored:
@@ -184,7 +184,7 @@ def prune(trie: Trie, leaves: Array) -> Array:
                 used[slot] = used[slot] or seen[count, slot]
             first += 1
         else:
-            above = names[nodes[1, node]]
+            above = node_map[nodes[1, node]]
         nodes[0, count] = nodes[0, node]
         nodes[1, count] = above
         nodes[2, count] = nodes[2, node]
@@ -193,7 +193,7 @@ def prune(trie: Trie, leaves: Array) -> Array:
     while extent > 1 and not used[extent - 1]:
         extent -= 1
     for beam in range(len(leaves)):
-        trie.local[beam] = names[leaves[beam]]
+        trie.local[beam] = node_map[leaves[beam]]
     counts[SIZE] = count
     counts[STORED] = first
     counts[KNOWN] = len(leaves)

@@ -60,7 +60,7 @@ def described_by(name: str) -> dict[str, Any]:
     _check_needs_no_code(name, described)
     rounded = described.get("quantization") or described.get("quantization_config")
     if rounded is not None and not isinstance(rounded, Mapping):
-        raise BadCheckpoint(f"{path} says quantization_config {rounded!r}; it must be a JSON object")
+        raise BadCheckpoint(f"{path} has quantization_config {rounded!r}; it must be a JSON object")
     if isinstance(rounded, Mapping) and "quant_method" not in rounded and {"group_size", "bits"} <= rounded.keys():
         raise NotSupported(
             f"{name} holds weights that MLX rounded to {rounded['bits']} bits, which only MLX reads; give the original "
@@ -82,14 +82,14 @@ def config_of(name: str, described: Mapping[str, Any]) -> Any:
             continue
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise BadCheckpoint(
-                f"the {CONFIG} of {name} says {field} {size!r}; it must be a whole number of at least 1"
+                f"the {CONFIG} of {name} has {field} {size!r}; it must be a whole number of at least 1"
             )
     heads = sizes["num_attention_heads"]
     shared = sizes["num_key_value_heads"]
     is_causal = not getattr(config, "is_encoder_decoder", False)
     if is_causal and isinstance(heads, int) and isinstance(shared, int) and heads % shared:
         raise BadCheckpoint(
-            f"the {CONFIG} of {name} says num_attention_heads {heads} and num_key_value_heads {shared}; the second must "
+            f"the {CONFIG} of {name} has num_attention_heads {heads} and num_key_value_heads {shared}; the second must "
             "divide the first"
         )
     return config
@@ -150,7 +150,7 @@ def check_fits_files(name: str, config: Any, stored: Mapping[str, StoredTensor],
         counts_experts = "experts" in field and value > _MOST_EXPERTS
         if (counts_layers or counts_experts) and value > largest:
             raise BadCheckpoint(
-                f"the {CONFIG} of {name} says {field} {value}, and its files hold only {len(stored)} tensors; it belongs to "
+                f"the {CONFIG} of {name} has {field} {value}, and its files hold only {len(stored)} tensors; it belongs to "
                 "another model"
             )
     if not _may_be_larger(config, described, numbers):

@@ -68,7 +68,7 @@ def check_report(
     strange = [name for name in report["unexpected_keys"] if not _is_harmless(name, kind, described, stored)]
     if is_rounded:
         modules = {name for name, _ in model.named_modules()}
-        strange = [name for name in strange if not _is_beside_weights(name, modules)]
+        strange = [name for name in strange if not _is_companion(name, modules)]
     if strange:
         raise BadCheckpoint(
             f"{where} holds {_some(sorted(strange))}, which {type(model).__name__} does not have; transformers would ignore "
@@ -122,7 +122,7 @@ def _is_harmless(name: str, kind: str, described: Mapping[str, Any], stored: Map
     return bool(_MODULES.search(name)) or _is_in_module(name, described, stored)
 
 
-def _is_beside_weights(name: str, modules: Collection[str]) -> bool:
+def _is_companion(name: str, modules: Collection[str]) -> bool:
     """Return whether a tensor is a rounding library's companion of a weight: x.weight_scale, x.weight.absmax, ..."""
     above, _, last = name.rpartition(".")
     is_weight = last in ("weight", "bias")

@@ -122,5 +122,5 @@ def _config(path: Path) -> dict[str, Any]:
         raise MissingFile(f"{path} has no {CONFIG} (there is {there}); give the folder that `specbeam train hmt` wrote")
     found = json_object(path / CONFIG, BadHead)
     if found.get("kind") != KIND:
-        raise BadHead(f"{path / CONFIG} says kind {found.get('kind')!r}; this version reads {KIND!r}")
+        raise BadHead(f"{path / CONFIG} has kind {found.get('kind')!r}; this version reads {KIND!r}")
     return found
