@@ -76,7 +76,8 @@ def config_of(name: str, described: Mapping[str, Any]) -> Any:
     with reading(f"the {CONFIG} of {name} cannot be read"):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     with reading(f"the {CONFIG} of {name} cannot be read"):
-        sizes = {field: getattr(text_config(config), field, None) for field in _SIZES}
+        text = config.get_text_config(decoder=True)
+        sizes = {field: getattr(text, field, None) for field in _SIZES}
     for field, size in sizes.items():
         if size is None or isinstance(size, (list, tuple)):
             continue
@@ -93,11 +94,6 @@ def config_of(name: str, described: Mapping[str, Any]) -> Any:
             "divide the first"
         )
     return config
-
-
-def text_config(config: Any) -> Any:
-    """Return the part of a configuration that describes the text model, or the decoder of an encoder-decoder model."""
-    return config.get_text_config(decoder=True)
 
 
 def class_for_texts(name: str, described: Mapping[str, Any], config: Any) -> Any:
@@ -211,7 +207,7 @@ def _may_continue(end: str, described: Mapping[str, Any]) -> bool:
 
 def _may_be_larger(config: Any, described: Mapping[str, Any], numbers: int) -> bool:
     """Return whether a model may be larger than its files, by products of sizes in its configuration."""
-    text = text_config(config)
+    text = config.get_text_config(decoder=True)
     width = getattr(text, "hidden_size", None)
     layers = getattr(text, "num_hidden_layers", None)
     if not isinstance(width, int) or not isinstance(layers, int):

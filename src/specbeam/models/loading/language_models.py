@@ -62,7 +62,9 @@ def _cached_language_model(
         lm: HuggingFaceLM
         if reads_sources(model):
             if compile:
-                raise _not_compiled(model)
+                raise NotSupported(
+                    f"compile=True needs a decoder-only model, and {type(model).__name__} has an encoder; leave it out"
+                )
             lm = EncoderDecoderLM(model, engine=quantize or "auto", kv=kv, shared=shared)
         else:
             lm = HuggingFaceLM(model, engine=quantize or "auto", share_from=share_from, kv=kv, shared=shared)
@@ -84,12 +86,6 @@ def placed_language_model(model: "PreTrainedModel", check: bool, share_from: Sha
     if check:
         check_scores_forests(lm)
     return lm
-
-
-def _not_compiled(model: "PreTrainedModel") -> NotSupported:
-    return NotSupported(
-        f"compile=True needs a decoder-only model, and {type(model).__name__} has an encoder; leave it out"
-    )
 
 
 def check_options(quantize: Any, share_from: Any, name: str = "quantize") -> None:
