@@ -245,7 +245,7 @@ def _load(model: Any, tensors: _Tensors, dtype: Any) -> None:
     model.tie_weights(missing_keys={*unloaded}, recompute_mapping=False)  # a head in the files is not tied
     weights = dict(model.named_parameters(remove_duplicate=False))
     loaded = {id(weights[name]) for name in state if name in weights}
-    missing = [name for name in unloaded if id(weights.get(name)) not in loaded]  # without tied ones
+    missing = [name for name in unloaded if id(weights.get(name)) not in loaded]  # tied weights are not missing
     if missing:
         raise _CannotRead(f"the files lack {', '.join(missing[:3])}")
 

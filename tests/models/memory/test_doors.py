@@ -137,7 +137,7 @@ def test_a_memory_is_written_and_read_again(pair, tmp_path):
 
 def test_folders_without_a_memory_say_what_is_missing(pair, tmp_path):
     loaded, recall, _ = pair
-    with pytest.raises(MissingFile, match=f"no {CONFIG} .there is nothing"):
+    with pytest.raises(MissingFile, match=f"no {CONFIG} .it holds nothing"):
         sb.hmt(loaded, tmp_path / "none")
     save_memory(tmp_path, recall, PLAN, loaded.target_model, None)
     with pytest.raises(MissingFile, match="does not name its model"):
@@ -177,7 +177,7 @@ def test_what_would_be_ignored_is_refused(pair):
         sb.hmt(sb.hmt(loaded, (PLAN, recall)), (PLAN, recall))
     with pytest.raises(BadSetting, match=r"takes 304 positions, and .* has 256"):
         sb.hmt(loaded, (MemoryPlan(300, 2), recall))
-    with pytest.raises(BadSetting, match="nothing of its past"):
+    with pytest.raises(BadSetting, match="would not see its past"):
         MemoryLM(loaded.target, MemoryPlan(4, 0), None)
     with pytest.raises(BadHead, match="the memory has 16 numbers"):
         sb.hmt(loaded, (PLAN, new_recall(torch.zeros(3, 16), 4, 0)))

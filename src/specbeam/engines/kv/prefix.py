@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-Chunk = list[Any]  # what `KVStore.take` returns
+Chunk = list[Any]  # a result of `KVStore.take`
 
 
 @dataclass(eq=False)

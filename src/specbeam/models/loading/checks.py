@@ -78,7 +78,7 @@ def check_scores_forests(lm: HuggingFaceLM, role: str = "") -> None:
     _check_finite(lm, expected, name)
     is_banned = expected == -torch.inf  # some models ban tokens
     if bool((is_banned != (found == -torch.inf)).any()):
-        raise _does_not_honour(name, "other ones are -inf than on plain texts")
+        raise _does_not_honour(name, "they are -inf for other tokens than on plain texts")
     expected = expected.masked_fill(is_banned, 0.0)
     found = found.masked_fill(is_banned, 0.0)
     spread = expected[~is_banned].std().clamp_min(1e-6)

@@ -118,8 +118,8 @@ def warn_of_other_model(folder: "str | Path", key: str | None, model: "PreTraine
 def _config(path: Path) -> dict[str, Any]:
     if not (path / CONFIG).is_file():
         names = sorted(one.name for one in path.iterdir()) if path.is_dir() else []
-        there = names[:6] or "nothing"
-        raise MissingFile(f"{path} has no {CONFIG} (there is {there}); give the folder that `specbeam train hmt` wrote")
+        held = ", ".join(names[:6]) or "nothing"
+        raise MissingFile(f"{path} has no {CONFIG} (it holds {held}); give the folder that `specbeam train hmt` wrote")
     found = json_object(path / CONFIG, BadHead)
     if found.get("kind") != KIND:
         raise BadHead(f"{path / CONFIG} has kind {found.get('kind')!r}; this version reads {KIND!r}")

@@ -88,7 +88,7 @@ class MemoryLM:
         name = self.lm.model_name
         if self.recall is None:
             if plan.sensory < 1:
-                raise BadSetting("sensory is 0, and without memory a segment would see nothing of its past; raise it")
+                raise BadSetting("sensory is 0, and without memory a segment would not see its past; raise it")
         else:
             plan.check_law()
             check_size(self.recall, self.lm)
