@@ -50,7 +50,7 @@ def test_a_target_in_int4_has_the_law_of_the_rounded_model():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"draft": "int8", "quantize_draft": "int4"}, "quantize_draft='int4' contradicts it"),
+        ({"draft": "int8", "quantize_draft": "int4"}, "quantize_draft is 'int4'; leave one of them out"),
         ({"quantize": "torchao-int8"}, "give its folder or hub id, or use 'int8', 'int4' or 'fp8'"),
         ({"draft": "torchao-int8"}, "the model is already an object"),
         ({"draft": "int5"}, "draft is 'int5', which is no folder; the roundings of the target are 'int8', 'int4', 'fp8'"),

@@ -175,7 +175,7 @@ def test_what_would_be_ignored_is_refused(pair):
         sb.hmt(loaded, (MemoryPlan(5, 2, recall="previous"), recall), query="refresh")
     with pytest.raises(BadSetting, match="has a memory already"):
         sb.hmt(sb.hmt(loaded, (PLAN, recall)), (PLAN, recall))
-    with pytest.raises(BadSetting, match=r"takes 304 positions, and .* has 256"):
+    with pytest.raises(BadSetting, match=r"needs 304 positions, and .* has 256"):
         sb.hmt(loaded, (MemoryPlan(300, 2), recall))
     with pytest.raises(BadSetting, match="would not see its past"):
         MemoryLM(loaded.target, MemoryPlan(4, 0), None)
