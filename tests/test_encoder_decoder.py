@@ -372,7 +372,7 @@ def test_what_cannot_read_a_source_is_refused_by_name(translator, tmp_path):
     ):
         with pytest.raises(errors.NotSupported, match=message):
             sb.load(target, **options)
-    with pytest.raises(errors.NotSupported, match="reads sources, and the target is LlamaForCausalLM"):
+    with pytest.raises(errors.NotSupported, match="reads sources, and the target LlamaForCausalLM continues prompts"):
         sb.load(tiny("llama"), target)
     with pytest.raises(errors.BadSetting, match="share_from is for long prompts"):
         sb.load(target, share_from=10)
