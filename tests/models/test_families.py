@@ -225,7 +225,7 @@ def test_each_thing_that_a_family_has_counts(name, mistake, monkeypatch):
     [
         ("gpt2", {"add_cross_attention": True}, "cross-attention to another text"),
         ("gemma3", {"use_bidirectional_attention": True}, "attend to later tokens"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "kind 'dynamic'"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type is 'dynamic'"),
         ("gpt_neox", {"hidden_act": "relu2"}, "activation is 'relu2'"),
     ],
 )  # fmt: skip
