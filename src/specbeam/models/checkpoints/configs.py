@@ -82,9 +82,7 @@ def config_of(name: str, described: Mapping[str, Any]) -> Any:
         if size is None or isinstance(size, (list, tuple)):
             continue
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise BadCheckpoint(
-                f"the {CONFIG} of {name} has {field} {size!r}; it must be a whole number of at least 1"
-            )
+            raise BadCheckpoint(f"the {CONFIG} of {name} has {field} {size!r}; it must be a whole number of at least 1")
     heads = sizes["num_attention_heads"]
     shared = sizes["num_key_value_heads"]
     is_causal = not getattr(config, "is_encoder_decoder", False)
