@@ -320,7 +320,7 @@ def test_a_decoder_without_an_encoder_drafts_for_a_model_that_has_one(listener):
     drafted = sb.generate(pair, sources("whisper", 2), sb.dsbd(3, 4, 2, "fixed"), seed=4, **options)
     plain = sb.generate(listener, sources("whisper", 2), sb.beam_sampling(3), seed=4, **options)
     assert [one.tokens for one in drafted] == [one.tokens for one in plain]
-    with pytest.raises(errors.NotSupported, match="is a decoder without its encoder; it can only draft"):
+    with pytest.raises(errors.NotSupported, match="is a decoder without an encoder; it can only draft"):
         sb.load(draft)
 
 
@@ -366,13 +366,13 @@ def test_drafts_without_a_model_are_copied_from_the_source(translator, method):
 def test_what_cannot_read_a_source_is_refused_by_name(translator, tmp_path):
     target = translator.target_model
     for options, message in (
-        ({"draft": "swift"}, "leaving sublayers out is for decoder-only models, and BartForConditionalGeneration has"),
-        ({"draft": "mtp"}, "mtp is a draft head, which is for decoder-only models"),
-        ({"compile": True}, "compile=True is for decoder-only models"),
+        ({"draft": "swift"}, "skipping sublayers needs a decoder-only target, and BartForConditionalGeneration has"),
+        ({"draft": "mtp"}, "the draft head mtp needs a decoder-only target"),
+        ({"compile": True}, "compile=True needs a decoder-only model"),
     ):
         with pytest.raises(errors.NotSupported, match=message):
             sb.load(target, **options)
-    with pytest.raises(errors.NotSupported, match="reads sources, and the target is LlamaForCausalLM"):
+    with pytest.raises(errors.NotSupported, match="reads sources, and the target LlamaForCausalLM continues prompts"):
         sb.load(tiny("llama"), target)
     with pytest.raises(errors.BadSetting, match="share_from is for long prompts"):
         sb.load(target, share_from=10)
@@ -380,7 +380,7 @@ def test_what_cannot_read_a_source_is_refused_by_name(translator, tmp_path):
     for call, message in (
         (lambda: sb.generate(pair, [3, 4], sb.swift()), "swift leaves sublayers of decoder-only"),
         (lambda: sb.hmt(pair), "a model with memory continues prompts"),
-        (lambda: pair.forgetful_target, "looks at the model as one that continues prompts"),
+        (lambda: pair.forgetful_target, "this operation needs a decoder-only model"),
         (lambda: sb.lite_search(pair, "a", lambda texts: [0.5] * len(texts)), "a search over steps continues prompts"),
     ):
         with pytest.raises(errors.NotSupported, match=message):
@@ -391,7 +391,7 @@ def test_a_decoder_that_looks_positions_up_in_an_unknown_way_is_refused():
     from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
     config = AutoConfig.for_model("pegasus_x", **FAMILIES["pegasus"], block_size=4, num_global_tokens=2)
-    with pytest.raises(errors.UnsupportedModel, match="looks the positions of its decoder up in a way that"):
+    with pytest.raises(errors.UnsupportedModel, match="looks up positions in a way that"):
         sb.load(AutoModelForSeq2SeqLM.from_config(config))
 
 

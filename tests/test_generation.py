@@ -679,7 +679,7 @@ def test_tokenizers_that_differ_are_noticed(tmp_path):
 
     other._tokenizer = Tokenizer.from_str(text)
     other.save_pretrained(draft)
-    with pytest.raises(errors.VocabularyMismatch, match="not the same ones"):
+    with pytest.raises(errors.VocabularyMismatch, match="and the tokens differ"):
         sb.load(target, draft)
 
 

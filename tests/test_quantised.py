@@ -50,11 +50,11 @@ def test_a_target_in_int4_has_the_law_of_the_rounded_model():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"draft": "int8", "quantize_draft": "int4"}, "quantize_draft='int4' contradicts it"),
-        ({"quantize": "torchao-int8"}, "give its folder or hub id, or 'int8', 'int4' or 'fp8'"),
-        ({"draft": "torchao-int8"}, "the model is an object already"),
-        ({"draft": "int5"}, "draft is 'int5'; weights can be rounded as 'int8', 'int4', 'fp8'"),
-        ({"draft": "torchao-int2"}, "there is no folder of this name"),
+        ({"draft": "int8", "quantize_draft": "int4"}, "quantize_draft is 'int4'; leave one of them out"),
+        ({"quantize": "torchao-int8"}, "give its folder or hub id, or use 'int8', 'int4' or 'fp8'"),
+        ({"draft": "torchao-int8"}, "the model is already an object"),
+        ({"draft": "int5"}, "draft is 'int5', which is no folder; the roundings of the target are 'int8', 'int4', 'fp8'"),
+        ({"draft": "torchao-int2"}, "which is no folder"),
         ({"quantize": "int2"}, "'int8', 'int4', 'fp8', 'torchao-int8', 'torchao-int4', 'bitsandbytes-int8', 'bitsandbytes-nf4'"),
     ],
 )  # fmt: skip
@@ -102,13 +102,13 @@ def test_what_a_library_rounds_drafts_and_decodes(kind, tmp_path):
     drafted = sb.generate(pair, "abc", sb.dsbd(3, 4), seed=1, max_new_tokens=8)[0]
     assert drafted.tokens == plain.tokens
     assert "of the target in" not in drafted.report.law
-    with refused("has rounded them already"):
+    with refused("has already rounded"):
         sb.load(tmp_path, tokenizer=words.tokenizer(), quantize=kind, draft="int8")
     assert torch.is_tensor(pair.draft_model.get_output_embeddings().weight)
 
 
 def test_fp8_is_refused_off_a_gpu():
     with pytest.raises(
-        NotSupported, match=r"quantize='fp8' cannot run .*: it is for a GPU; on a CPU 'int8' and 'int4'"
+        NotSupported, match=r"quantize='fp8' cannot run .*: it is for GPUs; on a CPU use 'int8' or 'int4'"
     ):
         sb.load(target(), quantize="fp8")

@@ -96,7 +96,7 @@ def test_samples_of_one_image_share_their_prompt_and_those_of_another_do_not(cap
     [
         ({"pixels": image(1)}, "holds pixels, which GPT2LMHeadModel does not take"),
         ({"input_ids": image(1)}, "holds input_ids, which GPT2LMHeadModel does not take"),
-        ({"encoder_hidden_states": image(1)[0]}, "the first dimension is 1"),
+        ({"encoder_hidden_states": image(1)[0]}, "their first dimension must be 1"),
         (image(1), "context is Tensor; GPT2LMHeadModel takes keyword arguments"),
     ],
 )
@@ -188,7 +188,7 @@ def test_vectors_of_another_size_and_prompts_that_end_with_one_are_refused():
     pair = Pair(model, None, None, HuggingFaceLM(model, engine="plain"), None)
     session = session_of(pair, [3, 4], sb.greedy())
     session.vectors = {pair.target: torch.zeros(2, 7)}
-    with pytest.raises(NotSupported, match=r"vectors is \[2, 7\]; LlamaForCausalLM reads rows of 32"):
+    with pytest.raises(NotSupported, match=r"vectors has shape \[2, 7\]; LlamaForCausalLM reads rows of 32"):
         Decoder(pair.target).add(session)
     session.vectors, session.prompt = {pair.target: torch.zeros(2, SIZE)}, [3, -1]
     with pytest.raises(BadPrompt, match="last token of a prompt is given by embedding"):
@@ -202,7 +202,7 @@ def test_rows_by_embedding_that_there_are_not_are_refused(engine):
     few.vectors = {lm: soft_prompt(rows=3)}
     for one, message in (
         (none, "session.vectors has none for LlamaForCausalLM"),
-        (few, "has the token -4, and vectors has 3 rows"),
+        (few, "has token -4, and vectors has only 3 rows"),
     ):
         with pytest.raises(NotSupported, match=message):
             lm.extend([one], [Forest.rooted([4])])

@@ -247,7 +247,7 @@ def test_targets_that_cannot_take_them_refuse_them_by_name(monkeypatch):
     with pytest.raises(NotSupported, match="the target is HuggingFaceLM with another model"):
         Decoder(HuggingFaceLM(tiny("llama", **OURS), engine="plain")).add(session)
     on_gpu = SimpleNamespace()
-    assert "takes no learnt rows" in GpuPasses.refuses_extra_rows(on_gpu, pair.draft.extra_inputs)
+    assert "takes neither learned rows nor a prefix" in GpuPasses.refuses_extra_rows(on_gpu, pair.draft.extra_inputs)
     deep = replace(pair.draft.extra_inputs, layer=9)
     assert "has 2 layers" in pair.target.runner.refuses_extra_rows(deep)
     monkeypatch.setattr(pair.target.runner, "refuses_extra_rows", lambda inputs: "it is on a GPU")
@@ -266,7 +266,7 @@ def test_rows_below_a_node_of_an_earlier_pass_are_refused():
         (one,) = seats_of((4,), extra_head(model, "hidden_transfer").inputs)
         roots = Forest.rooted(one.prompt[-1:])
         lm.extend([one], [roots])
-        with pytest.raises(NotSupported, match="hangs under a node that an earlier pass has scored"):
+        with pytest.raises(NotSupported, match="an earlier pass has scored that node"):
             lm.extend([one], [with_extra_rows(roots)])
 
 

@@ -152,14 +152,14 @@ def test_hidden_states_are_behind_all_layers():
 def test_engines_that_run_all_layers_at_once_refuse():
     with pytest.raises(
         NotSupported,
-        match=r"a range of layers is run by the compiled forward, rounded or not, or 'layers'.*early_layers",
+        match=r"need the compiled forward, rounded or not, or engine 'layers'.*early_layers",
     ):
         LiveLayers(target_of(engine="plain"), 2)
 
 
 @pytest.mark.parametrize("layers", [0, LAYERS])
 def test_some_layers_have_to_be_left(layers):
-    with pytest.raises(BadSetting, match="LlamaForCausalLM has 4, of which some have to be left"):
+    with pytest.raises(BadSetting, match="LlamaForCausalLM has 4 layers: choose 1 to 3"):
         LiveLayers(target_of(), layers)
 
 
@@ -213,5 +213,5 @@ def test_a_forest_in_another_order_is_refused():
 def test_two_drafts_of_different_depth_cannot_share_a_session():
     lm, one = target_of(), seat([3, 4])
     LiveLayers(lm, 1).extend([one], [Forest.rooted([4])])
-    with pytest.raises(NotSupported, match="runs 1 layers ahead of the others already, not 2"):
+    with pytest.raises(NotSupported, match="already drafts with 1 layers, and not with 2"):
         LiveLayers(lm, 2).extend([one], [Forest.rooted([4])])

@@ -28,7 +28,7 @@ def pair_of(engine, chunk=16, share_from=8, family="llama"):
 
 def stored(lm):
     """How many slots hold something, in all rows."""
-    return sum(int(company[0].trie._slots_in_use().sum()) for company in lm.caches)
+    return sum(int(row_caches[0].trie._slots_in_use().sum()) for row_caches in lm.caches)
 
 
 @pytest.mark.parametrize("chunk", [5, 64])
@@ -175,7 +175,7 @@ def test_no_more_than_some_sessions_share_a_row():
     lm = pair_of("compiled").target
     seats = [seat(SYSTEM) for _ in range(MOST_TOGETHER + 2)]
     lm.extend(seats, [Forest.rooted(SYSTEM[-1:])] * len(seats))
-    assert [len(company) for company in lm.caches] == [MOST_TOGETHER, 2]
+    assert [len(row_caches) for row_caches in lm.caches] == [MOST_TOGETHER, 2]
     for one in seats:
         lm.close(one)
     assert lm.caches == []

@@ -62,10 +62,14 @@ def test_logits_are_those_of_the_model(name):
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
-        ("opt", {}, "of no family that this engine knows"),
-        ("falcon", {}, "of no family that this engine knows"),
+        ("opt", {}, "its family is not among those that this engine knows"),
+        ("falcon", {}, "its family is not among those that this engine knows"),
         ("llama", {"hidden_act": "sigmoid"}, "its activation is 'sigmoid'"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "of kind 'dynamic'"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_type is 'dynamic'",
+        ),
     ],
 )
 def test_models_that_they_do_not_fit_are_called_as_they_are_and_it_is_said_why(family, changes, reason):
@@ -73,7 +77,7 @@ def test_models_that_they_do_not_fit_are_called_as_they_are_and_it_is_said_why(f
     lm = HuggingFaceLM(model)
     assert lm.engine == "plain"
     assert lm.engine_note.startswith(
-        f"transformers' own forward runs this {type(model).__name__}, and not the compiled"
+        f"transformers' own forward runs this {type(model).__name__} instead of the compiled"
     )
     assert reason in lm.engine_note or not compiling.AVAILABLE
     with pytest.raises(NotSupported, match="the compiled forward"):
@@ -85,14 +89,14 @@ def test_models_that_they_do_not_fit_are_called_as_they_are_and_it_is_said_why(f
 )
 def test_the_forward_layer_by_layer_is_for_llamas_alone(family, changes):
     with pytest.raises(
-        NotSupported, match=r"the forward that .* cannot run this .*: it is for Llama, Mistral and Qwen2"
+        NotSupported, match=r"the forward that .* cannot run this .*: it is for unchanged Llama, Mistral and Qwen2"
     ):
         HuggingFaceLM(tiny(family, **changes), engine="layers")
 
 
 def test_an_engine_that_does_not_exist_is_refused_by_name():
     with pytest.raises(
-        NotSupported, match=r"no engine is called 'fast'; there are gpu, fp8, compiled, int8, int4, layers"
+        NotSupported, match=r"engine is 'fast'; it must be one of gpu, fp8, compiled, int8, int4, layers"
     ):
         HuggingFaceLM(tiny("llama"), engine="fast")
 

@@ -1,4 +1,4 @@
-"""Every family of the table: its compiled logits are those of transformers, in every word size, company and length."""
+"""Every family of the table: its compiled logits are those of transformers, in every word size, batch and length."""
 
 import copy
 from dataclasses import replace
@@ -223,9 +223,9 @@ def test_each_thing_that_a_family_has_counts(name, mistake, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "changes", "reason"),
     [
-        ("gpt2", {"add_cross_attention": True}, "reads another text"),
-        ("gemma3", {"use_bidirectional_attention": True}, "look at later ones"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "kind 'dynamic'"),
+        ("gpt2", {"add_cross_attention": True}, "cross-attention to another text"),
+        ("gemma3", {"use_bidirectional_attention": True}, "attend to later tokens"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type is 'dynamic'"),
         ("gpt_neox", {"hidden_act": "relu2"}, "activation is 'relu2'"),
     ],
 )  # fmt: skip

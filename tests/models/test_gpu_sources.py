@@ -286,7 +286,7 @@ def test_what_it_does_not_have_is_refused():
     one = seat([3, 4], context={lm: source})
     with pytest.raises(NotSupported, match=r"reads sources.*hidden states"):
         lm.extend([one], [Forest.rooted([4])], [Needs(hidden=True)])
-    with pytest.raises(NotSupported, match="reads a source for each prompt"):
+    with pytest.raises(NotSupported, match="needs a source for each prompt"):
         lm.extend([seat([3, 4])], [Forest.rooted([4])])
     with pytest.raises(NotSupported, match="the context is dict"):
         lm.extend([seat([3, 4], context={lm: {}})], [Forest.rooted([4])])

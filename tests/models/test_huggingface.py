@@ -130,7 +130,7 @@ def test_a_model_that_ignores_positions_is_refused_by_the_check():
         )
 
     model.model.forward = forgetful
-    with pytest.raises(UnsupportedModel, match="does not honour masks and positions"):
+    with pytest.raises(UnsupportedModel, match="ignores the given masks or positions"):
         check_scores_forests(HuggingFaceLM(model))
 
 
@@ -277,5 +277,5 @@ def test_the_check_bears_what_rounding_does_to_a_tree_and_no_more(engine, off_by
         check_scores_forests(lm)
         assert lm.runner.store.keys_by_panel.shape[1] == 1  # one text at a time, and no room for two
         return
-    with pytest.raises(UnsupportedModel, match="does not honour masks and positions"):
+    with pytest.raises(UnsupportedModel, match="ignores the given masks or positions"):
         check_scores_forests(lm)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from specbeam.core.forest import Forest
 from specbeam.engines.cpu.embedding import embedded_rows, table_of
-from specbeam.engines.mapped import is_kept, mapped_files
+from specbeam.engines.mapped import is_mapped, mapped_files
 from specbeam.engines.torch.in_float32 import InFloat32
 from specbeam.errors import UnsupportedModel
 from specbeam.models.huggingface import HuggingFaceLM
@@ -60,7 +60,7 @@ def test_weights_stay_in_the_words_of_their_files_and_arithmetic_is_float32(fold
     assert target.engine == "compiled"
     assert target.model.dtype == words
     assert target.runner.decoder.kind == KINDS[words]
-    assert is_kept(target.model)
+    assert is_mapped(target.model)
     wide = loaded(folder, dtype="float32")
     assert wide.target_model.dtype == torch.float32
     expected = wide.target_model(torch.tensor([PATH])).logits[0, -1]
@@ -79,7 +79,7 @@ def test_decoders_that_read_sources_stay_in_files_of_float32_alone(family, tmp_p
     texts = []
     for name in ("wide", "words"):
         pair = loaded(tmp_path / name)
-        assert (is_kept(pair.target_model), pair.target.engine) == (
+        assert (is_mapped(pair.target_model), pair.target.engine) == (
             name == "wide",
             "compiled" if name == "wide" else "plain",
         )
@@ -93,7 +93,7 @@ def test_decoders_that_read_sources_stay_in_files_of_float32_alone(family, tmp_p
 def test_a_type_that_is_asked_for_is_the_one_that_transformers_computes_in(folder_of):
     target = loaded(folder_of(torch.bfloat16), dtype="bfloat16").target
     assert target.engine == "plain"
-    assert not is_kept(target.model)
+    assert not is_mapped(target.model)
 
 
 def test_files_of_several_types_become_float32(folder_of):

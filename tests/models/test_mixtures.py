@@ -96,8 +96,8 @@ def test_experts_are_not_rounded():
 @pytest.mark.parametrize(
     ("name", "changes", "reason"),
     [
-        ("qwen3_moe", {"mlp_only_layers": [0]}, "some of its layers have experts and others not"),
-        ("qwen3_moe", {"decoder_sparse_step": 2}, "some of its layers have experts and others not"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "only some of its layers have experts"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "only some of its layers have experts"),
         ("olmoe", {"clip_qkv": 3.0}, "clip_qkv"),
     ],
 )

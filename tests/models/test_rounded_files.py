@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from specbeam.core.forest import Forest
 from specbeam.engines import packed
-from specbeam.engines.mapped import is_kept
+from specbeam.engines.mapped import is_mapped
 from specbeam.engines.packed import Grouped, PackedLinear, packed_in_words, weights_in
 from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.loading.checks import check_scores_forests
@@ -107,7 +107,7 @@ def test_large_models_stay_as_their_files_are(tmp_path, monkeypatch):
     twin = write_rounded(tmp_path, model_of(), "awq")
     target = loaded(tmp_path).target
     assert target.engine == "compiled"
-    assert is_kept(target.model)
+    assert is_mapped(target.model)
     assert target.model.dtype == torch.float16
     assert target.runner.decoder.kind == "float16"
     assert spreads_off(last_row(target), plain_logits(twin, [TEXT])[0]) < CLOSE
@@ -190,18 +190,18 @@ def add_bias(tensors):
 @pytest.mark.parametrize(
     ("settings", "change", "said"),
     [
-        ({"bits": 8}, None, "these have 8 bits"),
-        ({"checkpoint_format": "marlin"}, None, "their layout is 'marlin', where it knows 'gptq', 'gptq_v2' of gptq"),
+        ({"bits": 8}, None, "these weights have 8 bits"),
+        ({"checkpoint_format": "marlin"}, None, "layout of these weights is 'marlin'; of gptq, it must be 'gptq', 'gptq_v2'"),
         ({"pack_dtype": "int16"}, None, "packed in int16"),
-        ({"group_size": 16}, None, "in groups of 16, which have to be a multiple of 32"),
-        ({"group_size": 64}, None, "where 4 bits in groups of 64 make ["),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, None, "these were rounded by 'bitsandbytes'"),
-        ({"quant_method": "fp8"}, None, "these were rounded by 'fp8'"),
-        ({"quant_method": "compressed-tensors"}, None, "these were rounded by 'compressed-tensors'"),
+        ({"group_size": 16}, None, "in groups of 16; a group must be a multiple of 32"),
+        ({"group_size": 64}, None, "4 bits in groups of 64 make it ["),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, None, "these weights were rounded by 'bitsandbytes'"),
+        ({"quant_method": "fp8"}, None, "these weights were rounded by 'fp8'"),
+        ({"quant_method": "compressed-tensors"}, None, "these weights were rounded by 'compressed-tensors'"),
         ({"quant_method": "magic"}, None, "rounded by 'magic', which transformers does not know"),
         ({"desc_act": True}, shuffle_groups, "the groups of model.layers.1.mlp.up_proj are out of order (desc_act"),
-        ({}, widen_scales, "is F32 with numbers that float16 does not hold"),
-        ({}, pack_head, "lm_head, the last matrix of the model, has 4 bits"),
+        ({}, widen_scales, "is F32 with numbers that float16 cannot hold"),
+        ({}, pack_head, "lm_head, the model's head, has 4 bits"),
         ({}, forget_norm, "the files lack model.layers.1.input_layernorm.weight"),
         ({}, add_tensor, "the files hold model.layers.0.mlp.act.scales, which the model does not have"),
         ({}, add_bias, "has a bias in the files and none in the model"),
@@ -215,7 +215,7 @@ def test_what_cannot_be_read_is_refused_with_what_was_found_and_what_can_be(sett
     with pytest.raises(sb.SpecbeamError) as caught:
         loaded(tmp_path)
     assert said in str(caught.value)
-    assert "specbeam reads GPTQ and AWQ weights of 4 bits itself, on a CPU, and" in str(caught.value)
+    assert "specbeam itself reads 4-bit GPTQ and AWQ weights on a CPU, but" in str(caught.value)
 
 
 def test_a_bias_of_zeros_that_a_model_lacks_is_none(tmp_path):

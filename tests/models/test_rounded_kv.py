@@ -120,5 +120,5 @@ def test_what_cannot_be_is_refused():
         sb.load(tiny("llama"), tokenizer=words.tokenizer(), kv="int3")
     with pytest.raises(NotSupported, match="compiled forward cannot run this OPTForCausalLM"):
         sb.load(tiny("opt"), tokenizer=words.tokenizer(), kv="bfloat16")
-    with pytest.raises(NotSupported, match="kv='bfloat16' is for the compiled forward, rounded or not"):
+    with pytest.raises(NotSupported, match="kv='bfloat16' needs the compiled forward, rounded or not"):
         HuggingFaceLM(tiny("llama"), engine="plain", kv="bfloat16")

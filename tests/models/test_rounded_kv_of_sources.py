@@ -122,5 +122,5 @@ def test_a_target_that_drafts_for_itself_in_int8_keeps_both_rounded():
 
 
 def test_what_cannot_be_is_refused():
-    with pytest.raises(NotSupported, match="kv='bfloat16' is for the compiled forward, rounded or not"):
+    with pytest.raises(NotSupported, match="kv='bfloat16' needs the compiled forward, rounded or not"):
         EncoderDecoderLM(model_of("t5"), engine="plain", kv="bfloat16")

@@ -481,7 +481,7 @@ def test_clasp_waits_until_a_token_after_the_first_is_stored():
 
 def test_what_cannot_work_is_refused_with_a_reason():
     plain = target_of(engine="plain")
-    with pytest.raises(NotSupported, match="compiled forward alone"):
+    with pytest.raises(NotSupported, match="swift needs the compiled forward"):
         sb.swift().parts(plain)
     with pytest.raises(NotSupported, match="transformers model"):
         sb.swift().parts(None)
@@ -489,12 +489,12 @@ def test_what_cannot_work_is_refused_with_a_reason():
     for settings, why in (
         ({"skip": "a9"}, "layers 0 to 4"),
         ({"skip": " ".join(f"a{n} m{n}" for n in range(LAYERS))}, "some must stay"),
-        ({"skip": "exit", "layers": LAYERS}, "1 to 4 of them run"),
+        ({"skip": "exit", "layers": LAYERS}, "5 layers: choose 1 to 4"),
         ({"skip": "exit"}, "needs layers"),
         ({"skip": "best"}, "names no sublayer"),
         ({"skip": "a1", "ratio": 0.5}, "does not look at ratio"),
         ({"skip": "bayes", "every": 3}, "does not look at every"),
-        ({"ratio": 1.0}, "below 1"),
+        ({"ratio": 1.0}, "share in"),
         ({"sure": 0.5, "controller": "fixed"}, "does not look at sure"),
         ({"sure": 2}, "probability"),
         ({"skip": "clasp", "every": 0}, "at least 1"),

@@ -1,4 +1,4 @@
-"""Every family that reads sources: its compiled logits are those of transformers, in every word size, company and length."""
+"""Every family that reads sources: its compiled logits are those of transformers, in every word size, batch and length."""
 
 import copy
 from dataclasses import replace

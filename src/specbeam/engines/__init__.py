@@ -1,4 +1,4 @@
-"""Engines, which run the layers of a model, and the caches of its keys and values."""
+"""Engines that run the layers of models, and their KV caches."""
 
 from specbeam.core.lazy import attached
 

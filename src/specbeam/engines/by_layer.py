@@ -1,8 +1,8 @@
-"""A forward that calls the layers of a Llama-like model of transformers one by one, on any device and in any type of floats.
+"""A forward that calls the layers of a Llama-like transformers model one by one, on any device and in any float type.
 
-So drafts can leave behind a layer, and the target's pass goes on from there on the same cache: what the compiled forward
-does for models in float32 on a CPU. `PackedPasses` drive both. States go over the host between the parts of a pass, and each
-session attends by itself, so this is slower than the other engines where nothing is drafted by the model's own layers.
+Drafts can exit after a layer, and the target's pass continues from there on the same cache, as in the compiled forward.
+`PackedPasses` drives both. States pass through the host between the parts of a pass, and attention runs per session, so this
+engine is slower than the others if the model's own layers do not draft.
 """
 
 import copy
@@ -17,6 +17,7 @@ from specbeam.engines.arrays import Floats, LogitRows, States, Tapped, Vector
 from specbeam.engines.cpu.decoder import Rows
 from specbeam.engines.cpu.early import ExitLayer
 from specbeam.engines.eligibility import is_llama_like
+from specbeam.engines.kv.masks import additive
 from specbeam.engines.kv.store import KVStore, Place, StoreLayer
 from specbeam.engines.shared_tokens import SharedTokens, readable
 
@@ -27,32 +28,32 @@ _NO_VECTORS: Mapping[int, Vector] = {}
 
 
 class LayerStore(KVStore):
-    """A store of keys and values with room for the layers of a model and for exit layers."""
+    """A KV store for the layers of a model and for exit layers."""
 
     def add_layer(self) -> int:
-        """Make room for the keys and values of one more layer, and return its number."""
+        """Add a layer to the store, and return its index."""
         self.layers.append(StoreLayer(self))
         return len(self.layers) - 1
 
 
 class _At:
-    """The cache of one layer, as the attention of a layer calls it: its keys and values go to a place of the store."""
+    """The cache argument of one layer's attention, which writes to one layer of the store."""
 
     def __init__(self, store: KVStore, place: int) -> None:
         self.layer = store.layers[place]
 
     def update(self, keys: Tensor, values: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-        """Store keys and values, and return all that the pass may look at."""
+        """Store keys and values, and return all keys and values of the pass."""
         found: tuple[Tensor, Tensor] = self.layer.update(keys, values)
         return found
 
 
 class LayerDecoder:
-    """The layers of one model, called one by one. `layer_decoder` makes it, and checks that it fits the model.
+    """The layers of one model, called one by one. `layer_decoder` returns it for models that fit.
 
     Attributes:
-        shared: the tokens of a target that the model is given, and drafts; None: its own.
-        names: the kinds of attention that its layers have.
+        shared: the target's tokens, which a draft model reads and drafts; None: the model's own tokens.
+        names: the kinds of attention of its layers.
         kinds: int64[layers], the kind of each layer, an index into `names`.
     """
 
@@ -69,7 +70,7 @@ class LayerDecoder:
         self.kinds = np.array([self.names.index(name) for name in named])
 
     def store(self) -> LayerStore:
-        """Return a new store for the keys and values of this model."""
+        """Return a new KV store for this model."""
         return LayerStore(len(self.kinds))
 
     @torch.inference_mode()
@@ -97,13 +98,12 @@ class LayerDecoder:
         return _on_host(found)
 
     def exit_layer(self, layer: nn.Module, norm: Any, after: int, place: int) -> ExitLayer:
-        """Return a layer of the class of the model's layers as its exit layer, on its device and in its type of floats.
+        """Return a layer of the same class as the model's layers as its exit layer, on its device and in its type.
 
         Args:
-            layer: the layer.
-            norm: the norm behind it.
+            norm: the norm after the layer.
             after: number of layers that run before it.
-            place: its layer in the store.
+            place: its index in the store.
         """
         made = copy.deepcopy(layer).to(self.embedding.device, self.embedding.dtype)
         weight = norm.weight.detach().float().cpu().numpy()
@@ -121,7 +121,7 @@ class LayerDecoder:
         return _on_host(self._normed(x, None))
 
     def _normed(self, x: States, norm: Vector | None) -> Tensor:
-        """Return the normed output of a layer; the norms of these models differ in their weights alone."""
+        """Return the normed output of a layer; the norms of these models differ only in their weights."""
         states = self._on_device(x)
         if norm is None:
             found: Tensor = self.body.norm(states)
@@ -135,7 +135,7 @@ class LayerDecoder:
         return torch.from_numpy(np.ascontiguousarray(x)).to(self.embedding.device, self.embedding.dtype)
 
     def _embedded(self, rows: Rows, vectors: Mapping[int, Vector]) -> Tensor:
-        """Return the input of the first layer; raise `IndexError` if a token is negative and its row is not in `vectors`."""
+        """Return the input of the first layer. Raises `IndexError` if the rows of negative tokens are not in `vectors`."""
         negative = rows.tokens < 0
         if negative.any() and {*np.flatnonzero(negative).tolist()} != {*vectors}:
             raise IndexError("a token is beyond those of the model")
@@ -155,14 +155,14 @@ class LayerDecoder:
         kinds: Sequence[int],
         taps: Sequence[int],
     ) -> tuple[Tensor, Tensor]:
-        """Run layers on all rows, each session by itself, and store their keys and values.
+        """Run layers on all rows, session by session, and store their keys and values.
 
         Args:
-            places: their layers of the store.
+            places: the indices of these layers in the store.
             kinds: their kinds of attention.
-            taps: numbers of layers, counted from the first of these.
+            taps: indices into `modules`; their number stands for the output of the last one.
 
-        Returns the output of the last layer, float[rows, hidden], and the inputs of the layers `taps`, side by side.
+        Returns the output of the last layer, float[rows, hidden], and the inputs of the layers `taps`, concatenated.
         """
         found = []
         tapped = []
@@ -172,12 +172,12 @@ class LayerDecoder:
             extent = next(iter(rows.seen.values())).shape[1]
             slots = torch.from_numpy(rows.slots[None, here]).to(x.device)
             store.place = Place(slice(cache, cache + 1), slots, extent)
-            masks = [self._mask(rows.seen[name][here], x) for name in self.names]
+            seen = [torch.from_numpy(rows.seen[name][here]).to(x.device) for name in self.names]
+            masks = [additive(one[None, None], x.dtype) for one in seen]
             positions = torch.from_numpy(rows.positions[None, here]).to(x.device)
             rotations = self.body.rotary_emb(states, positions)
-            kept = {}
-            for number, (module, place, kind) in enumerate(zip(modules, places, kinds, strict=True)):
-                kept[number] = states
+            outputs = [states]  # the input of the first layer, then the output of each layer
+            for module, place, kind in zip(modules, places, kinds, strict=True):
                 states = module(
                     states,
                     attention_mask=masks[kind],
@@ -187,15 +187,10 @@ class LayerDecoder:
                     position_embeddings=rotations,
                 )
                 states = states[0] if isinstance(states, tuple) else states
-            kept[len(modules)] = states
+                outputs.append(states)
             found.append(states[0])
-            tapped.append(torch.cat([kept[tap][0] for tap in taps], 1) if taps else states[0, :, :0])
+            tapped.append(torch.cat([outputs[tap][0] for tap in taps], 1) if taps else states[0, :, :0])
         return torch.cat(found), torch.cat(tapped)
-
-    def _mask(self, seen: np.ndarray, like: Tensor) -> Tensor:
-        visible = torch.from_numpy(seen).to(like.device)[None, None]
-        lowest = torch.finfo(like.dtype).min
-        return torch.zeros(visible.shape, dtype=like.dtype, device=like.device).masked_fill_(~visible, lowest)
 
 
 def _on_host(x: Tensor) -> Floats:
@@ -203,5 +198,5 @@ def _on_host(x: Tensor) -> Floats:
 
 
 def layer_decoder(model: "PreTrainedModel", shared: SharedTokens | None = None) -> LayerDecoder | None:
-    """Return the layers of a model, called one by one; None if it is not like a Llama."""
+    """Return the forward of a model by layers; None if the model is not Llama-like."""
     return LayerDecoder(model, shared) if is_llama_like(model) else None

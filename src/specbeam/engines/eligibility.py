@@ -1,4 +1,4 @@
-"""Tests whether an engine can run a model, and hand out its hidden states."""
+"""Properties of models that decide which engines can run them."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ _LLAMA_LIKE = ("llama", "mistral", "qwen2")
 
 
 def is_llama_like(model: "PreTrainedModel") -> bool:
-    """Return whether a model is an unchanged Llama, Mistral or Qwen2, without hooks, adapters or quantisation."""
+    """Return whether a model is an unchanged Llama, Mistral or Qwen2, without hooks, adapters or rounding."""
     config = model.config
     if config.model_type not in _LLAMA_LIKE or misfit_of_family(model):
         return False
@@ -24,26 +24,26 @@ def is_llama_like(model: "PreTrainedModel") -> bool:
 
 
 def has_own_encoder(model: "PreTrainedModel") -> bool:
-    """Return whether a model is an encoder and a decoder."""
+    """Return whether a model has an encoder and a decoder."""
     return bool(getattr(model.config, "is_encoder_decoder", False))
 
 
 def reads_sources(model: "PreTrainedModel") -> bool:
-    """Return whether the decoder of a model looks at a source: that of its own encoder, or of another model's."""
+    """Return whether a model's decoder has cross-attention to a source, encoded by its own or another model's encoder."""
     return has_own_encoder(model) or type(model).__name__ == "WhisperForCausalLM"
 
 
 def layers_of(model: "PreTrainedModel") -> nn.ModuleList:
-    """Return the layers of a model, wherever it keeps them. Raises `NotSupported` if they are not all in one list."""
+    """Return the list of a model's layers. Raises `NotSupported` if they are not all in one list."""
     total = model.config.get_text_config().num_hidden_layers
     lists = [one for one in model.modules() if isinstance(one, nn.ModuleList) and len(one) == total]
     if len(lists) != 1:
-        raise NotSupported(f"{type(model).__name__} does not keep its {total} layers in one list")
+        raise NotSupported(f"{type(model).__name__} does not hold its {total} layers in one list")
     return lists[0]
 
 
 def lacks_taps(model: "PreTrainedModel", taps: tuple[int, ...]) -> str:
-    """Return the reason why a model cannot hand out the hidden states at these taps (`Needs.taps`); "" if it can."""
+    """Return the reason why a model cannot return the hidden states at these taps (`Needs.taps`); "" if it can."""
     if not taps:
         return ""
     try:

@@ -1,8 +1,7 @@
-"""The families of models whose layers the engines run themselves, as a table.
+"""The table of model families that specbeam's own forwards run.
 
-A row of `FAMILIES` names the parts of a layer in transformers; `architecture_of` reads the
-numbers of one model from its configuration; `parts_of` returns the weights of a layer in one order, whatever their names.
-An engine has one forward, which looks at these and at nothing else of a model.
+A row of `FAMILIES` names the parts of a layer in transformers. `architecture_of` reads the settings of one model from its
+configuration, and `parts_of` returns the weights of a layer in a common order. An engine's forward uses nothing else.
 """
 
 import inspect
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 Activation = Literal["silu", "gelu tanh", "gelu", "relu"]
 
-# The activations by the names that transformers has for them; several names are the same function.
+# Activations by their names in transformers; some have several names.
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -35,21 +34,21 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
 }
 Matrix = Any  # a Tensor, float[outputs, inputs], or a `PackedMatrix` of this shape
-FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # their angles do not change with the length of the text
-ROPES = (*FIXED_ROPES, "longrope")  # and those whose angles do not change within `positions_of`
+FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # angles that do not depend on the length of the text
+ROPES = (*FIXED_ROPES, "longrope")  # also angles that do not change within `positions_of`
 NO_TOKEN = -(1 << 60)
-_MOST_SINES = 4096  # positions of a model whose positions have no end
+_MOST_SINES = 4096  # minimum number of positions of a model with sinusoidal positions
 
 
 class Numbers(NamedTuple):
-    """The constants of a model besides its weights, where they are not those of a Llama.
+    """The constants of a model besides its weights. The defaults are a Llama's.
 
     Attributes:
-        attention_cap: c where a score s becomes c * tanh(s / c); 0: no cap.
-        embedding: factor of embeddings, of tokens or given.
+        attention_cap: c, if an attention score s becomes c * tanh(s / c); 0: no cap.
+        embedding: factor of embeddings, both of tokens and of embedding rows.
         residual: factor of a sublayer's output before it is added.
         logits_divisor: divisor of logits.
-        logits_cap: as `attention_cap`, of logits.
+        logits_cap: the same as `attention_cap` for logits.
     """
 
     attention_cap: float = 0.0
@@ -60,7 +59,7 @@ class Numbers(NamedTuple):
 
 
 class Norms(NamedTuple):
-    """The names of the norms of a layer in its module; "" for one that it lacks."""
+    """The names of a layer's norms in its module; "" for missing ones."""
 
     before_attention: str = "input_layernorm"
     after_attention: str = ""
@@ -75,44 +74,43 @@ _LLAMA_NORMS = Norms()
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """The parts of the layers of a family, by their names in transformers. The defaults are a Llama's.
+    """The parts of a family's layers, by their names in transformers. The defaults are a Llama's.
 
-    The name of a module may be a path, like "layer.0.layer_norm"; "" is the module that it is looked for in.
+    The name of a module may be a path, such as "layer.0.layer_norm"; "" names the containing module itself.
 
     Attributes:
-        name: of the family.
+        name: the family's name.
         kind: `model_type` of its configurations.
         model: the class of its models.
-        is_of: returns whether a configuration of this kind is one of this row.
-        body: the model's body, or its decoder, in a model that reads sources; "": `base_model`.
-        layers: the list of layers in the body, `final_norm` the norm behind them; "": there is none.
-        first_norm: the norm in front of the first layer; "": none.
-        attention, inner: the two sublayers of a layer.
-        cross: the sublayer between them that looks at a source, whose matrices are called as those of attention; "": the
-            models read no sources.
-        qkv: the matrices of queries, keys and values, or the one that holds all of them.
-        out: the matrix behind attention.
-        up: the matrices of the inner layer: gate and up, or the one that holds both, or the one of a layer without a gate.
-        down: the matrix behind these.
+        is_of: returns whether a configuration of this kind belongs to this row.
+        body: the model's body, or its decoder in an encoder-decoder model; "": `base_model`.
+        layers: the list of layers in the body.
+        final_norm: the norm after the last layer; "": none.
+        first_norm: the norm before the first layer; "": none.
+        attention, inner: the self-attention and the MLP of a layer.
+        cross: the cross-attention between them, whose matrices have the names of those of attention; "": none.
+        qkv: the matrices of queries, keys and values, or the one matrix of all three.
+        out: the output matrix of attention.
+        up: the first matrices of the MLP: gate and up, one matrix of both, or the matrix of an MLP without a gate.
+        down: the last matrix of the MLP.
         norms: the norms of a layer.
-        norm_of_sum: whether the norms behind a sublayer are of its sum with its input, in place of its output.
-        norm: "rms"; "rms + 1", whose weight is stored less one; "layer", a LayerNorm with a bias.
-        gated: whether the inner layer has a gate.
-        activation: the name of the activation in the configuration.
-        head_norms: norms of queries and keys behind their matrices: "no", of each "head", of the "whole" width.
+        norm_of_sum: whether a norm after a sublayer is applied to the sum with its input, and not to its output.
+        norm: "rms"; "rms + 1", whose stored weight is one less; "layer", a LayerNorm with a bias.
+        gated: whether the MLP has a gate.
+        activation: the setting with the name of the activation.
+        head_norms: norms of queries and keys after their matrices: "no", of each "head", of the "whole" width.
         transposed: whether matrices are stored as [inputs, outputs].
-        heads: the setting with the number of heads of queries.
-        kv_heads: the setting with the number of heads of keys and values; "": as many as of queries.
-        by_head: whether the rows of `qkv` follow each other head by head: query, key and value of each.
-        parallel: the setting that lets the inner layer read what attention reads, in place of its output; "": none.
-        positions: the module of positions that are added to embeddings; "": there is none, and positions are rotary, or
-            biases of attention.
-        distances: the module in a layer's attention with a bias of its scores for each distance between two tokens, which is
-            that of the first layer where a layer has none; "": there are no biases.
-        mixture: the setting by which the weights of the experts of a row are divided by their sum;
-            "always" if they are; "": inner layers have no experts.
+        heads: the setting with the number of query heads.
+        kv_heads: the setting with the number of KV heads; "": the number of query heads.
+        by_head: whether the rows of `qkv` are stored head by head: query, key and value of each head.
+        parallel: the setting that lets the MLP read the input of attention instead of its output; "": none.
+        positions: the module of positions that are added to embeddings; "": positions are rotary or biases of attention.
+        distances: the module of attention biases by distance between tokens, in the attention of each layer or only of the
+            first; "": no biases.
+        mixture: the setting by which the weights of a row's experts are divided by their sum; "always" if they always are;
+            "": no experts.
         numbers: reads the constants from a configuration.
-        refuses: returns the reason why a model of this configuration has something that no row here describes.
+        refuses: returns the reason why this row does not describe models of a configuration; "" if it does.
     """
 
     name: str
@@ -150,7 +148,7 @@ class ModelFamily:
 
 def _gemma_numbers(config: Any) -> Numbers:
     return Numbers(
-        # transformers caps the scores of Gemma 2 alone, whatever the configuration of a Gemma 3 says.
+        # transformers caps only the scores of Gemma 2, and ignores the setting of Gemma 3.
         attention_cap=float(config.attn_logit_softcapping or 0) if config.model_type == "gemma2" else 0.0,
         logits_cap=float(config.final_logit_softcapping or 0),
     )
@@ -178,15 +176,15 @@ def _umt5_numbers(config: Any) -> Numbers:
 
 def _refuses_both_ways(config: Any) -> str:
     if getattr(config, "use_bidirectional_attention", None):
-        return "its tokens look at later ones (use_bidirectional_attention)"
+        return "its tokens attend to later tokens (use_bidirectional_attention)"
     return ""
 
 
 def _refuses_another_text(config: Any) -> str:
-    return "it reads another text, too (add_cross_attention)" if config.add_cross_attention else ""
+    return "it has cross-attention to another text (add_cross_attention)" if config.add_cross_attention else ""
 
 
-# A decoder whose norms are of sums: "post-norm". Other families have norms in front of sublayers.
+# A post-norm decoder: its norms are applied to sums. Other families have norms before sublayers.
 _BART = ModelFamily(
     "BART",
     "bart",
@@ -246,9 +244,9 @@ _T5_GATED = replace(_T5, name="T5 1.1", is_of=lambda config: bool(config.is_gate
 
 def _refuses_some_layers(config: Any) -> str:
     if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
-        return "some of its layers have experts and others not"
+        return "only some of its layers have experts"
     if getattr(config, "clip_qkv", None):
-        return "it cuts queries, keys and values (clip_qkv)"
+        return "it clips queries, keys and values (clip_qkv)"
     return ""
 
 
@@ -259,7 +257,7 @@ _GEMMA_NORMS = Norms(
 )
 LLAMA = ModelFamily("Llama", "llama", "LlamaForCausalLM")
 FAMILIES = (
-    LLAMA,  # SmolLM and SmolLM2 are Llamas, too
+    LLAMA,  # also SmolLM and SmolLM2
     ModelFamily("Mistral", "mistral", "MistralForCausalLM"),
     ModelFamily("Qwen2", "qwen2", "Qwen2ForCausalLM"),
     ModelFamily("Qwen3", "qwen3", "Qwen3ForCausalLM", head_norms="head"),
@@ -342,11 +340,11 @@ FAMILIES = (
         first_norm="",
         numbers=_scaled_numbers,
     ),
-    _M2M100,  # NLLB, too
+    _M2M100,  # also NLLB
     _WHISPER,
     replace(_WHISPER, name="Whisper's decoder", model="WhisperForCausalLM"),
     _T5,
-    _T5_GATED,  # flan-T5, too
+    _T5_GATED,  # also flan-T5
     replace(_T5_GATED, name="mT5", kind="mt5", model="MT5ForConditionalGeneration", numbers=lambda config: Numbers()),
     replace(_T5_GATED, name="umT5", kind="umt5", model="UMT5ForConditionalGeneration", numbers=_umt5_numbers),
     ModelFamily("Mixtral", "mixtral", "MixtralForCausalLM", mixture="always"),
@@ -371,10 +369,10 @@ FAMILIES = (
 
 def family_of(model: "PreTrainedModel") -> ModelFamily | None:
     """Return the row of a model in the table; None if it has none."""
+    config = model.config
+    name = type(model).__name__
     for family in FAMILIES:
-        if (model.config.model_type, type(model).__name__) == (family.kind, family.model) and family.is_of(
-            model.config
-        ):
+        if family.kind == config.model_type and family.model == name and family.is_of(config):
             return family
     return None
 
@@ -386,12 +384,12 @@ def known_families() -> str:
 
 
 def head_size(config: Any, family: ModelFamily = LLAMA) -> int:
-    """Return the number of dimensions of one attention head."""
+    """Return the size of an attention head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // getattr(config, family.heads))
 
 
 def encoder_family(family: ModelFamily) -> ModelFamily:
-    """Return the row of the encoder of a family that reads sources: its layers have no sublayer that looks at one."""
+    """Return the row of the encoder of an encoder-decoder family, whose layers have no cross-attention."""
     before_attention, after_attention, before_inner, after_inner, _, _ = (_of_encoder(name) for name in family.norms)
     return replace(
         family,
@@ -408,17 +406,17 @@ def _of_encoder(path: str) -> str:
 
 
 def module_at(module: Any, path: str) -> Any:
-    """Return the module at a path, see `ModelFamily`; None if there is none."""
+    """Return the module at a path (see `ModelFamily`); None if there is none."""
     return reduce(lambda found, name: getattr(found, name, None), path.split(".") if path else [], module)
 
 
 def body_of(model: "PreTrainedModel", family: ModelFamily) -> Any:
-    """Return the module that holds the layers of a model: its decoder, if it reads sources."""
+    """Return the module that holds the layers of a model, or of its decoder in an encoder-decoder model."""
     return module_at(model, family.body) if family.body else model.base_model
 
 
 def layers_in(model: "PreTrainedModel", family: ModelFamily) -> list[Any]:
-    """Return the layers of a model, or of its decoder if it reads sources."""
+    """Return the layers of a model, or of its decoder in an encoder-decoder model."""
     return list(module_at(body_of(model, family), family.layers))
 
 
@@ -428,20 +426,20 @@ class Architecture:
 
     Attributes:
         family: its row of the table.
-        heads, kv_heads: numbers of heads.
-        size: dimensions of a head.
+        heads, kv_heads: numbers of query heads and KV heads.
+        size: size of a head.
         eps: term that norms add to the mean square.
-        activation: of the inner layer.
-        parallel: see `ModelFamily.parallel`.
-        scales: factor of scores of attention, by layer.
+        activation: activation of the MLP.
+        parallel: whether the MLP reads the input of attention.
+        scales: factor of attention scores, by layer.
         ropes: the table of rotary angles of each layer, an index into `tables`; -1: the layer has no positions.
-        tables: the kind of layers that each table of angles is for; "" where all have the same.
-        kinds: the kind of attention of each layer, such as sliding windows.
+        tables: the kind of layers that each table of angles is for; "" for all layers.
+        kinds: the kind of attention of each layer, such as a sliding window.
         numbers: further constants.
-        biases: float[heads, distances] of each layer: term added to the score of a token by its distance; the last is for
-            all larger distances. Without distances: no terms.
-        chosen: experts that a row chooses; 0: inner layers have none.
-        divides: whether the weights of these are divided by their sum.
+        biases: float[heads, distances] of each layer, added to attention scores by distance; the last bias is for all
+            larger distances. Empty for families without biases.
+        chosen: number of experts of a row; 0: no experts.
+        divides: whether the weights of a row's experts are divided by their sum.
     """
 
     family: ModelFamily
@@ -462,42 +460,32 @@ class Architecture:
 
     @cached_property
     def names(self) -> list[str]:
-        """The different kinds of attention, in the order of their first layers."""
+        """The kinds of attention, in the order of their first layers."""
         return list(dict.fromkeys(self.kinds))
 
     def at(self, layer: int) -> "Architecture":
-        """Return the same with a single layer, that of this number."""
-        return Architecture(
-            self.family,
-            self.heads,
-            self.kv_heads,
-            self.size,
-            self.eps,
-            self.activation,
-            self.parallel,
-            (self.scales[layer],),
-            (self.ropes[layer],),
-            self.tables,
-            (self.kinds[layer],),
-            self.numbers,
-            self.biases[layer:][:1],
-            self.chosen,
-            self.divides,
+        """Return the architecture of a single layer."""
+        return replace(
+            self,
+            scales=(self.scales[layer],),
+            ropes=(self.ropes[layer],),
+            kinds=(self.kinds[layer],),
+            biases=self.biases[layer:][:1],
         )
 
 
 def llama_architecture(layers: int, heads: int, kv_heads: int, size: int, eps: float) -> Architecture:
-    """Return the architecture of Llama layers, such as the layers of draft heads."""
+    """Return the architecture of Llama layers, such as those of draft heads."""
     every = (1 / size**0.5,) * layers
     full = ("full_attention",) * layers
     return Architecture(LLAMA, heads, kv_heads, size, eps, "silu", False, every, (0,) * layers, ("",), full, Numbers())
 
 
 def architecture_of(model: "PreTrainedModel", family: ModelFamily | None = None) -> Architecture:
-    """Return the architecture of a model that `misfit_of_family` has no reason against.
+    """Return the architecture of a model that `misfit_of_family` accepts.
 
     Args:
-        family: its row; None: that of the table. Given `encoder_family` of that, it is the architecture of the encoder.
+        family: None: the model's row of the table. `encoder_family` of that row: for the architecture of the encoder.
     """
     family = family or family_of(model)
     assert family is not None
@@ -530,7 +518,7 @@ def architecture_of(model: "PreTrainedModel", family: ModelFamily | None = None)
 
 
 def _biases_of(modules: list[Any], family: ModelFamily) -> tuple[Tensor, ...]:
-    """Return `Architecture.biases`, given the attention of each layer."""
+    """Return `Architecture.biases`, given the attention modules of the layers."""
     if not family.distances:
         return ()
     owners = [one if getattr(one, family.distances, None) is not None else modules[0] for one in modules]
@@ -538,13 +526,13 @@ def _biases_of(modules: list[Any], family: ModelFamily) -> tuple[Tensor, ...]:
 
 
 def biases_by_distance(table: Any, module: Any) -> Tensor:
-    """Return the biases of scores by distance, float[heads, distances], the last of which is that of all larger ones.
+    """Return the biases of attention scores by distance, float[heads, distances]; the last is for all larger distances.
 
-    Those of an encoder, whose tokens look ahead, too, begin with the most tokens ahead that are told apart.
+    Those of an encoder, whose tokens also attend to later ones, begin with the largest distinguished distance ahead.
 
     Args:
         table: the embedding of the ranges of distances, one number for each head.
-        module: the attention that has it.
+        module: the attention module.
     """
     most = module.relative_attention_max_distance
     back = torch.arange(0 if module.is_decoder else -most, most + 1)
@@ -554,7 +542,7 @@ def biases_by_distance(table: Any, module: Any) -> Tensor:
 
 
 def bucket_settings(module: Any) -> dict[str, Any]:
-    """Return the settings that a module of attention takes to find the ranges of distances, if it takes any."""
+    """Return the arguments of an attention module's function from distances to their ranges."""
     if "bidirectional" not in inspect.signature(module._relative_position_bucket).parameters:
         return {}
     return {
@@ -565,11 +553,13 @@ def bucket_settings(module: Any) -> dict[str, Any]:
 
 
 def _ropes_of(config: Any, family: ModelFamily, kinds: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the table of angles of each layer, as if all layers had positions, and `Architecture.tables`."""
+    """Return the index of each layer's table of angles, as if all layers had positions, and `Architecture.tables`."""
     if family.positions or family.distances:
         return (-1,) * len(kinds), ("",)
-    tables = tuple(sorted({*kinds})) if len(_ropes_by_kind(config)) > 1 else ("",)
-    return tuple(tables.index(kind) if len(tables) > 1 else 0 for kind in kinds), tables
+    if len(_ropes_by_kind(config)) == 1:
+        return (0,) * len(kinds), ("",)
+    tables = tuple(sorted({*kinds}))
+    return tuple(tables.index(kind) for kind in kinds), tables
 
 
 def _ropes_by_kind(config: Any) -> list[Any]:
@@ -579,9 +569,9 @@ def _ropes_by_kind(config: Any) -> list[Any]:
 
 
 def positions_of(config: Any) -> int | None:
-    """Return the most tokens of a text of a model, prompt included; None if its configuration does not say.
+    """Return the maximum length of a text, prompt included; None if the configuration has no limit.
 
-    The keys of a text are valid up to this length: see `most_before_angles_change`.
+    Stored keys remain valid up to this length; see `most_before_angles_change`.
     """
     stated = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
     found = [int(most) for most in stated if most is not None][:1]
@@ -590,11 +580,10 @@ def positions_of(config: Any) -> int | None:
 
 
 def most_before_angles_change(config: Any) -> int | None:
-    """Return the length beyond which a text has other angles of rotary positions, for all of its tokens; None: at none.
+    """Return the length above which all tokens of a text have other rotary angles; None if there is none.
 
-    "longrope" (arXiv 2402.13753) has two lists of factors: for texts up to a length, and for those beyond. Keys are
-    stored with their angles, so a text that grows across that length would need all of them anew. A model whose lists
-    are equal has one.
+    "longrope" (arXiv 2402.13753) has two lists of factors, for texts up to a length and for longer ones. Stored keys contain
+    their angles, so a text that crosses this length would need new keys. The lists may be equal.
     """
     lengths = [
         int(rope["original_max_position_embeddings"])
@@ -604,23 +593,24 @@ def most_before_angles_change(config: Any) -> int | None:
     return min(lengths, default=None)
 
 
-def angles_of(rotary: Any, positions: int, device: torch.device, *kind: str) -> Float[Tensor, "2 positions pairs"]:
-    """Return the cosine and the sine of each rotary pair's angle at each position.
+def angles_of(rotary: Any, positions: int, device: torch.device, kind: str = "") -> Float[Tensor, "2 positions pairs"]:
+    """Return cosine and sine of each rotary pair's angle at each position.
 
     Args:
-        kind: of layers, if each kind has angles of its own.
+        kind: the kind of layers; "" if all have the same angles.
     """
     places = torch.arange(positions, device=device)[None]
-    cos, sin = rotary(torch.zeros(1, device=device), places, *kind)
+    of_kind = [kind] if kind else []
+    cos, sin = rotary(torch.zeros(1, device=device), places, *of_kind)
     pairs = cos.shape[-1] // 2
     return torch.stack([cos[0, :, :pairs], sin[0, :, :pairs]]).contiguous()
 
 
 def angle_tables(model: "PreTrainedModel", of: Architecture, limit: int) -> list[Float[Tensor, "2 positions pairs"]]:
-    """Return all tables of angles of a model; one without pairs if its positions are not rotary.
+    """Return all tables of angles of a model; one table without pairs if its positions are not rotary.
 
     Args:
-        limit: number of positions of a model that looks at distances alone.
+        limit: number of positions of a model with biases by distance.
     """
     body: Any = body_of(model, of.family)
     device = model.device
@@ -630,7 +620,7 @@ def angle_tables(model: "PreTrainedModel", of: Architecture, limit: int) -> list
         return [torch.zeros(2, len(places_of(body, of)), 0, device=device)]
     positions = positions_of(model.config)
     assert positions is not None  # families with rotary positions have a limit
-    return [angles_of(body.rotary_emb, positions, device, *([kind] if kind else [])) for kind in of.tables]
+    return [angles_of(body.rotary_emb, positions, device, kind) for kind in of.tables]
 
 
 def _eps_of(model: "PreTrainedModel", family: ModelFamily) -> float:
@@ -644,11 +634,11 @@ def _eps_of(model: "PreTrainedModel", family: ModelFamily) -> float:
 def misfit_of_family(model: "PreTrainedModel") -> str:
     """Return the reason why no row of the table describes a model; "" if one does.
 
-    A model with hooks, adapters or rounded weights computes something else than its family does.
+    Hooks, adapters and rounded weights change what a model computes.
     """
     family = family_of(model)
     if family is None:
-        return f"it is of no family that this engine knows: {known_families()}"
+        return f"its family is not among those that this engine knows: {known_families()}"
     config: Any = model.config
     if why := family.refuses(config):
         return why
@@ -656,66 +646,66 @@ def misfit_of_family(model: "PreTrainedModel") -> str:
         return f"its activation is {named!r}, and this engine knows {', '.join(ACTIVATIONS)}"
     for rope in _ropes_by_kind(config):
         if (kind := rope.get("rope_type", "default")) not in ROPES:
-            return f"its positions are of kind {kind!r}, and this engine knows {', '.join(ROPES)}"
+            return f"its rope_type is {kind!r}, and this engine knows {', '.join(ROPES)}"
     head: Any = model.get_output_embeddings()
     if head.bias is not None:
-        return "its last matrix has a bias"
+        return "its head has a bias"
     return _misfit_of_modules(model, family)
 
 
 def _misfit_of_modules(model: "PreTrainedModel", family: ModelFamily) -> str:
-    """Return the reason why modules of a model are not as its family has them; "" if they are."""
+    """Return the reason why modules of a model are not those of its family; "" if they are."""
     modules = list(model.modules())
-    if family.cross:  # the encoder has a row of its own
+    if family.cross:  # `misfit_of_encoder` checks the encoder
         modules = [*body_of(model, family).modules(), model.get_output_embeddings()]
     return _misfit_of_these(modules, family) or _misfit_of_packed(model, family)
 
 
 def misfit_of_encoder(model: "PreTrainedModel") -> str:
-    """Return the reason why the encoder of a model of the table is not as its family has it; "" if it is."""
+    """Return the reason why the encoder of a model of the table is not that of its family; "" if it is."""
     family = family_of(model)
     if family is None or not family.cross:
-        return "it is of no family that this engine knows"
+        return "its family is not among those that this engine knows"
     body = body_of(model, encoder_family(family))
     if body is None:
-        return "it is a decoder without its encoder"
+        return "it is a decoder without an encoder"
     return _misfit_of_these(list(body.modules()), family)
 
 
 def _misfit_of_these(modules: list[Any], family: ModelFamily) -> str:
-    """Do `_misfit_of_modules` for these."""
+    """See `_misfit_of_modules`."""
     from transformers.pytorch_utils import Conv1D
 
     if any(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in modules):
-        return "its modules have hooks, or a forward of their own"
+        return "its modules have hooks or a replaced forward"
     own = (nn.Linear, Conv1D) if family.transposed else (nn.Linear,)
     holds_matrix = [one for one in modules if hasattr(one, "weight") and hasattr(one, "in_features")]
     holds_matrix += [one for one in modules if isinstance(one, Conv1D)]
-    # Adapters and quantised layers are modules of their own; torchao leaves the modules, and puts its own tensors in them.
+    # Adapters and most rounded layers are other modules; torchao keeps the modules and replaces their tensors.
     if any(type(one) not in own or type(one.weight) is not nn.Parameter for one in holds_matrix):
         return "its matrices have adapters or are rounded"
     return ""
 
 
 def _misfit_of_packed(model: "PreTrainedModel", family: ModelFamily) -> str:
-    """Return the reason why the matrices that the files of a model hold in 4 bits cannot be laid out; "" if they can."""
+    """Return the reason why 4-bit matrices in the files of a model cannot be packed for an engine; "" if they can."""
     if not matrices_of(model):
         return ""
     if model.device.type == "cuda":
         return "its matrices have 4 bits, which the forward for GPUs does not read"
     if family.mixture:
-        return "matrices of experts with 4 bits are not known here"
+        return "4-bit matrices of experts are not supported"
     if family.cross:
-        return "decoders that look at sources with 4 bits are not known here"
+        return "4-bit decoders with cross-attention are not supported"
     layers = layers_in(model, family)
     for name in (*family.qkv, family.out, *family.up, family.down):
         found = {isinstance(_module_of(layer, name, family), PackedLinear) for layer in layers}
         if len(found) > 1:
-            return f"{name} has 4 bits in some layers and not in others"
+            return f"{name} has 4 bits only in some layers"
     for names in (family.qkv, family.up):
         found = {isinstance(_module_of(layers[0], name, family), PackedLinear) for name in names}
         if len(found) > 1:
-            return f"of {', '.join(names)} some have 4 bits and others not"
+            return f"only some of {', '.join(names)} have 4 bits"
     return ""
 
 
@@ -725,32 +715,32 @@ def _module_of(layer: Any, name: str, family: ModelFamily) -> Any:
 
 
 class LayerParts(NamedTuple):
-    """The weights of one layer; parts that it lacks are empty.
+    """The weights of one layer; missing parts are empty.
 
-    The weight of a norm is that of an RMSNorm, [width]; for a LayerNorm it is the weight and then the bias, [2 * width].
-    Matrices are [outputs, inputs]; matrices of 4 bits are a `PackedMatrix`, read from its file when it is laid out.
+    An RMSNorm is its weight, [width]; a LayerNorm is its weight and bias, [2 * width]. Matrices are [outputs, inputs]; a
+    4-bit matrix is a `PackedMatrix`, which an engine reads from its file when it packs it.
     """
 
     before_attention: Tensor
     after_attention: Tensor
     before_inner: Tensor
     after_inner: Tensor
-    head_norms: Tensor  # [2, size]: of each head's queries and keys
-    wide_norms: Tensor  # [(heads + kv_heads) * size]: of all queries, and of all keys
-    qkv: list[Matrix]  # matrices that are joined: queries, keys, values; as they are stored, see `rows_in_order`
+    head_norms: Tensor  # [2, size]: norms of each head's queries and keys
+    wide_norms: Tensor  # [(heads + kv_heads) * size]: norms of all queries, and of all keys
+    qkv: list[Matrix]  # to be joined: queries, keys, values, in the order in which they are stored; see `rows_in_order`
     qkv_bias: Tensor
     out: Matrix
     out_bias: Tensor
-    up: list[Matrix]  # joined: gate and up, or up alone; of a mixture gate and up of each expert, one after the other
+    up: list[Matrix]  # to be joined: gate and up, or up only; for a mixture, gate and up of each expert in turn
     up_bias: Tensor
-    down: Matrix  # of a mixture that of each expert, a list
+    down: Matrix  # for a mixture, a list with that of each expert
     down_bias: Tensor
     cross: "CrossParts"
-    router: Tensor  # [experts, hidden], the matrix by which rows choose; of no experts: there are none
+    router: Tensor  # [experts, hidden], the matrix by which rows choose experts; [0, 0] without experts
 
 
 class CrossParts(NamedTuple):
-    """The weights of the sublayer of a layer that looks at a source, as in `LayerParts`; of no numbers if there is none."""
+    """The weights of a layer's cross-attention, as in `LayerParts`; empty if there is none."""
 
     before: Tensor
     after: Tensor
@@ -761,14 +751,14 @@ class CrossParts(NamedTuple):
 
 
 class SourceParts(NamedTuple):
-    """The weights of one layer that make keys and values of a source."""
+    """The weights of one layer for the keys and values of a source."""
 
-    both: list[Tensor]  # matrices that are joined: keys, values
+    both: list[Tensor]  # to be joined: keys, values
     bias: Tensor
 
 
 def parts_of(layer: Any, of: Architecture) -> LayerParts:
-    """Return the weights of a layer of a model, or of a draft head whose layers are a Llama's."""
+    """Return the weights of a layer of a model or of a draft head."""
     family = of.family
     attention = module_at(layer, family.attention)
     inner = module_at(layer, family.inner)
@@ -805,15 +795,18 @@ def _joined_bias(linears: list[Any], family: ModelFamily, nothing: Tensor) -> Te
     """Return the joined biases of matrices, with zeros for missing ones; empty if all are missing."""
     if all(one.bias is None for one in linears):
         return nothing
-    zeros = [nothing.new_zeros(len(_matrix(one, family))) for one in linears]
-    return torch.cat([zero if one.bias is None else one.bias for one, zero in zip(linears, zeros, strict=True)])
+    biases = []
+    for one in linears:
+        zeros = nothing.new_zeros(len(_matrix(one, family)))
+        biases.append(zeros if one.bias is None else one.bias)
+    return torch.cat(biases)
 
 
 def _cross_parts(layer: Any, family: ModelFamily, no_matrix: Tensor, before: Tensor, after: Tensor) -> CrossParts:
-    """Return the weights of the sublayer of a layer that looks at a source.
+    """Return the weights of a layer's cross-attention.
 
     Args:
-        no_matrix: [0, hidden], of a layer that looks at none.
+        no_matrix: [0, hidden], the matrices of a layer without it.
         before, after: the norms of the sublayer.
     """
     nothing = no_matrix.new_zeros(0)
@@ -827,19 +820,19 @@ def _cross_parts(layer: Any, family: ModelFamily, no_matrix: Tensor, before: Ten
 
 
 def source_parts(layer: Any, of: Architecture) -> SourceParts:
-    """Return the weights of a layer that make keys and values of a source."""
+    """Return a layer's weights for the keys and values of a source."""
     attention = module_at(layer, of.family.cross)
     both = [getattr(attention, name) for name in of.family.qkv[1:]]
     return SourceParts([one.weight for one in both], _joined_bias(both, of.family, both[0].weight.new_zeros(0)))
 
 
 def norm_at(body: Any, path: str, family: ModelFamily) -> Tensor:
-    """Return the weight of a norm of a body, see `LayerParts`; no numbers if the path is ""."""
+    """Return the weight of a norm of a body (see `LayerParts`); empty if the path is ""."""
     return norm_of(module_at(body, path) if path else None, family)
 
 
 def norm_of(module: Any, family: ModelFamily) -> Tensor:
-    """Return the weight of a norm, see `LayerParts`; no numbers if it is none, or has none."""
+    """Return the weight of a norm (see `LayerParts`); empty if there is none."""
     weight = getattr(module, "weight", None)
     if weight is None:
         return torch.zeros(0)
@@ -853,7 +846,7 @@ def norm_of(module: Any, family: ModelFamily) -> Tensor:
 
 
 def embedding_of(model: "PreTrainedModel", family: ModelFamily) -> Any:
-    """Return the module of token embeddings, of the decoder if a model reads sources."""
+    """Return the module of token embeddings, of the decoder in an encoder-decoder model."""
     return body_of(model, family).embed_tokens if family.cross else model.get_input_embeddings()
 
 
@@ -872,14 +865,14 @@ def places_of(body: Any, of: Architecture) -> Tensor:
     module = module_at(body, of.family.positions)
     if isinstance(module, nn.Embedding):
         return module.weight.detach()[int(getattr(module, "offset", 0)) :]
-    first = int(module.padding_idx) + 1  # sines, of which there is no end
+    first = int(module.padding_idx) + 1  # sinusoidal, without a limit
     known = max(int(module.num_positions), _MOST_SINES)
     found: Tensor = module.get_embedding(first + known, module.embedding_dim, module.padding_idx)
     return found[first:]
 
 
 def unplaced_in(body: Any, family: ModelFamily) -> int:
-    """Return the token to which no position is added: the padding of models that count positions without it."""
+    """Return the token without a position: the padding token of models that skip it when they count positions."""
     module = module_at(body, family.positions) if family.positions else None
     return NO_TOKEN if module is None or isinstance(module, nn.Embedding) else int(module.padding_idx)
 
@@ -892,9 +885,9 @@ def logits_bias_of(model: Any) -> Tensor:
 
 
 def bias_of_tokens(model: Any, shared: SharedTokens | None) -> Tensor:
-    """Return the bias of a model's logits, float[vocab], over the target's tokens if it shares them.
+    """Return the bias of a model's logits, float[vocab], by the target's tokens for a draft model that shares them.
 
-    Tokens of the target that the model does not know get -inf. Of no numbers if it is nothing.
+    Tokens of the target that the model does not know get -inf. Empty if there is no bias.
     """
     own = logits_bias_of(model)
     return own if shared is None else shared.fitted_bias(own)
@@ -908,7 +901,7 @@ def _matrix(module: Any, family: ModelFamily) -> Matrix:
 
 
 def rows_in_order(rows: Matrix, of: Architecture) -> Matrix:
-    """Return the rows of a joined matrix as all queries, all keys and all values: a copy if they are stored head by head."""
+    """Return a joined matrix with all queries first, then keys, then values; a copy if it is stored head by head."""
     if not of.family.by_head or len(rows) == 0:
         return rows
     if isinstance(rows, PackedMatrix):

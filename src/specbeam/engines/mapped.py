@@ -1,8 +1,7 @@
-"""Weights that lie in files which are mapped to memory: they take none but what of them was read, and can give that back.
+"""Release of weights in memory-mapped files: only pages that were read take memory, and they can be given back.
 
-transformers loads safetensors so, if no type is changed: a weight is a view of the file. An engine that lays weights out
-anew then needs memory for its own only, if each weight leaves memory after it was read. What reads it later gets it from the
-file again.
+transformers maps safetensors if their type is not converted: a weight is a view of the file. If an engine releases each
+weight after it has packed it, only its own copy stays in memory. Later reads get the weight from the file again.
 """
 
 import ctypes
@@ -17,38 +16,38 @@ from torch import Tensor
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LARGEST_WIDENED = 300_000_000  # weights; `load` leaves those of a larger model in the type of their files
-_KEPT = "_specbeam_kept"
+LARGEST_WIDENED = 300_000_000  # weights; `load` does not convert larger models to float32
+_MAPPED = "_specbeam_mapped"
 _DONT_NEED = 4  # MADV_DONTNEED of Linux
 
 
-def mark_kept(model: "PreTrainedModel") -> None:
-    """Mark a model whose weights `load` has left in the type of their files, for an engine that computes in float32."""
-    object.__setattr__(model, _KEPT, True)
+def mark_mapped(model: "PreTrainedModel") -> None:
+    """Mark a model whose weights `load` has left in mapped files, for an engine that computes in float32."""
+    object.__setattr__(model, _MAPPED, True)
 
 
-def is_kept(model: "PreTrainedModel") -> bool:
-    """Return whether a model was marked by `mark_kept`."""
-    return bool(vars(model).get(_KEPT, False))
+def is_mapped(model: "PreTrainedModel") -> bool:
+    """Return whether a model was marked by `mark_mapped`."""
+    return bool(vars(model).get(_MAPPED, False))
 
 
 @dataclass(frozen=True)
 class MappedFiles:
-    """The parts of memory that hold what was read of files, and nothing that this process has written.
+    """The memory ranges of mapped files that this process has not written.
 
     Attributes:
-        parts: first address, and the one after the last, of each part.
+        parts: start and end address of each range.
     """
 
     parts: tuple[tuple[int, int], ...]
 
     def holds(self, weight: Tensor) -> bool:
-        """Return whether a weight lies in a file."""
+        """Return whether a weight is in a mapped file."""
         start = weight.data_ptr()
         return any(first <= start and start + weight.nbytes <= stop for first, stop in self.parts)
 
     def release(self, weights: Iterable[Tensor]) -> None:
-        """Let weights leave memory, those that lie in a file; whoever reads them gets them from the file again."""
+        """Free the memory of weights in mapped files; a later read loads them from the file again."""
         for weight in weights:
             if self.holds(weight):
                 start = -(-weight.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -61,18 +60,17 @@ NOTHING_MAPPED = MappedFiles(())
 
 
 def mapped_files(model: "PreTrainedModel") -> MappedFiles:
-    """Return where the weights of a model that is kept as its files are lie in memory; nowhere if this cannot be known.
+    """Return the memory ranges of a mapped model's weights; none if they cannot be known.
 
-    A part that this process has written to, as a training does, counts as no file: giving it back would undo that.
+    Ranges that this process has written to, for example in training, are excluded: releasing them would undo the changes.
     """
-    if not is_kept(model) or sys.platform != "linux":
+    if not is_mapped(model) or sys.platform != "linux":
         return NOTHING_MAPPED
     weights = [weight.data_ptr() for weight in model.parameters()]
     parts = []
     for first, stop, fields in _maps():
-        is_unwritten = (
-            fields.get("Anonymous") == "0 kB" and fields.get("Swap") == "0 kB"
-        )  # a written page may be swapped
+        # A written page is anonymous, or swapped out.
+        is_unwritten = fields.get("Anonymous") == "0 kB" and fields.get("Swap") == "0 kB"
         is_file = is_unwritten and fields["path"].startswith("/")
         if is_file and any(first <= start < stop for start in weights):
             parts.append((first, stop))
@@ -80,7 +78,7 @@ def mapped_files(model: "PreTrainedModel") -> MappedFiles:
 
 
 def _maps() -> Iterable[tuple[int, int, dict[str, Any]]]:
-    """Yield the parts of this process's memory: first address, the one after the last, and what Linux tells of it."""
+    """Yield start, end and fields of the memory ranges of this process in Linux's smaps."""
     with open("/proc/self/smaps", encoding="utf-8", errors="replace") as lines:
         first = 0
         stop = 0

@@ -1,13 +1,14 @@
-"""Matrices of 4 bits that were rounded by others: whole numbers in groups, with a scale and a zero point for each group.
+"""4-bit matrices of GPTQ and AWQ checkpoints: integers in groups, with a scale and a zero point for each group.
 
-The weight of a column is exactly (number - zero point) * scale. `PackedMatrix` locates a matrix in the files of a checkpoint
-and reads it; `PackedLinear` stands in a transformers model for the module that has it. Neither keeps numbers: they are
-in the file, and in the panels of the engine that has laid them out (engines/cpu/nibbles.py).
+A weight is exactly (number - zero point) * scale. `PackedMatrix` locates a matrix in the files of a checkpoint and reads it;
+`PackedLinear` replaces the module of the matrix in a transformers model. Neither holds the numbers, which are in the file
+and in the panels of the engine (engines/cpu/nibbles.py).
 
 The layouts are those of GPTQ (auto-gptq and gptqmodel; Frantar et al. 2022, "GPTQ: Accurate Post-Training Quantization for
 Generative Pre-trained Transformers") and of AWQ (Lin et al. 2023, "AWQ: Activation-aware Weight Quantization").
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,20 +23,20 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PER_WORD = 8  # numbers of 4 bits in a word
+PER_WORD = 8  # 4-bit numbers in a word
 BITS = 4
 LARGEST_NUMBER = 15
-# "gptq" stores zero points less one, "gptq_v2" as they are; "awq" stores the columns of a word in another order.
+# "gptq" stores zero points minus one, "gptq_v2" stores them unchanged; "awq" stores the columns of a word in another order.
 Layout = Literal["gptq", "gptq_v2", "awq"]
-_AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # the column, of eight, that each place of a word holds
+_AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # the column, of eight, in each place of a word
 _SHIFTS = np.arange(0, BITS * PER_WORD, BITS, dtype=np.uint32)
 
 
 class Grouped(NamedTuple):
-    """A matrix of whole numbers of 4 bits, 0 to 15, in groups along its depth.
+    """A matrix of 4-bit integers, 0 to 15, in groups along its depth.
 
     Attributes:
-        words: int32[depth / 8, columns]: step 8 * i + k is in bits 4 * k to 4 * k + 3 of word i.
+        words: int32[depth / 8, columns]: number 8 * i + k is in bits 4 * k to 4 * k + 3 of word i.
         scales: float32[groups, columns].
         zeros: uint8[groups, columns], the zero points: 0 to 16.
     """
@@ -46,11 +47,11 @@ class Grouped(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """The number of steps of depth."""
+        """The number of inputs."""
         return len(self.words) * PER_WORD
 
     def columns(self, first: int, stop: int) -> "Grouped":
-        """Return the columns first .. stop, as views."""
+        """Return the columns `first` to `stop` (exclusive), as views."""
         return Grouped(self.words[:, first:stop], self.scales[:, first:stop], self.zeros[:, first:stop])
 
     def in_order(self, order: Int64[np.ndarray, " columns"]) -> "Grouped":
@@ -58,12 +59,12 @@ class Grouped(NamedTuple):
         return Grouped(self.words[:, order], self.scales[:, order], self.zeros[:, order])
 
     def in_groups_of(self, size: int) -> "Grouped":
-        """Return the same matrix in groups of `size` steps, which divides the size of its own: scales are repeated."""
+        """Return the same matrix in smaller groups of `size` numbers, with repeated scales."""
         times = self.depth // (len(self.scales) * size)
         return Grouped(self.words, self.scales.repeat(times, 0), self.zeros.repeat(times, 0))
 
     def weights(self) -> Float32[np.ndarray, "columns depth"]:
-        """Return (number - zero point) * scale, which float32 holds exactly if the scales have at most 19 bits."""
+        """Return (number - zero point) * scale, exact in float32 for scales of at most 19 bits."""
         numbers = _unpacked(self.words).astype(np.float32)
         size = self.depth // len(self.scales)
         by_group = numbers.reshape(len(self.scales), size, -1)
@@ -73,12 +74,12 @@ class Grouped(NamedTuple):
 
 
 def joined(matrices: Sequence[Grouped]) -> Grouped:
-    """Return matrices of one depth and one size of groups side by side."""
+    """Return matrices of equal depth and group size, concatenated along their columns."""
     return Grouped(*(np.concatenate(parts, 1) for parts in zip(*matrices, strict=True)))
 
 
 def packed_in_words(numbers: UInt8[np.ndarray, "depth columns"]) -> Int32[np.ndarray, "words columns"]:
-    """Return whole numbers of 4 bits as `Grouped.words`; 8 must divide the depth."""
+    """Return 4-bit integers as `Grouped.words`; the depth must be a multiple of 8."""
     by_word = numbers.reshape(-1, PER_WORD, numbers.shape[1])
     words = np.zeros((len(by_word), numbers.shape[1]), dtype=np.uint32)
     for place, shift in enumerate(_SHIFTS):
@@ -87,7 +88,7 @@ def packed_in_words(numbers: UInt8[np.ndarray, "depth columns"]) -> Int32[np.nda
 
 
 def _unpacked(words: Int32[np.ndarray, "words columns"]) -> UInt8[np.ndarray, "depth columns"]:
-    """Return the whole numbers of words, see `Grouped`."""
+    """Return the numbers in `Grouped.words`."""
     numbers = np.empty((len(words), PER_WORD, words.shape[1]), dtype=np.uint8)
     bits = words.view(np.uint32)
     for place, shift in enumerate(_SHIFTS):
@@ -108,15 +109,15 @@ def _in_awq_order(numbers: UInt8[np.ndarray, "rows columns"]) -> UInt8[np.ndarra
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """Where a file holds a matrix of 4 bits.
+    """The place of a 4-bit matrix in a file.
 
     Attributes:
-        path: of a safetensors file.
-        name: of the module, to which the names of its tensors are added.
-        layout: how they are packed.
+        path: a safetensors file.
+        name: the module's name, the prefix of the names of its tensors.
+        layout: the packing of its tensors.
         shape: columns and depth.
         groups: number of groups along the depth.
-        order: the order in which its columns are wanted; none: as they are.
+        order: the order of the columns that `read` returns; empty: unchanged.
     """
 
     path: Path
@@ -130,11 +131,11 @@ class PackedMatrix:
         return self.shape[0]
 
     def in_order(self, order: Sequence[int]) -> "PackedMatrix":
-        """Return the same with its columns in another order."""
+        """Return the same matrix with its columns in another order."""
         return replace(self, order=tuple(order))
 
     def read(self) -> Grouped:
-        """Return the matrix, read from its file."""
+        """Read the matrix from its file."""
         from safetensors import safe_open
 
         with safe_open(self.path, framework="pt") as file:
@@ -149,9 +150,9 @@ class PackedMatrix:
 
 
 class PackedLinear(nn.Module):
-    """A product with a matrix of 4 bits in place of `nn.Linear`, for callers of the model itself.
+    """A replacement of `nn.Linear` with a 4-bit matrix, for direct calls of the model.
 
-    It reads the file at each call, and multiplies in the type of its input; engines lay `matrix` out once instead.
+    Each call reads the file, and multiplies in the type of its input. Engines pack `matrix` once instead.
     """
 
     def __init__(self, matrix: PackedMatrix, bias: nn.Parameter | None) -> None:
@@ -168,11 +169,11 @@ class PackedLinear(nn.Module):
 
 
 def matrices_of(model: nn.Module) -> list[PackedMatrix]:
-    """Return the matrices of a model that are packed in its files."""
+    """Return the 4-bit matrices in the files of a model."""
     return [module.matrix for module in model.modules() if isinstance(module, PackedLinear)]
 
 
 def weights_in(model: "PreTrainedModel") -> int:
-    """Return the number of weights of a model, those included that are packed in its files."""
-    packed = sum(columns * depth for columns, depth in (matrix.shape for matrix in matrices_of(model)))
+    """Return the number of weights of a model, including 4-bit matrices in its files."""
+    packed = sum(math.prod(matrix.shape) for matrix in matrices_of(model))
     return int(model.num_parameters()) + packed

@@ -1,4 +1,4 @@
-"""The tokens that a draft model shares with a target whose vocabulary is another one: padded, or with added tokens."""
+"""The tokens that a draft model shares with a target of another vocabulary: padded, or with added tokens."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,14 +13,14 @@ from torch.nn import functional
 
 @dataclass(frozen=True, eq=False)
 class SharedTokens:
-    """The target's tokens that a draft model knows under the same ids. It drafts these alone.
+    """The target's tokens that a draft model has under the same ids. It drafts only these.
 
-    A language model with shared tokens is given the target's ids, and has a logit for each of them: -inf for tokens that it
-    does not know. Its own tokens that the target lacks have none.
+    A language model with shared tokens reads the target's ids and returns a logit for each of them: -inf for tokens that it
+    does not know. Its own tokens that the target lacks get no logit.
 
     Attributes:
-        known: by the target's ids.
-        stand_in: the token of the draft model that it reads in place of one that it does not know.
+        known: whether the draft model knows each of the target's tokens.
+        stand_in: the token that the draft model reads in place of unknown tokens.
     """
 
     known: Bool[np.ndarray, " vocab"]
@@ -33,12 +33,12 @@ class SharedTokens:
 
     @property
     def key(self) -> tuple[bytes, int]:
-        """The identity of these shared tokens."""
+        """A key for caches."""
         return self.known.tobytes(), self.stand_in
 
     @cached_property
     def knows_all(self) -> bool:
-        """Whether the draft model knows all of the target's tokens."""
+        """Whether the draft model knows all tokens of the target."""
         return bool(self.known.all())
 
     @cached_property
@@ -52,17 +52,14 @@ class SharedTokens:
         return torch.from_numpy(~self.known)
 
     def read(self, tokens: Int64[np.ndarray, "..."]) -> Int64[np.ndarray, "..."]:
-        """Return the draft model's tokens for the target's; negative ones, which stand for other rows, as they are.
+        """Return the draft model's tokens for the target's; negative tokens, which stand for other rows, are unchanged.
 
         Raises `IndexError` for tokens that the target does not have.
         """
         return np.where(tokens < 0, tokens, self.read_as[np.maximum(tokens, 0)])
 
     def fitted_bias(self, bias: Float[Tensor, " own"]) -> Float[Tensor, " vocab"]:
-        """Return the bias of logits over the target's tokens, given the bias over the draft model's own.
-
-        Both are empty without a bias.
-        """
+        """Return the bias of logits by the target's tokens, given that by the draft model's; an empty bias is none."""
         if len(bias):
             return self.fitted_logits(bias)
         if self.knows_all:
@@ -70,7 +67,7 @@ class SharedTokens:
         return bias.new_zeros(self.vocab).masked_fill(self.unknown.to(bias.device), -torch.inf)
 
     def fitted_logits(self, logits: Float[Tensor, "*rows own"]) -> Float[Tensor, "*rows vocab"]:
-        """Return logits over the target's tokens, given logits over the draft model's own."""
+        """Return logits by the target's tokens, given logits by the draft model's tokens."""
         found = logits[..., : self.vocab].contiguous()
         missing = self.vocab - found.shape[-1]
         if missing > 0:
@@ -79,5 +76,5 @@ class SharedTokens:
 
 
 def readable(shared: SharedTokens | None, tokens: Any) -> Any:
-    """Return token ids of a target as the draft model that shares some of them reads them; as they are without one."""
+    """Return a draft model's tokens for those of the target; unchanged if `shared` is None."""
     return tokens if shared is None else shared.read(tokens)

@@ -1,4 +1,4 @@
-"""Sources: the inputs of an encoder for one prompt, with the encoder's states."""
+"""Sources: the encoder inputs of one prompt, with the encoder's states."""
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,16 +17,16 @@ InputName = Literal["input_ids", "input_features"]
 
 @dataclass(eq=False)
 class Source:
-    """The source of one prompt. All sessions of the prompt, and all models that read it, hold the same object.
+    """The source of one prompt, shared by all sessions of the prompt and all models that read it.
 
     Attributes:
-        name: the argument of an encoder that takes the inputs.
+        name: the encoder argument for the inputs.
         inputs: token ids or audio features; None if only states are given.
         states: encoded inputs, by encoder.
-        given: states of an encoder that ran elsewhere; every encoder without inputs takes them for its own.
-        keeps: whether the states are kept when a session is over, for further sessions.
-        after: the source that is read next, if it is known: both may be read in one pass.
-        ahead: keys and values of decoders that were made of the states before a session looks at them, by whose they are.
+        given: states computed elsewhere, used for every encoder if there are no inputs.
+        keeps: whether the states are stored after a session, for further sessions.
+        after: the source that will be read next, if known, so that one pass may read both.
+        ahead: cross-attention keys and values that were computed before a session needs them, by decoder.
     """
 
     name: InputName
@@ -49,16 +49,14 @@ class Source:
 
     @classmethod
     def of_states(cls, states: Float[torch.Tensor, "frames size"]) -> "Source":
-        """Return a source that an encoder has read already."""
+        """Return a source of encoder states."""
         return cls("input_ids", None, given=states[None])
 
     @torch.inference_mode()
     def states_of(self, encoder: Any) -> SourceStates:
-        """Return the states of the source; the encoder runs once.
+        """Return the states of the source by an encoder, which runs once, on this source only.
 
-        A source is encoded by itself: its states do not depend on other requests.
-
-        Raises `NotSupported` if the source holds states of another encoder alone.
+        Raises `NotSupported` if the source has neither inputs nor given states.
         """
         if encoder not in self.states:
             self.states[encoder] = self._encoded_by(encoder)
@@ -78,13 +76,13 @@ class Source:
         return states
 
     def forget(self, encoder: Any) -> None:
-        """Drop an encoder's states unless `keeps`; a later reader encodes the source again."""
+        """Drop an encoder's states unless `keeps` is set; a later reader encodes the source again."""
         if not self.keeps:
             self.states.pop(encoder, None)
 
 
 def line_up(sources: Sequence[Source]) -> None:
-    """Link each source to the next one, until they `part`; earlier links are dropped."""
+    """Link each source to the next one, until `part`; earlier links are dropped."""
     each = list(dict.fromkeys(sources))
     for source in each:
         source.after = None
@@ -93,7 +91,7 @@ def line_up(sources: Sequence[Source]) -> None:
 
 
 def part(sources: Sequence[Source]) -> None:
-    """Unlink sources, and drop states that were read ahead but not used."""
+    """Unlink sources, and drop unused states that were read ahead."""
     for source in sources:
         source.after = None
         source.ahead.clear()
@@ -102,7 +100,7 @@ def part(sources: Sequence[Source]) -> None:
 
 
 def in_line(sources: Sequence[Source], more: int) -> Iterator[Source]:
-    """Yield sources, each once, and then up to `more` sources that follow the last one."""
+    """Yield sources without duplicates, and then up to `more` sources linked after the last one."""
     seen = dict.fromkeys(sources)
     yield from list(seen)
     following = sources[-1].after if sources else None
@@ -116,13 +114,13 @@ def in_line(sources: Sequence[Source], more: int) -> Iterator[Source]:
 
 
 def grouped(line: Iterable[tuple[Source, int]], asked: Collection[Source], most: int) -> Iterator[list[Source]]:
-    """Yield the sources of a line in groups that are read together, of up to `most` rows, or one source that has more.
+    """Yield the sources of a line in groups to read together, of up to `most` rows or a single larger source.
 
-    Later sources fill up the last group; none of them begins a group.
+    Sources that are not needed now fill up the last group, but do not begin a group.
 
     Args:
         line: sources with their numbers of rows.
-        asked: sources to read now.
+        asked: sources that are needed now.
     """
     group: list[Source] = []
     rows = 0

@@ -1,4 +1,4 @@
-"""Which arithmetic a device runs fastest."""
+"""The fastest arithmetic of a device."""
 
 import torch
 
@@ -6,5 +6,5 @@ from specbeam.engines.cpu import tiles
 
 
 def prefers_bfloat16(device: torch.device) -> bool:
-    """Return whether a device multiplies matrices of bfloat16 faster than of float32: GPUs, and CPUs with tiles."""
+    """Return whether a device multiplies matrices faster in bfloat16 than in float32: GPUs, and CPUs with tiles (AMX)."""
     return device.type == "cuda" or (device.type == "cpu" and tiles.available())

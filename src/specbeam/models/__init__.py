@@ -1,4 +1,4 @@
-"""Models of transformers as language models of the core: loading, families, rounded weights, heads, and memory."""
+"""Language models made from transformers models: loading, rounded weights, draft heads and memory."""
 
 from specbeam.core.lazy import attached
 

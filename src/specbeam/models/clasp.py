@@ -1,4 +1,4 @@
-"""The layers that a draft may do without, by dynamic programming over the hidden states of one token (CLaSp, ACL 2025)."""
+"""Choice of the layers that a draft skips, by dynamic programming over hidden states of one token (CLaSp, ACL 2025)."""
 
 from collections.abc import Callable
 
@@ -13,18 +13,19 @@ def dispensable_layers(
 ) -> tuple[int, ...]:
     """Return the `count` layers whose removal changes the last hidden state of a token least, ascending.
 
-    With j of the first i layers left out, the state g(i, j) is the output of layer i - 1 on g(i - 1, j), or g(i - 1, j - 1)
-    as it is: the one nearest to g(i, 0), the whole model's, by their cosine. This is a greedy choice in that only one state
-    is kept for each i and j; the layers are those on the way to g(layers, count).
+    g(i, j) is the state after the first i layers with j of them skipped. It is either the output of layer i - 1 for
+    g(i - 1, j), or g(i - 1, j - 1) unchanged, whichever has the larger cosine with g(i, 0), the state of the whole model.
+    The search is greedy: it keeps one state for each i and j. The result is the layers skipped on the path to
+    g(layers, count).
 
     Args:
-        run: returns the output of a layer, by its number, for states of the same token.
+        run: returns the output of the layer of a given index for states of the same token.
         first: the input of the first layer.
         layers: number of layers.
-        count: below `layers`.
+        count: less than `layers`.
     """
     states = first[None]
-    was_run = np.zeros((layers + 1, count + 1), dtype=bool)  # whether the way to g(i, j) runs layer i - 1
+    was_run = np.zeros((layers + 1, count + 1), dtype=bool)  # whether the path to g(i, j) runs layer i - 1
     for done in range(1, layers + 1):
         after = run(done - 1, states)
         whole = after[0]

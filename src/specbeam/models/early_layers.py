@@ -1,4 +1,4 @@
-"""SCORE: models made of the first layers of a model, with its head: by themselves, or with an exit layer behind them."""
+"""SCORE: models made of the first layers of a model and its head, with or without an exit layer in between."""
 
 import copy
 from typing import TYPE_CHECKING, Any
@@ -12,35 +12,35 @@ from specbeam.models.huggingface import HuggingFaceLM
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")  # names of the norm in front of the head
+NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")  # names of the norm before the head
 
 
 def early_layers(model: "PreTrainedModel", layers: int) -> HuggingFaceLM:
-    """Return a language model that runs the first `layers` layers of `model`; it shares the weights, nothing is copied.
+    """Return a language model that runs the first `layers` layers of `model` and shares its weights.
 
-    Raises `BadSetting` if the model does not have that many layers, and `NotSupported` if they are not all in one list.
+    Raises `BadSetting` if the model has fewer layers, and `NotSupported` if they are not all in one list.
     """
     total = model.config.num_hidden_layers
     if not 1 <= layers <= total:
-        raise BadSetting(f"layers is {layers}; {type(model).__name__} has {total}: choose 1 to {total}")
+        raise BadSetting(f"layers is {layers}; {type(model).__name__} has {total} layers: choose 1 to {total}")
     return HuggingFaceLM(_of_layers(model, layers, [], None))
 
 
 def with_exit(model: "PreTrainedModel", layers: int, layer: nn.Module, norm: nn.Module) -> "PreTrainedModel":
-    """Return a model that runs the first `layers` layers of `model`, then `layer`, then `norm` in front of its head.
+    """Return a model that runs the first `layers` layers of `model`, then `layer`, `norm`, and the head of `model`.
 
-    It shares all weights with the model and the two modules, nothing is copied.
+    It shares all weights with `model` and the two modules.
 
     Args:
-        layer: of the class of the model's last layer, whose kind of attention it has.
+        layer: a layer of the same class and kind of attention as the model's last layer.
 
-    Raises `NotSupported` if the model does not keep its layers in one list, and its last norm next to the list.
+    Raises `NotSupported` unless the model's layers are in one list with the last norm next to it.
     """
     return _of_layers(model, layers, [layer], norm)
 
 
 def last_norm(model: "PreTrainedModel") -> nn.Module:
-    """Return the norm between a model's last layer and its head. Raises `NotSupported` if it is not next to the layers."""
+    """Return the norm between a model's last layer and its head. Raises `NotSupported` if there is none of a known name."""
     body = getattr(model, model.base_model_prefix)
     return getattr(body, _name_of_norm(model))
 
@@ -49,18 +49,20 @@ def _name_of_norm(model: "PreTrainedModel") -> str:
     body = getattr(model, model.base_model_prefix)
     names = [name for name in NORMS if isinstance(getattr(body, name, None), nn.Module)]
     if not names:
-        raise NotSupported(f"{type(model).__name__} keeps no norm of a known name under .{model.base_model_prefix}")
+        raise NotSupported(
+            f"{type(model).__name__}.{model.base_model_prefix} has no final norm; expected one of {', '.join(NORMS)}"
+        )
     return names[0]
 
 
 def _of_layers(model: "PreTrainedModel", layers: int, more: list[nn.Module], norm: nn.Module | None) -> Any:
-    """Return a shallow copy of a model with its first layers and `more` layers; and with another norm, if one is given."""
+    """Return a shallow copy of a model with its first `layers` layers, `more` layers, and another final norm if given."""
     body = getattr(model, model.base_model_prefix)
     every = layers_of(model)
     keys = [key for key, value in body.named_children() if value is every]
     if not keys:
         raise NotSupported(
-            f"{type(model).__name__} does not keep its layers in one list under .{model.base_model_prefix}"
+            f"{type(model).__name__}.{model.base_model_prefix} does not hold all layers in one list; early exit needs that"
         )
     config = _shortened(model, layers, len(more))
     changes: dict[str, object] = {keys[0]: nn.ModuleList([*every[:layers], *more])}
@@ -71,7 +73,7 @@ def _of_layers(model: "PreTrainedModel", layers: int, more: list[nn.Module], nor
 
 
 def _copied_with(module: nn.Module, **changes: object) -> Any:
-    """Return a shallow copy of a module with some attributes replaced; all others are shared."""
+    """Return a shallow copy of a module with some attributes replaced."""
     changed = copy.copy(module)
     changed._modules = dict(module._modules)
     for name, value in changes.items():
@@ -80,7 +82,7 @@ def _copied_with(module: nn.Module, **changes: object) -> Any:
 
 
 def _shortened(model: "PreTrainedModel", layers: int, more: int) -> object:
-    """Return a copy of the model's configuration for its first layers, and `more` layers of the kind of its last one."""
+    """Return the configuration of a model of the first `layers` layers and `more` layers of the last layer's kind."""
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = layers + more
     kinds = getattr(config, "layer_types", None)

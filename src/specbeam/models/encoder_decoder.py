@@ -1,4 +1,4 @@
-"""SCORE: encoder-decoder models of transformers, whose decoder looks at a source: translation, summaries, speech."""
+"""SCORE: encoder-decoder models of transformers: translation, summarisation, speech recognition."""
 
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,7 +10,7 @@ from specbeam.core.answers import LOGITS
 from specbeam.core.errors import NotSupported
 from specbeam.core.records import Needs, Scored
 from specbeam.core.session import CacheOwner
-from specbeam.engines.cpu.cache_words import WORDS, KeptAs
+from specbeam.engines.cpu.cache_words import WORDS, KVType
 from specbeam.engines.cpu.encoder import CompiledEncoder
 from specbeam.engines.cpu.source_passes import CompiledSourcePasses
 from specbeam.engines.eligibility import has_own_encoder
@@ -25,30 +25,28 @@ if TYPE_CHECKING:
 
     from specbeam.engines.gpu.source_passes import GpuSourcePasses
 
-MADE_UP_FRAMES = 24  # of a source on which passes are timed
+MADE_UP_FRAMES = 24  # length of the synthetic source on which passes are checked and timed
 
 
 class EncoderDecoderLM(HuggingFaceLM):
-    """An encoder-decoder model that scores forests: `session.context` holds the source that its encoder reads.
+    """An encoder-decoder model that scores forests; `session.context[lm]` is the source of a session.
 
-    The prompt of a session is the decoder's: its start token, and the tokens that are forced to follow. The encoder reads a
-    source once. Keys and values of its cross-attention are stored once per source, for all beams, draft nodes and samples
-    of a prompt.
+    The prompt of a session is the decoder's prompt: its start token and forced tokens. Each source is encoded once, and its
+    cross-attention keys and values are stored once for all beams, draft nodes and samples.
 
     Args:
         chunk: prompt tokens of one session per pass.
-        encoder: an encoder that makes the states of a source, whose output is then shared with other models; None: the
-            model's own.
+        encoder: the encoder of another model, whose output this model shares; None: the model's own.
         engine: runs the decoder: "gpu", "compiled", "int8", "int4", "plain" or "auto"; see `HuggingFaceLM`. A compiled
-            one runs the encoder, too, unless it has hooks, or modules of another kind than its family's.
-        kv: "bfloat16" rounds the decoder's keys and values, of itself and of sources, as they are stored; see
-            `HuggingFaceLM`.
+            engine also runs the encoder, unless the encoder has hooks or modules that its family does not have.
+        kv: "bfloat16" rounds the keys and values of self-attention and cross-attention; see `HuggingFaceLM`.
         shared: the tokens that a draft model shares with a target of another vocabulary; see `HuggingFaceLM`.
 
     Attributes:
         encoder: the encoder that reads sources for this model.
-        input_name: input of the encoder: "input_ids", or "input_features" of audio.
-        most_source: the most tokens of a source, or the number of frames that each window of audio has; None: no limit.
+        input_name: input of the encoder: "input_ids", or "input_features" for audio.
+        most_source: the maximum number of tokens of a source, or the fixed number of frames of a window of audio; None: no
+            limit.
     """
 
     runner: "SourcePasses | CompiledSourcePasses | GpuSourcePasses"
@@ -59,17 +57,17 @@ class EncoderDecoderLM(HuggingFaceLM):
         chunk: int = CHUNK,
         encoder: nn.Module | None = None,
         engine: str = "auto",
-        kv: KeptAs = "float32",
+        kv: KVType = "float32",
         shared: SharedTokens | None = None,
     ) -> None:
         if encoder is None and not has_own_encoder(model):
             raise NotSupported(
-                f"{type(model).__name__} is a decoder without its encoder; it can only draft for a model that has one: "
+                f"{type(model).__name__} is a decoder without an encoder; it can only draft for a target that has one: "
                 "load(target, draft=...)"
             )
         super().__init__(model, chunk, engine, None, kv, shared)
         self.encoder: Any = self.runner.own_encoder() if encoder is None else encoder
-        self._reads_by_itself = encoder is None
+        self._uses_own_encoder = encoder is None
         if encoder is None and (why := self.runner.misfit_of_encoder()):
             note = f"transformers' own forward runs the encoder of {self.model_name}: {why}"
             self.engine_note = f"{self.engine_note}; {note}" if self.engine_note else note
@@ -80,12 +78,12 @@ class EncoderDecoderLM(HuggingFaceLM):
 
     def _new_twin(self) -> "EncoderDecoderLM":
         twin = EncoderDecoderLM(self.model, CHUNK, self.encoder, self.engine, self.kv, self.shared)
-        twin._reads_by_itself = self._reads_by_itself
+        twin._uses_own_encoder = self._uses_own_encoder
         return twin
 
     @property
     def slot_bytes(self) -> int:
-        """The bytes of the keys and values of one token of the decoder."""
+        """The bytes of the self-attention keys and values of one token."""
         config = self.model.config
         heads = int(getattr(config, "decoder_attention_heads", None) or config.num_attention_heads)
         size = int(getattr(config, "d_kv", None) or config.d_model // heads)
@@ -99,7 +97,7 @@ class EncoderDecoderLM(HuggingFaceLM):
     def refuses(self, session: CacheOwner) -> str:
         """Return the reason why this model cannot take the inputs of a session; "" if it can."""
         if self not in getattr(session, "context", {}):
-            return f"{self.model_name} reads a source for each prompt, and the session has none: session.context[lm]"
+            return f"{self.model_name} needs a source for each prompt; set session.context[lm]"
         return super().refuses(session)
 
     def source_of(self, session: CacheOwner) -> Source:
@@ -107,12 +105,12 @@ class EncoderDecoderLM(HuggingFaceLM):
         return getattr(session, "context", {})[self]
 
     def own_source(self, source: Source) -> Source:
-        """Return this model's own form of a source of the target's tokens; mostly the source itself.
+        """Return a source of the target's tokens with unknown tokens replaced by this model's stand-in (`SharedTokens`).
 
-        Tokens that the model does not know are replaced by its stand-in; see `SharedTokens`.
+        Returns `source` itself if this model knows all of its tokens.
         """
         shared = self.shared
-        if shared is None or not self._reads_by_itself or source.inputs is None or source.name != "input_ids":
+        if shared is None or not self._uses_own_encoder or source.inputs is None or source.name != "input_ids":
             return source
         tokens = source.inputs[0].cpu().numpy()
         own = tokens.copy()
@@ -125,7 +123,7 @@ class EncoderDecoderLM(HuggingFaceLM):
         return Source("input_ids", torch.from_numpy(own)[None], keeps=source.keeps)
 
     def frames_of(self, session: CacheOwner) -> int:
-        """Return the number of frames that are stored of a session's source, each of which takes `slot_bytes`."""
+        """Return the number of stored frames of a session's source; each takes `slot_bytes` bytes."""
         source = self.source_of(session)
         if source.inputs is None:
             return 0 if source.given is None else int(source.given.shape[1])
@@ -133,16 +131,16 @@ class EncoderDecoderLM(HuggingFaceLM):
         return length // 2 if self.input_name == "input_features" else length  # the encoder takes every other frame
 
     def drop_sources(self) -> None:
-        """Free all sources, when no session is left that reads them."""
+        """Free all sources. No session may still read them."""
         self.runner.drop_sources()
 
     def made_up_source(self) -> Source:
-        """Return a source of made-up states, which no encoder has read, on which passes are checked and timed."""
+        """Return a source of random encoder states, on which passes are checked and timed."""
         generator = torch.Generator().manual_seed(0)
         return Source.of_states(torch.randn(MADE_UP_FRAMES, self.model.config.d_model, generator=generator))
 
     def plain_logits(self, source: Source, path: list[int]) -> torch.Tensor:
-        """Return the logits after a path, float[vocab], as the model gives them by itself."""
+        """Return the logits after a path by transformers' forward without a tree, float[vocab]."""
         own_path = readable(self.shared, np.array(path)).tolist()
         logits = self.runner.plain_logits(source.states_of(self.encoder), own_path)
         return logits if self.shared is None else self.shared.fitted_logits(logits)
@@ -160,7 +158,7 @@ class EncoderDecoderLM(HuggingFaceLM):
         return super().fill(sessions, needs, most)
 
     def _read_together(self, sessions: Sessions) -> None:
-        """Let a compiled encoder read the sources of new sessions in few passes; others read one by one."""
+        """Encode the sources of new sessions in few passes if the encoder is compiled; other encoders read one by one."""
         if not isinstance(self.encoder, CompiledEncoder):
             return
         new = [self.source_of(one) for one in sessions if self not in one.state and not self.refuses(one)]
@@ -169,9 +167,9 @@ class EncoderDecoderLM(HuggingFaceLM):
             self.runner.read_ahead(new, self.encoder)
 
     def _cache(self, session: CacheOwner, needs: Needs = LOGITS) -> Any:
-        """Return the session's cache; at first make it, and let the encoder read the source.
+        """Return the session's cache; on the first call, create it and encode the source.
 
-        A session whose source could not be read is left without a cache, as it came.
+        If encoding fails, the session keeps no cache.
         """
         is_new = self not in session.state
         cache = super()._cache(session, needs)
@@ -195,7 +193,7 @@ def _hears(encoder: Any) -> bool:
 
 
 def _most_source(encoder: Any) -> int | None:
-    """Return the most tokens that an encoder reads, None if there is no limit; of audio the fixed number of frames."""
+    """Return the maximum number of tokens of an encoder, or the fixed number of frames for audio; None: no limit."""
     if _hears(encoder):
         return 2 * int(encoder.config.max_source_positions)
     positions = getattr(encoder, "embed_positions", None)
@@ -223,9 +221,9 @@ def have_equal_encoders(first: "PreTrainedModel", second: "PreTrainedModel") -> 
 
 
 def encoder_for(draft: "PreTrainedModel", target: EncoderDecoderLM) -> nn.Module | None:
-    """Return the target's encoder if a draft model shares it; None if the draft model has an encoder of its own.
+    """Return the target's encoder if a draft model shares it; None if the draft model has its own.
 
-    Raises `NotSupported` if a draft model without an encoder does not fit the target's.
+    Raises `NotSupported` if the draft model has no encoder and does not fit the target's.
     """
     shared: nn.Module = target.encoder
     if has_own_encoder(draft):
@@ -233,7 +231,7 @@ def encoder_for(draft: "PreTrainedModel", target: EncoderDecoderLM) -> nn.Module
     size = target.model.config.d_model
     if draft.config.d_model != size:
         raise NotSupported(
-            f"the draft is the decoder of a model of size {draft.config.d_model}, and the target's encoder makes states of "
-            f"{size}; give a draft that was distilled from this target, or one with its encoder"
+            f"the draft is a decoder for encoder states of size {draft.config.d_model}, and the target's encoder has size "
+            f"{size}; give a draft that was distilled from this target, or one with its own encoder"
         )
     return shared

@@ -1,7 +1,8 @@
-"""The table of engines: which of them can run a model, why not, and which one "auto" takes."""
+"""The table of engines, with the reasons why an engine cannot run a model, and the choice of "auto"."""
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,14 +11,14 @@ import torch
 from specbeam.core.caches.folders import lend_folder
 from specbeam.core.errors import NotSupported
 from specbeam.engines.by_layer import layer_decoder
-from specbeam.engines.cpu.cache_words import KeptAs
+from specbeam.engines.cpu.cache_words import KVType
 from specbeam.engines.cpu.decoder import CompiledDecoder, Rounding, misfit
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.cpu.source_passes import CompiledSourcePasses
 from specbeam.engines.eligibility import is_llama_like, reads_sources
 from specbeam.engines.families import embedding_of, family_of, layers_in, misfit_of_family
 from specbeam.engines.gpu.staging import MOST_RANGES
-from specbeam.engines.mapped import LARGEST_WIDENED, is_kept
+from specbeam.engines.mapped import LARGEST_WIDENED, is_mapped
 from specbeam.engines.packed import matrices_of
 from specbeam.engines.shared_tokens import SharedTokens
 from specbeam.engines.torch.passes import PaddedPasses
@@ -28,20 +29,19 @@ if TYPE_CHECKING:
 
     from specbeam.engines.gpu.passes import GpuPasses
 
-ROUNDINGS: dict[str, Rounding] = {"int8": "int8", "int4": "int4"}
 OLDEST_WITH_FP8 = (8, 9)  # compute capability of GPUs that have fp8
-COMPILED = ("compiled", *ROUNDINGS)  # engines that are the compiled forward
+COMPILED = ("compiled", "int8", "int4")  # engines that are the compiled forward
 
 
 class EngineKind(NamedTuple):
     """A row of the table.
 
     Attributes:
-        name: of the engine.
-        described: its name in messages.
-        fits: returns the reason why it cannot run a model; "" if it can.
-        waits: returns the reason why "auto" does not take it although it fits; "" if it does.
-        passes: makes the passes of a model; None, with a warning, if the engine turns out not to work on this machine.
+        name: the engine's name.
+        described: the engine's name in messages.
+        fits: returns the reason why the engine cannot run a model; "" if it can.
+        waits: returns the reason why "auto" does not choose the engine although it fits; "" if it does.
+        passes: makes the passes of a model; returns None, with a warning, if the engine does not work on this machine.
     """
 
     name: str
@@ -56,7 +56,7 @@ class EngineRequest(NamedTuple):
 
     Attributes:
         caches: see `HuggingFaceLM.caches`.
-        shared: the tokens of a target that the model is given, and drafts; None: its own.
+        shared: the target's tokens, which a draft model reads and drafts; None: the model's own tokens.
     """
 
     model: "PreTrainedModel"
@@ -65,7 +65,11 @@ class EngineRequest(NamedTuple):
 
 
 class ChosenEngine(NamedTuple):
-    """The engine that runs a model; the note is a sentence with the reason why it is transformers, "" otherwise."""
+    """The engine that runs a model.
+
+    Attributes:
+        note: a sentence with the reason if "auto" chose transformers; "" otherwise.
+    """
 
     name: str
     passes: "PaddedPasses | PackedPasses | GpuPasses"
@@ -73,14 +77,14 @@ class ChosenEngine(NamedTuple):
 
 
 def choose_engine(
-    model: "PreTrainedModel", wanted: str, caches: list[Any], kv: KeptAs = "float32", shared: SharedTokens | None = None
+    model: "PreTrainedModel", wanted: str, caches: list[Any], kv: KVType = "float32", shared: SharedTokens | None = None
 ) -> ChosenEngine:
-    """Return the engine that runs a model: the wanted one, or with "auto" the first of the table that fits.
+    """Return the engine that runs a model: the wanted one, or for "auto" the first of the table that fits.
 
     Args:
         caches: see `HuggingFaceLM.caches`.
-        kv: the type in which keys and values are stored; with another one than float32, "auto" is the compiled forward.
-        shared: the tokens of a target that the model is given, and drafts; None: its own.
+        kv: the type of stored keys and values; for other types than float32, "auto" is the compiled forward.
+        shared: see `EngineRequest.shared`.
 
     Raises `NotSupported` if the wanted engine cannot run the model.
     """
@@ -92,25 +96,25 @@ def choose_engine(
         return _engine_for_sources(request, wanted)
     if wanted != "parallel" and any(hasattr(weight, "to_local") for weight in model.parameters()):
         raise NotSupported(
-            "the weights of this model are spread over several processes, which all have to make each pass; load the target "
-            "by load(..., tensor_parallel=True), and drafts whole"
+            "the weights of this model are sharded over several processes, which must run each pass together; load the "
+            "target with load(..., tensor_parallel=True), and load drafts without sharding"
         )
     return _engine_of(ENGINES, request, wanted)
 
 
 def _engine_for_sources(request: EngineRequest, wanted: str) -> ChosenEngine:
-    """Return the engine that runs the decoder of a model that reads sources; see `choose_engine`."""
+    """Return the engine that runs the decoder of an encoder-decoder model; see `choose_engine`."""
     names = [kind.name for kind in ENGINES_FOR_SOURCES]
     if wanted not in ("auto", *names):
         raise NotSupported(
-            f"engine {wanted!r} runs decoder-only models, and {type(request.model).__name__} reads sources; the engines for "
-            f"it are {', '.join(names)}"
+            f"engine {wanted!r} runs decoder-only models, and {type(request.model).__name__} has cross-attention; its "
+            f"engines are {', '.join(names)}"
         )
     return _engine_of(ENGINES_FOR_SOURCES, request, wanted)
 
 
 def _engine_of(engines: tuple[EngineKind, ...], request: EngineRequest, wanted: str) -> ChosenEngine:
-    """Do `choose_engine` among these engines, the last of which runs every model."""
+    """Do `choose_engine` with these engines; the last one runs every model."""
     if wanted != "auto":
         return ChosenEngine(wanted, _wanted_passes(engines, request, wanted), "")
     model = request.model
@@ -121,39 +125,39 @@ def _engine_of(engines: tuple[EngineKind, ...], request: EngineRequest, wanted: 
             passes = kind.passes(request)
             if passes is not None:
                 return ChosenEngine(kind.name, passes, _note(model, reasons) if kind.name == "plain" else "")
-            why = "it does not work on this machine"
+            why = "the engine does not work on this machine"
         reasons[kind.name] = f"{kind.described}: {why}"
     raise AssertionError("the last engine of the table runs every model")
 
 
-def _with_rounded_kv(chosen: ChosenEngine, kv: KeptAs) -> ChosenEngine:
-    """Let an engine store keys and values rounded. Raises `NotSupported` if it is not the compiled forward."""
+def _with_rounded_kv(chosen: ChosenEngine, kv: KVType) -> ChosenEngine:
+    """Let the chosen engine store rounded keys and values. Raises `NotSupported` if it is not the compiled forward."""
     if chosen.name not in COMPILED:
         raise NotSupported(
-            f"kv={kv!r} is for the compiled forward, rounded or not, and the engine is {chosen.name!r}; leave kv out"
+            f"kv={kv!r} needs the compiled forward, rounded or not, and the engine is {chosen.name!r}; leave kv out"
         )
-    chosen.passes.keep_kv_as(kv)  # type: ignore[union-attr]
+    chosen.passes.store_kv_as(kv)  # type: ignore[union-attr]
     return chosen
 
 
 def _wanted_passes(engines: tuple[EngineKind, ...], request: EngineRequest, wanted: str) -> Any:
-    """Return the passes of a model by the engine of this name. Raises `NotSupported` if it cannot run the model."""
+    """Return the passes of a model by the wanted engine. Raises `NotSupported` if the engine cannot run the model."""
     by_name = {kind.name: kind for kind in engines}
     kind = by_name.get(wanted)
     if kind is None:
-        raise NotSupported(f"no engine is called {wanted!r}; there are {', '.join(by_name)}")
+        raise NotSupported(f"engine is {wanted!r}; it must be one of {', '.join(by_name)}")
     why = kind.fits(request.model)
     passes = None if why else kind.passes(request)
     if passes is None:
         name = type(request.model).__name__
-        raise NotSupported(f"{kind.described} cannot run this {name}: {why or 'it does not work here'}")
+        raise NotSupported(f"{kind.described} cannot run this {name}: {why or 'it does not work on this machine'}")
     return passes
 
 
 def _note(model: "PreTrainedModel", reasons: dict[str, str]) -> str:
-    """Return a sentence with the reason why transformers runs a model, and not the engine for this device."""
+    """Return a sentence with the reason why transformers runs a model instead of the engine for its device."""
     ours = reasons["gpu" if "gpu" in reasons and model.device.type == "cuda" else "compiled"]
-    return f"transformers' own forward runs this {type(model).__name__}, and not {ours}"
+    return f"transformers' own forward runs this {type(model).__name__} instead of {ours}"
 
 
 def _always(model: "PreTrainedModel") -> str:
@@ -161,7 +165,7 @@ def _always(model: "PreTrainedModel") -> str:
 
 
 def _on_request(model: "PreTrainedModel") -> str:
-    return "it is taken on request only"
+    return "it is used on request only"
 
 
 def _too_large(model: "PreTrainedModel") -> str:
@@ -170,26 +174,26 @@ def _too_large(model: "PreTrainedModel") -> str:
         return ""
     millions = LARGEST_WIDENED // 1_000_000
     return (
-        f"it has {count // 1_000_000:,} M parameters, and beyond {millions} M a second copy of the weights is too large"
+        f"it has {count // 1_000_000:,} M parameters, and above {millions} M a second copy of the weights is too large"
     )
 
 
 def _waits_for_compiled(model: "PreTrainedModel") -> str:
-    """Return the reason why a model is not worth a second copy of its weights, in panels; "" if it is."""
-    if is_kept(model) or matrices_of(model):
+    """Return the reason why a model should not have a second copy of its weights in panels; "" if it may."""
+    if is_mapped(model) or matrices_of(model):
         return ""
     if model.dtype != torch.float32:
         return (
-            f"it is in {model.dtype}, and its panels are a second copy of the weights; load it from its files instead"
+            f"it is in {model.dtype}, and panels would be a second copy of the weights; load it from its files instead"
         )
     return _too_large(model)
 
 
 def _waits_for_gpu(model: "PreTrainedModel") -> str:
     if model.device.type != "cuda":
-        return f"it is on {model.device}, where this is for tests"
+        return f"it is on {model.device}, where this engine serves tests only"
     if reads_sources(model):
-        return "it is taken on request only for decoders that look at sources: docs/models.md lists the tests there"
+        return "it is used on request only for decoders with cross-attention: docs/models.md lists the tests there"
     return ""
 
 
@@ -198,17 +202,17 @@ def _misfit_of_gpu(model: "PreTrainedModel") -> str:
         return "triton is missing (pip install triton)"
     family = family_of(model)
     if family is not None and family.mixture:
-        return "it has mixtures of experts"
+        return "it is a mixture of experts"
     return misfit_of_family(model) or _misfit_of_source_layers(model)
 
 
 def _misfit_of_source_layers(model: "PreTrainedModel") -> str:
-    """Return the reason why the forward for GPUs cannot run the decoder of a model that reads sources; "" if it can."""
+    """Return the reason why the forward for GPUs cannot run the decoder of an encoder-decoder model; "" if it can."""
     family = family_of(model)
     if family is None or not family.cross:
         return ""
     if family.distances and model.config.relative_attention_num_buckets > MOST_RANGES:
-        return f"its attention tells more than {MOST_RANGES} ranges of distances apart"
+        return f"its attention distinguishes more than {MOST_RANGES} ranges of distances"
     matrices = [weight for layer in layers_in(model, family) for weight in layer.parameters() if weight.dim() > 1]
     types = {str(matrix.dtype) for matrix in (embedding_of(model, family).weight, *matrices)}
     return "" if len(types) == 1 else f"the matrices of its decoder are in {' and '.join(sorted(types))}"
@@ -217,11 +221,9 @@ def _misfit_of_source_layers(model: "PreTrainedModel") -> str:
 def _misfit_of_fp8(model: "PreTrainedModel") -> str:
     why = _misfit_of_gpu(model)
     if why or model.device.type != "cuda":
-        return why or "it is for a GPU; on a CPU 'int8' and 'int4' are faster than what they round"
+        return why or "it is for GPUs; on a CPU use 'int8' or 'int4'"
     if model.dtype not in (torch.bfloat16, torch.float16):
-        return (
-            f"it rounds models in bfloat16 or float16, and this one is in {model.dtype}: load it with dtype='bfloat16'"
-        )
+        return f"it rounds models in bfloat16 or float16, and this model is in {model.dtype}: load it with dtype='bfloat16'"
     if (has := torch.cuda.get_device_capability(model.device)) < OLDEST_WITH_FP8:
         return f"the GPU has no fp8: its compute capability is {has[0]}.{has[1]}, and fp8 needs 8.9"
     return ""
@@ -230,19 +232,16 @@ def _misfit_of_fp8(model: "PreTrainedModel") -> str:
 def _misfit_of_layers(model: "PreTrainedModel") -> str:
     if is_llama_like(model):
         return ""
-    return f"it is for Llama, Mistral and Qwen2 models without changes; this is a {type(model).__name__}"
+    return f"it is for unchanged Llama, Mistral and Qwen2 models; this is a {type(model).__name__}"
 
 
 def _misfit_of_torch(model: "PreTrainedModel") -> str:
     on_gpu = model.device.type == "cuda"
-    return "it is for a CPU; on a GPU passes are captured as graphs already: leave it out" if on_gpu else ""
+    return "it is for CPUs; on a GPU passes are already captured as graphs: leave it out" if on_gpu else ""
 
 
 def _compiled_kind(name: str, described: str, rounding: Rounding | None) -> EngineKind:
-    """Return the row of the compiled forward with matrices that are rounded, or not."""
-
-    def fits(model: "PreTrainedModel") -> str:
-        return misfit(model, rounding)
+    """Return the row of the compiled forward with this rounding of matrices."""
 
     def passes(request: EngineRequest) -> PackedPasses:
         with torch.inference_mode():
@@ -250,12 +249,13 @@ def _compiled_kind(name: str, described: str, rounding: Rounding | None) -> Engi
             kind = CompiledSourcePasses if reads_sources(request.model) else PackedPasses
             return kind(request.model, decoder, request.caches)
 
-    return EngineKind(name, described, fits, _on_request if rounding else _waits_for_compiled, passes)
+    waits = _on_request if rounding else _waits_for_compiled
+    return EngineKind(name, described, partial(misfit, rounding=rounding), waits, passes)
 
 
 def _gpu_passes(request: EngineRequest, rounded: bool = False) -> "GpuPasses | None":
-    """Return passes on a GPU, or None, with a warning, if Triton does not work here."""
-    lend_folder("TRITON_CACHE_DIR", "triton")  # its own is below the home folder, and it does not run without one
+    """Return passes on a GPU; None, with a warning, if Triton does not work on this machine."""
+    lend_folder("TRITON_CACHE_DIR", "triton")  # Triton needs a cache folder, and the default is in the home folder
     from specbeam.engines.gpu.decoder import GpuDecoder
     from specbeam.engines.gpu.passes import GpuPasses
     from specbeam.engines.gpu.source_passes import GpuSourcePasses
@@ -268,13 +268,9 @@ def _gpu_passes(request: EngineRequest, rounded: bool = False) -> "GpuPasses | N
     try:
         passes.try_out()
     except Exception as error:  # Triton has no C compiler, does not know the GPU, ...
-        warnings.warn(f"Triton does not work here, and so neither does the forward for GPUs: {error!r}", stacklevel=2)
+        warnings.warn(f"the forward for GPUs cannot be used, as Triton does not work here: {error!r}", stacklevel=2)
         return None
     return passes
-
-
-def _fp8_passes(request: EngineRequest) -> "GpuPasses | None":
-    return _gpu_passes(request, rounded=True)
 
 
 def _passes_by_layer(request: EngineRequest) -> PackedPasses:
@@ -288,7 +284,7 @@ def _torch_passes(request: EngineRequest) -> PaddedPasses:
 def _parallel_passes(request: EngineRequest) -> PaddedPasses:
     from specbeam.engines.torch.repeated import Channel, RepeatedPasses
 
-    assert request.shared is None  # a model that is spread is a target
+    assert request.shared is None  # a sharded model is a target
     return RepeatedPasses(request.model, request.caches, Channel())
 
 
@@ -298,10 +294,10 @@ def _plain_passes(request: EngineRequest) -> PaddedPasses:
     return PaddedPasses(request.model, request.caches, shared=request.shared)
 
 
-# In the order in which "auto" asks them.
+# In the order in which "auto" tries them.
 ENGINES = (
     EngineKind("gpu", "the forward for GPUs", _misfit_of_gpu, _waits_for_gpu, _gpu_passes),
-    EngineKind("fp8", "quantize='fp8'", _misfit_of_fp8, _on_request, _fp8_passes),
+    EngineKind("fp8", "quantize='fp8'", _misfit_of_fp8, _on_request, partial(_gpu_passes, rounded=True)),
     _compiled_kind("compiled", "the compiled forward", None),
     _compiled_kind("int8", "quantize='int8'", "int8"),
     _compiled_kind("int4", "quantize='int4'", "int4"),
@@ -310,5 +306,5 @@ ENGINES = (
     EngineKind("parallel", "the forward in several processes", _always, _on_request, _parallel_passes),
     EngineKind("plain", "transformers' forward", _always, _always, _plain_passes),
 )
-# Those of them that run the decoders of models that read sources.
+# Engines that run the decoders of encoder-decoder models.
 ENGINES_FOR_SOURCES = tuple(kind for kind in ENGINES if kind.name in ("gpu", *COMPILED, "plain"))

@@ -1,4 +1,4 @@
-"""SCORE: any causal language model of transformers, which scores the forests of many sessions in one pass."""
+"""SCORE: causal language models of transformers; one pass scores the forests of many sessions."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ from specbeam.core.passes import CYCLES, PASSES, now
 from specbeam.core.records import ExtraInputs, Needs, Scored, Turn
 from specbeam.core.session import CacheOwner, is_broken
 from specbeam.engines.cpu.cache import CpuCache, Drafting
-from specbeam.engines.cpu.cache_words import WORDS, KeptAs
+from specbeam.engines.cpu.cache_words import WORDS, KVType
 from specbeam.engines.cpu.decoder import TILED_FROM
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.families import positions_of
@@ -38,23 +38,21 @@ if TYPE_CHECKING:
 
 Sessions = Sequence[CacheOwner]
 Forests = Sequence[Forest]
-EachNeeds = Sequence[Needs] | None  # of each session; None: logits
+EachNeeds = Sequence[Needs] | None  # the needs of each session; None: logits
 CHUNK = 512  # prompt tokens of one session per pass
-MOST_ROWS_IN_STEPS = 512  # pending tokens and new nodes of one session in a pass that steps run
-COPIED_TOGETHER = 8  # chunks of a prompt that are known
-SHARE_FROM = 64  # tokens in common from which on sessions share a prefix
-MOST_TOGETHER = 16  # sessions that share a prefix: attention of each goes over the slots of all of them
+MOST_ROWS_IN_STEPS = 512  # pending tokens and new nodes of one session in a pass of compiled steps
+COPIED_TOGETHER = 8  # cached chunks of a prompt that are copied at once
+SHARE_FROM = 64  # minimum number of common tokens for which sessions share a prefix
+MOST_TOGETHER = 16  # sessions that share a prefix; the attention of each runs over the slots of all of them
 
 
 @dataclass
 class CacheForSteps:
-    """A session's cache in one model, as arrays for compiled steps that run the model themselves.
+    """A session's cache in one model or draft head, as arrays for compiled steps that run the model.
 
     Attributes:
-        lm: the model, or draft head.
-        cache: the cache.
-        arrays: the same cache, as `core.passes.run_pass` takes it.
-        had_pending: whether any node was not stored yet at the start.
+        arrays: the cache as an argument of `core.passes.run_pass`.
+        had_pending: whether any node was still to be stored at the start.
     """
 
     lm: Any
@@ -62,15 +60,15 @@ class CacheForSteps:
     arrays: Any
 
     def __post_init__(self) -> None:
-        # Without pending nodes the logits of the roots are known already, and the first pass runs no layer.
+        # Without pending nodes the logits of the roots are known, and the first pass runs no layer.
         self.had_pending = self.cache.trie.pending > 0
 
     @contextmanager
     def count_passes(self, spent: Int64[np.ndarray, " 2"]) -> Iterator[None]:
-        """Count the passes that steps run in this context, and record their share of the time as time in the model.
+        """Count the passes that steps run in this context, and record their share of its time as time in the model.
 
         Args:
-            spent: int64[2], which the steps fill: the number of passes, and the processor's cycles inside of them.
+            spent: int64[2], filled by the steps: the number of passes, and the CPU cycles spent in them.
         """
         since = time.perf_counter()
         began = now()
@@ -86,21 +84,23 @@ class CacheForSteps:
 
 @dataclass
 class EarlyCacheForSteps(CacheForSteps):
-    """The same for drafts by the layers of a model that are run ahead of the others; its cache is a `Drafting`."""
+    """The same for drafts by the first layers of a model; `cache` is a `Drafting`."""
 
     def _mark_answered(self) -> None:
         self.cache.cache.answered_early = self.cache.trie.known
 
 
 def check_wants_logits(lm: Any, sessions: int, needs: EachNeeds) -> None:
-    """Raise `NotSupported` if a part needs more than logits of a draft model that gives logits only."""
+    """Raise `NotSupported` if a part needs more than the logits of a draft model that returns only logits."""
     if any(need.states or need.ranked for need in checked_needs(lm, sessions, needs)):
-        raise NotSupported(f"{type(lm).__name__} gives logits only, and a part needs more of its draft model")
+        raise NotSupported(
+            f"{type(lm).__name__} returns only logits, and a part needs hidden states or ranked tokens of its draft model"
+        )
 
 
 @contextmanager
 def cache_for_run(lm: Any, session: CacheOwner, fresh: int, more: int, needs: Needs) -> Iterator[Any]:
-    """Yield a session's cache in a model or draft head as a record for steps; None if a run cannot begin with it.
+    """Yield the arrays of a session's cache in a model or draft head for steps; None if a run cannot begin with them.
 
     Args:
         fresh, more, needs: see `HuggingFaceLM.cache_for_steps`.
@@ -110,35 +110,33 @@ def cache_for_run(lm: Any, session: CacheOwner, fresh: int, more: int, needs: Ne
 
 
 class HuggingFaceLM:
-    """A transformers model that scores forests, with one KV trie per session and all keys and values in one store.
+    """A transformers model that scores forests, with one KV trie per session and one store for all keys and values.
 
-    `load` has checked with `check_scores_forests` that the model honours masks and positions.
+    `load` checks with `check_scores_forests` that the model honours masks and positions.
 
     Args:
         chunk: prompt tokens of one session per pass.
-        engine: runs the model. "plain" calls it, "torch" calls it through torch.compile. "lean"
-            (engines/torch/lean.py), "compiled" (engines/cpu/) and "gpu" (engines/gpu/) run its layers themselves. "int8" and
-            "int4" are "compiled", and "fp8" is "gpu", with weights rounded to 8 or 4 bits, which makes it another model.
-            "layers" (engines/by_layer.py) calls its layers one by one, so that an exit layer can draft on its cache.
-            "parallel" (engines/torch/repeated.py) is "plain" for weights that are spread over processes. "auto" takes the
-            fastest that fits, but never "parallel", "torch", "int8", "int4", "fp8" or "layers". Raises `NotSupported` if the
-            engine cannot run the model.
+        engine: runs the model. "plain" calls it, and "torch" calls it through torch.compile. "compiled" (engines/cpu/) and
+            "gpu" (engines/gpu/) are forwards of specbeam. "int8" and "int4" are "compiled", and "fp8" is "gpu", with weights
+            rounded to 8 or 4 bits, which changes the model. "layers" (engines/by_layer.py) calls the model's layers one by
+            one, so that an exit layer can draft on its cache. "parallel" (engines/torch/repeated.py) is "plain" for weights
+            that are sharded over processes. "auto" takes the fastest engine that fits, but never "parallel", "torch",
+            "int8", "int4", "fp8" or "layers". Raises `NotSupported` if the engine cannot run the model.
         share_from: sessions whose prompts begin with at least this number of equal tokens compute and store those tokens
-            once, unless the new texts may grow so long that attention to the slots of all of them costs more. None: never.
-            "auto": 64, but never with "compiled", "int8" or "int4": without sharing, their rows have the same bits whatever
-            other rows are in the pass.
-        kv: "bfloat16" rounds keys and values as they are stored, which makes it another model in half the memory; for the
-            compiled forward, rounded or not.
-        shared: of a draft model whose target has another vocabulary, the tokens that both share: it is given the target's
-            token ids, and has a logit for each of them. None: the model's own tokens.
+            once, unless attention over the slots of all their new tokens may cost more. None: never. "auto": 64, but never
+            with "compiled", "int8" or "int4", whose rows without sharing have the same bits in any batch.
+        kv: "bfloat16" stores keys and values rounded, in half the memory, which changes the model; for the compiled forward,
+            rounded or not.
+        shared: the tokens that a draft model shares with a target of another vocabulary: the draft model reads the target's
+            token ids and returns a logit for each of them. None: the model's own tokens.
 
     Attributes:
         passes: the number of passes so far.
-        engine: the name of the engine that runs the model, of the table in models/engines.py.
-        engine_note: where "auto" left the model to transformers, a sentence with the reason; "" otherwise.
-        guard: keeps the model to one thread at a time.
-        known_prompts: the beginnings of earlier prompts; None if they are not kept.
-        further_draft: of a target that `load` has made: loads a draft model that a recipe takes as a setting.
+        engine: the name of the engine that runs the model, from the table in models/engines.py.
+        engine_note: a sentence with the reason if "auto" chose transformers' forward; "" otherwise.
+        guard: allows one thread at a time.
+        known_prompts: the cached beginnings of earlier prompts; None without prefix caching.
+        further_draft: loads a draft model that a recipe takes as a setting; set by `load` on a target.
     """
 
     keeps_nodes = True
@@ -149,7 +147,7 @@ class HuggingFaceLM:
         chunk: int = CHUNK,
         engine: str = "auto",
         share_from: int | Literal["auto"] | None = "auto",
-        kv: KeptAs = "float32",
+        kv: KVType = "float32",
         shared: SharedTokens | None = None,
     ) -> None:
         self.model = model
@@ -159,13 +157,13 @@ class HuggingFaceLM:
         self.guard = ThreadGuard()
         self.known_prompts: KnownPrompts | None = None
         self._before_prompts: tuple[int, int | None] | None = None  # `chunk` and `share_from` before `remember_prompts`
-        self.caches: list[list[Any]] = []  # of the sessions in each row of the store
+        self.caches: list[list[Any]] = []  # the caches of the sessions in each row of the store
         self.engine, self.runner, self.engine_note = choose_engine(model, engine, self.caches, kv, shared)
         if share_from == "auto":
             share_from = None if self.engine in COMPILED else SHARE_FROM
         self.share_from = share_from
-        self.heads: dict[Any, Any] = {}  # draft heads that were read for this model, see `load`
-        self.head: Any = None  # the exit head whose layer is this model's last one; see `heads.exit`
+        self.heads: dict[Any, Any] = {}  # draft heads that `load` has read for this model
+        self.head: Any = None  # the exit head whose layer is this model's last layer; see `heads.exit`
         self.vocab = vocab_of(model) if shared is None else shared.vocab
         self.max_positions: int | None = positions_of(model.config.get_text_config())
         self.device = model.get_input_embeddings().weight.device
@@ -173,17 +171,15 @@ class HuggingFaceLM:
         self.further_draft: Callable[[Any, dict[Any, Any]], LM] | None = None
         self._twins: list[HuggingFaceLM] = []
         self.curves: dict[int, Any] = {}  # cost of a pass by the length of the context; see `tune`
-        self.curves_in_turns: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # the same of both, by draft model
-        self.skipping: dict[
-            Any, Any
-        ] = {}  # draft models that are this one without some sublayers; see `skipping_model`
-        self.learnt: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # learnt by controllers, by draft model
+        self.curves_in_turns: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # the same for both, by draft model
+        self.skipping: dict[Any, Any] = {}  # draft models made of this model without some sublayers; `skipping_model`
+        self.learnt: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # statistics of controllers, by draft model
 
     def twin(self, number: int = 0) -> "HuggingFaceLM":
-        """Return a further language model of the same model object and engine, which keeps caches of its own.
+        """Return another language model of the same model object and engine with its own caches.
 
         Args:
-            number: the same number gets the same one.
+            number: equal numbers return the same object.
         """
         while len(self._twins) <= number:
             self._twins.append(self._new_twin())
@@ -191,19 +187,18 @@ class HuggingFaceLM:
 
     def _new_twin(self) -> "HuggingFaceLM":
         if self.engine == "parallel":
-            raise NotSupported("the weights of this model are spread over several processes, and it keeps one cache")
+            raise NotSupported("a model whose weights are sharded over several processes has only one set of caches")
         return HuggingFaceLM(self.model, CHUNK, self.engine, self.share_from, self.kv, self.shared)
 
     def remember_prompts(self, chunk: int, most_bytes: int) -> None:
-        """Store prompts in chunks of this many tokens from now on, and keep the chunks for later prompts that begin alike.
+        """Turn on prefix caching: store prompts in chunks, and reuse the chunks for later prompts with equal beginnings.
 
-        Sessions that are decoded side by side share no row of the store any more: a prompt copies rows that another one
-        has stored. Prompts of different `Session.namespace` are strangers. All of this holds until `forget_prompts`, for
-        everybody who decodes with this object, and so for all pairs of this model object.
+        New sessions no longer share rows of the store; a prompt copies the chunks of another one. Prompts with different
+        `Session.namespace` share nothing. This applies to all users of this object, until `forget_prompts`.
 
         Args:
             chunk: tokens of a chunk; equal beginnings are found at multiples of it.
-            most_bytes: of the keys and values that are kept; 0: none are.
+            most_bytes: maximum bytes of cached keys and values; 0: no caching.
         """
         if self._before_prompts is None:
             self._before_prompts = self.chunk, self.share_from
@@ -212,10 +207,7 @@ class HuggingFaceLM:
         self.known_prompts = KnownPrompts(chunk, most_bytes) if most_bytes > 0 else None
 
     def forget_prompts(self) -> None:
-        """Store prompts again as before the first `remember_prompts`, and drop the chunks; do nothing if there was none.
-
-        Sessions that are being decoded go on with the rows that they have stored.
-        """
+        """Undo `remember_prompts` and drop the cached chunks. Running sessions keep the rows that they have stored."""
         if self._before_prompts is None:
             return
         self.chunk, self.share_from = self._before_prompts
@@ -225,7 +217,7 @@ class HuggingFaceLM:
     def reserve(self, sessions: int, slots: int) -> None:
         """Allocate keys and values of `sessions` sessions with `slots` tokens each, so that the store need not grow later.
 
-        All of its memory is touched at once, so that a process shows its need when it starts.
+        All pages are written once, so that running out of memory shows at the start and not while decoding.
         """
         self.runner.store.reserve(sessions, -(-slots // BLOCK) * BLOCK)
         self.runner.store.touch()
@@ -237,7 +229,6 @@ class HuggingFaceLM:
         heads = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        # The compiled forward computes in float32.
         number = np.dtype(WORDS[self.kv]).itemsize if self.engine in COMPILED else self.model.dtype.itemsize
         return int(2 * config.num_hidden_layers * kv_heads * size * number)
 
@@ -245,13 +236,13 @@ class HuggingFaceLM:
         """Return the reason why this model cannot provide these needs; "" if it can."""
         if needs.exit_layer is not None and not isinstance(self.runner, PackedPasses):
             return (
-                "an exit layer on its cache is run by the compiled forward, rounded or not, or 'layers', and this model is "
-                f"run by engine {self.engine!r}"
+                "an exit layer on the model's cache needs the compiled forward, rounded or not, or engine 'layers', and "
+                f"this model is run by engine {self.engine!r}"
             )
         return self.runner.lacks(needs)
 
     def refuses(self, session: CacheOwner) -> str:
-        """Return the reason why this model cannot take context, embeddings and extra rows of a session; "" if it can."""
+        """Return the reason why this model cannot take a session's context, embeddings or extra rows; "" if it can."""
         context, vectors = self._extras_of(session)
         if context is not None and (why := self.runner.refuses(context)):
             return why
@@ -260,33 +251,30 @@ class HuggingFaceLM:
             return why
         rows = -min(min(session.prompt), 0)
         if vectors is None:
-            return (
-                f"the prompt has rows by embedding, and session.vectors has none for {self.model_name}" if rows else ""
-            )
+            return f"the prompt has embedding rows, and session.vectors has none for {self.model_name}" if rows else ""
         if rows > len(vectors):
-            return f"the prompt has the token {-rows}, and vectors has {len(vectors)} rows"
+            return f"the prompt has token {-rows}, and vectors has only {len(vectors)} rows"
         size = self.model.get_input_embeddings().weight.shape[1]
         if vectors.ndim != 2 or vectors.shape[1] != size:
-            return f"vectors is {[*vectors.shape]}; {self.model_name} reads rows of {size}"
+            return f"vectors has shape {[*vectors.shape]}; {self.model_name} reads rows of {size}"
         return "" if self.runner.takes_vectors else _NO_VECTORS
 
     @property
     def packed(self) -> PackedPasses:
-        """The passes of the compiled forward, or of engine "layers", which runs this model."""
+        """The passes of this model; its engine must be the compiled forward or "layers"."""
         assert isinstance(self.runner, PackedPasses)
         return self.runner
 
     @property
     def model_name(self) -> str:
-        """The name of the model's class."""
         return type(self.model).__name__
 
     def _extras_of(self, session: CacheOwner) -> tuple[Any, torch.Tensor | None]:
-        """Return the context and the embeddings that a session has for this model; None for each that it lacks."""
+        """Return a session's context and embeddings for this model; None for each that is missing."""
         return getattr(session, "context", {}).get(self), getattr(session, "vectors", {}).get(self)
 
     def _extra_inputs_of(self, session: CacheOwner) -> ExtraInputs | None:
-        """Return the inputs of a session's extra rows in this model; None if they are tokens, or of another model."""
+        """Return the inputs of a session's extra rows in this model; None if they are tokens or for another model."""
         inputs: ExtraInputs | None = getattr(session, "extra_inputs", None)
         return inputs if inputs is not None and inputs.model is self.model else None
 
@@ -299,15 +287,15 @@ class HuggingFaceLM:
         return self.runner.extend(caches, forests)
 
     def extend_early(self, sessions: Sessions, forests: Forests, layers: int, needs: Needs = LOGITS) -> list[Scored]:
-        """Score new nodes by the first `layers` layers only, on the live cache; `extend` later runs the other layers.
+        """Score new nodes with the first `layers` layers on the model's cache; a later `extend` runs the other layers.
 
-        The forest of `extend` may lack nodes that these layers have seen; their slots are free then. Only the compiled
-        forward can do this; see `LiveLayers` and `ExitLM`.
+        The forest of `extend` may lack nodes that these layers have scored; their slots are then freed. Only the compiled
+        forward and engine "layers" support this; see `LiveLayers` and `ExitLM`.
 
         Args:
-            needs: of sessions without parts, of each row; an exit layer among them runs behind these layers.
+            needs: needs of each row of sessions without parts; its exit layer runs after these layers.
 
-        Raises `NotSupported` if the session used another number of layers before.
+        Raises `NotSupported` if the session has used another number of layers.
         """
         caches = [self._early_cache(session, layers, needs) for session in sessions]
         self._store_for_followers(caches)
@@ -315,40 +303,40 @@ class HuggingFaceLM:
         return self.packed.extend_early(caches, forests)
 
     def _early_cache(self, session: CacheOwner, layers: int, needs: Needs) -> CpuCache:
-        """Return the cache of a session whose first `layers` layers are run ahead of the others; see `extend_early`."""
+        """Return the cache of a session that drafts with the first `layers` layers; see `extend_early`."""
         asked = _needs_of_parts(session, needs)
         if asked.taps:
             raise NotSupported(
-                "the target's own layers are drafting, and a part needs states between its layers (taps)"
+                "the target's first layers draft, and a part needs hidden states between the target's layers (taps)"
             )
         cache: CpuCache = self._cache(session, asked)
         if cache.early_layers not in (None, layers):
-            raise NotSupported(f"a session runs {cache.early_layers} layers ahead of the others already, not {layers}")
+            raise NotSupported(f"the session already drafts with {cache.early_layers} layers, and not with {layers}")
         if cache.needs.exit_layer is not needs.exit_layer:
-            raise NotSupported("a session has stored tokens without the exit layer that is to draft for it")
+            raise NotSupported("the session has stored tokens without the exit layer that drafts for it")
         cache.early_layers = layers
         return cache
 
     def caches_before_roots(self, sessions: Sessions) -> list[Any]:
-        """Store all tokens before the roots of these sessions, and return their caches, for passes on scratch rows.
+        """Store all tokens before the roots of these sessions, and return their caches, for passes on scratch slots.
 
-        For use at the start of a turn. Only the compiled forward can do this; see `SkippingLM`.
+        To be called at the start of a turn, of models run by the compiled forward; see `SkippingLM`.
 
-        Raises `NotSupported` if a session shares its row of the store with others, which might fill the same free slots.
+        Raises `NotSupported` if a session shares its row of the store, as the others might fill the same free slots.
         """
         caches = [self._cache(session, _needs_of_parts(session, LOGITS)) for session in sessions]
-        if any(len(cache.company) > 1 for cache in caches):
+        if any(len(cache.row_caches) > 1 for cache in caches):
             raise NotSupported(
-                "drafts on scratch rows of the target's cache need a row of the store for each session, and sessions with a "
-                "common prefix share one here; load the target with share_from=None"
+                "drafts on free slots of the target's cache need sessions that share no prefix; load the target with "
+                "share_from=None"
             )
         self._prefill(caches, 0)
         return caches
 
     def fill(self, sessions: Sessions, needs: EachNeeds = None, most: int | None = None) -> list[bool]:
-        """Store the next chunk of each of up to `most` long prompts (None: of all); see `fill_prompts`.
+        """Store the next chunk of up to `most` long prompts (None: of all); see `fill_prompts`.
 
-        The chunks are the same as those that `extend` would store by itself.
+        `extend` would store the same chunks.
         """
         checked = checked_needs(self, len(sessions), needs)
         caches = [self._cache(session, need) for session, need in zip(sessions, checked, strict=True)]
@@ -363,14 +351,14 @@ class HuggingFaceLM:
     def cache_for_steps(
         self, session: CacheOwner, fresh: int, more: int = 0, needs: Needs = LOGITS
     ) -> Iterator[CacheForSteps | None]:
-        """Yield a session's cache as arrays for compiled steps that run the model themselves.
+        """Yield a session's cache as arrays for compiled steps that run the model.
 
         Yields None if steps cannot run this model for this session, or if too many tokens are pending for one pass.
 
         Args:
-            fresh: the most new nodes that a pass of the steps brings.
-            more: room to make for further nodes that are stored later.
-            needs: of each row.
+            fresh: maximum number of new nodes in a pass of the steps.
+            more: number of further nodes to make room for.
+            needs: the needs of each row.
         """
         cache = self._cache(session, needs)
         with self._arrays_for_steps(cache, fresh, more) as arrays:
@@ -378,10 +366,10 @@ class HuggingFaceLM:
 
     @contextmanager
     def _arrays_for_steps(self, cache: Any, fresh: int, more: int, **options: bool) -> Iterator[Any]:
-        """Yield a cache as arrays for compiled steps; None if they cannot run passes of it now.
+        """Yield a cache as arrays for compiled steps; None if steps cannot run its passes now.
 
         Args:
-            options: of the runner's `arrays_for_steps`.
+            options: options of the runner's `arrays_for_steps`.
         """
         if not self._takes_steps or not self._is_stored_for_steps(cache, fresh):
             yield None
@@ -393,18 +381,15 @@ class HuggingFaceLM:
     def for_run(
         self, session: CacheOwner, fresh: int, beams: int, more: int, needs: Needs = LOGITS
     ) -> AbstractContextManager[Any] | None:
-        """See `RunLM.for_run`. Sessions that share a row of the store take no runs."""
+        """See `RunLM.for_run`. Sessions that share a row of the store cannot run."""
         return cache_for_run(self, session, fresh + beams, more, needs) if self.supports_runs else None
 
     def still_has(self, session: CacheOwner, arrays: Any) -> bool:
-        """Return whether `cache_for_steps` would yield just these arrays for a session, whose last ones they are.
-
-        They have the room that was made then. Only where one thread runs passes, and nothing has to be stored before.
-        """
+        """Return whether `cache_for_steps` would yield these arrays, the session's last ones, again."""
         cache = session.state.get(self)
         if arrays is None or cache is None or not isinstance(self.runner, PackedPasses):
             return False
-        return cache.leader is None and len(cache.company) == 1 and self.runner.are_current(cache, arrays)
+        return cache.leader is None and len(cache.row_caches) == 1 and self.runner.are_current(cache, arrays)
 
     def has_moved(self, arrays: Any) -> bool:
         return self.packed.has_moved(arrays)
@@ -413,21 +398,21 @@ class HuggingFaceLM:
     def early_cache_for_steps(
         self, session: CacheOwner, fresh: int, layers: int, needs: Needs, lm: Any, more: int = 0
     ) -> Iterator[CacheForSteps | None]:
-        """Yield a session's cache as `cache_for_steps` does, for drafts by the first `layers` layers; see `extend_early`.
+        """Yield a session's cache like `cache_for_steps`, for drafts with the first `layers` layers; see `extend_early`.
 
         Args:
             needs: see `extend_early`.
-            lm: the draft model, whose passes these are.
+            lm: the draft model, which counts the passes.
         """
         cache = self._early_cache(session, layers, needs)
         with self._arrays_for_steps(cache, fresh, more, drafts=True) as arrays:
             yield None if arrays is None else EarlyCacheForSteps(lm, Drafting(cache), arrays)
 
     def _is_stored_for_steps(self, cache: Any, fresh: int) -> bool:
-        """Store tokens that steps cannot; return False if steps cannot run a pass over the pending tokens.
+        """Store pending tokens that steps cannot store; return False if steps cannot run a pass over the others.
 
         Args:
-            fresh: the most new nodes that a pass of the steps brings.
+            fresh: maximum number of new nodes in a pass of the steps.
         """
         assert not isinstance(self.runner, PaddedPasses)
         self._store_for_followers([cache])
@@ -443,7 +428,7 @@ class HuggingFaceLM:
 
     @property
     def is_small(self) -> bool:
-        """Whether the model is small enough for the caches of a processor."""
+        """Whether the model is small enough for the caches of a CPU."""
         return self.weights < TILED_FROM
 
     @cached_property
@@ -453,7 +438,7 @@ class HuggingFaceLM:
 
     @property
     def bytes_read(self) -> int:
-        """The approximate number of bytes of weights that a pass reads: of the engine's own matrices if it has any."""
+        """The approximate number of bytes of weights that a pass reads: the engine's own matrices if it has any."""
         decoder = getattr(self.runner, "decoder", None)
         of_engine: int | None = getattr(decoder, "bytes_read", None)
         if of_engine is not None:
@@ -462,7 +447,7 @@ class HuggingFaceLM:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether compiled code does all its heavy work, so that torch needs one thread."""
+        """Whether compiled code does all heavy work, so that torch needs one thread."""
         return self.supports_runs
 
     @property
@@ -476,14 +461,14 @@ class HuggingFaceLM:
         return not isinstance(self.runner, PaddedPasses) and getattr(self.runner, "takes_steps", True)
 
     def extend_together(self, arrays: Sequence[Any], starts: Sequence[Start]) -> list[Any]:
-        """Run one pass for several sessions, of a model that supports runs; see `PackedPasses.extend_together`."""
+        """Run one pass for several sessions; see `PackedPasses.extend_together`. The model must support runs."""
         return self.packed.extend_together(arrays, starts)
 
     def finish_run(self, session: CacheOwner, passes: int, roots: int) -> None:
-        """Update the counters and the session's cache after a run that made `passes` passes in whole turns.
+        """Update the counters and the session's cache after a run of `passes` passes.
 
         Args:
-            roots: number of live beams at its end.
+            roots: number of live beams at the end of the run.
         """
         self.passes += passes
         cache = session.state[self]
@@ -491,14 +476,14 @@ class HuggingFaceLM:
         self._compact_if_sparse(session, cache)
 
     def settle(self, session: CacheOwner, turn: Turn) -> None:
-        cache = self._cache(session)  # a new one if nothing was drafted so far: its tokens stay pending until a draft
+        cache = self._cache(session)  # a draft model may have no cache yet; its tokens stay pending until it drafts
         cache.settle(turn)
         self._compact_if_sparse(session, cache)
 
     def _compact_if_sparse(self, session: CacheOwner, cache: Any) -> None:
-        """Compact the cache if it extends over more than one block plus twice the slots it needs, and shares no row."""
+        """Compact the cache if its extent exceeds one block plus twice the slots it needs, unless it shares its row."""
         trie = cache.trie
-        if len(cache.company) == 1 and trie.extent - trie.reserved > 2 * trie.held + BLOCK:
+        if len(cache.row_caches) == 1 and trie.extent - trie.reserved > 2 * trie.held + BLOCK:
             self.compact(session)
 
     def peak(self, session: CacheOwner) -> int:
@@ -507,24 +492,24 @@ class HuggingFaceLM:
     def close(self, session: CacheOwner) -> None:
         """Free the session's cache.
 
-        If its row of the store becomes empty, the sessions of the last row move there: rows in use stay side by side. If the
-        session failed because logits were not finite, its row is cleared before another one gets it.
+        If its row of the store becomes empty, the sessions of the last row move there, so that rows in use stay contiguous.
+        If the session failed because logits were not finite, its row is cleared before it is used again.
         """
         cache = session.state.pop(self, None)
         if cache is None:
             return
-        self._take_over_prefixes(cache.company)
-        cache.company.remove(cache)
-        cache.trie.company.remove(cache.trie)
-        self._replace_leader([other for other in cache.company if other.leader is cache])
-        if cache.company:
+        self._take_over_prefixes(cache.row_caches)
+        cache.row_caches.remove(cache)
+        cache.trie.row_tries.remove(cache.trie)
+        self._replace_leader([other for other in cache.row_caches if other.leader is cache])
+        if cache.row_caches:
             return
         if is_broken(session) and cache.row < self.runner.store.caches:
             self.runner.store.clear_cache(cache.row)
         last = self.caches.pop()
-        if last is cache.company:
+        if last is cache.row_caches:
             return
-        if last[0].row < self.runner.store.caches:  # otherwise nothing was stored in that row so far
+        if last[0].row < self.runner.store.caches:  # otherwise nothing is stored in that row
             extent = max(other.trie.extent for other in last)
             self.runner.store.move_cache(last[0].row, cache.row, extent)
         self.caches[cache.row] = last
@@ -534,7 +519,7 @@ class HuggingFaceLM:
     def compact(self, session: CacheOwner) -> None:
         """Move the session's tokens to the first slots, unless other sessions share its row of the store.
 
-        New nodes fill free slots anyway, so this is for sessions whose forests have shrunk.
+        New nodes fill free slots first, so this helps only after forests have shrunk.
         """
         cache = session.state[self]
         if self.shares(session):
@@ -547,18 +532,18 @@ class HuggingFaceLM:
             )
 
     def shares(self, session: CacheOwner) -> bool:
-        """Return whether other sessions store tokens in the same row of the store, which compiled runs do not support."""
+        """Return whether other sessions use the same row of the store, which compiled runs do not support."""
         cache = session.state.get(self)
-        return cache is not None and len(cache.company) > 1
+        return cache is not None and len(cache.row_caches) > 1
 
     def held(self, session: CacheOwner) -> int:
-        """Return the number of tokens that are stored for the session now."""
+        """Return the number of tokens that are stored for the session."""
         return session.state[self].trie.held
 
     def _cache(self, session: CacheOwner, needs: Needs = LOGITS) -> Any:
-        """Return the session's cache; at first make it, in a row of its own or in the row of a session with the same prefix.
+        """Return the session's cache; on the first call, create it in a new row or in that of a session with its prefix.
 
-        Raises `NotSupported` if the model cannot take the session's context or embeddings.
+        Raises `NotSupported` if the model cannot take the session's context, embeddings or extra rows.
         """
         cache = session.state.get(self)
         if cache is None:
@@ -575,65 +560,64 @@ class HuggingFaceLM:
             cache.context, cache.vectors = self._extras_of(session)
             cache.take_extra_inputs(self._extra_inputs_of(session))
             if leader is None:
-                self.caches.append(cache.company)
+                self.caches.append(cache.row_caches)
             else:
                 cache.leader = leader
                 cache.common = common
-                cache.company = leader.company
-                cache.company.append(cache)
-                cache.trie.company = leader.trie.company
-                cache.trie.company.append(cache.trie)
+                cache.row_caches = leader.row_caches
+                cache.row_caches.append(cache)
+                cache.trie.row_tries = leader.trie.row_tries
+                cache.trie.row_tries.append(cache.trie)
             session.state[self] = cache
         return cache
 
     def _find_leader(self, session: CacheOwner, needs: Needs) -> tuple[Any, int]:
-        """Return the cache that stores, or will store, the longest common prefix of the prompt, and its number of tokens.
+        """Return the cache with the longest common prefix of the prompt, stored or pending, and its number of tokens.
 
-        Returns (None, 0) if there is nothing to share. The last token of a prompt is never shared: each session has to score
-        it.
+        Returns (None, 0) if nothing can be shared. The last token of a prompt is never shared: each session must score it.
         """
         if self.share_from is None or needs.prompt or self._extra_inputs_of(session) is not None:
             return None, 0
         context, vectors = self._extras_of(session)
         best = None
         longest = self.share_from - 1
-        for company in self.caches:
-            if len(company) >= MOST_TOGETHER:
+        for row_caches in self.caches:
+            if len(row_caches) >= MOST_TOGETHER:
                 continue
-            if company[0].extra_inputs is not None:  # its first slots are reserved
+            if row_caches[0].extra_inputs is not None:  # the row's first slots are reserved
                 continue
-            if company[0].vectors is not vectors or not _are_same(company[0].context, context):
+            if row_caches[0].vectors is not vectors or not _are_same(row_caches[0].context, context):
                 continue
-            if company[0].needs.exit_layer is not needs.exit_layer:
+            if row_caches[0].needs.exit_layer is not needs.exit_layer:
                 continue
-            for cache in company:
+            for cache in row_caches:
                 common = min(
                     _common_prefix(session.prompt, cache.prompt), len(session.prompt) - 1, len(cache.prompt) - 1
                 )
-                if common > longest and cache.leader is None and self._pays_to_share(common, len(company), session):
+                if common > longest and cache.leader is None and self._pays_to_share(common, len(row_caches), session):
                     best = cache
                     longest = common
         return best, longest if best is not None else 0
 
     def _pays_to_share(self, common: int, others: int, session: CacheOwner) -> bool:
-        """Return whether it costs more to compute `common` tokens again than to share a row of the store with `others`.
+        """Return whether sharing a row of the store with `others` costs less than computing `common` tokens again.
 
-        One row of a pass costs about as much as attention to six times as many slots as a hidden state has numbers. Of two
-        sessions that share a row of the store, the attention of each also goes over the slots that the other has filled.
+        A row of a pass costs about as much as attention over 6 * hidden_size slots. In a shared row of the store, the
+        attention of each session also runs over the slots of the others.
         """
         limits = getattr(session, "limits", None)
         fresh = 0 if limits is None else limits.max_new_tokens
         return others * fresh**2 <= 6 * self.model.get_input_embeddings().weight.shape[1] * common
 
     def _take_over_prefixes(self, caches: list[Any]) -> None:
-        """Let each cache take over its prefix from its leader, if the leader has stored all of it."""
+        """Let each cache take over its prefix from its leader if the leader has stored all of it."""
         for cache in caches:
             if cache.leader is not None and cache.leader.trie.prompt_stored >= cache.common:
                 cache.trie.share(cache.leader.trie, cache.prompt, cache.common)
                 cache.leader = None
 
     def _replace_leader(self, caches: list[Any]) -> None:
-        """Make the first of these caches, whose leader was closed, the leader of caches that share enough with it."""
+        """Make the first of these caches, whose leader was closed, the leader of the others that share enough with it."""
         for place, cache in enumerate(caches):
             first = caches[0]
             common = min(_common_prefix(cache.prompt, first.prompt), cache.common, len(first.prompt) - 1)
@@ -641,7 +625,7 @@ class HuggingFaceLM:
             cache.common = common
 
     def _store_for_followers(self, caches: list[Any]) -> None:
-        """Store the prefixes that these caches wait for in their leaders, chunk by chunk, and let them take these over."""
+        """Store the prefixes of these caches in their leaders, chunk by chunk, and let the caches take them over."""
         while followers := [cache for cache in caches if cache.leader is not None]:
             missing: dict[Any, int] = {}
             for cache in followers:
@@ -655,7 +639,7 @@ class HuggingFaceLM:
     def _prefill(self, caches: list[Any], most: int | None = None) -> None:
         """Store long prompts in chunks until at most `most` tokens of each are pending, or none before its first root.
 
-        So a pass stays small however long the prompt is. `most` is one chunk if it is None.
+        This bounds the size of a pass. None: one chunk.
         """
         most = self.chunk if most is None else most
         self._recall(caches)
@@ -663,11 +647,11 @@ class HuggingFaceLM:
             self._store_chunk(long)
 
     def _is_long(self, cache: Any, most: int) -> bool:
-        """Return whether more than `most` tokens are pending, some of them before the first root, at the start of a turn."""
+        """Return whether more than `most` tokens are pending at the start of a turn, some of them before the first root."""
         return bool(cache.answered == 0 and cache.trie.pending > most and cache.trie.pending_before_roots > 0)
 
     def _store_chunk(self, caches: list[Any]) -> None:
-        """Store the next chunk of the prompt of each cache, in one pass."""
+        """Store the next chunk of the prompt of each cache in one pass."""
         if not caches:
             return
         self._store({cache: min(self.chunk, cache.trie.pending_before_roots) for cache in caches})
@@ -682,7 +666,7 @@ class HuggingFaceLM:
             cache.trie.forget_inner()
 
     def _recall(self, caches: list[Any]) -> None:
-        """Copy the known chunks at the beginnings of prompts that are being stored."""
+        """Copy cached chunks to the beginnings of prompts that are being stored."""
         known = self.known_prompts
         if known is None:
             return
@@ -700,7 +684,7 @@ class HuggingFaceLM:
                 self._copy_chunks(cache, found[first : first + COPIED_TOGETHER], known.chunk)
 
     def _copy_chunks(self, cache: Any, chunks: list[Any], size: int) -> None:
-        """Store the next tokens of a prompt by copying these chunks, of `size` tokens each."""
+        """Store the next tokens of a prompt by copying cached chunks of `size` tokens."""
         feed = cache.trie.feed(size * len(chunks))
         extent = -(-cache.trie.extent // BLOCK) * BLOCK
         self.runner.store.reserve_row(cache.row, extent)
@@ -710,7 +694,7 @@ class HuggingFaceLM:
         cache.recalled[self] += size * len(chunks)
 
     def _remember(self, cache: Any, start: int) -> None:
-        """Keep the chunk of a prompt that was stored last, from token `start` on."""
+        """Cache the last stored chunk of a prompt, which begins at token `start`."""
         known = self.known_prompts
         if known is None or start % known.chunk or not _may_recall(cache):
             return
@@ -721,19 +705,18 @@ class HuggingFaceLM:
         known.keep(self._beginning(cache), start, self.runner.store.take(cache.row, slots))
 
     def _beginning(self, cache: Any) -> Beginning:
-        """Return how far the prompt of a cache was followed in the tree of known prompts."""
+        """Return the position of a cache's prompt in the tree of known prompts."""
         if cache.beginning is None:
             cache.beginning = Beginning(cache.namespace, cache.prompt)
         return cache.beginning
 
 
 class OnTargetsCache:
-    """A base class of draft models that are parts of the target, on the target's own KV cache.
+    """A base class of draft models that are parts of the target and use its KV cache.
 
-    The decoding loop settles and closes the cache, and the target stores prompts.
+    The target stores prompts; the decoding loop settles and closes the target's cache.
 
     Attributes:
-        target: the target.
         passes: number of passes so far.
     """
 
@@ -742,11 +725,11 @@ class OnTargetsCache:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether compiled code does all its heavy work, so that torch needs one thread."""
+        """See `HuggingFaceLM.is_compiled`."""
         return self.target.is_compiled
 
     def shares(self, session: CacheOwner) -> bool:
-        """Return whether other sessions store tokens in the same row of the store."""
+        """See `HuggingFaceLM.shares`."""
         return self.target.shares(session)
 
     def finish_run(self, session: CacheOwner, passes: int, roots: int) -> None:
@@ -761,7 +744,7 @@ class OnTargetsCache:
         """Do nothing: the decoding loop settles the target's cache."""
 
     def peak(self, session: CacheOwner) -> int:
-        """Return the largest number of tokens of the session that were stored at the same time, drafts included."""
+        """See `LM.peak`: that of the target, drafts included."""
         return self.target.peak(session)
 
     def close(self, session: CacheOwner) -> None:
@@ -775,13 +758,13 @@ def _needs_of_parts(session: CacheOwner, needs: Needs) -> Needs:
 
 
 def _may_recall(cache: Any) -> bool:
-    """Return whether the rows of a prompt depend only on its tokens, and are read only by attention."""
+    """Return whether the keys and values of a prompt depend only on its tokens, and attention alone reads them."""
     has_extras = cache.context is not None or cache.vectors is not None or cache.extra_inputs is not None
     return not (has_extras or cache.needs.prompt or cache.early_layers is not None or cache.leader is not None)
 
 
 def _are_same(first: Any, second: Any) -> bool:
-    """Return whether two contexts hold the very same objects; equal copies count as different."""
+    """Return whether two contexts hold identical objects; equal copies count as different."""
     if first is second or first is None or second is None:
         return first is second
     return first.keys() == second.keys() and all(first[name] is second[name] for name in first)
@@ -797,24 +780,31 @@ def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def _needs_a_pass(cache: Any, forest: Forest) -> bool:
-    """Return whether any node of the forest still has to go through layers of the model."""
+    """Return whether any node of the forest must still pass through layers of the model."""
     trie = cache.trie
     return trie.pending > 0 or forest.size > trie.known or bool(getattr(cache, "unfinished", 0))
 
 
-_NO_VECTORS = (
-    "the forward for GPUs looks every token up, and takes no rows by embedding: "
-    "HuggingFaceLM(model, engine='plain') does"
-)
+_NO_VECTORS = "the forward for GPUs takes tokens only, not embedding rows; use HuggingFaceLM(model, engine='plain')"
 
 
 def vocab_of(model: "PreTrainedModel") -> int:
-    """Return the number of tokens that a model has logits of."""
+    """Return the number of a model's logits."""
     return int(model.get_output_embeddings().weight.shape[0])
 
 
-def check_keeps_tokens(model: "PreTrainedModel") -> None:
-    """Raise `UnsupportedModel` for models that cannot score a forest, whatever masks and positions they are given."""
+def prepare_to_score(model: "PreTrainedModel") -> None:
+    """Put a model into evaluation mode, with an attention that takes a mask per node: SDPA or eager, not flash or flex.
+
+    Raises `UnsupportedModel` for models that cannot score a forest with any masks and positions.
+    """
+    _check_keeps_tokens(model)
+    if model.config._attn_implementation not in ("sdpa", "eager"):
+        model.set_attn_implementation("sdpa")
+    model.eval()
+
+
+def _check_keeps_tokens(model: "PreTrainedModel") -> None:
     config = model.config
     name = type(model).__name__
     text = config.get_text_config()

@@ -1,4 +1,4 @@
-"""SCORE: a draft model made of the target's first layers, which work on the target's KV cache, so nothing runs twice."""
+"""SCORE: the target's first layers as a draft model on the target's own KV cache, so that no layer runs twice."""
 
 from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.core.lm import LM, checked_needs
@@ -10,11 +10,11 @@ from specbeam.models.huggingface import EachNeeds, Forests, HuggingFaceLM, OnTar
 
 
 class LiveLayers(OnTargetsCache):
-    """A draft model that is the first layers of the target, with the target's final norm and head.
+    """The first layers of the target, with its final norm and head, as a draft model.
 
-    These layers store their keys and values in the target's KV cache; the target's pass then runs only the other layers on
-    the same nodes. Of drafts that are not in the forest that the target scores, the slots are free again. In contrast,
-    `early_layers` has a cache of its own, and works with every engine.
+    These layers store their keys and values in the target's KV cache; the target's pass runs only the remaining layers on
+    the same nodes. Slots of drafts outside the forest that the target scores are freed. In contrast, a model of
+    `early_layers` has its own cache and works with every engine.
 
     Raises `BadSetting` unless 1 <= layers < the model's number of layers, and `NotSupported` unless the model is run by
     the compiled forward, rounded or not, or by engine "layers".
@@ -25,14 +25,14 @@ class LiveLayers(OnTargetsCache):
     def __init__(self, lm: HuggingFaceLM, layers: int) -> None:
         name = type(lm.model).__name__
         if isinstance(lm.runner, ReadsSources):
-            raise NotSupported(f"a range of layers is of decoder-only models, and {name} has an encoder")
+            raise NotSupported(f"the first layers draft in decoder-only models, and {name} has an encoder")
         total = lm.model.config.num_hidden_layers
         if not 1 <= layers < total:
-            raise BadSetting(f"layers is {layers}; {name} has {total}, of which some have to be left")
+            raise BadSetting(f"layers is {layers}; {name} has {total} layers: choose 1 to {total - 1}")
         if not isinstance(lm.runner, PackedPasses):
             raise NotSupported(
-                f"a range of layers is run by the compiled forward, rounded or not, or 'layers', and {name} is run by "
-                f"engine {lm.engine!r}; early_layers(model, layers) takes every model, and computes their part twice"
+                f"drafts on the target's cache need the compiled forward, rounded or not, or engine 'layers'; {name} is run "
+                f"by engine {lm.engine!r}. early_layers(model, layers) takes every engine, but runs the first layers twice"
             )
         self.target = lm
         self.layers = layers
@@ -43,7 +43,7 @@ class LiveLayers(OnTargetsCache):
     def extend(self, sessions: Sessions, forests: Forests, needs: EachNeeds = None) -> list[Scored]:
         if any(need.states or need.ranked for need in checked_needs(self, len(sessions), needs)):
             raise NotSupported(
-                "LiveLayers gives logits only, and a part needs hidden states or ranked tokens: "
+                "LiveLayers returns only logits, and a part needs hidden states or ranked tokens: "
                 "use early_layers(model, layers)"
             )
         self.passes += 1
@@ -51,9 +51,10 @@ class LiveLayers(OnTargetsCache):
 
 
 def first_layers(lm: HuggingFaceLM, layers: int) -> LM:
-    """Return the first `layers` layers of a model as a model: on its own cache where its engine can run them there.
+    """Return the first `layers` layers of a model as a draft model.
 
-    Elsewhere, and where no layer would be left, they have a cache of their own, and are computed twice (`early_layers`).
+    They work on the model's KV cache (`LiveLayers`) if its engine supports that and layers remain; otherwise they have
+    their own cache and run twice (`early_layers`).
 
     Raises `NotSupported` if the model has an encoder, or if its layers are not in one list.
     """

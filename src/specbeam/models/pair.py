@@ -1,4 +1,4 @@
-"""The pair of a target and a draft model, with their tokenizer, and `load`, which makes it."""
+"""`load`, and the pair of target and draft model with their tokenizer that it returns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ import torch
 from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.core.garbage import rarely_collected
 from specbeam.core.lm import LM
-from specbeam.engines.cpu.cache_words import KeptAs
+from specbeam.engines.cpu.cache_words import KVType
 from specbeam.engines.eligibility import reads_sources
 from specbeam.models.encoder_decoder import EncoderDecoderLM
 from specbeam.models.huggingface import HuggingFaceLM
@@ -45,12 +45,12 @@ class Pair:
     target_model: "PreTrainedModel"
     draft_model: "PreTrainedModel | None"
     tokenizer: "PreTrainedTokenizerBase | None"
-    target: HuggingFaceLM | MemoryLM = field(repr=False)  # scores forests with `target_model`, see `hmt` for memory
-    draft: LM | None = field(repr=False)  # scores forests with `draft_model`, or a head
+    target: HuggingFaceLM | MemoryLM = field(repr=False)  # scores forests with `target_model`; with memory see `hmt`
+    draft: LM | None = field(repr=False)  # scores forests with `draft_model` or a head
 
     @property
     def eos(self) -> tuple[int, ...]:
-        """The end tokens: the target's generation config's, or else the tokenizer's."""
+        """The end tokens from the target's generation config, or else from the tokenizer."""
         eos = getattr(getattr(self.target_model, "generation_config", None), "eos_token_id", None)
         if eos is None and self.tokenizer is not None:
             eos = self.tokenizer.eos_token_id
@@ -60,28 +60,30 @@ class Pair:
 
     @property
     def forgetful_target(self) -> HuggingFaceLM:
-        """The target, for code that reads its model itself. Raises `NotSupported` if it has a memory, or reads sources."""
+        """The target, for code that calls its model directly.
+
+        Raises `NotSupported` for a target with memory and for an encoder-decoder model.
+        """
         if isinstance(self.target, MemoryLM):
             raise NotSupported(
-                "the target of this pair reads with memory (sb.hmt), and this looks at the model without it; give the pair "
+                "the target of this pair has a memory (sb.hmt), and this operation needs the plain model; give the pair "
                 "that sb.load returned"
             )
         if isinstance(self.target, EncoderDecoderLM):
             raise NotSupported(
-                f"{self.target.model_name} reads sources, and this looks at the model as one that continues prompts; give a "
-                "decoder-only model"
+                f"{self.target.model_name} is an encoder-decoder model, and this operation needs a decoder-only model"
             )
         return self.target
 
     def word(self, token: int) -> str:
-        """Return the text of one token; its number if there is no tokenizer."""
+        """Return the text of one token; without a tokenizer, its id."""
         return self.tokenizer.decode([token]) if self.tokenizer is not None else str(token)
 
     def room(self, prompt_tokens: int, further: Sequence[LM] = ()) -> int | None:
         """Return the number of new tokens for which target and draft have positions; None if there is no limit.
 
         Args:
-            further: other models that draft.
+            further: other draft models.
         """
         models = [lm for lm in (self.target, self.draft, *further) if lm is not None]
         limits = [lm.max_positions for lm in models if lm.max_positions is not None]
@@ -103,70 +105,72 @@ def load(
     probe: bool = True,
     device_map: Any = None,
     tensor_parallel: bool = False,
-    kv: KeptAs | None = None,
+    kv: KVType | None = None,
 ) -> Pair:
     """Load a target model, and optionally a draft model, with their tokenizer.
 
     Args:
-        target: a path, a hub id, a model object, or "bundled" (the pair that comes with specbeam, draft included). A causal
-            language model; or an encoder-decoder model for translation, summaries or speech, whose prompts are sources.
-        draft: the same kinds of values; None for methods that need no draft model. It must have the target's tokens, as
-            far as both have any: a padded vocabulary may be larger or smaller, and tokens of only one model are never
-            drafted (docs/models.md). Or a draft head for the target (docs/heads.md lists the kinds); "mtp": the modules of
-            multi-token prediction that the target's own files hold (a folder of this name is "./mtp"). "swift", or a
-            `Skipping`: the target without some of its sublayers (docs/methods/swift.md; a folder of this name is
-            "./swift"). Or one of the names of `quantize`: the target itself with rounded weights, and a cache of its own.
-            The draft of an encoder-decoder model is another one, which shares the target's encoder if its own has the same
-            weights; the decoder of one without an encoder (`WhisperForCausalLM`); or a causal language model, which does
-            not see the source.
-        tokenizer: a path, a hub id or an object; None: the target's tokenizer. False: none, for prompts of token ids.
-        dtype: "auto" is the checkpoint's own type on a GPU. On a CPU it is float32: in arithmetic for every model, and in
-            memory up to 300 M parameters. A larger one that the compiled forward runs stays in the type of its files, mapped
-            to memory: then the engine's own copy of the weights, as large as the files (or rounded), is all that stays in
-            memory, and while it is made some 200 MB more (a matrix that is stored head by head is copied besides). Its files
-            are read while it runs: write new weights to another folder, or rename them into place. Called by itself, such a
-            model object computes in the type of its files. Ignored for model objects.
+        target: a path, a hub id, a model object, or "bundled" (the pair that comes with specbeam, draft included). Either a
+            causal language model, or an encoder-decoder model for translation, summarisation or speech, whose prompts are
+            sources.
+        draft: None for methods without a draft model; otherwise one of:
+            - a model, given like the target. Its tokens must be the target's; it may have a padded vocabulary, and tokens
+              of only one of both models are never drafted (docs/models.md).
+            - a draft head for the target (docs/heads.md lists the kinds).
+            - "mtp": the modules for multi-token prediction in the target's own files. (A folder of this name is "./mtp".)
+            - "swift" or a `Skipping`: the target without some sublayers (docs/methods/swift.md; a folder is "./swift").
+            - a value of `quantize`: the target with rounded weights and its own cache.
+            - for an encoder-decoder target: another encoder-decoder model, which shares the target's encoder if both
+              encoders have equal weights; a decoder without an encoder (`WhisperForCausalLM`); or a causal language model,
+              which does not see the source.
+        tokenizer: a path, a hub id or an object; None: the target's tokenizer; False: none, for prompts of token ids.
+        dtype: "auto" is the checkpoint's type on a GPU. On a CPU, arithmetic is in float32, and so are the weights of models
+            of up to 300 M parameters. If the compiled forward runs a larger model, its weights stay in memory-mapped files,
+            and only the engine's copy takes memory: as much as the files (less if rounded), and about 200 MB more while it
+            is made (plus a copy of each matrix that is stored head by head). The files are read while the model is in use:
+            write new weights to another folder, or rename them into place. Called directly, such a model object computes
+            in the type of its files. Ignored for model objects.
         device: "cpu", "cuda", ...; None: a GPU if there is one. Ignored for model objects.
-        quantize: "int8" and "int4" round the target's weights to 8 or 4 bits, and on a GPU "fp8" does to 8. This is faster,
-            but it is another model: the output has the law of the rounded model, and reports say so. For the families in
-            docs/models.md.
-            "torchao-int8", "torchao-int4", "bitsandbytes-int8" and "bitsandbytes-nf4" let these libraries round any model,
-            while transformers loads it from files. Files that hold rounded weights need no option: those of GPTQ and AWQ
-            with 4 bits are read without their libraries on a CPU, see docs/quantised.md.
-        quantize_draft: the same for the draft, which does not change the law of the output. None: the draft stays as it is,
-            also beside a rounded target. One of 16 bits beside a target of 4 reads much for its size: round it, too.
-        check: compare the logits of a small token tree with those of plain forwards, once per model, and refuse a model that
-            gets them wrong.
-        compile: use torch.compile for models that transformers would run on a CPU, because specbeam has no forward of its
-            own for them. Takes about five seconds for each form of a pass (one prompt or several, one token or several,
-            ...), of which a model has up to a dozen. The compiled code is kept on disk.
-        share_from: texts whose prompts begin with at least this number of equal tokens, like a system prompt, compute and
-            store these once while they are decoded side by side. None: never. "auto": from 64 tokens on, but never in the
-            compiled engines for CPUs, where sharing changes the last bits of a text's logits.
-        probe: try a draft head on some 128 tokens that the target writes, read as its files say and in the other ways that
-            writers of heads disagree about, and take the reading that fits clearly best. A warning says so if it is not that
-            of the files, or if none fits. Takes as long as these passes of the target.
-        device_map: where transformers and accelerate put the layers of the target, such as "auto", or a dictionary from
-            names of modules to devices, "cpu" and "disk" among them. The target is then run by transformers. The draft is
-            put on `device`.
-        tensor_parallel: spread the target's weights over the processes that ``torchrun`` has started
-            (docs/guides/scale.md). Only that of rank 0 returns; the others do as it says until it ends, and end then
-            (`SystemExit`). The draft is whole, and only in rank 0. `check` is not done.
-        kv: "bfloat16" keeps the target's keys and values rounded to bfloat16, for long texts in half the memory, in the
-            compiled forward of a CPU; those of sources, too. It is another model: the output has the law of the target with
-            rounded keys and values, and reports say so. So does a draft that is the target with rounded weights. None: as
-            the engine computes, in float32 on a CPU.
+        quantize: "int8" and "int4" round the target's weights to 8 or 4 bits, and "fp8" rounds them to 8 bits on a GPU. This
+            is faster but changes the model: the output has the law of the rounded model, and reports state it. For the
+            families in docs/models.md.
+            "torchao-int8", "torchao-int4", "bitsandbytes-int8" and "bitsandbytes-nf4" let these libraries round any model
+            while transformers loads it from files. Files of rounded weights need no option; 4-bit GPTQ and AWQ files are
+            read without their libraries on a CPU (docs/quantised.md).
+        quantize_draft: the same for the draft, without effect on the law of the output. None: the draft is not rounded. With
+            a 4-bit target, a 16-bit draft reads much memory for its size: round it too.
+        check: compare the logits of a small token tree with those of plain forwards, once per model, and reject the model
+            if they differ.
+        compile: use torch.compile for models without a forward of specbeam's on a CPU. Compiling takes about five seconds
+            for each of up to a dozen forms of a pass (one prompt or several, one token or several, ...). The code is cached
+            on disk.
+        share_from: texts decoded together whose prompts begin with at least this number of equal tokens, such as a system
+            prompt, compute and store these tokens once. None: never. "auto": 64, but never in the compiled engines for CPUs,
+            where sharing changes the last bits of a text's logits.
+        probe: try a draft head on about 128 tokens that the target writes, with the conventions of its files and with those
+            of other writers of heads, and use the convention that fits clearly best. A warning is given if this is not the
+            convention of the files, or if none fits. Takes the time of these passes of the target.
+        device_map: where transformers and accelerate put the layers of the target: a name such as "auto", or a dictionary
+            from module names to devices, including "cpu" and "disk". transformers then runs the target; the draft is put
+            on `device`.
+        tensor_parallel: shard the target's weights over the processes that ``torchrun`` has started (docs/guides/scale.md).
+            `load` returns only on rank 0; the other ranks follow rank 0 and end with it (`SystemExit`). The draft is loaded
+            whole, on rank 0 only. `check` is not done.
+        kv: "bfloat16" stores the target's keys and values in bfloat16, including those of sources: half the memory for long
+            texts. For the compiled forward on a CPU. The output has the law of the target with rounded keys and values, and
+            reports state it. A draft that is the target with rounded weights stores them likewise. None: the engine's type,
+            float32 on a CPU.
 
     Raises:
         BadSetting: an option is wrong.
-        MissingFile: a model or tokenizer is missing, or is something else.
-        BadCheckpoint: a model's files are broken, lack tensors, hold others than its configuration says, or weights that are
-            not finite.
+        MissingFile: a model or tokenizer is missing, or the path holds something else.
+        BadCheckpoint: a model's files are broken, lack tensors, do not fit the configuration, or hold weights that are not
+            finite.
         BadHead: a draft head cannot be read, or does not fit the target.
-        UnsupportedModel: a model cannot score a token tree, or writes no texts.
+        UnsupportedModel: a model cannot score a token tree, or does not generate text.
         BrokenLaw: a model's logits are NaN or infinite.
-        VocabularyMismatch: draft and target have other tokens at the same ids.
-        NotSupported: a package is missing, the weights of this model cannot be rounded so, or those of its files were
+        VocabularyMismatch: draft and target have different tokens at the same ids.
+        NotSupported: a package is missing, the model cannot be rounded in this way, or its files hold weights that were
             rounded in a way that cannot be read.
     """
     if isinstance(target, str) and target == "bundled":
@@ -179,7 +183,7 @@ def load(
     check_options(quantize_draft, share_from, "quantize_draft")
     check_is_model(draft)
     check_kv(kv)
-    rounded_kv: KeptAs = kv or "float32"
+    rounded_kv: KVType = kv or "float32"
     is_spread = device_map is not None or tensor_parallel
     if is_spread:
         check_spread(target, quantize, compile, device_map, tensor_parallel, kv)
@@ -215,7 +219,6 @@ def load(
     models = [lm for lm in (target_lm, draft_lm) if isinstance(lm, HuggingFaceLM)]
     if compile and "torch" not in {lm.engine for lm in models}:
         raise BadSetting(
-            "compile=True is for models that transformers runs, and specbeam runs these itself, by loops that are compiled "
-            "already; leave it out"
+            "compile=True is for models that transformers runs, and specbeam's own forward runs these models; leave it out"
         )
     return Pair(target_model, draft_model, own_tokenizer, target_lm, draft_lm)

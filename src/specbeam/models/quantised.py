@@ -1,6 +1,6 @@
-"""Models of rounded weights: rounded by the compiled forward, by a library while transformers loads them, or in files.
+"""Models with rounded weights: rounded by the compiled forward, by a library while transformers loads them, or in files.
 
-A model of rounded weights is another model, with a law of its own. A target gives that law; a draft changes none.
+Rounding changes a model and its law. The output has the law of a rounded target; rounding a draft does not change it.
 """
 
 import re
@@ -14,49 +14,47 @@ from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.engines.cpu.decoder import Rounding
 
 OnGpu = Literal["fp8"]
-# The compiled forward rounds to "int8" and "int4", the forward for GPUs to "fp8". A library does the others, while
-# transformers loads them from files.
 ByLibrary = Literal["torchao-int8", "torchao-int4", "bitsandbytes-int8", "bitsandbytes-nf4"]
 Quantize = Literal[Rounding, OnGpu, ByLibrary]
 OWN_ROUNDINGS: tuple[str, ...] = (*get_args(Rounding), *get_args(OnGpu))
 BY_LIBRARY: tuple[str, ...] = get_args(ByLibrary)
 _KNOWN = ", ".join(repr(one) for one in (*OWN_ROUNDINGS, *BY_LIBRARY))
 _LIKE_A_ROUNDING = re.compile(r"(u?int|fp|nf|float)\d+|(torchao|bitsandbytes)-[\w-]+", re.IGNORECASE)
-GROUP = 32  # numbers that share a scale where a library rounds to 4 bits, as in the compiled forward
+GROUP = 32  # weights that share a scale in torchao's rounding to 4 bits, as in the compiled forward
 
 
 def is_rounding(name: object) -> bool:
-    """Return whether a value is the name of a way to round weights."""
+    """Return whether a value names a rounding of weights."""
     return isinstance(name, str) and name in (*OWN_ROUNDINGS, *BY_LIBRARY)
 
 
 def check_kv(kv: object) -> None:
     """Raise `BadSetting` unless a value is a type for stored keys and values, or None."""
     if kv not in (None, "bfloat16"):
-        raise BadSetting(f"kv is {kv!r}; it must be 'bfloat16', or None for what the engine computes in")
+        raise BadSetting(f"kv is {kv!r}; it must be 'bfloat16', or None for the engine's own type")
 
 
 def check_rounding(name: object, option: str) -> None:
-    """Raise `BadSetting`, which names the option, unless a value is the name of a way to round weights, or None."""
+    """Raise `BadSetting`, which names the option, unless a value is None or names a rounding of weights."""
     if name is None or is_rounding(name):
         return
     raise BadSetting(f"{option} is {name!r}; it must be one of {_KNOWN}, or None")
 
 
 def check_is_model(name: object) -> None:
-    """Raise `BadSetting` if the name of a draft looks like an unknown way to round weights, and no folder has this name."""
+    """Raise `BadSetting` if the name of a draft looks like an unknown rounding, and there is no folder of this name."""
     if not isinstance(name, str) or is_rounding(name) or Path(name).is_dir():
         return
     if _LIKE_A_ROUNDING.fullmatch(name):
-        raise BadSetting(f"draft is {name!r}; weights can be rounded as {_KNOWN}, and there is no folder of this name")
+        raise BadSetting(f"draft is {name!r}, which is no folder; the roundings of the target are {_KNOWN}")
 
 
 def library_config(name: str, dtype: "str | torch.dtype") -> Any:
-    """Return transformers' configuration of a way to round weights that a library does.
+    """Return transformers' configuration for rounding by a library.
 
     Args:
         name: one of `BY_LIBRARY`.
-        dtype: the type of other weights, and of products; "auto": the files' type.
+        dtype: the type of all other weights and of products; "auto": the files' type.
 
     Raises `NotSupported` if the library is missing.
     """
@@ -64,15 +62,15 @@ def library_config(name: str, dtype: "str | torch.dtype") -> Any:
     for package in (library, "accelerate"):
         if find_spec(package) is None:
             raise NotSupported(
-                f"{name!r} needs {package} (pip install {package}); 'int8' and 'int4' need no further package, for the "
-                "families in docs/models.md on a CPU, nor does 'fp8' on a GPU"
+                f"{name!r} needs {package} (pip install {package}); 'int8' and 'int4' on a CPU and 'fp8' on a GPU need no "
+                "package, for the families in docs/models.md"
             )
     if library == "torchao":
         return _torchao_config(form)
     from transformers import BitsAndBytesConfig
 
     if form == "int8":
-        # With a threshold, numbers of one row decide how those of others are multiplied: a text would depend on its batch.
+        # With a threshold, outliers in one row would change the arithmetic of other rows: a text would depend on its batch.
         return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
     compute = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype, None)
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=form, bnb_4bit_compute_dtype=compute)
@@ -84,26 +82,24 @@ def _torchao_config(form: str) -> Any:
 
     if form == "int8":
         return TorchAoConfig(Int8WeightOnlyConfig())
-    # The form that runs everywhere: torchao's other weights of 4 bits are for GPUs.
+    # torchao's other 4-bit weights run on GPUs only.
     of_4_bits = torch.int4  # type: ignore[attr-defined]
     return TorchAoConfig(IntxWeightOnlyConfig(weight_dtype=of_4_bits, granularity=PerGroup(GROUP)))
 
 
 def rounding_of(lm: Any) -> str:
-    """Return how a language model is rounded, for its law: "int8", "torchao-int8", ...; "" if it is not.
+    """Return the rounding of a language model, which is part of its law: "int8", "torchao-int8", ...; "" for none.
 
-    Keys and values that are kept rounded are named behind the weights. Of files that hold rounded weights, the name is that
-    of their method, as transformers knows it. A model around another one, such as one with memory, has that one in its
-    attribute `lm`.
+    Weights come before keys and values. For files of rounded weights, the name is transformers' name of the method.
     """
-    lm = getattr(lm, "lm", lm)
+    lm = getattr(lm, "lm", lm)  # the model inside a model with memory
     kv = getattr(lm, "kv", "float32")
     parts = [_rounding_of_weights(lm), f"{kv} keys and values" if kv != "float32" else ""]
     return ", ".join(part for part in parts if part)
 
 
 def _rounding_of_weights(lm: Any) -> str:
-    """Return how the weights of a language model are rounded; "" if they are not."""
+    """Return the rounding of a language model's weights; "" for none."""
     engine = getattr(lm, "engine", "")
     model = getattr(lm, "model", None)
     stored = rounding_in(getattr(model, "config", None))
@@ -119,7 +115,7 @@ def _rounding_of_weights(lm: Any) -> str:
 
 
 def unknown_method(config: Any) -> str:
-    """Return the method by which weights in files were rounded if transformers does not know it; "" otherwise."""
+    """Return the rounding method of weights in files if transformers does not know it; "" otherwise."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as KNOWN
 
     method = rounding_in(config)
@@ -127,7 +123,7 @@ def unknown_method(config: Any) -> str:
 
 
 def rounding_in(config: Any) -> str:
-    """Return the name of the method by which the weights in files were rounded; "" if they were not."""
+    """Return the rounding method of weights in files; "" for none."""
     stored = getattr(config, "quantization_config", None)
     if stored is None:
         return ""

@@ -1,8 +1,8 @@
-"""Checkpoints whose files hold matrices of 4 bits, by GPTQ or AWQ: read from their folders, without the libraries of these.
+"""Reading of 4-bit GPTQ and AWQ checkpoints without the libraries of these methods.
 
-Such a model is a transformers model with a `PackedLinear` for each of these matrices, whose numbers stay in the files; the
-compiled forward lays them out as they are (engines/cpu/nibbles.py). The law is that of the weights (number - zero point) *
-scale, exactly, in float32 arithmetic: libraries that multiply in float16 round each of these weights, and each sum, besides.
+The result is a transformers model with a `PackedLinear` for each 4-bit matrix, whose numbers stay in the files; the compiled
+forward packs them without another rounding (engines/cpu/nibbles.py). The law is exactly that of the weights (number - zero
+point) * scale in float32 arithmetic. Libraries that multiply in float16 also round these weights and sums.
 """
 
 import copy
@@ -20,7 +20,7 @@ from specbeam.engines.cpu.decoder import misfit_of_shape
 from specbeam.engines.cpu.nibbles import fits_scales
 from specbeam.engines.cpu.rounding import GROUP
 from specbeam.engines.families import family_of
-from specbeam.engines.mapped import mark_kept
+from specbeam.engines.mapped import mark_mapped
 from specbeam.engines.packed import BITS, PER_WORD, Layout, PackedLinear, PackedMatrix
 from specbeam.models.checkpoints.boundary import reading, reading_file
 from specbeam.models.checkpoints.headers import StoredTensor, file_of
@@ -32,21 +32,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
-_NEW_NAMES = {"embed_out.weight": "lm_head.weight"}  # names of tensors in transformers, by their names in older files
-_READABLE = "specbeam reads GPTQ and AWQ weights of 4 bits itself, on a CPU"
+_NEW_NAMES = {"embed_out.weight": "lm_head.weight"}  # transformers' names of tensors, by their names in older files
+_READABLE = "specbeam itself reads 4-bit GPTQ and AWQ weights on a CPU"
 _Tensors = Mapping[str, StoredTensor]
 
 
 class _CannotRead(Exception):
-    """The reason why files are not read here."""
+    """The reason why specbeam does not read the files itself."""
 
 
 class _Packing(NamedTuple):
-    """How the matrices of a checkpoint are packed.
+    """The packing of a checkpoint's matrices.
 
     Attributes:
-        layout: of their numbers.
-        group: steps of depth in a group; -1: all.
+        layout: the order of 4-bit numbers in words.
+        group: inputs that share a scale and a zero point; -1: all.
     """
 
     layout: Layout
@@ -54,10 +54,9 @@ class _Packing(NamedTuple):
 
 
 def read_rounded(checkpoint: Checkpoint, dtype: "str | torch.dtype") -> "PreTrainedModel | str":
-    """Return a model whose files hold matrices of 4 bits; or the reason why they are not read here.
+    """Return the model of a 4-bit checkpoint, or the reason why it is not read here.
 
     Args:
-        checkpoint: the model in its files, whose configuration states how the matrices were rounded.
         dtype: type of all other weights; "auto": float32, or the files' type for more weights than `mapped.LARGEST_WIDENED`.
     """
     config = checkpoint.config
@@ -65,55 +64,55 @@ def read_rounded(checkpoint: Checkpoint, dtype: "str | torch.dtype") -> "PreTrai
     try:
         packing = _packing_of(_stored_settings(config))
         if any(path.suffix != ".safetensors" for path in checkpoint.files):
-            raise _CannotRead("these are not in safetensors files")
+            raise _CannotRead("these files are not safetensors")
         model = _without_weights(config, tensors, packing)
         words = _words_of(tensors, model) if dtype == "auto" else None
         _load(model, tensors, words or (torch.float32 if dtype == "auto" else dtype))
     except _CannotRead as found:
-        return f"{_READABLE}, and {found}"
+        return f"{_READABLE}, but {found}"
     if words is not None:
-        mark_kept(model)
+        mark_mapped(model)
     _finish(model, checkpoint)
     return model
 
 
 def _stored_settings(config: Any) -> dict[str, Any]:
-    """Return the settings by which the weights were rounded."""
+    """Return the settings of the rounding."""
     stored = config.quantization_config
     return dict(stored if isinstance(stored, dict) else stored.to_dict())
 
 
 def _packing_of(stored: dict[str, Any]) -> _Packing:
-    """Return how matrices are packed. Raises `_CannotRead` if that is not known here."""
+    """Return the packing that settings describe. Raises `_CannotRead` if it is not supported."""
     method = str(getattr(stored.get("quant_method"), "value", stored.get("quant_method")))
     if method not in ("gptq", "awq"):
-        raise _CannotRead(f"these were rounded by {method!r}")
+        raise _CannotRead(f"these weights were rounded by {method!r}")
     bits = stored.get("bits", stored.get("w_bit"))
     if bits != BITS:
-        raise _CannotRead(f"these have {bits} bits")
+        raise _CannotRead(f"these weights have {bits} bits")
     form = str(stored.get("checkpoint_format") or stored.get("format") or stored.get("version") or "").lower()
     layouts: dict[str, Layout] = {"": "gptq", "gptq": "gptq", "gptq_v2": "gptq_v2"}
     if method == "awq":
         layouts = {"": "awq", "gemm": "awq"}
     if form not in layouts or stored.get("is_marlin_format"):
         known = ", ".join(repr(one) for one in layouts if one)
-        raise _CannotRead(f"their layout is {form or 'marlin'!r}, where it knows {known} of {method}")
+        raise _CannotRead(f"the layout of these weights is {form or 'marlin'!r}; of {method}, it must be {known}")
     words = stored.get("pack_dtype") or "int32"
     if words != "int32":
-        raise _CannotRead(f"they are packed in {words}, where it knows int32")
+        raise _CannotRead(f"these weights are packed in {words}; it must be int32")
     group = stored.get("group_size", stored.get("q_group_size", -1))
     if not isinstance(group, int) or isinstance(group, bool):
-        raise _CannotRead(f"their group_size is {group!r}, where it is to be a whole number")
+        raise _CannotRead(f"the group_size of these weights is {group!r}; it must be a whole number")
     return _Packing(layouts[form], group)
 
 
 class _WithoutWeights(TorchFunctionMode):
-    """A context in which modules get no memory for their matrices, and all else that they make when they are made."""
+    """A context in which new modules get matrices on the meta device, without memory."""
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation; tensors without numbers get no memory."""
+        """Run an operation; tensors made by `torch.empty` get no memory."""
         named = dict(kwargs or {})
         if function is torch.empty:
             named["device"] = "meta"
@@ -121,16 +120,16 @@ class _WithoutWeights(TorchFunctionMode):
 
 
 def _without_weights(config: Any, tensors: _Tensors, packing: _Packing) -> "PreTrainedModel":
-    """Return a model without weights, with a `PackedLinear` for each matrix of 4 bits."""
+    """Return a model without weights, with a `PackedLinear` for each 4-bit matrix."""
     from transformers import AutoModelForCausalLM
 
     plain = copy.deepcopy(config)
     del plain.quantization_config
-    with reading("the configuration describes no model"), _WithoutWeights():
+    with reading("the configuration does not describe a model"), _WithoutWeights():
         model = AutoModelForCausalLM.from_config(plain, dtype=torch.float32, trust_remote_code=False)
     family = family_of(model)
     if family is not None and family.transposed:
-        raise _CannotRead(f"the matrices of {family.name} models of 4 bits are not known here")
+        raise _CannotRead(f"4-bit matrices of {family.name} models are not supported")
     for whole in [one for one in tensors if one.endswith(".qweight")]:
         _replace(model, whole.removesuffix(".qweight"), tensors, packing)
     if why := misfit_of_shape(model, None):
@@ -139,15 +138,15 @@ def _without_weights(config: Any, tensors: _Tensors, packing: _Packing) -> "PreT
 
 
 def _replace(model: nn.Module, name: str, tensors: _Tensors, packing: _Packing) -> None:
-    """Put a `PackedLinear` in the place of the module of this name. Raises `_CannotRead` if the tensors do not fit it."""
+    """Replace the module of this name by a `PackedLinear`. Raises `_CannotRead` if the tensors do not fit the module."""
     try:
         module: Any = model.get_submodule(name)
     except AttributeError:
         raise _CannotRead(f"the files hold {name}.qweight, and the model has no such module") from None
     if not isinstance(module, nn.Linear):
-        raise _CannotRead(f"{name} has 4 bits, and is no matrix that rows are multiplied with")
+        raise _CannotRead(f"{name} has 4 bits, and is no nn.Linear")
     if module is model.get_output_embeddings():  # type: ignore[operator]
-        raise _CannotRead(f"{name}, the last matrix of the model, has 4 bits, where it is to have 16 or 32")
+        raise _CannotRead(f"{name}, the model's head, has 4 bits; it must have 16 or 32")
     matrix = _matrix_of(name, (module.out_features, module.in_features), tensors, packing)
     _check_order(matrix, tensors)
     _check_scales(matrix, tensors)
@@ -160,12 +159,12 @@ def _replace(model: nn.Module, name: str, tensors: _Tensors, packing: _Packing) 
 
 
 def _matrix_of(name: str, shape: tuple[int, int], tensors: _Tensors, packing: _Packing) -> PackedMatrix:
-    """Return where a matrix is in the files. Raises `_CannotRead` if its tensors do not have the shapes of its layout."""
+    """Return the place of a matrix in the files. Raises `_CannotRead` if tensors lack the types and shapes of its layout."""
     columns, depth = shape
     group = depth if packing.group == -1 else packing.group
     if group <= 0 or group % GROUP or depth % group:
         raise _CannotRead(
-            f"{name} is {depth} deep in groups of {group}, which have to be a multiple of {GROUP} and divide it"
+            f"{name} has {depth} inputs in groups of {group}; a group must be a multiple of {GROUP} and divide the inputs"
         )
     groups = depth // group
     words = (depth, columns // PER_WORD) if packing.layout == "awq" else (depth // PER_WORD, columns)
@@ -174,7 +173,7 @@ def _matrix_of(name: str, shape: tuple[int, int], tensors: _Tensors, packing: _P
         found = tensors.get(f"{name}.{part}")
         if found is None or found.shape != expected or (part != "scales" and found.type != "I32"):
             what = "is missing" if found is None else f"is {found.type}{[*found.shape]}"
-            raise _CannotRead(f"{name}.{part} {what}, where {BITS} bits in groups of {group} make {[*expected]}")
+            raise _CannotRead(f"{name}.{part} {what}; {BITS} bits in groups of {group} make it {[*expected]}")
     paths = {tensors[f"{name}.{part}"].path for part in wanted}
     if len(paths) > 1:
         raise _CannotRead(f"the tensors of {name} are in several files")
@@ -182,7 +181,7 @@ def _matrix_of(name: str, shape: tuple[int, int], tensors: _Tensors, packing: _P
 
 
 def _check_order(matrix: PackedMatrix, tensors: _Tensors) -> None:
-    """Raise `_CannotRead` if the groups of a matrix do not follow each other along its depth."""
+    """Raise `_CannotRead` if the groups of a matrix are not in the order of its inputs."""
     whole = f"{matrix.name}.g_idx"
     if whole not in tensors:
         return
@@ -193,14 +192,14 @@ def _check_order(matrix: PackedMatrix, tensors: _Tensors) -> None:
 
 
 def _check_scales(matrix: PackedMatrix, tensors: _Tensors) -> None:
-    """Raise `_CannotRead` if panels do not hold the scales of a matrix exactly."""
+    """Raise `_CannotRead` if the engine's panels cannot hold the scales of a matrix exactly."""
     whole = f"{matrix.name}.scales"
     kind = tensors[whole].type
     _check_numbers(whole, _read(tensors, whole))
     if kind in ("F16", "BF16"):
         return
     if kind != "F32" or not fits_scales(_read(tensors, whole).numpy()):
-        raise _CannotRead(f"{whole} is {kind} with numbers that float16 does not hold")
+        raise _CannotRead(f"{whole} is {kind} with numbers that float16 cannot hold")
 
 
 def _read(tensors: _Tensors, name: str) -> torch.Tensor:
@@ -213,9 +212,9 @@ def _read(tensors: _Tensors, name: str) -> torch.Tensor:
 
 
 def _check_numbers(name: str, found: torch.Tensor) -> None:
-    """Raise `BadCheckpoint` if a tensor does not hold floats, or holds NaN or infinite ones."""
+    """Raise `BadCheckpoint` unless a tensor holds finite floats."""
     if fault := fault_of(found):
-        raise BadCheckpoint(f"{name} {fault}, where finite floats are expected; download or convert the files again")
+        raise BadCheckpoint(f"{name} {fault}; it must hold finite floats: download or convert the files again")
 
 
 def _is_packed(name: str, model: nn.Module) -> bool:
@@ -224,7 +223,7 @@ def _is_packed(name: str, model: nn.Module) -> bool:
 
 
 def _words_of(tensors: _Tensors, model: nn.Module) -> torch.dtype | None:
-    """Return the type of the files if weights keep it; None if they become float32, see `stored_type`."""
+    """Return the type of the files if weights keep it; None if they are converted to float32. See `stored_type`."""
     whole = [one for name, one in tensors.items() if not _is_packed(name, model)]
     packed = sum(PER_WORD * math.prod(one.shape) for name, one in tensors.items() if name.endswith(".qweight"))
     numbers = packed + sum(math.prod(one.shape) for one in whole)
@@ -232,7 +231,7 @@ def _words_of(tensors: _Tensors, model: nn.Module) -> torch.dtype | None:
 
 
 def _load(model: Any, tensors: _Tensors, dtype: Any) -> None:
-    """Give a model all weights but the matrices of 4 bits. Raises `_CannotRead` if the files hold others than it has."""
+    """Load all weights except the 4-bit matrices. Raises `_CannotRead` if the files hold other weights than the model."""
     words = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     own = model.state_dict()
     state = {}
@@ -240,19 +239,19 @@ def _load(model: Any, tensors: _Tensors, dtype: Any) -> None:
         goal = name if name in own else _NEW_NAMES.get(name, name)
         if goal in own:
             state[goal] = _checked(name, _read(tensors, name), own[goal], words)
-        elif not _is_packed(name, model) and not _says_nothing(name, tensors):
+        elif not _is_packed(name, model) and not _is_ignorable(name, tensors):
             raise _CannotRead(f"the files hold {name}, which the model does not have")
     unloaded = model.load_state_dict(state, strict=False, assign=True).missing_keys
-    model.tie_weights(missing_keys={*unloaded}, recompute_mapping=False)  # a head that is in the files stays
+    model.tie_weights(missing_keys={*unloaded}, recompute_mapping=False)  # a head in the files is not tied
     weights = dict(model.named_parameters(remove_duplicate=False))
     loaded = {id(weights[name]) for name in state if name in weights}
-    missing = [name for name in unloaded if id(weights.get(name)) not in loaded]  # without tied ones
+    missing = [name for name in unloaded if id(weights.get(name)) not in loaded]  # tied weights are not missing
     if missing:
         raise _CannotRead(f"the files lack {', '.join(missing[:3])}")
 
 
 def _checked(name: str, found: torch.Tensor, own: torch.Tensor, words: torch.dtype) -> torch.Tensor:
-    """Return a tensor of the files in the type of the model. Raises `BadCheckpoint` if the model has another one."""
+    """Return a tensor of the files, floats as `words`. Raises `BadCheckpoint` if its shape is not that of the model."""
     if found.shape != own.shape:
         raise BadCheckpoint(f"{name} is {[*found.shape]} in the files, and {[*own.shape]} by config.json")
     if not own.is_floating_point():
@@ -261,13 +260,13 @@ def _checked(name: str, found: torch.Tensor, own: torch.Tensor, words: torch.dty
     return found.to(words)
 
 
-def _says_nothing(name: str, tensors: _Tensors) -> bool:
-    """Return whether a tensor that a model does not have changes nothing: angles of positions, or a bias of zeros."""
+def _is_ignorable(name: str, tensors: _Tensors) -> bool:
+    """Return whether a tensor unknown to a model may be ignored: rotary angles, or a bias of zeros."""
     return name.endswith(".inv_freq") or (name.endswith(".bias") and not bool(_read(tensors, name).any()))
 
 
 def _finish(model: Any, checkpoint: Checkpoint) -> None:
-    """Set the attributes that transformers sets when it loads a model: its name, and its generation config."""
+    """Set the attributes that transformers sets when it loads a model, such as its name and generation config."""
     from transformers import GenerationConfig
 
     name = checkpoint.name

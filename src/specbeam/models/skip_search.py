@@ -1,7 +1,7 @@
-"""The search for the sublayers that a draft may do without, while a text is decoded (SWIFT, arXiv 2410.06916).
+"""Search for the sublayers that drafts skip, while a text is decoded (SWIFT, arXiv 2410.06916).
 
-A set is as good as its *matchness*: the share of tokens of the text so far that the model without these sublayers takes for
-the likeliest ones. One set is tried at a time: random ones, and from time to time one that Bayesian optimisation suggests.
+The score of a set is its *matchness*: the share of recent tokens that are the most likely ones for the model without these
+sublayers. The search tries one set at a time: random ones, and from time to time one from Bayesian optimisation.
 """
 
 from dataclasses import dataclass, field, replace
@@ -15,27 +15,27 @@ from specbeam.core.errors import BadSetting, one_of
 from specbeam.core.measure import kept_figures
 from specbeam.models.sublayers import Choice
 
-POOL = 512  # random sets among which Bayesian optimisation suggests one
-SCALES = (1.0, 2.0, 4.0, 8.0, 16.0)  # length scales that are weighed, in numbers of differing sublayers
-NOISE = 1e-2  # variance of a matchness, as a share of the variance of all
-KAPPA = 2.5  # standard deviations that are added to the expected matchness of a set
-MOST_TRIALS = 400  # tried sets that are kept; older ones are forgotten
-WEIGHT = 0.5  # of a new matchness of the set in use, in its average
+POOL = 512  # random candidates of Bayesian optimisation
+SCALES = (1.0, 2.0, 4.0, 8.0, 16.0)  # candidate length scales, in numbers of differing sublayers
+NOISE = 1e-2  # noise variance of a matchness, as a share of the variance of all
+KAPPA = 2.5  # standard deviations that the confidence bound adds to the expected matchness
+MOST_TRIALS = 400  # tried sets that are stored; older ones are dropped
+WEIGHT = 0.5  # weight of a new matchness of the set in use in its average
 Window = Literal["recent", "first"]
 
 
 @dataclass(frozen=True)
 class SkipSearch:
-    """The settings of a search; as in the paper, but for `window` (docs/methods/swift.md).
+    """The settings of a search. The defaults are the paper's, except for `window` (docs/methods/swift.md).
 
     Args:
-        context: number of tokens that a matchness is measured on.
-        window: which tokens of the text these are: the "recent" ones, or the "first" that were generated.
+        context: number of tokens on which a matchness is measured.
+        window: "recent" for the last tokens of the text, "first" for the first generated ones.
         interval: number of turns from one trial to the next.
-        bayes_every: one of this many trials is suggested by Bayesian optimisation; 0: none.
-        enough: a matchness above which the search is over.
-        patience: trials in a row without a better set after which it is over.
-        most: number of trials after which it is over.
+        bayes_every: one in this many trials comes from Bayesian optimisation; 0: none.
+        enough: matchness above which the search ends.
+        patience: number of consecutive trials without a better set after which the search ends.
+        most: number of trials after which the search ends.
     """
 
     context: int = 32
@@ -53,7 +53,7 @@ class SkipSearch:
             if value < least:
                 raise BadSetting(f"{name} is {value}; it must be at least {least}")
         if not 0 <= self.enough <= 1:
-            raise BadSetting(f"enough is {self.enough}; it is a share of tokens, in [0, 1]")
+            raise BadSetting(f"enough is {self.enough}; it must be a share of tokens in [0, 1]")
 
 
 @dataclass
@@ -62,11 +62,11 @@ class Found:
 
     Attributes:
         best: the set in use.
-        matchness: its matchness, an average over the windows that it was measured on; 0 before the first.
-        choices: bool[trials, choices], the sets that were tried.
+        matchness: the average matchness of the set in use over its windows; 0 before the first.
+        choices: bool[trials, choices], the tried sets.
         scores: float64[trials], their matchness.
         tries: number of trials so far.
-        failures: trials in a row that were not better.
+        failures: number of trials since the last improvement.
     """
 
     best: Choice
@@ -85,17 +85,13 @@ class Found:
         return replace(self)
 
     def is_over(self, search: SkipSearch) -> bool:
-        """Return whether the search has reached one of its ends, or has nothing to choose."""
+        """Return whether the search has ended, or has nothing to choose."""
         has_choice = 0 < self.best.sum() < len(self.best)
         is_good = self.matchness > search.enough
         return not has_choice or is_good or self.failures >= search.patience or self.tries >= search.most
 
     def next(self, search: SkipSearch, stream: np.random.Generator) -> Choice:
-        """Return the set to try next: at first the set in use, then others of its size.
-
-        Args:
-            stream: source of random sets.
-        """
+        """Return the set to try next: first the set in use, then others of its size."""
         if self.tries == 0:
             return self.best
         if search.bayes_every and self.tries % search.bayes_every == 0 and len(self.scores) > 1:
@@ -103,7 +99,7 @@ class Found:
         return random_choice(len(self.best), int(self.best.sum()), stream)
 
     def learn(self, choice: Choice, matchness: float) -> None:
-        """Take a tried set into use if it is strictly better than the present one, and remember its matchness."""
+        """Record the matchness of a tried set, and use the set if it is strictly better than the present one."""
         self.choices = np.concatenate([self.choices, choice[None]])[-MOST_TRIALS:]
         self.scores = np.append(self.scores, matchness)[-MOST_TRIALS:]
         self.tries += 1
@@ -114,11 +110,11 @@ class Found:
             self.failures = 0
 
     def measure_again(self, matchness: float) -> None:
-        """Take a matchness of the set in use on another window into its average."""
+        """Update the average matchness of the set in use with that on another window."""
         self.matchness = (1 - WEIGHT) * self.matchness + WEIGHT * matchness
 
     def after(self, begun: "Found", ended: "Found") -> "Found":
-        """Return the merged state after a session that began with `begun` has ended: its set, and the trials of both."""
+        """Return this state merged with that of a session from `begun` to `ended`: the session's set, and both trials."""
         fresh = ended.tries - begun.tries
         first = max(len(ended.scores) - fresh, 0)
         choices = np.concatenate([self.choices, ended.choices[first:]])[-MOST_TRIALS:]
@@ -127,16 +123,16 @@ class Found:
 
 
 def random_choice(choices: int, count: int, stream: np.random.Generator) -> Choice:
-    """Return `count` of the choices, each set of this size equally likely."""
+    """Return a uniformly random set of `count` of the choices."""
     choice = np.zeros(choices, dtype=bool)
     choice[stream.permutation(choices)[:count]] = True
     return choice
 
 
 def suggested(found: Found, stream: np.random.Generator) -> Choice:
-    """Return the set of the largest upper confidence bound among random ones and among the neighbours of the best one.
+    """Return the set with the largest upper confidence bound among random sets and the neighbours of the best set.
 
-    A neighbour leaves out one other sublayer in place of one.
+    A neighbour swaps one sublayer for another one.
     """
     best = found.choices[int(np.argmax(found.scores))]
     pool = [random_choice(len(best), int(best.sum()), stream) for _ in range(POOL)]
@@ -155,10 +151,10 @@ def expected(
     scores: Float64[np.ndarray, " trials"],
     asked: Bool[np.ndarray, "asked choices"],
 ) -> tuple[Float64[np.ndarray, " asked"], Float64[np.ndarray, " asked"]]:
-    """Return mean and standard deviation of the scores of sets, by a Gaussian process of the scores of others.
+    """Return mean and standard deviation of the scores of the `asked` sets by a Gaussian process on the tried sets.
 
     The covariance of two sets is exp(-d / scale), where d is the number of sublayers in which they differ. The scale is the
-    one of `SCALES` under which the scores are likeliest.
+    member of `SCALES` with the largest marginal likelihood.
     """
     middle = scores.mean()
     spread = max(float(scores.std()), 1e-6)
@@ -188,13 +184,12 @@ def _distances(
 
 
 class SkipMemory:
-    """The results of searches of a target for a kind of texts: each session begins with the results of earlier ones.
-
-    It is kept on disk for later processes, if there is a key.
+    """The results of searches for one target and kind of texts, which sessions continue.
 
     Args:
-        start: the set that a search begins with.
-        key: JSON values that name the target and the kind of texts; None: keep nothing on disk.
+        start: the initial set of a search.
+        key: JSON values that name the target and the kind of texts, under which results are stored on disk for later
+            processes; None: not stored.
     """
 
     def __init__(self, start: Choice, key: Any = None) -> None:
@@ -204,12 +199,12 @@ class SkipMemory:
         self._lock = Lock()
 
     def begin(self) -> Found:
-        """Return a copy of the present state."""
+        """Return a copy of the current state."""
         with self._lock:
             return self._known().copy()
 
     def end(self, begun: Found, ended: Found) -> None:
-        """Merge the results of a session between two states."""
+        """Merge the results of a session."""
         if ended.tries == begun.tries:
             return
         with self._lock:
@@ -217,7 +212,7 @@ class SkipMemory:
             self._keep()
 
     def rest(self, search: SkipSearch) -> None:
-        """Let the search be over, so that texts take the set that is known as it is."""
+        """End the search, so that sessions use the present set."""
         with self._lock:
             known = self._known()
             known.tries = max(known.tries, search.most)
@@ -240,7 +235,7 @@ def _record_of(found: Found) -> dict[str, Any]:
 
 
 def _figures_of(start: Choice) -> kept_figures.Figures:
-    """Return the kind of figures of searches that begin with this set."""
+    """Return the on-disk record type of searches with this initial set."""
 
     def fits(record: dict[str, Any]) -> bool:
         return len(record["choices"]) == len(record["scores"]) and sum(record["best"]) == int(start.sum())
@@ -258,7 +253,7 @@ def _figures_of(start: Choice) -> kept_figures.Figures:
 
 
 def _found_in(record: dict[str, Any], start: Choice) -> Found:
-    """Return the state of a search that a record holds."""
+    """Return the state of a search in a record."""
     best = np.array(record["best"], dtype=bool)
     choices = np.array(record["choices"], dtype=bool).reshape(-1, len(start))
     scores = np.array(record["scores"], dtype=np.float64)

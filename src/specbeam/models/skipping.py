@@ -1,4 +1,4 @@
-"""SCORE: the target without some of its sublayers as a draft model, on the target's own KV cache.
+"""SCORE: the target without some sublayers as a draft model on the target's own KV cache.
 
 Sources: SWIFT (arXiv 2410.06916), Draft & Verify (arXiv 2309.08168), CLaSp (ACL 2025).
 """
@@ -38,26 +38,26 @@ from specbeam.models.skip_search import Found, SkipMemory, SkipSearch
 from specbeam.models.sublayers import Choice, Sublayers, alternate, choices_of, chosen, count_of
 
 By = Literal["bayes", "random", "clasp", "exit"]
-MOST_PASSES = 64  # sets whose passes are kept
-STREAM = 0x5155  # separates the random numbers of a search from others of its session
+MOST_PASSES = 64  # sets of sublayers whose passes are cached
+STREAM = 0x5155  # separates the random numbers of a search from the session's other ones
 
 
 @dataclass(frozen=True)
 class Skipping:
-    """Which sublayers of the target drafts do without.
+    """The sublayers of the target that drafts skip.
 
     Args:
-        skip: "bayes": found by a search while texts are decoded, by random sets and Bayesian optimisation (SWIFT).
-            "random": the same by random sets only. "clasp": whole layers, chosen anew every few turns (CLaSp). "exit": all
-            after the first ones. Or a set, or its text such as "a3 m3 m5" (Draft & Verify).
-        ratio: share of sublayers that are left out: by a search, of all layers but the first and the last; by
-            "clasp", of all layers. None: 0.45.
+        skip: "bayes": found while texts are decoded, by random search and Bayesian optimisation (SWIFT). "random": found by
+            random search only. "clasp": whole layers, chosen again every few turns (CLaSp). "exit": all sublayers after the
+            first layers. Or a fixed set, also as a text such as "a3 m3 m5" (Draft & Verify).
+        ratio: share of sublayers that are skipped; for a search, of all layers except the first and the last; for "clasp",
+            of all layers. None: 0.45.
         layers: number of first layers that run, for "exit".
-        every: number of turns after which "clasp" chooses anew. None: 16.
-        task: a name for the kind of texts. A target keeps the results of a search for each kind.
+        every: number of turns after which "clasp" chooses again. None: 16.
+        task: a name for the kind of texts. A target stores the results of a search for each kind.
         search: the settings of a search. None: as in the paper.
 
-    Raises `BadSetting` if a setting is out of range, or would be ignored.
+    Raises `BadSetting` if a setting is out of range or would be ignored.
     """
 
     skip: By | str | Sublayers = "bayes"
@@ -84,7 +84,7 @@ class Skipping:
                     f"skip {str(self.skip)!r} does not look at {name}={getattr(self, name)!r}; leave it out"
                 )
         if self.ratio is not None and not 0 <= self.ratio < 1:
-            raise BadSetting(f"ratio is {self.ratio}; it is the share that is left out, at least 0 and below 1")
+            raise BadSetting(f"ratio is {self.ratio}; it must be a share in [0, 1)")
         if self.skip == "exit" and self.layers is None:
             raise BadSetting("skip 'exit' needs layers, the number of first layers that run")
         if self.every is not None and self.every < 1:
@@ -92,21 +92,21 @@ class Skipping:
 
     @property
     def searches(self) -> bool:
-        """Whether a search chooses."""
+        """Whether a search chooses the sublayers."""
         return self.skip in ("bayes", "random")
 
 
 @dataclass(eq=False)
 class Skips:
-    """The state of the skipped sublayers in one session.
+    """The skipped sublayers of one session.
 
     Attributes:
-        skipped: in the present turn.
-        begun, found: the state of a search when the session began, and its state now.
-        stream: its source of random sets.
+        skipped: the sublayers skipped in this turn.
+        begun, found: the state of a search at the start of the session, and its current state.
+        stream: the random numbers of the search.
         turns: number of turns settled so far.
-        measured_at: the first token of the window that the set in use was last measured on; None: none in this session.
-        scratch: the cache of the present turn's drafts; None before the first.
+        measured_at: start of the last window on which this session measured the set in use; None: not yet measured.
+        scratch: the cache of this turn's drafts; None before the first pass.
     """
 
     skipped: Sublayers
@@ -119,37 +119,36 @@ class Skips:
 
 
 class SkippingLM(OnTargetsCache):
-    """The target without some of its sublayers, as a draft model on the target's own KV cache.
+    """The target without some sublayers, as a draft model on the target's own KV cache.
 
-    A sublayer that is left out changes no hidden state. The others read the target's keys and values of the text so far.
-    What they store for drafts is in slots that are free in the target's cache; it is forgotten after the draft, and the
-    target's pass computes all drafts again, in all layers. So nothing needs training or memory, and all that a draft
-    computes is computed twice: `rows` counts it.
+    A skipped sublayer leaves hidden states unchanged. The others read the target's keys and values of the text. They store
+    the keys and values of drafts in free slots of the target's cache, which are released after the draft; the target's pass
+    computes all layers of the drafted tokens again. This needs no training and no further memory, but runs layers twice:
+    `rows` counts the rows.
 
     Args:
         lm: the target, run by the compiled forward.
-        settings: which sublayers.
+        settings: the skipped sublayers.
 
     Attributes:
-        passes: number of passes so far, with the passes of a search.
-        rows: number of rows of drafts that were computed; the target computes each of them again if it is given it.
-        search_rows: number of rows with which sublayers were chosen.
-        memory: the results of searches; None if none chooses.
+        passes: number of passes so far, including those of a search.
+        rows: number of drafted rows that were computed.
+        search_rows: number of rows that were computed to choose sublayers.
+        memory: the results of searches; None without a search.
 
-    Raises `NotSupported` unless the model is run by the compiled forward, or if it has so few layers that a share of them is
-    none, and `BadSetting` if it lacks a sublayer.
+    Raises `NotSupported` unless the model is run by the compiled forward and has enough layers for the ratio, and
+    `BadSetting` if it lacks a sublayer.
     """
 
     keeps_nodes = True
 
     def __init__(self, lm: HuggingFaceLM, settings: Skipping | None = None) -> None:
         if isinstance(lm.runner, ReadsSources):
-            raise NotSupported(f"sublayers are left out of decoder-only models, and {lm.model_name} has an encoder")
+            raise NotSupported(f"swift drafts with decoder-only models, and {lm.model_name} has an encoder")
         if not isinstance(lm.runner, PackedPasses):
             raise NotSupported(
-                f"sublayers are left out by the compiled forward alone, and {lm.model_name} is run by engine {lm.engine!r}: "
-                "it is for the families in docs/models.md, on a CPU; elsewhere draft with a model of its own, or "
-                "by prompt_lookup"
+                f"swift needs the compiled forward, and {lm.model_name} is run by engine {lm.engine!r}. The compiled "
+                "forward runs the families in docs/models.md on a CPU; elsewhere use a draft model or prompt_lookup"
             )
         self.lm = self.target = lm
         self.settings = Skipping() if settings is None else settings
@@ -168,10 +167,7 @@ class SkippingLM(OnTargetsCache):
         self._passes: dict[Sublayers, PackedPasses] = {}
 
     def _check_share(self) -> None:
-        """Raise `NotSupported` if the share that is to be left out is less than one sublayer, or one layer for "clasp".
-
-        Each draft would cost a whole pass of the target.
-        """
+        """Raise `NotSupported` if `ratio` amounts to less than one sublayer, or one layer for "clasp"."""
         if self.settings.searches:
             most = choices_of(self.layers)
             count = count_of(self.layers, self.ratio)
@@ -184,29 +180,29 @@ class SkippingLM(OnTargetsCache):
             return
         if count == 0 and self.ratio > 0:
             raise NotSupported(
-                f"skip {self.settings.skip!r} leaves out {self.ratio:g} of the {most} {parts} of {self.lm.model_name}, "
-                "which is none: each draft would cost a whole pass; give a larger ratio if there are any, or "
-                "skip='exit' with layers, or draft by prompt_lookup"
+                f"skip {self.settings.skip!r} skips {self.ratio:g} of the {most} {parts} of {self.lm.model_name}, "
+                "which is none, so each draft would cost a whole pass; give a larger ratio, skip='exit' with layers, or "
+                "use prompt_lookup"
             )
 
     def _search(self) -> SkipSearch:
-        """Return the settings of a search by random sets, or by Bayesian optimisation too."""
+        """Return the settings of the search."""
         search = self.settings.search or SkipSearch()
         return replace(search, bayes_every=0) if self.settings.skip == "random" else search
 
     @property
     def ratio(self) -> float:
-        """The share of sublayers, or of layers, that is left out."""
+        """The share of sublayers, or of layers, that is skipped."""
         return 0.45 if self.settings.ratio is None else self.settings.ratio
 
     def _memory(self) -> SkipMemory:
-        """Return the results of searches in earlier processes for this target, kind of texts and number of sublayers."""
+        """Return the results of searches for this target, kind of texts and number of sublayers."""
         count = count_of(self.layers, self.ratio)
         key = [kept_figures.weights_key(self.lm.model), self.lm.engine, self.settings.task or "", count]
         return SkipMemory(alternate(self.layers, count), key)
 
     def _first_skipped(self) -> Sublayers:
-        """Return the sublayers that sessions begin without."""
+        """Return the sublayers that new sessions skip."""
         skip = self.settings.skip
         if isinstance(skip, Sublayers):
             return skip
@@ -215,14 +211,14 @@ class SkippingLM(OnTargetsCache):
         if skip == "exit":
             if not 1 <= int(self.settings.layers or 0) < self.layers:
                 raise BadSetting(
-                    f"layers is {self.settings.layers}; {self.lm.model_name} has {self.layers}: 1 to {self.layers - 1} of "
-                    "them run"
+                    f"layers is {self.settings.layers}; {self.lm.model_name} has {self.layers} layers: choose 1 to "
+                    f"{self.layers - 1}"
                 )
             return Sublayers.after(int(self.settings.layers or 0), self.layers)
         return Sublayers()  # until the first choice of "clasp"
 
     def skipped(self, session: CacheOwner) -> Sublayers:
-        """Return the sublayers that drafts of a session do without now."""
+        """Return the sublayers that a session's drafts skip now."""
         return self._skips(session).skipped
 
     def extend(self, sessions: Sessions, forests: Forests, needs: EachNeeds = None) -> list[Scored]:
@@ -262,12 +258,12 @@ class SkippingLM(OnTargetsCache):
 
     @property
     def supports_runs(self) -> bool:
-        """Whether compiled runs can take whole turns with these drafts, while no set is chosen; see `is_settled`."""
+        """Whether compiled runs can take whole turns with these drafts; see also `is_settled`."""
         return type(self) is SkippingLM and self.lm.supports_runs
 
     @property
     def is_small(self) -> bool:
-        """Whether the model is small enough for the caches of a processor."""
+        """See `HuggingFaceLM.is_small`."""
         return self.lm.is_small
 
     @property
@@ -276,7 +272,7 @@ class SkippingLM(OnTargetsCache):
         return self.lm.weights
 
     def is_settled(self, session: CacheOwner) -> bool:
-        """Return whether the sublayers of a session are settled, so that no turn comes back to Python to choose any."""
+        """Return whether a session's sublayers are final, so that no turn must return to Python to choose them."""
         if self.settings.skip == "clasp":
             return False
         found = self._skips(session).found
@@ -285,20 +281,17 @@ class SkippingLM(OnTargetsCache):
     def for_run(
         self, session: CacheOwner, fresh: int, beams: int, more: int, needs: Needs = LOGITS
     ) -> AbstractContextManager[Any] | None:
-        """See `RunLM.for_run`: drafts of a run are on slots that are free in the target's cache.
-
-        The target has to have room for the run already; see `prepare_run`.
-        """
+        """See `RunLM.for_run`. Drafts use free slots of the target's cache, which must have room (`prepare_run`)."""
         is_possible = self.supports_runs and self.is_settled(session)
         return self._scratch_for_run(session, fresh + 3 * beams) if is_possible else None
 
     def prepare_run(self, session: CacheOwner) -> None:
-        """Let the target store all tokens before the roots."""
+        """Store all tokens before the roots in the target's cache."""
         self.lm.caches_before_roots([session])
 
     @contextmanager
     def _scratch_for_run(self, session: CacheOwner, nodes: int) -> Iterator[Any]:
-        """Yield a cache for the drafts of a whole run, with room for `nodes` nodes."""
+        """Yield a cache for the drafts of a run, with room for `nodes` nodes."""
         cache = session.state[self.lm]
         passes = self._passes_without(self.skipped(session))
         with passes.scratch_for_steps(cache, nodes) as arrays:
@@ -306,13 +299,13 @@ class SkippingLM(OnTargetsCache):
         self.rows += int(arrays.numbers[ROWS])
 
     def settle(self, session: CacheOwner, turn: Turn) -> None:
-        """Forget the turn's drafts; the decoding loop settles the target's cache."""
+        """Drop the turn's drafts; the decoding loop settles the target's cache."""
         skips = self._skips(session)
         skips.scratch = None
         skips.turns += 1
 
     def take_back(self, session: CacheOwner) -> None:
-        """Forget the drafts of the present turn."""
+        """Drop the drafts of this turn."""
         self._skips(session).scratch = None
 
     def close(self, session: CacheOwner) -> None:
@@ -323,7 +316,7 @@ class SkippingLM(OnTargetsCache):
 
     @contextmanager
     def stored(self, length: int) -> Iterator["TimedDrafts"]:
-        """Yield a prompt of `length` tokens in the target's cache, on which passes are timed."""
+        """Yield a prompt of `length` tokens in the target's cache, to time passes."""
         prompt = made_up_prompt(length, self.vocab)
         session: Any = SimpleNamespace(prompt=prompt, state={})
         try:
@@ -333,7 +326,7 @@ class SkippingLM(OnTargetsCache):
             self.lm.close(session)
 
     def _skips(self, session: CacheOwner) -> Skips:
-        """Return the state of a session; at first the state that earlier sessions have left."""
+        """Return the state of a session, which begins with the results of earlier sessions."""
         found: Skips | None = session.state.get(self)
         if found is None:
             found = Skips(self._first)
@@ -362,7 +355,7 @@ class SkippingLM(OnTargetsCache):
         session.state[self.lm].trie.count_scratch(self._scratch(session).trie)
 
     def _begin(self, sessions: Sessions) -> None:
-        """At the first pass of a turn, choose the sublayers of each session, and make a cache for its drafts."""
+        """At the first pass of a turn, choose each session's sublayers and make a cache for its drafts."""
         beginning = [session for session in sessions if self._skips(session).scratch is None]
         if not beginning:
             return
@@ -373,17 +366,17 @@ class SkippingLM(OnTargetsCache):
             skips.scratch = cache.scratch(cache.trie.scratch(_to_run_again(session, cache)))
 
     def _choose(self, session: Session, skips: Skips, cache: CpuCache) -> None:
-        """Choose the sublayers of a turn, if it is time to."""
+        """Choose the sublayers of a turn if a choice is due."""
         if self.settings.skip == "clasp":
             if skips.turns % (self.settings.every or 16) == 0:
                 skips.skipped = self._by_states(session, cache) or skips.skipped
         elif skips.found is not None and not skips.found.is_over(self.search):
-            self._go_on_searching(session, skips, skips.found, cache)
+            self._search_on(session, skips, skips.found, cache)
 
-    def _go_on_searching(self, session: Session, skips: Skips, found: Found, cache: CpuCache) -> None:
-        """Measure one set on the text so far, and take it into use if it is better than the present one.
+    def _search_on(self, session: Session, skips: Skips, found: Found, cache: CpuCache) -> None:
+        """Measure one set on the text so far, and use it if it is better than the present set.
 
-        Where the window has moved on, the present one is measured again first.
+        If the window has moved by half its length, the present set is measured again first.
         """
         best = int(np.argmax(session.beams.scores))
         text = [*session.settled, *session.tails[best].tolist()]
@@ -401,7 +394,7 @@ class SkippingLM(OnTargetsCache):
         has_moved = skips.measured_at is None or start - skips.measured_at >= context / 2
         if self.search.window == "recent" and has_moved:
             skips.measured_at = start
-            if found.tries:  # and try another one too, as short texts have few turns
+            if found.tries:  # try another set too, as short texts have few turns
                 found.measure_again(matchness(found.best))
         choice = found.next(self.search, skips.stream)
         found.learn(choice, matchness(choice))
@@ -410,26 +403,26 @@ class SkippingLM(OnTargetsCache):
     def matchness(
         self, cache: CpuCache, leaf: int, position: int, window: Int64[np.ndarray, " tokens"], skipped: Sublayers
     ) -> float:
-        """Return the share of tokens of a window that the model without these sublayers takes for the likeliest ones.
+        """Return the share of a window's tokens that are the most likely ones for the model without these sublayers.
 
         Args:
-            cache: of the target, with the text.
-            leaf: a stored local node on whose path the window is.
-            position: of the first token of the window, whose odds are not asked for.
+            cache: the target's cache, with the text.
+            leaf: a stored local node whose path contains the window.
+            position: position of the window's first token, which is not predicted.
         """
         asked = window[:-1]
         trie = cache.trie.before(leaf, position)
         scratch = cache.scratch(trie)
-        scratch.answered = 1  # the root stands for all that comes before
+        scratch.answered = 1  # the root stands for the text before the window
         forest = Forest.rooted([0]).grown(asked, np.arange(len(asked)))
         (scored,) = self._passes_without(skipped).extend([scratch], [forest])
         cache.trie.count_scratch(trie)
         return float(np.mean(scored.logits.argmax(-1).numpy() == window[1:]))
 
     def _by_states(self, session: Session, cache: CpuCache) -> Sublayers | None:
-        """Return the layers without which the newest stored token's last state stays nearest.
+        """Return the layers whose removal changes the last state of the newest stored token least (`dispensable_layers`).
 
-        None if no token is stored, if it is the first of the text, or if it is none, but a row by embedding.
+        None if the newest stored row is the first of the text or an embedding row, or if there is none.
         """
         best = int(np.argmax(session.beams.scores))
         trie = cache.trie
@@ -456,7 +449,7 @@ class SkippingLM(OnTargetsCache):
         return Sublayers.of_layers(layers)
 
     def _count_search(self, session: Session, rows: int) -> None:
-        """Count a pass over `rows` rows that chooses sublayers."""
+        """Count a pass over `rows` rows to choose sublayers."""
         self.passes += 1
         self.search_rows += rows
         session.count.draft_passes += 1
@@ -464,13 +457,13 @@ class SkippingLM(OnTargetsCache):
 
 @dataclass(frozen=True)
 class TimedDrafts:
-    """A prompt in the target's cache, on which passes of drafts are timed."""
+    """A prompt in the target's cache, to time draft passes."""
 
     lm: SkippingLM
     session: Any
 
     def pass_s(self, rows: int) -> float:
-        """Return the seconds of a pass over `rows` rows, which are taken back after it."""
+        """Return the seconds of a draft pass over `rows` rows."""
         root = Forest.rooted(self.session.prompt[-1:])
         forest = made_up_rows(root, rows, self.lm.vocab)
         self.lm.extend([self.session], [root])
@@ -482,7 +475,7 @@ class TimedDrafts:
 
 
 def _to_run_again(session: CacheOwner, cache: CpuCache) -> Int64[np.ndarray, " roots"]:
-    """Return the roots that the target has stored already, and of which the drafter does not know the row of logits."""
+    """Return the roots that the target has stored and whose logits the drafter does not know."""
     trie = cache.trie
     stored = np.flatnonzero(trie.root_at < trie.stored)
     start = getattr(session, "start", None)
@@ -490,7 +483,7 @@ def _to_run_again(session: CacheOwner, cache: CpuCache) -> Int64[np.ndarray, " r
 
 
 def skipping_model(lm: HuggingFaceLM, settings: Skipping | None = None) -> SkippingLM:
-    """Return the draft model that the target is without some sublayers, the same object for the same settings."""
+    """Return the target's draft model with these settings, the same object for equal settings."""
     key = settings or Skipping()
     if key not in lm.skipping:
         lm.skipping[key] = SkippingLM(lm, key)

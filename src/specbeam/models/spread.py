@@ -1,4 +1,4 @@
-"""A target whose weights are spread over the processes that torchrun has started: tensor parallelism."""
+"""Tensor parallelism: a target whose weights are sharded over the processes of torchrun."""
 
 import atexit
 import os
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from specbeam.core.errors import BadSetting, UnsupportedModel
 from specbeam.engines.torch.repeated import TIMEOUT_S, Channel, Follower, end_job
 from specbeam.models.checkpoints.pretrained import open_checkpoint, pretrained
-from specbeam.models.huggingface import check_keeps_tokens
+from specbeam.models.huggingface import prepare_to_score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,20 +23,20 @@ _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # s
 
 
 def spread_model(name: str, dtype: "str | torch.dtype", device: torch.device) -> "PreTrainedModel":
-    """Load this rank's part of a model, and return it on rank 0.
+    """Load this rank's shard of a model, and return it on rank 0.
 
-    The other ranks follow rank 0 until it ends, and end then by `SystemExit`. A rank that is lost ends all, within the
+    The other ranks follow rank 0 until it ends, and then end with `SystemExit`. If a rank is lost, all ranks end within the
     timeout.
 
     Raises:
         BadSetting: torchrun has not started this process.
         MissingFile, BadCheckpoint: the model cannot be loaded.
-        UnsupportedModel: transformers has no plan by which it would spread the model, or it is not a causal decoder.
+        UnsupportedModel: transformers has no tensor-parallel plan for the model, or it is not a causal decoder.
     """
     missing = [one for one in _RANKS if one not in os.environ]
     if missing:
         raise BadSetting(
-            f"tensor_parallel is for processes that torchrun starts, and {missing[0]} is not set: torchrun "
+            f"tensor_parallel needs processes started by torchrun, and {missing[0]} is not set; run torchrun "
             "--nproc-per-node 2 -m specbeam ... --tensor-parallel"
         )
     on_gpu = device.type == "cuda"
@@ -48,12 +48,12 @@ def spread_model(name: str, dtype: "str | torch.dtype", device: torch.device) ->
     if dist.get_rank() == 0:
         return model
     if threading.current_thread() is threading.main_thread():
-        # torchrun and terminals tell all ranks to end: rank 0 finishes what is under way, and this one has to help it.
+        # torchrun and terminals send signals to all ranks: rank 0 finishes its passes, for which it needs this rank.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
     try:
         Follower(model, Channel(TIMEOUT_S)).follow()
-    except Exception as error:  # it says so before its process ends
+    except Exception as error:
         end_job("following rank 0", error)
     _leave()
     raise SystemExit(0)
@@ -65,17 +65,14 @@ def _part_of(name: str, dtype: "str | torch.dtype", on_gpu: bool) -> "PreTrained
     if dtype == "auto" and not on_gpu:
         dtype = torch.float32
     plan = DistributedConfig(tp_size=dist.get_world_size())
-    what = f"could not spread a causal language model from {name}"
+    what = f"could not shard a causal language model from {name}"
     model: PreTrainedModel = pretrained(open_checkpoint(name), what, dtype=dtype, distributed_config=plan)
-    check_keeps_tokens(model)
+    prepare_to_score(model)
     if not any(hasattr(weight, "to_local") for weight in model.parameters()):
         raise UnsupportedModel(
-            f"transformers has no plan by which it would spread {type(model).__name__}; load it on one device, or by "
-            "device_map"
+            f"transformers has no tensor-parallel plan for {type(model).__name__}; load it on one device, or with device_map"
         )
-    if model.config._attn_implementation not in ("sdpa", "eager"):
-        model.set_attn_implementation("sdpa")
-    return model.eval()
+    return model
 
 
 def end_together(channel: Channel) -> None:

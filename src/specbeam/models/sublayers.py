@@ -1,4 +1,4 @@
-"""Sets of sublayers of a model that a pass leaves out: the attention, or the gated inner layer, of some of its layers."""
+"""Sets of sublayers that a pass skips: the attention or the MLP of some layers."""
 
 import re
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from specbeam.core.errors import BadSetting
 
 @dataclass(frozen=True)
 class Sublayers:
-    """A set of sublayers, by the numbers of their layers from 0 on, ascending. What is left out changes no hidden state.
+    """A set of sublayers, by the indices of their layers, ascending. A skipped sublayer leaves hidden states unchanged.
 
     >>> Sublayers.read("a3 m3 m5"), str(Sublayers((3,), (3, 5))), Sublayers.after(2, 4)
     (Sublayers(attention=(3,), inner=(3, 5)), 'a3 m3 m5', Sublayers(attention=(2, 3), inner=(2, 3)))
@@ -32,14 +32,14 @@ class Sublayers:
 
     @classmethod
     def read(cls, text: str) -> "Sublayers":
-        """Return the set that a text names: "a3" is the attention of layer 3, "m3" its gated inner layer (MLP).
+        """Return the set named by a text: "a3" is the attention of layer 3, "m3" its MLP.
 
-        Raises `BadSetting` if the text is something else.
+        Raises `BadSetting` if a word names no sublayer.
         """
         words = re.split(r"[\s,]+", text.strip())
         if strange := [word for word in words if word and not re.fullmatch(r"[am]\d+", word)]:
             raise BadSetting(
-                f"{strange[0]!r} names no sublayer; a3 is the attention of layer 3, m3 its inner layer (MLP): 'a3 m3 m5'"
+                f"{strange[0]!r} names no sublayer; a3 is the attention of layer 3, m3 its MLP: 'a3 m3 m5'"
             )
         return cls(
             tuple(int(word[1:]) for word in words if word.startswith("a")),
@@ -53,28 +53,28 @@ class Sublayers:
 
     @classmethod
     def after(cls, first: int, layers: int) -> "Sublayers":
-        """Return all sublayers after the first layers of a model of `layers` layers: early exit."""
+        """Return all sublayers after the first `first` layers of a model of `layers` layers: early exit."""
         return cls.of_layers(range(first, layers))
 
     def check(self, layers: int) -> None:
-        """Raise `BadSetting` unless a model of `layers` layers has them all, and further ones."""
+        """Raise `BadSetting` unless a model of `layers` layers has these sublayers and others."""
         numbers = (*self.attention, *self.inner)
         if numbers and not (min(numbers) >= 0 and max(numbers) < layers):
-            raise BadSetting(f"sublayers {self} are to be left out; the target has the layers 0 to {layers - 1}")
+            raise BadSetting(f"skip names the sublayers {self}; the target has layers 0 to {layers - 1}")
         if len(self) == 2 * layers:
-            raise BadSetting(f"all {len(self)} sublayers of the target are to be left out; some must stay")
+            raise BadSetting(f"skip names all {len(self)} sublayers of the target; some must stay")
 
 
-Choice = Bool[np.ndarray, " choices"]  # whether each sublayer that may be left out is: see `chosen`
+Choice = Bool[np.ndarray, " choices"]  # whether each skippable sublayer is skipped, in the order of `chosen`
 
 
 def choices_of(layers: int) -> int:
-    """Return the number of sublayers that a search may leave out: in all layers but the first and the last."""
+    """Return the number of sublayers that a search may skip: those of all layers except the first and the last."""
     return 2 * max(layers - 2, 0)
 
 
 def count_of(layers: int, ratio: float) -> int:
-    """Return how many sublayers a search leaves out of a model of `layers` layers, at this ratio of its choices."""
+    """Return the number of sublayers that a search skips in a model of `layers` layers."""
     return int(np.floor(choices_of(layers) * ratio + 1e-9))
 
 
@@ -88,7 +88,7 @@ def chosen(choice: Choice) -> Sublayers:
 
 
 def alternate(layers: int, count: int) -> Choice:
-    """Return the choice that a search begins with: both sublayers of layers 1, 3, ..., then the others, `count` in all."""
+    """Return the initial choice of a search: `count` sublayers, both of layers 1, 3, ... first, then of the others."""
     inner_layers = choices_of(layers) // 2
     order = [*range(0, inner_layers, 2), *range(1, inner_layers, 2)]
     both = [place for layer in order for place in (layer, layer + inner_layers)]

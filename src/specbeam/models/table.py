@@ -1,4 +1,4 @@
-"""A language model given by a table, for examples and tests that enumerate every outcome."""
+"""A language model given by a table, for examples and for tests that enumerate every outcome."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,11 +14,11 @@ from specbeam.core.session import Session
 
 
 class TableLM(Uncached):
-    """A language model whose next-token law is a function of the new tokens, or the same for all of them.
+    """A language model whose next-token law is a function of the new tokens, or constant.
 
     Args:
-        law: called with the tokens after the prompt, returns the odds of each next token, which need not sum to 1 (their
-            logs are the logits). A plain sequence of odds is used after all tokens.
+        law: a function of the tokens after the prompt that returns the odds of each next token, which need not sum to 1;
+            their logs are the logits. Or a sequence of odds, the same after any tokens.
     """
 
     def __init__(self, law: Callable[[tuple[int, ...]], Sequence[float]] | Sequence[float]) -> None:
@@ -36,7 +36,7 @@ class TableLM(Uncached):
         ]
 
     def _rows(self, session: Session, forest: Forest) -> Float[torch.Tensor, "nodes vocab"]:
-        """Return the logits of the nodes that were not scored in this turn yet."""
+        """Return the logits of the nodes that were not yet scored in this turn."""
         fresh = self.take_new_nodes(session, forest)
         paths = [session.new_tokens(forest, np.array([node]))[0].tolist() for node in fresh]
         odds = np.array([self._law(tuple(path)) for path in paths], dtype=np.float64).reshape(-1, self.vocab)

@@ -39,7 +39,7 @@ def test_a_server_answers_about_sources_as_the_library_does(translator):
         assert [choice.text for choice in found.choices] == [one.text for one in drawn]
         parts = client.completions.create(prompt=PROMPTS[1], stream=True, extra_body=body, **given)
         assert "".join(part.choices[0].text for part in parts if part.choices) == drawn[1].text
-        with pytest.raises(openai.BadRequestError, match="reads a source for each prompt"):
+        with pytest.raises(openai.BadRequestError, match="needs a source for each prompt"):
             client.completions.create(prompt=PROMPTS[0], echo=True, logprobs=1, extra_body=body, **given)
         settle(server)
         assert translator.target.runner.cross.lengths == []

@@ -132,7 +132,7 @@ def test_texts_that_nothing_can_be_remembered_of_are_refused(pair, tmp_path):
         trained(pair, tmp_path, texts=answered)
     with pytest.raises(BadSetting, match="stages is"):
         MemorySchedule(((0, 3),))
-    with pytest.raises(BadSetting, match="takes 263 positions"):
+    with pytest.raises(BadSetting, match="needs 263 positions"):
         trained(pair, tmp_path / "long", MemoryPlan(260, 1), texts=[[1] * 300])
     with pytest.raises(BadSetting, match="width is 0"):
         train_hmt(pair, TEXTS, tmp_path, PLAN, width=0)

@@ -143,7 +143,7 @@ ROUNDED = {
     "a group of text": (
         config(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": "many"}),
         NotSupported,
-        "group_size is 'many'",
+        "group_size of these weights is 'many'",
     ),
     "cut": (cut("model.safetensors", -20), BadCheckpoint, "model.safetensors cannot be read"),
 }

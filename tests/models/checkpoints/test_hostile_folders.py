@@ -89,9 +89,9 @@ WEIGHTS_TABLE = {
     "a name two times": (header(twice), [f"{WEIGHTS} cannot be read", f"holds {UP} twice"]),
     "a name in two files": (in_both_shards, ["both hold"]),
     "a file that is missing": (shard_at("model-00009.safetensors"), ["holds no model-00009.safetensors"]),
-    "a file above the folder": (shard_at("../model.safetensors"), ["'../model.safetensors'", "inside of the folder"]),
-    "a file anywhere": (shard_at("/etc/passwd"), ["'/etc/passwd'", "inside of the folder"]),
-    "a file of Windows": (shard_at("C:\\x\\model.safetensors"), ["inside of the folder"]),
+    "a file above the folder": (shard_at("../model.safetensors"), ["'../model.safetensors'", "inside the folder"]),
+    "a file anywhere": (shard_at("/etc/passwd"), ["'/etc/passwd'", "inside the folder"]),
+    "a file of Windows": (shard_at("C:\\x\\model.safetensors"), ["inside the folder"]),
     "a file that is a number": (shard_at(7), ["the file of", "is 7"]),
     "an index without a map": (sharded(lambda index: {"metadata": {}}), ["index.json cannot be read", "weight_map"]),
     "an index that is a list": (sharded(lambda index: [index]), ["holds list", "JSON object"]),
@@ -103,7 +103,7 @@ WEIGHTS_TABLE = {
     "the state of a training": (pickled(lambda held: {"model": held, "step": 3}), ["'model' is dict", "training"]),
     "weights that the configuration names elsewhere": (
         config(transformers_weights="../x.safetensors"),
-        ["inside of the folder"],
+        ["inside the folder"],
     ),
 }
 
@@ -118,7 +118,7 @@ CONFIG_TABLE = {
     "an unknown model_type": (config(model_type="nonesuch"), ["'nonesuch'", "does not know"]),
     "code of its own": (
         config(model_type="nonesuch", auto_map={"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"}),
-        ["code of its own", "trust_remote_code"],
+        ["custom code", "trust_remote_code"],
     ),
     "a negative width": (config(hidden_size=-32), ["hidden_size -32"]),
     "a width of text": (config(hidden_size="wide"), ["config.json", "hidden_size"]),
@@ -151,11 +151,11 @@ CONFIG_TABLE = {
     "a classifier": (config(architectures=["LlamaForSequenceClassification"]), ["classifies texts"]),
     "an encoder": (
         config(model_type="bert", architectures=["BertModel"], num_key_value_heads=...),
-        ["an encoder", "'bert'"],
+        ["bidirectional encoder", "'bert'"],
     ),
     "a model of pictures": (
         config(model_type="vit", architectures=["ViTModel"]),
-        ["'vit'", "no class that writes texts"],
+        ["'vit'", "no class that generates text"],
     ),
 }
 

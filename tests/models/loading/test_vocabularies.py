@@ -105,7 +105,7 @@ def test_ordinary_tokens_that_differ_are_refused(tmp_path, form, draft_rows):
         "objects": lambda: (sb.load(target).target_model, sb.load(draft).target_model),
     }
     with pytest.raises(
-        errors.VocabularyMismatch, match=r"not the same ones .*token 4 is 'a' for the target and 'b' for"
+        errors.VocabularyMismatch, match=r"the tokens differ .*token 4 is 'a' for the target and 'b' for"
     ):
         sb.load(*given[form]())
 
@@ -151,13 +151,13 @@ def test_a_given_tokenizer_is_the_one_that_is_compared(quiet, tmp_path):
 def test_models_without_their_tokenizer_in_use_are_compared_all_the_same(tmp_path):
     target = saved(tmp_path / "target", 64, words.tokenizer())
     draft = saved(tmp_path / "draft", 64, respelled(('"a":4,', '"a":5,'), ('"b":5,', '"b":4,')))
-    with pytest.raises(errors.VocabularyMismatch, match="not the same ones"):
+    with pytest.raises(errors.VocabularyMismatch, match="and the tokens differ"):
         sb.load(target, draft, tokenizer=False)
 
 
 def test_sizes_that_differ_as_padding_does_are_taken_with_a_warning_if_nothing_can_be_compared():
     target = tiny("llama", vocab_size=64)
-    with pytest.warns(UserWarning, match="draft has 56 tokens, target has 64, and no tokenizer of both"):
+    with pytest.warns(UserWarning, match="draft has 56 tokens, target has 64, and without both tokenizers"):
         pair = sb.load(target, tiny("llama", vocab_size=56))
     assert known_of(pair) == [token < 56 for token in range(64)]
     with pytest.warns(UserWarning, match="draft has 80 tokens, target has 72"):
@@ -172,7 +172,7 @@ def test_other_sizes_are_refused_if_nothing_can_be_compared(target_rows, draft_r
 
 
 def test_a_tokenizer_of_one_model_tells_padding_if_all_its_words_have_rows_in_both():
-    with pytest.warns(UserWarning, match="the first 66 are taken for the same"):
+    with pytest.warns(UserWarning, match="the first 66 are assumed to be the same"):
         pair = sb.load(tiny("llama", vocab_size=75), tiny("llama", vocab_size=66), tokenizer=words.tokenizer())
     assert known_of(pair) == [token < 66 for token in range(75)]
 

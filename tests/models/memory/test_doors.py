@@ -137,17 +137,17 @@ def test_a_memory_is_written_and_read_again(pair, tmp_path):
 
 def test_folders_without_a_memory_say_what_is_missing(pair, tmp_path):
     loaded, recall, _ = pair
-    with pytest.raises(MissingFile, match=f"no {CONFIG} .there is nothing"):
+    with pytest.raises(MissingFile, match=f"no {CONFIG} .it holds nothing"):
         sb.hmt(loaded, tmp_path / "none")
     save_memory(tmp_path, recall, PLAN, loaded.target_model, None)
-    with pytest.raises(MissingFile, match="nor names its model"):
+    with pytest.raises(MissingFile, match="does not name its model"):
         sb.hmt(tmp_path)
     weights = (tmp_path / WEIGHTS).read_bytes()
     (tmp_path / WEIGHTS).write_bytes(weights[:-40])
     with pytest.raises(BadHead, match="cannot be read"):
         read_memory(tmp_path)
     (tmp_path / WEIGHTS).unlink()
-    with pytest.raises(MissingFile, match="holds no memory weights"):
+    with pytest.raises(MissingFile, match="the weights of the memory"):
         read_memory(tmp_path)
     config = (tmp_path / CONFIG).read_text()
     (tmp_path / WEIGHTS).write_bytes(weights)
@@ -158,7 +158,7 @@ def test_folders_without_a_memory_say_what_is_missing(pair, tmp_path):
     with pytest.raises(BadHead, match=r"by memory\.json it must hold"):
         read_memory(tmp_path)
     (tmp_path / CONFIG).write_text(config.replace('"hmt"', '"other"'))
-    with pytest.raises(BadHead, match="says kind 'other'"):
+    with pytest.raises(BadHead, match="has kind 'other'"):
         read_memory(tmp_path)
 
 
@@ -175,14 +175,14 @@ def test_what_would_be_ignored_is_refused(pair):
         sb.hmt(loaded, (MemoryPlan(5, 2, recall="previous"), recall), query="refresh")
     with pytest.raises(BadSetting, match="has a memory already"):
         sb.hmt(sb.hmt(loaded, (PLAN, recall)), (PLAN, recall))
-    with pytest.raises(BadSetting, match=r"takes 304 positions, and .* has 256"):
+    with pytest.raises(BadSetting, match=r"needs 304 positions, and .* has 256"):
         sb.hmt(loaded, (MemoryPlan(300, 2), recall))
-    with pytest.raises(BadSetting, match="nothing of its past"):
+    with pytest.raises(BadSetting, match="would not see its past"):
         MemoryLM(loaded.target, MemoryPlan(4, 0), None)
     with pytest.raises(BadHead, match="the memory has 16 numbers"):
         sb.hmt(loaded, (PLAN, new_recall(torch.zeros(3, 16), 4, 0)))
     remembering = sb.hmt(loaded, (PLAN, recall))
-    with pytest.raises(NotSupported, match="reads with memory"):
+    with pytest.raises(NotSupported, match="has a memory"):
         _ = remembering.forgetful_target
     assert "no hidden states" in remembering.target.lacks(Needs(hidden=True))
 
@@ -267,10 +267,10 @@ def test_models_whose_states_are_no_embeddings_are_refused():
     assert remembering.plan is PLAN
     lm = HuggingFaceLM(model, engine="plain")
     lm.runner.takes_vectors = False
-    with pytest.raises(NotSupported, match="takes tokens alone"):
+    with pytest.raises(NotSupported, match="takes only tokens"):
         MemoryLM(lm, PLAN, recall)
     model.set_input_embeddings(torch.nn.Identity())
-    with pytest.raises(NotSupported, match="no table of embeddings"):
+    with pytest.raises(NotSupported, match="no embedding matrix"):
         MemoryLM(lm, PLAN, recall)
 
 

@@ -89,7 +89,7 @@ def test_a_segment_sees_the_last_memories_only():
     ("values", "said"),
     [
         ({"segment": 0}, "segment is 0"),
-        ({"segment": 4, "sensory": 5}, "from 0 to those of a segment, 4"),
+        ({"segment": 4, "sensory": 5}, "from 0 to segment, 4"),
         ({"segment": 4, "sensory": 0, "memories": 0}, "memories is 0"),
         ({"segment": 4, "sensory": 0, "share": 0.0}, "share is 0.0"),
     ],

@@ -17,9 +17,9 @@ if compiling.AVAILABLE:
 
     from specbeam.core.compiling.compiler import chosen_for
 
-KeptAs = Literal["float32", "bfloat16"]
+KVType = Literal["float32", "bfloat16"]
 # The dtype of their arrays: of bits, if numpy lacks the type.
-WORDS: dict[KeptAs, Any] = {"float32": np.float32, "bfloat16": np.uint16}
+WORDS: dict[KVType, Any] = {"float32": np.float32, "bfloat16": np.uint16}
 
 
 @compiled_only

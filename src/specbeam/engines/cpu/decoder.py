@@ -25,7 +25,7 @@ from specbeam.engines.arrays import Floats, Integers, LogitRows, States, Tapped,
 from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.cache import CpuCache
 from specbeam.engines.cpu.cache_steps import ALL, CacheArrays
-from specbeam.engines.cpu.cache_words import WORDS, KeptAs
+from specbeam.engines.cpu.cache_words import WORDS, KVType
 from specbeam.engines.cpu.early import ExitLayer, ExitWeights
 from specbeam.engines.cpu.embedding import embedded_rows, table_of
 from specbeam.engines.cpu.extras import extras_of
@@ -173,7 +173,7 @@ class CompiledDecoder:
         self, model: "PreTrainedModel", rounding: Rounding | None = None, shared: SharedTokens | None = None
     ) -> None:
         self.shared = shared
-        self.kv: KeptAs = "float32"
+        self.kv: KVType = "float32"
         architecture = architecture_of(model)
         numbers = architecture.numbers
         family = architecture.family

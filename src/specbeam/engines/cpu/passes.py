@@ -19,7 +19,7 @@ from specbeam.core.records import FINAL, ExtraInputs, Needs, Scored
 from specbeam.engines.arrays import Integers, OwnStates, States, Tapped, Vector
 from specbeam.engines.cpu.cache import CpuCache
 from specbeam.engines.cpu.cache_steps import ALL, FIRST, LAST, CacheArrays, extend_cache, open_pass
-from specbeam.engines.cpu.cache_words import KeptAs
+from specbeam.engines.cpu.cache_words import KVType
 from specbeam.engines.cpu.decoder import Rows
 from specbeam.engines.cpu.early import MOST_WAITING, ExitLayer, keep_exits
 from specbeam.engines.cpu.rows import LayerRows, OwnRows
@@ -61,7 +61,7 @@ class PackedPasses:
         """Return the cache of a new session in a row of the store."""
         return CpuCache(row, prompt, self.decoder.embedding.shape[1])
 
-    def keep_kv_as(self, kv: KeptAs) -> None:
+    def store_kv_as(self, kv: KVType) -> None:
         """Keep keys and values as these numbers from now on; nothing may be stored yet."""
         self.decoder.kv = kv
         self.store = self.decoder.store()

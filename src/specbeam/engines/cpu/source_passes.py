@@ -12,7 +12,7 @@ from specbeam.engines.arrays import SourceStates
 from specbeam.engines.cpu.audio_encoder import AudioEncoder, misfit_of_convolutions
 from specbeam.engines.cpu.cache import CpuCache
 from specbeam.engines.cpu.cache_steps import CacheArrays
-from specbeam.engines.cpu.cache_words import WORDS, KeptAs
+from specbeam.engines.cpu.cache_words import WORDS, KVType
 from specbeam.engines.cpu.decoder import CompiledDecoder, Rows, SourceReader
 from specbeam.engines.cpu.encoder import TOGETHER, TextEncoder, misfit
 from specbeam.engines.cpu.passes import PackedPasses
@@ -44,8 +44,8 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
         decoder = self.decoder
         return CrossPanels(len(decoder.kinds), decoder.heads, decoder.size, WIDTH, WORDS[decoder.kv])
 
-    def keep_kv_as(self, kv: KeptAs) -> None:
-        super().keep_kv_as(kv)
+    def store_kv_as(self, kv: KVType) -> None:
+        super().store_kv_as(kv)
         self.cross = self._new_cross()
 
     @property

@@ -1,4 +1,4 @@
-"""A session's cache in a model on a GPU: its trie, and the logits of the turn, which passes copy to the host."""
+"""A session's cache in a model on a GPU: its trie, and the turn's logits, which passes copy to the host."""
 
 from itertools import pairwise
 from typing import NamedTuple
@@ -20,18 +20,18 @@ from specbeam.engines.kv.trie import KVTrie
 if AVAILABLE:
     from specbeam.core.compiling.compiler import call_c
 
-FIRST_ROWS = 32  # rows of logits that there is room for at first, within `FIRST_BYTES`
+FIRST_ROWS = 32  # initial room for rows of logits, within `FIRST_BYTES`
 FIRST_BYTES = 2**22
 
 
 class GpuCache(RowMember):
-    """A session's cache in a model on a GPU. Logits that were handed out are valid until the turn after the next begins.
+    """A session's cache in a model on a GPU. Returned logits are valid until the turn after the next begins.
 
     Args:
-        pinned: whether logits are in pinned memory, which the GPU writes by itself.
+        pinned: whether logits are in pinned memory, which the GPU writes directly.
 
     Attributes:
-        answered: number of forest nodes whose logits were handed out in this turn.
+        answered: number of forest nodes whose logits were returned in this turn.
         outputs: float32[room, vocab], logits on the host by forest node.
     """
 
@@ -45,7 +45,7 @@ class GpuCache(RowMember):
         self._next = self._room(0, vocab)
 
     def make_room(self, fresh: int) -> None:
-        """Make room for `fresh` new forest nodes, and to store them and all pending nodes."""
+        """Make room for `fresh` new forest nodes, and for storing them and all pending nodes."""
         self.trie.make_room(fresh)
         self.trie.make_slots(self.trie.pending + fresh)
         self.make_rows(self.trie.known + fresh)
@@ -61,14 +61,14 @@ class GpuCache(RowMember):
         return torch.empty(rows, vocab, pin_memory=self._pinned)
 
     def enter(self, forest: Forest) -> Nodes:
-        """Add the new nodes of a forest; return the forest nodes whose logits the next pass has to compute."""
+        """Add the new nodes of a forest; return the forest nodes whose logits the next pass must compute."""
         self.trie.enter(forest)
         self.make_rows(self.trie.known)
         wanted = unknown_nodes(self.answered, self.trie.known, forest.known.nodes)
         return wanted[self.trie.local[wanted] >= self.trie.stored]
 
     def answer(self, forest: Forest) -> Logits:
-        """Return the logits of the forest nodes not handed out yet and not known, and mark these as handed out."""
+        """Return the logits of the forest nodes that were not returned before and are not known; mark all as returned."""
         wanted = unknown_nodes(self.answered, self.trie.known, forest.known.nodes)
         self.answered = self.trie.known
         return torch.from_numpy(outputs_of_nodes(self.outputs.numpy(), wanted))
@@ -85,21 +85,21 @@ class GpuCache(RowMember):
 
 
 def neighbour_slices(nodes: Integers) -> list[slice]:
-    """Return the places of consecutive numbers: for [4, 5, 9] the slices 0 .. 2 and 2 .. 3."""
+    """Return slices of runs of consecutive numbers: for [4, 5, 9] the slices 0:2 and 2:3."""
     edges = [0, *(np.flatnonzero(np.diff(nodes) != 1) + 1).tolist(), len(nodes)]
     return [slice(first, last) for first, last in pairwise(edges) if last > first]
 
 
 @borrowed
 class GpuCacheArrays(NamedTuple):
-    """A session's cache in a model on a GPU, as steps take it, with room for all that they are going to store."""
+    """The arrays of a session's cache in a model on a GPU, with room for all nodes that steps store."""
 
     trie: Trie
     outputs: Array  # float32[nodes, vocab]: logits by forest node, in memory that the GPU writes
     model: ModelLimits
     inputs: Inputs  # on the host
     store_row: int  # the session's row of the store
-    source: tuple[int, int]  # first frame and number of frames of the source that is read; no frames: none is
+    source: tuple[int, int]  # first frame and number of frames of the session's source; no frames: no source
     graphs: Array  # int64[3, sizes], see `graphs.CapturedGraphs`
     staging: tuple[int, int, int]  # addresses of the inputs on the device and on the host, bytes before the mask
     stream: int  # handle of the CUDA stream
@@ -108,7 +108,7 @@ class GpuCacheArrays(NamedTuple):
 
 @compiled
 def outputs_of_nodes(outputs: Array, nodes: Array) -> Array:
-    """Return the rows at these forest nodes, which ascend: in place if the nodes follow each other, otherwise a copy."""
+    """Return the rows of these ascending forest nodes: a view if the nodes are consecutive, otherwise a copy."""
     count = len(nodes)
     if count > 0 and nodes[count - 1] - nodes[0] == count - 1:
         return outputs[nodes[0] : nodes[0] + count]
@@ -148,7 +148,7 @@ def _run_pass(cache: GpuCacheArrays, wanted: Array) -> None:
     place = 0
     while place < len(wanted):
         first = wanted[place]
-        count = 0  # nodes that follow each other are copied together
+        count = 0  # consecutive nodes are copied together
         while place < len(wanted) and wanted[place] == first + count and trie.local[wanted[place]] >= start:
             count += 1
             place += 1
@@ -172,7 +172,7 @@ def extend_gpu_cache(cache: GpuCacheArrays, tokens: Array, parents: Array, wante
     driver fails.
 
     Args:
-        tokens, parents: int64[nodes] of the forest.
+        tokens, parents: int64[nodes], the forest.
         wanted: int64[n], nodes of the forest, ascending.
     """
     enter(cache.trie, tokens, parents)

@@ -1,8 +1,8 @@
-"""A forward of models on a GPU in few kernels, rows without padding; products of many rows are cuBLAS's.
+"""A forward of models on a GPU in few kernels and without padding, with matrix products by cuBLAS.
 
-The time of a pass of a small draft model depends on the number of kernels that it starts, not on arithmetic: here these are
-ten per layer of a Llama, in transformers some forty. The results equal transformers' up to rounding; `load` compares
-both on a token tree.
+The time of a pass of a small draft model depends on the number of kernels, not on arithmetic: a Llama layer takes ten
+kernels here and about forty in transformers. The results equal transformers' up to rounding; `load` compares both on a token
+tree.
 """
 
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ from specbeam.engines.shared_tokens import SharedTokens
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_NO_LIMIT = 2**31 - 1  # positions of a model that looks at distances alone
+_NO_LIMIT = 2**31 - 1  # number of positions of a model with biases by distance
 
 
 class PassShape(NamedTuple):
@@ -55,13 +55,13 @@ class PassShape(NamedTuple):
 
     rows: int
     sessions: int
-    most: int  # the most rows of one session
-    wanted: int  # number of rows whose logits are wanted
+    most: int  # maximum number of rows of one session
+    wanted: int  # number of rows whose logits are needed
 
 
 @dataclass(frozen=True, eq=False)
 class SourceLayer:
-    """The weights of the sublayer of a layer that looks at a source; `before` and `after` are norms, as in `GpuLayer`."""
+    """The weights of a layer's cross-attention; `before` and `after` are norms, as in `GpuLayer`."""
 
     before: Tensor
     after: Tensor
@@ -87,29 +87,29 @@ class GpuLayer:
     qkv_bias: Tensor | None
     out: GpuMatrix
     out_bias: Tensor | None
-    up: GpuMatrix  # gate and up, or up alone
+    up: GpuMatrix  # gate and up, or up only
     up_bias: Tensor | None
     down: GpuMatrix
     down_bias: Tensor | None
     angles: Tensor  # float32[2, positions, pairs]
     scores: Scores  # its kind is an index into `GpuDecoder.kinds`
-    source: SourceLayer | None  # None: the layer looks at no source
+    source: SourceLayer | None  # None: no cross-attention
 
 
 class GpuDecoder:
     """The forward of one model on a GPU; engines/families.py lists the models.
 
-    It joins matrices that read the same rows, and turns the model's own matrices into views of the joined ones. So the model
-    itself still works as before, and no weight is held twice, except for norms, some biases and tables of sines.
+    It joins matrices that read the same rows, and turns the model's matrices into views of the joined ones. So the model
+    object works as before, and only norms, some biases and tables of sines are in memory twice.
 
     Args:
-        rounded: whether all matrices are rounded to fp8, in copies; the model keeps its own.
-        shared: the tokens of a target that the model is given, and drafts; None: its own.
+        rounded: whether all matrices are rounded to fp8, in copies; the model's own matrices do not change.
+        shared: the target's tokens, which a draft model reads and drafts; None: the model's own tokens.
 
     Attributes:
-        vocab: the number of tokens that it is given, and has logits of.
+        vocab: the number of logits.
         ranges: see `ModelLimits.ranges`.
-        sources: the keys and values of all sources, if the layers look at any.
+        sources: the cross-attention keys and values of all sources, in an encoder-decoder model.
     """
 
     def __init__(self, model: "PreTrainedModel", rounded: bool = False, shared: SharedTokens | None = None) -> None:
@@ -136,7 +136,7 @@ class GpuDecoder:
         self.layers = [self._layer(layer, number) for number, layer in enumerate(layers_in(model, family))]
         self.last_norm = norm_at(body, family.final_norm, family)
         self.vocab = len(head.weight) if shared is None else shared.vocab
-        self.known = len(self.embedding) if shared is None else shared.vocab  # tokens that it can be given
+        self.known = len(self.embedding) if shared is None else shared.vocab  # number of input tokens
         self.read_as = None if shared is None else torch.from_numpy(shared.read_as).to(self.embedding.device)
         self.head = self._matrix(head.weight[: self.vocab])
         self.logits_bias = bias_of_tokens(model, shared).to(self.embedding)
@@ -144,7 +144,7 @@ class GpuDecoder:
         self.processors = _processors(self.embedding.device)
 
     def store(self) -> PagedStore:
-        """Return a new store for the keys and values of this model."""
+        """Return a new KV store for this model."""
         return PagedStore(len(self.layers), self.heads[1], self.size, self.embedding)
 
     def forward(self, inputs: Inputs, shape: PassShape, store: PagedStore) -> Float[Tensor, "wanted vocab"]:
@@ -153,7 +153,7 @@ class GpuDecoder:
         x = self._embedded(inputs, shape.rows)
         for number, layer in enumerate(self.layers):
             read = normed(x, layer.before_attention, self.eps)
-            beside = normed(x, layer.before_inner, self.eps) if of.parallel else None
+            mlp_input = normed(x, layer.before_inner, self.eps) if of.parallel else None
             qkv = multiplied(read, layer.qkv, layer.qkv_bias)
             self._norm_queries_and_keys(qkv, layer)
             pages = store.layer(number)
@@ -161,7 +161,7 @@ class GpuDecoder:
             mixed = attended(q, self.heads[1], pages, inputs, shape.sessions, shape.most, self.processors, layer.scores)
             self._add(x, mixed, layer.out, layer.out_bias, layer.after_attention)
             self._look_at_sources(x, number, inputs, shape)
-            read = normed(x, layer.before_inner, self.eps) if beside is None else beside
+            read = normed(x, layer.before_inner, self.eps) if mlp_input is None else mlp_input
             both = multiplied(read, layer.up, layer.up_bias)
             wide = activated(both, of.activation, of.family.gated)
             self._add(x, wide, layer.down, layer.down_bias, layer.after_inner)
@@ -200,11 +200,7 @@ class GpuDecoder:
     def read_source(
         self, states: Float[Tensor, "frames hidden"]
     ) -> Iterator[tuple[Float[Tensor, "frames heads size"], Tensor]]:
-        """Yield the keys and the values that each layer makes of a source.
-
-        Args:
-            states: the encoder's output for it.
-        """
+        """Yield each layer's keys and values of a source, given its encoder states."""
         for layer in self.layers:
             own = layer.source
             assert own is not None
@@ -213,7 +209,7 @@ class GpuDecoder:
             yield keys, values
 
     def _norm_queries_and_keys(self, qkv: JoinedRows, layer: GpuLayer) -> None:
-        """Replace queries and keys by their norms, of each head or of all heads together, if the layer has any."""
+        """Normalise queries and keys in place, per head or over all heads, if the layer has such norms."""
         if layer.head_norms.numel():
             norm_heads(qkv, layer.head_norms, self.heads, self.eps)
         if layer.wide_norms.numel():
@@ -242,7 +238,7 @@ class GpuDecoder:
         x.add_(more, alpha=self.numbers.residual)
 
     def _shaped(self, logits: Float[Tensor, "wanted own"]) -> Float[Tensor, "wanted vocab"]:
-        """Return logits divided and capped as the family has it, of all tokens, with their biases."""
+        """Return the logits of all tokens, divided, capped and biased as in the family."""
         if self.numbers.logits_divisor != 1:
             logits = logits / self.numbers.logits_divisor
         cap = self.numbers.logits_cap
@@ -250,14 +246,14 @@ class GpuDecoder:
             logits = torch.tanh(logits / cap) * cap
         missing = self.vocab - logits.shape[1]
         if missing:
-            logits = functional.pad(logits, (0, missing))  # the biases of these are -inf
+            logits = functional.pad(logits, (0, missing))  # their biases are -inf
         return logits + self.logits_bias if len(self.logits_bias) else logits
 
     def _matrix(self, numbers: Tensor) -> GpuMatrix:
         return rounded_matrix(numbers) if self.rounded else GpuMatrix(numbers)
 
     def _layer(self, layer: Any, number: int) -> GpuLayer:
-        """Return the weights of a layer of transformers, whose matrices become views of the joined ones."""
+        """Return the weights of a transformers layer, whose matrices become views of the joined ones."""
         of = self.architecture
         family = of.family
         parts = parts_of(layer, of)
@@ -293,7 +289,7 @@ class GpuDecoder:
         )
 
     def _source_layer(self, layer: Any, parts: CrossParts) -> SourceLayer:
-        """Return the weights of the sublayer of a layer that looks at a source."""
+        """Return the weights of a layer's cross-attention."""
         of = self.architecture
         attention = module_at(layer, of.family.cross)
         both = [getattr(attention, name).weight for name in of.family.qkv[1:]]
@@ -314,7 +310,7 @@ def _bias(found: Tensor) -> Tensor | None:
 
 
 def _ranges_of(of: Architecture) -> tuple[UInt8[np.ndarray, " distances"], list[Float[Tensor, "heads ranges"]]]:
-    """Return the ranges of distances whose biases are equal, see `ModelLimits.ranges`, and the biases of each layer."""
+    """Return the ranges of distances with equal biases (`ModelLimits.ranges`), and the biases of each layer by range."""
     if not of.biases:
         return np.zeros(0, dtype=np.uint8), []
     every = torch.stack(of.biases).float().cpu().flatten(0, 1)
@@ -335,7 +331,7 @@ def _joined(weights: list[Tensor], family: ModelFamily) -> Tensor:
 def _join_rows(weights: list[Tensor]) -> Tensor:
     """Join the rows of these weights in one tensor, turn the weights into views of it, and return it.
 
-    If the weights are such views already, nothing is copied.
+    Nothing is copied if the weights already are such views.
     """
     first = weights[0].detach()
     rows = sum(map(len, weights))
@@ -350,7 +346,7 @@ def _join_rows(weights: list[Tensor]) -> Tensor:
 
 
 def _is_followed_by(weight: Tensor, other: Tensor) -> bool:
-    """Return whether the memory of a weight ends where that of the other begins, in the same storage."""
+    """Return whether `other` begins where `weight` ends, in the same storage."""
     same = weight.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
     return (
         same

@@ -1,4 +1,4 @@
-"""The captured graphs of passes on a GPU, and the functions of the CUDA driver with which steps launch them."""
+"""Captured graphs of passes on a GPU, and the CUDA driver functions with which compiled steps launch them."""
 
 import ctypes
 from functools import cache, partial
@@ -14,14 +14,14 @@ from specbeam.engines.gpu.staging import Staging
 from specbeam.engines.torch.captured import Capture, SecondUseCache
 from specbeam.engines.torch.sizes import rounded_up
 
-FEW = 64  # rows up to which the head takes no longer than for one row
+FEW = 64  # number of rows up to which the head takes as long as for one row
 Graph = tuple[torch.cuda.CUDAGraph, torch.Tensor]  # a graph, and the logits that it writes
 # The addresses of the driver's functions: copy to the device, launch a graph, copy to the host, wait for the stream.
 Calls = tuple[int, int, int, int]
 
 
 class CapturedGraphs(NamedTuple):
-    """The graphs by which steps run passes of one session."""
+    """The graphs with which steps run passes of one session."""
 
     # For each number of rows of a pass: the size that it is padded to, the handle of its graph, the address of its logits.
     by_rows: Int64[np.ndarray, "3 sizes"]
@@ -30,13 +30,13 @@ class CapturedGraphs(NamedTuple):
 
 
 class Graphs:
-    """The graphs of the passes of one model: a size of a pass is captured when it comes for the second time.
+    """The graphs of one model's passes: each size of a pass is captured at its second use.
 
-    A pass whose inputs are not in `staging` is not captured, as graphs read from there.
+    Passes whose inputs are not in `staging` are not captured, as graphs read their inputs there.
 
     Args:
-        capture: whether to capture passes, which needs a GPU. Otherwise the same kernels are started one by one, which is
-            the reference in tests of the graphs.
+        capture: whether to capture passes, which needs a GPU. Otherwise the same kernels are launched one by one, as a
+            reference in tests.
 
     Attributes:
         steps_can_launch: whether compiled steps can launch the graphs.
@@ -47,17 +47,15 @@ class Graphs:
         self.store = store
         self.staging = staging
         self.capture = Capture(staging.device) if capture else None
-        has_handles = hasattr(
-            torch.cuda.CUDAGraph, "raw_cuda_graph_exec"
-        )  # older versions of torch have no such method
+        has_handles = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec")  # older versions of torch lack this method
         self.steps_can_launch = capture and has_handles and driver_calls() is not None
         self.graphs = SecondUseCache[Graph]()
-        self.step_graphs: dict[int, Graph] = {}  # graphs that steps launch, by size
-        self._table = store.table  # of pages, that graphs read
+        self.step_graphs: dict[int, Graph] = {}  # graphs for steps, by size
+        self._table = store.table  # the table of pages that graphs read
         self._by_rows = np.zeros((3, FEW + 1), dtype=np.int64)
 
     def clear(self) -> None:
-        """Delete all graphs, after buffers that they read have moved."""
+        """Delete all graphs after buffers that they read were replaced."""
         self.graphs.clear()
         self.step_graphs.clear()
         self._by_rows[:] = 0
@@ -65,7 +63,7 @@ class Graphs:
             self.capture.clear()
 
     def _follow_table(self) -> None:
-        """Delete all graphs if the table of the store's pages has moved: they would read the old one."""
+        """Delete all graphs if the store's table of pages was replaced, as they read the old one."""
         if self.store.table is not self._table:
             self.clear()
             self._table = self.store.table
@@ -87,18 +85,18 @@ class Graphs:
     def captured_for_steps(self, most: int) -> CapturedGraphs | None:
         """Return the graphs of passes of one session with up to `most` rows, for steps; None if steps cannot launch them.
 
-        Captures the graphs that are missing.
+        Captures missing graphs.
         """
         self._follow_table()
         calls = driver_calls() if self.steps_can_launch else None
         if calls is None or most > FEW or not self._capture_up_to(most):
             return None
         stream = torch.cuda.current_stream(self.staging.device)
-        stream.query()  # a call of the runtime gives this thread the device's context, which calls of the driver need
+        stream.query()  # a runtime call gives this thread the device's context, which driver calls need
         return CapturedGraphs(self._by_rows, stream.cuda_stream, calls)
 
     def _capture_up_to(self, most: int) -> bool:
-        """Capture the missing graphs of passes of one session with 1 to `most` rows; return False if that failed."""
+        """Capture the missing graphs of passes of one session with 1 to `most` rows; return False on failure."""
         if self._by_rows[1, 1 : most + 1].all():
             return True
         assert self.capture is not None
@@ -108,7 +106,7 @@ class Graphs:
             if not self._by_rows[1, size]:
                 shape = PassShape(size, 1, size, size)
                 forward = partial(self.decoder.forward, self.staging.inputs, shape, self.store)
-                forward()  # Triton compiles kernels at their first use, which cannot be captured
+                forward()  # Triton compiles kernels at their first launch, which cannot be captured
                 known = self.capture(forward)
                 if known is None:
                     self.steps_can_launch = False
@@ -120,11 +118,11 @@ class Graphs:
 
 
 def shape_for(counts: list[int], wanted: int) -> PassShape:
-    """Return the size that a pass is padded to.
+    """Return the size to which a pass is padded.
 
     Args:
         counts: number of rows of each session.
-        wanted: number of rows whose logits are wanted.
+        wanted: number of rows whose logits are needed.
     """
     rows = rounded_up(sum(counts))
     logits = rows if rows <= FEW else min(rows, rounded_up(wanted))

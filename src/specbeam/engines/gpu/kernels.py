@@ -1,8 +1,8 @@
-"""Triton kernels for all operations of a layer but the matrix products; parts that a family lacks are not compiled.
+"""Triton kernels for all operations of a layer except matrix products; parts that a family lacks are not compiled.
 
-The rows of all sessions follow each other; each has its position, its row of the store and its slot. Attention reads keys
-and values in place, and a mask gives the slots that each row may look at. Numbers that change from pass to pass are read on
-the device, so that a captured pass can be replayed; `Inputs` describes them.
+The rows of all sessions are concatenated; each has its position, its row of the store and its slot. Attention reads keys and
+values in place, with a mask of the slots of each row. Numbers that change between passes are read on the device, so that a
+captured pass can be replayed; `Inputs` describes them.
 """
 
 import inspect
@@ -20,10 +20,10 @@ from specbeam.engines.families import Activation
 from specbeam.engines.gpu.pages import PAGE, LayerPages
 from specbeam.engines.gpu.staging import Inputs
 
-WASTE = tl.constexpr(0)  # a slot that no row looks at, and where nothing is written here; see engines/kv/steps.py
+WASTE = tl.constexpr(0)  # the slot for padding, to which these kernels do not write; see engines/kv/steps.py
 UNSEEN = tl.constexpr(-1e30)
-MOST_ROWS = 64  # rows times query heads per key-value head, in one program of `_attend`
-MOST_SPLITS = 16  # parts of the slots, each for a program of `_attend`
+MOST_ROWS = 64  # rows times query heads per KV head, in one program of `_attend`
+MOST_SPLITS = 16  # maximum number of programs of `_attend` that share the slots
 
 
 def step(function: Callable[..., Any]) -> Any:
@@ -240,7 +240,7 @@ def _join(parts, sums, tops, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLIT
 
 
 def normed(x: RowTensor, weight: Float[Tensor, " any"], eps: float) -> RowTensor:
-    """Return the norm of each row, computed in float32; x itself if there is none.
+    """Return the norm of each row, computed in float32; x itself without a weight.
 
     Args:
         weight: see `families.LayerParts`.
@@ -272,7 +272,7 @@ def _write_norm(
     residual: float,
     of_sum: bool,
 ) -> None:
-    """Start the kernel of norms."""
+    """Launch the kernel of norms."""
     width = x.shape[1]
     block = triton.next_power_of_2(width)
     warps = 8 if width > 2048 else 4
@@ -288,7 +288,7 @@ def norm_heads(qkv: JoinedRows, weight: Float[Tensor, "2 size"], heads: tuple[in
 
 
 def activated(both: JoinedRows, activation: Activation = "silu", gated: bool = True) -> RowTensor:
-    """Return the activation of each row; if gated, that of its first half times the second half."""
+    """Return the activation of each row; if gated, the activation of its first half times the second half."""
     rows, columns = both.shape
     width = columns // 2 if gated else columns
     out = both.new_empty(rows, width)
@@ -307,7 +307,7 @@ def rotate_and_store(
     """Store keys, with rotary positions, and values in their slots; return the queries with rotary positions.
 
     Args:
-        angles: of the pairs that turn, which may be none.
+        angles: angles of the rotated pairs, of which there may be none.
         by_head: see `ModelFamily.by_head`.
     """
     rows = len(qkv)
@@ -322,12 +322,12 @@ def rotate_and_store(
 
 
 class Scores(NamedTuple):
-    """How a layer makes scores of attention."""
+    """The settings of a layer's attention scores."""
 
-    kind: int  # of the layer, which selects the mask
+    kind: int  # kind of the layer, which selects the mask
     scale: float  # factor of scores
     cap: float = 0.0  # see `families.Numbers.attention_cap`
-    # float32, terms of the scores of slots in each range of distances, see `ModelLimits.ranges`
+    # float32, biases of scores for each range of distances, see `ModelLimits.ranges`
     biases: Float[Tensor, "heads ranges"] | None = None
 
 
@@ -341,11 +341,11 @@ def attended(
     processors: int,
     scores: Scores,
 ) -> JoinedRows:
-    """Return the attention of every row over the slots that it may look at.
+    """Return the attention of every row over its unmasked slots.
 
     Args:
         sessions: number of sessions in the pass.
-        most: the most rows of one session.
+        most: maximum number of rows of one session.
         processors: number of multiprocessors of the device; the slots are split so that all of them have work.
     """
     biases = scores.biases
@@ -371,7 +371,7 @@ def attended(
 
 
 def room_for_parts(out: HeadRows, splits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return where programs of attention write: parts, their sums and their maxima; without parts `out`, three times."""
+    """Return buffers for the parts of attention, their sums and their maxima; without parts, three times `out`."""
     if splits == 1:
         return out, out, out
     rows, heads, size = out.shape
@@ -381,10 +381,10 @@ def room_for_parts(out: HeadRows, splits: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def splits_for(programs: int, processors: int) -> int:
-    """Return the number of parts that attention is split into, so that all processors have work.
+    """Return the number of parts into which attention is split, so that all processors have work.
 
     Args:
-        programs: that there are without parts.
+        programs: number of programs without parts.
         processors: number of multiprocessors of the device.
     """
     if programs >= processors:

@@ -1,7 +1,7 @@
-"""The store of keys and values on a GPU: pages of slots, and a table on the device of the pages of each row.
+"""The paged KV store on a GPU: pages of slots, and a table on the device of the pages of each row.
 
-A store that grows adds pages, and moves or copies none: captured graphs read the table, so they hold
-for a store of any size. A row takes the pages that its own session needs, however long the others are.
+A growing store adds pages without moving or copying any. Captured graphs read the table, so they remain valid. Each row
+takes only the pages that its own session needs.
 """
 
 from collections.abc import Iterator
@@ -15,39 +15,38 @@ from torch import Tensor
 from specbeam.engines.arrays import Integers, IntegerTensor
 from specbeam.engines.kv.store import KVStore
 
-PAGE = 64  # slots of a page; blocks of slots that kernels read are no larger, and divide it
+PAGE = 64  # slots of a page, a multiple of the blocks of slots that kernels read
 FIRST_PAGES = 8
-MOST_CHUNK_BYTES = 2**28  # of memory taken ahead of need
-TABLE_ROWS = 256  # the table is small: room for these many sessions, and so many pages of each, at first
+MOST_CHUNK_BYTES = 2**28  # maximum memory allocated in advance
+TABLE_ROWS = 256  # initial number of sessions, and of pages of each, in the small table
 TABLE_PAGES = 512
 
 
 class LayerPages(NamedTuple):
-    """The keys and values of one layer, as kernels read them."""
+    """The keys and values of one layer for kernels."""
 
-    pool: Tensor  # a number at place p of the store is p numbers behind the first one of `pool`
+    pool: Tensor  # places in the store are offsets from the first number of `pool`
     table: Int64[Tensor, "rows pages"]  # the place of each page of a row of the store
-    first: int  # how many numbers of a page come before the keys of the layer, which its values follow
+    first: int  # offset in a page of the layer's keys, which its values follow
 
 
 class PagedStore(KVStore):
     """A store for GPUs, of pages of `PAGE` slots that hold keys and values of all layers.
 
     Args:
-        heads: number of key-value heads.
-        size: of a head.
-        like: a tensor of the dtype and device that the pages should have.
+        heads: number of KV heads.
+        size: size of a head.
+        like: a tensor with the dtype and device of the pages.
 
     Attributes:
-        pool: the first pages, [pages, layers, 2, heads, slots, size]; the places of all pages are counted from its first
-            number.
+        pool: the first pages, [pages, layers, 2, heads, slots, size]; places of all pages are offsets from its first number.
         table: int64[rows, pages] on the device: the place of each page of a row.
-        part: how many numbers the keys, or the values, of one layer take in a page.
+        part: number of elements of one layer's keys, or values, in a page.
     """
 
     def __init__(self, layers: int, heads: int, size: int, like: Tensor) -> None:
         self._pages: list[Tensor] = []  # each [layers, 2, heads, slots, size]
-        self._places: list[int] = []  # of each page
+        self._places: list[int] = []  # the place of each page
         self._free: list[int] = []
         self._by_row: list[list[int]] = [[]]
         self._shape = (layers, 2, heads, PAGE, size)
@@ -63,13 +62,13 @@ class PagedStore(KVStore):
         return LayerPages(self.pool, self.table, 2 * self.part * number)
 
     def reserve(self, caches: int, slots: int) -> None:
-        """Give each of the first `caches` rows pages for `slots` slots, if it has fewer."""
+        """Assign pages for `slots` slots to each of the first `caches` rows that has fewer."""
         for row in range(caches):
             self.reserve_row(row, slots)
 
     @torch.inference_mode()
     def reserve_row(self, row: int, slots: int) -> None:
-        """Give a row pages for `slots` slots, if it has fewer. If memory runs out, nothing has changed."""
+        """Assign pages for `slots` slots to a row if it has fewer. An out-of-memory error changes nothing."""
         self._by_row.extend([] for _ in range(row + 1 - len(self._by_row)))
         self.caches = len(self._by_row)
         own = self._by_row[row]
@@ -85,7 +84,7 @@ class PagedStore(KVStore):
         self._write_table(row)
 
     def release_from(self, row: int) -> None:
-        """Take back the pages of this row and of those behind it: no session is there."""
+        """Free the pages of this row and all later rows, which have no sessions."""
         for pages in self._by_row[row:]:
             self._take_back(pages)
             pages.clear()
@@ -105,7 +104,7 @@ class PagedStore(KVStore):
             page[:, :, :, inside] = numbers[:, :, :, which]
 
     def move_cache(self, source: int, goal: int, extent: int) -> None:
-        """Give the pages of one row of the store to another row, whose own are taken back: nothing is copied."""
+        """Move the pages of one row to another row, whose own pages are freed; nothing is copied."""
         self._take_back(self._by_row[goal])
         self._by_row[goal] = self._by_row[source]
         self._by_row[source] = []
@@ -121,13 +120,13 @@ class PagedStore(KVStore):
 
     @torch.inference_mode()
     def _take_back(self, pages: list[int]) -> None:
-        """Add pages to the free ones, with zeros: a masked slot still enters the product, and a stray NaN would spread."""
+        """Free pages and fill them with zeros, as masked slots enter products and a NaN in them would spread."""
         for page in pages:
             self._pages[page].zero_()
         self._free.extend(pages)
 
     def _new_chunk(self, pages: int, like: Tensor) -> Tensor:
-        """Add free pages, at least `pages`, or as many as there are if these are not large; return them."""
+        """Add at least `pages` free pages, doubling the store while it is small; return them."""
         page_bytes = 2 * self._shape[0] * self.part * like.element_size()
         ahead = min(len(self._pages), MOST_CHUNK_BYTES // page_bytes)
         chunk = like.new_zeros(max(pages, ahead), *self._shape)
@@ -139,7 +138,7 @@ class PagedStore(KVStore):
         return chunk
 
     def _pages_of(self, row: int, slots: Integers) -> Iterator[tuple[Tensor, Int64[Tensor, " k"], Int64[Tensor, " k"]]]:
-        """Yield each page that some slots are in, which of its slots they are, and which of the given ones."""
+        """Yield each page that holds some of these slots, the slots in the page, and their indices in `slots`."""
         numbers, inside = divmod(slots, PAGE)
         for number in np.unique(numbers):
             which = np.flatnonzero(numbers == number)
@@ -150,7 +149,7 @@ class PagedStore(KVStore):
         return torch.from_numpy(numbers).to(self.table.device)
 
     def _widen_table(self, rows: int, pages: int) -> None:
-        """Make room in the table; each of its dimensions that is too small at least doubles."""
+        """Make room in the table; a dimension that is too small at least doubles."""
         known_rows, known_pages = self.table.shape
         if rows <= known_rows and pages <= known_pages:
             return

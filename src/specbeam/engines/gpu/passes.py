@@ -24,25 +24,25 @@ from specbeam.engines.kv.masks import Masks
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# the largest passes that are captured; larger ones get a staging of their own
+# Maximum sizes of captured passes; larger ones get their own staging.
 ROWS = 1024
 SESSIONS = 128
 MASK_BYTES = 2**22  # for each kind of layer
-MOST_MASK_BYTES = 2**28  # of the masks of all prompts that one pass stores
+MOST_MASK_BYTES = 2**28  # maximum size of the masks of all prompts in one pass
 
 
 class GpuPasses:
-    """The passes of a model on a GPU, in which the rows of all sessions follow each other.
+    """The passes of a model on a GPU, with the concatenated rows of all sessions.
 
-    A pass is padded to a size for which there may be a captured graph. A single session is served by one step
-    (`extend_gpu_cache`), if steps can launch the graphs.
+    A pass is padded to a size for which there may be a captured graph. A single session is served by one compiled step
+    (`extend_gpu_cache`) if steps can launch the graphs.
 
     Args:
-        caches: the caches of all sessions in each row of the store.
-        capture: whether to capture graphs, which needs a GPU; otherwise the same kernels are started one by one.
+        caches: the caches of the sessions in each row of the store.
+        capture: whether to capture graphs, which needs a GPU; otherwise the same kernels are launched one by one.
     """
 
-    most_rows_in_steps = FEW  # rows of a pass that steps run
+    most_rows_in_steps = FEW  # maximum number of rows of a pass in steps
 
     def __init__(self, model: "PreTrainedModel", decoder: GpuDecoder, caches: list[GpuCache], capture: bool) -> None:
         self.decoder = decoder
@@ -56,13 +56,13 @@ class GpuPasses:
         self.graphs = Graphs(decoder, self.store, self.staging, capture)
 
     def try_out(self) -> None:
-        """Run a pass that keeps nothing, to see whether Triton works here."""
+        """Run an empty pass, which raises an exception if Triton does not work here."""
         with self._on_device(), torch.inference_mode():
             self.staging.blank()
             self.decoder.forward(self.staging.inputs, PassShape(1, 1, 1, 1), self.store)
 
     def _on_device(self) -> AbstractContextManager[object]:
-        """Return a context in which the model's device is the current one, on which kernels are started."""
+        """Return a context in which the model's device is the current device, on which kernels are launched."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def cache(self, row: int, prompt: list[int]) -> GpuCache:
@@ -72,28 +72,25 @@ class GpuPasses:
     takes_vectors = False
 
     def _source_of(self, cache: GpuCache) -> tuple[int, int]:
-        """Return the first frame and the number of frames of the source that a session reads."""
+        """Return the first frame and the number of frames of a session's source."""
         return 0, 0
 
     def refuses_extra_rows(self, inputs: ExtraInputs) -> str:
-        """Return the reason why these passes cannot take extra rows: they look up tokens alone."""
-        return (
-            "the forward for GPUs takes no learnt rows, and its attention no prefix: "
-            "HuggingFaceLM(model, engine='plain') takes both"
-        )
+        """Return the reason why these passes cannot take extra rows: they take only tokens."""
+        return "the forward for GPUs takes neither learned rows nor a prefix; use HuggingFaceLM(model, engine='plain')"
 
     def refuses(self, context: object) -> str:
         """Return the reason why these passes cannot take a context: they take none."""
-        return "the forward for GPUs takes no context besides tokens: HuggingFaceLM(model, engine='plain') does"
+        return "the forward for GPUs takes no context besides tokens; use HuggingFaceLM(model, engine='plain')"
 
     def lacks(self, needs: Needs) -> str:
         """Return the reason why these passes cannot provide `needs`; "" if they can."""
         if needs.states:
-            return "the forward for GPUs keeps no hidden states: HuggingFaceLM(model, engine='plain') does"
+            return "the forward for GPUs returns no hidden states; use HuggingFaceLM(model, engine='plain')"
         return ""
 
     def extend(self, caches: list[GpuCache], forests: Sequence[Forest]) -> list[Scored]:
-        """Store all pending nodes and the new nodes of these forests; return the rows that were not handed out yet."""
+        """Store all pending nodes and the new nodes of these forests; return the rows that were not returned before."""
         if len(caches) == 1 and (rows := self._extend_by_step(caches[0], forests[0])) is not None:
             return [scored_rows(caches[0].needs, rows)]
         wanted = [cache.enter(forest) for cache, forest in zip(caches, forests, strict=True)]
@@ -102,9 +99,9 @@ class GpuPasses:
         return [scored_rows(cache.needs, cache.answer(forest)) for cache, forest in zip(caches, forests, strict=True)]
 
     def prefill(self, caches: list[GpuCache], counts: list[int]) -> None:
-        """Store the given number of pending tokens of each cache, without computing their logits.
+        """Store this number of pending tokens of each cache, without computing their logits.
 
-        Runs several passes if the masks would take more than `MOST_MASK_BYTES`.
+        Runs several passes if the masks would exceed `MOST_MASK_BYTES`.
         """
         none = np.zeros(0, dtype=np.int64)
         batch = list[tuple[GpuCache, int, Nodes]]()
@@ -135,7 +132,7 @@ class GpuPasses:
             )  # fmt: skip
 
     def _extend_by_step(self, cache: GpuCache, forest: Forest) -> Logits | None:
-        """Do `extend` for a single session, by one compiled step; return None if steps cannot run passes here."""
+        """Do `extend` for a single session in one compiled step; return None if steps cannot run passes here."""
         with self.arrays_for_steps(cache, forest.size - cache.trie.known) as arrays:
             if arrays is None:
                 return None
@@ -151,11 +148,11 @@ class GpuPasses:
 
         Args:
             parts: caches, each with the number of pending nodes to store, and the forest nodes among them whose logits are
-                wanted.
+                needed.
         """
         counts = [count for _, count, _ in parts]
         starts = [*accumulate(counts, initial=0)]
-        ends = [*accumulate((len(nodes) for *_, nodes in parts), initial=0)]  # of each part among the wanted rows
+        ends = [*accumulate((len(nodes) for *_, nodes in parts), initial=0)]  # ends of the parts in the wanted rows
         shape = shape_for(counts, ends[-1])
         stored = [cache.trie.stored for cache, *_ in parts]
         staging, mask_bytes = self._fill_staging(parts, shape)
@@ -176,9 +173,9 @@ class GpuPasses:
                     torch.cuda.current_stream(self.device).synchronize()  # so that the staging can be filled again
 
     def _fill_staging(self, parts: list[tuple[GpuCache, int, Nodes]], shape: PassShape) -> tuple[Staging, int]:
-        """Give slots to the rows of a pass, and write its inputs to a staging; return this, and the bytes of the mask.
+        """Assign slots to the rows of a pass, and write its inputs to a staging; return it and the bytes of the mask.
 
-        Raises `IndexError`, before any slot is given, for tokens and positions that the model does not have.
+        Raises `IndexError`, before any slot is assigned, for tokens and positions that the model does not have.
         """
         count_by_row = Counter[int]()
         for cache, count, _ in parts:
@@ -195,18 +192,18 @@ class GpuPasses:
             staging = Staging(self.device, shape.rows, shape.sessions, most)
         inputs = staging.filled
         for session, (cache, count, _) in enumerate(parts):
-            cache.trie.make_slots(count)  # other sessions in the same row of the store may have taken slots just now
+            cache.trie.make_slots(count)  # other sessions in the same row of the store may just have taken slots
             source = self._source_of(cache)
             place = (session, row, byte)
             byte = write_inputs(cache.trie.arrays, count, cache.row, source, self.limits, inputs, place)
             row += count
         for numbers in (inputs.tokens, inputs.positions, inputs.caches, inputs.slots):
-            numbers[row : shape.rows] = 0  # padding goes to the waste slot, in which nothing is kept
+            numbers[row : shape.rows] = 0  # padding goes to the waste slot
         inputs.sessions[:, len(parts) : shape.sessions] = 0
         return staging, byte
 
     def _reserve(self, caches: list[GpuCache]) -> None:
-        """Give pages to the rows of these caches, after taking them from rows without sessions."""
+        """Free the pages of rows without sessions, and assign pages to the rows of these caches."""
         self.store.release_from(len(self.caches))
         for cache in caches:
             self.store.reserve_row(cache.row, cache.trie.capacity)

@@ -1,7 +1,7 @@
-"""Products with the matrices of a model: cuBLAS multiplies unrounded ones, a kernel rounded ones.
+"""Products with the matrices of a model: by cuBLAS without rounding, by a Triton kernel with rounding.
 
-A rounded matrix is in fp8, of the kind e4m3, with a scale for each output: of few rows, a product takes as long as reading
-the matrix, and that is half the bytes.
+A rounded matrix is in fp8 (e4m3) with a scale for each output. A product with few rows is memory-bound, and fp8 has half the
+bytes.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ JOINED = 512  # outputs of a program that joins parts
 
 
 class GpuMatrix(NamedTuple):
-    """A matrix of a model: its numbers, and if they are rounded a factor for each output."""
+    """A matrix of a model, with a factor for each output if it is rounded."""
 
     numbers: Float[Tensor, "outputs inputs"]
     scales: Float[Tensor, " outputs"] | None = None
@@ -34,16 +34,16 @@ class GpuMatrix(NamedTuple):
 
 
 def rounded_matrix(numbers: Float[Tensor, "outputs inputs"]) -> GpuMatrix:
-    """Return a copy of a matrix in fp8: each output is divided by a scale, so that its largest number is the largest of fp8.
+    """Return a copy of a matrix in fp8; a scale maps the largest number of each output to the largest fp8 number.
 
-    Numbers are rounded to nearest, in steps of an eighth to a sixteenth of their size; those below the smallest of fp8, a
-    200,000th of the largest, become zero.
+    Numbers are rounded to nearest, in steps of an eighth to a sixteenth of their size; numbers below the smallest fp8
+    number, a 200,000th of the largest, become zero.
     """
     numbers = numbers.detach()
     largest = numbers.abs().amax(1).float()
     scales = torch.where(largest > 0, largest / LARGEST_FP8, 1.0)
     rounded = torch.empty(numbers.shape, dtype=FP8, device=numbers.device)
-    for start in range(0, len(numbers), 4096):  # a matrix in float32 would take too much memory
+    for start in range(0, len(numbers), 4096):  # the whole matrix in float32 would take too much memory
         part = slice(start, start + 4096)
         rounded[part] = (numbers[part].float() / scales[part, None]).to(FP8)
     return GpuMatrix(rounded, scales)
@@ -112,7 +112,7 @@ def _join_parts(
 
 
 class ProductBlocks(NamedTuple):
-    """The sizes of the blocks of a product, and how a multiprocessor runs it."""
+    """The sizes of the blocks of a product, and the settings of its kernel."""
 
     rows: int
     outputs: int
@@ -123,9 +123,10 @@ class ProductBlocks(NamedTuple):
 
 
 def blocks_for(rows: int, outputs: int, width: int) -> ProductBlocks:
-    """Return the division of a product that was fastest on an H100.
+    """Return the blocks with which a product was fastest on an H100.
 
-    Few rows go with narrow strips of outputs, and matrices of few outputs in parts: so all multiprocessors read at once.
+    Few rows take narrow strips of outputs, and matrices of few outputs are split into parts, so that all multiprocessors
+    read at once.
     """
     is_wide = outputs > 8192
     if rows <= 16:
@@ -147,9 +148,9 @@ def multiplied(
     """Return the products of rows with a matrix, summed up in float32.
 
     Args:
-        bias: is added to each row.
-        add_to: a tensor that the products are added to, in place; it is returned.
-        blocks: None: from `blocks_for`.
+        bias: added to each row.
+        add_to: a tensor to which the products are added in place; it is returned.
+        blocks: None: those of `blocks_for`.
     """
     if matrix.scales is None:
         return _by_library(x, matrix.numbers, bias, add_to)

@@ -1,7 +1,7 @@
-"""The Triton kernel with which decoders look at sources.
+"""The Triton kernel of cross-attention.
 
-There is no mask: all rows of a session look at all frames of its source. Which frames of the pool these are is read on the
-device, so that a captured pass can be replayed for another source, of another length; see `Inputs.sessions`.
+There is no mask: all rows of a session attend to all frames of its source. The place of the frames in the pool is read on
+the device, so that a captured pass can be replayed for sources of any length; see `Inputs.sessions`.
 """
 
 import torch
@@ -74,12 +74,12 @@ def looked_at_sources(
     processors: int,
     scale: float,
 ) -> JoinedRows:
-    """Return the attention of every row over all frames of the source that its session reads.
+    """Return the attention of every row over all frames of its session's source.
 
     Args:
-        keys, values: of all sources in one layer.
+        keys, values: keys and values of all sources in one layer.
         sessions: number of sessions in the pass.
-        most: the most rows of one session.
+        most: maximum number of rows of one session.
         processors: number of multiprocessors of the device; the frames are split so that all of them have work.
         scale: factor of scores.
     """

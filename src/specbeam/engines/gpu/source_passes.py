@@ -1,4 +1,4 @@
-"""Passes on a GPU of decoders that look at a source."""
+"""Passes of encoder-decoder models' decoders on a GPU."""
 
 from typing import TYPE_CHECKING
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class GpuSourcePasses(ReadsSources, GpuPasses):
-    """The passes of a model whose decoder looks at a source, by the forward for GPUs; see `ReadsSources`.
+    """The passes of an encoder-decoder model's decoder, by the forward for GPUs; see `ReadsSources`.
 
-    Passes are captured for their sizes alone: sources and their lengths are read on the device.
+    Captured passes depend only on sizes: sources and their lengths are read on the device.
     """
 
     cross: CrossPool

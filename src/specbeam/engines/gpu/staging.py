@@ -1,4 +1,4 @@
-"""The inputs of a pass on a GPU, which steps lay out on the host."""
+"""The inputs of a pass on a GPU, which compiled steps write on the host."""
 
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -9,8 +9,8 @@ import torch
 from specbeam.core.compiling.compiler import Array, compiled
 from specbeam.engines.kv.steps import BLOCK, EXTENT, STORED, Trie, feed_slots
 
-SESSION_NUMBERS = 8  # of each session in `Inputs.sessions`
-MOST_RANGES = 255  # that a byte of the mask distinguishes, besides slots that are not seen
+SESSION_NUMBERS = 8  # numbers of each session in `Inputs.sessions`
+MOST_RANGES = 255  # ranges of distances that a byte of the mask distinguishes, besides masked slots
 
 
 class Inputs(NamedTuple):
@@ -20,23 +20,23 @@ class Inputs(NamedTuple):
     positions: Any  # [rows]
     caches: Any  # [rows]: row of the store
     slots: Any  # [rows]: slot for keys and values; 0: they are not stored
-    wanted: Any  # [rows]: the rows whose logits are wanted
-    # [8, sessions]: first row, number of rows, row of the store, number of slots that attention goes over; in the mask:
-    # first byte, bytes of each kind of layer; and of the source that is read: first frame, number of frames
+    wanted: Any  # [rows]: the rows whose logits are needed
+    # [8, sessions]: first row, number of rows, row of the store, number of slots for attention; in the mask: first byte,
+    # bytes of each kind of layer; of the session's source: first frame, number of frames
     sessions: Any
-    # uint8[bytes] by session, kind of layer, row, slot: 0 if the row may not look at the slot, and otherwise 1, or the
-    # number that `ModelLimits.ranges` has for the distance between both
+    # uint8[bytes] by session, kind of layer, row, slot: 0 if the slot is masked, otherwise 1, or the number in
+    # `ModelLimits.ranges` for the distance between row and slot
     seen: Any
 
 
 class ModelLimits(NamedTuple):
     """The limits of a model: its windows, its numbers of positions and tokens, and its ranges of distances."""
 
-    windows: Array  # int64[kinds]: tokens that each kind of layer looks at, the row's own included; 0: all
+    windows: Array  # int64[kinds]: sliding window of each kind of layer, the row's own token included; 0: all tokens
     positions: int
     vocab: int
-    # uint8[distances]: for each number of positions back 1 and the number of the range of distances with the same biases of
-    # attention, see `GpuLayer.biases`; the last is that of all that are further back; of no distances: there are no biases
+    # uint8[distances]: for each distance, 1 plus the index of its range of equal attention biases (see `Scores`); the last
+    # is for all larger distances. Empty without biases.
     ranges: Array
 
 
@@ -44,7 +44,7 @@ class ModelLimits(NamedTuple):
 def check_nodes(trie: Trie, count: int, model: ModelLimits) -> None:
     """Raise `IndexError` if any of the next `count` pending nodes has a token or a position that the model does not have.
 
-    Kernels would read beyond the model's arrays.
+    Kernels would read outside the model's arrays.
     """
     start = trie.counts[STORED]
     stop = trie.counts[STORED] + count
@@ -56,12 +56,12 @@ def check_nodes(trie: Trie, count: int, model: ModelLimits) -> None:
 
 @compiled
 def _name_ranges(look: Array, position: int, back: Array, ranges: Array) -> None:
-    """Write the number of the range of distances to each slot that a row may look at; see `ModelLimits.ranges`.
+    """Replace ones in a row's mask by the number of the range of distances of the slot; see `ModelLimits.ranges`.
 
     Args:
         look: uint8[slots], the mask of the row.
-        position: of the row.
-        back: int64[slots], the position of the token of each slot.
+        position: position of the row.
+        back: int64[slots], the position of each slot's token.
     """
     most = len(ranges) - 1
     for slot in range(len(look)):
@@ -79,14 +79,14 @@ def write_inputs(
     inputs: Inputs,
     place: tuple[int, int, int],
 ) -> int:
-    """Give slots to the next `count` pending nodes of a session, and write their rows of a pass to `inputs`.
+    """Assign slots to the next `count` pending nodes of a session, and write their rows of a pass to `inputs`.
 
     There must be room for them, and `check_nodes` must have accepted them.
 
     Args:
         store_row: the session's row of the store.
-        source: first frame and number of frames of the source that the session reads.
-        place: number of the session in the pass, its first row there, and its first byte in the mask.
+        source: first frame and number of frames of the session's source.
+        place: index of the session in the pass, its first row, and its first byte in the mask.
 
     Returns the first byte of the mask after the session.
     """
@@ -126,11 +126,11 @@ def write_inputs(
 
 
 class Staging:
-    """Buffers for the inputs of a pass, with the same layout on the host and on the device, so that one copy moves all.
+    """Buffers for the inputs of a pass, with the same layout on the host and the device, so that one copy transfers all.
 
     Attributes:
-        inputs: on the device.
-        filled: on the host, where they are filled in.
+        inputs: the inputs on the device.
+        filled: the inputs on the host, where steps write them.
     """
 
     def __init__(self, device: torch.device, rows: int, sessions: int, mask_bytes: int) -> None:
@@ -163,7 +163,7 @@ class Staging:
         self._on_device[:end].copy_(self._on_host[:end], non_blocking=True)
 
     def blank(self) -> None:
-        """Set all inputs to zero: a pass in which no session has rows and nothing is stored."""
+        """Set all inputs to zero: an empty pass that stores nothing."""
         self._on_host.zero_()
         self._on_device.zero_()
 

@@ -1,4 +1,4 @@
-"""A session's cache for models that transformers runs: its trie, its row of the store, and the logits of a turn."""
+"""A session's cache for models run by transformers: its trie, its row of the store, and the logits of a turn."""
 
 from typing import Any
 
@@ -15,32 +15,32 @@ from specbeam.engines.kv.trie import KVTrie
 
 Nodes = Int64[np.ndarray, " _"]
 Logits = Float[torch.Tensor, "_ vocab"]
-Columns = tuple[torch.Tensor, ...]  # tensors of the same rows: logits, and hidden states if a part needs them
+Columns = tuple[torch.Tensor, ...]  # logits, and hidden states if a part needs them, of the same rows
 
 
 class PaddedCache(RowMember):
-    """A session's cache for models whose outputs are logits, in batches that are padded.
+    """A session's cache for models that run padded batches.
 
-    Rows of logits are kept until the turn is settled; rows of nodes that become roots, for the next turn.
+    It holds rows of logits until the turn is settled, and those of the new roots for the next turn.
     """
 
     def __init__(self, row: int, prompt: list[int]) -> None:
         super().__init__(row, prompt)
         self.trie = KVTrie(prompt)
-        self.answered = 0  # number of forest nodes whose logits were handed out in this turn
-        # Rows by ascending local node: first of roots that were stored in an earlier turn, then of this turn's passes.
+        self.answered = 0  # number of forest nodes whose logits were returned in this turn
+        # Rows by ascending local node: first those of roots stored in an earlier turn, then those of this turn's passes.
         self._blocks: list[tuple[Nodes, Columns]] = []
 
     def enter(self, forest: Forest) -> Nodes:
-        """Add the new nodes of a forest; return the local nodes whose logits the next pass has to compute."""
+        """Add the new nodes of a forest; return the local nodes whose logits the next pass must compute."""
         self.trie.enter(forest)
         wanted = self._wanted(forest)
-        if self.answered:  # then these nodes are new in this turn, and none of them is stored yet
+        if self.answered:  # these nodes are new in this turn, so none of them is stored
             return wanted
         return wanted[wanted >= self.trie.stored]
 
     def learn(self, nodes: Nodes, columns: Columns) -> None:
-        """Keep the outputs of a pass for the nodes that `enter` returned."""
+        """Store the outputs of a pass for the nodes that `enter` returned."""
         if self.answered == 0 and (nodes[1:] < nodes[:-1]).any():  # roots are in the order of their beams
             order = nodes.argsort()
             nodes = nodes[order]
@@ -51,7 +51,7 @@ class PaddedCache(RowMember):
         return self.trie.local[unknown_nodes(self.answered, self.trie.known, forest.known.nodes)]
 
     def answer(self, forest: Forest) -> Scored:
-        """Return the rows of the forest nodes that were not handed out yet and are not known; mark all as handed out."""
+        """Return the rows of the forest nodes that were not returned before and are not known; mark all as returned."""
         wanted = self._wanted(forest)
         later = self.answered > 0
         self.answered = self.trie.known
@@ -60,27 +60,27 @@ class PaddedCache(RowMember):
         return hand_out(self, *(columns if newest else self._rows(wanted)))
 
     def settle(self, turn: Turn) -> None:
-        """Keep the surviving beams in the trie, and the rows of those roots of the next turn that were scored already."""
+        """Keep the surviving beams in the trie, and the rows of new roots that are already scored."""
         _, before = self.trie.settle(turn)
         now = self.trie.root_at
         scored = np.concatenate([nodes for nodes, _ in self._blocks] or [before[:0]])
-        kept = np.flatnonzero((now < self.trie.stored) & np.isin(before, scored))
-        kept = kept[now[kept].argsort()]
-        self._blocks = [(now[kept], self._rows(before[kept]))] if len(kept) else []
+        roots = np.flatnonzero((now < self.trie.stored) & np.isin(before, scored))
+        roots = roots[now[roots].argsort()]
+        self._blocks = [(now[roots], self._rows(before[roots]))] if len(roots) else []
         self.answered = 0
 
     def _rows(self, wanted: Nodes) -> Columns:
-        """Return the rows of these local nodes; raise `IndexError` if any was not scored."""
-        pieces: list[tuple[Nodes, Columns]] = []  # places among the wanted nodes, and their rows
+        """Return the rows of these local nodes. Raises `IndexError` if any was not scored."""
+        pieces: list[tuple[Nodes, Columns]] = []  # indices into the wanted nodes, and their rows
         for nodes, columns in self._blocks:
             at = nodes.searchsorted(wanted)
-            at[at == len(nodes)] = 0  # beyond the last node; no node is there if the pass needed no rows
+            at[at == len(nodes)] = 0  # after the last node; a block may be empty
             places = np.flatnonzero(nodes[at] == wanted) if len(nodes) else np.flatnonzero(nodes)
             if len(places) == len(wanted):
                 return tuple(rows_at(rows, at) for rows in columns)
             pieces.append((places, tuple(rows_at(rows, at[places]) for rows in columns)))
         if sum(len(places) for places, _ in pieces) != len(wanted):
-            raise IndexError(f"the rows of local nodes {wanted} are needed, but some of them were not scored")
+            raise IndexError(f"the logits of local nodes {wanted} are needed, but some of these nodes were not scored")
         outs = tuple(rows.new_empty(len(wanted), rows.shape[1]) for rows in pieces[0][1])
         for places, columns in pieces:
             for out, rows in zip(outs, columns, strict=True):
@@ -89,12 +89,12 @@ class PaddedCache(RowMember):
 
 
 def hand_out(cache: Any, logits: torch.Tensor, *hidden: torch.Tensor) -> Scored:
-    """Return these rows as the parts of a session need them, with the hidden states of the prompt that the cache holds.
+    """Return these rows in the form that the session's parts need, with the prompt's hidden states in the cache.
 
-    The cache gives up its hidden states of the prompt, so that they are handed out only once.
+    The cache drops the prompt's hidden states, so that they are returned only once.
 
     Args:
-        hidden: one tensor, the hidden states of the same rows; needed only if a part needs hidden states.
+        hidden: one tensor, the hidden states of the same rows; required if a part needs hidden states.
     """
     if not cache.needs.states:
         return scored_rows(cache.needs, logits)

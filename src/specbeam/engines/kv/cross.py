@@ -1,8 +1,8 @@
-"""The stores of the keys and values that a decoder's cross-attention reads: each source once, however many beams read it."""
+"""Stores of cross-attention keys and values: each source is stored once, for all beams and sessions that read it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,19 +17,15 @@ from specbeam.engines.kv.store import in_words, panel_buffers
 from specbeam.engines.source import Source
 
 NO_HEADS = (
-    "its hidden states belong to one source and are not handed out: draft heads, exit layers and other parts that read them "
-    "are for decoder-only models"
+    "its hidden states are not available: draft heads, exit layers and other parts that read them need a decoder-only "
+    "model"
 )
 
 
 class CrossLayer(CacheLayerMixin):
-    """The keys and values of one layer that the present pass reads, with the interface of a cache of transformers.
-
-    Layers read them in place and never update them.
-    """
+    """The cross-attention keys and values of one layer in the current pass, as a transformers cache layer, read-only."""
 
     is_sliding = False
-    is_initialized = True
 
     def __init__(self, keys: Float[Tensor, "batch heads frames size"], values: Tensor) -> None:
         super().__init__()
@@ -40,7 +36,7 @@ class CrossLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the keys and values are there."""
+        """Do nothing: the keys and values exist."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -60,7 +56,7 @@ class CrossLayer(CacheLayerMixin):
 
 
 class SourceRows(ABC):
-    """The rows of stored sources, which stay side by side.
+    """The rows of stored sources, which stay contiguous.
 
     Attributes:
         lengths: number of frames of each row in use.
@@ -70,7 +66,7 @@ class SourceRows(ABC):
         self.lengths: list[int] = []
 
     def drop(self, row: int) -> int:
-        """Free a row: the last row moves there. Returns the former number of that, which is `row` itself if none moves."""
+        """Free a row by moving the last row there. Returns the index of the moved row, which is `row` if none moves."""
         last = len(self.lengths) - 1
         if row != last:
             self._move(last, row)
@@ -86,19 +82,17 @@ class SourceRows(ABC):
 
     @abstractmethod
     def _move(self, source: int, goal: int) -> None:
-        """Copy a row to another one."""
+        """Copy row `source` to row `goal`."""
 
 
 class CrossStore(SourceRows):
     """The keys and values of the sources of all sessions, in one buffer per layer.
 
-    A row belongs to a source, not to a session: samples of one prompt read the same row. Rows in use stay side by side,
-    so that a pass over neighbouring sources reads them in place.
+    A row belongs to a source, not to a session: samples of one prompt read the same row. Rows in use stay contiguous, so
+    that a pass over neighbouring sources reads them in place.
 
     Attributes:
-        keys, values: by layer, [rows, heads, frames, size]; the frames beyond a source are zeros or old numbers,
-            and masked.
-        lengths: number of frames of each row in use.
+        keys, values: by layer, [rows, heads, frames, size]; frames after the end of a source are masked.
     """
 
     def __init__(self) -> None:
@@ -124,7 +118,7 @@ class CrossStore(SourceRows):
         return row
 
     def _reserve(self, rows: int, frames: int, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Make room for `rows`, which at least double, and for exactly `frames`: sources are long."""
+        """Make room for `rows`, at least doubling them, and for exactly `frames`, as sources are long."""
         if not self.keys:
             self.keys = [one.new_zeros(rows, *one.shape[1:]) for one in keys]
             self.values = [one.new_zeros(rows, *one.shape[1:]) for one in values]
@@ -137,7 +131,7 @@ class CrossStore(SourceRows):
             for layer, buffer in enumerate(buffers):
                 grown = buffer.new_zeros(rows, buffer.shape[1], frames, buffer.shape[3])
                 grown[:known_rows, :, :known_frames] = buffer
-                buffers[layer] = grown  # one after the other, so that only one layer is held twice
+                buffers[layer] = grown  # layer by layer, so that only one layer is in memory twice
 
     @torch.inference_mode()
     def _move(self, source: int, goal: int) -> None:
@@ -158,7 +152,7 @@ class CrossStore(SourceRows):
         layers = []
         for keys, values in zip(self.keys, self.values, strict=True):
             seen = [buffer[which][:, :, :longest] for buffer in (keys, values)]
-            if len(seen[0]) < len(rows):  # all sequences look at one source
+            if len(seen[0]) < len(rows):  # all sequences read one source
                 seen = [one.expand(len(rows), -1, -1, -1) for one in seen]
             layers.append(CrossLayer(seen[0], seen[1]))
         device = self.keys[0].device
@@ -167,21 +161,20 @@ class CrossStore(SourceRows):
         return CrossView(Cache(layers=layers), mask)
 
 
-class CrossView:
-    """The keys and values that the cross-attention of one pass reads.
+class CrossView(NamedTuple):
+    """The cross-attention keys and values of one pass.
 
     Attributes:
-        cache: the keys and values, as a cache of transformers.
+        cache: the keys and values, as a transformers cache.
         mask: which frames belong to the source of each sequence.
     """
 
-    def __init__(self, cache: Cache, mask: Bool[Tensor, "batch frames"]) -> None:
-        self.cache = cache
-        self.mask = mask
+    cache: Cache
+    mask: Bool[Tensor, "batch frames"]
 
 
 def _as_index(rows: Sequence[int]) -> "slice | list[int]":
-    """Return an index that reads these rows: in place if they are one row or neighbours, and otherwise a copy."""
+    """Return an index of these rows: a slice, without a copy, if they are one row or neighbours."""
     first = rows[0]
     if all(row == first for row in rows):
         return slice(first, first + 1)
@@ -191,17 +184,16 @@ def _as_index(rows: Sequence[int]) -> "slice | list[int]":
 
 
 class CrossPanels(SourceRows):
-    """The keys and values of the sources of all sessions, as the compiled forward reads them; see `CrossStore`.
+    """The keys and values of the sources of all sessions, in the layout of the compiled forward; see `CrossStore`.
 
     Args:
-        layers, heads, size: of the decoder.
+        layers, heads, size: the decoder's layers, heads and head size.
         width: frames of a panel; the columns of values are padded with zeros to a multiple of it.
-        words: dtype of the buffers: float32, or uint16 for the bits of bfloat16 numbers, to which all are then rounded.
+        words: dtype of the buffers: float32, or uint16 for the bits of numbers rounded to bfloat16.
 
     Attributes:
         keys: words[layers, rows, heads, panels, size, frames of a panel].
         values: words[layers, rows, heads, frames, padded size].
-        lengths: number of frames of each row in use.
     """
 
     def __init__(self, layers: int, heads: int, size: int, width: int, words: Any = np.float32) -> None:
@@ -231,7 +223,7 @@ class CrossPanels(SourceRows):
         by_panel = keys.reshape(panels, self.width, *keys.shape[1:])
         self.keys[:, row, :, :panels] = by_panel.transpose(2, 3, 0, 4, 1)
         self.values[:, row, :, :frames, : both.shape[4]] = both[:, :, 1].transpose(1, 2, 0, 3)
-        # Whole panels are summed, with odds of zero behind the last frame, where NaN may have been.
+        # Whole panels are summed with weight 0 after the last frame, where old numbers may be NaN.
         self.values[:, row, :, frames : panels * self.width] = 0
         self.lengths.append(frames)
         return row
@@ -241,7 +233,7 @@ class CrossPanels(SourceRows):
             buffer[:, goal] = buffer[:, source]
 
     def _reserve(self, rows: int, frames: int) -> None:
-        """Make room for `rows`, which at least double, and for just the panels of `frames`: sources are long."""
+        """Make room for `rows`, at least doubling them, and for exactly the panels of `frames`, as sources are long."""
         known_rows = self.keys.shape[1]
         known_panels = self.keys.shape[3]
         panels = -(-frames // self.width)
@@ -260,12 +252,12 @@ class CrossPanels(SourceRows):
 
 
 class ReadsSources(ABC):
-    """The sources of passes in all engines: each is stored once, for all sessions that read it.
+    """A mixin for the passes of encoder-decoder models: stores each source once, for all sessions that read it.
 
     Attributes:
-        model: that reads them.
+        model: the model that reads the sources.
         cross: the store of their keys and values.
-        readers: of each row of `cross`, the source and the caches of the sessions that read it.
+        readers: for each row of `cross`, its source and the caches of the sessions that read it.
     """
 
     model: Any
@@ -275,16 +267,16 @@ class ReadsSources(ABC):
 
     @abstractmethod
     def store_source(self, states: SourceStates) -> int:
-        """Store the keys and values that the decoder makes of a source, and return their row."""
+        """Compute and store a source's cross-attention keys and values, and return their row."""
 
     def row_of(self, source: Source, encoder: Any) -> int:
-        """Store the keys and values of a source, which the encoder has read or reads now, and return their row."""
+        """Encode a source unless its states are known, store its keys and values, and return their row."""
         return self.store_source(source.states_of(encoder))
 
     def read_ahead(self, sources: Sequence[Source], encoder: Any) -> None:
-        """Make keys and values of sources that sessions are about to look at, and of those read after them.
+        """Compute the keys and values of these sources, and of sources linked after them, together.
 
-        Does nothing in engines that gain nothing by reading sources together.
+        Engines without a gain from this do nothing.
         """
         return
 
@@ -294,20 +286,20 @@ class ReadsSources(ABC):
         """The number of positions of the decoder; None if there is no limit."""
 
     def misfit_of_encoder(self) -> str:
-        """Return the reason why an engine that runs encoders leaves that of the model to transformers; "" if it does not."""
+        """Return the reason why transformers runs the encoder although the engine could run encoders; "" otherwise."""
         return ""
 
     def own_encoder(self) -> Any:
-        """Return the encoder of the model: a module that is called as transformers' encoder."""
+        """Return the model's encoder, with the call interface of transformers' encoder."""
         return self.model.get_encoder()
 
     @abstractmethod
     def plain_logits(self, states: SourceStates, path: list[int]) -> Float[Tensor, " vocab"]:
-        """Return the logits after a path, as the model gives them by itself."""
+        """Return the logits after a path by transformers' forward without a tree."""
 
     @torch.inference_mode()
     def hold(self, cache: Any, source: Source, encoder: Any) -> None:
-        """Store the keys and values of a session's source, unless another session of the same source has done so."""
+        """Assign the row of its source to a session; store the source if no session has done so."""
         for row, (known, readers) in enumerate(self.readers):
             if known is source:
                 readers.append(cache)
@@ -317,7 +309,7 @@ class ReadsSources(ABC):
         self.readers.append((source, [cache]))
 
     def let_go(self, cache: Any, encoder: Any) -> None:
-        """Free the source of a session that is over, if no other session reads it."""
+        """Free the source of a closed session if no other session reads it."""
         if cache.source_row < 0:
             return
         row = cache.source_row
@@ -335,7 +327,7 @@ class ReadsSources(ABC):
                 other.source_row = row
 
     def drop_sources(self) -> None:
-        """Free all sources, when no session is left that reads them."""
+        """Free all sources. No session may still read them."""
         self.readers.clear()
         self.cross.clear()
 
@@ -353,5 +345,5 @@ class ReadsSources(ABC):
         if isinstance(context, Source):
             return ""
         return (
-            f"{type(self.model).__name__} reads a source for each prompt, and the context is {type(context).__name__}"
+            f"{type(self.model).__name__} needs a source for each prompt, and the context is {type(context).__name__}"
         )

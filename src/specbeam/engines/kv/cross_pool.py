@@ -1,4 +1,4 @@
-"""The store of the keys and values of sources for GPUs: the frames of all sources in one pool, each source in one piece."""
+"""The store of cross-attention keys and values on GPUs: one pool of frames, in which each source is contiguous."""
 
 from collections.abc import Iterable
 
@@ -6,24 +6,24 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-FRAMES = 1024  # that there is room for at first
+FRAMES = 1024  # initial capacity
 
 
 class CrossPool:
-    """The keys and values of the sources of all sessions, frame after frame in two buffers; see `CrossStore`.
+    """The keys and values of the sources of all sessions, frame by frame in two buffers; see `CrossStore`.
 
-    A source takes as many frames as it has, in one piece. Which ones these are is told by two numbers, so that a captured
-    pass reads whatever source they name. Nothing moves when a source is dropped, and the buffers stay, as graphs read them.
+    The frames of a source are contiguous, so a captured pass finds a source by two numbers: its first frame and its length.
+    When a source is dropped, nothing moves and the buffers stay in place, as graphs read them.
 
     Args:
-        layers, heads, size: of the decoder.
-        like: a tensor of the dtype and device that the buffers should have.
-        frames: that there is room for at first.
+        layers, heads, size: the decoder's layers, heads and head size.
+        like: a tensor with the dtype and device of the buffers.
+        frames: initial capacity.
 
     Attributes:
         keys, values: float[layers, heads, frames, size]; unused frames are not initialised.
         lengths: number of frames of each row in use.
-        firsts: the first frame of each.
+        firsts: first frame of each row in use.
     """
 
     def __init__(self, layers: int, heads: int, size: int, like: Tensor, frames: int = FRAMES) -> None:
@@ -39,10 +39,10 @@ class CrossPool:
 
     @torch.inference_mode()
     def add(self, frames: int, by_layer: Iterable[tuple[Float[Tensor, "frames heads size"], Tensor]]) -> int:
-        """Store the keys and values of one source, and return its row. The buffers move if there is no room for it.
+        """Store the keys and values of one source, and return its row. The buffers are replaced if they are full.
 
         Args:
-            frames: of the source.
+            frames: length of the source.
             by_layer: keys and values of each layer.
         """
         first = self._room_for(frames)
@@ -55,7 +55,7 @@ class CrossPool:
         return len(self.lengths) - 1
 
     def drop(self, row: int) -> int:
-        """Free a row, whose number the last row gets. Returns the former number of that."""
+        """Free a row; the last row takes its index. Returns the former index of the last row."""
         last = len(self.lengths) - 1
         for numbers in (self.lengths, self.firsts):
             numbers[row] = numbers[last]
@@ -68,7 +68,7 @@ class CrossPool:
         self.firsts = []
 
     def _room_for(self, frames: int) -> int:
-        """Return the first frame of the first gap that is long enough, after making one if there is none."""
+        """Return the start of the first gap of at least `frames` frames; grow the buffers if there is none."""
         end = 0
         for first, length in sorted(zip(self.firsts, self.lengths, strict=True)):
             if first - end >= frames:
@@ -80,7 +80,7 @@ class CrossPool:
         return end
 
     def _grow(self, frames: int) -> None:
-        """Replace the buffers by larger ones with the same contents; if this runs out of memory, nothing has changed."""
+        """Replace the buffers by larger ones with the same contents; an out-of-memory error changes nothing."""
         layers, heads, known, size = self.keys.shape
         grown = [self.keys.new_empty(layers, heads, frames, size) for _ in range(2)]
         for new, old in zip(grown, (self.keys, self.values), strict=True):

@@ -1,4 +1,4 @@
-"""Extra rows that enter a pass between two layers, made from states of the rows that they hang under."""
+"""Extra rows that enter a pass between two layers, computed from hidden states of the rows above them."""
 
 from dataclasses import dataclass
 
@@ -16,9 +16,9 @@ class LateRows:
     """The rows of a session that enter a pass between two layers.
 
     Attributes:
-        inputs: of these rows.
-        places: int64[n], their numbers among all rows of the pass.
-        anchors: int64[n], the numbers of the rows that they are made from.
+        inputs: the inputs of these rows.
+        places: int64[n], their indices in the pass.
+        anchors: int64[n], the indices of the rows that they are computed from.
         kinds: int64[n], see `ExtraInputs.make`.
     """
 
@@ -34,7 +34,7 @@ class LateRows:
 
     @torch.inference_mode()
     def write(self, states: RowTensor) -> None:
-        """Write the inputs of these rows into the layer's inputs of all rows of the pass."""
+        """Write the inputs of these rows into the inputs of the layer, which has all rows of the pass."""
         assert self.inputs.make is not None
         device = states.device
         above = states[self.anchors.to(device)].to(self.inputs.model.dtype)
@@ -46,17 +46,17 @@ def late_rows(inputs: ExtraInputs | None, feed: Feed, start: int) -> LateRows | 
     """Return the rows of a feed that enter between layers; None if there are none.
 
     Args:
-        start: number of the feed's first row among all rows of the pass.
+        start: index of the feed's first row in the pass.
 
-    Raises `NotSupported` if the node that an extra row hangs under was stored by an earlier pass.
+    Raises `NotSupported` if the node above an extra row was stored by an earlier pass.
     """
     if inputs is None or inputs.layer == 0 or not len(feed.learnt):
         return None
     anchors = feed.anchors
     if (anchors < 0).any():
         raise NotSupported(
-            "an extra row that enters between layers hangs under a node that an earlier pass has scored, and whose "
-            "states are gone"
+            "an extra row that enters between layers needs the hidden states of the node above it, and an earlier pass has "
+            "scored that node"
         )
     kinds = LEARNT - feed.tokens[feed.learnt]
     numbers = (np.array(feed.learnt + start), np.array(anchors + start), kinds)

@@ -1,4 +1,4 @@
-"""Attention masks: the slots that each row of a pass may look at, in the form that each backend takes."""
+"""Attention masks: the slots that each row of a pass attends to, in the form that each backend takes."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -14,7 +14,7 @@ from specbeam.engines.kv.trie import Feed
 
 @runtime_checkable
 class SlotPositions(Protocol):
-    """A table of the position in the text of each slot's token, such as a KV trie."""
+    """The position in the text of each slot's token, as in a KV trie."""
 
     @property
     def capacity(self) -> int: ...
@@ -28,7 +28,7 @@ Mask = torch.Tensor | dict[str, torch.Tensor]
 
 
 def seen_slots(feed: Feed, extent: int) -> Bool[np.ndarray, "n extent"]:
-    """Return which of the first `extent` slots each row of a feed looks at."""
+    """Return which of the first `extent` slots each row of a feed attends to."""
     known = min(extent, feed.seen.shape[1])
     seen = np.zeros((len(feed), extent), dtype=bool)
     seen[:, :known] = feed.seen[:, :known]
@@ -36,7 +36,7 @@ def seen_slots(feed: Feed, extent: int) -> Bool[np.ndarray, "n extent"]:
 
 
 def slots_back(feed: Feed, table: SlotPositions, extent: int) -> Int32[np.ndarray, "n extent"]:
-    """Return how many positions before each row of a feed the token of each slot is."""
+    """Return the distance in positions from each slot's token to each row of a feed."""
     known = min(extent, table.capacity)
     back = np.zeros((len(feed), extent), dtype=np.int32)
     back[:, :known] = feed.positions[:, None] - table.slot_position[None, :known]
@@ -44,9 +44,9 @@ def slots_back(feed: Feed, table: SlotPositions, extent: int) -> Int32[np.ndarra
 
 
 def visible_slots(feeds: list[Feed], width: int, extent: int) -> Bool[np.ndarray, "batch width extent"]:
-    """Return which slots each row of a padded pass may look at; the rows of a session are aligned to the right.
+    """Return which slots each row of a padded pass attends to; the rows of a session are aligned to the right.
 
-    A padding row looks at the waste slot only: a row that sees nothing turns into NaN in some backends.
+    A padding row attends to the waste slot: rows without any slot become NaN in some backends.
     """
     seen = np.zeros((len(feeds), width, extent), dtype=bool)
     seen[:, :, WASTE] = True
@@ -58,18 +58,23 @@ def visible_slots(feeds: list[Feed], width: int, extent: int) -> Bool[np.ndarray
 def distances_back(
     feeds: list[Feed], tries: Sequence[SlotPositions], width: int, extent: int
 ) -> Int32[np.ndarray, "batch width extent"]:
-    """Return how many positions before each row of a padded pass the token of each slot is."""
+    """Return the distance in positions from each slot's token to each row of a padded pass."""
     back = np.zeros((len(feeds), width, extent), dtype=np.int32)
     for rows, feed, trie in zip(back, feeds, tries, strict=True):
         rows[width - len(feed) :] = slots_back(feed, trie, extent)
     return back
 
 
+def additive(seen: Bool[torch.Tensor, "*shape"], dtype: torch.dtype) -> torch.Tensor:
+    """Return a mask to add to attention scores: 0 for slots that are seen, the lowest finite number for others."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
+
+
 class Masks:
     """A builder of the mask argument of one model.
 
     SDPA takes booleans. Eager attention adds the mask to the scores, so it gets 0 and the lowest finite number: booleans
-    would be added as 0 and 1, silently, and -inf would make NaN. A model whose layers differ gets a dict by layer type.
+    would silently be added as 0 and 1, and -inf would make NaN. A model with several layer types gets a dict by layer type.
     """
 
     def __init__(self, config: object, implementation: str, dtype: torch.dtype) -> None:
@@ -124,20 +129,18 @@ class Masks:
         positions: Int64[torch.Tensor, "rows length"],
         slot_positions: Int64[torch.Tensor, "rows slots"],
     ) -> Mask:
-        """Return the mask of rows that look at keys of any rows, [rows, 1, length, slots], or a dict by layer type.
+        """Return the mask of rows over any keys, [rows, 1, length, slots], or a dict by layer type.
 
         Args:
-            seen: which keys each row looks at.
-            positions: of each row.
-            slot_positions: of the rows that the keys are of.
+            seen: which keys each row attends to.
+            positions: the position of each row.
+            slot_positions: the position of each key.
         """
         back = positions[:, :, None] - slot_positions[:, None, :]
 
         def added(window: int | None) -> torch.Tensor:
             within = seen if window is None else seen & (back < window)
-            lowest = torch.finfo(self.dtype).min
-            mask = torch.zeros(within.shape, dtype=self.dtype, device=seen.device).masked_fill(~within, lowest)
-            return mask[:, None]
+            return additive(within, self.dtype)[:, None]
 
         if self.by_layer:
             return {kind: added(window) for kind, window in self.windows.items()}
@@ -146,7 +149,7 @@ class Masks:
     def flat(
         self, feeds: list[Feed], tries: Sequence[SlotPositions], extent: int
     ) -> dict[str, Bool[np.ndarray, "rows extent"]]:
-        """Return which slots each row may look at, by layer type, without padding: the rows of all feeds in order."""
+        """Return which slots each row attends to, by layer type, for the rows of all feeds in order, without padding."""
         if len(feeds) == 1 and not self._windowed and extent <= feeds[0].seen.shape[1]:
             return dict.fromkeys(self.windows or ["full_attention"], feeds[0].seen[:, :extent])
         seen = np.concatenate([seen_slots(feed, extent) for feed in feeds])
@@ -157,7 +160,7 @@ class Masks:
         return {kind: _within(window, seen, back) for kind, window in kinds.items()}
 
     def window_sizes(self, kinds: list[str]) -> WindowSizes:
-        """Return the number of tokens that each layer type looks at, the row's own token included; 0: all tokens."""
+        """Return the sliding window of each layer type in tokens, the row's own token included; 0: all tokens."""
         windows = self.windows if self.by_layer else dict.fromkeys(kinds, self.window)
         return np.array([windows[name] or 0 for name in kinds], dtype=np.int64)
 
@@ -171,10 +174,9 @@ class Masks:
             return torch.from_numpy(seen)[:, None].to(device)
         if self.dtype == torch.float32:
             return torch.from_numpy(np.where(seen, np.float32(0), _LOWEST))[:, None].to(device)
-        mask = torch.from_numpy(seen)[:, None].to(device)
-        return torch.zeros(mask.shape, dtype=self.dtype, device=device).masked_fill_(~mask, torch.finfo(self.dtype).min)
+        return additive(torch.from_numpy(seen)[:, None].to(device), self.dtype)
 
 
 def _within(window: int | None, seen: np.ndarray, back: np.ndarray | None) -> np.ndarray:
-    """Return the mask within a sliding window of n tokens, in which a token sees itself and the n - 1 tokens before it."""
+    """Return the mask limited to a sliding window of n tokens: a token and the n - 1 tokens before it."""
     return seen if window is None or back is None else seen & (back < window)

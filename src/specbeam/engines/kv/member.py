@@ -1,4 +1,4 @@
-"""A base class of the caches of all engines: the place of a session in the store."""
+"""The base class of all engines' session caches: a session's place in the KV store."""
 
 from typing import Any
 
@@ -13,27 +13,26 @@ from specbeam.engines.kv.trie import KVTrie
 
 
 class RowMember:
-    """A session's cache in a model, which is in one row of the store.
+    """A session's cache in a model, in one row of the store.
 
-    Sessions whose prompts begin with the same tokens may be in the same row, where these tokens are stored once.
+    Sessions whose prompts begin with the same tokens may share a row, in which these tokens are stored once.
 
     Attributes:
-        row: the index of the row of the store.
-        company: the caches of all sessions in this row of the store.
-        leader: the cache that stores the beginning of this session's prompt too; None if there is none, or after this cache
-            has taken the beginning over.
+        row: index of the row.
+        row_caches: the caches of all sessions in this row, including this one.
+        leader: another cache that stores the beginning of this session's prompt; None without one, and once this cache has
+            taken over the beginning.
         common: number of tokens that the leader stores for this session.
-        context, vectors: the context and the embeddings that the session has for this model besides tokens (see `Session`);
-            None if it has none.
-        early_layers: number of layers that are run ahead of the others, for drafts by the model itself; None: no layers.
+        context, vectors: the session's context and embeddings for this model (see `Session`); None if missing.
+        early_layers: number of first layers that draft on this cache; None: no drafts by the model's own layers.
         needs: outputs of each row that the parts of the session need.
         extra_inputs: inputs of the drafter's extra rows; None if there are none, or if they are tokens.
         has_prefix: whether the store holds the prefix of `extra_inputs`.
-        prompt_rows: hidden states of rows before the first root, until they are handed out.
-        namespace: whose prompts it shares beginnings with.
-        recalled: `Session.recalled` of the session, if it has any.
-        beginning: the part of its prompt found among known ones; None before it was looked up.
-        source_row: the row of the store of sources that the session reads; -1 if it reads none, or before it has one.
+        prompt_rows: hidden states of rows before the first root, until they are returned.
+        namespace: the namespace within which prompts share beginnings.
+        recalled: `Session.recalled`.
+        beginning: the position of its prompt in the tree of known prompts; None before the first lookup.
+        source_row: the row of its source in the cross-attention store; -1 without a source.
     """
 
     trie: KVTrie
@@ -41,7 +40,7 @@ class RowMember:
     def __init__(self, row: int, prompt: list[int]) -> None:
         self.row = row
         self.prompt = prompt
-        self.company: list[Any] = [self]
+        self.row_caches: list[Any] = [self]
         self.leader: Any = None
         self.common = 0
         self.context: Any = None
@@ -57,16 +56,16 @@ class RowMember:
         self.source_row = -1
 
     def follow_slots(self, source: Integers, goal: Integers) -> None:
-        """Follow tokens that are moved from slots to others between two turns: nothing here knows any slot."""
+        """Update slot numbers after tokens were moved between two turns. This class stores none."""
 
     def take_extra_inputs(self, inputs: ExtraInputs | None) -> None:
-        """Take the inputs of extra rows, and reserve the slots of their prefix. Call it before anything is stored."""
+        """Set the inputs of extra rows, and reserve the slots of their prefix. Must be called before anything is stored."""
         self.extra_inputs = inputs
         if inputs is not None and inputs.prefix:
             self.trie.reserve_prefix(inputs.prefix)
 
     def keep_prefix(self, store: KVStore) -> None:
-        """Write the prefix to the store, which must have room, unless it is there already."""
+        """Write the prefix to the store, which must have room, unless it is already there."""
         inputs = self.extra_inputs
         if inputs is None or self.has_prefix or not inputs.prefix:
             return
@@ -75,7 +74,7 @@ class RowMember:
         self.has_prefix = True
 
     def vector_of(self, token: int) -> torch.Tensor:
-        """Return the embedding that a negative number stands for, float[width]; raise `IndexError` if there is none."""
+        """Return the embedding of a negative token, float[width]. Raises `IndexError` if there is none."""
         inputs = self.extra_inputs
         if token <= LEARNT and inputs is not None and inputs.embeddings is not None:
             return inputs.embeddings[LEARNT - token]
@@ -85,5 +84,5 @@ class RowMember:
 
     @property
     def has_vectors(self) -> bool:
-        """Whether any token that is not stored yet is given by embedding."""
+        """Whether any pending token is an embedding row."""
         return self.vectors is not None and bool((self.trie.tokens[self.trie.stored :] < 0).any())

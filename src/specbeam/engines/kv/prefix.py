@@ -1,4 +1,4 @@
-"""The keys and values of beginnings of prompts that were computed before, so that a prompt that begins alike copies them."""
+"""The prefix cache: keys and values of the beginnings of earlier prompts, which later prompts copy."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-Chunk = list[Any]  # what `KVStore.take` returns
+Chunk = list[Any]  # a result of `KVStore.take`
 
 
 @dataclass(eq=False)
@@ -15,10 +15,10 @@ class PromptNode:
     """A chunk of a prompt after a certain beginning.
 
     Attributes:
-        above: the node of the chunk before it; None at the first.
-        chunk: its keys and values; None at the node of a namespace, which has no tokens.
-        name: the chunk's tokens, by which `above` knows it.
-        after: the chunks that came after it.
+        above: the node of the previous chunk; None for the node of a namespace.
+        chunk: its keys and values; None for the node of a namespace, which has no tokens.
+        name: the chunk's tokens, its key in `above.after`.
+        after: the next chunks.
         size: bytes of its keys and values.
     """
 
@@ -31,13 +31,13 @@ class PromptNode:
 
 @dataclass(eq=False)
 class Beginning:
-    """How far one prompt was followed in a tree of known ones, so that the next look-up need not begin at its first token.
+    """The position of one prompt in the tree, so that the next lookup need not begin at its first token.
 
     Attributes:
-        namespace: whose prompts it shares beginnings with.
+        namespace: the namespace within which prompts share beginnings.
         prompt: its tokens.
-        tokens: how many of them were followed.
-        node: the chunk that they end with; None before the first, and where the tree had no room for it.
+        tokens: number of tokens up to this position.
+        node: the chunk that ends there; None at the start, and if the tree had no room for it.
     """
 
     namespace: str
@@ -47,21 +47,21 @@ class Beginning:
 
 
 class KnownPrompts:
-    """A tree over chunks of prompts of one model, with the keys and values of each chunk.
+    """A tree of prompt chunks of one model, with the keys and values of each chunk.
 
-    Only whole chunks that were computed side by side are kept, and they are found only at the same places of a prompt. So
-    the logits after a beginning that was copied have the very bits that they have after one that was computed. Entries are
-    copies: nothing that is being decoded depends on them. Those used least recently are dropped first.
+    Only whole chunks that were computed in one pass are stored, and they are found only at the same positions of a prompt.
+    So the logits after a copied beginning have the same bits as after a computed one. Entries are copies, on which no
+    running session depends. The least recently used entries are dropped first.
 
     Args:
         chunk: tokens of a chunk.
-        most_bytes: of all keys and values together.
+        most_bytes: maximum bytes of all keys and values together.
 
     Attributes:
-        asked: tokens of prompts that could have been found so far.
-        found: tokens that were.
-        dropped: chunks that had to go for others.
-        size: bytes that are held.
+        asked: prompt tokens that could have been found so far.
+        found: prompt tokens that were found.
+        dropped: number of chunks dropped to make room.
+        size: bytes in use.
     """
 
     def __init__(self, chunk: int, most_bytes: int) -> None:
@@ -72,16 +72,16 @@ class KnownPrompts:
         self.dropped = 0
         self.size = 0
         self._spaces: dict[str, PromptNode] = {}
-        # All chunks, the one used last at the end, each after its followers: so the first is a leaf.
+        # All chunks by last use, each after the chunks that follow it in a prompt, so that the first one is a leaf.
         self._used: OrderedDict[PromptNode, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._used)
 
     def find(self, beginning: Beginning, start: int) -> list[Chunk]:
-        """Return the known chunks of a prompt from token `start` on, as far as they follow each other without a gap.
+        """Return the longest run of known chunks of a prompt from token `start`.
 
-        The last token of a prompt is never in one, for its logits have to be computed.
+        It never contains the last token of the prompt, whose logits must be computed.
         """
         node = self._node(beginning, start)
         last = None
@@ -101,9 +101,9 @@ class KnownPrompts:
         return found
 
     def keep(self, beginning: Beginning, start: int, chunk: Chunk) -> None:
-        """Keep the keys and values of the chunk of a prompt that begins at token `start`.
+        """Store the keys and values of a prompt's chunk at token `start`.
 
-        Does nothing if the chunks before it are not there any more, or if it is larger than all that may be held.
+        Does nothing if the chunks before it were dropped, or if it is larger than `most_bytes`.
         """
         size = sum(int(part.nbytes) for part in chunk)
         if size > self.most_bytes:
@@ -133,8 +133,8 @@ class KnownPrompts:
     def _node(self, beginning: Beginning, start: int) -> PromptNode | None:
         """Return the node of the first `start` tokens of a prompt; None if there is none."""
         if start and beginning.tokens == start:
-            is_there = beginning.node in self._used  # it may have been dropped since, or be of an earlier tree
-            return beginning.node if is_there else None
+            is_valid = beginning.node in self._used  # it may have been dropped, or belong to an earlier tree
+            return beginning.node if is_valid else None
         node = self._spaces.get(beginning.namespace)
         for place in range(0, start, self.chunk):
             if node is None:
@@ -143,7 +143,7 @@ class KnownPrompts:
         return node
 
     def _touch(self, node: PromptNode) -> None:
-        """Note that a chunk was used, and with it those before it."""
+        """Mark a chunk and all chunks before it as just used."""
         at: PromptNode | None = node
         while at is not None and at.chunk is not None:
             self._used[at] = None
@@ -151,7 +151,7 @@ class KnownPrompts:
             at = at.above
 
     def _drop_one(self) -> None:
-        """Drop the chunk that was used least recently; nothing follows it."""
+        """Drop the least recently used chunk, which is a leaf."""
         node, _ = self._used.popitem(last=False)
         assert node.above is not None
         assert not node.after

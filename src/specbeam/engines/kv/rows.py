@@ -1,4 +1,4 @@
-"""The selection of rows from a table of logits."""
+"""Selection of rows from a table of logits."""
 
 import numpy as np
 import torch
@@ -6,9 +6,9 @@ from jaxtyping import Float, Int64
 
 
 def rows_at(rows: Float[torch.Tensor, "n vocab"], places: Int64[np.ndarray, " m"]) -> Float[torch.Tensor, "m vocab"]:
-    """Return the rows at some places: a view if the places follow each other, otherwise a copy."""
+    """Return the rows at some indices: a view if the indices are consecutive, otherwise a copy."""
     if len(places) and (places == np.arange(places[0], places[0] + len(places))).all():
         return rows[int(places[0]) : int(places[0]) + len(places)]
     if rows.device.type == "cpu" and rows.dtype != torch.bfloat16 and not rows.requires_grad:
-        return torch.from_numpy(rows.numpy()[places])  # takes half the time of indexing the tensor
+        return torch.from_numpy(rows.numpy()[places])  # twice as fast as indexing the tensor
     return rows[torch.from_numpy(places).to(rows.device)]

@@ -1,4 +1,4 @@
-"""The steps that change the arrays of a KV trie (see engines/kv/trie.py)."""
+"""Compiled steps that update the arrays of a KV trie (see engines/kv/trie.py)."""
 
 from typing import NamedTuple
 
@@ -7,28 +7,28 @@ import numpy as np
 from specbeam.core.compiling.compiler import Array, borrowed, compiled
 from specbeam.core.compiling.copies import copy_numbers
 
-WASTE = 0  # a slot that no token looks at: padding is written there
+WASTE = 0  # the slot for padding, to which no token attends
 BLOCK = 64  # the number of slots is always a multiple of this
 SIZE, STORED, KNOWN, HELD, EXTENT, PEAK = range(6)  # indices of `Trie.counts`
 
 
 @borrowed
 class Trie(NamedTuple):
-    """The arrays of a KV trie, as steps take it; each has spare room after the part that is used."""
+    """The arrays of a KV trie for steps; each has spare room after its used part."""
 
     nodes: Array  # int64[3, room]: token, parent and position of each local node, a parent before its children
     local: Array  # int64[room]: local node of each forest node known in this turn
     seen: Array  # bool[room, slots]: slots on the path to each stored local node, its own included
     used: Array  # bool[slots]: slots that some stored node sees
     slot_position: Array  # int64[slots]: position in the text of the token in each slot
-    # int64[6]: the number of local nodes (SIZE), of stored ones among them (STORED), of forest nodes known in this turn
-    # (KNOWN), of tokens stored now (HELD) and at most so far (PEAK); one past the last slot in use (EXTENT)
+    # int64[6]: the number of local nodes (SIZE), of stored local nodes (STORED), of forest nodes known in this turn (KNOWN),
+    # of tokens stored now (HELD) and its maximum so far (PEAK); one past the last slot in use (EXTENT)
     counts: Array
 
 
 @compiled
 def enter(trie: Trie, tokens: Array, parents: Array) -> None:
-    """Add the forest nodes that are new in this turn after the local nodes. There must be room for them."""
+    """Append the new forest nodes of this turn to the local nodes. There must be room for them."""
     size = trie.counts[SIZE]
     known = trie.counts[KNOWN]
     for node in range(known, len(tokens)):
@@ -44,9 +44,9 @@ def enter(trie: Trie, tokens: Array, parents: Array) -> None:
 
 @compiled
 def feed_slots(trie: Trie, slots: Array) -> None:
-    """Give a free slot to each of the next `len(slots)` local nodes, write it into `slots`, and count them as stored.
+    """Assign a free slot to each of the next `len(slots)` local nodes, write it into `slots`, and count them as stored.
 
-    There must be as many free slots.
+    There must be enough free slots.
     """
     slot = WASTE
     start = trie.counts[STORED]
@@ -69,13 +69,12 @@ def feed_slots(trie: Trie, slots: Array) -> None:
 
 @compiled
 def copy_for_scratch(source: Trie, goal: Trie, again: Array) -> None:
-    """Let a trie begin as another one is at the start of a turn. It gives out slots that are free there.
+    """Initialise `goal` with the state of `source` at the start of a turn; it assigns slots that are free in `source`.
 
-    There must be room for all nodes of the other one, and for two more for each of `again`.
+    There must be room for all nodes of `source`, and for two more for each of `again`.
 
     Args:
-        again: int64[count], stored forest nodes that the trie is to store a second time, under their
-            parents.
+        again: int64[count], stored forest nodes for `goal` to store again, under their parents.
     """
     size = source.counts[SIZE]
     stored = source.counts[STORED]
@@ -85,7 +84,7 @@ def copy_for_scratch(source: Trie, goal: Trie, again: Array) -> None:
     goal.nodes[:, :stored] = source.nodes[:, :stored]
     goal.seen[:stored, :slots] = source.seen[:stored]
     goal.seen[:stored, slots:] = False
-    for node in range(stored, size):  # pending ones come after the parents of nodes stored again
+    for node in range(stored, size):  # pending nodes come after the parents of nodes to store again
         above = source.nodes[1, node]
         goal.nodes[0, node + count] = source.nodes[0, node]
         goal.nodes[1, node + count] = above if above < stored else above + count
@@ -121,10 +120,10 @@ def copy_for_scratch(source: Trie, goal: Trie, again: Array) -> None:
 
 @compiled
 def add_survivors(trie: Trie, survivors: Array, tokens: Array, parents: Array) -> Array:
-    """Return the local node of each surviving beam, after adding new tokens under their `parents`.
+    """Return the local node of each surviving beam, after adding tokens that were not drafted.
 
     Args:
-        survivors: int64[beams], the forest node of each beam; -1 if it was no draft.
+        survivors: int64[beams], the forest node of each beam; -1 if its last token was not drafted.
         tokens, parents: int64[beams], the last token of each beam, and the forest node above it.
     """
     leaves = np.empty(len(survivors), dtype=np.int64)
@@ -146,10 +145,10 @@ def add_survivors(trie: Trie, survivors: Array, tokens: Array, parents: Array) -
 
 @compiled
 def prune(trie: Trie, leaves: Array) -> Array:
-    """Keep only what these leaves need, free all slots that no remaining node sees, and number the remaining nodes anew.
+    """Drop all nodes that these leaves do not need, free their slots, and renumber the remaining nodes.
 
     The leaves are the roots of the next turn. Stored leaves and the stored parents of pending nodes come first, then the
-    pending nodes; a stored node needs no other nodes above it, as it knows the slots on its path.
+    pending nodes; a stored node needs no other nodes above it, as it holds the slots on its path.
 
     Returns the former number of each remaining local node.
     """
@@ -167,7 +166,7 @@ def prune(trie: Trie, leaves: Array) -> Array:
             if node < stored:
                 break
             node = nodes[1, node]
-    names = np.empty(size, dtype=np.int64)
+    node_map = np.empty(size, dtype=np.int64)
     former = np.empty(size, dtype=np.int64)
     count = 0
     first = 0
@@ -175,7 +174,7 @@ def prune(trie: Trie, leaves: Array) -> Array:
     for node in range(size):
         if not lives[node]:
             continue
-        names[node] = count
+        node_map[node] = count
         former[count] = node
         above = -1
         if node < stored:
@@ -185,7 +184,7 @@ def prune(trie: Trie, leaves: Array) -> Array:
                 used[slot] = used[slot] or seen[count, slot]
             first += 1
         else:
-            above = names[nodes[1, node]]
+            above = node_map[nodes[1, node]]
         nodes[0, count] = nodes[0, node]
         nodes[1, count] = above
         nodes[2, count] = nodes[2, node]
@@ -194,7 +193,7 @@ def prune(trie: Trie, leaves: Array) -> Array:
     while extent > 1 and not used[extent - 1]:
         extent -= 1
     for beam in range(len(leaves)):
-        trie.local[beam] = names[leaves[beam]]
+        trie.local[beam] = node_map[leaves[beam]]
     counts[SIZE] = count
     counts[STORED] = first
     counts[KNOWN] = len(leaves)

@@ -1,4 +1,4 @@
-"""The store of the keys and values of many sessions, in preallocated buffers that passes write in place.
+"""The KV store: keys and values of many sessions in preallocated buffers that passes write in place.
 
 The dimension `caches` of a buffer counts the rows of the store. A session's cache is in one row, which sessions may share.
 """
@@ -15,26 +15,26 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specbeam.engines.arrays import AnyArray, Integers, IntegerTensor, PrefixRows
 
-PAGE = 4096  # bytes of memory that the system gives at once, at the least
+PAGE = 4096  # minimum bytes of a memory page
 
 
 @dataclass(frozen=True, eq=False)
 class Place:
     """The rows and slots of the store that a pass writes, and the slots that it reads."""
 
-    caches: slice | Int64[Tensor, " batch"]  # rows of the store; a slice is read in place, single rows are copied
+    caches: slice | Int64[Tensor, " batch"]  # rows of the store: a slice is read in place, indices are copied
     slots: Int64[Tensor, "batch query"]
-    extent: int  # number of slots that the pass reads, from the first one on
+    extent: int  # the pass reads the first `extent` slots
 
 
 class StoreLayer(CacheLayerMixin):
-    """The buffers of one layer, [caches, heads, slots, head size], with the interface of a cache of transformers.
+    """The buffers of one layer, [caches, heads, slots, head size], as a transformers cache layer.
 
-    `update` writes the keys and values of a pass, and returns views of all that the pass may look at. The views are valid
+    `update` writes the keys and values of a pass, and returns views of all slots that the pass reads. The views are valid
     until the next pass or until the store grows.
     """
 
-    is_sliding = False  # every token stays in the cache; the mask limits attention to the window
+    is_sliding = False  # the cache holds all tokens; the mask limits attention to the window
 
     def __init__(self, store: "KVStore") -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class StoreLayer(CacheLayerMixin):
         self.device = key_states.device
         caches = self.store.caches
         slots = self.store.slots
-        # Zeros, not empty: a masked slot still enters the product, and a stray NaN there would spread.
+        # Zeros, not empty: masked slots enter products, and a NaN in them would spread.
         self.keys = key_states.new_zeros(caches, key_states.shape[1], slots, key_states.shape[3])
         self.values = value_states.new_zeros(caches, value_states.shape[1], slots, value_states.shape[3])
         self.is_initialized = True
@@ -88,7 +88,7 @@ class StoreLayer(CacheLayerMixin):
         if self.is_initialized:
             self.keys, self.values = (_larger(buffer, caches, slots) for buffer in (self.keys, self.values))
 
-    # transformers derives masks and positions from these. Passes here bring their own, so the values do not matter.
+    # transformers derives masks and positions from these. Passes here give both, so the values do not matter.
     def get_seq_length(self) -> int:
         return 0
 
@@ -102,23 +102,23 @@ class StoreLayer(CacheLayerMixin):
 
 
 class KVStore(Cache):
-    """The buffers of all layers, as a cache of transformers; `place` holds the rows and slots of the present pass."""
+    """The buffers of all layers, as a transformers cache; `place` holds the rows and slots of the current pass."""
 
     def __init__(self, layers: int) -> None:
         self.caches = 1
         self.slots = 64
         self.place = Place(slice(0, 1), torch.zeros(1, 0, dtype=torch.long), 0)
-        self.model_layers = layers  # a store may get room for further ones, behind these
+        self.model_layers = layers  # a store may get further layers after these
         super().__init__(layers=[StoreLayer(self) for _ in range(layers)])
 
     def reserve(self, caches: int, slots: int) -> None:
-        """Make room for rows of the store and slots; a dimension that is too small at least doubles."""
+        """Make room for rows and slots; a dimension that is too small at least doubles."""
         caches = self.caches if caches <= self.caches else max(caches, 2 * self.caches)
         slots = self.slots if slots <= self.slots else max(slots, 2 * self.slots)
         if (caches, slots) == (self.caches, self.slots):
             return
         with torch.inference_mode():
-            self.grow(caches, slots)  # if this runs out of memory, nothing has changed
+            self.grow(caches, slots)  # an out-of-memory error changes nothing
         self.caches = caches
         self.slots = slots
 
@@ -127,9 +127,9 @@ class KVStore(Cache):
         self.reserve(row + 1, slots)
 
     def touch(self) -> None:
-        """Write to each page of the buffers, so that their memory is taken now, and not page by page while decoding.
+        """Write to each page of the buffers, so that their memory is allocated now and not while decoding.
 
-        Buffers of torch are written when they are made: nothing is to do.
+        Torch buffers are written when they are created, so this does nothing.
         """
 
     def grow(self, caches: int, slots: int) -> None:
@@ -150,16 +150,13 @@ class KVStore(Cache):
 
     @torch.inference_mode()
     def take(self, cache: int, slots: Integers) -> list[Any]:
-        """Return a copy of the keys and values in some slots of one row of the store, in all layers of the model.
-
-        `put` writes them again.
-        """
+        """Return a copy of the keys and values in some slots of one row, in all layers of the model, for `put`."""
         which = torch.from_numpy(slots)
         return [buffer[cache, :, which.to(buffer.device)] for buffer in self._model_buffers()]
 
     @torch.inference_mode()
     def put(self, cache: int, slots: Integers, taken: list[Any]) -> None:
-        """Write keys and values that `take` returned into as many slots of one row of the store, which has room for them."""
+        """Write keys and values from `take` into the same number of slots of one row, which must have room."""
         which = torch.from_numpy(slots)
         for buffer, part in zip(self._model_buffers(), taken, strict=True):
             buffer[cache, :, which.to(buffer.device)] = part
@@ -168,7 +165,7 @@ class KVStore(Cache):
         return self._buffers()[: 2 * self.model_layers]
 
     def _buffers(self) -> list[Tensor]:
-        """Return keys and values of each layer that has stored any."""
+        """Return the buffers of keys and values of each layer that has been written."""
         known = [layer for layer in self.layers if layer.is_initialized]
         return [buffer for layer in known for buffer in (layer.keys, layer.values)]
 
@@ -180,7 +177,7 @@ class KVStore(Cache):
 
     @torch.inference_mode()
     def clear_cache(self, cache: int) -> None:
-        """Write zeros to one row of the store: masked slots enter products, too, and NaN of another text would spread."""
+        """Write zeros to one row: masked slots enter products, and NaN of another text would spread."""
         for buffer in self._buffers():
             buffer[cache].zero_()
 
@@ -194,11 +191,11 @@ class KVStore(Cache):
 def panel_buffers(
     where: tuple[int, int, int], slots: int, size: int, width: int, words: np.dtype
 ) -> tuple[AnyArray, AnyArray]:
-    """Return zeros for the keys and values that compiled layers read.
+    """Return zero buffers for the keys and values of compiled layers.
 
     Args:
         where: layers, rows and heads.
-        size: of a head.
+        size: size of a head.
         width: slots of a panel; the columns of values are padded to a multiple of it.
 
     Returns keys, words[*where, panels, size, width], and values, words[*where, slots, padded size].
@@ -210,7 +207,7 @@ def panel_buffers(
 
 
 def in_words(numbers: Float[Tensor, "..."], words: np.dtype) -> AnyArray:
-    """Return numbers as float32, or as the bits of the nearest bfloat16 numbers, by the dtype of buffers."""
+    """Return numbers as float32, or as the bits of the nearest bfloat16 numbers if `words` is uint16."""
     if words == np.float32:
         return numbers.detach().float().numpy()
     return numbers.detach().to(torch.bfloat16).view(torch.int16).numpy().view(words)
@@ -219,16 +216,16 @@ def in_words(numbers: Float[Tensor, "..."], words: np.dtype) -> AnyArray:
 class PanelStore(KVStore):
     """A store for the compiled forward, which writes the buffers itself.
 
-    Each buffer holds all layers. Keys are laid out in panels of `width` neighbouring slots, so that the scores of these
-    slots are computed side by side.
+    Each buffer holds all layers. Keys are stored in panels of `width` neighbouring slots, whose scores are computed
+    together in vector registers.
 
     Args:
-        size: of a head.
+        size: size of a head.
         width: slots of a panel; the columns of values are padded with zeros to a multiple of it.
         words: dtype of the buffers: float32, or uint16 for the bits of bfloat16 numbers.
 
     Attributes:
-        more_layers: number of layers added to the model's, see `add_layer`.
+        more_layers: number of layers after the model's; see `add_layer`.
         keys_by_panel: words[layers, caches, heads, panels, size, slots of a panel].
         values_by_slot: words[layers, caches, heads, slots, padded size].
     """
@@ -243,7 +240,7 @@ class PanelStore(KVStore):
         self._allocate(self.caches, self.slots)
 
     def add_layer(self) -> int:
-        """Make room for the keys and values of one more layer, and return its number."""
+        """Add a layer to the store, and return its index."""
         self.more_layers += 1
         self.grow(self.caches, self.slots)
         return len(self.layers) + self.more_layers - 1
@@ -301,9 +298,9 @@ class PanelStore(KVStore):
         by_slot[:, :, slots[0] : slots[-1] + 1] = values
 
     def _panels_of(self, slots: Integers) -> Iterator[tuple[int, slice, slice]]:
-        """Yield of neighbouring slots the number of each panel, the columns in it, and which of the slots they are.
+        """Yield, for neighbouring slots, the index of each panel, its columns, and their part of the slots.
 
-        Slices are copied some times faster than slots that are named one by one.
+        Slices are copied several times faster than index arrays.
         """
         first = int(slots[0])
         stop = int(slots[-1]) + 1

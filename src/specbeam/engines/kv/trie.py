@@ -1,20 +1,20 @@
-"""The KV trie of one session: every live token is stored once, and beams share the keys and values of their common past.
+"""The KV trie of one session: each live token is stored once, and beams share the keys and values of their common past.
 
-A stored token occupies one *slot* of its cache. There are no pointers between slots: the trie keeps, for each live leaf, the
-set of slots on its path (`seen`). A slot that no leaf sees is free. So dropping beams costs nothing, nothing is copied when
-beams are reordered, and the next nodes fill the free slots.
+A stored token occupies one *slot* of its cache. There are no pointers between slots: the trie holds, for each live leaf, the
+set of slots on its path (`seen`). A slot that no leaf sees is free. So dropping and reordering beams copies nothing, and new
+nodes fill the free slots.
 
-Tokens that live but are not stored yet are *pending*: at first the whole prompt, later the tokens that the target chose
-itself. The next pass stores them, each once, however many beams share them.
+Live tokens that are not stored yet are *pending*: first the whole prompt, later the tokens that the target has chosen. The
+next pass stores each of them once, for all beams that share it.
 
     between turns                     during a turn
-    anchors  stored leaves, and the   local nodes: anchors, then pending nodes, then the draft nodes as they come;
+    anchors  stored leaves, and the   local nodes: anchors, then pending nodes, then draft nodes in their order;
              stored parents of        a parent always comes before its children
              pending nodes
     pending  a small forest on them
     root_at  local node of each root
 
-All this is in arrays with spare room after the part that is used; the steps of `engines/kv/steps.py` update them.
+All of this is in arrays with spare room at their ends, which the steps of `engines/kv/steps.py` update.
 """
 
 import copy
@@ -43,12 +43,12 @@ from specbeam.engines.kv.steps import (
     prune,
 )
 
-AHEAD = 2**30  # position of the slots of a prefix: no window leaves them behind
+AHEAD = 2**30  # position of the slots of a prefix, within any sliding window
 NO_NODES = np.zeros(0, dtype=np.int64)
 
 
 def widened(array: AnyArray, *shape: int) -> AnyArray:
-    """Return a copy of an array in a larger shape, with zeros after the old contents in each dimension."""
+    """Return a copy of an array in a larger shape, padded with zeros."""
     wider = np.zeros(shape, dtype=array.dtype)
     wider[tuple(slice(size) for size in array.shape)] = array
     return wider
@@ -56,32 +56,32 @@ def widened(array: AnyArray, *shape: int) -> AnyArray:
 
 @dataclass(frozen=True, eq=False)
 class Feed:
-    """The nodes of one session that a pass stores, in order; `seen` are the slots on the path to each, its own included."""
+    """The nodes of one session that a pass stores, in order."""
 
     tokens: Integers
     positions: Integers
     slots: Integers
-    seen: Bool[np.ndarray, "n capacity"]
-    parents: Integers  # the row above each, among these; negative if it was stored before
+    seen: Bool[np.ndarray, "n capacity"]  # the slots on the path to each node, its own included
+    parents: Integers  # the row above each node; negative if it was stored before
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def only(self, rows: Int64[np.ndarray, " kept"]) -> "Feed":
         """Return some of the rows, ascending."""
-        names = np.full(len(self) + 1, -1)  # the last entry renames -1 to itself
-        names[rows] = np.arange(len(rows))
-        parents = names[np.maximum(self.parents[rows], -1)]
+        new_rows = np.full(len(self) + 1, -1)  # the last entry maps -1 to itself
+        new_rows[rows] = np.arange(len(rows))
+        parents = new_rows[np.maximum(self.parents[rows], -1)]
         return Feed(self.tokens[rows], self.positions[rows], self.slots[rows], self.seen[rows], parents)
 
     @property
     def learnt(self) -> Int64[np.ndarray, " rows"]:
-        """The extra rows of a kind of `ExtraInputs`, ascending; none of the text comes after them."""
+        """The extra rows with inputs in `ExtraInputs`, ascending; they come after the rows of the text."""
         return np.flatnonzero(self.tokens <= LEARNT)
 
     @property
     def anchors(self) -> Int64[np.ndarray, " rows"]:
-        """For each row of `learnt`, the nearest row of the text above it; negative if that was stored before."""
+        """The nearest row of the text above each row of `learnt`; negative if it was stored before."""
         above = self.parents[self.learnt]
         while (among := np.flatnonzero((above >= 0) & (self.tokens[above] <= LEARNT))).size:
             above[among] = self.parents[above[among]]
@@ -92,15 +92,15 @@ class KVTrie:
     """The bookkeeping of one session's cache, on the host. The keys and values themselves are in a `KVStore`.
 
     Args:
-        more: the number of tokens after the prompt that there is room for at first.
+        more: initial room for tokens after the prompt.
 
     Attributes:
         root_at: int64[beams], the local node of each root.
-        company: the tries of all sessions in the same row of the store.
+        row_tries: the tries of all sessions in the same row of the store.
     """
 
     def __init__(self, prompt: list[int], more: int = BLOCK) -> None:
-        # Local node 0 is the empty path before the prompt: it is stored and sees nothing. Pending nodes come after it.
+        # Local node 0 is the empty path before the prompt: it is stored and sees nothing. Pending nodes follow.
         size = 1 + len(prompt)
         room = -(-(size + more) // BLOCK) * BLOCK
         nodes = np.zeros((3, room), dtype=np.int64)
@@ -113,15 +113,15 @@ class KVTrie:
         seen = np.zeros((min(room, 2 * more), room), dtype=bool)
         self.arrays = Trie(nodes, numbers[:room], seen, np.zeros(room, dtype=bool), numbers[room:], counts)
         self.root_at = numbers[:1].copy()
-        self.company: list[KVTrie] = [self]
-        self.prefix = 0  # number of slots of a prefix, from slot 1 on, which only learnt rows see
-        self.reserved = 0  # number of slots from slot 1 on that no node is given
+        self.row_tries: list[KVTrie] = [self]
+        self.prefix = 0  # number of slots of a prefix, from slot 1, which only learned rows see
+        self.reserved = 0  # number of slots from slot 1 that are not assigned to nodes
 
     def reserve_prefix(self, count: int) -> None:
-        """Keep the first `count` slots for a prefix that only learnt rows see. Must be called before anything is stored.
+        """Reserve the first `count` slots for a prefix that only learned rows see. Must be called before anything is stored.
 
-        Whole blocks are reserved: sums over slots are then added up in the same order as without a prefix, so that the rows
-        of the text have the same bits (`kernels/ordered_sums.py`).
+        Whole blocks are reserved, so that sums over slots have the same order as without a prefix, and rows of the text have
+        the same bits.
         """
         self.prefix = count
         self.reserved = -(-count // BLOCK) * BLOCK
@@ -139,7 +139,7 @@ class KVTrie:
     def share(self, other: "KVTrie", prompt: list[int], count: int) -> None:
         """Take over the slots of the first `count` tokens of the prompt from another trie in the same row of the store.
 
-        Must be called before this trie stores anything. The last token of the prompt is never shared.
+        Must be called before this trie stores anything. `count` must be less than the length of the prompt.
         """
         anchor = int((other.positions[: other.stored] >= count - 1).argmax())
         slots = np.flatnonzero(other.seen[anchor] & (other.slot_position < count))
@@ -158,13 +158,13 @@ class KVTrie:
         self.root_at = arrays.local[:1].copy()
 
     def scratch(self, again: Int64[np.ndarray, " again"]) -> "KVTrie":
-        """Return a trie that begins as this one is at the start of a turn, and gives out slots that are free here.
+        """Return a scratch trie with the state of this one at the start of a turn, which assigns slots that are free here.
 
-        Nothing that it does shows here: no node of this trie ever sees a slot that it gave out, and the next pass may fill
-        these slots anew. It may be used until this trie changes.
+        It does not change this trie: no node here sees its slots, and the next pass may overwrite them. It is valid until
+        this trie changes.
 
         Args:
-            again: stored forest nodes that it is to store a second time, under their parents.
+            again: stored forest nodes for it to store again, under their parents.
         """
         other = self.room_for_scratch(2 * len(again) + BLOCK)
         copy_for_scratch(self.arrays, other.arrays, again)
@@ -172,10 +172,10 @@ class KVTrie:
         return other
 
     def room_for_scratch(self, more: int) -> "KVTrie":
-        """Return a trie that `copy_for_scratch` may fill from this one, as long as this one is not widened.
+        """Return a trie for `copy_for_scratch` to fill from this one; it is valid until this trie is widened.
 
         Args:
-            more: nodes that there is room for, beyond the room of this one.
+            more: room for nodes beyond the room of this trie.
         """
         arrays = self.arrays
         other = copy.copy(self)
@@ -188,15 +188,15 @@ class KVTrie:
             np.zeros(6, dtype=np.int64),
         )
         other.root_at = NO_NODES
-        other.company = [other]
+        other.row_tries = [other]
         return other
 
     def before(self, node: int, position: int) -> "KVTrie":
-        """Return a trie like those of `scratch` with one stored node, the root, which sees the text before a position alone.
+        """Return a scratch trie with one stored node, the root, which sees only the text before a position.
 
         Args:
-            node: a stored local node; the text is that of the path to it.
-            position: of the first token that the other trie is to store, at least 1.
+            node: a stored local node; the text is the path to it.
+            position: position of the first token that the scratch trie stores, at least 1.
         """
         seen = self.seen[node] & (self.slot_position < position)
         other = copy.copy(self)
@@ -209,16 +209,16 @@ class KVTrie:
             np.array([1, 1, 1, self.held, self.extent, self.held]),
         )
         other.root_at = np.zeros(1, dtype=np.int64)
-        other.company = [other]
+        other.row_tries = [other]
         return other
 
     def count_scratch(self, other: "KVTrie") -> None:
-        """Count the tokens that a trie of `scratch` or `before` has stored, for `peak`."""
+        """Include the tokens that a scratch trie has stored in `peak`."""
         counts = self.arrays.counts
         counts[PEAK] = max(counts[PEAK], other.peak)
 
     def leaf(self, root: int) -> int:
-        """Return the stored local node that is, or is above, the root of a beam, by its number."""
+        """Return the nearest stored local node on the path to the root of this index, including the root."""
         node = int(self.root_at[root])
         while node >= self.stored:
             node = int(self.parents[node])
@@ -226,18 +226,18 @@ class KVTrie:
 
     @property
     def prompt_stored(self) -> int:
-        """The number of tokens of the prompt that are stored, or more if later tokens are stored too."""
+        """The number of stored tokens on the longest path: those of the prompt, until later tokens are stored."""
         return int(self.positions[: self.stored].max()) + 1
 
     def _slots_in_use(self) -> Bool[np.ndarray, " slots"]:
-        """Return which slots any session in this row of the store uses."""
-        in_use = np.zeros(max(other.capacity for other in self.company), dtype=bool)
-        for other in self.company:
+        """Return the slots that any session in this row of the store uses."""
+        in_use = np.zeros(max(other.capacity for other in self.row_tries), dtype=bool)
+        for other in self.row_tries:
             in_use[: other.capacity] |= other.seen.any(0)
         return in_use
 
     def _widen(self, slots: int) -> None:
-        """Make room for `slots` slots in all."""
+        """Make room for a total of `slots` slots."""
         arrays = self.arrays
         if slots > self.capacity:
             self.arrays = arrays._replace(
@@ -248,7 +248,7 @@ class KVTrie:
 
     @property
     def capacity(self) -> int:
-        """The number of slots that there is room for."""
+        """The number of slots with room in the arrays."""
         return len(self.arrays.used)
 
     @property
@@ -258,7 +258,7 @@ class KVTrie:
 
     @property
     def stored(self) -> int:
-        """The number of local nodes that are stored; these come first."""
+        """The number of stored local nodes, which come first."""
         return int(self.arrays.counts[STORED])
 
     @property
@@ -268,27 +268,27 @@ class KVTrie:
 
     @property
     def held(self) -> int:
-        """The number of tokens stored now."""
+        """The number of stored tokens."""
         return int(self.arrays.counts[HELD])
 
     @property
     def extent(self) -> int:
-        """One past the last slot in use: the number of slots that attention has to go over."""
+        """One past the last slot in use: the number of slots that attention runs over."""
         return int(self.arrays.counts[EXTENT])
 
     @property
     def peak(self) -> int:
-        """The largest number of tokens that were stored at the same time so far."""
+        """The largest number of tokens stored at the same time so far."""
         return int(self.arrays.counts[PEAK])
 
     @property
     def tokens(self) -> Int64[np.ndarray, " size"]:
-        """The token of each local node; negative if it is given by embedding, -1 also for the empty path."""
+        """The token of each local node; negative for embedding rows, and -1 for the empty path."""
         return self.arrays.nodes[0, : self.size]
 
     @property
     def parents(self) -> Int64[np.ndarray, " size"]:
-        """The local node above each local node; -1 if there is none."""
+        """The parent of each local node; -1 if there is none."""
         return self.arrays.nodes[1, : self.size]
 
     @property
@@ -318,22 +318,22 @@ class KVTrie:
 
     @property
     def pending(self) -> int:
-        """The number of local nodes that are not stored yet."""
+        """The number of pending local nodes."""
         return self.size - self.stored
 
     @property
     def pending_before_roots(self) -> int:
-        """The number of pending nodes before the first root; their logits are not needed."""
+        """The number of pending nodes before the first root, whose logits are not needed."""
         return max(int(self.root_at.min()) - self.stored, 0)
 
     def enter(self, forest: Forest) -> None:
-        """Add the nodes of the forest that are new in this turn."""
+        """Add the new nodes of a turn's forest."""
         if forest.size > self.known:
             self.make_room(forest.size - self.known)
             enter(self.arrays, forest.tokens, forest.parents)
 
     def make_room(self, more: int) -> None:
-        """Make room for `more` further local nodes, not for their slots."""
+        """Make room for `more` further local nodes, without slots."""
         arrays = self.arrays
         size = self.size + more
         changed: dict[str, np.ndarray] = {}
@@ -347,11 +347,11 @@ class KVTrie:
     def make_slots(self, more: int) -> None:
         """Make room for `more` further stored nodes and their slots, and mark the slots of other sessions as used.
 
-        Arrays that are too small at least double, so that growing costs little in the long run.
+        Arrays that are too small at least double, for amortised constant cost.
         """
         arrays = self.arrays
         rows = self.stored + more
-        in_use = self._slots_in_use() if len(self.company) > 1 else None
+        in_use = self._slots_in_use() if len(self.row_tries) > 1 else None
         held = self.held if in_use is None else int(in_use.sum())
         slots = held + more + 1 + self.reserved  # one more for the waste slot
         if rows > len(arrays.seen):
@@ -359,12 +359,12 @@ class KVTrie:
             self.arrays = arrays._replace(seen=widened(arrays.seen, rows, self.capacity))
         if slots > self.capacity:
             self._widen(-(-max(2 * self.capacity, slots) // BLOCK) * BLOCK)
-        if in_use is not None:  # so that this trie does not take slots of others; settling removes the marks
+        if in_use is not None:  # settling removes these marks
             size = min(len(in_use), self.capacity)
             self.used[:size] |= in_use[:size]
 
     def feed(self, most: int) -> Feed:
-        """Give slots to the first `most` pending nodes, count them as stored, and return them as a feed for a pass."""
+        """Assign slots to the first `most` pending nodes, count them as stored, and return them as a feed for a pass."""
         start = self.stored
         stop = min(self.stored + most, self.size)
         self.make_slots(stop - start)
@@ -377,16 +377,16 @@ class KVTrie:
         return Feed(nodes[0], nodes[2], slots, seen, nodes[1] - start)
 
     def forget_inner(self) -> None:
-        """Drop the stored nodes that no pending node hangs under; for use between the chunks of a long prompt.
+        """Drop the stored nodes without pending children, between the chunks of a long prompt.
 
-        Only the newest stored node is still needed then. Must not be called inside a turn.
+        Only the newest stored node remains. Must not be called inside a turn.
         """
         self._keep(self.root_at)
 
     def settle(self, turn: Turn) -> tuple[Int64[np.ndarray, " left"], Int64[np.ndarray, " beams"]]:
         """Keep the paths to the surviving beams and to the nodes that the verdict keeps, and free all other slots.
 
-        Returns the number that each remaining local node had in the turn, and the number that each new root had.
+        Returns the former numbers of the remaining local nodes and of the new roots.
         """
         self.enter(turn.forest)
         survivors = turn.verdict.beams
@@ -395,23 +395,23 @@ class KVTrie:
         return self._keep(leaves, self.local[turn.verdict.kept]), leaves
 
     def rewind(self, nodes: int) -> Int64[np.ndarray, " left"]:
-        """Take back all nodes of this turn's forest but the first `nodes`, whether they are stored or not.
+        """Remove all nodes of this turn's forest except the first `nodes`, whether they are stored or not.
 
-        Returns the number that each remaining local node had before.
+        Returns the former numbers of the remaining local nodes.
         """
         return self._keep(self.local[:nodes].copy())
 
     def settle_roots(self, roots: int) -> None:
-        """Take over the first `roots` forest nodes as roots, after a step has dropped nodes from the arrays."""
+        """Set the first `roots` forest nodes as roots, after a step has dropped nodes from the arrays."""
         self._mark_reserved()
         self.root_at = self.local[:roots].copy()
 
     def _keep(
         self, leaves: Int64[np.ndarray, " beams"], others: Int64[np.ndarray, " kept"] = NO_NODES
     ) -> Int64[np.ndarray, " left"]:
-        """Keep the paths to these local nodes, which become the roots, and to others, which follow them in the next forest.
+        """Keep the paths to `leaves`, which become the roots, and to `others`, which follow them in the next forest.
 
-        Returns the former numbers of the remaining nodes.
+        Returns the former numbers of the remaining local nodes.
         """
         both = np.concatenate([leaves, others])
         if len(both) > len(self.arrays.local):
@@ -421,12 +421,12 @@ class KVTrie:
         return former
 
     def compact(self) -> tuple[Integers, Integers]:
-        """Move the slots in use to the front; return which slots the store has to move, and to which ones.
+        """Move the slots in use to the front; return the slots that the store must move, and their new places.
 
-        Slots before the first free one stay where they are.
+        Slots before the first free one do not move.
         """
         used = np.flatnonzero(self.used)
-        goal = np.arange(1, len(used) + 1)  # reserved slots are the first in use, and stay
+        goal = np.arange(1, len(used) + 1)  # reserved slots are the first in use, and do not move
         seen = self.seen[:, used]
         self.seen[:] = False
         self.used[:] = False

@@ -1,1 +1,1 @@
-"""Any model of transformers: sessions side by side in a batch, padded to the longest."""
+"""The engine for any transformers model: batches of sessions, padded to the longest."""

@@ -1,4 +1,4 @@
-"""A model's own forward on a GPU as captured CUDA graphs, so that a pass of a known size starts all kernels at once."""
+"""transformers' forward on a GPU as captured CUDA graphs, so that one launch starts all kernels of a pass."""
 
 import gc
 import warnings
@@ -14,27 +14,27 @@ from specbeam.engines.kv.masks import Mask
 from specbeam.engines.kv.store import KVStore
 
 _T = TypeVar("_T")
-# Of tokens, positions, masks, and the number of last rows whose logits are wanted; returns these logits.
+# Takes tokens, positions, masks, and a number of last rows; returns the logits of these rows.
 Forward = Callable[[Tensor, Tensor, Mask, int], Tensor]
 WIDEST = 64  # rows of a session in a captured pass; longer passes are bound by arithmetic
-MOST_GRAPHS = 64  # of one forward; beyond, the least recently used is dropped
+MOST_GRAPHS = 64  # of one forward; the least recently used is dropped
 
 
 class Capture:
-    """A maker of graphs for one device. The graphs share their memory: no two of them may run at the same time."""
+    """Captures graphs on one device. The graphs share their memory, so no two of them may run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
         self._pool: Any = None
 
     def clear(self) -> None:
-        """Forget the memory pool; call this when all graphs have been deleted, as their memory is gone with the last."""
+        """Drop the memory pool. Must be called when all graphs have been deleted, which frees its memory."""
         self._pool = None
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
-        """Capture the kernels that `work` starts. Return the graph and the tensor that it writes; None if that fails.
+        """Capture the kernels of `work`. Return the graph and the tensor that it writes; None if capturing fails.
 
-        The garbage collector is off meanwhile: it might free the graphs of a deleted model, which would end the capture.
+        The garbage collector is off meanwhile: if it freed the graphs of a deleted model, the capture would fail.
         """
         graph = torch.cuda.CUDAGraph()
         before = torch.cuda.current_stream(self.stream.device)
@@ -45,10 +45,10 @@ class Capture:
                 torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"),
             ):
                 return graph, work()
-        except RuntimeError:  # out of memory, or `work` read a number on the host
+        except RuntimeError:  # out of memory, or `work` reads a number on the host
             return None
         finally:
-            torch.cuda.set_stream(before)  # a failed capture may leave its own stream as the current one
+            torch.cuda.set_stream(before)  # a failed capture may leave its stream current
 
 
 @contextmanager
@@ -63,13 +63,10 @@ def _no_garbage_collected() -> Iterator[None]:
 
 
 class SecondUseCache(Generic[_T]):
-    """A cache of values that are made when their key is used for the second time.
-
-    It holds `MOST_GRAPHS` keys; a further one replaces the least recently used.
-    """
+    """An LRU cache of `MOST_GRAPHS` keys whose values are made at the second use of their key."""
 
     def __init__(self) -> None:
-        self.made: dict[Hashable, _T | None] = {}  # in the order of their last use
+        self.made: dict[Hashable, _T | None] = {}  # ordered by last use
 
     def clear(self) -> None:
         self.made.clear()
@@ -107,13 +104,13 @@ class Captured:
 
 
 class CapturedForward:
-    """A forward whose passes are captured as graphs: each size of a pass when it comes for the second time.
+    """A forward that captures each size of a pass as a graph at its second use.
 
-    Passes run uncaptured under autocast, for models on several devices, and for models whose forward cannot be captured
-    because it looks at numbers on the host.
+    Passes run without graphs under autocast, for models on several devices, and for models whose forward cannot be captured
+    because it reads numbers on the host.
 
     Args:
-        weights: all weights and buffers that the forward reads. They are kept alive here, as graphs know only addresses.
+        weights: all weights and buffers that the forward reads. They are referenced here, as graphs hold only addresses.
     """
 
     def __init__(self, forward: Forward, store: KVStore, weights: Sequence[Tensor]) -> None:
@@ -141,7 +138,7 @@ class CapturedForward:
         return known.replay(tokens, positions, place.slots, masks)
 
     def _clear(self) -> None:
-        """Delete all graphs, after the store has moved its buffers: they would write into the old ones."""
+        """Delete all graphs after the store has replaced its buffers, as they would write into the old ones."""
         self.graphs.clear()
         if self._capture is not None:
             self._capture.clear()
@@ -163,8 +160,8 @@ class CapturedForward:
         self._fails = made is None
         if self._fails:
             warnings.warn(
-                "the model's forward cannot be captured as a CUDA graph (it looks at numbers on the host, or there is no "
-                "memory left): its kernels are started one by one from now on, which takes longer",
+                "the model's forward cannot be captured as a CUDA graph (it reads numbers on the host, or there is no "
+                "memory left); from now on its kernels are launched one by one, which is slower",
                 stacklevel=2,
             )
         return None if made is None else Captured(made[0], tokens, positions, slots, masks, made[1])

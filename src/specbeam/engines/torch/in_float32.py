@@ -1,4 +1,4 @@
-"""A way to call a model whose weights have two bytes in float32 arithmetic, without a copy of the weights."""
+"""Calls of 16-bit models in float32 arithmetic, without a float32 copy of the weights."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,17 +10,17 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from specbeam.engines.mapped import MappedFiles, is_kept, mapped_files
+from specbeam.engines.mapped import MappedFiles, is_mapped, mapped_files
 
 _HALVES = (torch.bfloat16, torch.float16)
-_TOGETHER = 1 << 22  # numbers of a matrix that are float32 at a time
+_TOGETHER = 1 << 22  # weights that are converted to float32 at a time
 
 
 class InFloat32(TorchFunctionMode):
-    """A context in which every operation takes two-byte tensors as float32; matrices become float32 part by part.
+    """A context in which operations convert 16-bit tensors to float32; matrices are converted part by part.
 
     Args:
-        files: mapped files, released once they were multiplied with.
+        files: the model's mapped files; each weight is released after use.
     """
 
     def __init__(self, files: MappedFiles) -> None:
@@ -42,12 +42,12 @@ class InFloat32(TorchFunctionMode):
         return function(*tree_map(widened, args), **tree_map(widened, named))
 
     def _product(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the input times the matrix, plus the bias; for the names see torch's `linear`."""
+        """Do torch's `linear`, with its argument names."""
         columns, depth = weight.shape
         each = min(max(_TOGETHER // depth, 1), columns)
         rows = widened(input)
         found = rows.new_empty(*rows.shape[:-1], columns)
-        # One room for all parts: an allocator may not find the place of the last one again.
+        # One buffer for all parts: an allocator might not reuse the memory of the previous one.
         room = rows.new_empty(each, depth)
         for first in range(0, columns, each):
             part = weight[first : first + each]
@@ -61,9 +61,9 @@ class InFloat32(TorchFunctionMode):
 
 def as_loaded(model: Any) -> AbstractContextManager[Any]:
     """Return a context in which a model that `load` left in mapped files computes in float32."""
-    return InFloat32(mapped_files(model)) if is_kept(model) else nullcontext()
+    return InFloat32(mapped_files(model)) if is_mapped(model) else nullcontext()
 
 
 def widened(value: Any) -> Any:
-    """Return a tensor of two-byte numbers as float32, anything else as it is."""
+    """Return a 16-bit tensor as float32, and anything else unchanged."""
     return value.float() if isinstance(value, Tensor) and value.dtype in _HALVES else value

@@ -1,4 +1,4 @@
-"""Passes of a model that takes batches: the sessions are padded to the longest."""
+"""Passes of transformers' forward in batches of sessions, padded to the longest."""
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,32 +36,32 @@ if TYPE_CHECKING:
 
 NO_EXTRAS: Mapping[str, torch.Tensor] = {}
 _NONE = torch.zeros(0)
-FEW = 16  # rows of the store that a captured pass may read even if only one of them is needed
+FEW = 16  # rows of the store that a captured pass reads even if it needs only one of them
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """The part of one session in a pass."""
+    """One session's part of a pass."""
 
     cache: PaddedCache
     feed: Feed
     before_roots: int  # number of rows before the first root
-    nodes: Nodes  # local nodes whose logits are wanted
-    wanted: Nodes  # the rows of these nodes within the feed
+    nodes: Nodes  # local nodes whose logits are needed
+    wanted: Nodes  # the rows of these nodes in the feed
 
     @property
     def first(self) -> int:
-        """The first row whose logits are wanted; the last row if there is none."""
+        """The first row whose logits are needed; the last row if there is none."""
         return int(self.wanted.min(initial=len(self.feed) - 1))
 
 
 class SharedRow:
-    """The parts of all sessions in one row of the store, one after the other.
+    """The parts of all sessions in one row of the store, concatenated.
 
     Attributes:
-        feed: the feeds of all parts, joined.
+        feed: the joined feeds of all parts.
         table: the positions of the tokens in the slots, such as a trie.
-        starts: the first row of each part within the feed.
+        starts: the first row of each part in the feed.
     """
 
     def __init__(self, parts: list[Part]) -> None:
@@ -73,24 +73,23 @@ class SharedRow:
 
     @property
     def first(self) -> int:
-        """The first row of the feed whose logits are wanted."""
+        """The first row of the feed whose logits are needed."""
         return min(start + part.first for start, part in zip(self.starts, self.parts, strict=False))
 
 
 @dataclass(frozen=True, eq=False)
 class SlotTable:
-    """The positions of the tokens in the slots of a row of the store, for all sessions in it."""
+    """The positions of the tokens in the slots of a row of the store, for all of its sessions."""
 
     slot_position: Int64[np.ndarray, " slots"]
 
     @property
     def capacity(self) -> int:
-        """The number of slots."""
         return len(self.slot_position)
 
 
 def _joined(parts: list[Part]) -> tuple[Feed, SlotPositions]:
-    """Return the feeds of several sessions as one feed, and the positions of the tokens in the slots that it sees."""
+    """Return the joined feeds of several sessions, and the positions of the tokens in their slots."""
     slots = max(part.cache.trie.capacity for part in parts)
     positions = np.zeros(slots, dtype=np.int64)
     seen = []
@@ -101,21 +100,18 @@ def _joined(parts: list[Part]) -> tuple[Feed, SlotPositions]:
         looked_at = np.flatnonzero(wide.any(0))
         positions[looked_at] = trie.slot_position[looked_at]
         seen.append(wide)
-    tokens, places, used_slots, parents = (
-        np.concatenate([getattr(part.feed, name) for part in parts])
-        for name in ("tokens", "positions", "slots", "parents")
-    )
-    return Feed(tokens, places, used_slots, np.concatenate(seen), parents), SlotTable(positions)
+    names = ("tokens", "positions", "slots", "parents")
+    joined = {name: np.concatenate([getattr(part.feed, name) for part in parts]) for name in names}
+    return Feed(**joined, seen=np.concatenate(seen)), SlotTable(positions)
 
 
 class PaddedPasses:
-    """The passes of a model that transformers runs, compiled by torch or not.
+    """The passes of a model run by transformers, with or without torch.compile.
 
     Args:
-        caches: the caches of all sessions in each row of the store. Rows that a pass does not need may be between those that
-            it does.
+        caches: the caches of the sessions in each row of the store.
         compile: whether to call the model through torch.compile (`torch_compiled`).
-        shared: the tokens of a target that the model is given, and drafts; None: its own.
+        shared: the target's tokens, which a draft model reads and drafts; None: the model's own tokens.
     """
 
     def __init__(
@@ -146,7 +142,7 @@ class PaddedPasses:
     def lacks(self, needs: Needs) -> str:
         """Return the reason why these passes cannot provide `needs`; "" if they can."""
         if needs.states and self.call is not self.model:
-            return "a model compiled by torch hands out no hidden states: leave compile out"
+            return "a model compiled by torch returns no hidden states: leave compile out"
         return lacks_taps(self.model, needs.taps)
 
     takes_vectors = True
@@ -154,7 +150,7 @@ class PaddedPasses:
     def refuses_extra_rows(self, inputs: ExtraInputs) -> str:
         """Return the reason why these passes cannot take these inputs of extra rows; "" if they can."""
         if inputs.layer and self.call is not self.model:
-            return "a model compiled by torch takes no rows between its layers: leave compile out"
+            return "a model compiled by torch takes no extra rows between its layers: leave compile out"
         return lacks_taps(self.model, (inputs.layer,))
 
     def refuses(self, context: object) -> str:
@@ -167,26 +163,28 @@ class PaddedPasses:
             return f"context holds {', '.join(strange)}, which {name} does not take"
         shapes = {key: [*value.shape] for key, value in context.items()}
         if wrong := [f"{key} is {shape}" for key, shape in shapes.items() if shape[:1] != [1]]:
-            return f"of the context {', '.join(wrong)}; each has to be of one session: the first dimension is 1"
+            return (
+                f"context holds tensors in which {', '.join(wrong)}; their first dimension must be 1, for one session"
+            )
         return ""
 
     def extend(self, caches: list[PaddedCache], forests: Sequence[Forest]) -> list[Scored]:
-        """Store all pending nodes and the new nodes of these forests; return the rows that were not handed out yet."""
+        """Store all pending nodes and the new nodes of these forests; return the rows that were not returned before."""
         wanted = [(cache, cache.enter(forest)) for cache, forest in zip(caches, forests, strict=True)]
         if busy := [(cache, nodes) for cache, nodes in wanted if cache.trie.pending]:
             self._run([self._part(cache, cache.trie.pending, nodes) for cache, nodes in busy], learns=True)
         return [cache.answer(forest) for cache, forest in zip(caches, forests, strict=True)]
 
     def prefill(self, caches: list[PaddedCache], counts: list[int]) -> None:
-        """Store the given number of pending tokens of each cache, without computing their logits."""
+        """Store this number of pending tokens of each cache, without computing their logits."""
         none = np.zeros(0, dtype=np.int64)
         self._run([self._part(cache, count, none) for cache, count in zip(caches, counts, strict=True)], learns=False)
 
     def _part(self, cache: PaddedCache, count: int, nodes: Nodes) -> Part:
-        """Give slots to the next `count` pending nodes of a cache, and return them as its part of a pass.
+        """Assign slots to the next `count` pending nodes of a cache, and return them as its part of a pass.
 
         Args:
-            nodes: the local nodes among them whose logits are wanted.
+            nodes: the local nodes among them whose logits are needed.
         """
         trie = cache.trie
         wanted = nodes - trie.stored
@@ -194,9 +192,9 @@ class PaddedPasses:
         return Part(cache, trie.feed(count), before_roots, nodes, wanted)
 
     def _run(self, parts: list[Part], learns: bool) -> None:
-        """Run the parts of all sessions, and keep the rows of their wanted nodes in the caches if `learns`.
+        """Run the parts of all sessions, and store the rows of their wanted nodes in the caches if `learns`.
 
-        Sessions whose batch keys differ cannot be in one batch: each key gets a pass of its own.
+        Sessions with different batch keys need different passes.
         """
         groups: dict[Any, list[Part]] = {}
         for part in parts:
@@ -209,17 +207,17 @@ class PaddedPasses:
                     part.cache.learn(part.nodes, columns)
 
     def _batch_key(self, cache: PaddedCache) -> Any:
-        """Return the key by which sessions share a batch: the shapes of their contexts."""
+        """Return a key that is equal for sessions that can share a batch: the shapes of their contexts."""
         return _shapes(cache.context)
 
     @torch.inference_mode()
     def _forward(self, parts: list[Part]) -> list[tuple[Columns, torch.Tensor]]:
-        """Run one pass over the rows of the store that bring a part, and over those between them if these are few.
+        """Run one pass over the rows of the store with a part, and over rows between them if these are few.
 
-        Rows of the store that are side by side are read in place.
+        Contiguous rows of the store are read in place.
 
-        Returns for each part the rows of its wanted nodes, which are logits, and hidden states if the session needs these;
-        and the hidden states of its rows before the first root.
+        Returns for each part the logits of its wanted nodes, with hidden states if the session needs them, and the hidden
+        states of its rows before the first root.
         """
         parts_by_row: dict[int, list[Part]] = {}
         for part in parts:
@@ -231,13 +229,13 @@ class PaddedPasses:
         )
         needs_states = any(part.cache.needs.states for part in parts)
         recorded = {column: _NONE for part in parts if part.cache.needs.states for column in part.cache.needs.columns}
-        filler = next(iter(by_row.values()))  # stands for the rows of the store that bring no part
+        filler = next(iter(by_row.values()))  # stands in for rows of the store without a part
         rows: Sequence[int] = range(min(by_row), max(by_row) + 1)
         width = max(len(shared.feed) for shared in by_row.values())
         extent = -(-max(part.cache.trie.extent for part in parts) // BLOCK)
         last = max(len(shared.feed) - shared.first for shared in by_row.values())
         if any(part.cache.needs.prompt and part.before_roots for part in parts):
-            last = width  # the model's head has to read all rows
+            last = width  # the model's head must read all rows
         every = range(rounded_up(rows[-1] + 1))
         sparse = len(rows) > 2 * len(by_row)
         run: Forward = self._call_model
@@ -269,13 +267,13 @@ class PaddedPasses:
                     feed = by_row[row].feed
                     late = late_rows(by_row[row].parts[0].cache.extra_inputs, feed, (place + 1) * width - len(feed))
                     entering += [] if late is None else [late]
-            inputs[0][inputs[0] <= LEARNT] = 0  # that they are no tokens is known by now
+            inputs[0][inputs[0] <= LEARNT] = 0  # learned rows need a valid token id
         with span("model"), self._hooked(recorded, entering):
             ids, places, _ = torch.from_numpy(inputs).to(self.device)
             logits = run(ids, places, masks, last)
             if self.shared is not None:
                 logits = self.shared.fitted_logits(logits)
-            if self.device.type == "cuda":  # laws are made on the host
+            if self.device.type == "cuda":  # laws are computed on the host
                 wanted = [rows.index(row) for row in by_row]
                 logits = logits[wanted].float().cpu()
                 recorded = {column: states[wanted].float().cpu() for column, states in recorded.items()}
@@ -314,18 +312,18 @@ class PaddedPasses:
         """Return the feed of each row of the store, and the positions of the tokens in its slots."""
         filler = next(iter(by_row.values()))
         feeds = [by_row[row].feed if row in by_row else _EMPTY_FEED for row in rows]
-        tables = [by_row.get(row, filler).table for row in rows]  # the table of a row without a feed is not read
+        tables = [by_row.get(row, filler).table for row in rows]  # tables of empty feeds are not read
         return feeds, tables
 
     @contextmanager
     def _hooked(self, states: dict[int, torch.Tensor], entering: list[LateRows]) -> Iterator[None]:
-        """Let a pass record hidden states, and let rows enter at their layers.
+        """A context in which passes record hidden states, and extra rows enter at their layers.
 
-        The model's own forward has a place for all rows in each layer, so rows go through the layers before theirs as well,
-        as rows of token 0 that nothing reads.
+        transformers' forward has a place for all rows in each layer, so extra rows pass through the layers before theirs as
+        rows of token 0, which other rows do not read.
 
         Args:
-            states: set for all rows, float[batch, rows, size], by `Needs.columns`.
+            states: filled in by column of `Needs.columns`, float[batch, rows, size], for all rows.
         """
         handles = [self._record(states, column) for column in states]
         for rows in entering:
@@ -338,7 +336,7 @@ class PaddedPasses:
                 handle.remove()
 
     def _record(self, states: dict[int, torch.Tensor], column: int) -> RemovableHandle:
-        """Let a pass set the hidden states of one column; see `_hooked`."""
+        """Register a hook that records the hidden states of one column; see `_hooked`."""
         module = self.model.get_output_embeddings()
         if column != FINAL:
             layers = layers_of(self.model)
@@ -350,9 +348,9 @@ class PaddedPasses:
     def _extra_arguments(
         self, rows: list[SharedRow], tokens: Int64[np.ndarray, "batch width"]
     ) -> dict[str, torch.Tensor]:
-        """Return the arguments of the model besides tokens: the contexts of the sessions, and embeddings.
+        """Return the model's arguments besides tokens: the sessions' contexts, of equal shapes, and embeddings.
 
-        The contexts must have the same shapes. Raises `IndexError` if a token is negative and its session has no embeddings.
+        Raises `IndexError` for negative tokens without an embedding.
         """
         caches = [row.parts[0].cache for row in rows]
         context = caches[0].context or {}
@@ -376,7 +374,7 @@ class PaddedPasses:
         wanted: int,
         extras: Mapping[str, torch.Tensor] = NO_EXTRAS,
     ) -> torch.Tensor:
-        """Call the model, and return the logits of the last `wanted` rows of each sequence of the batch."""
+        """Call the model, and return the logits of the last `wanted` rows of each sequence in the batch."""
         tokens = {} if "inputs_embeds" in extras else {"input_ids": ids}
         output = self.call(
             **tokens,
@@ -411,7 +409,7 @@ def _record_output(
 
 
 def _shapes(context: Mapping[str, torch.Tensor] | None) -> Any:
-    """Return the names and shapes in a context, which are equal for contexts that can be in one batch; None without one."""
+    """Return the names and shapes in a context, which are equal for contexts that can share a batch; None without one."""
     return None if context is None else tuple(sorted((name, tuple(value.shape)) for name, value in context.items()))
 
 

@@ -1,7 +1,7 @@
-"""Positions of the nodes of a forest in the decoders of encoder-decoder models, most of which take none from a caller.
+"""Positions of forest nodes in the decoders of encoder-decoder models, most of which take no position argument.
 
-Such decoders count positions from the length of their cache, where the nodes of a tree stand side by side. For the time of a
-pass, the module that looks positions up gets a forward that takes the positions of nodes.
+Such decoders derive positions from the length of their cache, in which the nodes of a tree are side by side. During a pass,
+the module that looks up positions gets another forward, which uses the positions of nodes.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,21 +21,23 @@ if TYPE_CHECKING:
 
 
 class Places:
-    """The way in which one decoder is given the positions of the nodes of a pass.
+    """Gives one decoder the positions of the nodes of a pass.
 
     Attributes:
-        needs_distances: whether it also has to know how far before each row the token of each slot is.
+        needs_distances: whether the decoder also needs the distances from slots to rows.
+        most: number of positions of the decoder; None if there is no limit.
+
+    Raises `UnsupportedModel` if the decoder looks up positions in an unknown way.
     """
 
     def __init__(self, model: "PreTrainedModel") -> None:
-        """Find out how the decoder of a model looks positions up. Raises `UnsupportedModel` if that is not known."""
         self._embedding: Any = None
         self._look_up: Callable[..., torch.Tensor] | None = None
         self._biases: list[Any] = []
         self.takes_more_positions = False
         decoder = decoder_of(model)
         if decoder is None:
-            raise UnsupportedModel(f"{type(model).__name__} does not keep its decoder where specbeam looks for it")
+            raise UnsupportedModel(f"specbeam does not find the decoder of {type(model).__name__}")
         positions = getattr(decoder, "embed_positions", None)
         if isinstance(positions, nn.Embedding):
             self._embedding = positions
@@ -51,8 +53,8 @@ class Places:
         ]
         if self._embedding is None and not self._biases:
             raise UnsupportedModel(
-                f"{type(model).__name__} looks the positions of its decoder up in a way that specbeam does not know; it "
-                "knows BART, mBART, Marian, PEGASUS, M2M100, NLLB, T5, mT5, umT5, Whisper and their like"
+                f"the decoder of {type(model).__name__} looks up positions in a way that specbeam does not know; it knows "
+                "BART, mBART, Marian, PEGASUS, M2M100, NLLB, T5, mT5, umT5, Whisper and similar models"
             )
         self.needs_distances = bool(self._biases)
         self.most = self._most()
@@ -69,11 +71,11 @@ class Places:
         places: Int64[torch.Tensor, "batch width"],
         distances: "Int32[np.ndarray, 'batch width extent'] | None",
     ) -> Iterator[None]:
-        """Let the decoder use these positions in this context; outside of it the model is as it was.
+        """A context in which the decoder uses these positions; afterwards the model is unchanged.
 
         Args:
             places: the position of each row.
-            distances: how many positions before each row the token of each slot is; None unless `needs_distances`.
+            distances: the distance in positions from each slot's token to each row; None unless `needs_distances`.
         """
         with ExitStack() as stack:
             if self._look_up is not None:
@@ -93,7 +95,7 @@ class Places:
 
 
 def decoder_of(model: "PreTrainedModel") -> Any:
-    """Return the module that is the decoder of a model, without its head; None if it is not found."""
+    """Return the decoder of a model, without its head; None if it is not found."""
     if not getattr(model.config, "is_encoder_decoder", False):
         return model.model.decoder
     found = model.get_decoder()
@@ -105,7 +107,7 @@ def _looked_up(embedding: Any, places: torch.Tensor, ids: "torch.Tensor | None")
 
 
 def _looked_up_in_grown(embedding: Any, places: torch.Tensor, ids: "torch.Tensor | None") -> torch.Tensor:
-    """Return the rows of a table of positions that grows with the text, in which padding tokens have a row of their own."""
+    """Return rows of a table of positions that grows with the text, in which padding tokens have a separate row."""
     pad = int(embedding.padding_idx)
     rows = places + pad + 1
     if ids is not None:
@@ -118,13 +120,13 @@ def _looked_up_in_grown(embedding: Any, places: torch.Tensor, ids: "torch.Tensor
 
 
 def _ids_in(given: tuple[Any, ...], named: dict[str, Any]) -> "torch.Tensor | None":
-    """Return the token ids among the arguments of a module that looks positions up; None if there are none."""
+    """Return the token ids in the arguments of a module that looks up positions; None if there are none."""
     first = given[0] if given else named.get("input_ids")
     return first if isinstance(first, torch.Tensor) and first.ndim == 2 else None
 
 
 def _bias_from(module: Any, back: Int32[torch.Tensor, "batch width extent"]) -> Callable[..., torch.Tensor]:
-    """Return a replacement of `compute_bias` of a module, which takes distances in place of numbers of rows."""
+    """Return a replacement of a module's `compute_bias` that uses these distances."""
     settings = bucket_settings(module)
 
     def compute_bias(*given: Any, **named: Any) -> torch.Tensor:
@@ -137,7 +139,7 @@ def _bias_from(module: Any, back: Int32[torch.Tensor, "batch width extent"]) -> 
 
 @contextmanager
 def _replaced(module: nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Let a module have another method in this context."""
+    """A context in which a module has another method."""
     before = vars(module).get(name)
     setattr(module, name, function)
     try:

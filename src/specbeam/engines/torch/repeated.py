@@ -1,16 +1,15 @@
-"""Passes that every process of a group makes together: rank 0 decides what is run, the others run it on their shards.
+"""Passes of tensor parallelism: rank 0 sends its operations, and all ranks run them on their shards.
 
-Tries, dice, clocks and requests live on rank 0 alone, so nothing has to be equal elsewhere. Before each pass, and before
-each change of the store, rank 0 sends its next operation; the others hold a shard of the weights, and the keys
-and values of their heads.
+Tries, dice, clocks and requests exist only on rank 0. Before each pass, and before each change of the store, rank 0 sends
+the operation; each rank holds a shard of the weights, and the keys and values of its heads.
 """
 
 import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,7 +19,7 @@ import torch.distributed as dist
 
 from specbeam.core.errors import NotSupported
 from specbeam.core.records import ExtraInputs, Needs
-from specbeam.engines.kv.masks import Mask
+from specbeam.engines.kv.masks import Mask, additive
 from specbeam.engines.kv.store import KVStore, Place
 from specbeam.engines.torch.passes import NO_EXTRAS, PaddedPasses
 
@@ -28,15 +27,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 END, AWAKE, RUN, RESERVE, MOVE_CACHE, MOVE_SLOTS, CLEAR_CACHE = range(7)
-HEADER = 64  # numbers: the verb, the number of arrays, and the rank and dimensions of each
+HEADER = 64  # length of a header: the operation, the number of arrays, and the rank and dimensions of each
 TIMEOUT_S = 30.0
 
 
 class Channel:
     """Sends the operations of rank 0 to the other ranks of the default group, in arrays of integers.
 
-    A rank that is lost ends the job: the process of each other rank prints a sentence and exits with code 1, within the
-    timeout. Without operations, rank 0 sends three signs of life in this time.
+    If a rank is lost, the job ends: each other rank prints a message and exits with code 1, within the timeout. When idle,
+    rank 0 sends keep-alive messages three times per timeout.
 
     Args:
         timeout_s: seconds for which a rank waits for another one.
@@ -44,9 +43,8 @@ class Channel:
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self.rank = dist.get_rank()
-        self.told = 0
         self._timeout_s = timeout_s
-        # Apart from the group of the model: messages are on the host, whatever the model's tensors are on.
+        # Not the model's group: messages are on the host, and the model's tensors may be on GPUs.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._lock = threading.Lock()
         self._last = time.monotonic()
@@ -54,22 +52,21 @@ class Channel:
         if self.rank == 0:
             threading.Thread(target=self._stay_awake, name="specbeam ranks", daemon=True).start()
 
-    def tell(self, verb: int, *arrays: Sequence[Any] | np.ndarray) -> None:
-        """Send a verb and its int64 arrays to the other ranks."""
+    def send(self, verb: int, *arrays: Sequence[Any] | np.ndarray) -> None:
+        """Send an operation and its int64 arrays to the other ranks."""
         given = [np.ascontiguousarray(array, dtype=np.int64) for array in arrays]
         shapes = [number for array in given for number in (array.ndim, *array.shape)]
         header = np.zeros(HEADER, dtype=np.int64)
         header[: 2 + len(shapes)] = [verb, len(given), *shapes]
         content = np.concatenate([array.ravel() for array in given]) if given else np.zeros(0, dtype=np.int64)
-        with self._lock, ending_the_job("telling the other ranks"):
+        with self._lock, ending_the_job("sending to the other ranks"):
             dist.broadcast(torch.from_numpy(header), 0, group=self._group)
             if content.size:
                 dist.broadcast(torch.from_numpy(content), 0, group=self._group)
             self._last = time.monotonic()
-            self.told += 1
 
-    def hear(self) -> tuple[int, list[np.ndarray]]:
-        """Wait for the next operation of rank 0; return the verb and its arrays."""
+    def receive(self) -> tuple[int, list[np.ndarray]]:
+        """Wait for the next operation of rank 0; return the operation and its arrays."""
         header = torch.zeros(HEADER, dtype=torch.int64)
         dist.broadcast(header, 0, group=self._group)
         verb, count, *rest = header.tolist()
@@ -89,43 +86,38 @@ class Channel:
         ]
 
     def close(self) -> None:
-        """Let the other ranks end. Once is enough."""
+        """Let the other ranks end. Further calls do nothing."""
         if not self._ended.is_set():
             self._ended.set()
-            self.tell(END)
+            self.send(END)
 
     def _stay_awake(self) -> None:
         while not self._ended.wait(self._timeout_s / 6):
             if time.monotonic() - self._last > self._timeout_s / 3:
-                self.tell(AWAKE)
+                self.send(AWAKE)
 
 
-class ending_the_job:  # noqa: N801
-    """A context in which whatever goes wrong ends the process with a sentence.
+@contextmanager
+def ending_the_job(what: str) -> Iterator[None]:
+    """A context in which any exception ends the process with a message.
 
-    The ranks are then in the middle of different things, and no session could go on; their launcher may start them
-    again (``torchrun --max-restarts``).
+    The ranks are then in different states, and no session can continue; their launcher may start them again
+    (``torchrun --max-restarts``).
     """
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception):
-            end_job(self.what, error)
+    try:
+        yield
+    except Exception as error:
+        end_job(what, error)
 
 
 def end_job(what: str, error: BaseException) -> NoReturn:
-    """Print the failed operation of a rank, and end the process even if its threads wait."""
+    """Print the failed operation of a rank, and end the process even if threads wait."""
     said = " ".join(str(error).split())[:300]
     rank = dist.get_rank() if dist.is_initialized() else 0
     with suppress(OSError, ValueError):
         print(
-            f"specbeam: rank {rank} failed while {what}, so the job ends; another rank was lost, or this one cannot go "
-            f"on: {type(error).__name__}: {said}",
+            f"specbeam: rank {rank} failed while {what}, so the job ends; another rank was lost, or this one cannot "
+            f"continue: {type(error).__name__}: {said}",
             file=sys.stderr,
             flush=True,
         )
@@ -140,27 +132,27 @@ class RepeatedStore(KVStore):
         self._channel = channel
 
     def grow(self, caches: int, slots: int) -> None:
-        self._channel.tell(RESERVE, [caches, slots])
+        self._channel.send(RESERVE, [caches, slots])
         super().grow(caches, slots)
 
     def move_cache(self, source: int, goal: int, extent: int) -> None:
-        self._channel.tell(MOVE_CACHE, [source, goal, extent])
+        self._channel.send(MOVE_CACHE, [source, goal, extent])
         super().move_cache(source, goal, extent)
 
     def clear_cache(self, cache: int) -> None:
-        self._channel.tell(CLEAR_CACHE, [cache])
+        self._channel.send(CLEAR_CACHE, [cache])
         super().clear_cache(cache)
 
     def move_slots(self, cache: int, source: torch.Tensor, goal: torch.Tensor) -> None:
-        self._channel.tell(MOVE_SLOTS, [cache], source.cpu().numpy(), goal.cpu().numpy())
+        self._channel.send(MOVE_SLOTS, [cache], source.cpu().numpy(), goal.cpu().numpy())
         super().move_slots(cache, source, goal)
 
     def take(self, cache: int, slots: np.ndarray) -> list[Any]:
-        raise NotSupported("the other ranks cannot keep beginnings of prompts; serve without them: --prefix-cache-mb 0")
+        raise NotSupported("sharded models have no prefix cache; serve with --prefix-cache-mb 0")
 
 
 class RepeatedPasses(PaddedPasses):
-    """The passes of a model whose weights are spread over the ranks, on rank 0."""
+    """The passes of a model whose weights are sharded over the ranks, on rank 0."""
 
     takes_vectors = False
 
@@ -173,14 +165,14 @@ class RepeatedPasses(PaddedPasses):
     def lacks(self, needs: Needs) -> str:
         """Return the reason why these passes cannot provide `needs`; "" if they can."""
         if needs.states:
-            return "hidden states of weights that are spread over several ranks are not read yet; draft with a model"
+            return "a model sharded over several ranks returns no hidden states; use a draft model"
         return super().lacks(needs)
 
     def refuses(self, context: object) -> str:
-        return "the weights are spread over several ranks, which are told tokens alone"
+        return "a model sharded over several ranks takes only tokens"
 
     def refuses_extra_rows(self, inputs: ExtraInputs) -> str:
-        return "the weights are spread over several ranks, and rows of a draft head would enter on the first one alone"
+        return "a model sharded over several ranks takes no extra rows of a draft head"
 
     def _call_model(
         self,
@@ -197,13 +189,13 @@ class RepeatedPasses(PaddedPasses):
         inputs = torch.stack([ids, places, place.slots]).cpu().numpy()
         packed, kinds = _packed(masks)
         numbers = [int(isinstance(rows, slice)), place.extent, wanted, kinds]
-        self.channel.tell(RUN, numbers, which, inputs, packed)
+        self.channel.send(RUN, numbers, which, inputs, packed)
         with ending_the_job("running a pass together"):
             return super()._call_model(ids, places, masks, wanted)
 
 
 def _packed(masks: Mask) -> tuple[np.ndarray, int]:
-    """Return which slots each row may look at, 64 in a number, for each kind of layers; and the number of kinds."""
+    """Return the slots that each row attends to, as bits of int64, by kind of layers; and the number of kinds."""
     each = [*masks.values()] if isinstance(masks, dict) else [masks]
     seen = [mask if mask.dtype == torch.bool else mask == 0 for mask in each]
     bits = np.packbits(torch.stack(seen).cpu().numpy().ravel())
@@ -213,7 +205,7 @@ def _packed(masks: Mask) -> tuple[np.ndarray, int]:
 
 
 class Follower(PaddedPasses):
-    """The passes of a rank that follows rank 0; it has no sessions, only the keys and values of its heads."""
+    """The passes of a rank that follows rank 0. It has no sessions, only the keys and values of its heads."""
 
     def __init__(self, model: "PreTrainedModel", channel: Channel) -> None:
         super().__init__(model, [])
@@ -222,10 +214,10 @@ class Follower(PaddedPasses):
 
     @torch.inference_mode()
     def follow(self) -> None:
-        """Follow the operations of rank 0 until it ends. After an error the process ends with a sentence."""
+        """Run the operations of rank 0 until it ends. An error ends the process with a message."""
         with ending_the_job("waiting for rank 0, or following it"):
             while True:
-                verb, arrays = self._channel.hear()
+                verb, arrays = self._channel.receive()
                 if verb == END:
                     return
                 self._do(verb, arrays)
@@ -259,7 +251,4 @@ class Follower(PaddedPasses):
 
     def _native(self, seen: torch.Tensor) -> torch.Tensor:
         """Return a mask in the form that the model's attention takes."""
-        if self.masks.implementation != "eager":
-            return seen
-        dtype = self.masks.dtype
-        return torch.zeros(seen.shape, dtype=dtype, device=self.device).masked_fill_(~seen, torch.finfo(dtype).min)
+        return additive(seen, self.masks.dtype) if self.masks.implementation == "eager" else seen

@@ -1,4 +1,4 @@
-"""The sizes that passes are padded to, so that few graphs serve all passes."""
+"""Sizes to which passes are padded, so that few graphs serve all passes."""
 
 
 def rounded_up(count: int) -> int:

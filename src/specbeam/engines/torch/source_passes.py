@@ -1,4 +1,4 @@
-"""Passes of the decoder of an encoder-decoder model: all nodes of a session's forest look at one stored source."""
+"""Passes of the decoder of an encoder-decoder model, by transformers' forward."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 class SourcePasses(ReadsSources, PaddedPasses):
-    """The passes of a model whose decoder looks at a source, by transformers' forward; see `ReadsSources`."""
+    """The passes of an encoder-decoder model's decoder, by transformers' forward; see `ReadsSources`."""
 
     cross: CrossStore
 
     def __init__(self, model: "PreTrainedModel", caches: list[Any], shared: SharedTokens | None = None) -> None:
         super().__init__(model, caches, shared=shared)
-        self.captured = None  # the shapes of a pass change with its sources
+        self.captured = None  # the shapes of a pass depend on its sources
         self.store = KVStore(decoder_layers(model))
         self.places = Places(model)
         self.cross = CrossStore()
@@ -49,7 +49,7 @@ class SourcePasses(ReadsSources, PaddedPasses):
         return self.cross.add([layer.keys for layer in layers], [layer.values for layer in layers])
 
     def _cross_layers(self, states: torch.Tensor) -> Sequence[Any]:
-        """Return the keys and values of a source in each layer: the decoder makes them when it reads its first token."""
+        """Return the keys and values of a source in each layer, which the decoder computes with its first token."""
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         first = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         self.model(**plain_arguments(self.model, states, first), past_key_values=cache, use_cache=True)
@@ -60,7 +60,7 @@ class SourcePasses(ReadsSources, PaddedPasses):
         return plain_logits(self.model, states, path)
 
     def _batch_key(self, cache: PaddedCache) -> Any:
-        """Return the key by which sessions share a batch: the length of the source, if the decoder takes no mask of it."""
+        """Return the length of a session's source, which must be equal in a batch if the decoder takes no mask of it."""
         return None if self.takes_masks else self.cross.lengths[cache.source_row]
 
     def _extra_arguments(
@@ -84,7 +84,6 @@ class SourcePasses(ReadsSources, PaddedPasses):
         wanted: int,
         extras: Mapping[str, torch.Tensor] = NO_EXTRAS,
     ) -> torch.Tensor:
-        """Call the model, and return the logits of the last `wanted` rows of each sequence of the batch."""
         view = self.cross.view(extras["sources"].tolist())
         with self.places.given(places, self._distances):
             output = self.model(**self._arguments(ids, masks, view), use_cache=True)
@@ -92,7 +91,7 @@ class SourcePasses(ReadsSources, PaddedPasses):
         return logits
 
     def _arguments(self, ids: torch.Tensor, masks: Mask, view: CrossView) -> dict[str, Any]:
-        """Return the arguments of the model. Its layers read the stored keys: of the states, only the shape matters."""
+        """Return the arguments of the model. Its layers read stored keys and values, so only the states' shape matters."""
         cache = EncoderDecoderCache(self.store, view.cache)
         shape = (*view.mask.shape, 1)
         size = self.model.config.d_model
@@ -111,12 +110,12 @@ class SourcePasses(ReadsSources, PaddedPasses):
 
 
 def is_whole(model: "PreTrainedModel") -> bool:
-    """Return whether a model has an encoder of its own."""
+    """Return whether a model's forward includes its encoder."""
     return "decoder_input_ids" in inspect.signature(model.forward).parameters
 
 
 def plain_arguments(model: "PreTrainedModel", states: torch.Tensor, ids: torch.Tensor) -> dict[str, Any]:
-    """Return the arguments of a model for tokens and the states of an encoder, without stored keys."""
+    """Return the arguments of a model for tokens and encoder states, without a cache."""
     states = states.to(model.device, model.dtype)
     if is_whole(model):
         return {"decoder_input_ids": ids, "encoder_outputs": BaseModelOutput(last_hidden_state=states)}
@@ -124,14 +123,14 @@ def plain_arguments(model: "PreTrainedModel", states: torch.Tensor, ids: torch.T
 
 
 def plain_logits(model: Any, states: torch.Tensor, path: list[int]) -> torch.Tensor:
-    """Return the logits after a path, float[vocab], as a model gives them by itself for the states of an encoder."""
+    """Return a model's logits after a path, float[vocab], for encoder states, without a cache."""
     ids = torch.tensor([path], device=model.device)
     logits: torch.Tensor = model(**plain_arguments(model, states, ids), use_cache=False).logits[0, -1]
     return logits
 
 
 def decoder_layers(model: "PreTrainedModel") -> int:
-    """Return the number of layers of the decoder: `num_hidden_layers` is that of the encoder in many configurations."""
+    """Return the number of decoder layers; in many configurations, `num_hidden_layers` is that of the encoder."""
     config = model.config
     for name in ("num_decoder_layers", "decoder_layers"):
         if (count := getattr(config, name, None)) is not None:

@@ -1,4 +1,4 @@
-"""A model's own forward through torch.compile, for models that transformers runs on a CPU."""
+"""transformers' forward through torch.compile, for models without a forward of specbeam's on a CPU."""
 
 import inspect
 import os
@@ -14,29 +14,28 @@ from specbeam.core.errors import NotSupported
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# The most forms of a forward that are compiled: for one or several sessions, one or several tokens, rows, ... Passes that
-# would need a further form run the forward uncompiled.
+# Maximum number of compiled forms of a forward: for one or several sessions, one or several tokens, ... Passes of further
+# forms run uncompiled.
 MOST_FORMS = 64
 
 
 def torch_compiled(model: "PreTrainedModel") -> Callable[..., Any]:
     """Return the model's forward compiled by torch, for passes of any size.
 
-    It is compiled at the first passes. The code is kept on disk for later processes: in `TORCHINDUCTOR_CACHE_DIR`, by
-    default a folder in specbeam's cache.
+    The first passes compile it. The code is cached on disk, in `TORCHINDUCTOR_CACHE_DIR` or by default in specbeam's cache.
 
     Raises `NotSupported` if there is no C++ compiler.
     """
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None and shutil.which("clang++") is None:
         raise NotSupported(
-            f"compile=True needs a C++ compiler, and there is no {compiler} here; install one, name it in the variable CXX, "
-            "or leave compile out"
+            f"compile=True needs a C++ compiler, and {compiler} was not found; install one, set CXX to its name, or leave "
+            "compile out"
         )
     lend_folder("TORCHINDUCTOR_CACHE_DIR", "torch")
     known = inspect.signature(torch.compile).parameters
     forms = dict[str, Any]()
-    if "recompile_limit" in known:  # older versions of torch have one low limit for all models of a class
+    if "recompile_limit" in known:  # older versions of torch have a low limit for all models of a class together
         forms = {"recompile_limit": MOST_FORMS, "isolate_recompiles": True}
     compiled: Callable[..., Any] = torch.compile(model.forward, dynamic=True, **forms)
     return compiled

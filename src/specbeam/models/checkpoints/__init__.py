@@ -1,1 +1,1 @@
-"""Reading of checkpoints that may be broken, foreign or hostile: folders, headers, configurations, weights."""
+"""Reading and checking of checkpoints that may be broken, foreign or hostile."""

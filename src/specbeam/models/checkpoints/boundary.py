@@ -1,4 +1,4 @@
-"""The boundary to libraries that read files: their exceptions become errors of specbeam that name the file."""
+"""Translation of exceptions of libraries that read files into errors of specbeam that name the file."""
 
 import json
 import pickle
@@ -10,9 +10,9 @@ from typing import Any
 from specbeam.core.errors import BadCheckpoint, MissingPackage, SpecbeamError
 
 LARGEST_JSON = 64 * 2**20  # bytes of a file that describes a model
-_LONGEST = 300  # letters of a library's message
-_BEGINNINGS = {  # of files whose names promise something else
-    b"version https://git-lfs": "it is a pointer of Git LFS, not the file itself; fetch it with git lfs pull",
+_LONGEST = 300  # characters quoted from a library's message
+_BEGINNINGS = {  # first bytes of common wrong files, with advice
+    b"version https://git-lfs": "it is a Git LFS pointer, not the file itself; fetch it with git lfs pull",
     b"<!doctype html": "it is a web page; download the file again",
     b"<html": "it is a web page; download the file again",
     b"gguf": "it is a GGUF file of llama.cpp under another name",
@@ -23,12 +23,12 @@ _BEGINNINGS = {  # of files whose names promise something else
 def reading(what: str, error: type[SpecbeamError] = BadCheckpoint, advice: str = "") -> Iterator[None]:
     """Turn exceptions of a library that reads files into an error of specbeam, with the library's as its cause.
 
-    It is only for calls of libraries: a mistake of specbeam must not be reported as a broken file. Errors of specbeam pass.
+    Wrap calls of libraries only: a bug in specbeam must not be reported as a broken file. Errors of specbeam pass.
 
     Args:
         what: beginning of the message, such as "x cannot be read".
-        error: the kind of error; a missing package is a `MissingPackage` instead if this is `BadCheckpoint`.
-        advice: the end of the message.
+        error: the type of the error; if it is `BadCheckpoint`, a missing package raises `MissingPackage`.
+        advice: end of the message.
     """
     try:
         yield
@@ -53,12 +53,12 @@ def reading_file(path: Path, error: type[SpecbeamError] = BadCheckpoint) -> Iter
 
 
 def json_object(path: Path, error: type[SpecbeamError] = BadCheckpoint) -> dict[str, Any]:
-    """Return the JSON object that a file holds. Raises `error` if it holds something else, or more than `LARGEST_JSON`."""
+    """Return the JSON object in a file. Raises `error` if the file holds something else, or more than `LARGEST_JSON`."""
     with reading_file(path, error):
         size = path.stat().st_size
         content = path.read_text(encoding="utf-8") if size <= LARGEST_JSON else ""
     if size > LARGEST_JSON:
-        raise error(f"{path} has {size:,} bytes; a file that describes a model has at most {LARGEST_JSON:,}")
+        raise error(f"{path} has {size:,} bytes; it must have at most {LARGEST_JSON:,}")
     with reading_file(path, error):
         found = json.loads(content)
     if not isinstance(found, dict):
@@ -67,14 +67,14 @@ def json_object(path: Path, error: type[SpecbeamError] = BadCheckpoint) -> dict[
 
 
 def beginning(error: BaseException) -> str:
-    """Return the kind of an error and the beginning of its message: transformers lists all models that it knows."""
+    """Return the type of an error and the beginning of its message, as some list all models of transformers."""
     said = " ".join(str(error).split())
     short = said if len(said) <= _LONGEST else f"{said[:_LONGEST]} ..."
     return f"{type(error).__name__}: {short}" if short else type(error).__name__
 
 
 def _wrong_with(path: Path, raised: BaseException) -> str:
-    """Return the fault of a file that a library could not read; "" if only the library's message is known."""
+    """Return the fault of a file that a library could not read; "" if it is not known."""
     if not path.is_file():
         return ""
     with path.open("rb") as file:
@@ -86,7 +86,7 @@ def _wrong_with(path: Path, raised: BaseException) -> str:
             return why
     if isinstance(raised, pickle.UnpicklingError):
         return (
-            "it is broken, or holds more than tensors; specbeam runs no code from files: save the model with "
+            "it is broken, or holds more than tensors, and specbeam runs no code from files; save the model with "
             "save_pretrained, which writes safetensors"
         )
     return ""

@@ -1,4 +1,4 @@
-"""Configurations of models: read, and refused if no model of theirs can be loaded, before any memory is taken for one."""
+"""Reading of model configurations, with checks that a model can be loaded before memory is allocated."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,22 +16,22 @@ _SIZES = (
     "num_key_value_heads",
     "head_dim",
 )
-_TASKS = {  # ends of names of classes that write no texts, and their task
+_TASKS = {  # suffixes of classes that do not generate text, and their task
     "ForSequenceClassification": "classifies texts",
     "ForTokenClassification": "classifies tokens",
     "ForQuestionAnswering": "marks answers in texts",
     "ForMultipleChoice": "chooses among answers",
     "ForMaskedLM": "fills gaps and does not continue texts",
     "ForPreTraining": "is an encoder and does not continue texts",
-    "ForImageClassification": "classifies pictures",
+    "ForImageClassification": "classifies images",
     "ForAudioClassification": "classifies sounds",
-    "ForCTC": "hears without a language model",
-    "RewardModel": "values texts",
+    "ForCTC": "transcribes speech without a language model",
+    "RewardModel": "scores texts",
 }
-_READS_MASKED = "ForMaskedLM"
-_PACKED = 16  # numbers that a stored one may stand for where weights are rounded
-_MOST_EXPERTS = 1024  # that a configuration may name of a model that has none
-_SLACK = 2**26  # numbers that a model may have beyond twice its files': positions that are computed
+_MASKED = ("ForMaskedLM", "ForPreTraining")
+_PACKED = 16  # maximum number of rounded weights in one stored number
+_MOST_EXPERTS = 1024  # maximum of expert fields for files with fewer tensors
+_SLACK = 2**26  # weights that a model may have beyond twice its files': computed positions
 _NO_MATRIX = (
     "vocab",
     "position",
@@ -40,77 +40,64 @@ _NO_MATRIX = (
     "max_",
     "length",
     "ctx",
-)  # in names of fields that multiply no layer
+)  # parts of names of fields that are no dimension of a layer's matrices
 
 
 def described_by(name: str) -> dict[str, Any]:
-    """Return the content of the config.json of a folder or hub id. Raises an error if it is not of a model."""
+    """Return the content of the config.json of a folder or hub id. Raises an error if it does not describe a model."""
     if (of_adapter := file_of(name, ADAPTER)) is not None:
         raise adapter(name, json_object(of_adapter))
     path = file_of(name, CONFIG)
     if path is None:
         raise MissingFile(
-            f"there is no folder {name} here, and no {CONFIG} of a model of this name on the hub or in its cache; give a "
-            "folder that save_pretrained wrote, or the id of a model on the hub"
+            f"there is no folder {name}, and no model {name} with a {CONFIG} on the hub or in its cache; give a folder that "
+            "save_pretrained wrote, or the id of a model on the hub"
         )
     described = json_object(path)
     kind = described.get("model_type")
     if not isinstance(kind, str) or not kind:
-        raise BadCheckpoint(
-            f"{path} names no model_type (it is {kind!r}), so it is not known what kind of model this is; give a model in "
-            "transformers' format"
-        )
+        raise BadCheckpoint(f"{path} names no model_type (it is {kind!r}); give a model in transformers' format")
     _check_needs_no_code(name, described)
     rounded = described.get("quantization") or described.get("quantization_config")
     if rounded is not None and not isinstance(rounded, Mapping):
-        raise BadCheckpoint(f"{path} says quantization_config {rounded!r}; it must be a JSON object")
+        raise BadCheckpoint(f"{path} has quantization_config {rounded!r}; it must be a JSON object")
     if isinstance(rounded, Mapping) and "quant_method" not in rounded and {"group_size", "bits"} <= rounded.keys():
         raise NotSupported(
             f"{name} holds weights that MLX rounded to {rounded['bits']} bits, which only MLX reads; give the original "
-            "model, and quantize='int8' or 'int4' if it was to be small"
+            "model, with quantize='int8' or 'int4' to make it small"
         )
     return described
 
 
 def config_of(name: str, described: Mapping[str, Any]) -> Any:
-    """Return transformers' configuration of a model. Raises an error if that is none, or has sizes that no model has.
-
-    Args:
-        described: the content of its config.json.
-    """
+    """Return transformers' configuration of a model. Raises an error if it cannot be read, or has impossible sizes."""
     from transformers import AutoConfig
 
     with reading(f"the {CONFIG} of {name} cannot be read"):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     with reading(f"the {CONFIG} of {name} cannot be read"):
-        sizes = {field: getattr(text_config(config), field, None) for field in _SIZES}
+        text = config.get_text_config(decoder=True)
+        sizes = {field: getattr(text, field, None) for field in _SIZES}
     for field, size in sizes.items():
         if size is None or isinstance(size, (list, tuple)):
             continue
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise BadCheckpoint(
-                f"the {CONFIG} of {name} says {field} {size!r}; it must be a whole number of at least 1"
-            )
+            raise BadCheckpoint(f"the {CONFIG} of {name} has {field} {size!r}; it must be a whole number of at least 1")
     heads = sizes["num_attention_heads"]
     shared = sizes["num_key_value_heads"]
     is_causal = not getattr(config, "is_encoder_decoder", False)
     if is_causal and isinstance(heads, int) and isinstance(shared, int) and heads % shared:
         raise BadCheckpoint(
-            f"the {CONFIG} of {name} says num_attention_heads {heads} and num_key_value_heads {shared}; the second must "
+            f"the {CONFIG} of {name} has num_attention_heads {heads} and num_key_value_heads {shared}; the second must "
             "divide the first"
         )
     return config
 
 
-def text_config(config: Any) -> Any:
-    """Return the part of a configuration that describes the model of texts: of a model that reads sources, its decoder."""
-    return config.get_text_config(decoder=True)
-
-
 def class_for_texts(name: str, described: Mapping[str, Any], config: Any) -> Any:
-    """Return the class of transformers that loads a model that writes texts: causal, encoder-decoder, or one that hears.
+    """Return the transformers class that loads a model: causal, text encoder-decoder, or speech encoder-decoder.
 
-    Raises `UnsupportedModel` if it has none, or if the model was saved with another head.
+    Raises `UnsupportedModel` if the model does not generate text, or was saved with another head.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
     from transformers.models.auto import modeling_auto as known
@@ -124,15 +111,15 @@ def class_for_texts(name: str, described: Mapping[str, Any], config: Any) -> Any
     }
     if kind not in of_texts:
         raise UnsupportedModel(
-            f"{name} is a {kind!r} model, for which transformers has no class that writes texts; give a causal language "
-            "model, or one that translates, summarises or hears"
+            f"{name} is a {kind!r} model, for which transformers has no class that generates text; give a causal language "
+            "model, or one for translation, summarisation or speech"
         )
     fills_gaps = kind in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES and hasattr(config, "is_decoder")
     reads_sources = getattr(config, "is_encoder_decoder", False)
     if fills_gaps and not config.is_decoder and not reads_sources and kind in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UnsupportedModel(
-            f"{name} is an encoder ({kind!r}, is_decoder false), which reads texts in both directions and continues none; "
-            "give a causal language model"
+            f"{name} is a bidirectional encoder ({kind!r}, is_decoder false), which does not continue texts; give a causal "
+            "language model"
         )
     if not reads_sources:
         return AutoModelForCausalLM
@@ -143,11 +130,11 @@ def class_for_texts(name: str, described: Mapping[str, Any], config: Any) -> Any
 def check_fits_files(name: str, config: Any, stored: Mapping[str, StoredTensor], kind: Any) -> None:
     """Raise `BadCheckpoint` if a configuration describes a far larger model than its files hold.
 
-    transformers would take memory for all of it, and make it up.
+    transformers would allocate it and fill it with random weights.
 
     Args:
         stored: the tensors of the files.
-        kind: the class of transformers that loads such models.
+        kind: the transformers class that loads the model.
     """
     numbers = sum(one.numbers * (1 if one.type in FLOATS else _PACKED) for one in stored.values())
     described = config.to_dict()
@@ -157,32 +144,32 @@ def check_fits_files(name: str, config: Any, stored: Mapping[str, StoredTensor],
         counts_experts = "experts" in field and value > _MOST_EXPERTS
         if (counts_layers or counts_experts) and value > largest:
             raise BadCheckpoint(
-                f"the {CONFIG} of {name} says {field} {value}, and its files hold {len(stored)} tensors; it is that of "
+                f"the {CONFIG} of {name} has {field} {value}, and its files hold only {len(stored)} tensors; it belongs to "
                 "another model"
             )
     if not _may_be_larger(config, described, numbers):
         return
     import torch
 
-    with reading(f"the {CONFIG} of {name} describes no model"), torch.device("meta"):
+    with reading(f"the {CONFIG} of {name} does not describe a model"), torch.device("meta"):
         model = kind.from_config(config, trust_remote_code=False)
     wanted = sum(weight.numel() for weight in model.parameters())
     if wanted > 2 * numbers + _SLACK:
         raise BadCheckpoint(
             f"the {CONFIG} of {name} describes {wanted:,} weights, and its files hold {numbers:,}{_misfit(model, stored)}; "
-            "it is that of another model"
+            "it belongs to another model"
         )
 
 
 def check_generation_config(name: str) -> None:
-    """Raise `BadCheckpoint` if a model's generation_config.json is broken: transformers would leave it out."""
+    """Raise `BadCheckpoint` if a model's generation_config.json is broken; transformers would ignore it."""
     path = file_of(name, "generation_config.json")
     if path is not None:
         json_object(path)
 
 
 def _check_needs_no_code(name: str, described: Mapping[str, Any]) -> None:
-    """Raise `NotSupported` if a model needs code of its own, `UnsupportedModel` if transformers does not know it."""
+    """Raise `NotSupported` if a model needs custom code, `UnsupportedModel` if transformers does not know it."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = described["model_type"]
@@ -190,7 +177,7 @@ def _check_needs_no_code(name: str, described: Mapping[str, Any]) -> None:
         return
     if described.get("auto_map"):
         raise NotSupported(
-            f"{name} is a {kind!r} model, which needs code of its own (auto_map), and specbeam runs no code from a model's "
+            f"{name} is a {kind!r} model, which needs custom code (auto_map), and specbeam runs no code from a model's "
             "folder; if you trust it, load it with transformers (trust_remote_code=True) and give the model object"
         )
     raise UnsupportedModel(
@@ -200,7 +187,7 @@ def _check_needs_no_code(name: str, described: Mapping[str, Any]) -> None:
 
 
 def _check_writes_texts(name: str, described: Mapping[str, Any]) -> None:
-    """Raise `UnsupportedModel` if a model was saved with another head than one that writes texts."""
+    """Raise `UnsupportedModel` if a model was saved with a head that does not generate text."""
     classes = described.get("architectures")
     if not isinstance(classes, list):
         return
@@ -211,14 +198,14 @@ def _check_writes_texts(name: str, described: Mapping[str, Any]) -> None:
 
 
 def _may_continue(end: str, described: Mapping[str, Any]) -> bool:
-    """Return whether a model whose class fills gaps may write texts: its configuration states so, or it has a decoder."""
+    """Return whether a model of a masked class is a decoder, or has one, by its configuration."""
     is_decoder = bool(described.get("is_decoder") or described.get("is_encoder_decoder"))
-    return end in (_READS_MASKED, "ForPreTraining") and is_decoder
+    return end in _MASKED and is_decoder
 
 
 def _may_be_larger(config: Any, described: Mapping[str, Any], numbers: int) -> bool:
-    """Return whether sizes of a configuration may make a model that is larger than its files: a quick look at products."""
-    text = text_config(config)
+    """Return whether a model may be larger than its files, by products of sizes in its configuration."""
+    text = config.get_text_config(decoder=True)
     width = getattr(text, "hidden_size", None)
     layers = getattr(text, "num_hidden_layers", None)
     if not isinstance(width, int) or not isinstance(layers, int):
@@ -231,7 +218,7 @@ def _may_be_larger(config: Any, described: Mapping[str, Any], numbers: int) -> b
 
 
 def _whole_numbers(described: Any, field: str = "") -> Iterator[tuple[str, int]]:
-    """Yield the whole numbers of a configuration and of its parts, with the names of their fields."""
+    """Yield the integers of a configuration and its parts, with the names of their fields."""
     if isinstance(described, Mapping):
         for name, value in described.items():
             yield from _whole_numbers(value, str(name))
@@ -243,7 +230,7 @@ def _whole_numbers(described: Any, field: str = "") -> Iterator[tuple[str, int]]
 
 
 def _misfit(model: Any, stored: Mapping[str, StoredTensor]) -> str:
-    """Return which tensor of the files is smaller than the model's; "" if none is."""
+    """Return the first tensor whose shape in the files is not the model's, as a part of a message; "" if none."""
     for name, weight in model.named_parameters():
         if name in stored and stored[name].shape != tuple(weight.shape):
             return f" ({name} is {[*stored[name].shape]} in the files, and {[*weight.shape]} by {CONFIG})"

@@ -1,4 +1,4 @@
-"""Paths that do not hold a model that can be loaded: each kind that users hand over, with advice."""
+"""Errors, with advice, for paths that do not hold a loadable model."""
 
 from pathlib import Path
 from typing import Any
@@ -10,32 +10,30 @@ CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
 _FOLDER = "give the folder that save_pretrained wrote"
 _CONVERT = "; specbeam reads the safetensors or pytorch_model.bin of transformers"
-_FOREIGN = {  # patterns of files that other programs read, with descriptions
-    "*.gguf": "a GGUF model of llama.cpp{where}; give the original model in transformers' format, and quantize='int4' if "
-    "it was to be small",
+_FOREIGN = {  # patterns of files of other programs, with descriptions
+    "*.gguf": "a GGUF model of llama.cpp{where}; give the original model in transformers' format, with quantize='int4' to "
+    "make it small",
     "consolidated*.pth": "Meta's own format ({file}); give the model in transformers' format, whose folder holds "
     "config.json and model.safetensors",
     "consolidated*.safetensors": "Mistral's own format ({file}); give the model in transformers' format, whose folder holds "
     "config.json and model.safetensors",
     "*.onnx": "an ONNX model ({file})" + _CONVERT,
     "onnx/*.onnx": "an ONNX model ({file})" + _CONVERT,
-    "tf_model*.h5": "weights of TensorFlow alone ({file})" + _CONVERT + "; older releases of transformers convert them",
-    "saved_model.pb": "a model of TensorFlow ({file})" + _CONVERT,
-    "flax_model*.msgpack": "weights of Flax alone ({file})"
-    + _CONVERT
-    + "; older releases of transformers convert them",
-    "*.ckpt": "a training's checkpoint ({file})" + _CONVERT,
+    "tf_model*.h5": "only TensorFlow weights ({file})" + _CONVERT + "; older releases of transformers convert them",
+    "saved_model.pb": "a TensorFlow model ({file})" + _CONVERT,
+    "flax_model*.msgpack": "only Flax weights ({file})" + _CONVERT + "; older releases of transformers convert them",
+    "*.ckpt": "a training checkpoint ({file})" + _CONVERT,
 }
 _OF_FILES = {
-    ".gguf": "a GGUF file of llama.cpp; give the folder of the original model in transformers' format, and "
-    "quantize='int4' if it was to be small",
+    ".gguf": "a GGUF file of llama.cpp; give the folder of the original model in transformers' format, with "
+    "quantize='int4' to make it small",
     ".onnx": "an ONNX file" + _CONVERT,
-    ".pth": "a file of weights; give a folder with config.json and the weights in transformers' format",
+    ".pth": "a file of weights; give a folder with config.json and weights in transformers' format",
 }
 
 
 def checked_folder(path: Path) -> Path:
-    """Return the folder of a model. Raises an error that names the content if that is something else."""
+    """Return the folder of a model. Raises an error that names the content of the path if it is something else."""
     if path.is_file():
         raise MissingFile(f"{path} is {_OF_FILES.get(path.suffix.lower(), 'a file, not a folder; ' + _FOLDER)}")
     if not path.is_dir():
@@ -43,10 +41,10 @@ def checked_folder(path: Path) -> Path:
     if (path / ADAPTER).is_file():
         raise adapter(str(path), json_object(path / ADAPTER))
     if (path / "model_index.json").is_file():
-        raise NotSupported(f"{path} holds a pipeline of diffusers (model_index.json), which makes pictures, not texts")
+        raise NotSupported(f"{path} holds a diffusers pipeline (model_index.json), which generates images, not text")
     if (path / "modules.json").is_file():
         raise NotSupported(
-            f"{path} holds a model of sentence-transformers (modules.json), which makes vectors, not texts"
+            f"{path} holds a sentence-transformers model (modules.json), which computes embeddings, not text"
         )
     if not (path / CONFIG).is_file():
         raise _without_config(path)
@@ -54,11 +52,7 @@ def checked_folder(path: Path) -> Path:
 
 
 def adapter(where: str, described: dict[str, Any]) -> NotSupported:
-    """Return the error for a folder or repository that holds an adapter: its model is another one.
-
-    Args:
-        described: the content of its adapter_config.json.
-    """
+    """Return the error for a folder or repository that holds an adapter, given the content of adapter_config.json."""
     kind = str(described.get("peft_type") or "LoRA").replace("LORA", "LoRA")
     base = described.get("base_model_name_or_path")
     return NotSupported(
@@ -68,11 +62,11 @@ def adapter(where: str, described: dict[str, Any]) -> NotSupported:
 
 
 def without_weights(where: str, folder: Path | None) -> SpecbeamError:
-    """Return the error for a model that has a configuration and no weights that transformers reads."""
+    """Return the error for a model with a configuration and without weights that transformers reads."""
     if folder is not None and (what := _foreign(folder)):
         return NotSupported(f"{where} holds {what}")
     return MissingFile(
-        f"{where} holds {CONFIG} and no weights: neither model.safetensors nor pytorch_model.bin, nor an index of several"
+        f"{where} holds {CONFIG} and no weights: neither model.safetensors nor pytorch_model.bin, nor an index of shards"
     )
 
 
@@ -82,7 +76,7 @@ def _without_config(path: Path) -> SpecbeamError:
         return NotSupported(f"{path} holds {what}")
     states = sorted(path.glob("checkpoint-*/config.json"))
     if states:
-        return MissingFile(f"{path} has no {CONFIG}, and a model in {states[-1].parent.name}; give {states[-1].parent}")
+        return MissingFile(f"{path} has no {CONFIG}, but {states[-1].parent.name} has one; give {states[-1].parent}")
     held = sorted(one.name for one in path.iterdir())
     there = "it is empty"
     if held:
@@ -91,7 +85,7 @@ def _without_config(path: Path) -> SpecbeamError:
 
 
 def _foreign(path: Path) -> str:
-    """Return a description of files in a folder that other programs read; "" if there are none."""
+    """Return a description of a folder's files of other programs; "" if there are none."""
     for pattern, what in _FOREIGN.items():
         found = sorted(path.glob(pattern))
         if found:

@@ -1,4 +1,4 @@
-"""The files of a model's weights, and the names, types and shapes of the tensors in them, without their numbers."""
+"""The weight files of a model, and the names, types and shapes of their tensors, read without the numbers."""
 
 import json
 import math
@@ -22,20 +22,20 @@ _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 class StoredTensor(NamedTuple):
-    """A tensor as the header of its file describes it."""
+    """A tensor described by the header of its file."""
 
     path: Path
-    type: str  # "F32", "BF16", "I32", ... as safetensors calls them
+    type: str  # safetensors' name: "F32", "BF16", "I32", ...
     shape: tuple[int, ...]
 
     @property
     def numbers(self) -> int:
-        """The number of its numbers."""
+        """The number of elements."""
         return math.prod(self.shape)
 
 
 def file_of(name: str, file: str) -> Path | None:
-    """Return a file of a folder or hub id; None if it has no such file.
+    """Return the path of a file in a folder or hub repository; None if it has no such file.
 
     Raises `MissingFile` if there is neither a folder nor a repository of this name.
     """
@@ -46,20 +46,20 @@ def file_of(name: str, file: str) -> Path | None:
     from transformers.utils import cached_file
 
     advice = "; give a folder that save_pretrained wrote, or the id of a model on the hub"
-    what = f"there is no folder {name} here, and no model of this name can be had from the hub"
+    what = f"there is no folder {name}, and no model of this name can be downloaded from the hub"
     with reading(what, MissingFile, advice):
         found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
     return None if found is None else Path(found)
 
 
 def weight_files(name: str, named: str | None = None) -> list[Path]:
-    """Return the files of a model's weights, in the order in which transformers looks for them; none if it has none.
+    """Return the weight files of a model, preferred like in transformers; an empty list if it has none.
 
     Args:
         name: a folder or hub id.
         named: the file, or index of files, that the model's configuration names.
 
-    Raises `BadCheckpoint` if an index is broken or names files outside of the folder, `MissingFile` if one is missing.
+    Raises `BadCheckpoint` if an index is broken or names files outside the folder, `MissingFile` if a file is missing.
     """
     for file in (ONE_FILE, INDEX, *_PICKLED) if named is None else (named,):
         check_is_inside(file, name)
@@ -70,12 +70,13 @@ def weight_files(name: str, named: str | None = None) -> list[Path]:
 
 
 def shards_of(name: str, index: Path) -> list[Path]:
-    """Return the files that an index names. Raises as `weight_files` does."""
+    """Return the files that an index names. Raises the errors of `weight_files`."""
     names = sorted({*weight_map(index).values()})
-    if not Path(name).is_dir():  # several at a time
+    if not Path(name).is_dir():
         from transformers.utils.hub import cached_files
 
-        with reading(f"the files that {index} names cannot be had from the hub", MissingFile):
+        # One call downloads several files in parallel.
+        with reading(f"the files that {index} names cannot be downloaded from the hub", MissingFile):
             cached_files(name, names)
     found = []
     for shard in names:
@@ -87,9 +88,9 @@ def shards_of(name: str, index: Path) -> list[Path]:
 
 
 def weight_map(index: Path, error: type[SpecbeamError] = BadCheckpoint) -> dict[str, str]:
-    """Return the name of the file of each tensor that an index names.
+    """Return the file name of each tensor in an index.
 
-    Raises `error` if the index is broken, or names files outside of the folder.
+    Raises `error` if the index is broken or names files outside the folder.
     """
     held = json_object(index, error)
     with reading_file(index, error):
@@ -106,18 +107,15 @@ def weight_map(index: Path, error: type[SpecbeamError] = BadCheckpoint) -> dict[
 
 
 def check_is_inside(file: str, where: str, error: type[SpecbeamError] = BadCheckpoint) -> None:
-    """Raise `error` if a file name points outside its folder.
-
-    The file itself may be a symbolic link, as in the hub's cache.
-    """
+    """Raise `error` if a file name points outside its folder. The file may be a symbolic link, as in the hub's cache."""
     parts = {*PurePosixPath(file).parts, *PureWindowsPath(file).parts}
     is_absolute = PurePosixPath(file).is_absolute() or PureWindowsPath(file).is_absolute()
     if not file or is_absolute or ".." in parts or "\0" in file:
-        raise error(f"{where} names the file {file!r}; it must be one inside of the folder")
+        raise error(f"{where} names the file {file!r}; it must be inside the folder")
 
 
 def tensors_in(files: Iterable[Path], error: type[SpecbeamError] = BadCheckpoint) -> dict[str, StoredTensor]:
-    """Return the tensors in files, by their names. Raises `error` if one is broken, or two hold the same name."""
+    """Return the tensors in files, by name. Raises `error` if a file is broken, or if two files hold the same name."""
     found: dict[str, StoredTensor] = {}
     for path in files:
         stored = _header(path, error)
@@ -128,7 +126,7 @@ def tensors_in(files: Iterable[Path], error: type[SpecbeamError] = BadCheckpoint
 
 
 def read_tensors(path: Path, error: type[SpecbeamError] = BadCheckpoint) -> dict[str, Tensor]:
-    """Return the tensors of a file. Raises `error` if it is broken or holds something else."""
+    """Return the tensors of a file, with their numbers. Raises `error` if it is broken or holds something else."""
     if path.suffix != ".safetensors":
         return _tensors_of(path, _unpickled(path, "cpu", error), error)
     from safetensors.torch import load_file
@@ -138,7 +136,7 @@ def read_tensors(path: Path, error: type[SpecbeamError] = BadCheckpoint) -> dict
 
 
 def _header(path: Path, error: type[SpecbeamError]) -> dict[str, StoredTensor]:
-    """Return the tensors in one file."""
+    """Return the descriptions of the tensors in one file."""
     if path.suffix != ".safetensors":
         tensors = _tensors_of(path, _unpickled(path, "meta", error), error)
         return {name: StoredTensor(path, _type_name(one.dtype), tuple(one.shape)) for name, one in tensors.items()}
@@ -146,7 +144,7 @@ def _header(path: Path, error: type[SpecbeamError]) -> dict[str, StoredTensor]:
 
     found = {}
     with reading_file(path, error), safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118, it is no dictionary
+        for name in file.keys():  # noqa: SIM118, this is no dictionary
             part = file.get_slice(name)
             found[name] = StoredTensor(path, str(part.get_dtype()), tuple(part.get_shape()))
     _check_names(path, error)
@@ -154,7 +152,7 @@ def _header(path: Path, error: type[SpecbeamError]) -> dict[str, StoredTensor]:
 
 
 def _check_names(path: Path, error: type[SpecbeamError]) -> None:
-    """Raise `error` if the header of a safetensors file, which was read before, holds a name twice: the last would count."""
+    """Raise `error` if the valid header of a safetensors file holds a name twice; the library would take the last one."""
     with reading_file(path, error), path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         pairs: list[tuple[str, Any]] = json.loads(file.read(size), object_pairs_hook=list)
@@ -164,24 +162,24 @@ def _check_names(path: Path, error: type[SpecbeamError]) -> None:
 
 
 def _unpickled(path: Path, device: str, error: type[SpecbeamError]) -> Any:
-    """Return the content of a file in torch's own format, of which no code is run."""
+    """Return the content of a file in torch's format without running its code."""
     with reading_file(path, error):
         mmap = device == "meta" and zipfile.is_zipfile(path)
         return torch.load(path, map_location=device, weights_only=True, mmap=mmap)
 
 
 def _tensors_of(path: Path, found: Any, error: type[SpecbeamError]) -> dict[str, Tensor]:
-    """Return the tensors of a file in torch's own format. Raises `error` if it holds something else than tensors by name."""
+    """Return the content of a file in torch's format. Raises `error` unless it is a dictionary of tensors by name."""
     said = f"{path} cannot be read: it does not hold tensors by name"
     if not isinstance(found, dict):
         raise error(f"{said}, but {type(found).__name__}")
     for name, one in found.items():
         if not isinstance(name, str) or not isinstance(one, Tensor):
-            raise error(f"{said}: {name!r} is {type(one).__name__}; save the model itself, not the state of a training")
+            raise error(f"{said}: {name!r} is {type(one).__name__}; save the model itself, not the training state")
     return dict(found)
 
 
 def _type_name(dtype: torch.dtype) -> str:
-    """Return the name of a type in safetensors; of other types than floats, the name in torch."""
+    """Return safetensors' name of a float type, or torch's name of another type."""
     names = {kind: name for name, kind in TYPES.items()} | {torch.float64: "F64"}
     return names.get(dtype, str(dtype).removeprefix("torch."))

@@ -1,4 +1,4 @@
-"""The check that weights are numbers: floats, none of them NaN or infinite."""
+"""The check that weights are finite floats."""
 
 from collections.abc import Callable
 
@@ -12,15 +12,12 @@ _NAN = "holds NaN"
 
 
 def fault_of(weight: Tensor) -> str:
-    """Return the fault of the numbers of a weight, "is stored as int8" or "holds NaN"; "" if there is none.
-
-    It takes one pass over memory.
-    """
+    """Return the fault of a weight, such as "is stored as int8" or "holds NaN"; "" if there is none."""
     if weight.dtype not in _FLOATS:
         return f"is stored as {str(weight.dtype).removeprefix('torch.')}"
     if not weight.numel():
         return ""
-    # Both are NaN if one number is: the one reduction of torch that is as fast as memory for all of these types.
+    # Both are NaN if any number is. aminmax is torch's only reduction at the speed of memory for all of these types.
     least, most = (float(one) for one in torch.aminmax(weight.detach()))
     if least != least:
         return _NAN
@@ -30,11 +27,11 @@ def fault_of(weight: Tensor) -> str:
 def check_weights(where: str, model: nn.Module, after: Callable[[list[Tensor]], None] | None = None) -> None:
     """Raise `BadCheckpoint`, which names the tensor, if a weight of a model holds NaN or infinity, or a buffer holds NaN.
 
-    Weights that a library has rounded, or that lie elsewhere than in memory, are left out.
+    Weights that a library has rounded, or that are not in memory, are skipped.
 
     Args:
         where: name of the model in errors.
-        after: called with each weight when it was read.
+        after: called with each weight after it was read.
     """
     for name, weight in model.named_parameters():
         if _is_plain(weight):
@@ -42,12 +39,12 @@ def check_weights(where: str, model: nn.Module, after: Callable[[list[Tensor]], 
             if after is not None:
                 after([weight])
     for name, buffer in model.named_buffers():
-        if _is_plain(buffer) and fault_of(buffer) == _NAN:  # a mask may be infinite
+        if _is_plain(buffer) and fault_of(buffer) == _NAN:  # masks may be infinite
             raise _broken(where, name, _NAN)
 
 
 def broken_weight(model: nn.Module) -> str:
-    """Return the name of the first weight of a model that holds NaN or infinity, and which; "" if none does."""
+    """Return name and fault of the first weight of a model that holds NaN or infinity; "" if none does."""
     for name, weight in model.named_parameters():
         if _is_plain(weight) and (fault := fault_of(weight)):
             return f"{name} {fault}"
@@ -61,12 +58,12 @@ def _check(where: str, name: str, weight: Tensor) -> None:
 
 def _broken(where: str, name: str, fault: str) -> BadCheckpoint:
     return BadCheckpoint(
-        f"{where}: {name} {fault}, so its texts would mean nothing; download or convert the files again, and look for an "
-        "overflow if they were converted to float16"
+        f"{where}: {name} {fault}, so the model's texts would be meaningless; download or convert the files again, and "
+        "check for overflow if they were converted to float16"
     )
 
 
 def _is_plain(weight: Tensor) -> bool:
-    """Return whether a weight is a tensor of floats in memory, and none of a library's own class."""
+    """Return whether a weight is an ordinary tensor of floats in memory."""
     is_own = type(weight) in (nn.Parameter, Tensor) and not weight.is_meta
     return is_own and weight.dtype in _FLOATS

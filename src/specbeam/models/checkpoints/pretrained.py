@@ -1,4 +1,4 @@
-"""Models of transformers, loaded from files that were looked at before, and judged after."""
+"""Loading of transformers models, with checks of the files before and of the result after."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,15 +20,15 @@ from specbeam.models.checkpoints.report import check_report, check_types, lackin
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A model in files: their description of it, before its weights are read.
+    """A model's files and their description, without the weights.
 
     Attributes:
         name: a folder or hub id.
-        described: the content of its config.json.
+        described: the content of config.json.
         config: transformers' configuration.
-        kind: the class of transformers that loads it.
-        files: of its weights.
-        stored: the tensors that they hold, by name.
+        kind: the transformers class that loads the model.
+        files: the weight files.
+        stored: descriptions of their tensors, by name.
     """
 
     name: str
@@ -40,22 +40,22 @@ class Checkpoint:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether its files state that they hold rounded weights."""
+        """Whether the configuration states that the weights are rounded."""
         return getattr(self.config, "quantization_config", None) is not None
 
     @property
     def reads_sources(self) -> bool:
-        """Whether it is an encoder-decoder model."""
+        """Whether this is an encoder-decoder model."""
         return bool(getattr(self.config, "is_encoder_decoder", False))
 
 
 def open_checkpoint(name: str, kind: Any = None) -> Checkpoint:
-    """Return the description of a model by its files, at a folder or hub id.
+    """Return the checkpoint at a folder or hub id.
 
     Args:
-        kind: the class of transformers that loads it; None: that for the language model that it is.
+        kind: the transformers class that loads it; None: the language model class of its configuration.
 
-    Raises an error if there is none, or if it is broken or of a kind that cannot be loaded.
+    Raises an error if the checkpoint is missing, broken or not supported.
     """
     described = described_by(name)
     config = config_of(name, described)
@@ -73,15 +73,15 @@ def open_checkpoint(name: str, kind: Any = None) -> Checkpoint:
 def pretrained(
     checkpoint: Checkpoint, what: str, error: type[SpecbeamError] = BadCheckpoint, end: str = "", **options: Any
 ) -> Any:
-    """Return a model that transformers loads from files, all of whose tensors it takes.
+    """Return a model that transformers loads from files with all of their tensors.
 
-    Raises an error, which names tensors, if some are missing, strange, or of another shape or type.
+    Raises an error that names the tensors if some are missing, unexpected, or of another shape or type.
 
     Args:
-        what: beginning of the message of a library's error.
-        error: the kind of this error.
-        end: the end of its message.
-        options: of `from_pretrained`.
+        what: beginning of the message for errors of a library.
+        error: type of the error raised for errors of a library.
+        end: end of its message.
+        options: options of `from_pretrained`.
     """
     with reading(what, error, end + lacking_experts(checkpoint.stored)):
         model, report = checkpoint.kind.from_pretrained(
@@ -89,7 +89,7 @@ def pretrained(
             config=checkpoint.config,
             trust_remote_code=False,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are named below, with their shapes
+            ignore_mismatched_sizes=True,  # `check_report` names them with their shapes
             **options,
         )
     check_report(checkpoint.name, report, model, checkpoint.described, checkpoint.stored)

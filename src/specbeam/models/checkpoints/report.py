@@ -1,7 +1,7 @@
-"""The judgement of transformers' report on a loaded model: tensors that were missing, unexpected or of another shape.
+"""Checks of transformers' report on a loaded model: tensors that are missing, unexpected or of another shape.
 
-transformers makes missing weights up and leaves unexpected ones out, with a warning. Here both are errors, unless the
-tensor is known to change no text.
+transformers fills in random weights for missing tensors and ignores unexpected ones, with a warning. Here both are errors,
+unless the tensor is known not to affect texts.
 """
 
 import re
@@ -13,13 +13,13 @@ from torch import nn
 from specbeam.core.errors import BadCheckpoint
 from specbeam.models.checkpoints.headers import FLOATS, StoredTensor
 
-_LISTED = 4  # names that an error lists
+_LISTED = 4  # maximum number of names in an error
 # Tensors that transformers computes, or that other programs store with the weights.
 _COMPUTED = re.compile(
     r"\.(original_)?inv_freq$"  # angles of rotated positions
     r"|(^|\.)(position_ids|token_type_ids|num_batches_tracked)$"
     r"|(^|\.)(en|de)coder\.version$"  # fairseq's
-    r"|(^|\.)v_head\.summary\.(weight|bias)$"  # the value head of a training with TRL
+    r"|(^|\.)v_head\.summary\.(weight|bias)$"  # TRL's value head
     r"|(^|\.)([kvq]|kv|k_proj\.output|v_proj\.output|prob|k_cache|v_cache)_scale$"  # for rounded keys and values
 )
 _MASK = re.compile(r"(^|\.)\w*att\w*\.(bias|masked_bias)$")  # a causal mask is a matrix, and a bias is a vector
@@ -32,7 +32,7 @@ _SENSES = re.compile(
 _SENSE_FIELDS = ("vision_config", "audio_config", "vision_tower", "mm_vision_tower", "visual")
 _SINUSOIDS = re.compile(r"(^|\.)embed_positions\.weights?$")
 _SINUSOIDAL = ("marian", "m2m_100", "nllb-moe", "pegasus", "speech_to_text", "xglm", "fsmt")
-_OF_WHISPER = "encoder.embed_positions.weight"  # the positions of its decoder are learnt
+_OF_WHISPER = "encoder.embed_positions.weight"  # the decoder's positions are learned
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..+)")
 
 
@@ -47,14 +47,14 @@ def check_report(
 
     Args:
         where: name of the files in errors.
-        report: of transformers on the loading: `missing_keys`, `unexpected_keys` and `mismatched_keys`.
+        report: transformers' loading info with `missing_keys`, `unexpected_keys` and `mismatched_keys`.
         described: the content of config.json.
         stored: the tensors of the files.
     """
     if report["mismatched_keys"]:
         found = sorted((name, [*shape], [*wanted]) for name, shape, wanted in report["mismatched_keys"])
         said = [f"{name} is {shape} in the files, and {wanted} by config.json" for name, shape, wanted in found]
-        raise BadCheckpoint(f"{where}: {_some(said)}; the configuration is that of another model")
+        raise BadCheckpoint(f"{where}: {_some(said)}; the configuration belongs to another model")
     kind = str(described.get("model_type"))
     is_rounded = bool(described.get("quantization_config"))
     missing = [name for name in report["missing_keys"] if not _is_made(name, kind)]
@@ -62,22 +62,22 @@ def check_report(
         missing = [name for name in missing if name.endswith((".weight", ".bias"))]
     if missing:
         raise BadCheckpoint(
-            f"{where} lacks {_some(sorted(missing))}, which {type(model).__name__} has; transformers would make them up. "
-            "Download or save the model again; or give one that was saved as this kind of model"
+            f"{where} lacks {_some(sorted(missing))}, which {type(model).__name__} needs; transformers would fill in random "
+            "weights. Download or save the model again, or give a model that was saved with this class"
         )
     strange = [name for name in report["unexpected_keys"] if not _is_harmless(name, kind, described, stored)]
     if is_rounded:
         modules = {name for name, _ in model.named_modules()}
-        strange = [name for name in strange if not _is_beside_weights(name, modules)]
+        strange = [name for name in strange if not _is_companion(name, modules)]
     if strange:
         raise BadCheckpoint(
-            f"{where} holds {_some(sorted(strange))}, which {type(model).__name__} does not have; transformers would leave "
-            "them out. The configuration is that of another model, or the files hold more than one"
+            f"{where} holds {_some(sorted(strange))}, which {type(model).__name__} does not have; transformers would ignore "
+            "them. The configuration belongs to another model, or the files hold more than one model"
         )
 
 
 def check_types(where: str, stored: Mapping[str, StoredTensor], model: nn.Module) -> None:
-    """Raise `BadCheckpoint` if files hold weights that are not floats, which transformers would take for floats."""
+    """Raise `BadCheckpoint` if files hold weights that are not floats, which transformers would convert to floats."""
     others = {name: one for name, one in stored.items() if one.type not in FLOATS}
     if not others:
         return
@@ -86,13 +86,13 @@ def check_types(where: str, stored: Mapping[str, StoredTensor], model: nn.Module
         if not is_float.get(name, True) or _COMPUTED.search(name) or _is_mask(name, stored):
             continue
         raise BadCheckpoint(
-            f"{where}: {name} is stored as {one.type}, and config.json names no way in which weights were rounded "
-            "(quantization_config); give the original model, or files that state how they were rounded"
+            f"{where}: {name} is stored as {one.type}, and config.json has no quantization_config that describes the "
+            "rounding; give the original model, or files with a quantization_config"
         )
 
 
 def lacking_experts(stored: Mapping[str, StoredTensor]) -> str:
-    """Return which tensors of experts files lack that hold others of their kind, as a sentence's end; "" if none."""
+    """Return the end of a message that names expert tensors missing among others of their layer; "" if none."""
     found: dict[tuple[str, str], set[int]] = {}
     for name in stored:
         if match := _EXPERT.fullmatch(name):
@@ -107,14 +107,14 @@ def lacking_experts(stored: Mapping[str, StoredTensor]) -> str:
 
 
 def _is_made(name: str, kind: str) -> bool:
-    """Return whether transformers computes a weight that is missing in the files, as the model's training did."""
+    """Return whether transformers computes a tensor, so that files may lack it."""
     if kind == "whisper":
         return name.endswith(_OF_WHISPER)
     return bool(_COMPUTED.search(name)) or (kind in _SINUSOIDAL and bool(_SINUSOIDS.search(name)))
 
 
 def _is_harmless(name: str, kind: str, described: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> bool:
-    """Return whether a tensor of the files that a model does not have changes no text."""
+    """Return whether a tensor of the files that a model does not have cannot affect texts."""
     if _is_made(name, kind) or _is_mask(name, stored):
         return True
     if _SENSES.search(name):
@@ -122,15 +122,15 @@ def _is_harmless(name: str, kind: str, described: Mapping[str, Any], stored: Map
     return bool(_MODULES.search(name)) or _is_in_module(name, described, stored)
 
 
-def _is_beside_weights(name: str, modules: Collection[str]) -> bool:
-    """Return whether a library that rounds stores a tensor with a weight: x.weight_scale, x.weight.absmax, ..."""
+def _is_companion(name: str, modules: Collection[str]) -> bool:
+    """Return whether a tensor is a rounding library's companion of a weight: x.weight_scale, x.weight.absmax, ..."""
     above, _, last = name.rpartition(".")
     is_weight = last in ("weight", "bias")
     return not is_weight and (above in modules or above.rpartition(".")[0] in modules or ".quant_state." in name)
 
 
 def _is_mask(name: str, stored: Mapping[str, StoredTensor]) -> bool:
-    """Return whether a tensor is the causal mask of an attention, as old files hold it; a bias has one dimension."""
+    """Return whether a tensor is the causal mask of an attention, as in old files; a bias has one dimension."""
     if not _MASK.search(name):
         return False
     found = next((one for known, one in stored.items() if f".{name}".endswith(f".{known}")), None)
@@ -138,7 +138,7 @@ def _is_mask(name: str, stored: Mapping[str, StoredTensor]) -> bool:
 
 
 def _is_in_module(name: str, described: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> bool:
-    """Return whether a tensor is in a layer of multi-token prediction behind the model's own, as in DeepSeek and GLM."""
+    """Return whether a tensor is in a multi-token prediction layer after the model's layers, as in DeepSeek and GLM."""
     match = _LAYER.match(name)
     inner = described.get("text_config")
     among = {**described, **(inner if isinstance(inner, Mapping) else {})}

@@ -8,7 +8,7 @@ from torch import nn
 
 from specbeam.core.errors import BadHead, NotSupported, SpecbeamError
 from specbeam.core.lm import LM
-from specbeam.engines.mapped import is_kept
+from specbeam.engines.mapped import is_mapped
 from specbeam.models.engines import COMPILED
 from specbeam.models.heads.block import BlockHead
 from specbeam.models.heads.blocks import is_block, read_block
@@ -147,7 +147,7 @@ def head_model(head: Head, target: HuggingFaceLM) -> LM:
         FeatureHead: FeatureLM,
         ExtraHead: ExtraLM,
     }
-    is_widened = is_kept(target.model) and target.engine in COMPILED  # in float32, whatever its weights are in
+    is_widened = is_mapped(target.model) and target.engine in COMPILED  # in float32, whatever its weights are in
     for kind, model in kinds.items():
         if isinstance(head, kind):
             return model(head, target.vocab, engine="widened" if is_widened else "auto")

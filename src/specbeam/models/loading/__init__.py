@@ -1,1 +1,1 @@
-"""Reading of models, tokenizers and drafts from files, and checks of them before they decode."""
+"""Loading of models, tokenizers and drafts, with checks before they decode."""

@@ -1,4 +1,4 @@
-"""The check that a model scores token trees as it scores texts."""
+"""The check that a model scores token trees like plain texts."""
 
 import math
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from specbeam.core.errors import BrokenLaw, NotSupported, SpecbeamError, Unsuppo
 from specbeam.core.forest import Forest
 from specbeam.engines.cpu.audio_encoder import AudioEncoder
 from specbeam.engines.cpu.encoder import CompiledEncoder, TextEncoder
-from specbeam.engines.mapped import is_kept
+from specbeam.engines.mapped import is_mapped
 from specbeam.engines.shared_tokens import readable
 from specbeam.engines.source import Source
 from specbeam.engines.torch.in_float32 import as_loaded
@@ -21,22 +21,21 @@ from specbeam.models.engines import COMPILED
 from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.quantised import OWN_ROUNDINGS
 
-CHECKED_SOURCE = 24  # tokens of the source on which a compiled encoder is tried
+CHECKED_SOURCE = 24  # tokens of the source on which a compiled encoder is checked
 
 
 def check_scores_forests(lm: HuggingFaceLM, role: str = "") -> None:
     """Raise an error unless the logits of a small token tree equal those of plain forwards on its paths.
 
-    The largest difference may be 1e-3 of the standard deviation of the logits in float32; 0.3 of it in other types, and
-    where numbers are rounded: sums over a tree have another order than those over a path, so that a number between two
-    steps may go to the other one.
+    The largest difference may be 1e-3 standard deviations of the logits in float32, and 0.3 in other types or with rounding:
+    sums over a tree have another order than sums over a path, so a number may round to the neighbouring value.
 
     Args:
         role: prefix of the model's name in errors, such as "the draft model ".
 
     Raises:
         UnsupportedModel: the model cannot score the tree, or scores it wrong.
-        BrokenLaw: its logits are NaN or infinite, without a tree as well.
+        BrokenLaw: its logits without a tree are NaN or infinite.
         NotSupported: torch could not compile the model.
     """
     rng = np.random.default_rng(0)
@@ -50,36 +49,36 @@ def check_scores_forests(lm: HuggingFaceLM, role: str = "") -> None:
     forest = Forest.rooted([prompt[-1]]).grown(tokens, [0, 0, 1, 2, 2, 4])
     owner = _owner(lm, prompt, source)
     name = f"{role}{type(lm.model).__name__}"
-    if lm.engine in OWN_ROUNDINGS and not is_kept(lm.model) and (fault := broken_weight(lm.model)):
+    if lm.engine in OWN_ROUNDINGS and not is_mapped(lm.model) and (fault := broken_weight(lm.model)):
         raise BrokenLaw(f"{name} cannot be rounded to {lm.engine}: its weight {fault}")
-    # Then the engine computes in float32, and the weights have another type.
-    widened = is_kept(lm.model) and lm.engine in COMPILED and source is None
+    # In this case the engine computes in float32, and the weights may have another type.
+    widened = is_mapped(lm.model) and lm.engine in COMPILED and source is None
     try:
         found = lm.extend([owner], [forest])[0].logits.float().clone()
-        lm.close(owner)  # so that no path needs another row of the store
+        lm.close(owner)  # frees its row of the store for the paths
         expected = torch.stack(_logits_of_nodes(lm, prompt, forest, source, widened))
     except SpecbeamError:
         raise
     except Exception as error:
         if lm.engine == "torch":
             raise NotSupported(
-                f"torch could not compile {name}: {type(error).__name__}: {error}. Leave compile out"
+                f"torch could not compile {name}: {type(error).__name__}: {error}; leave compile out"
             ) from error
         raise UnsupportedModel(
-            f"{name} could not score a token tree: {type(error).__name__}: {error}. It must take a 4-dimensional "
+            f"{name} could not score a token tree: {type(error).__name__}: {error}. Its forward must take a 4-dimensional "
             "attention mask, position_ids and a transformers Cache"
         ) from error
     finally:
         lm.close(owner)
-    if lm.shared is not None:  # tokens that are never drafted have -inf on both sides
+    if lm.shared is not None:  # other tokens have -inf on both sides
         is_drafted = torch.from_numpy(lm.shared.known)
         found = found[:, is_drafted.to(found.device)]
         expected = expected[:, is_drafted.to(expected.device)]
     expected = expected.float().to(found.device)
     _check_finite(lm, expected, name)
-    is_banned = expected == -torch.inf  # some models never write some tokens
+    is_banned = expected == -torch.inf  # some models ban tokens
     if bool((is_banned != (found == -torch.inf)).any()):
-        raise _does_not_honour(name, "some are -inf that are finite without it")
+        raise _does_not_honour(name, "they are -inf for other tokens than on plain texts")
     expected = expected.masked_fill(is_banned, 0.0)
     found = found.masked_fill(is_banned, 0.0)
     spread = expected[~is_banned].std().clamp_min(1e-6)
@@ -87,20 +86,20 @@ def check_scores_forests(lm: HuggingFaceLM, role: str = "") -> None:
     is_in_float32 = widened or lm.model.dtype == torch.float32
     limit = 1e-3 if is_in_float32 and not _rounds(lm) else 0.3
     if not error_in_spreads <= limit:
-        raise _does_not_honour(name, f"they are off by {error_in_spreads:.2g} of their spread")
+        raise _does_not_honour(name, f"they are off by {error_in_spreads:.2g} standard deviations")
     if isinstance(lm, EncoderDecoderLM):
         _check_encoder(lm, name)
 
 
 def _does_not_honour(name: str, what: str) -> UnsupportedModel:
     return UnsupportedModel(
-        f"{name} does not honour masks and positions: of its logits on a token tree, {what}; specbeam needs a decoder whose "
-        "attention takes both from the caller"
+        f"{name} ignores the given masks or positions: its logits on a token tree are wrong ({what}); specbeam needs a "
+        "decoder whose attention takes both from the caller"
     )
 
 
 def _check_finite(lm: HuggingFaceLM, logits: torch.Tensor, name: str) -> None:
-    """Raise `BrokenLaw` if logits of plain forwards hold NaN or +inf, and name the weight that does, if one does."""
+    """Raise `BrokenLaw` if logits of plain forwards hold NaN or +inf, and name a weight that does, if there is one."""
     if bool(logits.isnan().any()):
         what = "NaN"
     elif bool((logits == torch.inf).any()):
@@ -113,16 +112,16 @@ def _check_finite(lm: HuggingFaceLM, logits: torch.Tensor, name: str) -> None:
         if fault
         else f"its weights are finite, and sums overflow in {lm.model.dtype}; try float32"
     )
-    raise BrokenLaw(f"the logits of {name} are {what} for usual tokens: {why}")
+    raise BrokenLaw(f"the logits of {name} are {what} for ordinary tokens: {why}")
 
 
 def _check_encoder(lm: EncoderDecoderLM, name: str) -> None:
     """Raise `UnsupportedModel` unless a compiled encoder has the output of transformers' encoder in float32.
 
-    They may differ by 1e-3 of the spread. One whose matrices are rounded is another encoder, and is not compared.
+    The difference may be 1e-3 of the standard deviation. Encoders with rounded matrices are not compared.
 
     Args:
-        name: of the model in errors.
+        name: the model's name in errors.
     """
     encoder = lm.encoder
     if not isinstance(encoder, CompiledEncoder) or encoder.kind.startswith("int"):
@@ -130,16 +129,16 @@ def _check_encoder(lm: EncoderDecoderLM, name: str) -> None:
     error = encoder.error_on(_checked_inputs(lm, encoder))
     if math.isnan(error):
         fault = broken_weight(lm.model) or "its weights are finite"
-        raise BrokenLaw(f"the encoder of {name} makes NaN or infinite states of a usual source: {fault}")
+        raise BrokenLaw(f"the states of {name}'s encoder are NaN or infinite for an ordinary source: {fault}")
     if not error <= 1e-3:
         raise UnsupportedModel(
-            f"the encoder of {name} is not that of its family: what it makes of a source is off by "
-            f"{error:.2g} of its spread; SPECBEAM_KERNELS=off lets transformers run the model"
+            f"the encoder of {name} differs from that of its family: compiled states are off by {error:.2g} standard "
+            "deviations; set SPECBEAM_KERNELS=off to let transformers run the model"
         )
 
 
 def _checked_inputs(lm: EncoderDecoderLM, encoder: CompiledEncoder) -> np.ndarray:
-    """Return the test input of a compiled encoder: tokens, or features of a short window."""
+    """Return the test input of a compiled encoder: tokens, or features of a short window of audio."""
     rng = np.random.default_rng(0)
     if isinstance(encoder, TextEncoder):
         tokens = rng.integers(0, min(lm.vocab, len(encoder.embedding)), CHECKED_SOURCE).tolist()
@@ -150,7 +149,7 @@ def _checked_inputs(lm: EncoderDecoderLM, encoder: CompiledEncoder) -> np.ndarra
 
 
 def _without_padding(tokens: list[int], lm: EncoderDecoderLM) -> list[int]:
-    """Return the tokens with another one in place of padding, after which some decoders count positions in other ways."""
+    """Return the tokens without padding, after which some decoders count positions differently."""
     padding = lm.model.config.pad_token_id
     return [(token + 1) % lm.vocab if token == padding else token for token in tokens]
 
@@ -158,12 +157,12 @@ def _without_padding(tokens: list[int], lm: EncoderDecoderLM) -> list[int]:
 def _logits_of_nodes(
     lm: HuggingFaceLM, prompt: list[int], forest: Forest, source: Source | None, widened: bool
 ) -> list[torch.Tensor]:
-    """Return the logits of each node of a tree, float[vocab], without a tree; see `_plain_logits`.
+    """Return the logits of each node of a tree, float[vocab], computed without a tree; see `_plain_logits`.
 
-    Where a pass reads much or takes long, one goes over each leaf's path for all nodes on it.
+    Engines that round, and models in mapped files, run one pass per leaf for all nodes on its path.
 
     Args:
-        widened: whether the model object is kept as its files are, and called in float32.
+        widened: whether the model's weights stay in mapped files and are called in float32.
     """
     if source is not None or not (widened or _rounds(lm)):
         return [_plain_logits(lm, prompt + forest.path(node), source) for node in range(forest.size)]
@@ -175,17 +174,16 @@ def _logits_of_nodes(
         path = forest.path(node)
         leaf = next(number for number, whole in enumerate(paths) if whole[: len(path)] == path)
         found.append(along[leaf][len(path)])
-    if _rounds(lm):  # one as a prompt of its own, which has nothing in common with the tree
+    if _rounds(lm):  # one node as a prompt, which shares nothing with the tree
         found[leaves[-1]] = _plain_logits(lm, prompt + paths[-1])
     return found
 
 
 @torch.inference_mode()
 def _plain_logits(lm: HuggingFaceLM, path: list[int], source: Source | None = None) -> torch.Tensor:
-    """Return the logits after a path, float[vocab], without a tree.
+    """Return the logits after a path, float[vocab], computed without a tree.
 
-    They come from the model object itself; from `lm` if the engine rounds weights, or keys and values, as that is another
-    model.
+    They come from the model object, or from `lm` if its engine rounds weights, or keys and values.
     """
     if _rounds(lm):
         return _own_logits(lm, path, [], source)[0]
@@ -196,7 +194,7 @@ def _plain_logits(lm: HuggingFaceLM, path: list[int], source: Source | None = No
 
 
 def _own_logits(lm: HuggingFaceLM, prompt: list[int], path: list[int], source: Source | None = None) -> torch.Tensor:
-    """Return the logits of the engine itself after a prompt and after each token of a path, float[1 + path, vocab]."""
+    """Return the engine's logits after a prompt and after each token of a path, float[1 + path, vocab]."""
     owner = _owner(lm, prompt, source)
     try:
         forest = Forest.rooted([prompt[-1]])
@@ -212,28 +210,28 @@ def _owner(lm: HuggingFaceLM, prompt: list[int], source: Source | None) -> Any:
 
 
 def _rounds(lm: HuggingFaceLM) -> bool:
-    """Return whether the engine of a language model rounds weights, or keys and values, that the model object does not."""
+    """Return whether a language model's engine rounds weights, or keys and values."""
     return lm.engine in OWN_ROUNDINGS or lm.kv != "float32"
 
 
 @torch.inference_mode()
 def _logits_along(lm: HuggingFaceLM, prompt: list[int], paths: list[list[int]]) -> list[torch.Tensor]:
-    """Return the logits after a prompt and after each token of each path, of an engine that rounds, or of mapped weights.
+    """Return the logits after a prompt and after each token of each path.
 
-    With weights in mapped files, the model object is called once, in float32 as the engine computes, so that its files are
-    read once.
+    They come from an engine that rounds; or from a model in mapped files, called once in float32, so that its files are read
+    once.
     """
     if _rounds(lm):
         return [_own_logits(lm, prompt, path) for path in paths]
     longest = max(len(path) for path in paths)
-    rows = [prompt + path + [prompt[-1]] * (longest - len(path)) for path in paths]  # no row looks at later ones
+    rows = [prompt + path + [prompt[-1]] * (longest - len(path)) for path in paths]  # causal: padding changes nothing
     with as_loaded(lm.model):
         logits = _called(lm, rows, use_cache=False)
     return list(logits[:, len(prompt) - 1 :])
 
 
 def _called(lm: HuggingFaceLM, rows: list[list[int]], **options: Any) -> torch.Tensor:
-    """Return the logits of the model object itself for texts of equal length, float[texts, length, vocab]."""
+    """Return the model object's logits for texts of equal length, float[texts, length, vocab]."""
     tokens = torch.from_numpy(readable(lm.shared, np.array(rows))).to(lm.device)
     logits: torch.Tensor = lm.model(input_ids=tokens, **options).logits
     return logits if lm.shared is None else lm.shared.fitted_logits(logits)

@@ -9,17 +9,16 @@ import torch
 from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.core.lm import LM
 from specbeam.doors.options.checks import is_integer
-from specbeam.engines.cpu.cache_words import KeptAs
+from specbeam.engines.cpu.cache_words import KVType
 from specbeam.engines.eligibility import reads_sources
 from specbeam.engines.shared_tokens import SharedTokens
 from specbeam.models.encoder_decoder import EncoderDecoderLM, encoder_for
 from specbeam.models.heads.mtp import is_own_modules
 from specbeam.models.heads.probe import probed
 from specbeam.models.heads.read import head_model, is_head, read_head
-from specbeam.models.huggingface import HuggingFaceLM, check_keeps_tokens
+from specbeam.models.huggingface import HuggingFaceLM, prepare_to_score
 from specbeam.models.loading.checks import check_scores_forests
 from specbeam.models.loading.language_models import ShareFrom, by_engine, language_model
-from specbeam.models.loading.models import use_a_backend_with_masks
 from specbeam.models.loading.tokenizers import first_tokens
 from specbeam.models.quantised import BY_LIBRARY, Quantize, is_rounding
 from specbeam.models.skipping import Skipping, skipping_model
@@ -27,28 +26,28 @@ from specbeam.models.skipping import Skipping, skipping_model
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_ROLE = "the draft model "  # before the name of a draft model in errors
+_ROLE = "the draft model "  # prefix of a draft model's name in errors
 
 
 @dataclass(frozen=True)
 class GivenDraft:
-    """The draft that `load` was given: a model, a head, the target without sublayers, or none of them."""
+    """The draft arguments of `load`: a model, a head, the target without sublayers, or nothing."""
 
     model: Any = None  # a model object, path or hub id
     head: Any = None  # likewise
     skipping: Skipping | None = None
-    quantize: "Quantize | None" = None  # of the model
+    quantize: "Quantize | None" = None  # rounding of the model
 
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """Options of `load` that drafts share with the target; see there."""
+    """Options of `load` for drafts."""
 
     check: bool = True
     compile: bool = False
     share_from: ShareFrom = "auto"
     probe: bool = True
-    kv: KeptAs = "float32"
+    kv: KVType = "float32"
 
 
 def given_draft(
@@ -58,16 +57,17 @@ def given_draft(
     target: Any,
     target_model: "PreTrainedModel",
 ) -> GivenDraft:
-    """Return the draft that `load` was given. Raises `BadSetting` if arguments contradict each other.
+    """Return the draft arguments of `load`. Raises `BadSetting` if they contradict each other.
 
     Args:
-        target: the target as it was given to `load`, which is `target_model`.
+        target: the `target` argument of `load`.
+        target_model: the model loaded from it.
     """
     if isinstance(draft, str) and draft == "swift":
         draft = Skipping()
     if isinstance(draft, Skipping):
         if quantize_draft is not None:
-            raise BadSetting("quantize_draft is for draft models, and the target drafts for itself; leave it out")
+            raise BadSetting("quantize_draft is for draft models, and here the target drafts for itself; leave it out")
         return GivenDraft(skipping=draft)
     if is_rounding(draft):
         model, rounding = _rounded_target(draft, quantize, quantize_draft, target, target_model)
@@ -85,11 +85,11 @@ def draft_of(
     options: DraftOptions,
     shared: SharedTokens | None,
 ) -> LM | None:
-    """Return the language model or head that scores drafts; None if nothing was given.
+    """Return the language model or head that scores drafts; None for no draft.
 
     Args:
         model: the draft model, if there is one.
-        tokenizer: of the target.
+        tokenizer: the target's tokenizer.
         shared: the tokens that the draft model shares with a target of another vocabulary.
     """
     if given.head is not None:
@@ -103,9 +103,9 @@ def draft_of(
     rounding = by_engine(given.quantize)
     is_target = model is target.model
     if reads_sources(model):
-        kv: KeptAs = options.kv if is_target else "float32"
+        kv: KVType = options.kv if is_target else "float32"
         return _reading_draft(model, target, options.check, rounding, kv, shared)
-    if is_target:  # it may draft for itself, but it needs a second cache for that
+    if is_target:  # a target that drafts for itself needs a second cache
         engine = rounding or ("torch" if target.engine == "torch" else "auto")
         return HuggingFaceLM(model, engine=engine, share_from=options.share_from, kv=options.kv)
     share_from = options.share_from
@@ -113,19 +113,17 @@ def draft_of(
 
 
 def check_draft_of_sources(model: "PreTrainedModel", draft: Any, share_from: ShareFrom) -> None:
-    """Raise `NotSupported` or `BadSetting` if a draft or an option is not for a target that reads sources."""
+    """Raise `NotSupported` or `BadSetting` if a draft or an option does not fit an encoder-decoder target."""
     name = type(model).__name__
     is_skipping = isinstance(draft, Skipping) or draft == "swift"
     if is_skipping or (draft is not None and not is_rounding(draft) and is_head(draft)):
-        what = "leaving sublayers out" if is_skipping else f"{draft} is a draft head, which"
+        what = "skipping sublayers" if is_skipping else f"the draft head {draft}"
         raise NotSupported(
-            f"{what} is for decoder-only models, and {name} has an encoder; draft with a smaller model of its family, or "
+            f"{what} needs a decoder-only target, and {name} has an encoder; draft with a smaller model of its family, or "
             "without a model (prompt_lookup, suffix_match)"
         )
     if is_integer(share_from):
-        raise BadSetting(
-            f"share_from is for long prompts, and the decoder of {name} begins with a few tokens; leave it out"
-        )
+        raise BadSetting(f"share_from is for long prompts, and the decoder prompts of {name} are short; leave it out")
 
 
 def _reading_draft(
@@ -133,14 +131,14 @@ def _reading_draft(
     target: HuggingFaceLM,
     check: bool,
     quantize: "Quantize | None",
-    kv: KeptAs,
+    kv: KVType,
     shared: SharedTokens | None,
 ) -> EncoderDecoderLM:
-    """Return the language model of a draft that reads sources. Raises `NotSupported` if the target does not."""
+    """Return the language model of an encoder-decoder draft. Raises `NotSupported` for a decoder-only target."""
     if not isinstance(target, EncoderDecoderLM):
         raise NotSupported(
-            f"the draft is {type(model).__name__}, which reads sources, and the target is {target.model_name}, which "
-            "continues prompts; both have to be of one kind"
+            f"the draft {type(model).__name__} reads sources, and the target {target.model_name} continues prompts; give "
+            "two models of the same kind"
         )
     encoder = encoder_for(model, target)
     if encoder is None and model is not target.model:
@@ -149,10 +147,8 @@ def _reading_draft(
         if own.input_name != target.input_name:
             raise NotSupported(f"the draft reads {own.input_name}, and the target reads {target.input_name}")
         return own
-    check_keeps_tokens(model)
-    use_a_backend_with_masks(model)
-    model.eval()
-    # It needs a cache of its own for each target.
+    prepare_to_score(model)
+    # Each target needs its own cache of the draft.
     lm = EncoderDecoderLM(model, encoder=target.encoder, engine=quantize or "auto", kv=kv, shared=shared)
     if check and model is not target.model:
         check_scores_forests(lm, _ROLE)
@@ -162,31 +158,32 @@ def _reading_draft(
 def _rounded_target(
     draft: Any, quantize: "Quantize | None", quantize_draft: "Quantize | None", target: Any, model: "PreTrainedModel"
 ) -> "tuple[Any, Quantize]":
-    """Return the draft model, or from where to load it, and how it is rounded, of a draft that is the target rounded.
+    """Return the model object or source of a draft that is the rounded target, and its rounding.
 
     Args:
-        draft: the name of a way to round weights.
-        target: the target as it was given to `load`, which is `model`.
+        draft: the name of a rounding.
+        target: the `target` argument of `load`.
+        model: the model loaded from it.
 
-    Raises `BadSetting` if another option contradicts.
+    Raises `BadSetting` if another option contradicts `draft`.
     """
     if quantize_draft is not None:
         raise BadSetting(
-            f"draft={draft!r} is the target with rounded weights, and quantize_draft={quantize_draft!r} contradicts it; "
-            "leave one of them out"
+            f"draft={draft!r} already rounds the draft's weights, and quantize_draft is {quantize_draft!r}; leave one of "
+            "them out"
         )
     if draft in BY_LIBRARY:
         return target, draft
     if quantize in BY_LIBRARY:
         raise BadSetting(
-            f"draft={draft!r} rounds the weights of the target, and quantize={quantize!r} has rounded them already; give "
-            "the draft as a folder or hub id, with quantize_draft"
+            f"draft={draft!r} rounds the target's weights, which quantize={quantize!r} has already rounded; give the draft "
+            "as a folder or hub id, with quantize_draft"
         )
     return model, draft
 
 
 def _head_of(target: HuggingFaceLM, source: Any, tokenizer: "PreTrainedTokenizerBase | None", probe: bool) -> LM:
-    """Return the draft model of a head, which is read and tried once for each target."""
+    """Return the draft model of a head, which is read and probed once for each target."""
     key = (source if isinstance(source, torch.nn.Module) else str(source), probe)
     files = _files_of(target.model.name_or_path if is_own_modules(source) else source)
     known: tuple[Any, LM] | None = target.heads.get(key)
@@ -201,7 +198,7 @@ def _head_of(target: HuggingFaceLM, source: Any, tokenizer: "PreTrainedTokenizer
 
 
 def _files_of(source: Any) -> tuple[tuple[str, int, int], ...]:
-    """Return name, size and time of each file of a folder; nothing of a hub id or a module."""
+    """Return name, size and modification time of each file of a folder; nothing for a hub id or a module."""
     if isinstance(source, torch.nn.Module) or not Path(source).expanduser().is_dir():
         return ()
     files = sorted(path for path in Path(source).expanduser().iterdir() if path.is_file())

@@ -1,4 +1,4 @@
-"""Further draft models, which a recipe takes as settings: loaded and checked like the draft of a pair."""
+"""Further draft models that a recipe takes as settings, loaded and checked like the draft of a pair."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class FurtherDrafts:
-    """Loads further drafts for a target, as `HuggingFaceLM.further_draft`.
+    """Loads further drafts for a target; see `HuggingFaceLM.further_draft`.
 
     Attributes:
-        target: the target.
-        tokenizer: of the target, or None.
-        source: the target as it was given to `load`.
+        tokenizer: the target's, or None.
+        source: the `target` argument of `load`.
         dtype, device, check, share_from: see `load`.
     """
 
@@ -44,9 +43,9 @@ class FurtherDrafts:
 
         Args:
             source: a model object, a folder or a hub id.
-            kept: models that earlier calls have loaded for the same recipe and target; changed in place.
+            kept: models of earlier calls for the same recipe and target; updated in place.
 
-        Raises the errors of `load`, and `BadSetting` if the draft is none of these.
+        Raises the errors of `load`, and `BadSetting` if `source` is something else.
         """
         key = source if isinstance(source, torch.nn.Module) else str(source)
         model, state, made = kept[key] if key in kept else (self._model(source), None, None)
@@ -60,7 +59,7 @@ class FurtherDrafts:
         return made
 
     def _model(self, source: Any) -> "PreTrainedModel":
-        """Return the model object of a draft. Raises an error if it is given by something else, or is a draft head."""
+        """Return the model object of a draft. Raises an error for draft heads and other values."""
         is_name = isinstance(source, (str, Path))
         if not is_name and not isinstance(source, torch.nn.Module):
             raise BadSetting(
@@ -68,9 +67,11 @@ class FurtherDrafts:
             )
         if is_rounding(source) or source == "swift":
             raise BadSetting(
-                f"a further draft is {source!r}, which is the target itself; load(draft={source!r}) takes it"
+                f"a further draft is {source!r}, which is the target itself; give it to load(draft={source!r})"
             )
         if is_head(source):
             name = source if is_name else type(source).__name__
-            raise NotSupported(f"{name} is a draft head, and further drafts are models; load(draft=...) takes one head")
+            raise NotSupported(
+                f"{name} is a draft head, and further drafts must be models; give a head to load(draft=...)"
+            )
         return model_of(source, self.dtype, self.device, may_map=True)

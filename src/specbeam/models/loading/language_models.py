@@ -1,4 +1,4 @@
-"""Language models of model objects: one per object, checked once."""
+"""Language models of model objects: one cached per object, checked once."""
 
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -6,21 +6,21 @@ import torch
 
 from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.doors.options.checks import is_integer
-from specbeam.engines.cpu.cache_words import KeptAs
+from specbeam.engines.cpu.cache_words import KVType
 from specbeam.engines.eligibility import reads_sources
 from specbeam.engines.mapped import mapped_files
 from specbeam.engines.shared_tokens import SharedTokens
 from specbeam.models.encoder_decoder import EncoderDecoderLM
-from specbeam.models.huggingface import HuggingFaceLM, check_keeps_tokens
+from specbeam.models.huggingface import HuggingFaceLM, prepare_to_score
 from specbeam.models.loading.checks import check_scores_forests
-from specbeam.models.loading.models import ONE_AT_A_TIME, cannot_round, use_a_backend_with_masks
+from specbeam.models.loading.models import ONE_AT_A_TIME, cannot_round
 from specbeam.models.quantised import BY_LIBRARY, OWN_ROUNDINGS, Quantize, check_rounding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ShareFrom = int | Literal["auto"] | None
-_SAMPLED = 64  # number of values of each weight that are sampled, or up to twice as many
+_SAMPLED = 64  # minimum number of sampled values of each weight; at most twice as many
 
 
 def language_model(
@@ -29,15 +29,15 @@ def language_model(
     quantize: "Quantize | None" = None,
     compile: bool = False,
     share_from: ShareFrom = "auto",
-    kv: KeptAs = "float32",
+    kv: KVType = "float32",
     shared: SharedTokens | None = None,
     role: str = "",
 ) -> HuggingFaceLM:
     """Return the language model that scores forests with a model object.
 
-    There is one per model object, cached on it and checked once. A new one is made if the model has changed since, or if
-    `quantize`, `compile`, `share_from`, `kv` or `shared` differ. The arguments are those of `load`, but no library can round
-    a model object.
+    It is cached on the model object and checked once. A new one replaces it if the model has changed since, or if
+    `quantize`, `compile`, `share_from`, `kv` or `shared` differ. The arguments are those of `load`, except that no library
+    can round a model object.
 
     Args:
         shared: the tokens that a draft shares with a target of another vocabulary; None: the vocabularies are the same.
@@ -58,13 +58,13 @@ def _cached_language_model(
     options = (*given, None if shared is None else shared.key)
     cached = vars(model).get("_specbeam")
     if cached is None or cached.key != (fingerprint(model), options):
-        check_keeps_tokens(model)
-        use_a_backend_with_masks(model)
-        model.eval()
+        prepare_to_score(model)
         lm: HuggingFaceLM
         if reads_sources(model):
             if compile:
-                raise _not_compiled(model)
+                raise NotSupported(
+                    f"compile=True needs a decoder-only model, and {type(model).__name__} has an encoder; leave it out"
+                )
             lm = EncoderDecoderLM(model, engine=quantize or "auto", kv=kv, shared=shared)
         else:
             lm = HuggingFaceLM(model, engine=quantize or "auto", share_from=share_from, kv=kv, shared=shared)
@@ -72,7 +72,7 @@ def _cached_language_model(
             lm = HuggingFaceLM(model, engine="torch", share_from=share_from, shared=shared)
         if check:
             check_scores_forests(lm, role)
-        # The fingerprint is taken again, because an engine may have changed the layout of the weights.
+        # The fingerprint is taken again, as an engine may have changed the layout of the weights.
         cached = OnModel((fingerprint(model), options), lm)
         object.__setattr__(model, "_specbeam", cached)
         mapped_files(model).release(model.parameters())
@@ -80,20 +80,12 @@ def _cached_language_model(
 
 
 def placed_language_model(model: "PreTrainedModel", check: bool, share_from: ShareFrom) -> HuggingFaceLM:
-    """Return the language model of a target whose layers are on several devices, which transformers has to run."""
-    check_keeps_tokens(model)
-    use_a_backend_with_masks(model)
-    model.eval()
+    """Return the language model of a target whose layers are on several devices; transformers runs it."""
+    prepare_to_score(model)
     lm = HuggingFaceLM(model, engine="plain", share_from=share_from)
     if check:
         check_scores_forests(lm)
     return lm
-
-
-def _not_compiled(model: "PreTrainedModel") -> NotSupported:
-    return NotSupported(
-        f"compile=True is for decoder-only models, and {type(model).__name__} has an encoder; leave it out"
-    )
 
 
 def check_options(quantize: Any, share_from: Any, name: str = "quantize") -> None:
@@ -105,17 +97,15 @@ def check_options(quantize: Any, share_from: Any, name: str = "quantize") -> Non
 
 
 def by_engine(quantize: "Quantize | None") -> Any:
-    """Return the rounding by an engine of our own; None if a library rounds the weights, or nothing does."""
+    """Return the rounding by an engine of specbeam; None if a library rounds the weights, or nothing does."""
     return quantize if quantize in OWN_ROUNDINGS else None
 
 
 class OnModel:
-    """A result for a model object, stored on the object so that both are freed together.
-
-    A copy of the model object starts without it.
+    """A result cached on a model object, so that both are freed together. A copy of the object starts without it.
 
     Args:
-        key: of the inputs that it was made from.
+        key: identifies the inputs of the result.
     """
 
     def __init__(self, key: Any = None, found: Any = None) -> None:
@@ -127,7 +117,7 @@ class OnModel:
 
 
 def fingerprint(model: "PreTrainedModel") -> Any:
-    """Return a hash that changes if a model is moved, cast, trained, given other weights, hooked or patched."""
+    """Return a hash that changes if a model is moved, cast, trained, hooked or patched, or gets other weights."""
     weights = [
         (_place(weight), 0 if weight.is_inference() else weight._version, weight.dtype, weight.device)
         for weight in model.parameters()
@@ -140,7 +130,7 @@ def fingerprint(model: "PreTrainedModel") -> Any:
 
 
 def _place(weight: torch.Tensor) -> int:
-    """Return the address of a weight; the id of the object if a library has rounded it, which may have no address."""
+    """Return the address of a weight, or the id of a library's rounded weight, which may have no address."""
     return weight.data_ptr() if type(weight) is torch.nn.Parameter else id(weight)
 
 
@@ -148,8 +138,8 @@ def _place(weight: torch.Tensor) -> int:
 def _sample(model: "PreTrainedModel") -> bytes:
     """Return the sums of some values of each weight on a CPU, as bytes.
 
-    They detect changes through `.data`, as merged adapters make them, which do not increase the version of a tensor. Weights
-    on a GPU are left out, as engines for GPUs keep no copy of the weights; so are weights that a library has rounded.
+    They detect changes through `.data`, such as merged adapters, which do not increase the version of a tensor. Weights on a
+    GPU are skipped, as engines for GPUs do not copy weights; so are weights that a library has rounded.
     """
     weights = [
         weight.reshape(-1)

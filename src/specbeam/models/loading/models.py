@@ -1,4 +1,4 @@
-"""Model objects, from files or hub ids: their class, their type of numbers and their device."""
+"""Loading of model objects from files or hub ids."""
 
 import threading
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specbeam.core.errors import BadCheckpoint, BadSetting, MissingFile, NotSupported, SpecbeamError
-from specbeam.engines.mapped import mapped_files, mark_kept
+from specbeam.engines.mapped import mapped_files, mark_mapped
 from specbeam.models.checkpoints.folders import checked_folder
 from specbeam.models.checkpoints.numbers import check_weights
 from specbeam.models.checkpoints.pretrained import Checkpoint, open_checkpoint, pretrained
@@ -18,12 +18,12 @@ from specbeam.models.rounded_files import read_rounded
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# transformers' from_pretrained changes torch's defaults while it runs: two threads at a time leave models without weights.
+# from_pretrained changes torch's defaults while it runs: concurrent calls would leave models without weights.
 ONE_AT_A_TIME = threading.RLock()
 
 
 def device_of(name: str | torch.device | None) -> torch.device:
-    """Return the device of that name; None: the GPU if there is one, or else the CPU.
+    """Return the device of this name; None: the GPU if there is one, otherwise the CPU.
 
     Raises `BadSetting` if torch does not know the name, or if there is no such GPU.
     """
@@ -35,9 +35,9 @@ def device_of(name: str | torch.device | None) -> torch.device:
             f"device is {name!r}; it must be 'cpu', 'cuda', 'cuda:1' or another device of torch"
         ) from error
     if device.type == "cuda" and (device.index or 0) >= gpus:
-        gpus_here = f"has {gpus} GPUs" if gpus else "has no GPU that it can use"
+        found = f"{gpus} GPUs" if gpus else "no usable GPU"
         raise BadSetting(
-            f"device is {str(name)!r}, and torch {torch.__version__} {gpus_here} here; leave it out, or say 'cpu'"
+            f"device is {str(name)!r}, and torch {torch.__version__} finds {found}; leave it out, or give 'cpu'"
         )
     return device
 
@@ -45,7 +45,7 @@ def device_of(name: str | torch.device | None) -> torch.device:
 def load_model(
     name: str, dtype: "str | torch.dtype" = "auto", device: str | torch.device | None = None
 ) -> "PreTrainedModel":
-    """Return the model at a path or hub id, loaded as `load` loads it; see there for the arguments and errors."""
+    """Return the model at a path or hub id. Arguments and errors are those of `load`."""
     return model_of(name, dtype, device_of(device))
 
 
@@ -57,10 +57,10 @@ def model_of(
     may_map: bool = False,
     device_map: Any = None,
 ) -> "PreTrainedModel":
-    """Return a model object as it is, or load the model at a path or hub id; see `load`.
+    """Return a model object unchanged, or load the model at a path or hub id; see `load`.
 
     Args:
-        may_map: whether a large model on a CPU may stay in its files, mapped to memory (models/mapped_files.py).
+        may_map: whether the weights of a large model on a CPU may stay in memory-mapped files (models/mapped_files.py).
     """
     by_library = quantize if quantize in BY_LIBRARY else None
     if isinstance(source, torch.nn.Module):
@@ -70,10 +70,10 @@ def model_of(
     if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise BadSetting(f"dtype is {dtype!r}; it must be 'auto' or a type of torch, like 'float32' or 'bfloat16'")
     name = name_or_path(source)
-    with ONE_AT_A_TIME:  # models without weights may be made of configurations
+    with ONE_AT_A_TIME:  # this may build models without weights
         checkpoint = open_checkpoint(name)
     if by_library is not None and checkpoint.is_rounded:
-        raise BadSetting(f"the weights of {source} are rounded in its files already; leave {by_library!r} out")
+        raise BadSetting(f"the files of {source} already hold rounded weights; leave {by_library!r} out")
     unread = ""
     if checkpoint.is_rounded and device_map is None:
         with ONE_AT_A_TIME:
@@ -91,18 +91,18 @@ def model_of(
     if by_library is not None:
         options["quantization_config"] = library_config(by_library, dtype)
     if by_library is not None or checkpoint.is_rounded:
-        options["device_map"] = {"": device}  # such models are made on their device, and stay there
+        options["device_map"] = {"": device}  # models with rounded weights must be created on their device
     if device_map is not None:
         options["device_map"] = device_map
     how, error = _as_loaded(source, by_library, rounding_in(checkpoint.config), device)
     if checkpoint.is_rounded:
-        unread += "; or give the original model, and quantize='int8' or 'int4' if it is to be small"
+        unread += "; or give the original model, with quantize='int8' or 'int4' to make it small"
     with ONE_AT_A_TIME:
         model = pretrained(checkpoint, how, error, unread, dtype=dtype, **options)
     if by_library is not None:
         object.__setattr__(model, "_specbeam_rounding", by_library)
     if mapped_type is not None:
-        mark_kept(model)
+        mark_mapped(model)
     check_weights(name, model, mapped_files(model).release)
     return model if options else model.to(device)
 
@@ -110,11 +110,11 @@ def model_of(
 def _as_loaded(
     source: Any, by_library: str | None, stored: str, device: torch.device
 ) -> tuple[str, type[SpecbeamError]]:
-    """Return the beginning of the error that a model could not be loaded, and its kind.
+    """Return the beginning of the message and the type of the error if a model cannot be loaded.
 
     Args:
-        by_library: how a library is to round it.
-        stored: the method by which the weights of its files were rounded; "" if they were not.
+        by_library: rounding by a library while the model is loaded.
+        stored: rounding method of the weights in its files; "" for none.
     """
     if by_library is None and not stored:
         return f"could not load a language model from {source}", BadCheckpoint
@@ -123,43 +123,34 @@ def _as_loaded(
 
 
 def _read_here(checkpoint: Checkpoint, dtype: "str | torch.dtype", device: torch.device) -> "PreTrainedModel | str":
-    """Return a model whose files hold rounded weights, or the reason why a library has to read them.
+    """Return a model whose files hold rounded weights, or the reason why a library must read them.
 
-    Raises `NotSupported` if transformers knows no library for them either: it would make weights up.
+    Raises `NotSupported` if transformers does not know their method either; it would invent weights.
     """
-    read: PreTrainedModel | str = "specbeam itself reads rounded weights on a CPU alone"
+    read: PreTrainedModel | str = "specbeam itself reads rounded weights only on a CPU"
     if device.type == "cpu" and not checkpoint.reads_sources:
         read = read_rounded(checkpoint, dtype)
     if isinstance(read, str) and (method := unknown_method(checkpoint.config)):
         raise NotSupported(
-            f"{checkpoint.name} holds weights that were rounded by {method!r}, which transformers does not know; {read}"
+            f"{checkpoint.name} holds weights rounded by {method!r}, which transformers does not know; {read}"
         )
     return read
 
 
 def cannot_round(quantize: str) -> BadSetting:
     return BadSetting(
-        f"{quantize!r} rounds weights while transformers loads them from files, and the model is an object already; give "
-        "its folder or hub id, or 'int8', 'int4' or 'fp8'"
+        f"{quantize!r} rounds weights while transformers loads them from files, and the model is already an object; give "
+        "its folder or hub id, or use 'int8', 'int4' or 'fp8'"
     )
 
 
 def name_or_path(source: "str | Path") -> str:
-    """Return the argument of `from_pretrained`: a hub id as it is, or the path of a folder that holds a model.
+    """Return the argument of `from_pretrained`: a hub id, or the path of a folder that holds a model.
 
-    Raises an error, which names the content of the path, if that is not the folder of a model.
+    Raises an error that names the content of the path if it is not the folder of a model.
     """
     path = Path(source).expanduser()
     looks_local = isinstance(source, Path) or path.is_absolute() or str(source).startswith((".", "~"))
     if not str(source).strip():
-        raise MissingFile(f"{str(source)!r} is no model; give a folder that save_pretrained wrote, or a hub id")
+        raise MissingFile(f"{str(source)!r} names no model; give a folder that save_pretrained wrote, or a hub id")
     return str(checked_folder(path)) if looks_local or path.exists() else str(source)
-
-
-def use_a_backend_with_masks(model: "PreTrainedModel") -> None:
-    """Switch the model to SDPA unless its attention takes a mask per node, which token trees need.
-
-    SDPA and eager attention take one; flash and flex kernels do not.
-    """
-    if model.config._attn_implementation not in ("sdpa", "eager"):
-        model.set_attn_implementation("sdpa")

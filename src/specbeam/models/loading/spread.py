@@ -1,4 +1,4 @@
-"""What is checked before a target is spread over devices or processes."""
+"""Checks before a target is spread over devices or processes."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,28 +22,28 @@ def check_spread(
     """Raise `BadSetting` if a target cannot be spread over devices or processes with these options."""
     name = "tensor_parallel" if tensor_parallel else "device_map"
     if device_map is not None and tensor_parallel:
-        raise BadSetting("device_map and tensor_parallel both say where weights are; give one of them")
+        raise BadSetting("device_map and tensor_parallel both place the weights; give one of them")
     if isinstance(target, torch.nn.Module):
-        raise BadSetting(f"{name} is for models that are loaded from files, and the target is an object already")
+        raise BadSetting(f"{name} needs a model that is loaded from files, and the target is already an object")
     for option, is_given in {"compile": compile, "quantize": quantize is not None, "kv": kv is not None}.items():
         if is_given:
-            raise BadSetting(f"{name} is for targets that transformers runs as they are; leave {option} out")
+            raise BadSetting(f"{name} is for unchanged targets that transformers runs; leave {option} out")
     if find_spec("accelerate") is None:
         raise MissingPackage(f"{name} needs accelerate: pip install accelerate")
 
 
 def check_before_spreading(target: Any, draft: Any, tokenizer: Any, quantize_draft: "Quantize | None") -> Any:
-    """Return the tokenizer; raise early the errors that `load` raises when all processes have loaded their weights.
+    """Return the tokenizer, and raise errors of `load` before the processes load their weights.
 
-    The other processes follow rank 0 from then on, and would wait for it.
+    Afterwards, the other processes follow rank 0 and would wait for it.
     """
     name = name_or_path(target)
     if open_checkpoint(name).reads_sources:
         raise has_encoder(f"the model in {target}")
     if isinstance(draft, Skipping) or (isinstance(draft, str) and (draft == "swift" or draft in OWN_ROUNDINGS)):
         raise NotSupported(
-            f"draft={draft!r} is the target run by specbeam itself, which cannot run one whose weights are spread; give a "
-            "draft model of its own"
+            f"draft={draft!r} is the target run by specbeam's own forward, which cannot run sharded weights; give another "
+            "draft model"
         )
     if draft is not None and not is_rounding(draft) and is_head(draft):
         if quantize_draft is not None:
@@ -55,5 +55,5 @@ def check_before_spreading(target: Any, draft: Any, tokenizer: Any, quantize_dra
 
 def has_encoder(what: str) -> NotSupported:
     return NotSupported(
-        f"device_map and tensor_parallel are for decoder-only models, and {what} has an encoder; leave them out"
+        f"device_map and tensor_parallel need a decoder-only model, and {what} has an encoder; leave them out"
     )

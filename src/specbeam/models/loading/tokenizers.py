@@ -1,4 +1,4 @@
-"""Tokenizers, from files, hub ids or the folder of a model object."""
+"""Loading of tokenizers from files, hub ids or the folder of a model object."""
 
 import warnings
 from importlib.util import find_spec
@@ -15,27 +15,28 @@ from specbeam.models.loading.models import name_or_path
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Files of SentencePiece models in published folders of Marian, T5 and M2M100.
+# SentencePiece files in published folders of Marian, T5 and M2M100.
 _PIECES = ("source.spm", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "tokenizer.model")
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", *_PIECES, "vocab.json")
 _SETTINGS = ("config.json", "tokenizer_config.json")
-_FEW = 64  # tokens, up to which it is looked whether any of them is a word
+_FEW = 64  # vocabularies up to this size are checked for tokens other than special ones
 _READ_PIECES = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}  # package: its module
 
 
 def read_tokenizer(source: Any, fetch: bool = True) -> "PreTrainedTokenizerBase | None":
-    """Return a tokenizer object as it is, or load the tokenizer at a path or hub id, or of a model object.
+    """Return a tokenizer object unchanged, or load the tokenizer at a path or hub id, or of a model object.
 
-    Returns None if a model object does not name a folder with a tokenizer, or, with a warning, if it has no words.
+    Returns None if a model object does not name a folder with a tokenizer, or, with a warning, if the tokenizer has only
+    special tokens.
 
-    Raises `MissingFile` if loading fails, `MissingPackage` if it does as a package is missing.
+    Raises `MissingFile` if loading fails, `MissingPackage` if a package is missing.
     """
     if isinstance(source, (str, Path)):
         from transformers import AutoTokenizer
 
         path = Path(source).expanduser()
-        name = str(path) if path.is_dir() else name_or_path(source)  # it need not hold a model
-        # Where files name code of their own, transformers asks on the terminal whether it may run, if nothing is said.
+        name = str(path) if path.is_dir() else name_or_path(source)  # a folder need not hold a model
+        # Without trust_remote_code, transformers would ask on the terminal whether custom code may run.
         options = {"trust_remote_code": False} if _names_code(name) else {}
         try:
             with reading(f"could not load a tokenizer from {source}", MissingFile, "; give load(tokenizer=...)"):
@@ -52,10 +53,10 @@ def read_tokenizer(source: Any, fetch: bool = True) -> "PreTrainedTokenizerBase 
 
 
 def has_tokenizer_files(name: str, fetch: bool) -> bool:
-    """Return whether there are files of a tokenizer in a folder, or of a hub id in the hub's cache.
+    """Return whether a folder or hub repository has files of a tokenizer.
 
     Args:
-        fetch: whether to fetch files from the hub that its cache lacks.
+        fetch: whether to download files that are missing in the hub's cache.
     """
     if Path(name).expanduser().is_dir():
         return any((Path(name).expanduser() / file).is_file() for file in _TOKENIZER_FILES)
@@ -63,7 +64,7 @@ def has_tokenizer_files(name: str, fetch: bool) -> bool:
 
 
 def _is_on_hub(name: str, file: str, fetch: bool) -> bool:
-    """Return whether a repository of the hub has a file; False if the repository does not exist or cannot be reached."""
+    """Return whether a hub repository has a file; False if it does not exist or cannot be reached."""
     from transformers.utils import cached_file
 
     try:
@@ -74,35 +75,35 @@ def _is_on_hub(name: str, file: str, fetch: bool) -> bool:
 
 
 def _names_code(name: str) -> bool:
-    """Return whether files of a tokenizer or its model name code of their own. Raises `MissingFile` if they are broken."""
+    """Return whether the config files of a model or tokenizer name custom code. Raises `MissingFile` if they are broken."""
     held = [json_object(path, MissingFile) for file in _SETTINGS if (path := file_of(name, file)) is not None]
     return any("auto_map" in settings for settings in held)
 
 
 def _has_words(tokenizer: Any, name: str) -> bool:
-    """Return whether a tokenizer knows more than special tokens, and warn if not.
+    """Return whether a tokenizer has tokens besides special ones, and warn if not.
 
-    If the files of its words are missing, transformers makes one without words of some classes.
+    transformers creates tokenizers of some classes without words if their files are missing.
     """
     if len(tokenizer) > _FEW or not set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         return True
     warnings.warn(
         f"the tokenizer of {name} has no words, only {', '.join(tokenizer.all_special_tokens)}: its tokenizer.json (or "
         "vocab.json with merges.txt, or tokenizer.model) is missing or empty. The model is loaded without a tokenizer, for "
-        "prompts of token ids; give load(tokenizer=...) for prompts of text",
+        "prompts of token ids; for prompts of text, use load(tokenizer=...)",
         stacklevel=4,
     )
     return False
 
 
 def _check_reads_pieces(name: str, error: Exception) -> None:
-    """Raise `MissingPackage` if a tokenizer is only a SentencePiece model and no package reads it.
+    """Raise `MissingPackage` if a tokenizer is only a SentencePiece model and a package to read it is missing.
 
-    The error of transformers lists other attempts, and not the missing package.
+    The error of transformers does not name the missing package.
 
     Args:
         name: path or hub id of the tokenizer.
-        error: of transformers.
+        error: the error of transformers.
     """
     missing = [package for package, module in _READ_PIECES.items() if not _is_there(module)]
     if not missing or _is_on_hub(name, "tokenizer.json", fetch=False):
@@ -110,8 +111,8 @@ def _check_reads_pieces(name: str, error: Exception) -> None:
     file = next((file for file in _PIECES if _is_on_hub(name, file, fetch=False)), None)
     if file is not None:
         raise MissingPackage(
-            f"the tokenizer of {name} is a SentencePiece model ({file}), which {' and '.join(missing)} must read: "
-            f"pip install {' '.join(_READ_PIECES)}; transformers says: {beginning(error)}"
+            f"the tokenizer of {name} is a SentencePiece model ({file}), and {' and '.join(missing)} is missing: "
+            f"pip install {' '.join(_READ_PIECES)}; the error of transformers is {beginning(error)}"
         ) from error
 
 
@@ -123,6 +124,6 @@ def _is_there(module: str) -> bool:
 
 
 def first_tokens(tokenizer: "PreTrainedTokenizerBase | None", vocab: int) -> list[int]:
-    """Return the tokens that a text begins with on which a head is tried."""
+    """Return the first tokens of the text on which a head is probed."""
     tokens = [] if tokenizer is None else list(tokenizer("A dog is running.")["input_ids"])
     return tokens[:8] if len(tokens) > 1 else [min(3, vocab - 1), min(4, vocab - 1)]

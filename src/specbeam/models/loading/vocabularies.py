@@ -1,4 +1,4 @@
-"""The comparison of a draft's tokens with the target's, by their tokenizers."""
+"""Comparison of the draft's tokens with the target's, by their tokenizers."""
 
 import warnings
 from dataclasses import dataclass
@@ -21,17 +21,17 @@ from specbeam.models.loading.tokenizers import has_tokenizer_files, read_tokeniz
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MOST_PADDING = 1024  # the largest number that vocabularies are padded to multiples of
+MOST_PADDING = 1024  # vocabularies are padded to multiples of at most this number
 _ADVICE = "choose a draft of the same family, trained with the target's tokenizer"
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of a model: how many it has rows for, and how its tokenizer spells them.
+    """The tokens of a model: their number, and their spelling by its tokenizer.
 
     Attributes:
         rows: number of tokens that the model can read and write.
-        tokenizer: None if there is none; then no spelling is known.
+        tokenizer: None if no spelling is known.
     """
 
     rows: int
@@ -39,17 +39,17 @@ class Vocabulary:
 
     @cached_property
     def words(self) -> dict[int, str]:
-        """The spelling of each token that the tokenizer has and the model has a row for."""
+        """The spelling of each token that both the tokenizer and the model have."""
         return {token: word for word, token in self.tokenizer.get_vocab().items() if 0 <= token < self.rows}
 
     @cached_property
     def added(self) -> set[int]:
-        """The tokens that do not come from the training of the tokenizer: special ones, and others that were added."""
+        """The special tokens and other tokens that were added after the tokenizer was trained."""
         return {*self.special, *(int(token) for token in self._decoder_of_added)}
 
     @cached_property
     def special(self) -> set[int]:
-        """The special tokens, such as those for the end of a text and for the turns of a chat."""
+        """The special tokens, such as end-of-text tokens and chat markers."""
         named = {int(token) for token in getattr(self.tokenizer, "all_special_ids", ())}
         return named | {int(token) for token, one in self._decoder_of_added.items() if getattr(one, "special", False)}
 
@@ -63,8 +63,8 @@ class ComparedTokens:
     """The result of comparing a draft's tokens with a target's.
 
     Attributes:
-        shared: the tokens in common; None: the vocabularies are the same.
-        warning: for users; "": none.
+        shared: the common tokens; None: the vocabularies are the same.
+        warning: a warning for users; "" for none.
     """
 
     shared: SharedTokens | None
@@ -76,15 +76,15 @@ def tokens_in_common(
 ) -> SharedTokens | None:
     """Return the tokens that a draft shares with its target; None if their vocabularies are the same.
 
-    Equal ids are compared as far as both models have tokens. An id that only one of them has is never drafted: the rows of a
-    padded embedding, and tokens that were added at the end.
+    Ids that both models have are compared. Ids of only one model, such as padding rows of an embedding and tokens added at
+    the end, are never drafted.
 
     Args:
-        tokenizer: of the target, as `load` returns it; None: the one that comes with the model is compared, if there is one.
+        tokenizer: the target's, as `load` returns it; None: the tokenizer in the model's folder, if there is one.
         target_source, draft_source: arguments of `load`: a path, a hub id or a model object.
 
     Raises `VocabularyMismatch` if ordinary tokens differ, or if sizes differ and nothing can be compared. Warns if special
-    tokens have other names, and where sizes differ as padding does and nothing can be compared.
+    tokens have other names, and if nothing can be compared but padding may explain different sizes.
     """
     if draft is target or _is_same_name(draft_source, target_source):
         return None
@@ -96,17 +96,17 @@ def tokens_in_common(
         known = OnModel(key, _compared(target, draft, tokenizer, target_source, draft_source))
         object.__setattr__(draft, "_specbeam_compared", known)
     if known.found.warning:
-        warnings.warn(known.found.warning, stacklevel=4)  # of the caller of `load`
+        warnings.warn(known.found.warning, stacklevel=4)  # points at the caller of `load`
     return known.found.shared
 
 
 def _compared(
     target: "PreTrainedModel", draft: "PreTrainedModel", tokenizer: Any, target_source: Any, draft_source: Any
 ) -> ComparedTokens:
-    """Match the draft's vocabulary with the target's; see `tokens_in_common`."""
-    own_tokenizer = _tokenizer_beside(target, target_source) if tokenizer is None else tokenizer
+    """Compare the draft's vocabulary with the target's; see `tokens_in_common`."""
+    own_tokenizer = _tokenizer_of(target, target_source) if tokenizer is None else tokenizer
     own = Vocabulary(vocab_of(target), _with_words(own_tokenizer))
-    other = Vocabulary(_rows_of(draft), _with_words(_tokenizer_beside(draft, draft_source)))
+    other = Vocabulary(_rows_of(draft), _with_words(_tokenizer_of(draft, draft_source)))
     both_spell = own.tokenizer is not None and other.tokenizer is not None
     known, warning = _known_by_words(own, other) if both_spell else _known_by_size(own, other)
     is_whole = known.all() and len(known) == vocab_of(draft)
@@ -125,11 +125,11 @@ def _rows_of(draft: "PreTrainedModel") -> int:
     return min(vocab_of(draft), int(embedding.weight.shape[0]))
 
 
-def _tokenizer_beside(model: "PreTrainedModel", source: Any) -> Any:
-    """Return the tokenizer that comes with a model: from where it was loaded, or from where a model object came.
+def _tokenizer_of(model: "PreTrainedModel", source: Any) -> Any:
+    """Return the tokenizer from the folder or hub repository of a model; None if there is none.
 
-    None if there is none. Of a model object nothing is fetched from the hub. Raises `MissingFile` if the files of one that
-    is there cannot be read, `MissingPackage` if a package is missing for it.
+    For a model object, nothing is downloaded. Raises `MissingFile` if a tokenizer cannot be read, `MissingPackage` if it
+    needs a missing package.
     """
     is_object = isinstance(source, torch.nn.Module)
     name = getattr(model, "name_or_path", "") if is_object else str(source)
@@ -145,12 +145,12 @@ def _tokenizer_beside(model: "PreTrainedModel", source: Any) -> Any:
 
 
 def _with_words(tokenizer: Any) -> Any:
-    """Return a tokenizer if it can list its tokens, or else None."""
+    """Return a tokenizer if it can list its tokens, otherwise None."""
     return tokenizer if hasattr(tokenizer, "get_vocab") else None
 
 
 def _known_by_size(own: Vocabulary, other: Vocabulary) -> tuple[Bool[np.ndarray, " vocab"], str]:
-    """Return which of the target's tokens a draft knows if only their numbers can be compared, and a warning or "".
+    """Return which of the target's tokens a draft knows, by sizes only, and a warning or "".
 
     Raises `VocabularyMismatch` unless padding explains a difference.
     """
@@ -163,31 +163,31 @@ def _known_by_size(own: Vocabulary, other: Vocabulary) -> tuple[Bool[np.ndarray,
     holds_all = words is not None and words <= common
     if not holds_all and not _is_padded(common, max(own.rows, other.rows)):
         raise VocabularyMismatch(
-            f"{sizes}, and no tokenizer of both says which tokens these are; give target and draft as folders or hub ids "
-            f"with their tokenizers, or {_ADVICE}"
+            f"{sizes}, and without both tokenizers their tokens cannot be compared; give target and draft as folders or hub "
+            f"ids with their tokenizers, or {_ADVICE}"
         )
     warning = (
-        f"{sizes}, and no tokenizer of both says which tokens these are: the first {common} are taken for the same, and the "
-        "others are not drafted. If they are not the same, no text changes, but drafts are refused and cost time; give both "
-        "models as folders or hub ids with their tokenizers"
+        f"{sizes}, and without both tokenizers their tokens cannot be compared: the first {common} are assumed to be the "
+        "same, and the others are not drafted. If they are not the same, texts stay right, but drafts are rejected and cost "
+        "time; give both models as folders or hub ids with their tokenizers"
     )
     return np.arange(own.rows) < common, warning
 
 
 def _is_padded(smaller: int, larger: int) -> bool:
-    """Return whether a vocabulary may be another one that was padded to a multiple of a power of two."""
+    """Return whether the larger vocabulary may be the smaller one padded to a multiple of a power of two."""
     unit = min(larger & -larger, MOST_PADDING)
     return larger - smaller < unit
 
 
 def _known_by_words(own: Vocabulary, other: Vocabulary) -> tuple[Bool[np.ndarray, " vocab"], str]:
-    """Return which of the target's tokens a draft knows, by the spelling of their tokenizers, and a warning or "".
+    """Return which of the target's tokens a draft knows, by their spelling, and a warning or "".
 
     Raises `VocabularyMismatch` if ordinary tokens differ.
     """
     warning = "" if own.words == other.words else _warning_of_spelling(own, other)
     if own.rows == other.rows and own.words.keys() == other.words.keys():
-        return np.ones(own.rows, dtype=bool), warning  # padding included, which both have alike
+        return np.ones(own.rows, dtype=bool), warning  # both have the same padding
     common = [*(own.words.keys() & other.words.keys())]
     known = np.zeros(own.rows, dtype=bool)
     known[common] = True
@@ -195,7 +195,7 @@ def _known_by_words(own: Vocabulary, other: Vocabulary) -> tuple[Bool[np.ndarray
 
 
 def _warning_of_spelling(own: Vocabulary, other: Vocabulary) -> str:
-    """Return a warning if special tokens have other names, or else "". Raises `VocabularyMismatch` if ordinary ones have."""
+    """Return a warning if special tokens have other names, otherwise "". Raises `VocabularyMismatch` for ordinary tokens."""
     common = sorted(own.words.keys() & other.words.keys())
     differing = [token for token in common if own.words[token] != other.words[token]]
     special = own.special | other.special
@@ -204,15 +204,15 @@ def _warning_of_spelling(own: Vocabulary, other: Vocabulary) -> str:
     if ordinary or not common:
         first = _difference(own, other, ordinary[0]) if ordinary else "they have no id in common"
         raise VocabularyMismatch(
-            f"draft has {other.rows} tokens, target has {own.rows}, and they are not the same ones (first difference: "
-            f"{first}); {_ADVICE}"
+            f"draft has {other.rows} tokens, target has {own.rows}, and the tokens differ (first difference: {first}); "
+            f"{_ADVICE}"
         )
     if not differing:
         return ""
     return (
         f"the draft's tokenizer has other names for {len(differing)} of the target's special tokens (first difference: "
-        f"{_difference(own, other, differing[0])}). Equal ids are taken for the same token: no text changes, but drafts "
-        "with them may be refused"
+        f"{_difference(own, other, differing[0])}). Equal ids are assumed to be the same token: texts stay right, but "
+        "drafts with these tokens may be rejected"
     )
 
 
@@ -221,9 +221,9 @@ def _difference(own: Vocabulary, other: Vocabulary, token: int) -> str:
 
 
 def _stand_in(vocabulary: Vocabulary, draft: "PreTrainedModel") -> int:
-    """Return the token that a draft reads in place of one that it does not know: its unknown token, or else its first one.
+    """Return the token that a draft reads in place of tokens that it does not know: its unknown token, or token 0 or 1.
 
-    Padding stands for nothing: some models count no position for it.
+    The padding token does not serve: some models count no position for it.
     """
     unknown = getattr(vocabulary.tokenizer, "unk_token_id", None)
     if isinstance(unknown, int) and 0 <= unknown < vocabulary.rows:

@@ -1,4 +1,4 @@
-"""MEMORY: a model that reads a text in segments, and hands memories of them on (HMT)."""
+"""MEMORY: models that read texts in segments and pass memories on (HMT)."""
 
 from specbeam.core.lazy import attached
 

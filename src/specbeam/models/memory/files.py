@@ -1,4 +1,4 @@
-"""The folder of a trained memory: its plan, its weights, and the model that it was trained with."""
+"""Reading and writing of the folder of a trained memory: its plan, its weights, and the model it was trained with."""
 
 import json
 import warnings
@@ -27,10 +27,10 @@ BACKBONE = "backbone"  # folder of the model, if it was trained with its memory
 
 
 def save_memory(folder: Path, recall: Recall, plan: MemoryPlan, model: "PreTrainedModel", name: str | None) -> None:
-    """Write a memory. Files are whole or not there.
+    """Write a memory, each file atomically.
 
     Args:
-        model: the model that it is for.
+        model: the model of the memory.
         name: path or hub id of this model; None: it is in the folder itself, see `BACKBONE`.
     """
     from safetensors.torch import save
@@ -62,7 +62,7 @@ def backbone_of(folder: "str | Path") -> str:
         return str(path / BACKBONE)
     if not isinstance(name, str):
         raise MissingFile(
-            f"{path} neither holds a folder {BACKBONE} nor names its model; give the model: hmt(pair, {str(path)!r})"
+            f"{path} has no folder {BACKBONE} and does not name its model; give the model: hmt(pair, {str(path)!r})"
         )
     return name
 
@@ -76,13 +76,13 @@ def read_memory(folder: "str | Path") -> tuple[MemoryPlan, Recall, str | None]:
     config = _config(path)
     if not (path / WEIGHTS).is_file():
         raise MissingFile(
-            f"{path} has {CONFIG} and no {WEIGHTS}: it holds no memory weights; train again, or copy the whole folder"
+            f"{path} has {CONFIG} but no {WEIGHTS}, the weights of the memory; train again, or copy the whole folder"
         )
     known = {field.name for field in fields(MemoryPlan)}
     given = config.get("plan")
     if not isinstance(given, dict) or set(given) - known or "segment" not in given:
         raise BadHead(
-            f"{path / CONFIG}: plan is {given!r}; it must hold segment, and of {', '.join(sorted(known))} what differs"
+            f"{path / CONFIG}: plan is {given!r}; it must be an object with segment and any of {', '.join(sorted(known))}"
         )
     try:
         plan = MemoryPlan(**given)
@@ -99,20 +99,18 @@ def read_memory(folder: "str | Path") -> tuple[MemoryPlan, Recall, str | None]:
         raise BadHead(f"{path / WEIGHTS} holds {found}; by {CONFIG} it must hold {expected}")
     for name, tensor in tensors.items():
         if fault := fault_of(tensor):
-            raise BadHead(
-                f"{path / WEIGHTS}: {name} {fault}; it must hold finite floats: train again, or copy it again"
-            )
+            raise BadHead(f"{path / WEIGHTS}: {name} {fault}; it must hold finite floats: train or copy it again")
     recall = Recall(size, width)
     recall.load_state_dict(tensors)
     return plan, recall.requires_grad_(False), config.get("weights")
 
 
 def warn_of_other_model(folder: "str | Path", key: str | None, model: "PreTrainedModel") -> None:
-    """Warn if a memory was trained with a model of other weights. In another type than float32 this is unknown."""
+    """Warn if a memory was trained with a model of other weights; only models in float32 can be compared."""
     if key is not None and model.dtype == torch.float32 and key != weights_key(model):
         warnings.warn(
-            f"{folder} was trained with a model of other weights than this {type(model).__name__}: texts have the law of "
-            "the two together, and what is recalled may be noise",
+            f"{folder} was trained with other weights than those of this {type(model).__name__}: texts have the law of this "
+            "model with this memory, and recalled memories may be noise",
             stacklevel=4,
         )
 
@@ -120,9 +118,9 @@ def warn_of_other_model(folder: "str | Path", key: str | None, model: "PreTraine
 def _config(path: Path) -> dict[str, Any]:
     if not (path / CONFIG).is_file():
         names = sorted(one.name for one in path.iterdir()) if path.is_dir() else []
-        there = names[:6] or "nothing"
-        raise MissingFile(f"{path} has no {CONFIG} (there is {there}); give the folder that `specbeam train hmt` wrote")
+        held = ", ".join(names[:6]) or "nothing"
+        raise MissingFile(f"{path} has no {CONFIG} (it holds {held}); give the folder that `specbeam train hmt` wrote")
     found = json_object(path / CONFIG, BadHead)
     if found.get("kind") != KIND:
-        raise BadHead(f"{path / CONFIG} says kind {found.get('kind')!r}; this version reads {KIND!r}")
+        raise BadHead(f"{path / CONFIG} has kind {found.get('kind')!r}; this version reads {KIND!r}")
     return found

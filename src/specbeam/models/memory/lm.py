@@ -1,4 +1,4 @@
-"""SCORE: a model that reads in segments and remembers (HMT), around any model that takes rows by embedding."""
+"""SCORE: a language model with memory (HMT), around any model that takes embedding rows."""
 
 from collections.abc import Generator, Sequence
 from itertools import islice, pairwise
@@ -35,11 +35,11 @@ from specbeam.models.memory.windows import (
 )
 
 Result = TypeVar("Result")
-Task = Generator[list[Ask], list[Answer], Result]  # asks the model for rows, and returns a result in the end
+Task = Generator[list[Ask], list[Answer], Result]  # yields requests of model rows, and finally returns a result
 
 
 class _Late(NamedTuple):
-    """A segment that is read again by a query of its own, from the token on that completes this query."""
+    """A segment to be read again with its own query, from the token that completes this query."""
 
     node: TextNode
     past: Past
@@ -47,28 +47,26 @@ class _Late(NamedTuple):
 
 
 class MemoryLM:
-    """A language model that reads in segments and recalls memories of earlier ones: HMT (arXiv 2405.06067).
+    """A language model that reads in segments and recalls memories of earlier segments: HMT (arXiv 2405.06067).
 
-    The logits of a node are a function of the text on its path: the model's in the window of the node's segment, which
-    holds the recall of the segment, the last tokens of the segment before, and its own. Each branch of a text tree
-    closes its own segments. Branches share windows up to where they part, and memories for ever; rejected drafts leave
-    nothing.
+    The logits of a node are a function of the text on its path: those of the model in the window of the node's segment,
+    which holds the segment's recall, the last tokens of the previous segment, and its own tokens. Branches of a text tree
+    share windows until they diverge, and all memories of their common past. Rejected drafts leave no state.
 
-    A pass of the tree over the end of a segment takes one more pass of the model: memories of full segments are rows of the
-    first one, and the next segments begin in the second.
+    A pass that crosses the end of a segment takes two passes of the model: the first computes the memories of full
+    segments, and the second begins the next segments.
 
-    It keeps no beginnings of prompts (`HuggingFaceLM.remember_prompts`), and has no such method: a window begins with a
-    memory of its own text, so common beginnings of prompts are not stored alike.
+    Prefix caching (`HuggingFaceLM.remember_prompts`) is not available: a window begins with a memory of its own text, so
+    equal beginnings of prompts have different keys and values.
 
     Args:
-        lm: the model.
-        plan: how it reads.
-        recall: the weights of its memory; None: a segment sees only the sensory tokens.
+        plan: the lengths of segments and the recall of memories.
+        recall: the weights of the memory; None: a segment sees only the sensory tokens.
 
     Raises:
-        BadSetting: the plan gives no law, or a window does not fit into the model's positions.
+        BadSetting: the plan has no law, or a window exceeds the model's positions.
         BadHead: the memory is made for embeddings of another size.
-        NotSupported: the engine that runs the model takes no rows by embedding.
+        NotSupported: the engine that runs the model does not take embedding rows.
     """
 
     max_positions: int | None = None
@@ -85,36 +83,36 @@ class MemoryLM:
         self._needs = Needs(logits=True, hidden=recall is not None)
 
     def _check(self) -> None:
-        """Raise an error if the model cannot be read so; see the class."""
+        """Raise an error if the model cannot be read by this plan; see the class."""
         plan = self.plan
         name = self.lm.model_name
         if self.recall is None:
             if plan.sensory < 1:
-                raise BadSetting("sensory is 0, and without memory a segment would see nothing of its past; raise it")
+                raise BadSetting("sensory is 0, and without memory a segment would not see its past; raise it")
         else:
             plan.check_law()
             check_size(self.recall, self.lm)
             if not self.lm.runner.takes_vectors:
                 raise NotSupported(
-                    f"memories are rows by embedding, and engine {self.engine!r}, which runs {name}, takes tokens alone; "
-                    "HuggingFaceLM(model, engine='plain') takes both"
+                    f"memories are embedding rows, and engine {self.engine!r}, which runs {name}, takes only tokens; use "
+                    "HuggingFaceLM(model, engine='plain')"
                 )
         most = self.lm.max_positions
         needed = max(plan.window, 2 + plan.summarised)
         if most is not None and needed > most:
             raise BadSetting(
-                f"a window of segment {plan.segment} and sensory {plan.sensory} takes {needed} positions, and {name} has "
+                f"a window of segment {plan.segment} and sensory {plan.sensory} needs {needed} positions, and {name} has "
                 f"{most}; take shorter segments"
             )
 
     @property
     def guard(self) -> ThreadGuard:
-        """The guard of the model: one thread at a time uses the cache that its windows are in."""
+        """The guard of the model, whose cache holds the windows."""
         return self.lm.guard
 
     @property
     def caches(self) -> list[list[Any]]:
-        """The caches of all windows in the model, see `HuggingFaceLM.caches`."""
+        """The caches of all windows; see `HuggingFaceLM.caches`."""
         return self.lm.caches
 
     @property
@@ -124,19 +122,18 @@ class MemoryLM:
 
     @property
     def slot_bytes(self) -> int:
-        """The bytes of the keys and values of one row that a window stores."""
+        """The bytes of the keys and values of one row of a window."""
         return self.lm.slot_bytes
 
     @property
     def window_slots(self) -> int:
-        """The number of rows that a window stores, without rows of drafts."""
+        """The maximum number of rows of a window, without drafts."""
         return max(self.plan.window, 2 + self.plan.summarised)
 
     def windows_of(self, beams: int) -> int:
-        """Return the number of windows that a session of `beams` beams may have open at once.
+        """Return the maximum number of open windows of a session of `beams` beams.
 
-        Each beam may be in a window of its own, and cross the end of its segment: then the next window and a query of it are
-        open, too.
+        Each beam may have its own window and, at the end of its segment, the next window and the query of that.
         """
         return 3 * beams
 
@@ -147,12 +144,12 @@ class MemoryLM:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether compiled code does all its heavy work, so that torch needs one thread."""
+        """See `HuggingFaceLM.is_compiled`."""
         return self.lm.is_compiled
 
     @property
     def note(self) -> str:
-        """A description of the difference between its law and the model's."""
+        """A description of how its law differs from the model's."""
         plan = self.plan
         memory = "without memory"
         if self.recall is not None and plan.recall == "attention":
@@ -164,7 +161,9 @@ class MemoryLM:
     def lacks(self, needs: Needs) -> str:
         """Return the reason why this model cannot provide these needs; "" if it can."""
         if needs.states or needs.exit_layer is not None:
-            return "a model with memory hands out no hidden states, as draft heads learn without memory: draft with a model"
+            return (
+                "a model with memory returns no hidden states, as heads are trained without memory: use a draft model"
+            )
         return ""
 
     def extend(self, sessions: Sequence[Session], forests: Forests, needs: EachNeeds = None) -> list[Scored]:
@@ -176,7 +175,7 @@ class MemoryLM:
     def settle(self, session: Session, turn: Turn) -> None:
         """Keep the windows of the surviving beams, and drop all others."""
         tree = session.state.get(self)
-        if tree is None:  # nothing was drafted so far: texts are read when they are asked for
+        if tree is None:  # a draft model that has not drafted yet reads texts when it first drafts
             return
         before = tree.windows
         survivors = turn.verdict.beams
@@ -192,7 +191,7 @@ class MemoryLM:
             self._settle_window(window, [anchor for anchor in anchors if anchor.place.window is window])
 
     def _settle_window(self, window: Window, anchors: list[Anchor]) -> None:
-        """Keep the paths to these beams in a window, or close it if none of them needs it."""
+        """Keep the paths to these beams in a window, or close the window if no beam needs it."""
         places = list(dict.fromkeys(anchor.place for anchor in anchors))
         if all(self._is_done(place) for place in places):
             self._close_window(window)
@@ -200,16 +199,16 @@ class MemoryLM:
             nodes = np.array([place.node for place in places], dtype=np.int64)
             self.lm.settle(window.owner, _turn_to(window.forest, nodes))
         for place in places:
-            place.row = None if place.row is None else place.row.clone()  # rows of a pass last for a turn
+            place.row = None if place.row is None else place.row.clone()  # rows of a pass are valid for one turn
             place.next = None
         window.restart(places)
 
     def peak(self, session: Session) -> int:
-        """See `LM.peak`: of all windows of the session together."""
+        """See `LM.peak`: for all windows of the session together."""
         return int(session.state[self].peak)
 
     def held(self, session: Session) -> int:
-        """Return the number of rows that are stored for the session now."""
+        """Return the number of rows that are stored for the session."""
         return self._held(session.state[self])
 
     def _held(self, tree: TextTree) -> int:
@@ -228,16 +227,16 @@ class MemoryLM:
             self.lm.close(window.owner)
 
     def _is_done(self, place: TextPlace) -> bool:
-        """Return whether no token after this place will be in its window, and no memory of it is missing."""
+        """Return whether this place needs its window no more, neither for later tokens nor for its memory."""
         if place.row is None:
             return False
         is_full = len(place.tokens) == self.plan.segment
         return place.opening is not None if is_full else self._begins_late(place.window.past, place.tokens)
 
     def _together(self, tasks: "Sequence[Task[Any]]") -> list[Any]:
-        """Run tasks to their ends, all together in each pass of the model; return their results.
+        """Run tasks to their ends, with common passes of the model, and return their results.
 
-        If a pass or a task fails, all tasks end there and close the windows that only they know.
+        If a pass or a task fails, all tasks end and close their own windows.
         """
         try:
             return self._run_together(tasks)
@@ -283,7 +282,7 @@ class MemoryLM:
         return torch.stack(rows) if rows else torch.zeros(0, self.vocab)
 
     def _begun(self, texts: list[list[int]]) -> "Task[TextTree]":
-        """Read the texts of all beams. If that fails, no window of them stays open."""
+        """Read the texts of all beams. On failure, close their windows."""
         tree = TextTree([])
         try:
             for text in texts:
@@ -296,8 +295,9 @@ class MemoryLM:
         return tree
 
     def _read(self, text: list[int], tree: TextTree) -> "Task[TextPlace]":
-        """Read a text, and return the place of its last token. Its full segments are read one after the other, in one pass
-        each; the query of the next one is in the pass of the one before.
+        """Read a text, and return the place of its last token.
+
+        Each full segment takes one pass, which includes the query of the next segment.
         """
         size = self.plan.segment
         count = (len(text) - 1) // size
@@ -315,7 +315,7 @@ class MemoryLM:
     def _closed(
         self, past: Past, segment: tuple[int, ...], recalled: Tensor | None, query: tuple[int, ...]
     ) -> "Task[tuple[Tensor | None, Tensor | None]]":
-        """Return the memory of a full segment, and the summary of a query of the next one if its recall needs it."""
+        """Return the memory of a full segment, and the summary of the next segment's query if its recall needs it."""
         asks = []
         if self.recall is not None:
             owner = self._owner([-1, *self._sensory(past), *segment, -1], recalled)
@@ -326,7 +326,7 @@ class MemoryLM:
         return memory, answers[-1].hidden[0] if wanted else None
 
     def _answered(self, asks: list[Ask]) -> "Task[list[Answer]]":
-        """Ask for rows of windows that are closed right after."""
+        """Ask for rows of windows, and close the windows."""
         if not asks:
             return []
         try:
@@ -338,7 +338,7 @@ class MemoryLM:
     def _opened(
         self, past: Past, tokens: tuple[int, ...], recalled: Tensor | None, tree: TextTree
     ) -> "Task[TextPlace]":
-        """Open a window with tokens of its segment in it, and return the place of the last one."""
+        """Open a window with the tokens of its segment, and return the place of the last one."""
         prefix = [] if self.recall is None else [-1]
         owner = self._owner([*prefix, *self._sensory(past), *tokens], recalled)
         window = Window(owner, past, tokens[-1])
@@ -347,7 +347,7 @@ class MemoryLM:
         try:
             (answer,) = yield [Ask(owner, Forest.rooted([tokens[-1]]))]
         except BaseException:
-            self._close_window(window)  # it is in no tree yet
+            self._close_window(window)  # no tree holds it yet
             raise
         window.asked = 1
         place.row = answer.logits[0]
@@ -355,7 +355,7 @@ class MemoryLM:
         return place
 
     def _placed(self, tree: TextTree, waiting: list[TextNode]) -> "Task[None]":
-        """Find the places of these nodes, parents first, and score them; each crossed end of a segment takes a pass."""
+        """Place and score these nodes, parents first; each crossed end of a segment takes another pass."""
         while True:
             closing: list[TextPlace] = []
             late: list[_Late] = []
@@ -368,7 +368,7 @@ class MemoryLM:
             self._close_done(tree)
 
     def _place(self, node: TextNode, closing: list[TextPlace], late: list[_Late]) -> bool:
-        """Put a node into a window if that is open. If not, note the work to be done first, and return False."""
+        """Put a node into an open window; otherwise record the work to do first, and return False."""
         assert node.above is not None
         above = node.above.place
         if above is None:
@@ -396,7 +396,7 @@ class MemoryLM:
         return True
 
     def _begins_late(self, past: Past, before: tuple[int, ...]) -> bool:
-        """Return whether a segment is read again with the token after these: it then recalls by a query of its own."""
+        """Return whether the token after `before` completes the segment's own query, so that it is read again."""
         is_complete = len(before) == self.plan.summarised - 1
         return self.plan.refreshes and is_complete and self.plan.needs_summary(len(past.memories))
 
@@ -406,7 +406,7 @@ class MemoryLM:
         return Window(owner, past, owner.prompt[-1])
 
     def _wave(self, tree: TextTree, closing: list[TextPlace], late: list[_Late]) -> "Task[None]":
-        """Take one pass: over new nodes, memories of full segments, and queries. Then open the windows that can be."""
+        """Take one pass over new nodes, memories of full segments and queries; then open the next windows."""
         memory_rows: dict[TextPlace, int] = {}
         queries: dict[Any, list[Ask]] = {}
         for place in closing:
@@ -439,7 +439,7 @@ class MemoryLM:
             one.node.place = yield from self._opened(one.past, one.tokens, recalled, tree)
 
     def _close_done(self, tree: TextTree) -> None:
-        """Close the windows that no token of this turn or a later one can be in."""
+        """Close the windows that no token can enter any more."""
         roots: dict[Window, list[TextPlace]] = {}
         for beam in tree.beams:
             roots.setdefault(beam.place.window, []).append(beam.place)
@@ -454,32 +454,32 @@ class MemoryLM:
         return past.tail[len(past.tail) - min(self.plan.sensory, len(past.tail)) :]
 
     def _rows_before(self, past: Past) -> int:
-        """Return the number of rows of a window before the tokens of its segment."""
+        """Return the number of rows in a window before the tokens of its segment."""
         return (self.recall is not None) + len(self._sensory(past))
 
     def _after(self, past: Past, segment: tuple[int, ...]) -> Past:
-        """Return the state that the next segment inherits of a full one, but for its memory."""
+        """Return the state that the next segment inherits from a full one, without its memory."""
         needed = max(self.plan.sensory, self.plan.summarised)
         return Past(past.memories, segment[-needed:])
 
     def _with_memory(self, past: Past, after: Past, memory: Tensor | None) -> Past:
-        """Return the state that the next segment inherits, with the memory of this one."""
+        """Return the state that the next segment inherits, with the full segment's memory."""
         if memory is None:
             return after
         return Past((*past.memories, memory.clone())[-self.plan.memories :], after.tail)
 
     def _query(self, tail: tuple[int, ...], tokens: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the tokens that the query of a segment is made of.
+        """Return the tokens of a segment's query.
 
         Args:
-            tail: the end of the segment before.
-            tokens: the known ones of the segment.
+            tail: the end of the previous segment.
+            tokens: the known tokens of the segment.
         """
         size = self.plan.summarised
         return tokens[:size] if self.plan.refreshes and len(tokens) >= size else tail[-size:]
 
     def _summary(self, memories: int, query: tuple[int, ...]) -> list[Ask]:
-        """Return the pass that makes a summary of a query; none if the recall does not depend on it."""
+        """Return the request for the summary of a query; none if the recall does not depend on it."""
         if self.recall is None or not self.plan.needs_summary(memories):
             return []
         owner = self._owner([-1, *query, -1], self.recall.summary.detach())
@@ -500,23 +500,23 @@ class MemoryLM:
 
 
 def check_size(recall: Recall, lm: HuggingFaceLM) -> None:
-    """Raise `BadHead` unless memories fit a model: its last hidden states and its embeddings must be of their size."""
+    """Raise `BadHead` unless memories, embeddings and last hidden states of a model have the same size."""
     embeddings = getattr(lm.model.get_input_embeddings(), "weight", None)
     head = lm.model.get_output_embeddings().weight
     if embeddings is None:
         raise NotSupported(
-            f"{lm.model_name} has no table of embeddings, so no row of it can be a memory; take a model with one"
+            f"{lm.model_name} has no embedding matrix, and memories are read as embeddings; take another model"
         )
     sizes = {embeddings.shape[1], head.shape[1], recall.size}
     if len(sizes) > 1:
         raise BadHead(
             f"memories are hidden states that are read as embeddings: the memory has {recall.size} numbers, embeddings of "
-            f"{lm.model_name} have {embeddings.shape[1]}, and its head reads {head.shape[1]}; all must be equal"
+            f"{lm.model_name} have {embeddings.shape[1]}, and its head reads {head.shape[1]}; these must be equal"
         )
 
 
 def _texts_of(session: Session, forest: Forest) -> list[list[int]]:
-    """Return prompt and generated tokens of each root of a forest."""
+    """Return the prompt and generated tokens of each root of a forest."""
     roots = forest.roots
     if roots == 1 and getattr(session, "length", 0) == 0:
         return [list(session.prompt)]
@@ -525,7 +525,7 @@ def _texts_of(session: Session, forest: Forest) -> list[list[int]]:
 
 
 def _learn(windows: list[Window], answers: list[Answer]) -> dict[tuple[Window, int], Tensor]:
-    """Keep the logits of new nodes of windows; return the hidden states of rows that are not text, by window and node."""
+    """Store the logits of windows' new nodes; return the hidden states of rows that are not text, by window and node."""
     found: dict[tuple[Window, int], Tensor] = {}
     for window, answer in zip(windows, answers, strict=False):
         first = max(window.asked, len(window.forest.known.nodes))
@@ -540,7 +540,7 @@ def _learn(windows: list[Window], answers: list[Answer]) -> dict[tuple[Window, i
 
 
 def _turn_to(forest: Forest, nodes: Int64[np.ndarray, " n"]) -> Turn:
-    """Return a turn after which these nodes of a forest live on as its roots, and nothing else does."""
+    """Return a turn whose survivors are these nodes of a forest."""
     count = len(nodes)
     beams = Beams(
         nodes=nodes,

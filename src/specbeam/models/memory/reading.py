@@ -1,4 +1,4 @@
-"""Reading whole texts in segments with gradients, for training and figures."""
+"""Reading of whole texts in segments with gradients, for training and evaluation."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,24 +15,23 @@ if TYPE_CHECKING:
 
 
 class SegmentRows(NamedTuple):
-    """A segment of a batch that was read: one row for each of its tokens."""
+    """The model's outputs for a segment of a batch of texts."""
 
-    start: int  # the place in the text of its first token
+    start: int  # position in the text of the first token
     hidden: Float[Tensor, "batch length size"]  # input of the model's head
-    mixture: Float[Tensor, "batch memories"] | None  # the share of each memory in its recall; None: no choice
-    memory: Float[Tensor, "batch size"] | None  # its own; None after the last segment
+    mixture: Float[Tensor, "batch memories"] | None  # the share of each memory in the recall; None: no choice
+    memory: Float[Tensor, "batch size"] | None  # the segment's memory; None for the last segment
 
 
 class SegmentReader:
-    """A model that reads in segments. Gradients go through memories, over `depth` segments.
+    """A model that reads in segments. Gradients flow through memories, over `depth` segments.
 
-    Each segment is a pass of its own from position 0 on: its recall, the last tokens of the segment before, its tokens, and
-    its recall once more. The hidden state of this last row is its memory.
+    Each segment is a separate pass from position 0: its recall, the last tokens of the previous segment, its tokens, and its
+    recall again. The hidden state of the last row is its memory.
 
     Args:
-        model: a causal language model of transformers. Its `base_model` returns the input of its head.
-        depth: memories are cut off from the segments that made them before each segment whose number is a multiple of it;
-            None: never.
+        model: a causal language model of transformers whose `base_model` returns the input of its head.
+        depth: memories are detached before each segment whose index is a multiple of this; None: never.
     """
 
     def __init__(self, model: "PreTrainedModel", recall: Recall, plan: MemoryPlan, depth: int | None = None) -> None:
@@ -42,10 +41,7 @@ class SegmentReader:
         self.depth = depth
 
     def read(self, tokens: Int64[Tensor, "batch length"]) -> Iterator[SegmentRows]:
-        """Yield the segments of texts of equal length, in order; the last may be short.
-
-        Shorter texts may be padded on the right: padding changes nothing before it.
-        """
+        """Yield the segments of texts of equal length in order. Shorter texts may be padded on the right."""
         plan = self.plan
         length = tokens.shape[1]
         memories: list[Tensor] = []
@@ -66,7 +62,7 @@ class SegmentReader:
     def _segment(
         self, before: Tensor, segment: Tensor, memories: list[Tensor], is_last: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return hidden states, mixture and memory of a segment, of the embeddings of its tokens and the segment before."""
+        """Return hidden states, mixture and memory of a segment, given the embeddings of the previous and this segment."""
         plan = self.plan
         half = plan.summarised
         sensory = before[:, before.shape[1] - min(plan.sensory, before.shape[1]) :]
@@ -81,7 +77,7 @@ class SegmentReader:
         return hidden, mixture, memory
 
     def _recalled(self, query: Tensor, memories: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Return the recall of a segment, float[batch, size], and the shares of memories in it."""
+        """Return the recall of a segment, float[batch, size], and the share of each memory in it."""
         batch = query.shape[0]
         if not memories or self.plan.recall == "initial":
             return self.recall.first.to(query).expand(batch, -1), None
@@ -94,7 +90,7 @@ class SegmentReader:
         return torch.einsum("bm,bms->bs", mixture, offered), mixture
 
     def _pass(self, recalled: Tensor, sensory: Tensor, segment: Tensor, is_last: bool) -> tuple[Tensor, Tensor | None]:
-        """Return the hidden states of the tokens of a segment, and its memory unless it is the last one."""
+        """Return the hidden states of a segment's tokens, and its memory unless it is the last one."""
         around = recalled[:, None]
         rows = [around, sensory, segment] + ([] if is_last else [around])
         hidden = self._hidden(torch.cat(rows, dim=1))

@@ -1,4 +1,4 @@
-"""The weights of HMT: two learnt embeddings, and the attention of a segment's query to the memories."""
+"""The weights of HMT: two learned embeddings, and the attention of a segment's query to the memories."""
 
 import torch
 from jaxtyping import Float
@@ -9,13 +9,13 @@ class Recall(nn.Module):
     """The weights that HMT adds to its model (arXiv 2405.06067, sec. 3; 2 d d_h + 2 d numbers).
 
     Args:
-        size: of the model's embeddings (d), and of its last hidden states.
-        width: of queries and keys (d_h).
+        size: size of the model's embeddings and last hidden states (d).
+        width: size of queries and keys (d_h).
 
     Attributes:
-        summary: the embedding on both sides of the tokens that a query is made of (T).
-        first: replaces memories where there are none (P_init).
-        queries, keys: the maps of query and memories (W_q, W_k), without bias.
+        summary: the embedding before and after the tokens of a query (T).
+        first: the recall of segments without memories (P_init).
+        queries, keys: the projections of query and memories (W_q, W_k), without bias.
     """
 
     def __init__(self, size: int, width: int) -> None:
@@ -30,7 +30,7 @@ class Recall(nn.Module):
     def mixture(
         self, summaries: Float[Tensor, "rows size"], memories: Float[Tensor, "rows memories size"]
     ) -> Float[Tensor, "rows memories"]:
-        """Return the share of each memory in the recall of each row (A), by content and not by order."""
+        """Return the share of each memory in the recall of each row (A), which depends on content and not on order."""
         asked = self.queries(summaries)
         offered = self.keys(memories)
         scores = torch.einsum("rw,rmw->rm", asked, offered) / self.width**0.5
@@ -44,7 +44,7 @@ class Recall(nn.Module):
 
 
 def new_recall(embeddings: Float[Tensor, "tokens size"], width: int, seed: int) -> Recall:
-    """Return new weights for a model whose tokens have these embeddings; learnt embeddings are noise of their spread."""
+    """Return initial weights for a model with these embeddings; the learned embeddings are noise of the same spread."""
     random = torch.Generator().manual_seed(seed)
     size = embeddings.shape[1]
     recall = Recall(size, width)

@@ -1,4 +1,4 @@
-"""Where the nodes of a text tree are: the windows that a model runs, one for each segment of each branch."""
+"""Windows of a model with memory, one for each segment of each branch of a text tree, and the places of nodes in them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,16 +10,16 @@ from torch import Tensor
 
 from specbeam.core.forest import Forest, KnownRows
 
-Vector = Float[Tensor, " size"]  # a memory, or a row that is given by embedding
+Vector = Float[Tensor, " size"]  # a memory or an embedding row
 
 
 @dataclass(eq=False)
 class WindowOwner:
-    """The stand-in of a window for a session in the model's caches.
+    """The session of a window in the model's caches.
 
     Attributes:
-        prompt: tokens; -1 stands for the only row of `vectors`.
-        failure: the error of the window's session.
+        prompt: tokens; -1 stands for the single row of `vectors`.
+        failure: the error of the text's session.
     """
 
     prompt: list[int]
@@ -33,8 +33,8 @@ class Past:
     """The state that a segment inherits from earlier ones. Branches share the memories of their common past.
 
     Attributes:
-        memories: the last ones, float[size] each, oldest first.
-        tail: the last tokens of the segment before, as many as sensory tokens and queries need.
+        memories: the last memories, float[size] each, oldest first.
+        tail: the last tokens of the previous segment, enough for sensory tokens and queries.
     """
 
     memories: tuple[Vector, ...] = ()
@@ -42,14 +42,14 @@ class Past:
 
 
 class Opening(NamedTuple):
-    """How the segment after a full one begins."""
+    """The start of the segment after a full one."""
 
     past: Past
     recalled: Vector | None  # by a query of the tail; None without memory
 
 
 class Ask(NamedTuple):
-    """A forest of a window, whose new nodes the model is asked for."""
+    """A request for the rows of the new nodes in a window's forest."""
 
     owner: WindowOwner
     forest: Forest
@@ -63,18 +63,18 @@ class Answer(NamedTuple):
 
 
 class Window:
-    """The pass of a model over one segment of one branch of a text, or of several that part inside of the segment.
+    """One segment of a branch of a text tree, or of several branches that diverge inside the segment.
 
     Args:
-        owner: the window's cache in the model.
+        owner: the window's session in the model.
         past: the state that the segment inherits.
         root: the token of the last row of the owner's prompt.
 
     Attributes:
-        forest: nodes of this turn, in the window's own numbers; roots are nodes whose rows are known or not wanted.
-        asked: number of these nodes that the model was asked for.
-        nodes: the place of the text at each of them; None for rows that are not text.
-        is_open: whether the model still has its cache.
+        forest: the window's nodes of this turn; roots are nodes whose rows are known or not needed.
+        asked: number of these nodes that the model has scored.
+        nodes: the text place of each node; None for rows that are not text.
+        is_open: whether the model holds its cache.
     """
 
     def __init__(self, owner: WindowOwner, past: Past, root: int) -> None:
@@ -93,11 +93,11 @@ class Window:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the model was not asked for some of its nodes."""
+        """Whether some of its nodes are not scored yet."""
         return self.forest.size > max(self.asked, len(self.forest.known.nodes))
 
     def restart(self, roots: "Sequence[TextPlace]") -> None:
-        """Begin another turn, with these places as roots."""
+        """Begin a new turn with these places as roots."""
         self.forest = with_known_roots([place.tokens[-1] for place in roots])
         self.nodes = [*roots]
         self.asked = len(roots)
@@ -106,20 +106,20 @@ class Window:
 
 
 def with_known_roots(tokens: list[int]) -> Forest:
-    """Return a forest of roots whose rows the model is not asked for."""
+    """Return a forest of roots that the model need not score."""
     roots = np.arange(len(tokens))
     return Forest.rooted(tokens)._replace(known=KnownRows(roots, np.zeros((len(tokens), 0), dtype=np.float32)))
 
 
 @dataclass(eq=False)
 class TextPlace:
-    """A node of the text tree that is in a window.
+    """The place of a text node in a window.
 
     Attributes:
-        window, node: the window, and the node there.
-        tokens: of its segment up to it, its own included.
-        row: the logits after it; None until they were computed.
-        opening: how a segment after it begins; None until that is known, or if its segment is not full.
+        window, node: the window, and the node's number in it.
+        tokens: the tokens of its segment up to and including the node.
+        row: the logits after it; None until they are computed.
+        opening: the start of the segment after it; None until it is known, or if its segment is not full.
         next: the window of that segment, if this turn has one.
     """
 
@@ -132,7 +132,7 @@ class TextPlace:
 
 
 class Anchor(NamedTuple):
-    """A live beam: the last place on its path that is in a window, and the tokens after it, which are not yet."""
+    """A live beam: the last place on its path, and the tokens after it that have no place yet."""
 
     place: TextPlace
     pending: tuple[int, ...]
@@ -144,10 +144,10 @@ class Anchor(NamedTuple):
 
 @dataclass(eq=False)
 class TextNode:
-    """A node of the text tree, which finds its place in a window as soon as that is open.
+    """A node of the text tree, which gets its place as soon as its window is open.
 
     Attributes:
-        above: the node above it; None if its place is known from the start.
+        above: its parent; None if its place is known from the start.
     """
 
     above: "TextNode | None"
@@ -157,12 +157,12 @@ class TextNode:
 
 @dataclass(eq=False)
 class TextTree:
-    """The state of a session: the windows that live beams are in, and the nodes of the present turn.
+    """The state of a session: the windows of live beams, and the nodes of this turn.
 
     Attributes:
         beams: the live beams, which are the roots of the turn's forest.
-        nodes: one for each node of the forest that was seen in this turn, in its order.
-        peak: the largest number of rows that all windows together stored at the same time.
+        nodes: one for each known node of the turn's forest, in its order.
+        peak: the largest number of rows that all windows together have stored at the same time.
     """
 
     beams: list[Anchor]
@@ -171,7 +171,7 @@ class TextTree:
 
     @property
     def windows(self) -> list[Window]:
-        """The windows of all nodes and beams, each once; some may be closed."""
+        """The windows of all nodes and beams, without duplicates; some may be closed."""
         places = [node.place for node in self.nodes if node.place is not None]
         found = [beam.place.window for beam in self.beams]
         found += [place.window for place in places]
@@ -180,13 +180,13 @@ class TextTree:
 
     @property
     def stored(self) -> list[WindowOwner]:
-        """The owners of the caches that the model holds for these windows."""
+        """The sessions of these windows that the model holds caches for."""
         return [window.owner for window in self.windows if window.is_open and window.owner.state]
 
     def enter(self, forest: Forest) -> list[TextNode]:
         """Add the new nodes of a forest, and return the nodes that have no place yet, parents first.
 
-        Pending tokens of beams come first; the last one is the root.
+        The pending tokens of a beam become nodes above its root.
         """
         fresh: list[TextNode] = []
         for number in range(len(self.nodes), forest.size):
@@ -204,7 +204,7 @@ class TextTree:
         return fresh
 
     def anchor_of(self, forest: Forest, node: int) -> Anchor:
-        """Return where a node of a forest is; it may be one that was not entered."""
+        """Return the anchor of a node of a forest, which need not have been entered."""
         if node < len(self.nodes):
             place = self.nodes[node].place
             assert place is not None
