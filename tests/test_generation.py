@@ -264,7 +264,7 @@ def test_the_models_own_generation_config_completes_the_options():
     assert sb.generate(pair, "abc", "sampling", seed=1, max_new_tokens=12, temperature=1, top_k=0)[0].tokens == plain
     assert sb.generate(pair, "abc", "greedy", max_new_tokens=12)[0].tokens == greedy  # draws nothing, warps nothing
     config.penalty_alpha = 0.6
-    with pytest.raises(errors.NotSupported, match=r"penalty_alpha=0\.6 .*, which specbeam does not honour"):
+    with pytest.raises(errors.NotSupported, match=r"penalty_alpha=0\.6 .*, which specbeam does not support"):
         sb.generate(pair, "abc", "sampling", seed=1, max_new_tokens=2)
 
 

@@ -18,7 +18,6 @@ from specbeam.doors.growing_text import unsent
 from specbeam.doors.options.checks import is_integer, require
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.options.table import Options
-from specbeam.doors.plan import CallPlan
 from specbeam.doors.request import Request
 from specbeam.doors.sources import as_prompts, source_length, sources_in
 from specbeam.doors.usual import usual_method
@@ -82,8 +81,7 @@ def generate(
     settings = Settings.given(options, generation_config)
     prompts = as_prompts(prompts)  # once: an iterator is at its end then
     method = resolved_method(pair, prompts, method, settings)
-    plan = CallPlan.of(pair, prompts, method, settings, seed, audit, generation_config=generation_config)
-    request = Request(plan)
+    request = Request.of(pair, prompts, method, settings, seed, audit)
     if streamer is not None:
         _check_single(request)
     results: dict[int, list[Generation] | SpecbeamError] = {}
@@ -177,7 +175,7 @@ def _single_request(
     settings = Settings.given(options, config)
     prompts = as_prompts(prompt)
     method = resolved_method(pair, prompts, method, settings)
-    request = Request(CallPlan.of(pair, prompts, method, settings, seed, generation_config=config))
+    request = Request.of(pair, prompts, method, settings, seed)
     _check_single(request)
     for error in request.refused.values():
         raise error

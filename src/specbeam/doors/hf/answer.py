@@ -8,7 +8,6 @@ import torch
 from specbeam.core.records import Generation
 from specbeam.doors.hf.call import Call
 from specbeam.doors.hf.processors import warp_of
-from specbeam.doors.plan import CallPlan
 from specbeam.doors.request import Request
 from specbeam.errors import NotSupported, SpecbeamError
 from specbeam.generation import run
@@ -50,13 +49,13 @@ def answer(
     pair = load(call.model, draft_model)
     settings = call.settings()
     if isinstance(pair.target, EncoderDecoderLM):
-        read = call.sources(pair.target.encoder, sources)
+        read: Any = call.sources(pair.target.encoder, sources)
         _check_draft_reads(pair, sources is not None)
         settings = settings.changed(decoder_input_ids=prompts)
-        request = Request(CallPlan.of(pair, read, method, settings, seed, completes=False))
     else:
+        read = prompts
         call.sources(None, sources)
-        request = Request(CallPlan.of(pair, prompts, method, settings, seed, completes=False))
+    request = Request.of(pair, read, method, settings, seed, completes=False)
     for session in request.sessions:
         number = request.prompt_of[session.place]
         session.pad(paddings[number])
