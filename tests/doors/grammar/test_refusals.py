@@ -22,7 +22,7 @@ from tests.support.tiny_models import tiny
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"json_schema": '{"type": '}, "json_schema is no JSON"),
+        ({"json_schema": '{"type": '}, "json_schema is not valid JSON"),
         ({"json_schema": {"type": "thing"}}, "json_schema cannot be kept to"),
         ({"regex": "(abc"}, "regex cannot be kept to"),
         ({"grammar": "start: nothing"}, "grammar cannot be kept to"),
@@ -36,9 +36,9 @@ from tests.support.tiny_models import tiny
         ({"regex": "\ud800"}, "half a character"),
         ({"json_schema": False}, "json_schema is False; it must be an object"),
         ({"json_schema": "false"}, "json_schema is False; it must be an object"),
-        ({"json_schema": {"const": float("nan")}}, "json_schema is no JSON: .*not JSON compliant"),
-        ({"json_schema": '{"maximum": NaN}'}, "json_schema is no JSON"),
-        ({"json_schema": {"type": object}}, "json_schema is no JSON"),
+        ({"json_schema": {"const": float("nan")}}, "json_schema is not valid JSON: .*not JSON compliant"),
+        ({"json_schema": '{"maximum": NaN}'}, "json_schema is not valid JSON"),
+        ({"json_schema": {"type": object}}, "json_schema is not valid JSON"),
     ],
 )
 def test_a_broken_form_is_refused_before_anything_is_decoded(options, message):
@@ -180,7 +180,7 @@ def test_mistakes_on_the_command_line(saved, monkeypatch, tmp_path, capsys):
     for arguments, message in (
         (("--json-schema", "person.json"), "there is no file person.json"),
         (("--grammar", "sum.lark"), "there is no file sum.lark"),
-        (("--grammar", "x" * 5000), f"there is no file {'x' * 60}..., and a grammar would have"),
+        (("--grammar", "x" * 5000), f"there is no file {'x' * 60}..., and a grammar would contain"),
         (("--grammar", str(tmp_path)), "cannot be read"),
         (("--json-schema", str(latin)), "is not UTF-8"),
         (("--json-schema", "false"), "json_schema is False; it must be an object"),

@@ -1,4 +1,4 @@
-"""The command `specbeam batch`: answers to the prompts of a table, which survive the end of the process."""
+"""The command `specbeam batch`: answers to the prompts of a table, resumable after an interruption."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,30 +35,32 @@ if TYPE_CHECKING:
 
 
 class BatchArguments(LoadArguments):
-    """What the command is given."""
+    """Arguments of the command."""
 
     source: Annotated[Path, typer.Argument(metavar="IN", help="Table of prompts: .jsonl, .csv or .parquet.")]
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Table of answers, of one of these kinds.")]
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with a job that was begun; begin it if there is none.")
-    ] = False
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Table of answers, in one of the same formats.")]
+    resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted job; start it if there is none.")] = (
+        False
+    )
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="With --resume: decode rows again whose answer is an error.")
+        bool, typer.Option("--retry-failed", help="With --resume: retry rows whose answer is an error.")
     ] = False
     method: MethodName = None
     setting: Settings = []
     options: dict[str, Any] = generation()
     source_language: SourceLanguage = None
     target_language: TargetLanguage = None
-    seed: Annotated[int, typer.Option(help="With the id of a row, the seed of its text.")] = 0
+    seed: Annotated[
+        int, typer.Option(help="Random seed; the seed of each row is derived from it and the id of the row.")
+    ] = 0
     batch_size: BatchSize = 32
-    id_column: Annotated[str, typer.Option(help="Column of ids. Without it rows are numbered from 1.")] = "id"
+    id_column: Annotated[str, typer.Option(help="Column of ids. Tables without it are numbered from 1.")] = "id"
     prompt_column: Annotated[str, typer.Option(help="Column of prompts: texts, or lists of token ids.")] = "prompt"
     json: Json = False
 
 
 def batch(given: BatchArguments) -> int:
-    """Answer the prompts of a table, each once: a job that was killed goes on with --resume, and gives the same texts."""
+    """Generate text for a table of prompts. An interrupted job resumes with --resume and gives the same texts."""
     from specbeam.apps.jobs.answering import work_of
     from specbeam.apps.jobs.batch import batch as answer_table
     from specbeam.apps.jobs.batch import settings_described
@@ -78,7 +80,7 @@ def batch(given: BatchArguments) -> int:
     def make_work() -> "Work":
         pair = quiet_load(**given.loading, sources=True)
         if hears(pair):
-            raise NotSupported(f"{given.model} hears recordings, and a table holds texts; use specbeam transcribe")
+            raise NotSupported(f"{given.model} reads audio, and a table has texts; use specbeam transcribe")
         set_languages(pair, options, given.source_language, given.target_language)
         method = method_for(pair, given.method, given.setting)
         return work_of(pair, method, given.seed, given.batch_size, options)
@@ -97,7 +99,7 @@ def batch(given: BatchArguments) -> int:
                 make_work, given.source, given.out, described, columns, given.resume, given.retry_failed, show
             )
         except KeyboardInterrupt:
-            complain(f"interrupted; {shown.done} of {shown.rows} rows are kept: go on with --resume")
+            complain(f"interrupted; {shown.done} of {shown.rows} rows are saved: continue with --resume")
             return 130
     if given.json:
         print_json({"rows": shown.rows, "failed": shown.failed, "out": str(given.out)})
