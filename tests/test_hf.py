@@ -371,9 +371,9 @@ def test_another_method_decodes_in_its_place(models):
         for row, one in zip(found, ours, strict=True):
             new = row[inputs["input_ids"].shape[1] :].tolist()
             assert new[: len(one.tokens)] == one.tokens
-    with pytest.raises(sb.SpecbeamError, match="num_beams=3, and traversal keeps 1: it decodes one sequence"):
+    with pytest.raises(sb.SpecbeamError, match="num_beams=3, and traversal has 1: leave num_beams out"):
         target.generate(**call, do_sample=True, num_beams=3, method="traversal")
-    with pytest.raises(sb.SpecbeamError, match="do_sample=True, and beam_search draws nothing"):
+    with pytest.raises(sb.SpecbeamError, match="do_sample=True, and beam_search does not sample"):
         target.generate(**call, do_sample=True, num_beams=3, method=sb.beam_search(3))
     with pytest.raises(sb.SpecbeamError, match="method traversal does not look at depth=2"):
         target.generate(**call, do_sample=True, method="traversal", depth=2)

@@ -130,7 +130,7 @@ def test_task_files_are_checked(tmp_path):
     for name, message in (
         ("bad", "line 2: found 1 columns"),
         ("empty", "is empty"),
-        ("latin", "line 2: byte 0xfc is no UTF-8"),
+        ("latin", "line 2: byte 0xfc is not UTF-8"),
     ):
         with pytest.raises(BadPrompt, match=message):
             tasks_of([tmp_path / f"{name}.tsv"], "BLEU")
