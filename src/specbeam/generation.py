@@ -1,6 +1,5 @@
 """The functions that generate text: `generate`, `stream` and `turns_of`."""
 
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from specbeam.core.runs import TURNS
 from specbeam.core.session import Session
 from specbeam.doors.energy import EnergyMeter
 from specbeam.doors.fastest import FastestMethod, fastest, tokens_per_second
-from specbeam.doors.growing_text import unsent
+from specbeam.doors.growing_text import common_length, unsent
 from specbeam.doors.options.checks import is_integer, require
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.options.table import Options
@@ -334,10 +333,5 @@ def settled_tokens(session: Session) -> list[int]:
     """Return the common prefix of all possible answers."""
     common = [*session.settled]
     for text in session.ended:
-        common = common[: _common_length(common, text.tokens)]
+        common = common[: common_length(common, text.tokens)]
     return common
-
-
-def _common_length(first: list[int], second: list[int]) -> int:
-    """Return the length of the common prefix."""
-    return len(os.path.commonprefix([first, second]))

@@ -107,7 +107,9 @@ def _key(pair: Pair, settings: Settings) -> list[Any]:
     models = [measured.model_key(model) for model in (pair.target_model, pair.draft_model)]
     return [
         models,
-        [measured.weights_key(model) for model in (pair.target_model, pair.draft_model)],  # weights determine acceptance
+        [
+            measured.weights_key(model) for model in (pair.target_model, pair.draft_model)
+        ],  # weights determine acceptance
         _head_key(pair),
         str(pair.draft.settings) if isinstance(pair.draft, SkippingLM) else None,
         [[getattr(lm, "engine", None), rounding_of(lm)] for lm in (pair.target, pair.draft)],

@@ -69,9 +69,7 @@ def hmt(
             f"draft_memory and draft_window need a draft model, and the pair has {found}; use load(draft=...)"
         )
     if draft_memory is not None and draft_window is not None:
-        raise BadSetting(
-            "draft_window is for draft models without memory; leave draft_memory or draft_window out"
-        )
+        raise BadSetting("draft_window is for draft models without memory; leave draft_memory or draft_window out")
     if memory is not None and not isinstance(pair.draft, HuggingFaceLM | MemoryLM | None):
         raise BadSetting(
             f"the draft of this pair is {type(pair.draft).__name__}, which uses states or the cache of the target without "

@@ -118,9 +118,7 @@ def _source(text: TextFacts, name: str) -> "Tensor":
     import torch
 
     if text.source is None:
-        raise NotSupported(
-            f"{name} needs a source of tokens, and this source is audio; unset it"
-        )
+        raise NotSupported(f"{name} needs a source of tokens, and this source is audio; unset it")
     return torch.tensor([list(text.source)], dtype=torch.long)
 
 
