@@ -117,7 +117,7 @@ def _patterns(schema: Any) -> Iterator[str]:
 def _compiler(
     tokenizer: "PreTrainedTokenizerBase", vocab: int, eos: tuple[int, ...]
 ) -> tuple[Any, UInt8[np.ndarray, " bytes"]]:
-    """Return xgrammar's compiler for a tokenizer, with its cache of forms, and a mask of tokens without control characters."""
+    """Return xgrammar's compiler for a tokenizer, with its cache, and a mask of tokens without control characters."""
     from xgrammar import GrammarCompiler, TokenizerInfo, VocabType
 
     info = TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab, stop_token_ids=list(eos))
