@@ -51,7 +51,7 @@ class CliffsArguments(PairArguments):
 def cliffs(given: CliffsArguments) -> int:
     """Time methods with each option and batch size, compared with transformers, to find where speed drops."""
     from specbeam.doors.cli.screen import progress_bar
-    from specbeam.doors.cli.widening import Growth, grown_pair
+    from specbeam.doors.cli.widening import GrownSizes, grown_pair
     from specbeam.lab.bench.cliffs import KINDS, METHODS, OPTIONS, CliffPlan
     from specbeam.lab.bench.cliffs import cliffs as measure
     from specbeam.lab.bench.provenance import provenance
@@ -64,7 +64,7 @@ def cliffs(given: CliffsArguments) -> int:
         kinds=_words("--prompts", given.older or given.kinds, KINDS),
     )
     given.require_positive("rows", "repeats", "max_new_tokens")
-    pair = grown_pair(given.model, given.draft, Growth(given.grow))
+    pair = grown_pair(given.model, given.draft, GrownSizes(given.grow))
     origin = provenance() | {"vocabulary": str(pair.target.vocab)}
     cells: list[SpeedCell] = []
     with progress_bar() as progress:

@@ -49,7 +49,7 @@ def methods(given: MethodsBenchArguments) -> int:
     from rich.markup import escape
 
     from specbeam.doors.cli.screen import progress_bar
-    from specbeam.doors.cli.widening import Growth, grown_pair
+    from specbeam.doors.cli.widening import GrownSizes, grown_pair
     from specbeam.lab.bench.methods import contenders, measure
     from specbeam.lab.bench.methods_report import as_markdown, plot
     from specbeam.lab.bench.provenance import provenance
@@ -61,7 +61,7 @@ def methods(given: MethodsBenchArguments) -> int:
     if any(task.metric == "BLEU" for task in tasks):
         check_bleu()
     compared = contenders(given.beams, given.depth, given.threshold)
-    loaded = grown_pair(given.model, given.draft, Growth(given.grow))
+    loaded = grown_pair(given.model, given.draft, GrownSizes(given.grow))
     lines = []
     with progress_bar() as progress:
         for task in tasks:

@@ -90,12 +90,12 @@ def _plan(given: PassesArguments) -> "PassPlan":
 
 def _model(given: PassesArguments, needed: int) -> "tuple[HuggingFaceLM, str]":
     """Return a model with at least `needed` positions, and the origin of its positions as text."""
-    from specbeam.doors.cli.widening import Growth, grown_pair
+    from specbeam.doors.cli.widening import GrownSizes, grown_pair
     from specbeam.lab.bench.widen_model import with_positions
     from specbeam.models.pair import load
 
     quantize: Any = given.quantize
-    pair = grown_pair(given.model, None, given.make(Growth), quantize)
+    pair = grown_pair(given.model, None, given.make(GrownSizes), quantize)
     target = pair.forgetful_target
     own = target.max_positions
     if own is None or own >= needed:

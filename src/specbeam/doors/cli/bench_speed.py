@@ -102,10 +102,10 @@ def speed(given: SpeedArguments) -> int:
 
 def _pair(given: SpeedArguments) -> "Pair":
     """Return the pair to measure."""
-    from specbeam.doors.cli.widening import Growth, grown_pair
+    from specbeam.doors.cli.widening import GrownSizes, grown_pair
     from specbeam.doors.sources import hears
 
-    pair = grown_pair(given.model, given.draft, given.make(Growth), given.quantize, sources=True)
+    pair = grown_pair(given.model, given.draft, given.make(GrownSizes), given.quantize, sources=True)
     if hears(pair):
         raise NotSupported(
             f"bench speed is for models of text, and {type(pair.target_model).__name__} reads audio; give another model "

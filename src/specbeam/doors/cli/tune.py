@@ -175,9 +175,10 @@ def _prompts(model: str, prompts: list[str], files: list[Path]) -> list[str]:
 def _measured_acceptance(pair: "Pair", prompts: list[str]) -> "Acceptance | None":
     """Measure acceptance by rank and save it for `sequoia`; None without a draft model or prompts."""
     from specbeam.lab.bench.acceptance import acceptance
+    from specbeam.models.huggingface import HuggingFaceLM
     from specbeam.recipes.tuning.acceptance import keep_acceptance, with_guess
 
-    if not _is_model(pair.draft) or not prompts:
+    if not isinstance(pair.draft, HuggingFaceLM) or not prompts:
         return None
     found = acceptance(pair, prompts, children=5, max_new_tokens=48)
     keep_acceptance(pair.forgetful_target, pair.draft, with_guess(found.odds, found.nodes))

@@ -19,7 +19,7 @@ from specbeam.models.quantised import is_rounding
 
 
 @dataclass(frozen=True)
-class Growth:
+class GrownSizes:
     """The sizes to which models are enlarged, as texts like "100M"; None: unchanged.
 
     Attributes:
@@ -33,7 +33,7 @@ class Growth:
     grow_vocab: str | None = None
 
 
-def grown_pair(model: str, draft: str | None, growth: Growth, quantize: Any = None, sources: bool = False) -> Pair:
+def grown_pair(model: str, draft: str | None, growth: GrownSizes, quantize: Any = None, sources: bool = False) -> Pair:
     """Load a pair, and enlarge its models without changing their outputs.
 
     Args:
@@ -42,7 +42,7 @@ def grown_pair(model: str, draft: str | None, growth: Growth, quantize: Any = No
         quantize: as for `specbeam.load`.
         sources: whether the command supports encoder-decoder models; see `quiet_load`.
     """
-    if growth == Growth():
+    if growth == GrownSizes():
         return quiet_load(model, draft, quantize=quantize, sources=sources)
     grow_draft = growth.grow_draft
     grow_vocab = growth.grow_vocab
@@ -70,12 +70,12 @@ def grown_pair(model: str, draft: str | None, growth: Growth, quantize: Any = No
     return load(target, draft_model, pair.tokenizer, quantize=quantize)
 
 
-def _with_head(pair: Pair, head: Head, growth: Growth, quantize: Any) -> Pair:
+def _with_head(pair: Pair, head: Head, growth: GrownSizes, quantize: Any) -> Pair:
     """Return a pair with an enlarged target and an equally enlarged head.
 
     Raises `BadSetting` for heads that cannot be enlarged, and for other options than `grow`.
     """
-    if growth.grow is None or growth != Growth(growth.grow):
+    if growth.grow is None or growth != GrownSizes(growth.grow):
         raise BadSetting(
             "the draft is a head, which has the target's size and vocabulary; leave --grow-draft and --grow-vocab out, or "
             "give a draft model"
@@ -90,7 +90,7 @@ def _with_head(pair: Pair, head: Head, growth: Growth, quantize: Any) -> Pair:
     return replace(alone, draft=head_model(larger, alone.target))
 
 
-def _enlarged(target: Any, growth: Growth) -> Any:
+def _enlarged(target: Any, growth: GrownSizes) -> Any:
     """Return the target with the vocabulary and the size of the options."""
     if growth.grow_vocab is not None:
         target = with_words(target, parameters(growth.grow_vocab, "--grow-vocab"))
