@@ -78,10 +78,7 @@ def generate(
     if isinstance(pair, str):
         pair = load(pair)
     require(isinstance(audit, bool), "audit", audit, "True or False")
-    settings = Settings.given(options, generation_config)
-    prompts = as_prompts(prompts)  # once, because an iterator can be read only once
-    method = resolved_method(pair, prompts, method, settings)
-    request = Request.of(pair, prompts, method, settings, seed, audit)
+    request = _request(pair, prompts, method, options, generation_config, seed, audit)
     if streamer is not None:
         _check_single(request)
     results: dict[int, list[Generation] | SpecbeamError] = {}
@@ -122,7 +119,7 @@ def stream(
         pair = load(pair)
     if pair.tokenizer is None:
         raise NotSupported("streaming text needs a tokenizer; give load(tokenizer=...)")
-    yield from pieces_of(_single_request(pair, prompt, method, seed, generation_config, options))
+    yield from pieces_of(_single_request(pair, prompt, method, options, generation_config, seed))
 
 
 def pieces_of(request: Request) -> Iterator[str]:
@@ -156,26 +153,35 @@ def turns_of(
     The arguments and errors are those of `generate`, for one prompt with one return sequence. The logits of a turn are
     valid until the next turn.
     """
-    session = _single_request(pair, prompt, method, seed, generation_config, options).sessions[0]
+    session = _single_request(pair, prompt, method, options, generation_config, seed).sessions[0]
     for turns in decode(pair.target, [session]):
         yield from (turn for _, turn in turns)
     if session.failure is not None:
         raise session.failure
 
 
-def _single_request(
+def _request(
     pair: Pair,
-    prompt: Any,
+    prompts: Any,
     method: Method | str | None,
-    seed: int | None,
-    config: "GenerationConfig | None",
     options: Mapping[str, Any],
+    config: "GenerationConfig | None",
+    seed: int | None,
+    audit: bool = False,
 ) -> Request:
-    """Return the request of a single session. Raises the error of the prompt."""
+    """Return the request of a call."""
     settings = Settings.given(options, config)
-    prompts = as_prompts(prompt)
-    method = resolved_method(pair, prompts, method, settings)
-    request = Request.of(pair, prompts, method, settings, seed)
+    prompts = as_prompts(prompts)  # once, because an iterator can be read only once
+    return Request.of(pair, prompts, resolved_method(pair, prompts, method, settings), settings, seed, audit)
+
+
+def _single_request(*arguments: Any) -> Request:
+    """Return a request with a single session. Raises the error of the prompt.
+
+    Args:
+        arguments: the arguments of `_request`.
+    """
+    request = _request(*arguments)
     _check_single(request)
     for error in request.refused.values():
         raise error

@@ -213,7 +213,7 @@ class PromptReader:
             if mask is None:
                 why = f"token {hole} is the pad token {self.pad}"
             raise BadPrompt(
-                f"{name} has a hole: {why}, between other tokens; padding must be on the left or right, so leave such tokens "
+                f"{name} has a hole: {why}, between other tokens; padding must be on the left or right; leave such tokens "
                 "out, or give an attention_mask of ones to keep them"
             )
         _check_ids_suffice(row, kept, name)

@@ -126,7 +126,7 @@ class CallPlan:
             completes: whether missing options are taken from the model's own generation config.
 
         Raises:
-            BadSetting, NotSupported: the options are wrong, or the method cannot honour them. Errors of single prompts
+            BadSetting, NotSupported: the options are wrong, or the method does not support them. Errors of single prompts
                 are in `texts`.
         """
         settings = options if isinstance(options, Settings) else Settings.given(options)
@@ -340,7 +340,9 @@ def _check(method: Method, settings: Settings) -> None:
         if warping and settings.temperature != 0:
             raise NotSupported(f"{method.name} does not draw, so {', '.join(warping)} would be ignored; leave it out")
         if settings.num_return_sequences > 1 and method.beams == 1:
-            raise NotSupported(f"{method.name} has one answer; num_return_sequences is {settings.num_return_sequences}")
+            raise NotSupported(
+                f"{method.name} has one answer; num_return_sequences is {settings.num_return_sequences}"
+            )
     if method.beams > 1 and settings.num_return_sequences > method.beams:
         raise BadSetting(
             f"num_return_sequences is {settings.num_return_sequences}, but {method.name} keeps {method.beams} beams"

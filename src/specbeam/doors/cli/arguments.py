@@ -16,8 +16,8 @@ from specbeam.doors.options.table import OPTIONS, GenerationOption, kind_of
 from specbeam.errors import BadSetting
 
 # Panels of `--help`: the most used options of generation, and all others.
-COMMON = "Generation (by default as the model's own generation config)"
-FURTHER = "More options of generation (by default as the model's own generation config)"
+COMMON = "Generation (defaults: the model's generation config)"
+FURTHER = "More options of generation (defaults: the model's generation config)"
 _SIMPLE = {bool, int, float, str}
 Made = TypeVar("Made")
 

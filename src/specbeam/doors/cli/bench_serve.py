@@ -61,7 +61,7 @@ class LoadTestArguments(Record):
 
 
 def serve(given: LoadTestArguments) -> int:
-    """Load a server with many clients; measure requests and tokens per second, and waiting times."""
+    """Measure a server under the load of many clients: requests and tokens per second, and waiting times."""
     from specbeam.lab.bench.serving import Load, measure_load
 
     load = given.make(Load, body=given.fields, prompts=given.prompts)

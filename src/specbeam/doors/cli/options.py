@@ -126,7 +126,7 @@ PassRows = Annotated[list[int], typer.Option(help="Number of rows per pass. May 
 Lengths = Annotated[list[int], typer.Option(help="Number of tokens in the KV cache. May be given several times.")]
 Plot = Annotated[Path | None, typer.Option(help="Also write a plot to this file.", callback=_picture)]
 Rounds = Annotated[int, typer.Option(help="Number of measured rounds, after a warm-up round.")]
-BatchSize = Annotated[int, typer.Option(help="Number of prompts decoded side by side.")]
+BatchSize = Annotated[int, typer.Option(help="Number of prompts decoded together.")]
 Device = Annotated[
     str | None, typer.Option(help="Device of the models: cpu, cuda, ...; by default a GPU if available.")
 ]

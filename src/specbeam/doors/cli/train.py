@@ -290,7 +290,7 @@ def _run(
     from specbeam.doors.cli.screen import Screen
 
     if not options.data:
-        raise BadSetting("--data is missing; give a file of prompts like those of the later use")
+        raise BadSetting("--data is missing; give a file of prompts similar to those of later texts")
     columns = _columns(options.columns)
     prompts = [row.prompt for file in options.data for row in read(str(file), columns=columns)]
     if options.rows is not None:

@@ -107,7 +107,7 @@ def train_memory(given: MemoryArguments) -> int:
     from specbeam.lab.train.hmt import read_documents, train_hmt
 
     if not given.data:
-        raise BadSetting("--data is missing; give a file of long texts like those of the later use")
+        raise BadSetting("--data is missing; give a file of long texts similar to later ones")
     target = quiet_load(given.model, None)
     documents = read_documents(given.data, target.tokenizer, given.prompt_weight)
     with training_bar() as progress:

@@ -42,7 +42,7 @@ class TuneArguments(PairArguments):
         typer.Option(
             "--file",
             "-f",
-            help="File of prompts like those of the later use. On 30 of them, tune measures how often the first, second, "
+            help="File of prompts similar to later ones. On 30 of them, tune measures how often the first, second, "
             "... draft tried is accepted, for sequoia. The bundled pair has default prompts.",
         ),
     ] = []
