@@ -340,9 +340,7 @@ def _check(method: Method, settings: Settings) -> None:
         if warping and settings.temperature != 0:
             raise NotSupported(f"{method.name} does not draw, so {', '.join(warping)} would be ignored; leave it out")
         if settings.num_return_sequences > 1 and method.beams == 1:
-            raise NotSupported(
-                f"{method.name} has one answer; num_return_sequences is {settings.num_return_sequences}"
-            )
+            raise NotSupported(f"{method.name} has one answer; num_return_sequences is {settings.num_return_sequences}")
     if method.beams > 1 and settings.num_return_sequences > method.beams:
         raise BadSetting(
             f"num_return_sequences is {settings.num_return_sequences}, but {method.name} keeps {method.beams} beams"

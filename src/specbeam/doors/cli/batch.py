@@ -1,31 +1,12 @@
 """The command `specbeam batch`: answers to the prompts of a table, resumable after an interruption."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specbeam.doors.cli.arguments import generation
-from specbeam.doors.cli.common import (
-    ProgressBar,
-    check_method,
-    check_options,
-    complain,
-    follow_rank_0,
-    method_for,
-    print_json,
-    quiet_load,
-    with_files,
-)
-from specbeam.doors.cli.options import (
-    BatchSize,
-    Json,
-    LoadArguments,
-    MethodName,
-    Settings,
-    SourceLanguage,
-    TargetLanguage,
-)
+from specbeam.doors.cli.common import ProgressBar, complain, follow_rank_0, method_for, print_json
+from specbeam.doors.cli.options import DecodingArguments, Json
 from specbeam.doors.options.table import OPTIONS
 from specbeam.errors import NotSupported
 
@@ -34,7 +15,7 @@ if TYPE_CHECKING:
     from specbeam.apps.jobs.journal import Progress
 
 
-class BatchArguments(LoadArguments):
+class BatchArguments(DecodingArguments):
     """Arguments of the command."""
 
     source: Annotated[Path, typer.Argument(metavar="IN", help="Table of prompts: .jsonl, .csv or .parquet.")]
@@ -45,15 +26,9 @@ class BatchArguments(LoadArguments):
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="With --resume: retry rows whose answer is an error.")
     ] = False
-    method: MethodName = None
-    setting: Settings = []
-    options: dict[str, Any] = generation()
-    source_language: SourceLanguage = None
-    target_language: TargetLanguage = None
     seed: Annotated[
         int, typer.Option(help="Random seed; the seed of each row is derived from it and the id of the row.")
     ] = 0
-    batch_size: BatchSize = 32
     id_column: Annotated[str, typer.Option(help="Column of ids. Tables without it are numbered from 1.")] = "id"
     prompt_column: Annotated[str, typer.Option(help="Column of prompts: texts, or lists of token ids.")] = "prompt"
     json: Json = False
@@ -66,22 +41,19 @@ def batch(given: BatchArguments) -> int:
     from specbeam.apps.jobs.batch import settings_described
     from specbeam.apps.jobs.journal import Progress
     from specbeam.apps.jobs.rows import Columns
-    from specbeam.doors.sources import hears, set_languages
+    from specbeam.doors.sources import hears
 
     follow_rank_0(given.loading)
-    check_method(given.method, given.setting)
-    options = with_files(given.options)
-    check_options(options, given.batch_size)
-    languages = {"source_language": given.source_language, "target_language": given.target_language}
+    options = given.checked_options()
+    languages = given.named("source_language", "target_language")
     chosen = {"method": given.method or "dsbd", "settings": sorted(given.setting), "seed": given.seed}
     usual = {name: option.default for name, option in OPTIONS.items() if option.default is not None}
     described = settings_described({**given.loading, **chosen, **usual, **options, **languages})
 
     def make_work() -> "Work":
-        pair = quiet_load(**given.loading, sources=True)
+        pair = given.load(options)
         if hears(pair):
             raise NotSupported(f"{given.model} reads audio, and a table has texts; use specbeam transcribe")
-        set_languages(pair, options, given.source_language, given.target_language)
         method = method_for(pair, given.method, given.setting)
         return work_of(pair, method, given.seed, given.batch_size, options)
 

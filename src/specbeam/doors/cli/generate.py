@@ -9,30 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specbeam.doors.cli.arguments import generation
-from specbeam.doors.cli.common import (
-    ProgressBar,
-    as_json,
-    check_method,
-    check_options,
-    complain,
-    follow_rank_0,
-    method_for,
-    quiet_load,
-    require_text,
-    say,
-    with_files,
-)
-from specbeam.doors.cli.options import (
-    BatchSize,
-    Json,
-    LoadArguments,
-    MethodName,
-    PromptArguments,
-    Settings,
-    SourceLanguage,
-    TargetLanguage,
-)
+from specbeam.doors.cli.common import ProgressBar, as_json, complain, follow_rank_0, method_for, require_text, say
+from specbeam.doors.cli.options import DecodingArguments, Json, PromptArguments
 from specbeam.doors.places import OPENERS
 from specbeam.doors.prompts import of_record, read
 from specbeam.errors import BadPrompt, SpecbeamError, TooFewAnswers
@@ -43,18 +21,12 @@ if TYPE_CHECKING:
     from specbeam.models.pair import Pair
 
 
-class GenerateArguments(PromptArguments, LoadArguments):
+class GenerateArguments(PromptArguments, DecodingArguments):
     """Arguments of the command."""
 
-    method: MethodName = None
-    setting: Settings = []
-    options: dict[str, Any] = generation()
-    source_language: SourceLanguage = None
-    target_language: TargetLanguage = None
     seed: Annotated[
         int | None, typer.Option(help="Random seed; the same seed gives the same answers. By default random.")
     ] = None
-    batch_size: BatchSize = 32
     audit: Annotated[
         bool, typer.Option("--audit", help="Test while decoding that the output has the method's declared law.")
     ] = False
@@ -133,16 +105,11 @@ class Writer:
 def generate(given: GenerateArguments) -> int:
     """Generate text for prompts from arguments, files or standard input."""
     follow_rank_0(given.loading)
-    check_method(given.method, given.setting)
-    options = with_files(given.options)
-    check_options(options, given.batch_size)
+    options = given.checked_options()
     sources, unreadable = gather(given.texts, given.file, _prompt_of)
     if not sources and not unreadable:
         raise BadPrompt("there is no prompt; give one as an argument, with --file, or on standard input")
-    from specbeam.doors.sources import set_languages
-
-    pair = quiet_load(**given.loading, sources=True)
-    set_languages(pair, options, given.source_language, given.target_language)
+    pair = given.load(options)
     writer = Writer(sources, given.json, options.get("num_return_sequences", 1))
     if sources:
         try:

@@ -1,12 +1,16 @@
 """Options shared by several commands."""
 
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from specbeam.doors.cli.arguments import Record
+from specbeam.doors.cli.arguments import Record, generation
+from specbeam.doors.cli.common import check_method, check_options, quiet_load, with_files
 from specbeam.doors.places import require_file, require_folder_place, require_place
+
+if TYPE_CHECKING:
+    from specbeam.models.pair import Pair
 
 
 def existing_files(files: list[Path] | None) -> list[Path] | None:
@@ -202,6 +206,32 @@ class LoadArguments(PairArguments):
     def loading(self) -> dict[str, Any]:
         """The arguments of `quiet_load`."""
         return self.named(*get_type_hints(LoadArguments))
+
+
+class DecodingArguments(LoadArguments):
+    """Arguments of a command that generates text with any method and option."""
+
+    method: MethodName = None
+    setting: Settings = []
+    options: dict[str, Any] = generation()
+    source_language: SourceLanguage = None
+    target_language: TargetLanguage = None
+    batch_size: BatchSize = 32
+
+    def checked_options(self) -> dict[str, Any]:
+        """Return the options of generation, checked before any model is loaded, with the content of files."""
+        check_method(self.method, self.setting)
+        options = with_files(self.options)
+        check_options(options, self.batch_size)
+        return options
+
+    def load(self, options: dict[str, Any]) -> "Pair":
+        """Load the pair, and set its languages in the tokenizer and in `options`."""
+        from specbeam.doors.sources import set_languages
+
+        pair = quiet_load(**self.loading, sources=True)
+        set_languages(pair, options, self.source_language, self.target_language)
+        return pair
 
 
 class PromptArguments(Record):
