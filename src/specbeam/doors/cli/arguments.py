@@ -4,7 +4,7 @@ A group is an attribute that stands for several options; its value is a dictiona
 commands the same options of generation, from `options.table`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from inspect import Parameter, Signature
 from types import MappingProxyType
@@ -37,8 +37,9 @@ class Record:
 
     def make(self, kind: type[Made], **others: Any) -> Made:
         """Make a dataclass from the attributes with the names of its fields, and from other values."""
-        names = [field.name for field in fields(kind) if field.name in self.__dict__]  # type: ignore[arg-type]
-        return kind(**self.named(*names) | others)
+        names = {field.name for field in fields(kind)} - others.keys()  # type: ignore[arg-type]
+        own = self.named(*(name for name in names if hasattr(self, name)))
+        return kind(**own, **others)
 
     def require_positive(self, *names: str) -> None:
         """Raise `BadSetting`, which names the option, if one of these numbers or lists of numbers is below 1."""
@@ -73,12 +74,17 @@ class Group:
         """Return the group itself from a class, and the value of its defaults from a record."""
         if record is None:
             return self
-        return self.collect({parameter.name: parameter.default for parameter in self.parameters})
+        return self.collect({one.name: one.default for one in self.parameters})
 
 
-def group(parameters: Mapping[str, Parameter], collect: Callable[[dict[str, Any]], Any] = dict) -> Any:
+def group(parameters: Iterable[Parameter], collect: Callable[[dict[str, Any]], Any] = dict) -> Any:
     """Return the default of an attribute that is a group of options."""
-    return Group(tuple(parameters.values()), collect)
+    return Group(tuple(parameters), collect)
+
+
+def parameter(name: str, annotation: Any, default: Any = None) -> Parameter:
+    """Return a parameter of a command."""
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def generation(without: Sequence[str] = (), **defaults: Any) -> Any:
@@ -89,7 +95,7 @@ def generation(without: Sequence[str] = (), **defaults: Any) -> Any:
         defaults: defaults of the command that differ from those of the options.
     """
     chosen = [option for name, option in OPTIONS.items() if option.flag is not None and name not in without]
-    return group({option.name: parameter_of(option, defaults) for option in chosen}, given_options)
+    return group([parameter_of(option, defaults) for option in chosen], given_options)
 
 
 def given_options(values: dict[str, Any]) -> dict[str, Any]:
@@ -115,7 +121,7 @@ def parameter_of(
     names = [f"--{flag.name}"] if flag.name else []
     panel = panel or (COMMON if flag.is_common else FURTHER)
     about = typer.Option(*names, help=flag.help or option.meaning, rich_help_panel=panel)
-    return Parameter(option.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, about])
+    return parameter(option.name, Annotated[kind, about], default)
 
 
 def _simple(kind: Any, default: Any) -> Any:
@@ -150,7 +156,7 @@ def parameters_of(record: type[Record]) -> list[Parameter]:
         if isinstance(default, Group):
             found += default.parameters
         else:
-            found.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind))
+            found.append(parameter(name, kind, default))
     return found
 
 
@@ -160,7 +166,7 @@ def record_of(record: type[Record], values: Mapping[str, Any]) -> Record:
     for name in get_type_hints(record):
         default = getattr(record, name, None)
         if isinstance(default, Group):
-            found[name] = default.collect({parameter.name: values[parameter.name] for parameter in default.parameters})
+            found[name] = default.collect({one.name: values[one.name] for one in default.parameters})
         else:
             found[name] = values[name]
     return record(**found)

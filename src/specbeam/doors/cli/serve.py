@@ -22,7 +22,7 @@ class ServeArguments(Record):
         Path | None,
         typer.Option(help="YAML file with these options (docs/serve_operator.md); the command line takes precedence."),
     ] = None
-    options: dict[str, Any] = group({one.name: one for one in server_parameters()}, given_options)
+    options: dict[str, Any] = group(server_parameters(), given_options)
 
 
 def serve(given: ServeArguments) -> int:

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from specbeam.doors.cli.arguments import parameter
 from specbeam.doors.cli.options import Draft, KeysAndValues, QuantizeTarget, Settings, TensorParallel
 
 Text = str | None
@@ -125,10 +126,7 @@ SERVER_OPTIONS = {**MODELS, **METHODS, **PLACE, **KEYS, **LIMITS, **TIMES, **MEM
 
 def server_parameters() -> list[Parameter]:
     """Return the options as parameters of a command, by default not set."""
-    return [
-        Parameter(name, Parameter.KEYWORD_ONLY, default=NOT_SET.get(kind.__origin__), annotation=kind)
-        for name, kind in SERVER_OPTIONS.items()
-    ]
+    return [parameter(name, kind, NOT_SET.get(kind.__origin__)) for name, kind in SERVER_OPTIONS.items()]
 
 
 def given_options(options: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The commands `specbeam train ...`: training of draft models, heads and windows for a target, from prompts alone."""
 
 import json as json_format
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from inspect import Parameter
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specbeam.doors.cli.arguments import Record, add_command, given_options, group, parameter_of
+from specbeam.doors.cli.arguments import Record, add_command, given_options, group, parameter, parameter_of
 from specbeam.doors.cli.common import print_records, quiet_load
 from specbeam.doors.cli.options import Json, Model, Threads, folder_to_write
 from specbeam.doors.options.head_kinds import DRAFT_SCHEDULE, HEAD_KINDS, HEAD_SCHEDULE, WINDOW_KIND, HeadKind
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from specbeam.models.pair import Pair
 
 # Options of generation that `DrawPlan` has under the same names; not set: off.
-CUTS = {
-    name: parameter_of(option, panel="Options")
+CUTS = [
+    parameter_of(option, panel="Options")
     for name, option in OPTIONS.items()
     if option.warper and option.field and name not in ("temperature", "min_p")
-}
+]
 TrainingSeed = Annotated[int, typer.Option(help="Random seed of draws, batches and initial weights.")]
 
 
@@ -66,7 +66,7 @@ class TrainingArguments(Record):
             "default it is in the output folder."
         ),
     ] = None
-    plan: dict[str, Any] = group({})
+    plan: dict[str, Any] = group(())
     beams: Annotated[int, typer.Option(help="Number of beams that the target draws for each prompt.")] = 4
     temperature: Annotated[float, typer.Option(help="Sampling temperature of the draws.")] = 1.0
     cuts: dict[str, Any] = group(CUTS, given_options)
@@ -170,35 +170,26 @@ PLAN_OPTIONS: dict[str, Any] = {
     ],
 }
 # The options of a new draft model.
-DRAFT_OPTIONS: dict[str, Parameter] = {
-    "start": Parameter(
+DRAFT_OPTIONS = (
+    parameter(
         "start",
-        Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[
+        Annotated[
             str | None,
             typer.Option(help="Model to continue training from: a path or a hub id; by default, a new model."),
         ],
     ),
-    "layers": Parameter(
-        "layers",
-        Parameter.KEYWORD_ONLY,
-        default=2,
-        annotation=Annotated[int, typer.Option(help="Number of layers of a new model.")],
-    ),
-    "hidden": Parameter(
+    parameter("layers", Annotated[int, typer.Option(help="Number of layers of a new model.")], 2),
+    parameter(
         "hidden",
-        Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[
+        Annotated[
             int | None,
             typer.Option(help="Hidden size of a new model, a multiple of 64; by default half of the target's."),
         ],
     ),
-}
+)
 
 
-def _record_of(schedule: Any, own: dict[str, Parameter]) -> type[TrainingArguments]:
+def _record_of(schedule: Any, own: Iterable[Parameter]) -> type[TrainingArguments]:
     """Return the record of a training command with its own options, and with its default rates and batch size."""
     return type("TrainingArgumentsOfKind", (TrainingArguments,), {**schedule, "plan": group(own, _plan_of)})
 
@@ -254,13 +245,10 @@ def add_training(app: typer.Typer) -> None:
     _add(app, "coral", record, train_window, about)
 
 
-def _own_options(known: HeadKind) -> dict[str, Parameter]:
+def _own_options(known: HeadKind) -> list[Parameter]:
     """Return the plan options of a kind."""
-    return {
-        name: Parameter(name, Parameter.KEYWORD_ONLY, default=[] if name == "taps" else None, annotation=annotation)
-        for name, annotation in PLAN_OPTIONS.items()
-        if name in known.takes
-    }
+    taken = [(name, annotation) for name, annotation in PLAN_OPTIONS.items() if name in known.takes]
+    return [parameter(name, annotation, [] if name == "taps" else None) for name, annotation in taken]
 
 
 def _add(
