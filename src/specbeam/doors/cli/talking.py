@@ -264,18 +264,14 @@ class Chat:
                 line = self.read().strip()
                 if line == "/quit":
                     return
-                self._take(line)
+                if line.startswith("/"):
+                    self._obey(line)
+                elif line:
+                    self._answer(line)
             except EOFError:
                 return
             except KeyboardInterrupt:
                 self._note("\n/quit or Ctrl-D ends the chat")
-
-    def _take(self, line: str) -> None:
-        """Answer a message, or run a command that begins with a slash."""
-        if line.startswith("/"):
-            self._obey(line)
-        elif line:
-            self._answer(line)
 
     def _begin(self) -> None:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
