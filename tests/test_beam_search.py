@@ -15,6 +15,7 @@ import specbeam as sb
 from specbeam.core.laws.joint import joint_law
 from specbeam.core.laws.warp import Warp
 from specbeam.core.verify.search import SearchRule
+from specbeam.doors.options.processors import TextFacts
 from specbeam.doors.options.settings import Settings
 from specbeam.models.table import TableLM
 from specbeam.recipes.catalogue import RECIPES
@@ -161,7 +162,7 @@ def test_truncation_leaves_as_many_tokens_as_in_transformers(pair, eos):
         generation_config=config, custom_generate=lambda model, ids, logits_processor, **more: kept.append(logits_processor),
     )  # fmt: skip
     scores = torch.randn(1, 61, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
-    warp = Settings(top_k=1, top_p=0.01).warp(tuple(eos), False, 3, search=True)
+    warp = Settings(top_k=1, top_p=0.01).warp(TextFacts(tuple(eos), 3, search=True))
     ours = joint_law(scores.numpy(), np.zeros(1), np.ones(1, dtype=np.int64), warp.cut._replace(normalise=False)).logits
     assert int((ours > -np.inf).sum()) == max(2, 1 + len(eos))
     np.testing.assert_array_equal(ours, kept[0](ids, scores).numpy())

@@ -264,7 +264,7 @@ def test_the_models_own_generation_config_completes_the_options():
     assert sb.generate(pair, "abc", "sampling", seed=1, max_new_tokens=12, temperature=1, top_k=0)[0].tokens == plain
     assert sb.generate(pair, "abc", "greedy", max_new_tokens=12)[0].tokens == greedy  # draws nothing, warps nothing
     config.penalty_alpha = 0.6
-    with pytest.raises(errors.NotSupported, match=r"penalty_alpha=0\.6 .*, which specbeam does not honour"):
+    with pytest.raises(errors.NotSupported, match=r"penalty_alpha=0\.6 .*, which specbeam does not support"):
         sb.generate(pair, "abc", "sampling", seed=1, max_new_tokens=2)
 
 
@@ -399,8 +399,8 @@ def test_options_that_cannot_be_honoured_are_refused(pair):
         ({"bad_words_ids": [[7, 99]]}, "bad_words_ids holds 99"),
         ({"bad_words_ids": [[]]}, "lists of token ids"),
         ({"logits_processor": [5]}, "a list of callables"),
-        ({"generation_config": GenerationConfig(num_beams=8)}, r"num_beams=8, and dsbd keeps 4: sb.dsbd\(8\)"),
-        ({"generation_config": GenerationConfig(do_sample=False)}, "do_sample=False, and dsbd draws"),
+        ({"generation_config": GenerationConfig(num_beams=8)}, r"num_beams=8, and dsbd has 4: use sb.dsbd\(8\)"),
+        ({"generation_config": GenerationConfig(do_sample=False)}, "do_sample=False, and dsbd samples"),
     ]:
         with pytest.raises(errors.BadSetting, match=message):
             sb.generate(pair, "abc", "dsbd", **options)
@@ -423,7 +423,7 @@ def test_options_that_cannot_be_honoured_are_refused(pair):
     ):
         with refused(f"{next(iter(options))} is"):
             sb.generate(pair, "abc", "dsbd", **options)
-    with pytest.raises(errors.BadSetting, match="do_sample=True, and greedy draws nothing"):
+    with pytest.raises(errors.BadSetting, match="do_sample=True, and greedy does not sample"):
         sb.generate(pair, "abc", "greedy", generation_config=GenerationConfig(do_sample=True))
     with pytest.raises(errors.NotSupported, match="temperature would be ignored"):
         sb.generate(pair, "abc", "greedy", temperature=0.5)

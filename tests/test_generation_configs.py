@@ -12,6 +12,7 @@ import specbeam as sb
 from specbeam import errors
 from specbeam.core.laws.warp import dense_logp, processed_rows
 from specbeam.doors.options.generation_config import read
+from specbeam.doors.options.processors import TextFacts
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.options.table import config_names, warper_names
 from tests.support import words
@@ -102,12 +103,12 @@ def test_guidance_guides_each_text_by_itself_and_drafts_change_nothing():
 
 def test_guidance_that_would_be_another_law_is_refused():
     pair = words.pair()
-    with pytest.raises(errors.NotSupported, match="guidance_scale is not for speculative_beam_search"):
+    with pytest.raises(errors.NotSupported, match="speculative_beam_search does not support guidance_scale"):
         sb.generate(pair, [PROMPT], sb.speculative_beam_search(3), guidance_scale=1.7)
     with pytest.raises(errors.NotSupported, match="reads a source"):
         ours(reader(guidance_scale=1.7))
     rounded = sb.load(causal(guidance_scale=1.7), quantize="int8")
-    with pytest.raises(errors.NotSupported, match="the target is decoded in"):
+    with pytest.raises(errors.NotSupported, match="the target runs in int8"):
         sb.generate(rounded, [PROMPT], "greedy")
 
 
@@ -153,7 +154,7 @@ def test_a_field_that_is_not_honoured_is_refused_by_its_name(name, value):
         lambda: "".join(sb.stream(sb.load(model, tokenizer=words.tokenizer()), "abc", "greedy", max_new_tokens=2)),
         lambda: ours(causal(), generation_config=model.generation_config),
     ):
-        with pytest.raises(errors.NotSupported, match=rf"generation_config sets {name}=.*does not honour"):
+        with pytest.raises(errors.NotSupported, match=rf"generation_config sets {name}=.*does not support"):
             call()
 
 
@@ -250,7 +251,7 @@ def test_warpers_make_the_law_of_transformers(options):
     ids = torch.tensor([PROMPT])
     logits = model(ids).logits[:, -1].detach()
     settings = Settings(**options)
-    warp = settings.warp((END,), False, len(PROMPT), single=True, vocab=61)
+    warp = settings.warp(TextFacts((END,), len(PROMPT), vocab=61), single=True)
     law = np.exp(dense_logp(processed_rows(logits.numpy(), warp, ids.numpy), warp))[0]
     expected = processors_of_transformers(model, 1, **options)(ids, logits).softmax(-1)[0]
     np.testing.assert_allclose(law, expected.numpy(), atol=1e-6)
@@ -258,7 +259,7 @@ def test_warpers_make_the_law_of_transformers(options):
         sb.load(model), [PROMPT], "sampling", seed=3, max_new_tokens=1, num_return_sequences=12, **options
     )
     assert all(expected[text.tokens[0]] > 0 for text in drawn)
-    searched = settings.warp((END,), False, len(PROMPT), search=True, vocab=61).processors
+    searched = settings.warp(TextFacts((END,), len(PROMPT), search=True, vocab=61)).processors
     scores = logits.log_softmax(-1)
     theirs = processors_of_transformers(model, 3, **options)
     assert [type(one) for one in searched] == [type(one) for one in theirs]
@@ -268,7 +269,7 @@ def test_warpers_make_the_law_of_transformers(options):
 def test_a_watermark_after_warpers_of_a_joint_law_is_refused():
     pair = words.pair()
     options = {"watermarking_config": WatermarkingConfig(), "max_new_tokens": 3}
-    with pytest.raises(errors.NotSupported, match="watermarking_config comes after temperature"):
+    with pytest.raises(errors.NotSupported, match="watermarking_config applies after temperature"):
         sb.generate(pair, "abc", sb.dsbd(3), top_k=5, **options)
     assert sb.generate(pair, "abc", sb.dsbd(3), **options)
     assert sb.generate(pair, "abc", sb.dsbd(1), top_k=5, **options)

@@ -280,7 +280,7 @@ def test_inputs_that_would_be_ignored_are_refused(models):
     ids = inputs["input_ids"]
     filled = target(ids, use_cache=True).past_key_values
     for given, message in (
-        ({"past_key_values": filled}, "past_key_values holds 5 tokens"),
+        ({"past_key_values": filled}, "past_key_values has 5 tokens"),
         ({"token_type_ids": torch.ones_like(ids)}, "token_type_ids would be ignored"),
         ({"position_ids": torch.arange(ids.shape[1])[None].repeat(2, 1) + 3}, "position_ids other than 0, 1, 2"),
     ):
@@ -303,7 +303,7 @@ def test_rows_that_are_missing_are_an_error(models):
 def test_a_stream_follows_one_prompt(models):
     target, _, tokenizer = models
     inputs = inputs_of(tokenizer, ["Hello", "you"])
-    with pytest.raises(errors.NotSupported, match="stream_to follows one prompt with one return sequence; there are 2"):
+    with pytest.raises(errors.NotSupported, match="stream_to needs one prompt with one return sequence; there are 2"):
         target.generate(
             **inputs,
             num_beams=2,
@@ -371,9 +371,9 @@ def test_another_method_decodes_in_its_place(models):
         for row, one in zip(found, ours, strict=True):
             new = row[inputs["input_ids"].shape[1] :].tolist()
             assert new[: len(one.tokens)] == one.tokens
-    with pytest.raises(sb.SpecbeamError, match="num_beams=3, and traversal keeps 1: it decodes one sequence"):
+    with pytest.raises(sb.SpecbeamError, match="num_beams=3, and traversal has 1: leave num_beams out"):
         target.generate(**call, do_sample=True, num_beams=3, method="traversal")
-    with pytest.raises(sb.SpecbeamError, match="do_sample=True, and beam_search draws nothing"):
+    with pytest.raises(sb.SpecbeamError, match="do_sample=True, and beam_search does not sample"):
         target.generate(**call, do_sample=True, num_beams=3, method=sb.beam_search(3))
     with pytest.raises(sb.SpecbeamError, match="method traversal does not look at depth=2"):
         target.generate(**call, do_sample=True, method="traversal", depth=2)

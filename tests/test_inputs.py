@@ -248,7 +248,7 @@ def test_a_tensor_without_a_mask_is_read_as_transformers_reads_it(pair):
 
 def test_padding_that_may_be_text_is_not_guessed():
     unsure = {"pad": None, "unsure": (2,)}
-    with pytest.raises(BadPrompt, match=r"prompt 0 begins or ends with token 2, which may be padding and may be text"):
+    with pytest.raises(BadPrompt, match=r"prompt 0 begins or ends with token 2, which may be padding or text"):
         read(torch.tensor([[2, 2, 5], [6, 7, 8]]), **unsure)
     assert read(torch.tensor([[2, 5, 2]]), **unsure) == [[2, 5, 2]]  # a single row is not filled
     assert read(torch.tensor([[5, 2, 6], [6, 7, 8]]), **unsure) == [[5, 2, 6], [6, 7, 8]]
@@ -289,7 +289,7 @@ BROKEN = {
     ),
     "a mask of fewer rows": ({"input_ids": [[5], [6]], "attention_mask": [[1]]}, "2 rows of input_ids and 1 of"),
     "a mask of another shape": ({"input_ids": [5, 6], "attention_mask": [[1, 1]]}, "shapes must be the same"),
-    "a mask of other numbers": ({"input_ids": [5, 6], "attention_mask": [0, -3.5]}, "must hold 0 and 1 alone"),
+    "a mask of other numbers": ({"input_ids": [5, 6], "attention_mask": [0, -3.5]}, "must have only 0 and 1"),
     "nothing but padding": ({"input_ids": [[5, 6]], "attention_mask": [[0, 0]]}, "prompt 0 is empty"),
     "no ids": ({"input_ids": []}, "prompt 0 is empty"),
     "embeddings": ({"inputs_embeds": torch.zeros(1, 2, 3)}, "inputs_embeds"),
@@ -301,8 +301,8 @@ BROKEN = {
     "two prompts in one row": ({"text": "a", "prompt": "b"}, "a dict with prompt and text; give one of them"),
     "no prompt in a row": ({"question": "a", "id": 3}, "a dict with question, id; it must have one of input_ids"),
     "one message": (CHAT[1], "a chat is a list of messages"),
-    "a negative id": ([5, -100], "holds token id -100"),
-    "an unknown id": ([5, 61], "holds token id 61; the model knows 0 to 60"),
+    "a negative id": ([5, -100], "has token id -100"),
+    "an unknown id": ([5, 61], "has token id 61; the model knows 0 to 60"),
 }
 
 
@@ -529,7 +529,7 @@ def test_features_come_as_an_extractor_returns_them():
     ):
         found = sb.generate(listener, given, sb.beam_search(2), max_new_tokens=4)
         assert [one.tokens for one in found] == expected
-    for wrong, message in (("text", "is str"), ([5, 6], "is list"), ({"input_features": [["a"]]}, "no array of numbers"),
+    for wrong, message in (("text", "is str"), ([5, 6], "is list"), ({"input_features": [["a"]]}, "not an array of numbers"),
                            ({"input_features": torch.zeros(MELS, 3)}, "shape")):  # fmt: skip
         with pytest.raises(BadPrompt, match=message):
             sb.generate(listener, wrong, sb.beam_search(2), max_new_tokens=4)
@@ -632,7 +632,7 @@ def test_a_server_reads_the_same_ids_in_every_form_that_json_has(asked, pair):
     for wrong, message in (
         ("", "prompt 0 is empty"),
         (["ab", ""], "prompt 1 is empty"),
-        ([[5], [61]], "prompt 1 holds token id 61"),
+        ([[5], [61]], "prompt 1 has token id 61"),
     ):
         assert message in asked(prompt=wrong)
 

@@ -9,6 +9,7 @@ from scipy import stats
 
 import specbeam as sb
 from specbeam.core.decode import decode
+from specbeam.doors.options.processors import TextFacts
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.request import Request
 from tests.oracles.laws import warpers_of
@@ -66,7 +67,7 @@ def softened(model):
 
 def plain_law(pair, settings):
     """Odds of every text, by plain forwards and transformers' own warpers."""
-    warpers = warpers_of(Settings(**settings).warp((END,), False, len(PROMPT)).truncation)
+    warpers = warpers_of(Settings(**settings).warp(TextFacts((END,), len(PROMPT))).truncation)
     law = {(): 1.0}
     for _ in range(LENGTH):
         longer = {}

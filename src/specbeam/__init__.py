@@ -12,11 +12,10 @@ from specbeam.core.lazy import attached
 
 __version__ = "0.1.0"
 
-# libgomp's threads wait for each other by spinning, by default so long that one more busy process makes a pass four times
-# as slow. Spinning a hundredth of that keeps nine tenths of the speed of an idle machine. libgomp reads the number when
-# torch is imported.
+# libgomp's threads spin while they wait. With the default spin count, one more busy process makes a pass four times slower;
+# a hundredth of it keeps nine tenths of the speed on an idle machine. libgomp reads the variable when torch is imported.
 if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = "3000"
 
-__getattr__, __dir__, _names = attached(__name__, __file__)  # the names stand in __init__.pyi
+__getattr__, __dir__, _names = attached(__name__, __file__)  # the names are listed in __init__.pyi
 __all__ = ["__version__", *_names]

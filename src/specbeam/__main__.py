@@ -1,4 +1,4 @@
-"""The command line as `python -m specbeam`, for environments in which its script is not on the path."""
+"""The command line as `python -m specbeam`, for environments without its script on the path."""
 
 from specbeam.doors.cli.main import main
 

@@ -1,3 +1,3 @@
-"""The errors that users meet; all are `SpecbeamError`s."""
+"""The errors raised for users; all are `SpecbeamError`s."""
 
 from specbeam.core.errors import *  # noqa: F403

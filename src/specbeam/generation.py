@@ -14,11 +14,10 @@ from specbeam.core.runs import TURNS
 from specbeam.core.session import Session
 from specbeam.doors.energy import EnergyMeter
 from specbeam.doors.fastest import FastestMethod, fastest, tokens_per_second
-from specbeam.doors.growing_text import unsent
+from specbeam.doors.growing_text import common_length, unsent
 from specbeam.doors.options.checks import is_integer, require
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.options.table import Options
-from specbeam.doors.plan import CallPlan
 from specbeam.doors.request import Request
 from specbeam.doors.sources import as_prompts, source_length, sources_in
 from specbeam.doors.usual import usual_method
@@ -31,7 +30,7 @@ from specbeam.recipes.method import Method
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-Prompt = str | Sequence[int]  # as files and tokenizers give them; `generate` takes many more forms
+Prompt = str | Sequence[int]  # text or token ids; `generate` accepts more forms
 
 
 def generate(
@@ -51,25 +50,25 @@ def generate(
 
     Args:
         pair: the models, from `load`; or "bundled", the pair that comes with specbeam.
-        prompts: one prompt or many: texts, token ids in lists, arrays or tensors, what a tokenizer returns, the messages of
-            chats, or rows of data sets (docs/start.md has all forms). For an encoder-decoder model these are sources: what
-            its encoder reads. A speech model reads features, float[channels, frames].
+        prompts: one prompt or many: texts, token ids in lists, arrays or tensors, the output of a tokenizer, the messages of
+            chats, or rows of data sets (docs/start.md lists all forms). For an encoder-decoder model, prompts are the inputs
+            of its encoder; for a speech model, features: float[channels, frames].
         method: a recipe (`sb.dsbd(beams=4)`) or its name; `sb.methods()` lists them. None: `dsbd` for a pair with a draft,
-            and for one without `beam_sampling`, which has the same law; `report.law` names it.
-        seed: the same seed gives the same answers, whatever else is in the batch. None: a random seed.
-        batch_size: maximum number of prompts, or of independent return sequences, that are decoded side by side.
-        audit: test while decoding that the output has the law that the method declares. The result is in each report
-            (`audit.Audit`); a warning is issued if the test fails.
-        generation_config: a generation config of transformers; keyword arguments take precedence over it.
+            otherwise `beam_sampling`, which has the same law; `report.law` names it.
+        seed: the same seed gives the same answers in any batch. None: a random seed.
+        batch_size: maximum number of prompts, or of independent return sequences, decoded together.
+        audit: test while decoding that the output has the method's declared law. The result is in each report
+            (`audit.Audit`); a failure raises a warning.
+        generation_config: a generation config of transformers; keyword arguments take precedence.
         streamer: a streamer of transformers, for one prompt. It receives tokens as soon as no live beam can change them.
-        on_result: called with (prompt number, result) as soon as a prompt is done, in the order of finishing. The result is
-            a `Generation`, or the error of the prompt.
+        on_result: called with (prompt number, result) when a prompt is finished. The result is a `Generation`, or the error
+            of the prompt.
         options: the options of generation (`Options`), with the names of transformers; the documentation has a table.
 
     Returns:
-        One `Generation` per prompt and return sequence, in the order of the prompts. Its `beams` are the best texts, at most
-        as many as the method's beams, best first: finished ones before live ones that were given up; texts that the length
-        limit cut off compete with finished ones by score, as in transformers. `report.other_beams` has the rest.
+        One `Generation` per prompt and return sequence, in the order of the prompts. Its `beams` are the best texts, best
+        first, at most as many as the method's beams: finished ones before abandoned live ones; texts cut off by the length
+        limit compete with finished ones by score, as in transformers. `report.other_beams` has the rest.
 
     Raises:
         BadSetting, NotSupported: an option is wrong or not supported; raised before decoding.
@@ -79,11 +78,7 @@ def generate(
     if isinstance(pair, str):
         pair = load(pair)
     require(isinstance(audit, bool), "audit", audit, "True or False")
-    settings = Settings.given(options, generation_config)
-    prompts = as_prompts(prompts)  # once: an iterator is at its end then
-    method = resolved_method(pair, prompts, method, settings)
-    plan = CallPlan.of(pair, prompts, method, settings, seed, audit, generation_config=generation_config)
-    request = Request(plan)
+    request = _request(pair, prompts, method, options, generation_config, seed, audit)
     if streamer is not None:
         _check_single(request)
     results: dict[int, list[Generation] | SpecbeamError] = {}
@@ -113,10 +108,10 @@ def stream(
     generation_config: "GenerationConfig | None" = None,
     **options: Unpack[Options],
 ) -> Iterator[str]:
-    """Yield pieces of text as soon as no live beam and no further token can change them.
+    """Yield pieces of text as soon as no live beam and no later token can change them.
 
-    With several beams they are the common prefix. Together they are exactly the text of `generate`. With a tokenizer whose
-    decoder is not known the whole text comes at the end, because any token could change it (`growing_text.py`).
+    With several beams, the pieces are their common prefix. Together they are exactly the text of `generate`. A tokenizer
+    with an unknown decoder yields the whole text at the end, because any token could change it (`growing_text.py`).
 
     The arguments and errors are those of `generate`, for one prompt with one return sequence.
     """
@@ -124,11 +119,11 @@ def stream(
         pair = load(pair)
     if pair.tokenizer is None:
         raise NotSupported("streaming text needs a tokenizer; give load(tokenizer=...)")
-    yield from pieces_of(_single_request(pair, prompt, method, seed, generation_config, options))
+    yield from pieces_of(_single_request(pair, prompt, method, options, generation_config, seed))
 
 
 def pieces_of(request: Request) -> Iterator[str]:
-    """Decode the only session of a request, and yield pieces of its text. Raises the error that ended it."""
+    """Decode the only session of a request, and yield pieces of its text. Raises the session's error."""
     session = request.sessions[0]
     growing = request.growing_text()
     sent = ""
@@ -153,31 +148,40 @@ def turns_of(
     generation_config: "GenerationConfig | None" = None,
     **options: Unpack[Options],
 ) -> Iterator[Turn]:
-    """Yield the turns of one generation: the drafts, scores and verdict of each pass of the target. For pictures and study.
+    """Yield the turns of a generation, with the drafts, scores and verdict of each target pass. For pictures and study.
 
-    The arguments and errors are those of `generate`, for one prompt with one return sequence. The logits in a turn are valid
-    until the next turn.
+    The arguments and errors are those of `generate`, for one prompt with one return sequence. The logits of a turn are
+    valid until the next turn.
     """
-    session = _single_request(pair, prompt, method, seed, generation_config, options).sessions[0]
+    session = _single_request(pair, prompt, method, options, generation_config, seed).sessions[0]
     for turns in decode(pair.target, [session]):
         yield from (turn for _, turn in turns)
     if session.failure is not None:
         raise session.failure
 
 
-def _single_request(
+def _request(
     pair: Pair,
-    prompt: Any,
+    prompts: Any,
     method: Method | str | None,
-    seed: int | None,
-    config: "GenerationConfig | None",
     options: Mapping[str, Any],
+    config: "GenerationConfig | None",
+    seed: int | None,
+    audit: bool = False,
 ) -> Request:
-    """Return the request of a single session. Raises the error of the prompt, if there is one."""
+    """Return the request of a call."""
     settings = Settings.given(options, config)
-    prompts = as_prompts(prompt)
-    method = resolved_method(pair, prompts, method, settings)
-    request = Request(CallPlan.of(pair, prompts, method, settings, seed, generation_config=config))
+    prompts = as_prompts(prompts)  # once, because an iterator can be read only once
+    return Request.of(pair, prompts, resolved_method(pair, prompts, method, settings), settings, seed, audit)
+
+
+def _single_request(*arguments: Any) -> Request:
+    """Return a request with a single session. Raises the error of the prompt.
+
+    Args:
+        arguments: the arguments of `_request`.
+    """
+    request = _request(*arguments)
     _check_single(request)
     for error in request.refused.values():
         raise error
@@ -185,14 +189,14 @@ def _single_request(
 
 
 def _check_single(request: Request) -> None:
-    """Raise `NotSupported` unless the request has one prompt with one return sequence."""
+    """Raise `NotSupported` unless the request has a single answer."""
     count = len(request.prompt_of) * request.answers_per_session
     if count != 1:
-        raise NotSupported(f"a stream follows one prompt with one return sequence; there are {count}: call generate()")
+        raise NotSupported(f"streams need one prompt with one return sequence; there are {count}: call generate()")
 
 
 def resolved_method(pair: Pair, prompts: Any, method: Method | str | None, settings: Settings) -> Method:
-    """Return the method itself or the one of that name; for "auto" the fastest one; for None the pair's default."""
+    """Return a method by name or by itself; for "auto" the fastest one, for None the pair's default."""
     method = usual_method(pair) if method is None else resolve(method)
     return chosen_by_speed(pair, prompts, settings)[0] if method.name == "auto" else method
 
@@ -200,7 +204,7 @@ def resolved_method(pair: Pair, prompts: Any, method: Method | str | None, setti
 def chosen_by_speed(pair: Pair, prompts: Any, settings: Settings, tokens: int = 32) -> tuple[Method, FastestMethod]:
     """Return the fastest exact method, and the figures of the choice.
 
-    If it is not known yet, the candidates are measured on the first two prompts with up to `tokens` new tokens each.
+    Without stored figures, the candidates are measured on the first two prompts with up to `tokens` new tokens each.
     """
     sample = as_prompts(prompts)[:2]
     short = settings.changed(max_new_tokens=tokens, num_return_sequences=1, stop_strings=None)
@@ -217,8 +221,7 @@ def chosen_by_speed(pair: Pair, prompts: Any, settings: Settings, tokens: int = 
 def run(request: Request, batch_size: int, streamer: Any) -> Iterator[Session]:
     """Decode the sessions of a request, and yield each when it ends.
 
-    Sessions start in the order of falling length of prompt and source: those of similar length share a pass, which saves
-    padding.
+    Sessions start in the order of decreasing length of prompt and source: passes of similar lengths need less padding.
     """
     require(is_integer(batch_size) and batch_size >= 1, "batch_size", batch_size, "an integer of at least 1")
     waiting = sorted(request.sessions, key=lambda session: (-len(session.prompt), -source_length(session)))
@@ -239,7 +242,7 @@ def run(request: Request, batch_size: int, streamer: Any) -> Iterator[Session]:
 def _streamed(request: Request, session: Session, streamer: Any) -> Iterator[Session]:
     """Decode one session, pass its tokens to a streamer as transformers does, and yield the session.
 
-    The streamer receives the prompt first. Its `end` is called even after an error, or a waiting reader would hang.
+    The streamer receives the prompt first. Its `end` is called even after an error, so that no reader waits forever.
     """
     sent = 0
     try:
@@ -255,7 +258,7 @@ def _streamed(request: Request, session: Session, streamer: Any) -> Iterator[Ses
 
 
 def _started(waiting: list[Session], running: list[Session]) -> Iterator[Session]:
-    """Yield the waiting sessions; start the clock of each when the decoder takes it, and append it to `running`."""
+    """Yield the waiting sessions; when the decoder admits one, start its clock and append it to `running`."""
     for session in waiting:
         session.count.restart()
         running.append(session)
@@ -270,14 +273,14 @@ def _put_new_tokens(streamer: Any, tokens: list[int], sent: int) -> int:
 
 
 def _warn_if_audit_failed(request: Request) -> None:
-    """Issue an `AuditWarning` if the audits of all sessions together are suspicious."""
+    """Issue an `AuditWarning` if the combined audit of all sessions is suspicious."""
     whole = sum((session.audit for session in request.sessions), Audit())
     if whole.suspicious:
         warnings.warn(
-            f"AUDIT FAILED: evidence {whole.evidence:.3g}, which a correct run reaches with a probability of at most one "
-            f"over this number; z_accept {whole.z_accept:.1f} over {whole.trials} trials, z_logp {whole.z_logp:.1f} over "
-            f"{whole.draws} draws, {whole.impossible} tokens of probability 0: "
-            f"{request.method.name} did not have the law that it declares; please report this with the seed",
+            f"AUDIT FAILED: {request.method.name} did not have its declared law; please report this with the seed. "
+            f"Evidence {whole.evidence:.3g} (a correct run reaches it with probability at most 1/{whole.evidence:.3g}); "
+            f"z_accept {whole.z_accept:.1f} over {whole.trials} trials, z_logp {whole.z_logp:.1f} over {whole.draws} draws, "
+            f"{whole.impossible} tokens of probability 0",
             AuditWarning,
             stacklevel=3,
         )
@@ -291,12 +294,12 @@ def in_prompt_order(
     Args:
         request: the request.
         results: the generations or the error of each place of the request.
-        joules: energy of the whole request, None if it was not measured.
+        joules: energy of the whole request; None if not measured.
 
     Raises:
-        SpecbeamError: the only prompt failed; its error.
-        SomeFailed: some of several prompts failed. Its `generations` has `num_return_sequences` entries for each prompt,
-            None where there is no generation.
+        SpecbeamError: the error of the only prompt.
+        SomeFailed: some of several prompts failed. Its `generations` has `num_return_sequences` entries per prompt, None
+            for missing generations.
     """
     failures = [result for result in results.values() if isinstance(result, SpecbeamError)]
     if failures and len(set(request.prompt_of)) == 1 and len(failures) == len(results):
@@ -315,7 +318,7 @@ def in_prompt_order(
 
 
 def _generations_in(result: list[Generation] | SpecbeamError) -> list[Generation]:
-    """Return the generations of a result; those that a `TooFewAnswers` holds, none for other errors."""
+    """Return the generations of a result; for a `TooFewAnswers` those that it contains, for other errors []."""
     if isinstance(result, SpecbeamError):
         return result.generations if isinstance(result, TooFewAnswers) else []
     return result
@@ -324,7 +327,7 @@ def _generations_in(result: list[Generation] | SpecbeamError) -> list[Generation
 def _with_energy(generation: Generation, joules: float | None, total_tokens: int) -> Generation:
     """Return the generation with its share of the request's energy, in proportion to its tokens.
 
-    A pass serves many prompts and has one meter, so their shares are not measured one by one.
+    Shares cannot be measured, because a pass serves many prompts.
     """
     if joules is None or total_tokens == 0:
         return generation
@@ -333,15 +336,8 @@ def _with_energy(generation: Generation, joules: float | None, total_tokens: int
 
 
 def settled_tokens(session: Session) -> list[int]:
-    """Return the new tokens that every possible answer begins with."""
+    """Return the common prefix of all possible answers."""
     common = [*session.settled]
     for text in session.ended:
-        common = common[: _common_length(common, text.tokens)]
+        common = common[: common_length(common, text.tokens)]
     return common
-
-
-def _common_length(first: list[int], second: list[int]) -> int:
-    """Return the length of the common prefix."""
-    return next(
-        (place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )

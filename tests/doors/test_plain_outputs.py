@@ -176,7 +176,7 @@ def folder_of_others(tmp_path):
     return {
         "folder": "is a folder",
         "missing/file": "there is no folder",
-        "file/inside": "is no folder",
+        "file/inside": "is not a folder",
         "x" * 300: "File name too long",
         "folder/" + "y" * 256: "File name too long",
     }
@@ -188,7 +188,7 @@ def test_places_that_cannot_be_written_are_named_before_the_work(tmp_path):
             places.require_place(tmp_path / name)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
     places.require_folder_place(tmp_path / "new" / "and" / "deep")
-    with pytest.raises(CannotWrite, match="is no folder"):
+    with pytest.raises(CannotWrite, match="is not a folder"):
         places.require_folder_place(tmp_path / "file" / "deep")
 
 

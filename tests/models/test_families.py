@@ -266,7 +266,7 @@ def test_a_text_does_not_outgrow_the_angles_of_what_is_stored(engine):
     expected = model.generate(torch.tensor([[5, 6, 7, 8]]), do_sample=False, max_new_tokens=12, eos_token_id=[99])
     assert found.beams[0].tokens == expected[0, 4:].tolist()
     for prompt in ([5, 6, 7, 8, 9], list(range(3, 23))):
-        with pytest.raises(BadPrompt, match="beyond 16 tokens the model reads all of them with other angles"):
+        with pytest.raises(BadPrompt, match="beyond 16 tokens the model changes the rotary angles"):
             sb.generate(pair, [prompt], sb.greedy(), **given)
 
 

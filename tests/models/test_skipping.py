@@ -571,7 +571,7 @@ def test_the_command_line_names_sets_and_searches(capsys):
     method_from("swift", ["task=2024"]).parts(lm)
     (settings,) = lm.skipping
     assert settings.task == "2024"
-    with pytest.raises(BadSetting, match="search of swift is '8'; it takes a SkipSearch, for which no text stands"):
+    with pytest.raises(BadSetting, match="search of swift is '8'; it takes a SkipSearch, which has no text form"):
         method_from("swift", ["search=8"])
     with pytest.raises(BadSetting, match="takes a Sequence"):
         method_from("multi_draft", ["others=x"])

@@ -22,6 +22,7 @@ from specbeam.doors.options.head_kinds import DRAFT_SCHEDULE as DRAFT_SCHEDULE
 from specbeam.doors.options.head_kinds import HEAD_KINDS as HEAD_KINDS
 from specbeam.doors.options.head_kinds import WINDOW_KIND as WINDOW_KIND
 from specbeam.doors.options.head_kinds import HeadKind as HeadKind
+from specbeam.doors.options.processors import TextFacts as TextFacts
 from specbeam.doors.options.settings import Settings as Settings
 from specbeam.doors.options.table import OPTIONS as OPTIONS
 from specbeam.doors.options.table import aliases as aliases

@@ -1,4 +1,4 @@
-"""Chat templates: from messages to the tokens of a prompt."""
+"""Chat templates: conversion of messages to the tokens of a prompt."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from specbeam.errors import BadPrompt
 
 BUNDLED_TEMPLATE = (
     "{% if messages|length != 1 or messages[0]['role'] != 'user' %}"
-    "{{ raise_exception('the bundled model translates one message of a user; it holds no conversation') }}"
+    "{{ raise_exception('the bundled model translates one user message and does not support conversations') }}"
     "{% endif %}{{ messages[0]['content'] }}"
 )
 
@@ -26,15 +26,15 @@ def prompt_of_messages(
     """Return the token ids of the messages of a chat.
 
     Args:
-        template: in Jinja; None: the tokenizer's own.
-        goes_on: whether the last message is to be continued.
+        template: a Jinja template; None: the tokenizer's own.
+        goes_on: whether to continue the last message.
         starts: whether the template begins an answer; None: unless the last message is continued.
-        adds_special: whether the tokenizer adds special tokens; None: not to its own template, which writes all of them, as
-            in transformers, and to another template unless it has written the first one.
-        further: what else the template is given.
+        adds_special: whether the tokenizer adds special tokens. None: as in transformers, not to its own template, which
+            contains them; to another template, unless its text begins with the first special token.
+        further: further variables of the template.
 
     Raises:
-        BadPrompt: the template refuses the messages, or there are no tokens.
+        BadPrompt: the template rejects the messages, or there are no tokens.
     """
     conversation = [_with_arguments(message, number) for number, message in enumerate(messages)]
     try:
@@ -52,17 +52,17 @@ def prompt_of_messages(
             is_written = start is not None and text.startswith(start)
             adds_special = template is not None and not is_written
         ids = list(tokenizer(text, add_special_tokens=adds_special)["input_ids"])
-    except Exception as error:  # of the template: anything may be wrong with what it was given
-        raise BadPrompt(f"the chat template refuses these messages: {str(error)[:200]}") from error
+    except Exception as error:  # raised by the template, for any reason
+        raise BadPrompt(f"the chat template rejects these messages: {str(error)[:200]}") from error
     if not ids:
         raise BadPrompt("the messages have no tokens")
     return ids
 
 
 def _with_arguments(message: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Return a message in whose tool calls the arguments are objects: clients send them as JSON texts.
+    """Return a message with the arguments of tool calls as objects; clients send them as JSON texts.
 
-    Raises `BadPrompt` if they are no JSON object: a template would show something else than was called.
+    Raises `BadPrompt` for anything but JSON objects, which templates would show incorrectly.
     """
     found = dict(message)
     calls = found.get("tool_calls")
@@ -72,7 +72,7 @@ def _with_arguments(message: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def _call_with_arguments(call: Any, where: str) -> Any:
-    """Return a tool call with its arguments as an object; without any it has an empty one."""
+    """Return a tool call with its arguments as an object, by default an empty one."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call
@@ -84,8 +84,7 @@ def _call_with_arguments(call: Any, where: str) -> Any:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError) as error:
             raise BadPrompt(
-                f"the arguments of a call in {where} are {arguments[:80]!r}, which is no JSON: {error}; they must be a JSON "
-                "object"
+                f"the arguments of a call in {where} are {arguments[:80]!r}; they must be a JSON object: {error}"
             ) from error
     if not isinstance(arguments, Mapping):
         raise BadPrompt(f"the arguments of a call in {where} are {str(arguments)[:80]}; they must be a JSON object")

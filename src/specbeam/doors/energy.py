@@ -1,4 +1,4 @@
-"""Energy in joules from the machine's own counters; None if there is no counter, never a guess."""
+"""Energy in joules from the machine's counters; None without a counter, never an estimate."""
 
 import threading
 import time
@@ -10,13 +10,13 @@ RAPL = Path("/sys/class/powercap")
 
 
 class EnergyMeter:
-    """A meter of the energy used inside a `with` block, by whole CPU packages and GPUs and all processes on them.
+    """A meter of the energy of whole CPU packages and GPUs, with all their processes, during a `with` block.
 
     Use it as ``with EnergyMeter() as meter: ...`` and read `meter.joules` after the block.
 
     Attributes:
-        joules: energy used in the block. None before its end, if there is no counter, or if the machine has GPUs and
-            the block was shorter than `least_s`.
+        joules: energy of the block. None before its end, without a counter, or if the machine has GPUs and the block was
+            shorter than `least_s`.
     """
 
     joules: float | None = None
@@ -25,9 +25,8 @@ class EnergyMeter:
         """Make a meter.
 
         Args:
-            least_s: seconds below which GPUs are not read at the end. If it is not 0, a thread reads them at the
-                beginning, beside the work: a reading takes milliseconds, and the counters advance every tenth of a
-                second.
+            least_s: seconds below which GPUs are not read at the end. Unless it is 0, a thread reads them at the start,
+                during the work: a reading takes milliseconds, and the counters advance every tenth of a second.
         """
         self.least_s = least_s
 
@@ -55,31 +54,31 @@ class EnergyMeter:
             now = now | _nvml()
             start = start | self._gpu_start
         elif _gpus():
-            return  # the energy of the packages alone would be misleading
+            return  # the energy of the CPU packages alone would be misleading
         used = {name: value - start[name] for name, value in now.items() if name in start}
-        used = {name: value for name, value in used.items() if value >= 0}  # without counters that wrapped around
+        used = {name: value for name, value in used.items() if value >= 0}  # ignore counters that wrapped around
         self.joules = sum(used.values()) if used else None
 
 
 def _rapl() -> dict[str, float]:
-    """Return the joules of each counter of a CPU package that can be read, by the path of the counter."""
+    """Return the joules of each readable counter of a CPU package, by its path."""
     counters = {}
     for path in _rapl_paths(RAPL):
         try:
             counters[str(path)] = int(path.read_text()) * 1e-6
-        except (OSError, ValueError):  # most systems let only root read the counter
+        except (OSError, ValueError):  # on most systems only root can read it
             continue
     return counters
 
 
 @cache
 def _rapl_paths(folder: Path) -> list[Path]:
-    """Return the counters of all CPU packages. They are looked up once: that takes longer than to read them."""
+    """Return the paths of the counters of all CPU packages. Cached: the search takes longer than reading them."""
     return [*folder.glob("*-rapl:?/energy_uj")]
 
 
 def _nvml() -> dict[str, float]:
-    """Return the joules of each GPU's counter, by "gpu" and its index."""
+    """Return the joules of each GPU's counter, by the names gpu0, gpu1, ..."""
     counters = {}
     for index, handle in enumerate(_gpus()):
         try:
@@ -97,18 +96,15 @@ def _library() -> Any:
 
 @cache
 def _gpus() -> list[Any]:
-    """Return the handles of all GPUs, [] if there is no counter.
-
-    They are looked up once, so that a machine without GPUs is not searched at every request.
-    """
+    """Return the handles of all GPUs; [] without a counter. Cached, because requests ask for them."""
     try:
         _library().nvmlInit()
         return [_library().nvmlDeviceGetHandleByIndex(index) for index in range(_library().nvmlDeviceGetCount())]
-    except Exception:  # without library, driver or GPU there is no counter
+    except Exception:  # no library, driver or GPU
         return []
 
 
 def joules_now() -> float | None:
-    """Return the joules that the counters of the CPU packages show; None if none can be read. They wrap around."""
+    """Return the joules on the counters of the CPU packages, which wrap around; None if none can be read."""
     found = _rapl()
     return sum(found.values()) if found else None

@@ -1,6 +1,6 @@
-"""The measurement behind the recipe `auto`: the fastest exact method for a pair, its settings and this machine.
+"""The measurement behind the recipe `auto`: the fastest exact method for a pair, settings and machine.
 
-It is measured once and kept on disk.
+It is made once and stored on disk.
 """
 
 import statistics
@@ -37,10 +37,10 @@ class FastestMethod:
 
 
 def candidates(has_draft: bool) -> dict[str, Callable[[], Method]]:
-    """Return a short list of exact methods for one sequence, by name; those that need a draft model only if there is one.
+    """Return a short list of exact methods for one sequence, by name, including those with a draft model if there is one.
 
-    Each is the best of its kind on some pair (docs/block_efficiency.md). Their drafts have a fixed shape: that none may be
-    faster is measured here.
+    Each is the best of its kind on some pair (docs/block_efficiency.md). Their drafts have a fixed shape; whether drafts
+    pay at all is measured here.
     """
     without_draft: dict[str, Callable[[], Method]] = {
         "sampling": sampling,
@@ -62,13 +62,13 @@ def candidates(has_draft: bool) -> dict[str, Callable[[], Method]]:
 def fastest(pair: Pair, settings: Settings, measure: Measure, repeats: int = 3) -> tuple[Method, FastestMethod]:
     """Return the candidate with the most tokens per second, from disk or by measurement, and the figures of the choice.
 
-    Rounds over all candidates are interleaved. The first round is warm-up; the median of the others counts.
+    Rounds over all candidates are interleaved; the median of all rounds after the first, a warm-up, counts.
 
     Args:
         pair: the models.
-        settings: the settings to measure with.
+        settings: the settings of the measurement.
         measure: runs a method and returns its tokens per second.
-        repeats: number of rounds after the first.
+        repeats: number of rounds after the warm-up.
     """
     recipes = candidates(pair.draft is not None)
     key = _key(pair, settings)
@@ -90,24 +90,26 @@ def fastest(pair: Pair, settings: Settings, measure: Measure, repeats: int = 3) 
 
 
 def _figures_of(names: Iterable[str]) -> Figures:
-    """Return the kind of figures of a choice of one of these candidates."""
+    """Return the stored figures of a choice among these candidates."""
     speeds = RecordFields({name: NumberField() for name in names})
     return Figures("auto", RecordFields({"name": ChoiceField(tuple(names)), "tokens_per_second": speeds}))
 
 
 def tokens_per_second(run: Callable[[], Sequence[object]]) -> float:
-    """Return the speed of `run`, which returns the tokens that it generated."""
+    """Return the speed of `run`, which returns the generated tokens."""
     began = time.perf_counter()
     tokens = run()
     return len(tokens) / (time.perf_counter() - began)
 
 
 def _key(pair: Pair, settings: Settings) -> list[Any]:
-    """Return everything that the choice depends on, except the machine and the version of specbeam."""
+    """Return all inputs of the choice except for the machine and the version of specbeam."""
     models = [measured.model_key(model) for model in (pair.target_model, pair.draft_model)]
     return [
         models,
-        [measured.weights_key(model) for model in (pair.target_model, pair.draft_model)],  # they determine acceptance
+        [
+            measured.weights_key(model) for model in (pair.target_model, pair.draft_model)
+        ],  # weights determine acceptance
         _head_key(pair),
         str(pair.draft.settings) if isinstance(pair.draft, SkippingLM) else None,
         [[getattr(lm, "engine", None), rounding_of(lm)] for lm in (pair.target, pair.draft)],
@@ -116,20 +118,20 @@ def _key(pair: Pair, settings: Settings) -> list[Any]:
         settings.repetition_penalty,
         settings.no_repeat_ngram_size,
         settings.guidance_scale,
-        settings.form_kind
-        and [settings.form_kind, settings.grammar_backend],  # without its text, or each form would be measured anew
+        # Without the text of the form; otherwise each form would be measured.
+        settings.form_kind and [settings.form_kind, settings.grammar_backend],
     ]
 
 
 def _memory_key(lm: LM | None) -> list[Any] | None:
-    """Return a key of how a model reads in segments, and of the weights of its memory; None if it does not."""
+    """Return a key of a model's memory: its plan and weights; None without memory."""
     if not isinstance(lm, MemoryLM):
         return None
     return [lm.note, asdict(lm.plan), measured.weights_key(lm.recall)]
 
 
 def _head_key(pair: Pair) -> list[Any] | None:
-    """Return a key of the head that drafts, by what it is and by its weights; None if none does."""
+    """Return a key of the draft head: its description and weights; None without a head."""
     if not isinstance(pair.draft, HeadLM):
         return None
     return [pair.draft.head.described, measured.weights_key(pair.draft.head), pair.draft.engine]

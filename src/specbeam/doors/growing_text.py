@@ -1,7 +1,7 @@
-"""Text that arrives token by token: as much of it as no further token can change.
+"""Text that grows token by token: the part that later tokens cannot change.
 
-What can change depends on the tokenizer's decoder. It may join bytes to characters, decode a run of bytes as a whole, treat
-the last token in its own way, or take spaces away before punctuation. All of that is held back, and nothing else.
+The changeable part depends on the tokenizer's decoder, which may join bytes to characters, decode a run of bytes as a whole,
+decode the last token differently, or remove spaces before punctuation. Exactly this part is held back.
 """
 
 import json
@@ -13,10 +13,10 @@ from typing import Any
 from specbeam.doors.grammar.spelling import UNKNOWN, special_tokens, text_of_tokens
 from specbeam.errors import BrokenPart
 
-CONTEXT = 16  # tokens that are decoded again before new ones: the first token of a text may be decoded otherwise
-HALF_CHARACTER = 3  # replacement characters at most for the bytes of a character that is not complete
-# The methods of transformers that decode by the tokenizer's decoder, or token by token, and do nothing else to a text. A
-# method with another name may do anything.
+CONTEXT = 16  # tokens decoded again before new ones, because the first token of a text may be decoded differently
+HALF_CHARACTER = 3  # maximum number of replacement characters for an incomplete character
+# Methods of transformers that decode with the tokenizer's decoder or token by token, without other changes. Methods with
+# other names may change texts in any way.
 DECODING = frozenset(
     {
         "PreTrainedTokenizerBase.decode",
@@ -30,7 +30,7 @@ DECODING = frozenset(
         "TokenizersBackend._decode",
     }
 )
-# Those that make a text of tokens in Python. Further tokens only add to it, and complete its last character.
+# Methods that convert tokens to text in Python. Further tokens only extend the text and complete its last character.
 SPELLING = frozenset(
     {
         "ByT5Tokenizer.convert_tokens_to_string",
@@ -42,19 +42,21 @@ SPELLING = frozenset(
         "Speech2TextTokenizer.convert_tokens_to_string",
     }
 )
-BYTE_MARK = frozenset("<0x>123456789abcdefABCDEF+")  # characters of the name of a byte token, <0x0A>
-CLEANED_UP = frozenset(" .?!,'ntmsvre")  # characters of what cleaning up looks for: a space and at most three others
+BYTE_MARK = frozenset("<0x>123456789abcdefABCDEF+")  # characters in names of byte tokens, such as <0x0A>
+CLEANED_UP = frozenset(
+    " .?!,'ntmsvre"
+)  # characters in the strings changed by the clean-up: a space and at most three others
 
 
 @dataclass(frozen=True)
 class OpenEnd:
-    """What further tokens can change at the end of a decoded text.
+    """The changeable end of a decoded text.
 
     Attributes:
-        is_known: whether the decoder is known; if not, everything can change.
-        has_byte_runs: neighbouring byte tokens are decoded as a whole, up to the next token that is no byte.
+        is_known: whether the decoder is known; otherwise all text may change.
+        has_byte_runs: neighbouring byte tokens are decoded as a whole, up to the next other token.
         has_half_characters: the last token may end within a character.
-        marks_last: the last token is decoded otherwise than the same token in the middle.
+        marks_last: the last token is decoded differently from the same token in the middle.
     """
 
     is_known: bool = True
@@ -67,13 +69,13 @@ UNKNOWN_END = OpenEnd(is_known=False)
 
 
 class GrowingText:
-    """The text of a list of tokens that only grows.
+    """The text of a growing list of tokens.
 
     Args:
-        tokenizer: decodes.
-        shows_special: whether the text has special tokens.
-        is_exact: whether the text is that of `text_of_tokens`, as under a constraint.
-        ends: tokens that end a text and are no part of it.
+        tokenizer: the tokenizer.
+        shows_special: whether special tokens are included.
+        is_exact: whether the text is that of `text_of_tokens`, as for constraints.
+        ends: end tokens, which are not part of the text.
     """
 
     def __init__(
@@ -87,15 +89,15 @@ class GrowingText:
         has_names = self._end.has_byte_runs or self._end.marks_last
         self._special = special_tokens(tokenizer) if has_names else set()
         self._cleans = False if is_exact or not self._end.is_known else _cleans_up(tokenizer)
-        self._length = 0  # tokens whose text is known
-        self._raw = ""  # their text, before it is cleaned up
+        self._length = 0  # number of decoded tokens
+        self._raw = ""  # their text before the clean-up
         self._settled = ""
 
     def settled(self, tokens: Sequence[int]) -> str:
-        """Return the text that begins the text of these tokens, whatever tokens follow them.
+        """Return the part of the text of these tokens that no further token can change.
 
         Args:
-            tokens: token ids, the first of which are those of the call before.
+            tokens: token ids, beginning with those of the previous call.
         """
         if tokens and tokens[-1] in self._ends:
             tokens = tokens[:-1]
@@ -109,7 +111,7 @@ class GrowingText:
         return self._settled
 
     def _closed(self, tokens: Sequence[int]) -> int:
-        """Return the number of tokens before the run of bytes at the end, which further bytes may join."""
+        """Return the number of tokens before a final run of bytes, which further bytes may extend."""
         if not self._end.is_known:
             return 0
         if not self._end.has_byte_runs:
@@ -124,11 +126,11 @@ class GrowingText:
         return 0
 
     def _is_shown(self, token: int) -> bool:
-        """Return whether a token is decoded whether or not special tokens are shown."""
+        """Return whether a token is decoded even if special tokens are hidden."""
         return token not in self._special and self._tokenizer.convert_ids_to_tokens(token) is not None
 
     def _certain(self, tokens: list[int]) -> str:
-        """Return the part of the text of tokens that is the same whatever follows them."""
+        """Return the part of the text of tokens that does not depend on further tokens."""
         raw = self._raw
         if self._end.marks_last:
             follower = [token for token in tokens if self._is_shown(token)][-1:]
@@ -142,10 +144,10 @@ class GrowingText:
         return cleaned if self._cleans else _common_start(certain, cleaned)
 
     def _raw_text(self, tokens: list[int]) -> str:
-        """Return the text of tokens before it is cleaned up.
+        """Return the text of tokens before the clean-up.
 
-        New tokens are decoded together with the last few known ones. Where these read otherwise in front of the new ones
-        than alone, or alone than in the text, all tokens are decoded.
+        New tokens are decoded together with the last few known ones. If the text of these depends on the new ones or on
+        earlier ones, all tokens are decoded.
         """
         start = max(self._length - CONTEXT, 0)
         if start:
@@ -168,34 +170,39 @@ class GrowingText:
 
 
 def unsent(text: str, sent: str) -> str:
-    """Return what follows the text that was sent. Raises `BrokenPart` if the whole text does not begin with it."""
+    """Return the rest of a text after the part sent. Raises `BrokenPart` if the text does not begin with that part."""
     if not text.startswith(sent):
         raise BrokenPart(
-            f"the stream sent {sent[-80:]!r}, and the text does not begin with it: {text[:80]!r}; the tokenizer decodes "
-            "in a way that is not known to specbeam: please report this with the name of the tokenizer"
+            f"the stream sent {sent[-80:]!r}, and the final text differs: {text[:80]!r}; this tokenizer decodes in an "
+            "unknown way: please report its name"
         )
     return text[len(sent) :]
 
 
 def _common_start(first: str, second: str) -> str:
-    """Return the longest text that both texts begin with."""
+    """Return the longest common prefix of two texts."""
+    return first[: common_length(first, second)]
+
+
+def common_length(first: Sequence[object], second: Sequence[object]) -> int:
+    """Return the length of the common prefix of two sequences."""
     pairs = enumerate(zip(first, second, strict=False))
-    length = next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
-    return first[:length]
+    return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
 def _without_half_character(text: str) -> str:
-    """Return a text without the replacement characters at its end that may stand for a part of a character."""
+    """Return a text without final replacement characters, which may stand for a part of a character."""
     for _ in range(HALF_CHARACTER):
         text = text.removesuffix(UNKNOWN)
     return text
 
 
 def cleaned_length(text: str) -> int:
-    """Return how many characters of a text are cleaned up alike, whatever follows them.
+    """Return the number of characters whose clean-up does not depend on further text.
 
-    Cleaning up takes away spaces, in a few strings of a space and at most three other characters. No such string goes across
-    a place before which there is no space, no space among the last three characters, or a character that none of them has.
+    The clean-up removes spaces in a few strings of a space and at most three other characters. No such string extends across
+    a place if the text before it has no space, has no space in its last three characters, or ends with a character that is
+    in none of these strings.
     """
     for end in range(len(text), 0, -1):
         is_far_from_spaces = end >= 3 and " " not in text[end - 3 : end]
@@ -205,9 +212,9 @@ def cleaned_length(text: str) -> int:
 
 
 def _cleans_up(tokenizer: Any) -> bool | None:
-    """Return whether decoding takes spaces away before punctuation; None if that cannot be told.
+    """Return whether decoding removes spaces before punctuation; None if unknown.
 
-    Some versions of transformers do so only for tokenizers that are no byte-pair encoding.
+    Some versions of transformers do so only for tokenizers without byte-pair encoding.
     """
     if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
         return False
@@ -225,7 +232,7 @@ def _cleans_up(tokenizer: Any) -> bool | None:
 
 
 def open_end_of(tokenizer: Any) -> OpenEnd:
-    """Return what further tokens can change at the end of a text of this tokenizer."""
+    """Return the changeable end of texts of a tokenizer."""
     methods = ["decode", "_decode"]
     if getattr(tokenizer, "clean_up_tokenization_spaces", False):
         methods.append("clean_up_tokenization")
@@ -234,32 +241,32 @@ def open_end_of(tokenizer: Any) -> OpenEnd:
         methods.append("convert_ids_to_tokens")
     if not all(_name_of(tokenizer, method) in DECODING for method in methods):
         return UNKNOWN_END
-    if backend is not None:  # some classes put a function of their own in place of its method
+    if backend is not None:  # some classes replace its method by a function
         return _end_of_stages(backend.decoder) if isinstance(backend.decode, BuiltinMethodType) else UNKNOWN_END
     is_known = _name_of(tokenizer, "convert_tokens_to_string") in SPELLING
     return OpenEnd(has_half_characters=True) if is_known else UNKNOWN_END
 
 
 def _name_of(tokenizer: Any, method: str) -> str:
-    """Return the name of a method with the class of transformers that defines it; "" if it is defined elsewhere."""
+    """Return the qualified name of a method of transformers; "" if it is defined elsewhere."""
     function = getattr(getattr(tokenizer, method, None), "__func__", None)
     module = str(getattr(function, "__module__", ""))
     return str(getattr(function, "__qualname__", "")) if module.startswith("transformers.") else ""
 
 
 def _end_of_stages(decoder: Any) -> OpenEnd:
-    """Return what further tokens can change behind the stages of a decoder of the library tokenizers."""
+    """Return the changeable end of texts of a decoder of the library tokenizers, from its stages."""
     if decoder is None:  # tokens are joined by spaces
         return OpenEnd()
     try:
         stages = [*_stages_in(json.loads(decoder.__getstate__()))]
-    except Exception:  # the library raises no other class; the decoder is written in Python
+    except Exception:  # the library has no other class; the decoder is written in Python
         return UNKNOWN_END
     end = OpenEnd()
-    is_one_text = False  # all tokens are one text by now
+    is_one_text = False  # whether the tokens are joined to one text
     for number, stage in enumerate(stages):
         kind = stage["type"]
-        if kind == "Strip" and stage["stop"]:  # the library fails where a text is shorter than what it strips
+        if kind == "Strip" and stage["stop"]:  # the library fails for texts shorter than the stripped part
             end = UNKNOWN_END
         elif kind == "Fuse":
             is_one_text = True
@@ -289,7 +296,7 @@ def _stages_in(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _keeps_byte_tokens(stage: Mapping[str, Any]) -> bool:
-    """Return whether a stage before that of the bytes makes no byte token, and changes none."""
+    """Return whether a stage before the byte stage neither creates nor changes byte tokens."""
     if stage["type"] != "Replace":
         return True
     pattern = stage["pattern"].get("String", "")
@@ -297,7 +304,7 @@ def _keeps_byte_tokens(stage: Mapping[str, Any]) -> bool:
 
 
 def _only_adds(stage: Mapping[str, Any], end: OpenEnd) -> bool:
-    """Return whether a stage that reads the whole text only adds to its own text when more text comes."""
+    """Return whether more text only extends the output of a stage for whole texts."""
     if end.marks_last:
         return False
     if stage["type"] == "Metaspace":

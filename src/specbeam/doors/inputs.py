@@ -1,4 +1,4 @@
-"""Prompts in every container that transformers takes or returns: split into single prompts, then read as token ids.
+"""Prompts in any container that transformers accepts or returns, split into single prompts and converted to token ids.
 
 | given | prompts |
 | --- | --- |
@@ -6,8 +6,8 @@
 | messages: a list of mappings with a "role" | one, by the tokenizer's chat template |
 | an encoding: a mapping with `input_ids`, such as a `BatchEncoding`, or one of `tokenizers` | one per row, without padding |
 | an array or tensor of integers with two dimensions | one per row, without padding |
-| a row of a data set: a mapping with "text", "prompt", "messages" or "prompt_token_ids" | as its value says |
-| a table, a column, or any other iterable in an order | one per element, each in one of these forms |
+| a row of a data set: a mapping with "text", "prompt", "messages" or "prompt_token_ids" | those of the value |
+| a table, a column, or any other ordered iterable | one per element, each in one of these forms |
 """
 
 import reprlib
@@ -23,28 +23,27 @@ from tokenizers import Encoding
 from specbeam.doors.chats import prompt_of_messages
 from specbeam.errors import BadPrompt
 
-TAKEN = "a text, a list of token ids, the messages of a chat, or what a tokenizer returns"
-# The fields of a mapping that hold prompts; a mapping has one of them.
+TAKEN = "a text, a list of token ids, the messages of a chat, or the output of a tokenizer"
+# The fields of a mapping with prompts; a mapping has one of them.
 FIELDS = ("input_ids", "prompt_token_ids", "messages", "prompt", "text", "input_features")
-# Inputs that no text stands for: a prompt would be answered without them.
+# Inputs other than text, which would be ignored.
 _OTHER_INPUTS = (
     "inputs_embeds", "pixel_values", "pixel_values_videos", "input_values", "image", "images", "video", "videos", "audio",
 )  # fmt: skip
-# What else tokenizers and feature extractors return that changes nothing: it follows from ids and text.
+# Further outputs of tokenizers and feature extractors, without effect: they follow from ids and text.
 _DERIVED = {"special_tokens_mask", "offset_mapping", "length"}
 _BY_TOKEN = ("attention_mask", "token_type_ids", "position_ids")
-_DEEPEST = 4  # containers around one prompt
+_DEEPEST = 4  # maximum number of containers around a prompt
 
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """One row of an encoding, perhaps padded.
+    """A row of an encoding, possibly padded.
 
     Attributes:
-        ids: the token ids, padding among them.
-        by_token: what the encoding says of each token, by name: its `attention_mask`, `token_type_ids`, `position_ids`.
-        rows: number of rows of the encoding. Without a mask only one of several rows must have been padded to be as long as
-            the others.
+        ids: the token ids, including padding.
+        by_token: numbers per token, by name: `attention_mask`, `token_type_ids`, `position_ids`.
+        rows: number of rows of the encoding. Without a mask, rows of several may be padded.
     """
 
     ids: list[Any]
@@ -58,7 +57,7 @@ class Conversation:
 
     Attributes:
         messages: mappings with a "role".
-        tools: what the template is told of functions that may be called; None: there are none.
+        tools: descriptions of functions for the template; None: no functions.
     """
 
     messages: list[Mapping[str, Any]]
@@ -66,18 +65,18 @@ class Conversation:
 
 
 def prompts_in(given: Any, name: str = "prompts") -> list[Any]:
-    """Return what is given as a list of single prompts, not yet read; itself if it is such a list.
+    """Return a list of single prompts, not yet tokenized; a list of prompts is returned unchanged.
 
-    Each is a text, a list of numbers, an `EncodedPrompt`, a `Conversation` or features, or an object that `PromptReader` has
-    yet to take apart or to refuse, so that a broken prompt costs no other one. Iterators are read to their end.
+    Each is a text, a list of numbers, an `EncodedPrompt`, a `Conversation`, features, or an object that `PromptReader`
+    unpacks or rejects later, so that a broken prompt does not affect the others. Iterators are read to the end.
 
     Args:
-        given: one prompt or many, in any form that the module lists.
-        name: what is given, for messages.
+        given: one prompt or many, in any form of the table above.
+        name: a name for messages.
 
     Raises:
-        BadPrompt: it is no prompt and holds none: a number, bytes, a set, a path, None, an object of another kind, or a
-            mapping without a field for prompts. The message names its type.
+        BadPrompt: `given` neither is nor contains a prompt: a number, bytes, a set, a path, None, another object, or a
+            mapping without a prompt field. The message names its type.
     """
     if isinstance(given, (str, EncodedPrompt, Conversation)):
         return [given]
@@ -101,14 +100,14 @@ def prompts_in(given: Any, name: str = "prompts") -> list[Any]:
 
 @dataclass(frozen=True)
 class PromptReader:
-    """What turns single prompts into token ids.
+    """Conversion of single prompts to token ids.
 
     Attributes:
-        tokenizer: of transformers; None: prompts are token ids.
-        vocab: number of tokens that the reading model knows; None: any number of them.
-        pad: the token that fills rows, where an encoding has no mask; None: none does.
-        unsure: tokens that may fill rows and may be text as well.
-        adds_special: whether a text gets the special tokens that the tokenizer adds.
+        tokenizer: a tokenizer of transformers; None: prompts are token ids.
+        vocab: vocabulary size of the model; None: unlimited.
+        pad: the padding token of encodings without a mask; None: no padding.
+        unsure: tokens that may be padding or text.
+        adds_special: whether the tokenizer adds special tokens to texts.
     """
 
     tokenizer: Any = None
@@ -125,7 +124,7 @@ class PromptReader:
             name: of the prompt, for messages.
 
         Raises:
-            BadPrompt: it has no token, one that the model does not know, or cannot be read; the message names its type.
+            BadPrompt: it is empty, has tokens outside the vocabulary, or cannot be read; the message names its type.
         """
         for _ in range(_DEEPEST):
             if isinstance(prompt, str):
@@ -142,48 +141,48 @@ class PromptReader:
                 raise BadPrompt(f"{name} is a {_type_of(prompt)}; token ids are integers")
             found = prompts_in(prompt, name)
             if not found:
-                raise BadPrompt(f"{name} is empty; it must hold at least one token")
+                raise BadPrompt(f"{name} is empty; it must have at least one token")
             if len(found) > 1:
                 raise BadPrompt(
-                    f"{name} is a {_type_of(prompt)} of {len(found)} prompts; give each of them as a prompt of its own"
+                    f"{name} is a {_type_of(prompt)} of {len(found)} prompts; give each as a separate prompt"
                 )
             (prompt,) = found
-        raise BadPrompt(f"{name} lies in more than {_DEEPEST} containers; it must be {TAKEN}")
+        raise BadPrompt(f"{name} is nested in more than {_DEEPEST} containers; it must be {TAKEN}")
 
     def _known(self, ids: list[int], name: str) -> list[int]:
-        """Return token ids. Raises `BadPrompt` if there are none, or one that the model does not know."""
+        """Return token ids. Raises `BadPrompt` if there are none, or if one is outside the vocabulary."""
         if not ids:
-            raise BadPrompt(f"{name} is empty; it must hold at least one token")
+            raise BadPrompt(f"{name} is empty; it must have at least one token")
         least = min(ids)
         if least < 0:
-            raise BadPrompt(f"{name} holds token id {least}; token ids begin at 0")
+            raise BadPrompt(f"{name} has token id {least}; token ids begin at 0")
         most = max(ids)
         if self.vocab is not None and most >= self.vocab:
             raise BadPrompt(
-                f"{name} holds token id {most}; the model knows 0 to {self.vocab - 1}: was it made with another tokenizer?"
+                f"{name} has token id {most}; the model knows 0 to {self.vocab - 1}: was it made with another tokenizer?"
             )
         return ids
 
     def _ids_of_text(self, text: str, name: str) -> list[int]:
-        """Return the token ids of a text. White space is a text; "" is none, also where a tokenizer adds special tokens."""
+        """Return the token ids of a text. White space is valid; "" is not, even with added special tokens."""
         if self.tokenizer is None:
             raise BadPrompt(f"{name} is text, but there is no tokenizer; give load(tokenizer=...) or token ids")
         if not text:
-            raise BadPrompt(f"{name} is empty; it must hold some text")
+            raise BadPrompt(f"{name} is empty; it must have some text")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise BadPrompt(f"{name} holds half a character; it must be proper Unicode") from error
+            raise BadPrompt(f"{name} has half a character (a lone surrogate); it must be valid Unicode") from error
         further = {} if self.adds_special else {"add_special_tokens": False}
         try:
             return list(self.tokenizer(str(text), **further)["input_ids"])
-        except Exception as error:  # of the tokenizer, which may be anything's own
-            raise BadPrompt(f"{name} is refused by {type(self.tokenizer).__name__}: {str(error)[:200]}") from error
+        except Exception as error:  # raised by the tokenizer, for any reason
+            raise BadPrompt(f"{name} is rejected by {type(self.tokenizer).__name__}: {str(error)[:200]}") from error
 
     def _ids_of_chat(self, chat: Conversation, name: str) -> list[int]:
         """Return the token ids of a chat by the tokenizer's own template.
 
-        As in transformers' pipelines an answer begins, or the last message is continued if it is the assistant's.
+        As in transformers' pipelines, a final message of the assistant is continued; otherwise an answer begins.
         """
         if getattr(self.tokenizer, "chat_template", None) is None:
             lacks = "there is no tokenizer"
@@ -197,12 +196,12 @@ class PromptReader:
             raise BadPrompt(f"{name}: {error}") from error
 
     def _without_padding(self, row: EncodedPrompt, name: str) -> list[int]:
-        """Return the token ids of a row between the padding on its left and on its right."""
+        """Return the token ids of a row without the padding on either side."""
         ids = [_as_id(token, name) for token in row.ids]
         for what, values in row.by_token.items():
             if len(values) != len(ids):
                 raise BadPrompt(
-                    f"{name} has {len(ids)} token ids and {len(values)} numbers in {what}; they must be as many"
+                    f"{name} has {len(ids)} token ids and {len(values)} numbers in {what}; they must have the same length"
                 )
         mask = row.by_token.get("attention_mask")
         kept = self._unpadded(ids, row.rows, name) if mask is None else _marked(mask, name)
@@ -214,47 +213,47 @@ class PromptReader:
             if mask is None:
                 why = f"token {hole} is the pad token {self.pad}"
             raise BadPrompt(
-                f"{name} has a hole: {why}, between tokens that count; padding is on the left or right alone, so leave such "
-                "tokens out, or give an attention_mask of ones to keep them"
+                f"{name} has a hole: {why}, between other tokens; padding must be on the left or right; leave such tokens "
+                "out, or give an attention_mask of ones to keep them"
             )
-        _check_says_nothing(row, kept, name)
+        _check_ids_suffice(row, kept, name)
         return ids[kept[0] : kept[-1] + 1]
 
     def _unpadded(self, ids: list[int], rows: int, name: str) -> list[int]:
-        """Return the places of tokens that are no padding in a row without a mask, as transformers' `generate` infers them.
+        """Return the places of tokens other than padding in a row without a mask, as in transformers' `generate`.
 
-        Raises `BadPrompt` if the row may be padded by a token that may be text as well.
+        Raises `BadPrompt` if the row begins or ends with a token that may be padding or text.
         """
         kept = [place for place, token in enumerate(ids) if token != self.pad]
         if rows > 1 and kept:
             for token in (ids[kept[0]], ids[kept[-1]]):
                 if token in self.unsure:
                     raise BadPrompt(
-                        f"{name} begins or ends with token {token}, which may be padding and may be text; give "
-                        "attention_mask too, or a list of token ids for each prompt"
+                        f"{name} begins or ends with token {token}, which may be padding or text; give attention_mask, or a "
+                        "list of token ids for each prompt"
                     )
         return kept
 
 
 def token_lists(given: Any, name: str) -> list[int] | list[list[int]]:
-    """Return one list of token ids, or several, from lists, arrays, tensors and iterators of integers. Nothing is padding.
+    """Return one list of token ids, or several, from lists, arrays, tensors and iterators of integers without padding.
 
-    Raises `BadPrompt` if it holds anything else, or nothing.
+    Raises `BadPrompt` for anything else, or if it is empty.
     """
     held: Any = given if is_array(given) or isinstance(given, Mapping) else _elements(given, name)
     found = prompts_in(held, name)
     reader = PromptReader()
     lists = [reader.ids(one, name) for one in found]
     if not lists:
-        raise BadPrompt(f"{name} is empty; it must hold at least one token")
+        raise BadPrompt(f"{name} is empty; it must have at least one token")
     is_flat = held.ndim == 1 if is_array(held) else found[0] is held
     return lists[0] if is_flat else lists
 
 
 def features_in(given: Any) -> Any:
-    """Return the features of a window of audio, float[channels, frames], from what a feature extractor returns for it.
+    """Return the features of a window of audio, float[channels, frames], from the output of a feature extractor.
 
-    Anything else is returned as it is.
+    Anything else is returned unchanged.
     """
     if isinstance(given, Mapping) and given.get("input_features") is not None:
         found = prompts_in(given)
@@ -265,7 +264,7 @@ def features_in(given: Any) -> Any:
 
 
 def as_plain(value: Any) -> Any:
-    """Return a value with lists in place of arrays, tensors, tuples and deques, and with Python's own numbers."""
+    """Return a value with arrays, tensors, tuples and deques converted to lists of Python numbers."""
     if is_array(value):
         return as_plain(_listed(value)) if value.ndim else value.item()
     if isinstance(value, (list, tuple, deque, range)):
@@ -274,7 +273,7 @@ def as_plain(value: Any) -> Any:
 
 
 def is_array(value: Any) -> bool:
-    """Return whether a value is an array of numpy, a tensor of torch, or a column that can be read like one."""
+    """Return whether a value is an array of numpy, a tensor of torch, or a similar column."""
     is_bytes = isinstance(value, memoryview)
     return hasattr(value, "tolist") and hasattr(value, "ndim") and hasattr(value, "dtype") and not is_bytes
 
@@ -286,7 +285,7 @@ def _holds_fractions(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a value is a single number of any kind; non-integers are refused later, by name."""
+    """Return whether a value is a single number of any kind; non-integers are rejected later."""
     if isinstance(value, (str, bytes)):
         return False
     return isinstance(value, (Number, np.generic)) or (is_array(value) and value.ndim == 0)
@@ -298,23 +297,23 @@ def _is_message(value: Any) -> bool:
 
 
 def _as_id(token: Any, name: str) -> int:
-    """Return a token id as Python's integer. Raises `BadPrompt` if it is none; True and False are none."""
+    """Return a token id as an int. Raises `BadPrompt` for anything but integers, and for True and False."""
     is_integer = isinstance(token, Integral) and not isinstance(token, bool)
     if is_integer or (is_array(token) and token.ndim == 0 and "int" in str(token.dtype)):
         return int(token)
-    raise BadPrompt(f"{name} holds {str(token)[:40]!r} of type {_type_of(token)}; token ids are integers")
+    raise BadPrompt(f"{name} has {str(token)[:40]!r} of type {_type_of(token)}; token ids are integers")
 
 
 def _type_of(value: Any) -> str:
-    """Return the name of a value's type; of an array also that of its elements' type."""
+    """Return the name of a value's type; for arrays, also that of the elements' type."""
     found = type(value).__name__
     return f"{found} of {value.dtype}" if is_array(value) else found
 
 
 def _conversion_of(given: Any) -> Callable[[], Any] | None:
-    """Return what turns a table, a column or a single value of pyarrow, pandas or polars into Python's own; None: nothing.
+    """Return a function that converts a table, column or value of pyarrow, pandas or polars to Python objects, or None.
 
-    What iterates over such a table sees columns or their names.
+    Iterating over such a table would yield columns or their names.
     """
     for method in ("to_pylist", "as_py", "to_dicts"):
         found = getattr(given, method, None)
@@ -325,27 +324,27 @@ def _conversion_of(given: Any) -> Callable[[], Any] | None:
 
 
 def _elements(given: Any, name: str) -> list[Any]:
-    """Return the elements of a container that has an order. Raises `BadPrompt`, which names the type, if it is none."""
+    """Return the elements of an ordered container. Raises `BadPrompt`, which names the type, for anything else."""
     if isinstance(given, list):
         return given
     has_order = not isinstance(given, Set) or isinstance(given, (KeysView, ItemsView))
     if has_order and not isinstance(given, (bytes, bytearray, memoryview, type)):
         if isinstance(given, Iterable):
             return list(given)
-        if hasattr(given, "__getitem__") and hasattr(given, "__len__"):  # a data set of torch has no iterator
+        if hasattr(given, "__getitem__") and hasattr(given, "__len__"):  # data sets of torch have no iterator
             return [given[number] for number in range(len(given))]
     raise _no_prompt(given, name, "" if has_order else ", which has no order")
 
 
 def _no_prompt(given: Any, name: str, why: str = "") -> BadPrompt:
-    """Return the error for a value that neither is a prompt nor contains one."""
+    """Return the error for a value that is not a prompt and contains none."""
     return BadPrompt(
         f"{name} is {reprlib.repr(given)} of type {_type_of(given)}{why}; it must be {TAKEN}, or a list of these"
     )
 
 
 def _prompts_of_array(given: Any, name: str) -> list[Any]:
-    """Return the prompts in an array: rows of token ids, the elements of a column, or the features of windows of audio."""
+    """Return the prompts in an array: rows of token ids, elements of a column, or features of windows of audio."""
     if _holds_fractions(given):
         return _rows_of_array(given) if given.ndim == 3 else [given]
     if "int" not in str(given.dtype):  # a column of texts or objects
@@ -359,25 +358,25 @@ def _prompts_of_array(given: Any, name: str) -> list[Any]:
 
 
 def _rows_of_array(array: Any) -> list[Any]:
-    """Return the rows of an array, which differ in length in a nested tensor of torch."""
+    """Return the rows of an array; those of a nested tensor differ in length."""
     try:
         return list(array.unbind() if hasattr(array, "unbind") else array)
-    except Exception as error:  # of the array's library: of a sparse tensor, for example
+    except Exception as error:  # for example, a sparse tensor
         raise BadPrompt(f"a {_type_of(array)} cannot be read row by row: {str(error)[:200]}") from error
 
 
 def _listed(array: Any) -> Any:
-    """Return an array as nested lists. Raises `BadPrompt` if it holds no values that can be looked at."""
+    """Return an array as nested lists. Raises `BadPrompt` if its values cannot be read."""
     try:
         return array.tolist()
-    except Exception as error:  # of the array's library: of the device "meta", for example
+    except Exception as error:  # for example, on the device "meta"
         raise BadPrompt(f"a {_type_of(array)} cannot be read: {str(error)[:200]}") from error
 
 
 def _prompts_of_mapping(given: Mapping[Any, Any], name: str) -> list[Any]:
-    """Return the prompts in an encoding, in the row of a data set, or in rows that lie column by column.
+    """Return the prompts in an encoding, in a row of a data set, or in rows stored by column.
 
-    Other columns of a row are left alone, but inputs that are no text are refused.
+    Other columns are ignored, but images, audio and similar inputs are rejected.
     """
     kind = type(given).__name__
     further = [one for one in _OTHER_INPUTS if given.get(one) is not None]
@@ -402,22 +401,22 @@ def _prompts_of_mapping(given: Mapping[Any, Any], name: str) -> list[Any]:
 
 
 def _conversations(found: list[Any], tools: Any, name: str) -> list[Conversation]:
-    """Return chats, with the tools of their row. Raises `BadPrompt` if they are none."""
+    """Return chats, with the tools of their row. Raises `BadPrompt` for anything but messages."""
     chats = []
     for one in found:
         inside = prompts_in(one, f"messages of {name}")
         if len(inside) != 1 or not isinstance(inside[0], Conversation):
-            raise BadPrompt(f"messages of {name} must be mappings with a role, or lists of such")
+            raise BadPrompt(f"messages of {name} must be mappings with a role, or lists of such mappings")
         chats += inside
     if tools is None:
         return chats or [Conversation([])]
     if len(chats) > 1:
-        raise BadPrompt(f"{name} has tools for {len(chats)} chats; give each row by itself")
+        raise BadPrompt(f"{name} has tools for {len(chats)} chats; give each chat in its own row")
     return [Conversation(one.messages, tools) for one in chats]
 
 
 def _rows_of_encoding(given: Mapping[Any, Any], name: str) -> list[EncodedPrompt]:
-    """Return the rows of an encoding. Raises `BadPrompt` if its fields have other shapes, or if one would be ignored."""
+    """Return the rows of an encoding. Raises `BadPrompt` if shapes differ or a field would be ignored."""
     known = {"input_ids", *_BY_TOKEN, *_DERIVED}
     ignored = [str(key) for key in given if key not in known and given[key] is not None]
     if ignored:
@@ -441,7 +440,7 @@ def _rows_of_encoding(given: Mapping[Any, Any], name: str) -> list[EncodedPrompt
 
 
 def _as_rows(value: Any, key: str, name: str) -> tuple[list[list[Any]], bool]:
-    """Return the rows of a field of an encoding, and whether it is a single row without a container around it."""
+    """Return the rows of a field of an encoding, and whether it is a single flat row."""
     values = as_plain(value if is_array(value) else _elements(value, f"{key} of {name}"))
     if not isinstance(values, list):
         raise _no_prompt(value, f"{key} of {name}")
@@ -449,33 +448,33 @@ def _as_rows(value: Any, key: str, name: str) -> tuple[list[list[Any]], bool]:
     if values and all(are_rows):
         return values, False
     if any(are_rows):
-        raise BadPrompt(f"{key} of {name} holds both rows and numbers; it must be one row, or a list of rows")
+        raise BadPrompt(f"{key} of {name} has both rows and numbers; it must be one row, or a list of rows")
     return [values], True
 
 
 def _windows_of(value: Any, name: str) -> list[Any]:
-    """Return the features of each window of audio. Raises `BadPrompt` if they have no shape."""
+    """Return the features of each window of audio. Raises `BadPrompt` unless they form an array."""
     if isinstance(value, (list, tuple)) and not any(map(is_array, value)):
         try:
             value = np.asarray(value, dtype=np.float32)
         except (TypeError, ValueError) as error:
-            raise BadPrompt(f"input_features of {name} are no array of numbers: {error}") from error
+            raise BadPrompt(f"input_features of {name} are not an array of numbers: {error}") from error
     return prompts_in(value, f"input_features of {name}")
 
 
 def _marked(mask: list[Any], name: str) -> list[int]:
-    """Return the places where a mask is 1. Raises `BadPrompt` if it holds anything but 0 and 1."""
+    """Return the places where a mask is 1. Raises `BadPrompt` for values other than 0 and 1."""
     for value in mask:
         if value not in (0, 1):
-            raise BadPrompt(f"{name} has {str(value)[:40]!r} in attention_mask; it must hold 0 and 1 alone")
+            raise BadPrompt(f"{name} has {str(value)[:40]!r} in attention_mask; it must have only 0 and 1")
     return [place for place, value in enumerate(mask) if value]
 
 
-def _check_says_nothing(row: EncodedPrompt, kept: list[int], name: str) -> None:
-    """Raise `BadPrompt` for token types, and for positions other than 0, 1, 2, ..., which would be ignored."""
+def _check_ids_suffice(row: EncodedPrompt, kept: list[int], name: str) -> None:
+    """Raise `BadPrompt` for token types other than 0 and positions other than 0, 1, 2, ..., which would be ignored."""
     types = row.by_token.get("token_type_ids")
     if types is not None and any(types[place] != 0 for place in kept):
-        raise BadPrompt(f"{name} has token_type_ids that are not 0, which would be ignored; leave it out")
+        raise BadPrompt(f"{name} has token_type_ids that are not 0, which would be ignored; leave them out")
     positions = row.by_token.get("position_ids")
     if positions is not None and [positions[place] for place in kept] != list(range(len(kept))):
-        raise BadPrompt(f"{name} has position_ids other than 0, 1, 2, ..., which are not honoured; leave it out")
+        raise BadPrompt(f"{name} has position_ids other than 0, 1, 2, ..., which are not supported; leave them out")

@@ -1,4 +1,4 @@
-"""Methods with settings that are given as texts, as on a command line or in a configuration."""
+"""Methods from text, with settings as NAME=VALUE, for command lines and configuration files."""
 
 import inspect
 from collections.abc import Sequence
@@ -12,15 +12,14 @@ from specbeam.recipes.method import Method
 
 
 def method_from(name: str, settings: Sequence[str]) -> Method:
-    """Return a method by its name, with settings from NAME=VALUE texts.
+    """Return a method by name, with settings from NAME=VALUE texts.
 
-    Methods that draft with a head have settings as all others. Each value is read as the type of its setting. Raises
-    `BadSetting` if there is no such method or setting, if a text has no value, or if the setting takes an object that no
-    text stands for.
+    Each value is read as the type of its setting. Raises `BadSetting` for an unknown method or setting, for a missing or
+    wrong value, and for settings whose values are objects without a text form.
     """
     make = {recipe.__name__: recipe for recipe in (*RECIPES, *HEAD_RECIPES)}.get(name)
     if make is None:
-        return resolve(name)  # raises an error that names the methods there are
+        return resolve(name)  # raises an error with all names
     known = inspect.signature(make).parameters
     chosen: dict[str, Any] = {}
     for setting in settings:
@@ -34,7 +33,7 @@ def method_from(name: str, settings: Sequence[str]) -> Method:
 
 
 def _value_of(name: str, parameter: inspect.Parameter, value: str) -> Any:
-    """Return the value of a setting of the method `name` that a text stands for."""
+    """Return the value of a setting of the method `name` from text."""
     if value in _words(parameter.annotation):
         return value
     kinds = _kinds(parameter.annotation)
@@ -44,14 +43,14 @@ def _value_of(name: str, parameter: inspect.Parameter, value: str) -> Any:
     if kinds and not example and not kinds & {bool, int, float, str, tuple}:
         wanted = " or ".join(sorted(kind.__name__ for kind in kinds))
         raise BadSetting(
-            f"{parameter.name} of {name} is {value!r}; it takes a {wanted}, for which no text stands: leave it out here, or "
-            "make the method in Python"
+            f"{parameter.name} of {name} is {value!r}; it takes a {wanted}, which has no text form: leave it out, or make "
+            "the method in Python"
         )
     return _read(parameter.name, value, example)
 
 
 def _kinds(annotation: Any) -> set[type]:
-    """Return the classes of which a type allows values, `None` and words aside; none if it is not known as such a type."""
+    """Return the classes in a type annotation, without None; empty if it has none."""
     if get_origin(annotation) in (Union, UnionType):
         return {kind for argument in get_args(annotation) for kind in _kinds(argument)}
     if get_origin(annotation) is Literal:
@@ -61,7 +60,7 @@ def _kinds(annotation: Any) -> set[type]:
 
 
 def _words(annotation: Any) -> list[str]:
-    """Return the words that a type allows in `Literal`, such as "auto"."""
+    """Return the words of `Literal` in a type annotation, such as "auto"."""
     words = []
     for argument in get_args(annotation):
         words += [argument] if isinstance(argument, str) else _words(argument)
@@ -69,7 +68,7 @@ def _words(annotation: Any) -> list[str]:
 
 
 def _example(parameter: inspect.Parameter) -> Any:
-    """Return a value of a parameter's type: its default, or zero, or zeros, if the type allows numbers, or None."""
+    """Return a value of a parameter's type: its default; else zero or (zero,) if the type allows numbers; else None."""
     if parameter.default is not None:
         return parameter.default
     for kind in get_args(parameter.annotation):
@@ -81,10 +80,10 @@ def _example(parameter: inspect.Parameter) -> Any:
 
 
 def _read(key: str, value: str, default: Any) -> Any:
-    """Read the value of the setting `key` as the type of `default`.
+    """Return the value of the setting `key`, read as the type of `default`.
 
-    A tuple is read from values between commas. Without a default, digits are an integer and all else is text. Raises
-    `BadSetting` if the value does not fit.
+    Tuples have commas between their values. Without a default, digits are an integer and all else is text. Raises
+    `BadSetting` for a value of another type.
     """
     if isinstance(default, bool):
         if value.lower() not in ("true", "false"):

@@ -1,4 +1,4 @@
-"""Files that users name: looked at before the work, and named by the errors of reading and writing."""
+"""Files named by users: checks before the work, and errors that name the file."""
 
 import gzip
 import lzma
@@ -13,15 +13,15 @@ from specbeam.core.whole_files import write_whole
 from specbeam.errors import BadPrompt, CannotWrite, MissingFile, SpecbeamError
 
 OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
-# What is raised for a packed file that is cut off, spoilt, or not packed at all.
+# Errors of compressed files that are truncated, damaged, or not compressed.
 DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError)
 
 
 def require_file(path: Path, wanted: str = "give the name of a file") -> None:
-    """Raise `MissingFile` unless there is a file at `path` that this user can open.
+    """Raise `MissingFile` unless `path` is a readable file.
 
     Args:
-        wanted: what to do if there is none.
+        wanted: advice for the message.
     """
     with reading(path, wanted):
         if path.is_dir():
@@ -29,21 +29,21 @@ def require_file(path: Path, wanted: str = "give the name of a file") -> None:
         if not path.exists():
             raise MissingFile(f"there is no file {path}; {wanted}")
         if not os.access(path, os.R_OK):
-            raise MissingFile(f"{path} may not be read by this user; change its permissions, or {wanted}")
+            raise MissingFile(f"{path} is not readable by this user; change its permissions, or {wanted}")
 
 
 def require_place(path: Path) -> None:
-    """Raise `CannotWrite` unless a file can be written to `path`, as far as its name and permissions say."""
+    """Raise `CannotWrite` unless the name and permissions of `path` allow writing a file."""
     with writing(path):
         if path.is_dir():
             raise CannotWrite(f"{path} is a folder; give the name of a file")
         _require_folder(path.parent, path)
         if path.exists() and not os.access(path, os.W_OK):
-            raise CannotWrite(f"{path} may not be written by this user; change its permissions, or give another name")
+            raise CannotWrite(f"{path} is not writable by this user; change its permissions, or give another name")
 
 
 def require_folder_place(path: Path) -> None:
-    """Raise `CannotWrite` unless there is a folder at `path` to write to, or one can be made with those above it."""
+    """Raise `CannotWrite` unless `path` is a writable folder or can be created with its parents."""
     with writing(path):
         there = path
         while not there.exists() and there != there.parent:
@@ -52,22 +52,22 @@ def require_folder_place(path: Path) -> None:
 
 
 def _require_folder(folder: Path, path: Path) -> None:
-    """Raise `CannotWrite` unless files can be made in a folder; `path` is what is to be written there."""
+    """Raise `CannotWrite` unless `path` can be created in a folder."""
     if not folder.exists():
-        raise CannotWrite(f"there is no folder {folder} to write {path.name} into; make it, or give another name")
+        raise CannotWrite(f"there is no folder {folder} for {path.name}; create it, or give another name")
     if not folder.is_dir():
-        raise CannotWrite(f"{folder} is no folder, so {path} cannot be written; give another name")
+        raise CannotWrite(f"{folder} is not a folder, so {path} cannot be written; give another name")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise CannotWrite(
-            f"this user may not write into the folder {folder}, so {path} cannot be written; change its permissions, or "
+            f"the folder {folder} is not writable by this user, so {path} cannot be written; change its permissions, or "
             "give another name"
         )
 
 
 def text_of(path: Path, wanted: str = "give the name of a file") -> str:
-    """Return the text of a UTF-8 file, which may be packed (.gz, .xz).
+    """Return the text of a UTF-8 file, plain or compressed (.gz, .xz).
 
-    Raises `MissingFile` if it cannot be read, and `BadPrompt`, which names the line, if it is not UTF-8, or damaged.
+    Raises `MissingFile` if it cannot be read, and `BadPrompt` if it is damaged or, with the line, not UTF-8.
     """
     require_file(path, wanted)
     try:
@@ -75,17 +75,17 @@ def text_of(path: Path, wanted: str = "give the name of a file") -> str:
             raw: bytes = file.read()
         return raw.decode("utf-8-sig")
     except DAMAGE as error:
-        raise BadPrompt(f"{path} is damaged, or not packed as its name says: {error}; pack it anew") from error
+        raise BadPrompt(f"{path} is damaged, or its suffix is wrong: {error}; compress it again") from error
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise BadPrompt(
-            f"{path}, line {line}: byte {error.object[error.start]:#x} is no UTF-8; save it as UTF-8"
+            f"{path}, line {line}: byte {error.object[error.start]:#x} is not UTF-8; save the file as UTF-8"
         ) from error
 
 
 @contextmanager
 def reading(path: Path, wanted: str = "give the name of a file") -> Iterator[None]:
-    """Raise `MissingFile`, which names the file, in place of an error of the system inside."""
+    """Turn system errors inside the block into a `MissingFile` that names the file."""
     try:
         yield
     except (SpecbeamError, gzip.BadGzipFile):
@@ -96,7 +96,7 @@ def reading(path: Path, wanted: str = "give the name of a file") -> Iterator[Non
 
 @contextmanager
 def writing(path: Path, advice: str = "give another name, or make room") -> Iterator[None]:
-    """Raise `CannotWrite`, which names the file, in place of an error of the system inside."""
+    """Turn system errors inside the block into a `CannotWrite` that names the file."""
     try:
         yield
     except SpecbeamError:
@@ -106,10 +106,7 @@ def writing(path: Path, advice: str = "give another name, or make room") -> Iter
 
 
 def write_output(path: Path, content: str | bytes) -> None:
-    """Write a file that is whole or not there; into what is no file, such as a pipe or a device, directly.
-
-    Raises `CannotWrite` if it cannot be written.
-    """
+    """Write a file atomically; write directly to pipes and devices. Raises `CannotWrite` if that fails."""
     raw = content.encode("utf-8") if isinstance(content, str) else content
     with writing(path):
         if path.exists() and not path.is_file():

@@ -1,4 +1,4 @@
-"""Texts that other programs can read: JSON without NaN, XML and terminals without control characters."""
+"""Safe output for other programs: JSON without NaN; XML and terminal text without control characters."""
 
 import json
 import math
@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
-# Control characters but those that lay out a text, and halves of characters.
+# Control characters except newline and tab, and lone surrogates.
 _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _NO_XML = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
 def as_json(value: Any, is_ascii: bool = False) -> str:
-    """Return a value as one line of JSON. NaN and infinity, for which JSON has no form, become null.
+    """Return a value as a line of JSON. NaN and infinity become null, because JSON lacks them.
 
     >>> as_json({"ratio": float("nan"), "text": "ä"})
     '{"ratio": null, "text": "ä"}'
@@ -26,7 +26,7 @@ def as_json(value: Any, is_ascii: bool = False) -> str:
 
 
 def _with_finite_numbers(value: Any) -> Any:
-    """Return a copy of a value with None in place of each number that is not finite."""
+    """Return a copy of a value with None in place of non-finite numbers."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -37,7 +37,7 @@ def _with_finite_numbers(value: Any) -> Any:
 
 
 def for_terminal(text: str) -> str:
-    r"""Return a text that cannot steer a terminal: control characters but ends of lines and tabs are written out.
+    r"""Return a text with escaped control characters, except for newlines and tabs.
 
     >>> print(for_terminal("red: \x1b[31m"))
     red: \x1b[31m
@@ -46,7 +46,7 @@ def for_terminal(text: str) -> str:
 
 
 def without_control(text: str) -> str:
-    r"""Return a text without control characters but ends of lines and tabs; other marks and spaces stay.
+    r"""Return a text without control characters, except for newlines and tabs.
 
     >>> without_control("\x1b[1mwide\xa0\u3000space\u200d")
     '[1mwide\xa0\u3000space\u200d'
@@ -55,7 +55,7 @@ def without_control(text: str) -> str:
 
 
 def for_xml(text: str) -> str:
-    r"""Return a text in which characters that XML 1.0 forbids or changes are written out; markup is not escaped.
+    r"""Return a text with characters escaped that XML 1.0 forbids or changes; markup is not escaped.
 
     >>> print(for_xml("a\x00b\n<"))
     a\x00b\n<
@@ -64,5 +64,5 @@ def for_xml(text: str) -> str:
 
 
 def _escaped(text: str, letters: re.Pattern[str]) -> str:
-    """Return a text with an escape, as in a string of Python, in place of each of these letters."""
+    """Return a text with these letters replaced by Python escapes."""
     return letters.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

@@ -1,10 +1,10 @@
-"""One call, decoded: prompts, sources, options, generation configs and the method become numbers and parts, once."""
+"""The plan of a call: prompts, sources, options and method, translated once into token ids, numbers and parts."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from specbeam.doors.grammar.spelling import closing_tokens
 from specbeam.doors.options.checks import as_list, as_texts, is_integer, require
 from specbeam.doors.options.generation_config import OF_ENCODER_DECODERS, contradiction
 from specbeam.doors.options.guidance import Guidance
-from specbeam.doors.options.processors import biases_of
+from specbeam.doors.options.processors import TextFacts, biases_of
 from specbeam.doors.options.settings import DEFAULT_NEW_TOKENS, Settings
 from specbeam.doors.options.table import warper_names
 from specbeam.doors.sources import (
@@ -47,24 +47,21 @@ from specbeam.models.quantised import rounding_of
 from specbeam.recipes.catalogue import resolve
 from specbeam.recipes.method import Method, RequestInfo
 
-if TYPE_CHECKING:
-    from transformers import GenerationConfig
-
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedText:
-    """One text to decode.
+    """A text to decode.
 
     Attributes:
-        number: of its prompt.
-        prompt: the tokens that it begins with.
-        warp: turns logits into its law.
-        limits: when it ends.
-        key: of its chance; None: random.
-        context: what models read besides tokens, by model.
-        read: tokens of the source that the text may copy; None: there is no source.
+        number: number of the prompt.
+        prompt: the initial tokens.
+        warp: turns logits into the law of the text.
+        limits: the stop rules.
+        key: seed of the text's random numbers; None: random.
+        context: inputs other than tokens, by model.
+        read: source tokens that the text may copy; None without a source.
     """
 
     number: int
@@ -78,21 +75,21 @@ class PlannedText:
 
 @dataclass(frozen=True, eq=False)
 class CallPlan:
-    """What a call asks for, decoded once. Whoever has it looks at no option again.
+    """A planned call. Later steps use these values and never read the options.
 
-    A place is the number of a text. A prompt that cannot be decoded takes one place, which holds its error.
+    A place is the number of a text. A rejected prompt has one place, which holds its error.
 
     Attributes:
         pair: the models.
-        method: the method that decodes.
-        parts: its parts; their law names rounded weights and the form of the texts, too.
+        method: the decoding method.
+        parts: the method's parts; their law also names rounded weights and constraints.
         eos: the end tokens.
-        constraint: enforces the form of the texts; None if there is no form.
-        answers: number of return sequences of each prompt.
-        answers_per_session: number of these that are decoded together, as beams.
+        constraint: the grammar constraint, or None.
+        answers: number of return sequences per prompt.
+        answers_per_session: number of return sequences decoded together, as beams.
         audit: whether texts are audited.
-        texts: the text of each place, or the error of its prompt.
-        prompt_of: the number of the prompt at each place.
+        texts: the text, or the error of its prompt, of each place.
+        prompt_of: the prompt number of each place.
     """
 
     pair: Pair
@@ -115,31 +112,27 @@ class CallPlan:
         options: Settings | Mapping[str, Any] = NO_OPTIONS,
         seed: int | None = None,
         audit: bool = False,
-        *,
-        generation_config: "GenerationConfig | None" = None,
         completes: bool = True,
     ) -> "CallPlan":
-        """Decode a call. Nothing is generated.
+        """Plan a call without generating anything.
 
         Args:
             pair: the models.
-            prompts: one prompt or many, in any form that `inputs` lists.
-            method: a recipe, or its name; None: the default of the pair.
-            options: those of `generate`, by name.
+            prompts: one prompt or many, in any form listed in `inputs`.
+            method: a recipe or its name; None: the default of the pair.
+            options: the options of `generate`, by name, or `Settings`.
             seed: the same seed gives the same answers; None: a random seed.
             audit: whether to test while decoding that the output has the declared law.
-            generation_config: of the caller; single options take precedence over it.
-            completes: whether options that are not given come from the model's own generation config.
+            completes: whether missing options are taken from the model's own generation config.
 
         Raises:
-            BadSetting, NotSupported: the options are wrong, or the method cannot honour them. The error of a single prompt
-                takes its place in `texts`.
+            BadSetting, NotSupported: the options are wrong, or the method does not support them. Errors of single prompts
+                are in `texts`.
         """
-        settings = options if isinstance(options, Settings) else Settings.given(options, generation_config)
+        settings = options if isinstance(options, Settings) else Settings.given(options)
         chosen = usual_method(pair) if method is None else resolve(method)
-        reason = contradiction(
-            generation_config, chosen.name, chosen.beams, not (chosen.greedy or settings.temperature == 0)
-        )
+        draws = not (chosen.greedy or settings.temperature == 0)
+        reason = contradiction(settings.config, chosen.name, chosen.beams, draws)
         if reason is not None:
             raise BadSetting(reason)
         _check(chosen, settings)
@@ -170,14 +163,14 @@ class CallPlan:
 
 @dataclass(frozen=True, eq=False)
 class _Asked:
-    """What all texts of a call have in common, with the settings from which each text is planned.
+    """The values shared by all texts of a call, and the settings for planning each text.
 
     Attributes:
         guided: the model of the second pass for `guidance_scale`; None without guidance.
-        closing: which tokens can complete a stop string; None if that is not known or not needed.
+        closing: mask of the tokens that can complete a stop string; None if unknown or not needed.
         drafting: the models that draft.
         reading: the models that read sources.
-        limit_is_given: whether the caller has limited the length of texts.
+        limit_is_given: whether the caller limited the length of texts.
     """
 
     pair: Pair
@@ -194,7 +187,7 @@ class _Asked:
 
     @classmethod
     def of(cls, pair: Pair, method: Method, settings: Settings, audit: bool, limit_is_given: bool) -> "_Asked":
-        """Make the parts, and check what can be checked without a prompt."""
+        """Make the parts and check everything that does not depend on a prompt."""
         parts = method.parts(pair.target, pair.draft)
         eos = settings.eos(pair.eos)
         _check_tokens(settings, pair.target.vocab)
@@ -213,7 +206,7 @@ class _Asked:
         return cls(pair, method, settings, parts, eos, constraint, guided, closing, drafting, reading, limit_is_given)
 
     def texts(self, prompts: Any, seed: int | None, each: int) -> Iterator[tuple[int, PlannedText | BadPrompt]]:
-        """Yield the texts of each prompt, `each` of them, with its number; of a prompt that cannot be decoded its error."""
+        """Yield pairs of prompt number and text: `each` texts per prompt, or one error for a rejected prompt."""
         earlier: Counter[tuple[int, ...]] = Counter()  # number of texts so far, by prompt
         reads = isinstance(self.pair.target, EncoderDecoderLM)
         given = as_prompts(prompts)
@@ -244,48 +237,38 @@ class _Asked:
     def _law_of(
         self, prompt: list[int], number: int, room: int | None, source: list[int] | None
     ) -> tuple[Warp, Limits]:
-        """Return what makes the law of one text, and when it ends.
+        """Return the warp and the limits of a text.
 
         Args:
             prompt: the token ids.
             number: number of the prompt.
-            room: number of new tokens for which the models have positions; None if there is no limit.
-            source: the tokens that an encoder reads, or those of the prompt; None for a source that is not text.
+            room: number of new tokens for which the models have positions; None: unlimited.
+            source: the tokens of the encoder's input or, without an encoder, the prompt; None for audio.
         """
         pair = self.pair
         settings = self.settings
         method = self.method
-        decoder = None if pair.tokenizer is None else pair.tokenizer.decode  # with its special tokens
+        decoder = None if pair.tokenizer is None else pair.tokenizer.decode  # including special tokens
         fills_beams = method.fills_beams or method.greedy or settings.temperature == 0
         keep = method.beams if fills_beams else settings.num_return_sequences
         limits = settings.limits(self.eos, len(prompt), room, decoder, keep)
-        if method.beams == 1:  # greedy search and sampling are over at their first end
+        if method.beams == 1:  # greedy search and sampling stop at the first end token
             limits = replace(limits, early_stopping=True)
         limits = replace(limits, closing=self.closing)
         guidance = None
         if self.guided is not None:
             scale = float(settings.guidance_scale or 0)
             guidance = Guidance(self.guided, scale, len(prompt), by_place=method.search)
-        warp = settings.warp(
-            self.eos,
-            method.greedy,
-            len(prompt),
-            number,
-            method.search,
-            self.constraint,
-            limits.max_new_tokens,
-            single=method.beams == 1,
-            source=source,
-            vocab=pair.target.vocab,
-            guidance=guidance,
+        text = TextFacts(
+            self.eos, len(prompt), number, limits.max_new_tokens, method.search, source, pair.target.vocab, guidance
         )
-        return warp, limits
+        return settings.warp(text, method.greedy, self.constraint, single=method.beams == 1), limits
 
     def _room(self, prompt: list[int], number: int) -> int | None:
-        """Return the number of new tokens for which the models have positions; None if there is no limit.
+        """Return the number of new tokens for which the models have positions; None: unlimited.
 
-        Raises `BadPrompt` if prompt `number` is too long for the settings or for the models. A limit in the model's own
-        generation config asks for no room: texts then end where the positions end.
+        Raises `BadPrompt` if prompt `number` is too long for the settings or the models. A limit in the model's own
+        generation config does not count: texts then end where the positions end.
         """
         settings = self.settings
         pair = self.pair
@@ -304,8 +287,8 @@ class _Asked:
             why = f"the model has {most} positions; shorten the prompt or lower max_new_tokens"
             if any(most_before_angles_change(config) == most for config in _configs_of(models)):
                 why = (
-                    f"beyond {most} tokens the model reads all of them with other angles ('longrope'), which what is stored "
-                    "does not have; shorten the prompt or lower max_new_tokens, or give the model its long factors for all "
+                    f"beyond {most} tokens the model changes the rotary angles of all tokens ('longrope'), and the KV cache "
+                    "has the old angles; shorten the prompt or lower max_new_tokens, or use the long factors for all "
                     "lengths (docs/models.md)"
                 )
             raise BadPrompt(f"prompt {number} has {len(prompt)} tokens and may get {least} new ones, but {why}")
@@ -321,15 +304,15 @@ def _guided_by(method: Method, parts: Parts, pair: Pair, settings: Settings) -> 
         return None
     if method.search and not isinstance(parts.drafter, NoDraft):
         raise NotSupported(
-            f"guidance_scale is not for {method.name}: with several beams transformers guides each beam by what "
-            "stood in its place before, which drafts cannot know; take sb.beam_search, or sb.dsbd, which guides each "
-            "text by itself"
+            f"{method.name} does not support guidance_scale: with several beams, transformers guides each beam by the "
+            "earlier tokens of its row, which drafts cannot know; use sb.beam_search, or sb.dsbd, which guides each text "
+            "by its own tokens"
         )
     return _guided_model(pair.target)
 
 
 def _full_law(law: str, pair: Pair, settings: Settings) -> str:
-    """Return the method's law, completed by how the target's weights are rounded, and by the form of the texts."""
+    """Return the method's law, with the rounding of the target's weights, its memory, and the constraint."""
     rounding = rounding_of(pair.target)
     if rounding:
         law = f"{law}; of the target in {rounding}"
@@ -341,9 +324,9 @@ def _full_law(law: str, pair: Pair, settings: Settings) -> str:
 
 
 def _closing_tokens(pair: Pair, settings: Settings) -> Bool[np.ndarray, " vocab"] | None:
-    """Return which tokens can complete a stop string; None if that is not known or not needed.
+    """Return a mask of the tokens that can complete a stop string; None if unknown.
 
-    Only compiled runs of many turns need it.
+    Only compiled runs of several turns use it.
     """
     stops = as_texts(settings.stop_strings)
     may_run = bool(stops) and pair.tokenizer is not None and getattr(pair.target, "supports_runs", False)
@@ -351,7 +334,7 @@ def _closing_tokens(pair: Pair, settings: Settings) -> Bool[np.ndarray, " vocab"
 
 
 def _check(method: Method, settings: Settings) -> None:
-    """Raise `NotSupported` or `BadSetting` if the method would ignore a setting or cannot give enough answers."""
+    """Raise `NotSupported` or `BadSetting` if the method would ignore a setting or has too few beams."""
     if method.greedy:
         warping = [name for name in warper_names() if getattr(settings, name) is not None]
         if warping and settings.temperature != 0:
@@ -365,7 +348,7 @@ def _check(method: Method, settings: Settings) -> None:
 
 
 def _check_tokens(settings: Settings, vocab: int) -> None:
-    """Raise `BadSetting` if eos_token_id or bad_words_ids holds a token that the model does not have."""
+    """Raise `BadSetting` if an option contains a token id outside the model's vocabulary."""
     ends = [token for token in settings.eos(None) if not 0 <= token < vocab]
     if ends:
         raise BadSetting(f"eos_token_id is {ends[0]}; the model knows 0 to {vocab - 1} ([] for no end token)")
@@ -385,20 +368,20 @@ def _check_tokens(settings: Settings, vocab: int) -> None:
 
 
 def _guided_model(target: Any) -> Any:
-    """Return the model of transformers that runs the second pass of a target.
+    """Return the transformers model for the second pass.
 
-    Raises `NotSupported` if it would have another law than the target's own passes, or if there is none.
+    Raises `NotSupported` if there is none, or if its law would differ from that of the target's own passes.
     """
     reason = ""
     if not isinstance(target, HuggingFaceLM):
-        reason = "the target of this pair is not run by transformers' model alone"
+        reason = "this target is more than a transformers model"
     elif isinstance(target, EncoderDecoderLM):
         reason = f"{type(target.model).__name__} reads a source, and transformers guides models that continue prompts"
     elif rounding_of(target):
-        reason = f"the target is decoded in {rounding_of(target)}, and the second pass would not be"
+        reason = f"the target runs in {rounding_of(target)}, and the second pass would not"
     elif target.engine == "compiled" and target.model.dtype != torch.float32:
         reason = (
-            f"the target computes in float32, and the second pass would in {target.model.dtype}: load(dtype='float32')"
+            f"the target computes in float32, and the second pass would use {target.model.dtype}: load(dtype='float32')"
         )
     if reason:
         raise NotSupported(f"guidance_scale needs a second pass of the target without the prompt; {reason}")
@@ -413,6 +396,6 @@ def _tokens_of(source: Source) -> list[int] | None:
 
 
 def _configs_of(pair: Pair) -> list[Any]:
-    """Return the configurations of the models of a pair, of their texts."""
+    """Return the text configs of the models of a pair."""
     models: list[Any] = [pair.target_model, pair.draft_model]
     return [model.config.get_text_config() for model in models if hasattr(model, "config")]

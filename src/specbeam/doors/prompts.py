@@ -1,4 +1,4 @@
-"""Prompts from files in the formats in which data sets are published, or by name through `datasets`."""
+"""Prompts from files in the formats of published data sets, or from data sets by name."""
 
 import io
 import json
@@ -22,7 +22,7 @@ KNOWN = {
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A prompt, and its right answer; None if it has none."""
+    """A prompt and its reference answer, or None."""
 
     prompt: str
     answer: str | None = None
@@ -32,25 +32,25 @@ def read(source: str, rows: int | None = None, columns: tuple[int, int] = (1, 2)
     """Read the prompts of a file or of a data set.
 
     Args:
-        source: a file, plain or packed (.gz, .xz): text with a prompt per line, .tsv, or JSON lines of Spec-Bench,
-            MT-Bench ("turns"), GSM8K, HumanEval, SQuAD, Spider, or with a "prompt". Or a name in `KNOWN`, which
-            `datasets` fetches.
-        rows: maximum number of prompts, chosen as `spread` does; None: all.
+        source: a file, plain or compressed (.gz, .xz): text with a prompt per line, .tsv, or JSON lines of Spec-Bench,
+            MT-Bench ("turns"), GSM8K, HumanEval, SQuAD, Spider, or with a "prompt". Or a name in `KNOWN`, which is
+            downloaded by `datasets`.
+        rows: maximum number of prompts, chosen by `spread`; None: all.
         columns: the columns of prompt and answer in a .tsv, counted from 1.
 
     Raises:
         MissingFile: there is no such file, and no data set of that name.
         MissingPackage: `datasets` is not installed.
-        BadPrompt: a line cannot be read (the error names file and line), or there are no prompts.
+        BadPrompt: a line cannot be read (the error names file and line), or there is no prompt.
     """
     prompts = list(_rows(source, columns))
     if not prompts:
-        raise BadPrompt(f"{source} holds no prompts")
+        raise BadPrompt(f"{source} has no prompts")
     return prompts if rows is None else spread(prompts, rows)
 
 
 def spread(rows: Sequence[Any], count: int) -> list[Any]:
-    """Return at most `count` rows, spaced evenly over all: published files are often sorted, by length for example."""
+    """Return at most `count` rows, evenly spaced over all, because published files are often sorted (by length, say)."""
     if count >= len(rows):
         return list(rows)
     return [rows[(2 * place + 1) * len(rows) // (2 * count)] for place in range(count)]
@@ -94,9 +94,9 @@ def _row_of_line(text: str, kind: str, columns: tuple[int, int]) -> PromptRow:
 
 
 def of_record(record: Any) -> PromptRow:
-    """Return the prompt and the answer in a record of any of the known data sets.
+    """Return the prompt and the answer of a record of any of the known data sets.
 
-    Raises `KeyError` if the record has no field that holds a prompt.
+    Raises `KeyError` if the record has no prompt.
     """
     if isinstance(record, str):
         return PromptRow(record)
@@ -112,11 +112,11 @@ def of_record(record: Any) -> PromptRow:
         )
     if "question" in record:
         return PromptRow(record["question"], _first(record.get("query", record.get("answer"))))
-    raise KeyError("none of turns, prompt, question is in the record")
+    raise KeyError("the record has none of turns, prompt, question")
 
 
 def _first(answer: Any) -> str | None:
-    """Return the first answer of a field that holds a text, a list of texts or a dictionary with them; None if none."""
+    """Return the first answer of a field with a text, a list of texts or a dictionary with them; otherwise None."""
     if isinstance(answer, dict):
         answer = answer.get("text")
     if isinstance(answer, list):
@@ -128,6 +128,6 @@ def _rows_of_hub(name: str) -> Iterator[PromptRow]:
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise MissingPackage(f"{name} is fetched by datasets: pip install datasets, or give a file") from error
+        raise MissingPackage(f"{name} needs datasets: pip install datasets, or give a file") from error
     hub_id, configuration, split = KNOWN[name]
     yield from map(of_record, load_dataset(hub_id, configuration, split=split))

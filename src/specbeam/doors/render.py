@@ -1,4 +1,4 @@
-"""Pictures of one turn's forest, in the terminal and as SVG."""
+"""Pictures of a turn's forest, for terminals and as SVG."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ MARKS = {"root": "●", "accepted": "✓", "rejected": "✗", "resampled": "↻"
 STYLES = {"root": "bold", "accepted": "bold green", "rejected": "red", "resampled": "bold yellow", "unused": "dim"}
 COLOURS = {"root": "#333", "accepted": "#1a7f37", "rejected": "#cf222e", "resampled": "#9a6700", "unused": "#8c959f"}
 MEANINGS = {
-    "accepted": "draft that the target took",
-    "rejected": "draft that it refused",
+    "accepted": "draft accepted by the target",
+    "rejected": "draft rejected by the target",
     "resampled": "the target's own choice, not drafted",
     "unused": "draft that was not reached",
 }
@@ -30,7 +30,7 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class Leaf:
-    """One node of the picture: a root, a draft node, or a pair that the target drew in place of a draft."""
+    """A node of the picture: a root, a draft node, or the target's own choice in place of a draft."""
 
     parent: int  # index into the picture, -1 at a root
     text: str
@@ -40,9 +40,9 @@ class Leaf:
 
 
 def picture(turn: Turn, words: Words) -> list[Leaf]:
-    """Return the nodes of a turn's forest, each with its fate, and the pairs drawn in place of drafts; parents come first.
+    """Return the nodes of a turn's forest with their fates, and the target's own choices; parents come first.
 
-    The method must have recorded its trials (`trace=True`).
+    The method must record its trials (`trace=True`).
     """
     forest = turn.forest
     nodes = [Leaf(int(parent), words(int(token)), "unused" if parent >= 0 else "root")
@@ -57,7 +57,7 @@ def picture(turn: Turn, words: Words) -> list[Leaf]:
 
 
 def odds(leaf: Leaf) -> str:
-    """Return the label with the probabilities of a node, like "p 0.25 q 0.5"; "" if its layer was not reached."""
+    """Return a label with the probabilities of a node, such as "p 0.25 q 0.5"; "" if its layer was not reached."""
     if leaf.p is None:
         return ""
     draft = f" q {leaf.q:.2g}" if leaf.q else ""
@@ -80,26 +80,26 @@ def as_trees(nodes: list[Leaf]) -> list["Tree"]:
 
 
 def as_label(text: str) -> str:
-    """Return a text for a plot of matplotlib, in which dollar signs are no formulas."""
+    """Return a text for matplotlib, with dollar signs escaped."""
     return for_xml(text).replace("$", r"\$")
 
 
 def save_figure(figure: Any, path: str | Path) -> None:
-    """Write a figure of matplotlib to a file, in the format that its name ends in."""
+    """Write a matplotlib figure to a file, in the format of the file's suffix."""
     raw = BytesIO()
     figure.savefig(raw, dpi=130, format=Path(path).suffix[1:].lower())
     write_output(Path(path), raw.getvalue())
 
 
 class Svg(str):
-    """The text of an SVG file, which notebooks show as the picture."""
+    """The text of an SVG file; notebooks show the picture."""
 
     def _repr_svg_(self) -> str:
         return str(self)
 
 
 def as_svg(nodes: list[Leaf]) -> Svg:
-    """Return the picture as the text of an SVG file, with layers from left to right."""
+    """Return the picture as SVG, with layers from left to right."""
     depth, row = _places(nodes)
     x = 30 + 190 * depth
     y = 50 + 30 * row
@@ -141,14 +141,14 @@ def as_svg(nodes: list[Leaf]) -> Svg:
 
 
 def _places(nodes: list[Leaf]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the depth and the row of each node: leaves one below the other, parents in the middle of their children."""
+    """Return the depth and the row of each node: one row per leaf, parents at the mean row of their children."""
     depth = np.zeros(len(nodes))
     children: dict[int, list[int]] = {index: [] for index in range(-1, len(nodes))}
     for index, leaf in enumerate(nodes):
         children[leaf.parent].append(index)
         depth[index] = 0 if leaf.parent < 0 else depth[leaf.parent] + 1
     row = np.zeros(len(nodes))
-    free = 0  # the next row for a leaf
+    free = 0  # the next free row
 
     def place(index: int) -> None:
         """Set the rows of a node and of all nodes below it."""
@@ -159,7 +159,7 @@ def _places(nodes: list[Leaf]) -> tuple[np.ndarray, np.ndarray]:
             row[index] = np.mean(row[children[index]])
         else:
             row[index] = free
-            free = free + 1
+            free += 1
 
     for root in children[-1]:
         place(root)

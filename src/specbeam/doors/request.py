@@ -1,6 +1,5 @@
-"""The sessions of a plan while they are decoded, and the answers that come of them."""
+"""The sessions of a planned call and their answers."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,8 +8,7 @@ from specbeam.core.records import Beam, Generation
 from specbeam.core.session import Parts, Session
 from specbeam.doors.grammar.spelling import text_of_tokens
 from specbeam.doors.growing_text import GrowingText
-from specbeam.doors.options.settings import Settings
-from specbeam.doors.plan import NO_OPTIONS, CallPlan, PlannedText
+from specbeam.doors.plan import CallPlan, PlannedText
 from specbeam.errors import SpecbeamError, TooFewAnswers
 from specbeam.models.pair import Pair
 from specbeam.recipes.method import Method
@@ -20,9 +18,9 @@ class Request:
     """The running sessions of a plan.
 
     Attributes:
-        plan: what was asked for.
-        sessions: the sessions, in the order of their places.
-        refused: the error of each prompt that cannot be decoded, by place.
+        plan: the planned call.
+        sessions: in the order of their places.
+        refused: the error of each rejected prompt, by place.
     """
 
     def __init__(self, plan: CallPlan) -> None:
@@ -36,17 +34,9 @@ class Request:
                 self.refused[place] = text
 
     @classmethod
-    def of(
-        cls,
-        pair: Pair,
-        prompts: Any,
-        method: Method | str | None = None,
-        options: Settings | Mapping[str, Any] = NO_OPTIONS,
-        seed: int | None = None,
-        audit: bool = False,
-    ) -> "Request":
-        """Return the sessions of a call; the arguments and errors are those of `CallPlan.of`."""
-        return cls(CallPlan.of(pair, prompts, method, options, seed, audit))
+    def of(cls, *arguments: Any, **options: Any) -> "Request":
+        """Plan a call and make its sessions; the arguments and errors are those of `CallPlan.of`."""
+        return cls(CallPlan.of(*arguments, **options))
 
     @property
     def pair(self) -> Pair:
@@ -75,17 +65,17 @@ class Request:
 
     @property
     def answers_per_session(self) -> int:
-        """The number of answers that each session gives."""
+        """The number of answers of each session."""
         return self.plan.answers_per_session
 
     def text_of(self, tokens: list[int], shows_special: bool = False) -> str:
         """Return the text of new tokens; "" without a tokenizer.
 
-        Under a constraint it is the exact text, without the end token.
+        With a constraint, this is the exact constrained text, without the end token.
 
         Args:
             tokens: token ids.
-            shows_special: whether the text has special tokens; without effect under a constraint.
+            shows_special: whether special tokens are included; ignored with a constraint.
         """
         if self.pair.tokenizer is None:
             return ""
@@ -94,19 +84,19 @@ class Request:
         return text_of_tokens(self.pair.tokenizer, tokens[:-1] if self._is_complete(tokens) else tokens)
 
     def growing_text(self, shows_special: bool = False) -> GrowingText:
-        """Return the text of tokens that become more, as far as it begins `text_of` of all of them."""
+        """Return a streaming decoder whose pieces add up to `text_of` of all tokens."""
         if self.plan.constraint is None:
             return GrowingText(self.pair.tokenizer, shows_special)
         return GrowingText(self.pair.tokenizer, is_exact=True, ends=self.eos)
 
     def _is_complete(self, tokens: list[int]) -> bool:
-        """Return whether a text has its end token; under a constraint it then has the required form."""
+        """Return whether a text has its end token; a constrained text then satisfies the constraint."""
         return bool(tokens) and tokens[-1] in self.eos
 
     def result(self, session: Session) -> list[Generation] | SpecbeamError:
-        """Return the answers of a session that is over, or its error.
+        """Return the answers of a finished session, or its error.
 
-        If there are fewer answers than return sequences, the error is a `TooFewAnswers` that holds them.
+        With fewer answers than return sequences, the error is a `TooFewAnswers` that contains them.
         """
         if session.failure is not None:
             return session.failure
@@ -129,11 +119,11 @@ class Request:
 
         texts = sorted(session.hypotheses(), key=score, reverse=True)
         if session.remaining > 0:
-            # The session was over before its limit, so its live beams were given up: finished ones come first. Texts that
-            # reach the limit compete with the finished ones by their scores, as in transformers.
+            # The session stopped before its length limit and abandoned its live beams: finished beams come first. At the
+            # limit, unfinished beams compete by score, as in transformers.
             texts.sort(key=lambda text: not text.finished)
         if self.plan.constraint is not None and not self.method.search:
-            # A text that was cut off does not have the required form: complete ones come first.
+            # A truncated text does not satisfy the constraint: complete texts come first.
             texts.sort(key=lambda text: not self._is_complete(text.tokens))
         found = [Beam(text.tokens, score(text), self.text_of(text.tokens), text.finished) for text in texts]
         beams = found[: self.method.beams]
@@ -142,7 +132,7 @@ class Request:
         return [self._generation(session, beams, others, number) for number in range(count)]
 
     def _generation(self, session: Session, beams: list[Beam], others: list[Beam], number: int) -> Generation:
-        """Return the answer that is beam `number` of the best beams of the session; `others` are the rest."""
+        """Return beam `number` of a session's best beams as an answer; `others` go into its report."""
         answer = beams[number]
         report = replace(session.report(len(answer.tokens)), other_beams=others)
         return Generation(answer.text, answer.tokens, beams, report, session.prompt)

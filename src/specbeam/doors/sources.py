@@ -1,4 +1,4 @@
-"""What a caller gives for each text: prompts, or the sources of models whose encoder reads them."""
+"""Prompts of decoder-only models, and sources: the inputs of encoder-decoder models."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,9 +18,9 @@ from specbeam.models.pair import Pair
 
 
 def as_prompts(given: Any) -> list[Any]:
-    """Return a list of single prompts or sources, from one or several in any form that `inputs` lists, or `Source`s.
+    """Return a list of single prompts or sources, from any form listed in `inputs` or a `Source`.
 
-    Raises `NoPrompts` if it holds neither. What comes out may be given again.
+    Raises `NoPrompts` for anything else. The function is idempotent.
     """
     try:
         return [given] if isinstance(given, Source) else prompts_in(given)
@@ -32,17 +32,17 @@ def token_ids(pair: Pair, prompt: Any, number: int, vocab: int) -> list[int]:
     """Return the token ids of prompt `number`, without padding. Raises `BadPrompt` if it is empty or cannot be read.
 
     Args:
-        vocab: number of tokens that what reads the prompt knows.
+        vocab: vocabulary size of the model or encoder that reads the prompt.
     """
     pad, unsure = _pad_tokens(pair)
     return PromptReader(pair.tokenizer, vocab, pad, unsure).ids(prompt, f"prompt {number}")
 
 
 def _pad_tokens(pair: Pair) -> tuple[int | None, list[int]]:
-    """Return the token that fills rows for sure, None if there is none, and the tokens that may fill them.
+    """Return the token that is certainly padding, or None, and the tokens that may be padding.
 
-    As in transformers the first is the pad token of the target's generation config, unless it is an end token as well. The
-    tokenizer's own stands in if the config has none.
+    As in transformers, the first one is the pad token of the target's generation config, by default the tokenizer's, unless
+    it is also an end token.
     """
     config = getattr(pair.target_model, "generation_config", None)
     pads = [getattr(holder, "pad_token_id", None) for holder in (config, pair.tokenizer)]
@@ -52,38 +52,38 @@ def _pad_tokens(pair: Pair) -> tuple[int | None, list[int]]:
 
 
 def readers(pair: Pair, further: Sequence[LM] = ()) -> list[EncoderDecoderLM]:
-    """Return the models of a pair that read sources, each once.
+    """Return the encoder-decoder models of a pair, each once.
 
     Args:
-        further: other models that draft for it.
+        further: further draft models.
     """
     every = dict.fromkeys((pair.target, pair.draft, *further))
     return [lm for lm in every if isinstance(lm, EncoderDecoderLM)]
 
 
 def hears(pair: Pair) -> bool:
-    """Return whether what a pair reads is audio."""
+    """Return whether a pair reads audio."""
     return isinstance(pair.target, EncoderDecoderLM) and pair.target.input_name == "input_features"
 
 
 def sources_in(session: Session) -> list[Source]:
-    """Return the sources that are read for a session, by whichever model."""
+    """Return the sources of a session, for all models."""
     return [source for source in session.context.values() if isinstance(source, Source)]
 
 
 def source_length(session: Session) -> int:
-    """Return the length of what the encoder reads for a session; 0 if nothing is read."""
+    """Return the length of a session's source; 0 without a source."""
     lengths = [source.inputs.shape[-1] for source in sources_in(session) if source.inputs is not None]
     return max(lengths, default=0)
 
 
 def source_of(pair: Pair, given: Any, number: int, reading: Sequence[EncoderDecoderLM]) -> tuple[Source, list[int]]:
-    """Return source `number`, and integers that stand for it, from which the chance of its sessions is made.
+    """Return source `number`, and integers that identify it, for the seeds of its sessions.
 
     Args:
         reading: the models that read it.
 
-    Raises `BadPrompt` if it is empty, too long or not what the encoder reads. Nothing is cut off.
+    Raises `BadPrompt` if it is empty, too long or of the wrong kind. Sources are never truncated.
     """
     target = pair.target
     assert isinstance(target, EncoderDecoderLM)
@@ -111,12 +111,12 @@ def _check_length(reading: Sequence[EncoderDecoderLM], length: int, number: int)
 
 
 def _encoder_vocab(lm: EncoderDecoderLM) -> int:
-    """Return the number of tokens that an encoder knows, which may differ from that of its decoder."""
+    """Return the vocabulary size of an encoder, which may differ from that of its decoder."""
     return int(lm.encoder.get_input_embeddings().weight.shape[0])
 
 
 def copied_tokens(pair: Pair, source: Source) -> list[int]:
-    """Return the tokens of a source that its text may copy: none of audio, or if encoder and decoder have other tokens."""
+    """Return the source tokens that a text may copy; [] for audio, or if encoder and decoder have different vocabularies."""
     target = pair.target
     assert isinstance(target, EncoderDecoderLM)
     if source.inputs is None or source.name != "input_ids":
@@ -127,10 +127,10 @@ def copied_tokens(pair: Pair, source: Source) -> list[int]:
 
 
 def _features(lm: EncoderDecoderLM, given: Any, number: int) -> torch.Tensor:
-    """Return the features of a window of audio, float[channels, frames]. Raises `BadPrompt` if they do not fit the model."""
+    """Return the features of a window of audio, float[channels, frames]. Raises `BadPrompt` for a wrong shape."""
     channels = int(lm.model.config.num_mel_bins)
     wanted = (
-        f"{lm.model_name} reads features, float[{channels}, {lm.most_source}] (specbeam transcribe makes them of audio)"
+        f"{lm.model_name} reads features, float[{channels}, {lm.most_source}] (specbeam transcribe reads audio files)"
     )
     given = features_in(given)
     if not _are_features(given):
@@ -139,7 +139,7 @@ def _features(lm: EncoderDecoderLM, given: Any, number: int) -> torch.Tensor:
     if [*features.shape] != [channels, lm.most_source]:
         raise BadPrompt(f"prompt {number} has the shape {[*features.shape]}; {wanted}")
     if not bool(features.isfinite().all()):
-        raise BadPrompt(f"prompt {number} holds numbers that are not finite; {wanted}")
+        raise BadPrompt(f"prompt {number} has numbers that are not finite; {wanted}")
     return features.float()
 
 
@@ -149,7 +149,7 @@ def _are_features(value: Any) -> bool:
 
 
 def _digest(source: Source) -> list[int]:
-    """Return integers that stand for a source that is no text."""
+    """Return integers that identify a source."""
     held = source.inputs if source.inputs is not None else source.given
     assert held is not None
     if not held.is_floating_point():
@@ -162,7 +162,7 @@ def _digest(source: Source) -> list[int]:
 
 
 def check_decoder_prompt(pair: Pair, settings: Settings, count: int) -> None:
-    """Raise an error if what the decoder is to begin with does not fit the models or the number of sources."""
+    """Raise an error if the decoder prompts do not match the models or the number of sources."""
     given = settings.decoder_input_ids
     if not isinstance(pair.target, EncoderDecoderLM):
         for name in ("decoder_input_ids", "decoder_start_token_id"):
@@ -173,9 +173,11 @@ def check_decoder_prompt(pair: Pair, settings: Settings, count: int) -> None:
                 )
         return
     if given is not None and settings.decoder_start_token_id is not None and not _starts_of_model(pair, settings):
-        raise BadSetting("decoder_input_ids begins with the start token; leave decoder_start_token_id out")
+        raise BadSetting("decoder_input_ids contains the start token; leave decoder_start_token_id out")
     if given is not None and not is_integer(given[0]) and len(given) != count:
-        raise BadSetting(f"decoder_input_ids holds {len(given)} prompts, and there are {count} sources")
+        raise BadSetting(
+            f"decoder_input_ids has {len(given)} prompts, and there are {count} sources; give one list, or one per source"
+        )
 
 
 def _starts_of_model(pair: Pair, settings: Settings) -> bool:
@@ -185,12 +187,12 @@ def _starts_of_model(pair: Pair, settings: Settings) -> bool:
 
 
 def decoder_prompt(pair: Pair, settings: Settings, number: int) -> list[int]:
-    """Return the tokens that the decoder begins with for source `number`.
+    """Return the first tokens of the decoder for source `number`.
 
-    They are those of the settings; otherwise the start token of the settings, of the model's generation config, or of its
-    config, and otherwise the token at the beginning of texts, as in transformers. Raises `BadSetting` if there is none, or
-    one that the model does not know. A Whisper model whose generation config sets language, task or forced tokens begins
-    with their tokens; raises `NotSupported` if the language is left to be detected.
+    As in transformers: the decoder_input_ids of the settings; else the start token of the settings, of the model's
+    generation config, or of its config; else the bos token. Raises `BadSetting` if there is none, or if it is outside the
+    vocabulary. A Whisper model whose generation config sets language, task or forced tokens begins with their tokens;
+    raises `NotSupported` if the language would have to be detected.
     """
     given = settings.decoder_input_ids
     if given is None and (settings.decoder_start_token_id is None or _starts_of_model(pair, settings)):
@@ -204,20 +206,19 @@ def decoder_prompt(pair: Pair, settings: Settings, number: int) -> list[int]:
         start = _start_token(pair, settings)
         if start is None:
             raise BadSetting(
-                f"{type(pair.target_model).__name__} does not say which token its decoder begins with; give "
-                "decoder_start_token_id"
+                f"the configs of {type(pair.target_model).__name__} have no decoder_start_token_id; give it"
             )
         tokens = [start]
     unknown = [token for token in tokens if not 0 <= token < pair.target.vocab]
     if unknown:
         raise BadSetting(
-            f"the decoder is to begin with token {unknown[0]}, and the model knows 0 to {pair.target.vocab - 1}"
+            f"the decoder's first tokens include {unknown[0]}; the model knows 0 to {pair.target.vocab - 1}"
         )
     return [int(token) for token in tokens]
 
 
 def _spoken_prompt(pair: Pair) -> list[int] | None:
-    """Return the tokens by which a generation config of speech chooses language and task; None if it chooses neither."""
+    """Return the tokens for language and task in a generation config of speech; None if it sets neither."""
     config = getattr(pair.target_model, "generation_config", None)
     if getattr(config, "no_timestamps_token_id", None) is None:
         return None
@@ -231,14 +232,14 @@ def _spoken_prompt(pair: Pair) -> list[int] | None:
     if choice.detects:
         named = ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value)
         raise NotSupported(
-            f"the generation_config of {type(pair.target_model).__name__} sets {named} and leaves the language to be "
-            "detected, which sb.transcribe does; here give decoder_input_ids, or the language in the generation_config"
+            f"the generation_config of {type(pair.target_model).__name__} sets {named} without a language; give "
+            "decoder_input_ids or the language in the generation_config, or use sb.transcribe, which detects it"
         )
     return tokens.start(choice, choice.language, timestamps=False)
 
 
 def _start_token(pair: Pair, settings: Settings) -> int | None:
-    """Return the token that the decoder begins with; None if nothing says."""
+    """Return the start token of the decoder, or None."""
     if settings.decoder_start_token_id is not None:
         return settings.decoder_start_token_id
     generation = getattr(pair.target_model, "generation_config", None)
@@ -251,35 +252,34 @@ def _start_token(pair: Pair, settings: Settings) -> int | None:
 
 
 def require_prompts(pair: Pair, who: str) -> None:
-    """Raise `NotSupported` if the target of a pair reads sources, for what continues prompts."""
+    """Raise `NotSupported` if the target of a pair is an encoder-decoder model."""
     if isinstance(pair.target, EncoderDecoderLM):
         raise NotSupported(
-            f"{who} continues prompts, and {type(pair.target_model).__name__} reads a source and begins its text itself; "
-            "give a decoder-only model"
+            f"{who} continues prompts, and {type(pair.target_model).__name__} is an encoder-decoder model; give a "
+            "decoder-only model"
         )
 
 
 def set_languages(pair: Pair, options: dict[str, Any], source: str | None, target: str | None) -> None:
-    """Let the tokenizer read sources as this language, and let texts begin with the token of the other one.
+    """Set the languages of sources and texts, in the tokenizer and as `forced_bos_token_id` in `options`.
 
-    Sets `forced_bos_token_id` in `options`. Raises `NotSupported` if the tokenizer has no languages, and `BadSetting` if it
-    does not know one of these.
+    Raises `NotSupported` if the tokenizer has no languages, and `BadSetting` for an unknown language.
     """
     tokenizer: Any = pair.tokenizer
     name = type(tokenizer).__name__
     if source is not None:
         if not hasattr(tokenizer, "src_lang"):
-            raise NotSupported(f"{name} reads one language; leave the language of the source out")
+            raise NotSupported(f"{name} has no languages; leave the source language out")
         _language_token(tokenizer, source)
         tokenizer.src_lang = source
     if target is not None:
         if not hasattr(tokenizer, "src_lang"):
-            raise NotSupported(f"{name} writes one language; leave the language of the text out")
+            raise NotSupported(f"{name} has no languages; leave the target language out")
         options["forced_bos_token_id"] = _language_token(tokenizer, target)
 
 
 def _language_token(tokenizer: Any, language: str) -> int:
-    """Return the token that stands for a language. Raises `BadSetting` if there is none."""
+    """Return the token of a language. Raises `BadSetting` if there is none."""
     for name in (language, f"__{language}__"):
         token = tokenizer.convert_tokens_to_ids(name)
         if token is not None and token != tokenizer.unk_token_id:

@@ -1,4 +1,4 @@
-"""The tokens by which a Whisper model is told what to do, and by which it tells times."""
+"""The special tokens of Whisper models: language, task and timestamps."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -14,13 +14,13 @@ class SpeechTokens:
     """The special tokens of one model, read from its generation config.
 
     Attributes:
-        begin: the token that the decoder begins with.
+        begin: the start token of the decoder.
         ends: the end tokens.
-        before: stands before what was said before; None if it is not known.
-        no_timestamps: asks for text without timestamps.
-        languages, tasks: tokens by name, like "<|en|>" and "transcribe"; empty for a model of one language.
-        forced: the places and tokens that older configs force where neither language nor task is chosen; a token that is
-            None stands for the language, which the model then detects. None: the config forces none.
+        before: the token before the previous transcript; None if unknown.
+        no_timestamps: the token for text without timestamps.
+        languages, tasks: tokens by name, such as "<|en|>" and "transcribe"; empty for a model of one language.
+        forced: the places and tokens that older configs force if neither language nor task is chosen; a None token stands
+            for the language, which the model then detects. None: no forced tokens.
         frames_per_step: number of frames between two timestamps.
         config: the generation config.
     """
@@ -37,20 +37,20 @@ class SpeechTokens:
 
     @property
     def first_timestamp(self) -> int:
-        """The token that stands for 0 seconds."""
+        """The token for 0 seconds."""
         return self.no_timestamps + 1
 
     @property
     def no_speech(self) -> int:
-        """The token whose odds say that there is no speech."""
+        """The token for windows without speech."""
         return self.no_timestamps - 1
 
     def choice(self, language: str | None, task: str | None) -> "SpokenChoice":
-        """Return language and task, from the caller, or else from the generation config.
+        """Return language and task, from the caller or else from the generation config.
 
-        A config that sets neither may force tokens, as older ones do; otherwise the task is to transcribe.
+        A config without them may force tokens, as older ones do; otherwise the task is to transcribe.
 
-        Raises `BadSetting` for a language or a task that the model does not know, and for any if it knows one language.
+        Raises `BadSetting` for an unknown language or task, and for any language if the model has only one.
         """
         wanted = language if language is not None else getattr(self.config, "language", None)
         aim = task if task is not None else getattr(self.config, "task", None)
@@ -72,16 +72,16 @@ class SpeechTokens:
         return SpokenChoice(spoken, following, spoken is None)
 
     def _forced_choice(self, forced: list[tuple[int, int | None]]) -> "SpokenChoice":
-        """Return the choice that forced tokens make. The one that asks for no timestamps is left to the caller.
+        """Return the choice made by forced tokens, without the token for no timestamps.
 
-        Raises `NotSupported` if they do not follow each other, or leave open more than the language.
+        Raises `NotSupported` if their places are not consecutive, or if a token other than the language is open.
         """
         tokens = [token for _, token in forced]
         follow = [place for place, _ in forced] == [*range(1, len(forced) + 1)]
         if not follow or None in tokens[1:]:
             raise NotSupported(
-                f"the generation_config has forced_decoder_ids={forced}; they must follow each other from place 1 on, and "
-                "only the first may be open: give language and task"
+                f"the generation_config has forced_decoder_ids={forced}; their places must be 1, 2, ..., and only the first "
+                "token may be None: give language and task"
             )
         following = tuple(token for token in tokens if token is not None and token != self.no_timestamps)
         names = {token: name for name, token in self.languages.items()}
@@ -90,7 +90,7 @@ class SpeechTokens:
         return SpokenChoice(None, following, tokens[0] is None and bool(self.languages))
 
     def start(self, choice: "SpokenChoice", language: str | None, timestamps: bool) -> list[int]:
-        """Return what the decoder begins with.
+        """Return the first tokens of the decoder.
 
         Args:
             language: the name of the language's token; None: no token.
@@ -101,16 +101,16 @@ class SpeechTokens:
         return found if timestamps else [*found, self.no_timestamps]
 
     def _without_languages(self) -> str:
-        """Return the reason why languages and tasks cannot be chosen."""
+        """Return why languages and tasks cannot be chosen, as text."""
         if getattr(self.config, "is_multilingual", None) is False:
-            return "this model writes down English alone; leave language and task out"
+            return "this model transcribes English only; leave language and task out"
         return (
-            "the generation_config of this model does not name lang_to_id, so neither language nor task can be chosen; take "
-            "the generation_config.json of the model's page"
+            "the generation_config of this model has no lang_to_id, so neither language nor task can be chosen; use the "
+            "generation_config.json of the model's page"
         )
 
     def _token_name(self, language: str) -> str:
-        """Return the token of a language that is given as a code, a name or a token."""
+        """Return the token of a language, from its code, name or token."""
         from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
         wanted = language.lower()
@@ -122,15 +122,13 @@ class SpeechTokens:
         raise BadSetting(f"language is {language!r}; this model knows {known}")
 
     def processors(self, begin: int, timestamps: bool) -> list[Any]:
-        """Return the logits processors that keep timestamps in order, for texts whose first token is number `begin`."""
+        """Return the logits processors that keep timestamps in order, for texts that begin at position `begin`."""
         from transformers import WhisperTimeStampLogitsProcessor
 
         if not timestamps:
             return []
         config: Any = self.config
-        if not isinstance(
-            config.eos_token_id, int
-        ):  # transformers' processor takes one, and allows what is not below it
+        if not isinstance(config.eos_token_id, int):  # transformers' processor takes one, and allows tokens from it on
             config = SimpleNamespace(**(vars(self.config) | {"eos_token_id": min(self.ends)}))
         return [WhisperTimeStampLogitsProcessor(config, begin)]
 
@@ -140,8 +138,8 @@ class SpokenChoice:
     """The language and the task of a transcription.
 
     Attributes:
-        language: the name of the language's token; None: it is detected, or has no token.
-        following: the tokens after the language: the task.
+        language: name of the language's token; None: it is detected, or has no token.
+        following: the tokens after the language, such as the task.
         detects: whether the model detects the language.
     """
 
@@ -151,12 +149,12 @@ class SpokenChoice:
 
 
 def code_of(language: str | None) -> str | None:
-    """Return the code of a language from the name of its token: "en" from "<|en|>"."""
+    """Return the code of a language from the name of its token, such as "en" from "<|en|>"."""
     return None if language is None else language.strip("<|>")
 
 
 def speech_tokens_of(pair: Pair) -> SpeechTokens:
-    """Return the special tokens of a Whisper model. Raises `NotSupported` if its generation config does not name them."""
+    """Return the special tokens of a Whisper model. Raises `NotSupported` if its generation config lacks them."""
     config: Any = getattr(pair.target_model, "generation_config", None)
     no_timestamps: Any = getattr(config, "no_timestamps_token_id", None)
     begin: Any = getattr(config, "decoder_start_token_id", None)
@@ -166,7 +164,7 @@ def speech_tokens_of(pair: Pair) -> SpeechTokens:
     unnamed = [name for name, value in named.items() if value is None]
     if unnamed:
         raise NotSupported(
-            f"the generation_config of {type(pair.target_model).__name__} does not name {', '.join(unnamed)}; take the "
+            f"the generation_config of {type(pair.target_model).__name__} has no {', '.join(unnamed)}; use the "
             "generation_config.json of the model's page"
         )
     is_multilingual = bool(getattr(config, "is_multilingual", getattr(config, "lang_to_id", None)))
@@ -184,7 +182,7 @@ def speech_tokens_of(pair: Pair) -> SpeechTokens:
 
 
 def _forced(pair: Pair, config: Any) -> list[tuple[int, int | None]] | None:
-    """Return the places and tokens that a config forces after the first token; None if it forces none."""
+    """Return the forced places and tokens of a config after the first token, or None."""
     pairs: Any = getattr(config, "forced_decoder_ids", None)
     if pairs is None:
         pairs = getattr(pair.target_model.config, "forced_decoder_ids", None)
@@ -194,7 +192,7 @@ def _forced(pair: Pair, config: Any) -> list[tuple[int, int | None]] | None:
 
 
 def _before(pair: Pair, config: Any) -> int | None:
-    """Return the token that stands before what was said before; None if it is not known."""
+    """Return the token before the previous transcript; None if unknown."""
     stated = getattr(config, "prev_sot_token_id", None)
     if stated is not None:
         return int(stated)

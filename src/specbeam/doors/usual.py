@@ -1,4 +1,4 @@
-"""The method of a pair for which none is chosen: the same at all doors."""
+"""The default method of a pair, the same for all doors."""
 
 from collections.abc import Sequence
 
@@ -6,21 +6,21 @@ from specbeam.doors.method_text import method_from
 from specbeam.models.pair import Pair
 from specbeam.recipes.method import Method
 
-USUAL_BEAMS = 4  # of both recipes
+USUAL_BEAMS = 4  # default of both recipes
 WITHOUT_DRAFTS = "decoded without drafts, as the pair has no draft model"
 
 
 def usual_name(pair: Pair) -> str:
-    """Return the name of a pair's default recipe: `dsbd` with a draft, and without one the recipe of the same law."""
+    """Return the name of a pair's default recipe: `dsbd` with a draft, otherwise the recipe with the same law."""
     return "beam_sampling" if pair.draft is None else "dsbd"
 
 
 def usual_method(pair: Pair, settings: Sequence[str] = ()) -> Method:
-    """Return the default method of a pair. Its law, which each report has, names the lack of drafts.
+    """Return the default method of a pair. Its law mentions missing drafts.
 
     Args:
         pair: the models.
-        settings: of the recipe, as NAME=VALUE.
+        settings: settings of the recipe, as NAME=VALUE.
     """
     method = method_from(usual_name(pair), settings)
     if pair.draft is not None:

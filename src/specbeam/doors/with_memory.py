@@ -1,4 +1,4 @@
-"""Models that remember (HMT), as the target, the draft or both of a pair that every recipe takes."""
+"""Models with memory (HMT) as the target, the draft or both models of a pair."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,30 +27,30 @@ def hmt(
     draft_window: int | None = None,
     query: Query | None = None,
 ) -> Pair:
-    """Return a pair whose models read texts in segments and recall memories of them: Hierarchical Memory Transformer.
+    """Return a pair whose models read texts in segments and recall memories of them (Hierarchical Memory Transformer).
 
-    Texts may then be of any length: each pass of the model sees one segment, some tokens of the one before, and what the
-    segment recalls of all others. Every recipe takes the pair, and its texts have the law of the model with its memory, as
-    `MemoryLM` defines it. Drafts change nothing but the speed.
+    Texts may have any length: each pass of a model sees one segment, some tokens of the previous one, and a memory of all
+    others. The pair works with every recipe. Texts have the law of the target with its memory, as defined by `MemoryLM`;
+    drafts change only the speed.
 
     Paper: arXiv 2405.06067 (NAACL 2025). See docs/methods/hmt.md.
 
     Args:
-        pair: what `load` returned, or what it takes for a target; or the folder of a memory, which then is the memory of the
-            target too, if `memory` is None.
-        memory: of the target: a folder that `specbeam train hmt` wrote, or a plan with weights; None: the target has none.
-        draft_memory: of the draft model, likewise.
-        draft_window: for a draft model without memory: read in segments of this many tokens, with as many of the segment
-            before. None: it reads the whole text, and the text ends where its positions do.
-        query: what queries are made of, "previous_tail" or "refresh" (`MemoryPlan`); None: as the memory's plan says, and
-            "refresh" where that says "first_half", which no text can be drawn with.
+        pair: a pair, or a target for `load`; or the folder of a memory, which is then also the target's memory if `memory`
+            is None.
+        memory: memory of the target: a folder written by `specbeam train hmt`, or a plan with weights; None: no memory.
+        draft_memory: memory of the draft model, likewise.
+        draft_window: for a draft model without memory: read segments of this number of tokens, with as many tokens of the
+            previous segment. None: it reads the whole text, which then ends at its last position.
+        query: the tokens of queries, "previous_tail" or "refresh" (`MemoryPlan`); None: as in the memory's plan, but
+            "refresh" for "first_half", with which no text can be drawn.
 
     Raises:
-        BadSetting: nothing is given a memory, an option is wrong or would be ignored, or the target is given one and the
-            pair's draft is no model of its own (a head, or layers of the target).
-        MissingFile: a folder holds no memory.
+        BadSetting: no memory is given, an option is wrong or would be ignored, or the target gets a memory and the draft
+            depends on the target (a head, or layers of the target).
+        MissingFile: a folder has no memory.
         BadHead: a memory cannot be read, or does not fit its model.
-        NotSupported: a model takes no rows by embedding, or reads sources.
+        NotSupported: a model does not accept embeddings, or is an encoder-decoder model.
     """
     if not isinstance(pair, Pair):
         if holds_memory(pair):
@@ -59,23 +59,21 @@ def hmt(
         pair = load(pair)
     require_prompts(pair, "a model with memory")
     if memory is None and draft_memory is None:
-        raise BadSetting("neither memory nor draft_memory is given; give the folder that `specbeam train hmt` wrote")
+        raise BadSetting("neither memory nor draft_memory is given; give a folder written by `specbeam train hmt`")
     if isinstance(pair.target, MemoryLM):
-        raise BadSetting("the target of this pair has a memory already; give the pair that `load` returned")
+        raise BadSetting("the target of this pair already has a memory; give the pair returned by `load`")
     wants_draft = draft_memory is not None or draft_window is not None
     if wants_draft and not isinstance(pair.draft, HuggingFaceLM):
         found = "no draft" if pair.draft is None else type(pair.draft).__name__
         raise BadSetting(
-            f"draft_memory and draft_window are for draft models, and the pair has {found}; load(draft=...)"
+            f"draft_memory and draft_window need a draft model, and the pair has {found}; use load(draft=...)"
         )
     if draft_memory is not None and draft_window is not None:
-        raise BadSetting(
-            "draft_window is for draft models without memory; leave out one of draft_memory and draft_window"
-        )
+        raise BadSetting("draft_window is for draft models without memory; leave draft_memory or draft_window out")
     if memory is not None and not isinstance(pair.draft, HuggingFaceLM | MemoryLM | None):
         raise BadSetting(
-            f"the draft of this pair is {type(pair.draft).__name__}, which works on states or on the cache of the target "
-            "without its memory; load the pair without this draft, or with a draft model of its own"
+            f"the draft of this pair is {type(pair.draft).__name__}, which uses states or the cache of the target without "
+            "memory; load the pair without this draft, or with a separate draft model"
         )
     target = pair.target
     remembering = target if memory is None else _remembering(target, memory, query)
@@ -88,11 +86,11 @@ def hmt(
 
 
 def load_by_name(model: str, draft: str | None, **options: Any) -> Pair:
-    """Load a pair as `specbeam.load` does; the folder of a memory stands for its model with this memory.
+    """Load a pair with `specbeam.load`; the folder of a memory stands for its model with this memory.
 
     Args:
-        model, draft: names for `load`, or folders that `specbeam train hmt` wrote.
-        options: of `load`.
+        model, draft: names for `load`, or folders written by `specbeam train hmt`.
+        options: options of `load`.
     """
     memory = model if holds_memory(model) else None
     draft_memory = draft if draft is not None and holds_memory(draft) else None
@@ -105,14 +103,14 @@ def load_by_name(model: str, draft: str | None, **options: Any) -> Pair:
 
 
 def _backbone(name: str) -> "str | PreTrainedModel":
-    """Return what `load` takes for the model of a memory: its name, or the model itself if its folder has no tokenizer."""
+    """Return the name of a memory's model, or the model itself if its folder has no tokenizer."""
     if not Path(name).is_dir() or (Path(name) / "tokenizer_config.json").is_file():
         return name
     return load_model(name)
 
 
 def _remembering(lm: HuggingFaceLM, memory: "str | Path | tuple[MemoryPlan, Recall]", query: Query | None) -> MemoryLM:
-    """Return a model with its memory. An engine that takes no rows by embedding is replaced by transformers' own forward."""
+    """Return a model with its memory. Transformers' own forward replaces engines that do not accept embeddings."""
     if isinstance(memory, tuple):
         plan, recall = memory
     else:
@@ -121,11 +119,11 @@ def _remembering(lm: HuggingFaceLM, memory: "str | Path | tuple[MemoryPlan, Reca
     if query is not None:
         if plan.recall != "attention":
             raise BadSetting(
-                f"query is {query!r}, and this memory is recalled by {plan.recall!r}, without one; leave it out"
+                f"query is {query!r}, and this memory is recalled by {plan.recall!r}, without queries; leave it out"
             )
         plan = replace(plan, query=query)
     elif plan.query == "first_half":
-        plan = replace(plan, query="refresh")  # what "first_half" has learnt, without a look ahead
+        plan = replace(plan, query="refresh")  # the same training without lookahead
     if not lm.runner.takes_vectors:
         further_draft = lm.further_draft
         lm = HuggingFaceLM(lm.model, engine="plain", shared=lm.shared)

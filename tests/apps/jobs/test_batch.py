@@ -93,7 +93,7 @@ BAD = [
     ({"id": 1.5, "prompt": "abc"}, "must be a text or an integer"),
     ({"id": None, "prompt": "abc"}, "must be a text or an integer"),
     ({"id": "two", "prompt": "abc", "prompt_token_ids": [5, 6]}, "leave all but one"),
-    ({"id": "unknown token", "prompt_token_ids": [5, 999]}, "holds token id 999"),
+    ({"id": "unknown token", "prompt_token_ids": [5, 999]}, "has token id 999"),
     ({"id": "long", "prompt": "x" * 400}, "positions"),
     ({"id": "chat", "messages": [{"role": "user", "content": "hi"}]}, "no chat template"),
     ({"id": "no chat", "messages": ["hi"]}, "dictionaries with a role"),

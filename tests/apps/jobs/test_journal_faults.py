@@ -415,11 +415,11 @@ def test_files_that_cannot_grow_are_named(folder):
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        (lambda folder: journal_of(folder).chmod(0o444), "out.jsonl.job may not be written by this user"),
-        (lambda folder: journal_of(folder).chmod(0), "out.jsonl.job may not be written by this user"),
-        (lambda folder: folder.chmod(0o555), "this user may not write into the folder"),
+        (lambda folder: journal_of(folder).chmod(0o444), "out.jsonl.job is not writable by this user"),
+        (lambda folder: journal_of(folder).chmod(0), "out.jsonl.job is not writable by this user"),
+        (lambda folder: folder.chmod(0o555), "is not writable by this user"),
         (lambda folder: folder.chmod(0), "Permission denied"),
-        (lambda folder: (folder / "in.jsonl").chmod(0), "in.jsonl may not be read by this user"),
+        (lambda folder: (folder / "in.jsonl").chmod(0), "in.jsonl is not readable by this user"),
     ],
 )
 def test_files_of_others_are_named(folder, change, found):
@@ -507,7 +507,7 @@ def test_an_output_that_appears_while_the_job_begins_is_kept(folder, monkeypatch
 
 PLACES = {
     "into a missing folder": ("missing/out.jsonl", "there is no folder"),
-    "into a file": ("in.jsonl/out.jsonl", "is no folder"),
+    "into a file": ("in.jsonl/out.jsonl", "is not a folder"),
     "onto a folder": ("folder.jsonl", "is a folder"),
     "onto its own table": ("in.jsonl", "a file of their own"),
     "onto a link to its table": ("link.jsonl", "a file of their own"),

@@ -7,6 +7,7 @@ import torch
 from specbeam.core.beams import room_for_texts
 from specbeam.core.laws.edits import NO_EDITS, edited_rows
 from specbeam.core.laws.warp import Warp
+from specbeam.doors.options.processors import TextFacts
 from specbeam.doors.options.settings import Settings
 from tests.support.seats import random_forest
 from tests.support.steps import source_of_steps
@@ -32,7 +33,7 @@ LEFT = {
 
 
 def warp_of(**settings):
-    return Settings(**settings).warp(EOS, False, len(PROMPT))
+    return Settings(**settings).warp(TextFacts(EOS, len(PROMPT)))
 
 
 def turn_of(rng, dtype):
@@ -101,7 +102,7 @@ def test_a_penalty_that_leaves_out_the_prompt_is_left_to_python():
 def test_in_transformers_beam_modes_log_probabilities_are_processed(name, dtype):
     """Theirs are made by torch in another order of sums, so the last bits may differ."""
     rng = np.random.default_rng(6)
-    warp = Settings(**SETTINGS[name]).warp(EOS, False, len(PROMPT), search=True)
+    warp = Settings(**SETTINGS[name]).warp(TextFacts(EOS, len(PROMPT), search=True))
     for _ in range(10):
         lived, texts, forest, rows = turn_of(rng, dtype)
         rows[-1, 3:5] = 1.0, -2.0
@@ -116,7 +117,7 @@ def test_in_transformers_beam_modes_log_probabilities_are_processed(name, dtype)
 
 
 def test_rows_that_are_none_stay_none_in_transformers_beam_modes():
-    warp = Settings(repetition_penalty=1.2).warp(EOS, False, len(PROMPT), search=True)
+    warp = Settings(repetition_penalty=1.2).warp(TextFacts(EOS, len(PROMPT), search=True))
     _, texts, forest, rows = turn_of(np.random.default_rng(2), np.float32)
     rows[0] = -np.inf
     found = edited_rows(

@@ -95,7 +95,7 @@ def test_a_conversation_streams_the_texts_of_the_library_and_computes_what_is_kn
     assert one.messages == told
     printable = "".join(letter for letter in told[2]["content"] if letter.isprintable() or letter in "\n\t")
     assert printable in shown
-    known = [int(line.split("token, ")[1].split()[0]) for line in shown.splitlines() if "were known" in line]
+    known = [int(line.split("token, ")[1].split()[0]) for line in shown.splitlines() if "were cached" in line]
     assert len(known) == 3
     assert known[0] == 0
     assert 0 < known[1] < known[2]
@@ -169,7 +169,7 @@ def test_an_error_costs_its_message_alone_and_control_characters_do_not_reach_th
 
 def test_the_bundled_model_answers_each_message_by_itself(pair):
     one, shown = talk(PairSpeaker(pair, "bundled", None), "Hallo.", "Wo ist mein Hut?")
-    assert "each message is answered by itself" in shown
+    assert "answers each message separately" in shown
     assert one.messages == []
 
 
@@ -191,10 +191,10 @@ def test_a_server_is_talked_with_in_the_same_way(pair, tmp_path):
         speaker = ServerSpeaker(url + "/v1", "secret")
         one, shown = talk(speaker, "/set beams=2", "/method dsbd", "/set beams=2", *lines)
         assert one.messages == expected.messages
-        assert "choose one first" in shown
+        assert "choose one with" in shown
         assert "passes per token" in shown
         _, shown = talk(speaker, "lang " * 2000, "Hallo.")
-        assert "the server refuses (400)" in shown
+        assert "the server answered with status 400" in shown
 
 
 class Screen:
@@ -230,12 +230,12 @@ def test_on_a_terminal_control_c_ends_an_answer_and_control_d_the_chat():
     screen = Screen("--max-new-tokens", "200", "--seed", "1")
     screen.wait_for("> ")
     screen.type("Ein Hund läuft.\n")
-    screen.wait_for("were known")
+    screen.wait_for("were cached")
     screen.wait_for("> ")
     screen.type("\x03")
     screen.wait_for("Ctrl-D ends the chat")
     screen.wait_for("> ")
     screen.type("Wo ist mein Hut?\n")
-    screen.wait_for("were known")
+    screen.wait_for("were cached")
     screen.type("\x04")
     assert screen.process.wait(timeout=60) == 0

@@ -171,7 +171,7 @@ def test_an_interrupt_leaves_finished_answers_written(models, tmp_path):
     assert process.returncode == 130
     assert first.strip() != ""
     assert len(rest.splitlines()) < 399
-    assert "finished is written" in err
+    assert "finished answers are written" in err
     assert "Traceback" not in err
 
 
@@ -407,7 +407,7 @@ def test_tune_shows_between_what_controllers_choose(models, monkeypatch):
     assert code == 0, err
     out = " ".join(out.split())
     assert "milliseconds of a pass" in out
-    assert "3 beams of fixed width: the odds of being needed" in out
+    assert "3 beams of fixed width: a draft is scored" in out
     assert "by rejection: 3 beams, 5 draft nodes per layer" in out
     assert "acceptance of the first" not in out
 

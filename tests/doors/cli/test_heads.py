@@ -60,7 +60,7 @@ def shown(*arguments):
 def test_it_shows_what_was_read_and_what_was_tried(target):
     found = shown(str(GOLDEN / "two_layers"))
     assert target == ["tiny"]  # what the files of the head name
-    for part in ("EAGLE-3", "what enters layers 2, 4, 5", "rotated, base 500000", "20 of 32", "as its files say"):
+    for part in ("EAGLE-3", "what enters layers 2, 4, 5", "rotated, base 500000", "20 of 32", "as stated in its files"):
         assert part in found
     assert "positions of base 10000" in found
 
@@ -167,9 +167,9 @@ def test_each_option_of_a_plan_is_on_the_command_line():
 
 
 def test_what_is_no_head_is_refused(target, tmp_path):
-    with pytest.raises(BadSetting, match="is no draft head that specbeam knows"):
+    with pytest.raises(BadSetting, match="is not a draft head of a known format"):
         shown(str(tmp_path))
-    with pytest.raises(BadSetting, match="do not name the target"):
+    with pytest.raises(BadSetting, match="do not name"):
         shown(str(GOLDEN / "redrafter"))
 
 
@@ -188,7 +188,7 @@ def test_the_targets_own_modules_are_shown(with_own_modules):
     assert found["kind"].startswith("MTP")
     assert found["modules"] == "2, for drafts 1 to 2 deep"
     assert "hidden states before the target's last norm" in found["tried"]
-    with pytest.raises(BadSetting, match="--model is missing: mtp stands for modules in the target's own files"):
+    with pytest.raises(BadSetting, match="--model is missing; give the target whose files have the modules mtp"):
         shown("mtp")
 
 

@@ -278,7 +278,7 @@ def test_languages_of_the_terminal(monkeypatch):
         input=b"abc\xff\n", capture_output=True, env=bare | {"LC_ALL": "C"}, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 2
-    assert done.stderr.startswith(b"specbeam: standard input is no text in utf-8")
+    assert done.stderr.startswith(b"specbeam: standard input is not valid utf-8")
     done = run(["methods"], env=bare | {"PYTHONIOENCODING": "ascii", "COLUMNS": "40"})
     assert done.returncode == 2
     assert re.fullmatch(

@@ -22,23 +22,23 @@ from tests.support.tiny_models import tiny
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"json_schema": '{"type": '}, "json_schema is no JSON"),
-        ({"json_schema": {"type": "thing"}}, "json_schema cannot be kept to"),
-        ({"regex": "(abc"}, "regex cannot be kept to"),
-        ({"grammar": "start: nothing"}, "grammar cannot be kept to"),
-        ({"grammar": "nothing"}, "grammar cannot be kept to"),
+        ({"json_schema": '{"type": '}, "json_schema is not valid JSON"),
+        ({"json_schema": {"type": "thing"}}, "json_schema cannot be enforced"),
+        ({"regex": "(abc"}, "regex cannot be enforced"),
+        ({"grammar": "start: nothing"}, "grammar cannot be enforced"),
+        ({"grammar": "nothing"}, "grammar cannot be enforced"),
         ({"regex": "a", "grammar": 'start: "a"'}, "regex and grammar are given"),
         ({"regex": "a", "grammar_backend": "hope"}, "must be 'llguidance' or 'xgrammar'"),
         ({"regex": "ä+"}, "no token of this vocabulary can begin"),
-        ({"regex": "a", "eos_token_id": []}, "there is no end token"),
+        ({"regex": "a", "eos_token_id": []}, "regex needs an end token"),
         ({"regex": "a", "eos_token_id": [5000]}, "eos_token_id is 5000; the model knows 0 to 86"),
         ({"eos_token_id": [1, -1]}, "eos_token_id is -1"),
         ({"regex": "\ud800"}, "half a character"),
         ({"json_schema": False}, "json_schema is False; it must be an object"),
         ({"json_schema": "false"}, "json_schema is False; it must be an object"),
-        ({"json_schema": {"const": float("nan")}}, "json_schema is no JSON: .*not JSON compliant"),
-        ({"json_schema": '{"maximum": NaN}'}, "json_schema is no JSON"),
-        ({"json_schema": {"type": object}}, "json_schema is no JSON"),
+        ({"json_schema": {"const": float("nan")}}, "json_schema is not valid JSON: .*not JSON compliant"),
+        ({"json_schema": '{"maximum": NaN}'}, "json_schema is not valid JSON"),
+        ({"json_schema": {"type": object}}, "json_schema is not valid JSON"),
     ],
 )
 def test_a_broken_form_is_refused_before_anything_is_decoded(options, message):
@@ -96,14 +96,14 @@ def test_xgrammar_refuses_what_it_would_pass_over_in_silence():
         {"items": [{"pattern": r"\\(?<!b)"}]},
         {"patternProperties": {"^(?!a)": {}}},
     ):
-        with pytest.raises(errors.BadSetting, match="looks around"):
+        with pytest.raises(errors.BadSetting, match="uses look-around"):
             sb.generate(characters(), "abc", "sampling", json_schema=schema, grammar_backend="xgrammar")
     (one,) = sb.generate(
         characters(), "abc", "sampling", seed=0, max_new_tokens=9,
         json_schema={"type": "string", "pattern": r"^\(?a$"}, grammar_backend="xgrammar",
     )  # fmt: skip
     assert one.text in ('"a"', '"(a"')
-    with pytest.raises(errors.BadSetting, match=r"^regex cannot be kept to: [^\[/]*$"):
+    with pytest.raises(errors.BadSetting, match=r"^regex cannot be enforced: [^\[/]*$"):
         sb.generate(characters(), "abc", "sampling", regex="(abc", grammar_backend="xgrammar")
 
 
@@ -118,13 +118,13 @@ def test_tokens_that_are_no_text_by_themselves_are_never_allowed(backend):
 
 def test_forms_are_about_text(backend):
     model = tiny("llama")
-    with pytest.raises(errors.NotSupported, match="there is no tokenizer"):
+    with pytest.raises(errors.NotSupported, match="regex needs a tokenizer"):
         sb.generate(sb.load(model), [[4, 5]], "sampling", regex="a", grammar_backend=backend)
     tokenizer = words.tokenizer()
     from tokenizers import decoders
 
     tokenizer.backend_tokenizer.decoder = decoders.WordPiece()
-    with pytest.raises(errors.NotSupported, match="by their neighbours"):
+    with pytest.raises(errors.NotSupported, match="depends on their neighbours"):
         sb.generate(sb.load(model, tokenizer=tokenizer), "abc", "sampling", regex="a", grammar_backend=backend)
 
 
@@ -180,11 +180,11 @@ def test_mistakes_on_the_command_line(saved, monkeypatch, tmp_path, capsys):
     for arguments, message in (
         (("--json-schema", "person.json"), "there is no file person.json"),
         (("--grammar", "sum.lark"), "there is no file sum.lark"),
-        (("--grammar", "x" * 5000), f"there is no file {'x' * 60}..., and a grammar would have"),
+        (("--grammar", "x" * 5000), f"there is no file {'x' * 60}..., and a grammar would contain"),
         (("--grammar", str(tmp_path)), "cannot be read"),
         (("--json-schema", str(latin)), "is not UTF-8"),
         (("--json-schema", "false"), "json_schema is False; it must be an object"),
-        (("--regex", "(a"), "regex cannot be kept to"),
+        (("--regex", "(a"), "regex cannot be enforced"),
         (("--regex", "a", "--json-schema", "{}"), "json_schema and regex are given"),
     ):
         assert specbeam(monkeypatch, "generate", "abc", *saved, *arguments) == 2

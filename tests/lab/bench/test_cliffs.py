@@ -239,7 +239,7 @@ def test_the_command_measures_and_writes(tmp_path):
         (["--batch-sizes", "1,many"], "--batch-sizes is '1,many'; it must be numbers like 1,4,16"),
         (["--batch-sizes", "0"], "--batch-sizes is 0; it must be at least 1"),
         (["--repeats", "0"], "--repeats is 0; it must be at least 1"),
-        (["--json", "nowhere/x.jsonl"], "there is no folder nowhere to write x.jsonl into"),
+        (["--json", "nowhere/x.jsonl"], "there is no folder nowhere for x.jsonl"),
     ],
 )
 def test_wrong_input_is_refused_before_anything_is_loaded(arguments, message):

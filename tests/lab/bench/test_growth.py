@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import specbeam as sb
-from specbeam.doors.cli.widening import grown_pair
+from specbeam.doors.cli.widening import GrownSizes, grown_pair
 from specbeam.engines.families import head_size
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.lab.bench.widen_head import grown_head
@@ -191,9 +191,9 @@ def test_a_vocabulary_does_not_shrink():
 
 @pytest.mark.skipif(not (BUNDLED / "target").is_dir(), reason="needs the bundled pair")
 def test_texts_of_a_pair_with_more_words_are_the_same():
-    from specbeam.doors.cli.widening import grown_pair
+    from specbeam.doors.cli.widening import GrownSizes, grown_pair
 
-    small, large = sb.load("bundled"), grown_pair("bundled", None, None, grow_vocab="9K")
+    small, large = sb.load("bundled"), grown_pair("bundled", None, GrownSizes(grow_vocab="9K"))
     assert large.target.vocab == large.draft.vocab == 9000
     prompts = ["Ein Hund läuft über die Straße.", "Wo ist mein Hut?"]
     for method in (sb.dsbd(4), sb.speculative_sampling(4), sb.beam_search(3)):
@@ -239,7 +239,7 @@ def test_the_command_line_grows_a_head_with_its_target(tmp_path):
     small = sb.load("bundled")
     head = extra_head(small.target_model, "hidden_transfer")
     write_head(head, extra_rows_config(head), tmp_path, small.target_model)
-    pair = grown_pair("bundled", str(tmp_path), "12M")
+    pair = grown_pair("bundled", str(tmp_path), GrownSizes("12M"))
     assert pair.target_model.num_parameters() > 10e6
     assert pair.draft.head.target is pair.target_model
     options = {"seed": 1, "max_new_tokens": 6}
@@ -248,5 +248,5 @@ def test_the_command_line_grows_a_head_with_its_target(tmp_path):
     assert beams.tokens == plain.tokens
     assert beams.report.draft_passes > 0
     for refused in ({"grow_draft": "9M"}, {"grow_vocab": "8K"}):
-        with pytest.raises(BadSetting, match="the draft is a head, which has the target's words"):
-            grown_pair("bundled", str(tmp_path), "12M", **refused)
+        with pytest.raises(BadSetting, match="the draft is a head, which has the target's size and vocabulary"):
+            grown_pair("bundled", str(tmp_path), GrownSizes("12M", **refused))

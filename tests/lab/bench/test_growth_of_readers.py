@@ -10,7 +10,7 @@ from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGenera
 
 import specbeam as sb
 from specbeam.doors.cli import bench_speed
-from specbeam.doors.cli.widening import grown_pair
+from specbeam.doors.cli.widening import GrownSizes, grown_pair
 from specbeam.doors.prompts import PromptRow
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.lab.bench.baselines import ctranslate2, transformers
@@ -220,7 +220,7 @@ def folder(tmp_path):
 
 
 def test_the_speed_of_a_grown_reader_is_measured_beside_transformers(folder):
-    pair = grown_pair(folder, None, "300K", sources=True)
+    pair = grown_pair(folder, None, GrownSizes("300K"), sources=True)
     assert abs(pair.target_model.num_parameters() - 300_000) < 100_000
     running = [
         transformers(pair, "beam_search", 5, max_new_tokens=8),
@@ -236,7 +236,7 @@ def test_the_speed_of_a_grown_reader_is_measured_beside_transformers(folder):
 
 def test_ctranslate2_reads_sources_too(folder):
     pytest.importorskip("ctranslate2")
-    pair = grown_pair(folder, None, "300K", sources=True)
+    pair = grown_pair(folder, None, GrownSizes("300K"), sources=True)
     given = ["abc", "Hello you"]
     for mode, method in (("greedy", sb.greedy()), ("beam_search", sb.beam_search(5))):
         theirs = ctranslate2(pair, mode, 5, threads=1, max_new_tokens=8).run(given, 0).tokens
@@ -248,15 +248,15 @@ def test_a_model_that_hears_is_refused_before_anything_runs(tmp_path, given):
     tiny_reader("whisper", vocab_size=len(words.tokenizer())).save_pretrained(tmp_path)
     words.tokenizer().save_pretrained(tmp_path)
     with pytest.raises(
-        NotSupported, match="bench speed reads text, and WhisperForConditionalGeneration hears audio; give"
+        NotSupported, match="bench speed is for models of text, and WhisperForConditionalGeneration reads audio"
     ):
         bench_speed.speed(bench_speed.SpeedArguments(prompt=given, model=str(tmp_path), rows=3, repeats=1))
 
 
 def test_what_does_not_take_sources_says_so(folder):
     with pytest.raises(NotSupported, match="this command continues prompts"):
-        grown_pair(folder, None, "300K")
+        grown_pair(folder, None, GrownSizes("300K"))
     with pytest.raises(BadSetting, match="--grow-vocab is for decoder-only models"):
-        grown_pair(folder, None, None, grow_vocab="128K", sources=True)
-    with pytest.raises(BadSetting, match="reads sources of its own kind; give some by --prompt or --file"):
+        grown_pair(folder, None, GrownSizes(grow_vocab="128K"), sources=True)
+    with pytest.raises(BadSetting, match="is an encoder-decoder model; give sources for it by --prompt or --file"):
         bench_speed.speed(bench_speed.SpeedArguments(model=folder, rows=3, repeats=1))

@@ -130,7 +130,7 @@ def test_task_files_are_checked(tmp_path):
     for name, message in (
         ("bad", "line 2: found 1 columns"),
         ("empty", "is empty"),
-        ("latin", "line 2: byte 0xfc is no UTF-8"),
+        ("latin", "line 2: byte 0xfc is not UTF-8"),
     ):
         with pytest.raises(BadPrompt, match=message):
             tasks_of([tmp_path / f"{name}.tsv"], "BLEU")
@@ -236,7 +236,7 @@ def test_what_would_fail_at_the_end_is_refused_at_the_start(tmp_path, monkeypatc
     for picture in (tmp_path / "none" / "plot.png", tmp_path):
         with pytest.raises(MissingFile, match="a plot cannot be written to"):
             compared([tmp_path / "t.tsv"], picture)
-    with pytest.raises(BadSetting, match="--metric is of files"):
+    with pytest.raises(BadSetting, match="--metric is for --file"):
         compared([], None, "BLEU")
     with pytest.raises(BadSetting, match="--metric is 'WER'; it must be one of BLEU, exact match"):
         compared([tmp_path / "t.tsv"], None, "WER")

@@ -86,7 +86,7 @@ def test_only_line_breaks_end_a_line(tmp_path):
 
 def test_a_file_that_is_not_utf_8_is_named(tmp_path):
     (tmp_path / "o.jsonl").write_bytes(b'{"prompt": "a", "text": "b"}\n{"prompt": "\xe4"}\n')
-    with pytest.raises(BadPrompt, match=r"o\.jsonl, line 2: byte 0xe4 is no UTF-8"):
+    with pytest.raises(BadPrompt, match=r"o\.jsonl, line 2: byte 0xe4 is not UTF-8"):
         read_outputs(tmp_path / "o.jsonl", words.pair())
 
 

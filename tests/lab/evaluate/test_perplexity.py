@@ -143,7 +143,7 @@ def test_outputs_for_sources_of_mixed_lengths_are_scored_by_the_decoder(family):
     (answer,) = sb.generate(pair, [given[0]], sb.beam_search(3), max_new_tokens=6, length_penalty=0.0)
     # The score of a search without processors is what is scored here.
     assert log_likelihoods(pair, [given[0]], [answer.tokens])[0] == pytest.approx(answer.beams[0].score, abs=1e-4)
-    with pytest.raises(BadPrompt, match="prompt 0 holds token id 99"):
+    with pytest.raises(BadPrompt, match="prompt 0 has token id 99"):
         log_likelihoods(pair, [[99]], [[4]])
 
 

@@ -10,6 +10,7 @@ import specbeam as sb
 from specbeam.core.laws.warp import Warp
 from specbeam.core.limits import Limits
 from specbeam.core.session import Session
+from specbeam.doors.options.processors import TextFacts
 from specbeam.doors.options.settings import Settings
 from specbeam.errors import BadSetting
 from specbeam.models.memory.lm import MemoryLM
@@ -156,7 +157,7 @@ def test_at_temperature_zero_the_text_is_that_of_greedy_decoding(models, plan, d
     target, recall, draft, draft_recall = models
     remembering = MemoryLM(target, PLANS[plan], recall)
     expected = Naive(target.model, recall, PLANS[plan]).greedy(PROMPT, 9)
-    warp = Settings(temperature=0.0).warp((), True, len(PROMPT))
+    warp = Settings(temperature=0.0).warp(TextFacts((), len(PROMPT)), greedy=True)
     for drafting in (MemoryLM(draft, DRAFTS["with memory"], draft_recall), TableLM(random_table(5, VOCAB))):
         session = decoded(sb.speculative_sampling(depth), remembering, drafting, 0, warp=warp)
         assert next(session.hypotheses()).tokens == expected
@@ -231,7 +232,7 @@ def test_prompts_around_the_length_of_a_segment_and_extreme_plans(models, segmen
     plan = MemoryPlan(segment, sensory, memories, share, "attention", query)
     naive = Naive(target.model, recall, plan)
     remembering = MemoryLM(target, plan, recall)
-    warp = Settings(temperature=0.0).warp((), True, 1)
+    warp = Settings(temperature=0.0).warp(TextFacts((), 1), greedy=True)
     for length in (1, 3, 4, 5):
         prompt = PROMPT[:length]
         drafting = TableLM(random_table(5, VOCAB))

@@ -354,7 +354,7 @@ class Engine:
         settings = Settings.given(options, generation_config)
         resolve = partial(resolved_method, self.pair, prompts, method, settings)
         chosen = self.call(resolve, COMPILE_S).result()
-        request = self.request(prompts, chosen, settings, seed, audit, generation_config=generation_config)
+        request = self.request(prompts, chosen, settings, seed, audit)
         results: dict[int, list[Generation] | SpecbeamError] = {**request.refused}
         over: Queue[Job] = Queue()
 

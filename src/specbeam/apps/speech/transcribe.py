@@ -25,7 +25,16 @@ from specbeam.apps.speech.audio import RATE, Samples, is_silent, read_audio
 from specbeam.apps.speech.likelihood import score_window
 from specbeam.apps.speech.records import Segment, Transcript
 from specbeam.apps.speech.windows import HOP_S, STEP_S, Features, features_of, slices_of, within
-from specbeam.doors import OF_ENCODER_DECODERS, Settings, SpeechTokens, code_of, is_integer, require, speech_tokens_of
+from specbeam.doors import (
+    OF_ENCODER_DECODERS,
+    Settings,
+    SpeechTokens,
+    TextFacts,
+    code_of,
+    is_integer,
+    require,
+    speech_tokens_of,
+)
 from specbeam.engines import Source
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.models import EncoderDecoderLM, reading
@@ -532,7 +541,7 @@ class Ears:
         """
         start = window.start
         settings = self.settings.changed(logits_processor=options["logits_processor"], max_length=None)
-        warp = settings.warp(self.ends, True, len(start), most=options["max_new_tokens"])
+        warp = settings.warp(TextFacts(self.ends, len(start), most=options["max_new_tokens"]), greedy=True)
         asks = self.thresholds.no_speech is not None
         head = start.index(self.tokens.begin) + 1
         scores = self.models.call(

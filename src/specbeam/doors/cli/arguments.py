@@ -1,78 +1,117 @@
-"""Commands as functions of one record: its attributes are the arguments and options of the command line.
+"""Commands as functions of a record whose attributes are the arguments and options of the command line.
 
-A group is an attribute of several options, whose values it gets as a dictionary: so the
-options of generation are the same in all commands (`generation`), and there is one place where they are listed.
+A group is an attribute that stands for several options; its value is a dictionary. The group `generation` gives all
+commands the same options of generation, from `options.table`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from inspect import Parameter, Signature
 from types import MappingProxyType
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
 
 from specbeam.doors.options.table import OPTIONS, GenerationOption, kind_of
+from specbeam.errors import BadSetting
 
-OF_COMMANDS = "Further options of generation"  # the panel of options without a text of their own
+# Panels of `--help`: the most used options of generation, and all others.
+COMMON = "Generation (defaults: the model's generation config)"
+FURTHER = "More options of generation (defaults: the model's generation config)"
 _SIMPLE = {bool, int, float, str}
+Made = TypeVar("Made")
 
 
 class Record:
-    """The arguments of a command: attributes with the types that typer reads. A value in the class is a default.
+    """The arguments of a command: attributes with types for typer and, as values of the class, their defaults.
 
-    Not a dataclass: making sixty of them would take longer than all else of `--help`.
+    Not a dataclass: making sixty of them would take most of the time of `--help`.
     """
 
     def __init__(self, **values: Any) -> None:
         self.__dict__.update(values)
 
+    def named(self, *names: str) -> dict[str, Any]:
+        """Return the values of some attributes by name."""
+        return {name: getattr(self, name) for name in names}
+
+    def make(self, kind: type[Made], **others: Any) -> Made:
+        """Make a dataclass from the attributes with the names of its fields, and from other values."""
+        names = {field.name for field in fields(kind)} - others.keys()  # type: ignore[arg-type]
+        own = self.named(*(name for name in names if hasattr(self, name)))
+        return kind(**own, **others)
+
+    def require_positive(self, *names: str) -> None:
+        """Raise `BadSetting`, which names the option, if one of these numbers or lists of numbers is below 1."""
+        for name, found in self.named(*names).items():
+            for value in found if isinstance(found, list) else [found]:
+                require_positive(name, value)
+
+
+def require_positive(name: str, value: int) -> None:
+    """Raise `BadSetting` if a number is below 1.
+
+    Args:
+        name: the option, with underscores.
+    """
+    if value < 1:
+        raise BadSetting(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+
 
 @dataclass(frozen=True)
 class Group:
-    """Options of the command line whose values are kept together.
+    """Options of the command line that form one attribute of a record.
 
     Args:
-        parameters: of the command, in their order.
-        collect: makes the value of the attribute from theirs, by name.
+        parameters: the parameters of the command, in order.
+        collect: makes the value of the attribute from the parameters' values by name.
     """
 
     parameters: tuple[Parameter, ...]
     collect: Callable[[dict[str, Any]], Any] = dict
 
     def __get__(self, record: "Record | None", kind: type) -> Any:
-        """Return the group itself from a class, and what is collected of nothing given from a record."""
+        """Return the group itself from a class, and the value of its defaults from a record."""
         if record is None:
             return self
-        return self.collect({parameter.name: parameter.default for parameter in self.parameters})
+        return self.collect({one.name: one.default for one in self.parameters})
 
 
-def group(parameters: Mapping[str, Parameter], collect: Callable[[dict[str, Any]], Any] = dict) -> Any:
-    """Return the value in its class of an attribute that is a group of options."""
-    return Group(tuple(parameters.values()), collect)
+def group(parameters: Iterable[Parameter], collect: Callable[[dict[str, Any]], Any] = dict) -> Any:
+    """Return the default of an attribute that is a group of options."""
+    return Group(tuple(parameters), collect)
 
 
-def generation(without: Sequence[str] = (), only: Sequence[str] | None = None, **defaults: Any) -> Any:
-    """Return the group of the options of generation that are given, by the names of `specbeam.generate`.
+def parameter(name: str, annotation: Any, default: Any = None) -> Parameter:
+    """Return a parameter of a command."""
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def generation(without: Sequence[str] = (), **defaults: Any) -> Any:
+    """Return the group of the options of generation with a flag, by the names of `specbeam.generate`.
 
     Args:
-        without: options that the command does not have.
-        only: the options that it has; None: all with a flag.
-        defaults: of the command, where they are not those of the options.
+        without: options to leave out.
+        defaults: defaults of the command that differ from those of the options.
     """
     chosen = [option for name, option in OPTIONS.items() if option.flag is not None and name not in without]
-    if only is not None:
-        chosen = [option for option in chosen if option.name in only]
-    return group({option.name: parameter_of(option, defaults) for option in chosen}, _given)
+    return group([parameter_of(option, defaults) for option in chosen], given_options)
 
 
-def _given(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that were given, where they are not the usual ones."""
+def given_options(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of generation that differ from their defaults."""
     return {name: value for name, value in values.items() if value != OPTIONS[name].default and value != []}
 
 
-def parameter_of(option: GenerationOption, defaults: Mapping[str, Any] = MappingProxyType({})) -> Parameter:
-    """Return the flag of an option."""
+def parameter_of(
+    option: GenerationOption, defaults: Mapping[str, Any] = MappingProxyType({}), panel: str | None = None
+) -> Parameter:
+    """Return the flag of an option.
+
+    Args:
+        defaults: defaults of the command by option.
+        panel: the panel of `--help`; None: by whether the option is a common one.
+    """
     flag = option.flag
     assert flag is not None
     default = defaults.get(option.name, option.default)
@@ -80,23 +119,23 @@ def parameter_of(option: GenerationOption, defaults: Mapping[str, Any] = Mapping
     if kind == list[str]:
         default = []
     names = [f"--{flag.name}"] if flag.name else []
-    panel = None if flag.help else OF_COMMANDS
+    panel = panel or (COMMON if flag.is_common else FURTHER)
     about = typer.Option(*names, help=flag.help or option.meaning, rich_help_panel=panel)
-    return Parameter(option.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, about])
+    return parameter(option.name, Annotated[kind, about], default)
 
 
 def _simple(kind: Any, default: Any) -> Any:
-    """Return the type of an option on the command line: the one of its types that a word can be read as."""
+    """Return the type of an option on the command line: the first of its types that a word can stand for."""
     found = next(one for one in (kind, *get_args(kind)) if one in _SIMPLE)
     return found if default is not None else found | None
 
 
 def add_command(app: typer.Typer, run: Callable[[Any], int], name: str | None = None, **about: Any) -> None:
-    """Add a command to an app, with the docstring of its function as its help.
+    """Add a command to an app; its help is the docstring of its function.
 
     Args:
-        run: takes the record of the arguments as `given`, and returns the exit code.
-        name: of the command; None: that of the function.
+        run: takes the record of arguments as `given`, and returns the exit code.
+        name: name of the command; None: that of the function.
         about: further arguments of `typer.Typer.command`.
     """
     record = get_type_hints(run)["given"]
@@ -117,7 +156,7 @@ def parameters_of(record: type[Record]) -> list[Parameter]:
         if isinstance(default, Group):
             found += default.parameters
         else:
-            found.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind))
+            found.append(parameter(name, kind, default))
     return found
 
 
@@ -127,7 +166,7 @@ def record_of(record: type[Record], values: Mapping[str, Any]) -> Record:
     for name in get_type_hints(record):
         default = getattr(record, name, None)
         if isinstance(default, Group):
-            found[name] = default.collect({parameter.name: values[parameter.name] for parameter in default.parameters})
+            found[name] = default.collect({one.name: values[one.name] for one in default.parameters})
         else:
             found[name] = values[name]
     return record(**found)

@@ -1,31 +1,12 @@
-"""The command `specbeam batch`: answers to the prompts of a table, which survive the end of the process."""
+"""The command `specbeam batch`: answers to the prompts of a table, resumable after an interruption."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specbeam.doors.cli.arguments import generation
-from specbeam.doors.cli.common import (
-    ProgressBar,
-    check_method,
-    check_options,
-    complain,
-    follow_rank_0,
-    method_for,
-    print_json,
-    quiet_load,
-    with_files,
-)
-from specbeam.doors.cli.options import (
-    BatchSize,
-    Json,
-    LoadArguments,
-    MethodName,
-    Settings,
-    SourceLanguage,
-    TargetLanguage,
-)
+from specbeam.doors.cli.common import ProgressBar, complain, follow_rank_0, method_for, print_json
+from specbeam.doors.cli.options import DecodingArguments, Json
 from specbeam.doors.options.table import OPTIONS
 from specbeam.errors import NotSupported
 
@@ -34,52 +15,45 @@ if TYPE_CHECKING:
     from specbeam.apps.jobs.journal import Progress
 
 
-class BatchArguments(LoadArguments):
-    """What the command is given."""
+class BatchArguments(DecodingArguments):
+    """Arguments of the command."""
 
     source: Annotated[Path, typer.Argument(metavar="IN", help="Table of prompts: .jsonl, .csv or .parquet.")]
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Table of answers, of one of these kinds.")]
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with a job that was begun; begin it if there is none.")
-    ] = False
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Table of answers, in one of the same formats.")]
+    resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted job; start it if there is none.")] = (
+        False
+    )
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="With --resume: decode rows again whose answer is an error.")
+        bool, typer.Option("--retry-failed", help="With --resume: retry rows whose answer is an error.")
     ] = False
-    method: MethodName = None
-    setting: Settings = []
-    options: dict[str, Any] = generation()
-    source_language: SourceLanguage = None
-    target_language: TargetLanguage = None
-    seed: Annotated[int, typer.Option(help="With the id of a row, the seed of its text.")] = 0
-    batch_size: BatchSize = 32
-    id_column: Annotated[str, typer.Option(help="Column of ids. Without it rows are numbered from 1.")] = "id"
+    seed: Annotated[
+        int, typer.Option(help="Random seed; the seed of each row is derived from it and the id of the row.")
+    ] = 0
+    id_column: Annotated[str, typer.Option(help="Column of ids. Tables without it are numbered from 1.")] = "id"
     prompt_column: Annotated[str, typer.Option(help="Column of prompts: texts, or lists of token ids.")] = "prompt"
     json: Json = False
 
 
 def batch(given: BatchArguments) -> int:
-    """Answer the prompts of a table, each once: a job that was killed goes on with --resume, and gives the same texts."""
+    """Generate text for a table of prompts. An interrupted job resumes with --resume and gives the same texts."""
     from specbeam.apps.jobs.answering import work_of
     from specbeam.apps.jobs.batch import batch as answer_table
     from specbeam.apps.jobs.batch import settings_described
     from specbeam.apps.jobs.journal import Progress
     from specbeam.apps.jobs.rows import Columns
-    from specbeam.doors.sources import hears, set_languages
+    from specbeam.doors.sources import hears
 
     follow_rank_0(given.loading)
-    check_method(given.method, given.setting)
-    options = with_files(given.options)
-    check_options(options, given.batch_size)
-    languages = {"source_language": given.source_language, "target_language": given.target_language}
+    options = given.checked_options()
+    languages = given.named("source_language", "target_language")
     chosen = {"method": given.method or "dsbd", "settings": sorted(given.setting), "seed": given.seed}
     usual = {name: option.default for name, option in OPTIONS.items() if option.default is not None}
     described = settings_described({**given.loading, **chosen, **usual, **options, **languages})
 
     def make_work() -> "Work":
-        pair = quiet_load(**given.loading, sources=True)
+        pair = given.load(options)
         if hears(pair):
-            raise NotSupported(f"{given.model} hears recordings, and a table holds texts; use specbeam transcribe")
-        set_languages(pair, options, given.source_language, given.target_language)
+            raise NotSupported(f"{given.model} reads audio, and a table has texts; use specbeam transcribe")
         method = method_for(pair, given.method, given.setting)
         return work_of(pair, method, given.seed, given.batch_size, options)
 
@@ -97,7 +71,7 @@ def batch(given: BatchArguments) -> int:
                 make_work, given.source, given.out, described, columns, given.resume, given.retry_failed, show
             )
         except KeyboardInterrupt:
-            complain(f"interrupted; {shown.done} of {shown.rows} rows are kept: go on with --resume")
+            complain(f"interrupted; {shown.done} of {shown.rows} rows are saved: continue with --resume")
             return 130
     if given.json:
         print_json({"rows": shown.rows, "failed": shown.failed, "out": str(given.out)})

@@ -1,13 +1,12 @@
 """The commands `specbeam bench efficiency` and `specbeam bench acceptance`."""
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specbeam.doors.cli.arguments import generation
-from specbeam.doors.cli.common import check_options, demo_sentences, print_json, quiet_load
+from specbeam.doors.cli.common import check_options, demo_sentences, print_records, quiet_load
 from specbeam.doors.cli.generate import gather
 from specbeam.doors.cli.options import DemoPromptArguments, Json, PairArguments, Plot, Seed, SpacedRows
 from specbeam.doors.prompts import spread
@@ -18,17 +17,17 @@ if TYPE_CHECKING:
 
 
 class EfficiencyArguments(DemoPromptArguments, PairArguments):
-    """What `bench efficiency` is given."""
+    """Arguments of `bench efficiency`."""
 
     budget: Annotated[
-        list[int], typer.Option(help="Number of nodes scored per pass: 5, 10, 21 or 30. May be given several times.")
+        list[int], typer.Option(help="Nodes scored per pass: 5, 10, 21 or 30. May be given several times.")
     ] = [5, 10, 21, 30]
     options: dict[str, Any] = generation(without=["num_return_sequences"], max_new_tokens=48)
     rows: Annotated[
         int,
         typer.Option(
             min=1,
-            help="Maximum number of prompts reported, taken at even distances from all. As many others choose the shapes.",
+            help="Maximum number of measured prompts, evenly spaced over all. As many other prompts select shapes.",
         ),
     ] = 60
     seed: Seed = 0
@@ -37,9 +36,9 @@ class EfficiencyArguments(DemoPromptArguments, PairArguments):
 
 
 class AcceptanceArguments(DemoPromptArguments, PairArguments):
-    """What `bench acceptance` is given."""
+    """Arguments of `bench acceptance`."""
 
-    children: Annotated[int, typer.Option(min=1, max=1024, help="Number of draft tokens tried per step.")] = 8
+    children: Annotated[int, typer.Option(min=1, max=1024, help="Number of draft tokens per step.")] = 8
     options: dict[str, Any] = generation(without=["num_return_sequences"], max_new_tokens=48)
     rows: SpacedRows = 60
     seed: Seed = 0
@@ -47,7 +46,7 @@ class AcceptanceArguments(DemoPromptArguments, PairArguments):
 
 
 def acceptance(given: AcceptanceArguments) -> int:
-    """Measure how often the k-th draft token tried is the accepted one; `sequoia` plans its tree by these odds."""
+    """Measure how often the first, second, ... draft token tried is accepted; sequoia plans its tree from these numbers."""
     from specbeam.lab.bench.acceptance import acceptance as measure
 
     check_options(given.options)
@@ -55,7 +54,7 @@ def acceptance(given: AcceptanceArguments) -> int:
     pair = quiet_load(given.model, given.draft)
     measured = measure(pair, texts, given.children, given.seed, **given.options)
     if given.json:
-        print_json(dataclasses.asdict(measured))
+        print_records([measured])
         return 0
     for place, (odds, error) in enumerate(zip(measured.odds, measured.error, strict=True)):
         print(f"child {place + 1}: accepted at {odds:.3f} of {measured.nodes} steps (standard error {error:.3f})")
@@ -64,7 +63,7 @@ def acceptance(given: AcceptanceArguments) -> int:
 
 
 def texts_of(prompts: list[str], files: list[Path]) -> list[str]:
-    """Return the prompts of arguments and files; without any, the demo's sentences."""
+    """Return the prompts of arguments and files or, without any, the demo's sentences."""
     if not prompts and not files:
         return demo_sentences()
     texts = [prompt.text for prompt in gather(prompts, files)[0]]
@@ -74,19 +73,15 @@ def texts_of(prompts: list[str], files: list[Path]) -> list[str]:
 
 
 def efficiency(given: EfficiencyArguments) -> int:
-    """Measure tokens per target pass at a fixed budget of scored nodes, for every method that decodes one sequence.
+    """Measure tokens per target pass at a fixed budget of scored nodes, for all methods for one sequence.
 
-    The shape of each method, and the acceptance by rank that sequoia plans by, are chosen on other prompts than those
-    reported.
+    The shape of each method, and the acceptance by rank for sequoia, are selected on separate prompts.
     """
     from specbeam.doors.cli.screen import Screen
     from specbeam.lab.bench.efficiency import as_markdown, check_budgets, halves, plot
     from specbeam.lab.bench.efficiency import efficiency as measure
     from specbeam.lab.bench.head_cost import head_cost
-    from specbeam.lab.bench.pictures import check_picture
 
-    if given.plot is not None:
-        check_picture(given.plot)
     check_options(given.options)
     check_budgets(given.budget)
     reported, choosing = halves(spread(texts_of(given.texts, given.file), 2 * given.rows))
@@ -98,8 +93,7 @@ def efficiency(given: EfficiencyArguments) -> int:
 
     cells = measure(pair, reported, choosing, given.budget, given.seed, on_progress, **given.options)
     if given.json:
-        for cell in cells:
-            print_json(dataclasses.asdict(cell))
+        print_records(cells)
     else:
         print(as_markdown(cells))
         if cost := head_cost(pair):

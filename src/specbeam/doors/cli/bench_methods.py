@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specbeam.doors.cli.common import bundled_rows, print_json
+from specbeam.doors.cli.common import bundled_rows, in_one_line, print_records
 from specbeam.doors.cli.options import Grow, Json, NewTokens, PairArguments, Plot
 from specbeam.doors.places import require_file
 from specbeam.errors import BadPrompt, BadSetting, one_of
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class MethodsBenchArguments(PairArguments):
-    """What the command is given."""
+    """Arguments of the command."""
 
     older: Annotated[list[Path], typer.Argument(hidden=True, help="The same as --file.")] = []
     file: Annotated[
@@ -26,31 +26,30 @@ class MethodsBenchArguments(PairArguments):
         typer.Option(
             "--file",
             "-f",
-            help="TSV file with a prompt and its right answer per line, a task of its own. May be given several times. By "
-            "default the bundled tasks.",
+            help="TSV file of a task: a prompt and its reference answer per line. May be given several times; by default "
+            "the bundled tasks.",
         ),
     ] = []
     grow: Grow = None
     metric: Annotated[
-        str | None, typer.Option(help="Quality measure of the files: 'BLEU' (default) or 'exact match'.")
+        str | None, typer.Option(help="Quality measure for --file: 'BLEU', the default, or 'exact match'.")
     ] = None
-    beams: Annotated[int, typer.Option(help="Number of beams of the methods that have beams.")] = 4
-    depth: Annotated[int, typer.Option(help="Number of draft layers per pass, except of methods named 'auto'.")] = 4
+    beams: Annotated[int, typer.Option(help="Number of beams, for methods with beams.")] = 4
+    depth: Annotated[int, typer.Option(help="Number of draft layers per pass, except for methods named 'auto'.")] = 4
     threshold: Annotated[float, typer.Option(help="Acceptance threshold of MTAD and MMTAD.")] = 0.5
-    rows: Annotated[int, typer.Option(help="Maximum number of prompts per task: the first ones.")] = 400
-    seeds: Annotated[int, typer.Option(help="Number of times that each prompt is answered, with different seeds.")] = 3
+    rows: Annotated[int, typer.Option(help="Maximum number of prompts per task; the first ones are taken.")] = 400
+    seeds: Annotated[int, typer.Option(help="Number of answers per prompt, each with its own seed.")] = 3
     max_new_tokens: NewTokens = 64
     plot: Plot = None
     json: Json = False
 
 
 def methods(given: MethodsBenchArguments) -> int:
-    """Compare methods: perplexity and quality of the text against seconds, joules and target passes per token."""
+    """Compare methods by perplexity, text quality, and seconds, joules and target passes per token."""
     from rich.markup import escape
-    from rich.progress import Progress
 
-    from specbeam.doors.cli.screen import Screen
-    from specbeam.doors.cli.widening import grown_pair
+    from specbeam.doors.cli.screen import progress_bar
+    from specbeam.doors.cli.widening import GrownSizes, grown_pair
     from specbeam.lab.bench.methods import contenders, measure
     from specbeam.lab.bench.methods_report import as_markdown, plot
     from specbeam.lab.bench.provenance import provenance
@@ -62,10 +61,9 @@ def methods(given: MethodsBenchArguments) -> int:
     if any(task.metric == "BLEU" for task in tasks):
         check_bleu()
     compared = contenders(given.beams, given.depth, given.threshold)
-    loaded = grown_pair(given.model, given.draft, given.grow)
-    console = Screen(stderr=True)
+    loaded = grown_pair(given.model, given.draft, GrownSizes(given.grow))
     lines = []
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    with progress_bar() as progress:
         for task in tasks:
             shortened = dataclasses.replace(task, rows=task.rows[: given.rows])
             bar = progress.add_task(escape(task.name), total=given.seeds * len(shortened.rows))
@@ -73,37 +71,34 @@ def methods(given: MethodsBenchArguments) -> int:
             lines += measure(loaded, shortened, compared, given.seeds, given.max_new_tokens, step)
     origin = provenance() | {"vocabulary": str(loaded.target.vocab)}
     if given.json:
-        for line in lines:
-            print_json({**dataclasses.asdict(line), "provenance": origin})
+        print_records(lines, provenance=origin)
     else:
         print(as_markdown(lines))
         print(
-            "\n\\* changes the law of the output. 95 % intervals: bootstrap over prompts, Wilson's for 0 % and 100 %."
+            "\n\\* changes the law of the output. 95 % intervals: bootstrap over prompts; Wilson's for 0 % and 100 %."
         )
         print("One prompt at a time.\n")
-        print("; ".join(f"{name}: {value}" for name, value in origin.items()))
+        print(in_one_line(origin))
     if given.plot is not None:
         plot(lines, given.plot)
     return 0
 
 
 def _check(given: MethodsBenchArguments, files: list[Path]) -> None:
-    """Raise an error for options that are wrong or do not go together, or for a plot that cannot be written."""
+    """Raise `BadSetting` for options that are wrong or contradict each other."""
     from specbeam.lab.bench.method_figures import METRICS
-    from specbeam.lab.bench.pictures import check_picture
 
     if given.metric is not None:
         one_of("--metric", given.metric, METRICS)
         if not files:
-            raise BadSetting("--metric is of files, and the bundled tasks have their own; give files or leave it out")
-    if given.plot is not None:
-        check_picture(given.plot)
-    if given.rows < 1 or given.seeds < 1:
-        raise BadSetting(f"--rows is {given.rows}, --seeds is {given.seeds}; both must be at least 1")
+            raise BadSetting(
+                "--metric is for --file, and the bundled tasks have their own metrics; give --file or leave --metric out"
+            )
+    given.require_positive("rows", "seeds")
 
 
 def bundled_tasks() -> "list[Task]":
-    """Return the tasks of the bundled pair: German sentences to translate, and letters to spell as sounds."""
+    """Return the tasks of the bundled pair: German sentences to translate, and words to convert to sounds."""
     from specbeam.lab.bench.method_figures import Task
 
     words = [(f"<sounds> {' '.join(word)}", sounds) for word, sounds in bundled_rows("words.tsv")]
@@ -114,7 +109,7 @@ def bundled_tasks() -> "list[Task]":
 
 
 def tasks_of(files: list[Path], metric: str) -> "list[Task]":
-    """Return a task per TSV file, named after the file; by its path if several files have the same name.
+    """Return a task per TSV file, named after the file or, if several files have the same name, by its path.
 
     Raises `BadSetting` if a file is given twice.
     """

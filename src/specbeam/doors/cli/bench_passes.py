@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specbeam.doors.cli.arguments import Record
-from specbeam.doors.cli.common import print_json
+from specbeam.doors.cli.common import in_one_line, print_json
 from specbeam.doors.cli.options import (
     Grow,
     GrowVocab,
@@ -19,7 +19,6 @@ from specbeam.doors.cli.options import (
     Rounds,
     Threads,
 )
-from specbeam.errors import BadSetting
 
 if TYPE_CHECKING:
     from specbeam.lab.bench.passes import PassPlan
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class PassesArguments(Record):
-    """What the command is given."""
+    """Arguments of the command."""
 
     model: Model = "bundled"
     grow: Grow = None
@@ -36,13 +35,13 @@ class PassesArguments(Record):
     rows: PassRows = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128]
     beams: Annotated[
         list[int],
-        typer.Option(help="Number of beams of a step, also timed in transformers. May be given several times."),
+        typer.Option(help="Number of beams of a step, also timed with transformers. May be given several times."),
     ] = [1, 4, 16, 64]
     length: Lengths = [128, 512, 1024, 2048, 4096]
     copies_gb: Annotated[
         float,
         typer.Option(
-            help="Memory limit of transformers' copies of the cache, in GB. Sizes above it are left out; 0 leaves out all."
+            help="Memory limit in GB for transformers' copies of the cache. Larger sizes are skipped; 0: all are skipped."
         ),
     ] = 4.0
     repeats: Rounds = 7
@@ -52,63 +51,51 @@ class PassesArguments(Record):
 
 
 def passes(given: PassesArguments) -> int:
-    """Time a pass by its rows and by the tokens in the KV cache, and a step of beams beside transformers' cache."""
-    import torch
-    from rich.progress import Progress
-
-    from specbeam.doors.cli.screen import Screen
+    """Time passes by rows and cached tokens, and steps of beams compared with transformers' cache."""
+    from specbeam.doors.cli.screen import progress_bar
     from specbeam.lab.bench.passes import fits
     from specbeam.lab.bench.passes import passes as measure
     from specbeam.lab.bench.passes_report import as_markdown, as_records, plot
-    from specbeam.lab.bench.pictures import check_picture
     from specbeam.lab.bench.provenance import provenance
 
     plan = _plan(given)
-    if given.plot is not None:
-        check_picture(given.plot)
-    if given.threads is not None:
-        torch.set_num_threads(given.threads)
     lm, positions = _model(given, max(plan.lengths) + 1)
-    console = Screen(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    with progress_bar() as progress:
         bar = progress.add_task("passes", total=plan.steps)
         cells = measure(lm, plan, partial(progress.advance, bar))
     fitted = fits(cells, plan)
     origin = provenance() | {"engine": lm.engine, "vocabulary": lm.vocab, "positions": positions}
-    origin |= {"engine note": lm.engine_note} if lm.engine_note else {}
+    if lm.engine_note:
+        origin["engine note"] = lm.engine_note
     if given.json:
         for record in as_records(cells, fitted):
             print_json({**record, "provenance": origin})
     else:
         print(as_markdown(cells, fitted, plan))
         print(f"\nMedian of {plan.repeats} rounds, smallest to largest; fits are through medians. ", end="")
-        print("; ".join(f"{name}: {value}" for name, value in origin.items()))
+        print(in_one_line(origin))
     if given.plot is not None:
         plot(cells, fitted, plan, given.plot)
     return 0
 
 
 def _plan(given: PassesArguments) -> "PassPlan":
-    """Return the plan of the sizes in ascending order; raise `BadSetting` if one is below 1."""
+    """Return the plan, with sizes in ascending order. Raises `BadSetting` if one is below 1."""
     from specbeam.lab.bench.passes import PassPlan
 
-    sizes = (("--rows", given.rows), ("--beams", given.beams), ("--length", given.length))
-    for name, values in (*sizes, ("--repeats", [given.repeats])):
-        for value in values:
-            if value < 1:
-                raise BadSetting(f"{name} is {value}; it must be at least 1")
-    ascending = [tuple(sorted(set(values))) for values in (given.length, given.rows, given.beams)]
-    return PassPlan(ascending[0], ascending[1], ascending[2], given.repeats, given.copies_gb)
+    given.require_positive("rows", "beams", "length", "repeats")
+    lengths, rows, beams = (tuple(sorted(set(sizes))) for sizes in (given.length, given.rows, given.beams))
+    return given.make(PassPlan, lengths=lengths, rows=rows, beams=beams)
 
 
 def _model(given: PassesArguments, needed: int) -> "tuple[HuggingFaceLM, str]":
-    """Return a model with at least `needed` positions, and a text on where its positions come from."""
-    from specbeam.doors.cli.widening import grown_pair
+    """Return a model with at least `needed` positions, and the origin of its positions as text."""
+    from specbeam.doors.cli.widening import GrownSizes, grown_pair
     from specbeam.lab.bench.widen_model import with_positions
     from specbeam.models.pair import load
 
     quantize: Any = given.quantize
-    pair = grown_pair(given.model, None, given.grow, quantize=quantize, grow_vocab=given.grow_vocab)
+    pair = grown_pair(given.model, None, given.make(GrownSizes), quantize)
     target = pair.forgetful_target
     own = target.max_positions
     if own is None or own >= needed:

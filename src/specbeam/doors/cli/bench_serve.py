@@ -1,16 +1,14 @@
-"""The command `specbeam bench serve`: a load of many clients on a server."""
+"""The command `specbeam bench serve`: a load test of a server with many clients."""
 
 import dataclasses
 import json as json_format
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specbeam.doors.cli.arguments import Record
-from specbeam.doors.cli.common import demo_sentences, print_json
-from specbeam.doors.cli.generate import gather
+from specbeam.doors.cli.bench import texts_of
+from specbeam.doors.cli.common import print_json
 from specbeam.doors.cli.options import Json, NewTokens, PromptFiles
 from specbeam.errors import BadSetting
 
@@ -19,31 +17,33 @@ if TYPE_CHECKING:
 
 
 class LoadTestArguments(Record):
-    """What the command is given."""
+    """Arguments of the command."""
 
     url: Annotated[str, typer.Argument(help="Address of a server that speaks OpenAI's API.")] = "http://127.0.0.1:8000"
-    clients: Annotated[int, typer.Option(min=1, help="Number of clients, each with one request at a time.")] = 8
-    requests: Annotated[int, typer.Option(min=1, help="Most requests in all.")] = 100
+    clients: Annotated[int, typer.Option(min=1, help="Number of clients; each has one request at a time.")] = 8
+    requests: Annotated[int, typer.Option(min=1, help="Maximum total number of requests.")] = 100
     seconds: Annotated[
-        float | None, typer.Option(help="Seconds after which no further request is sent; by default all are.")
+        float | None, typer.Option(help="Seconds after which no request is sent; by default unlimited.")
     ] = None
     rate: Annotated[
         float | None,
-        typer.Option(help="Requests per second, at random times (Poisson); by default each client asks again at once."),
+        typer.Option(
+            help="Requests per second, at random times (Poisson); by default, clients send the next request at once."
+        ),
     ] = None
-    gone: Annotated[float, typer.Option(help="Share of the requests whose client goes away in the middle.")] = 0.0
-    body: Annotated[str, typer.Option(help="Fields of each request as JSON, like '{\"num_beams\": 4}'.")] = "{}"
+    gone: Annotated[float, typer.Option(help="Share of requests whose client disconnects before the end.")] = 0.0
+    body: Annotated[str, typer.Option(help="Fields of each request as JSON, such as '{\"num_beams\": 4}'.")] = "{}"
     file: PromptFiles = []
-    joined: Annotated[int, typer.Option(min=1, help="Number of prompts that are joined to one: long prompts.")] = 1
-    before: Annotated[str, typer.Option(help="A text that all prompts begin with: shared prefixes.")] = ""
+    joined: Annotated[int, typer.Option(min=1, help="Number of prompts joined into one, for long prompts.")] = 1
+    before: Annotated[str, typer.Option(help="Common beginning of all prompts, for shared prefixes.")] = ""
     max_new_tokens: NewTokens = 64
-    stream: Annotated[bool, typer.Option(help="Let answers be streamed.")] = True
+    stream: Annotated[bool, typer.Option(help="Stream the answers.")] = True
     key: Annotated[str, typer.Option(help="API key.", envvar="SPECBEAM_API_KEY")] = ""
     json: Json = False
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields of each request. Raises `BadSetting` if they are no JSON object."""
+        """The fields of each request. Raises `BadSetting` if --body is not a JSON object."""
         try:
             found = json_format.loads(self.body)
         except ValueError as error:
@@ -52,44 +52,19 @@ class LoadTestArguments(Record):
             raise BadSetting(f"--body is {self.body!r}; it must be a JSON object")
         return {"max_tokens": self.max_new_tokens} | found
 
-
-@dataclass(frozen=True)
-class PromptShape:
-    """The prompts of a load.
-
-    Args:
-        files: where they are; none: the demo's sentences.
-        joined: number of these that make one prompt.
-        before: what each prompt begins with.
-    """
-
-    files: list[Path]
-    joined: int = 1
-    before: str = ""
-
+    @property
     def prompts(self) -> list[str]:
-        texts = [one.text for one in gather([], self.files)[0]] if self.files else demo_sentences()
+        """The prompts of the requests."""
+        texts = texts_of([], self.file)
         starts = range(0, len(texts), self.joined)
         return [self.before + " ".join(texts[start : start + self.joined]) for start in starts]
 
 
 def serve(given: LoadTestArguments) -> int:
-    """Put a load of many clients on a server: requests and tokens per second, and how long clients wait."""
+    """Measure a server under the load of many clients: requests and tokens per second, and waiting times."""
     from specbeam.lab.bench.serving import Load, measure_load
 
-    fields = given.fields
-    prompts = PromptShape(given.file, given.joined, given.before).prompts()
-    load = Load(
-        prompts,
-        fields,
-        given.clients,
-        given.requests,
-        given.rate,
-        given.gone,
-        given.stream,
-        given.key,
-        seconds=given.seconds,
-    )
+    load = given.make(Load, body=given.fields, prompts=given.prompts)
     report = measure_load(given.url, load)
     if given.json:
         record = dataclasses.asdict(report)
@@ -106,7 +81,7 @@ def _show(report: "LoadReport") -> None:
     from specbeam.doors.cli.screen import Screen
 
     table = Table("figure", "value", box=None, pad_edge=False)
-    table.add_row("answered", f"{report.answered} of {report.requests}, {report.gone} went away as planned")
+    table.add_row("answered", f"{report.answered} of {report.requests}, {report.gone} disconnected as planned")
     table.add_row("by status", ", ".join(f"{status}: {number}" for status, number in report.statuses.items()))
     table.add_row("requests per second", f"{report.requests_per_s:.2f}")
     table.add_row("tokens per second", f"{report.tokens_per_s:.1f}")

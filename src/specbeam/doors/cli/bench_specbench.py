@@ -1,4 +1,4 @@
-"""The command `specbeam bench specbench`: Spec-Bench's questions, its numbers and ours."""
+"""The command `specbeam bench specbench`: methods on the questions of Spec-Bench, with its statistics and ours."""
 
 import re
 import time
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specbeam.doors.cli.common import ProgressBar, method_from, print_json, quiet_load
+from specbeam.doors.cli.common import ProgressBar, in_one_line, method_from, print_json, quiet_load
 from specbeam.doors.cli.options import Json, NewTokens, PairArguments, Seed, Threads, folder_to_write
 from specbeam.doors.places import writing
 from specbeam.errors import BadSetting
@@ -19,43 +19,39 @@ USUAL = ["speculative_sampling", "traversal", "sequoia", "prompt_lookup", "opt_t
 
 
 class SpecBenchArguments(PairArguments):
-    """What the command is given."""
+    """Arguments of the command."""
 
-    questions: Annotated[Path, typer.Argument(help="Spec-Bench's question.jsonl, plain or .gz.")]
+    questions: Annotated[Path, typer.Argument(help="Spec-Bench's file question.jsonl, plain or .gz.")]
     contenders: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[METHOD]...", help="Methods, each with its settings: 'sequoia budget=21'."),
+        typer.Argument(metavar="[METHOD]...", help="Methods with their settings, such as 'sequoia budget=21'."),
     ] = None
-    each: Annotated[
-        int | None, typer.Option(min=1, help="Maximum number of questions of each task; by default all.")
-    ] = None
+    each: Annotated[int | None, typer.Option(min=1, help="Maximum number of questions per task; by default all.")] = (
+        None
+    )
     max_new_tokens: NewTokens = 1024
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is Spec-Bench's greedy decoding.")] = 0.0
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0: greedy, as in Spec-Bench.")] = 0.0
     seed: Seed = 0
     threads: Threads = None
     processor_time: Annotated[
-        bool, typer.Option("--processor-time", help="Count the processor's time, for a machine with other work.")
+        bool, typer.Option("--processor-time", help="Measure CPU time instead of elapsed time, for a busy machine.")
     ] = False
     answers: Annotated[
         Path | None,
-        folder_to_write("Also write a file per method that Spec-Bench's own scripts read to this folder."),
+        folder_to_write("Also write a file per method to this folder, for Spec-Bench's own scripts."),
     ] = None
     json: Json = False
 
 
 def specbench(given: SpecBenchArguments) -> int:
-    """Run methods on Spec-Bench's six tasks beside plain decoding: its statistics, and ours."""
-    import torch
-
+    """Run methods on the six tasks of Spec-Bench, compared with plain decoding."""
     from specbeam.lab.bench.specbench import as_records, lines_of_specbench, read_questions
     from specbeam.lab.bench.specbench import specbench as measure
 
-    if given.threads is not None:
-        torch.set_num_threads(given.threads)
     methods = {name: method_from(*_split(name)) for name in given.contenders or USUAL}
     for name, method in methods.items():
         if method.beams > 1 and given.temperature == 0 and not method.search:
-            raise BadSetting(f"{name} draws beams, and at temperature 0 they are one; give --temperature 1")
+            raise BadSetting(f"{name} draws beams, and at temperature 0 all beams are equal; give --temperature 1")
     asked = read_questions(given.questions, given.each)
     pair = quiet_load(given.model, given.draft)
     clock = time.process_time if given.processor_time else time.perf_counter
@@ -82,7 +78,7 @@ def specbench(given: SpecBenchArguments) -> int:
 def _write(
     given: SpecBenchArguments, folder: Path, pair: Any, asked: Any, methods: "dict[str, Method]", replies: Any
 ) -> None:
-    """Write a file per method that Spec-Bench's own scripts read."""
+    """Write a file per method for Spec-Bench's own scripts."""
     from specbeam.lab.bench.specbench import write_answers
 
     with writing(folder):
@@ -109,11 +105,11 @@ def _show(lines: Any, cut: int) -> None:
             f"{line.their_speedup:.2f}", f"{line.speedup:.2f}", f"{line.low:.2f} to {line.high:.2f}", f"{line.same:.0%}",
         )  # fmt: skip
     Screen(width=120).print(table)
-    print(f"{cut} prompts were longer than the models have positions, and were cut at their beginning")
-    print(", ".join(f"{name} {value}" for name, value in provenance().items()))
+    print(f"{cut} prompts were longer than the models' positions; their beginnings were cut off")
+    print(in_one_line(provenance()))
 
 
 def _split(contender: str) -> tuple[str, list[str]]:
-    """Return the name of a method and its settings, which stand after it."""
+    """Return the name of a method and the settings after it."""
     name, *settings = contender.split()
     return name, settings

@@ -1,6 +1,5 @@
-"""The command `specbeam bench speed`: methods and baselines on the same prompts in one interleaved run."""
+"""The command `specbeam bench speed`: methods and baselines on the same prompts, in one interleaved run."""
 
-import dataclasses
 import shlex
 from functools import partial
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specbeam.doors.cli.arguments import generation
-from specbeam.doors.cli.common import bundled_rows, check_options, method_from, print_json
+from specbeam.doors.cli.common import bundled_rows, check_options, in_one_line, method_from, print_records
 from specbeam.doors.cli.options import (
     Grow,
     GrowVocab,
@@ -43,18 +42,18 @@ DEFAULT = [
     "beam_search",
     "speculative_beam_search",
 ]
-# Options whose texts transformers and CTranslate2 do not write, or of which a figure would say nothing.
+# Options that transformers or CTranslate2 lack, or whose figures would not be comparable.
 NOT_COMPARED = ("num_return_sequences", "json_schema", "regex", "grammar", "grammar_backend", "max_length")
 
 
 class SpeedArguments(PairArguments):
-    """What the command is given."""
+    """Arguments of the command."""
 
     contenders: Annotated[
         list[str],
         typer.Argument(
-            help="'dsbd beams=4 depth=2', 'transformers/beam_sampling beams=4', 'ctranslate2/beam_search "
-            "compute_type=int8', ... Ratios are to the first one. Without any a usual selection runs."
+            help="Methods and baselines, such as 'dsbd beams=4 depth=2', 'transformers/beam_sampling beams=4' or "
+            "'ctranslate2/beam_search compute_type=int8'. Speeds are compared with the first one. By default, a selection."
         ),
     ] = []
     prompt: PromptTexts = []
@@ -65,13 +64,13 @@ class SpeedArguments(PairArguments):
     ] = (1, 2)
     grow: Grow = None
     grow_draft: Annotated[
-        str | None, typer.Option(help="Enlarge the draft model in the same way to this many weights. By default not.")
+        str | None, typer.Option(help="Enlarge the draft model to this number of weights without changing its outputs.")
     ] = None
     grow_vocab: GrowVocab = None
     quantize: QuantizeTarget = None
     rows: SpacedRows = 30
     batch_size: Annotated[
-        list[int], typer.Option(help="Number of prompts decoded at once. May be given several times.")
+        list[int], typer.Option(help="Number of prompts decoded together. May be given several times.")
     ] = [1]
     repeats: Rounds = 7
     threads: Threads = None
@@ -81,25 +80,19 @@ class SpeedArguments(PairArguments):
 
 
 def speed(given: SpeedArguments) -> int:
-    """Measure tokens per second, quality and memory of methods, transformers and CTranslate2 in one interleaved run."""
-    import torch
-    from rich.progress import Progress
-
-    from specbeam.doors.cli.screen import Screen
+    """Measure speed, quality and memory of methods, transformers and CTranslate2 in one interleaved run."""
+    from specbeam.doors.cli.screen import progress_bar
     from specbeam.lab.bench.speed import speed as measure
 
-    _check(given)
+    given.require_positive("batch_size", "rows", "repeats")
     check_options(given.options)
-    if given.threads is not None:
-        torch.set_num_threads(given.threads)
     found = _prompts(given)
     pair = _pair(given)
     _check_sources(pair, found)
     prompts = spread(found or demo_rows(), given.rows)
     running = [_contender(pair, text, given.options) for text in given.contenders or [*DEFAULT, *_of_head(pair)]]
-    console = Screen(stderr=True)
     tables = []
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    with progress_bar() as progress:
         for size in given.batch_size:
             bar = progress.add_task(f"{size} at once", total=given.repeats * -(-len(prompts) // size))
             tables.append(measure(pair, running, prompts, size, given.repeats, partial(progress.advance, bar)))
@@ -108,39 +101,37 @@ def speed(given: SpeedArguments) -> int:
 
 
 def _pair(given: SpeedArguments) -> "Pair":
-    """Return the pair that is timed."""
-    from specbeam.doors.cli.widening import grown_pair
+    """Return the pair to measure."""
+    from specbeam.doors.cli.widening import GrownSizes, grown_pair
     from specbeam.doors.sources import hears
 
-    pair = grown_pair(
-        given.model, given.draft, given.grow, given.grow_draft, given.quantize, given.grow_vocab, sources=True
-    )
+    pair = grown_pair(given.model, given.draft, given.make(GrownSizes), given.quantize, sources=True)
     if hears(pair):
         raise NotSupported(
-            f"bench speed reads text, and {type(pair.target_model).__name__} hears audio; give a model that reads text "
+            f"bench speed is for models of text, and {type(pair.target_model).__name__} reads audio; give another model "
             "(specbeam transcribe runs this one)"
         )
     return pair
 
 
 def _prompts(given: SpeedArguments) -> list[PromptRow]:
-    """Return the prompts that are given."""
+    """Return the prompts of the command line and of files."""
     files = [*given.older, *given.file]
     return [*map(PromptRow, given.prompt), *(row for file in files for row in read(str(file), None, given.columns))]
 
 
 def _check_sources(pair: "Pair", found: list[PromptRow]) -> None:
-    """Raise `BadSetting` if there is no prompt, and the demo's are none for this pair."""
+    """Raise `BadSetting` if there is no prompt and the demo's sentences do not suit this pair."""
     from specbeam.engines.eligibility import reads_sources
 
     if not found and reads_sources(pair.target_model):
         raise BadSetting(
-            f"{type(pair.target_model).__name__} reads sources of its own kind; give some by --prompt or --file"
+            f"{type(pair.target_model).__name__} is an encoder-decoder model; give sources for it by --prompt or --file"
         )
 
 
 def _show(given: SpeedArguments, pair: "Pair", tables: list[Any]) -> None:
-    """Print and plot what was measured."""
+    """Print and plot the measurements."""
     from specbeam.lab.bench.head_cost import head_cost
     from specbeam.lab.bench.provenance import provenance
     from specbeam.lab.bench.speed_report import as_markdown, plot
@@ -148,8 +139,7 @@ def _show(given: SpeedArguments, pair: "Pair", tables: list[Any]) -> None:
     origin = provenance() | {"vocabulary": str(pair.target.vocab)}
     for table in tables:
         if given.json:
-            for line in table:
-                print_json({**dataclasses.asdict(line), "provenance": origin})
+            print_records(table, provenance=origin)
         else:
             print(as_markdown(table) + "\n")
     if not given.json:
@@ -157,27 +147,15 @@ def _show(given: SpeedArguments, pair: "Pair", tables: list[Any]) -> None:
             f"Ratios are to {tables[0][0].name}, round by round; median of {given.repeats} rounds, smallest to largest. ",
             end="",
         )
-        print("; ".join(f"{name}: {value}" for name, value in origin.items()))
+        print(in_one_line(origin))
         if cost := head_cost(pair):
             print(f"{cost}.")
     if given.plot is not None:
         plot([line for table in tables for line in table], given.plot)
 
 
-def _check(given: SpeedArguments) -> None:
-    """Raise an error if a number is below 1 or the plot cannot be written."""
-    from specbeam.lab.bench.pictures import check_picture
-
-    sizes = [("--batch-size", size) for size in given.batch_size]
-    for name, value in (("--rows", given.rows), ("--repeats", given.repeats), *sizes):
-        if value < 1:
-            raise BadSetting(f"{name} is {value}; it must be at least 1")
-    if given.plot is not None:
-        check_picture(given.plot)
-
-
 def _of_head(pair: "Pair") -> list[str]:
-    """Return the method of the paper of the pair's draft head, if the draft is one and has any."""
+    """Return the method of the paper of the pair's draft head; [] without a head or a method."""
     from specbeam.recipes.heads import paper_of
 
     head = getattr(pair.draft, "head", None)
@@ -186,7 +164,7 @@ def _of_head(pair: "Pair") -> list[str]:
 
 
 def _contender(pair: "Pair", text: str, options: dict[str, Any]) -> "Contender":
-    """Return the contender that a text like "dsbd beams=4" or "transformers/sampling" describes."""
+    """Return the contender for a text such as "dsbd beams=4" or "transformers/sampling"."""
     from specbeam.lab.bench.baselines import MAKERS
     from specbeam.lab.bench.outcome import specbeam
 
@@ -195,7 +173,7 @@ def _contender(pair: "Pair", text: str, options: dict[str, Any]) -> "Contender":
     if not mode:
         return specbeam(pair, text, method_from(name, settings), **_options_for(name, options))
     if engine not in MAKERS:
-        raise BadSetting(f"{engine} is no baseline; there are {', '.join(MAKERS)}")
+        raise BadSetting(f"{engine} is not a baseline; the baselines are {', '.join(MAKERS)}")
     own_options = {}
     for setting in settings:
         key, _, value = setting.partition("=")
@@ -204,9 +182,9 @@ def _contender(pair: "Pair", text: str, options: dict[str, Any]) -> "Contender":
 
 
 def _options_for(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that are set, without warpers if the method does not sample."""
+    """Return the options, without warpers if the method does not sample."""
     warpers = warper_names() if name in ("greedy", "beam_search", "speculative_beam_search") else ()
-    return {key: value for key, value in options.items() if value is not None and key not in warpers}
+    return {key: value for key, value in options.items() if key not in warpers}
 
 
 def _read(value: str) -> int | str:

@@ -7,7 +7,7 @@ import typer
 
 from specbeam.doors.cli.arguments import generation
 from specbeam.doors.cli.common import check_options, method_from, quiet_load, with_files
-from specbeam.doors.cli.options import PairArguments, QuantizeTarget, Settings
+from specbeam.doors.cli.options import MethodName, PairArguments, QuantizeTarget, Settings
 from specbeam.doors.places import text_of
 
 if TYPE_CHECKING:
@@ -15,27 +15,25 @@ if TYPE_CHECKING:
 
 
 class ChatArguments(PairArguments):
-    """What the command is given."""
+    """Arguments of the command."""
 
-    method: Annotated[
-        str, typer.Option("--method", help="Decoding method; by default dsbd, or beam_sampling without a draft.")
-    ] = ""
+    method: MethodName = None
     setting: Settings = []
-    system: Annotated[str, typer.Option(help="What the model is told before the conversation.")] = ""
+    system: Annotated[str, typer.Option(help="System message: instructions before the conversation.")] = ""
     options: dict[str, Any] = generation(without=["num_return_sequences"], max_new_tokens=512)
-    seed: Annotated[int | None, typer.Option(help="Seed of each answer; by default each is drawn anew.")] = None
-    chat_template: Annotated[Path | None, typer.Option(help="A file with a chat template, if the model has none.")] = (
+    seed: Annotated[int | None, typer.Option(help="Random seed of each answer; by default random.")] = None
+    chat_template: Annotated[Path | None, typer.Option(help="File with a chat template, for a model without one.")] = (
         None
     )
     url: Annotated[
-        str | None, typer.Option(help="Address of a server that speaks OpenAI's API, in place of a model here.")
+        str | None, typer.Option(help="Address of a server with OpenAI's API, in place of a local model.")
     ] = None
-    key: Annotated[str, typer.Option(help="API key of that server.", envvar="SPECBEAM_API_KEY")] = ""
+    key: Annotated[str, typer.Option(help="API key of the server.", envvar="SPECBEAM_API_KEY")] = ""
     quantize: QuantizeTarget = None
 
 
 def chat(given: ChatArguments) -> int:
-    """Talk with a model in the terminal; Ctrl-C ends an answer, Ctrl-D the chat."""
+    """Chat with a model in the terminal; Ctrl-C ends an answer, Ctrl-D ends the chat."""
     template = None if given.chat_template is None else text_of(given.chat_template, "give a file with a chat template")
     decoding = with_files(given.options)
     check_options(decoding)
@@ -51,6 +49,6 @@ def chat(given: ChatArguments) -> int:
     else:
         pair = quiet_load(given.model, given.draft, quantize=given.quantize)
         speaker = PairSpeaker(pair, given.model, template)
-    options = ChatOptions(given.method, tuple(given.setting), decoding, given.seed)
+    options = ChatOptions(given.method or "", tuple(given.setting), decoding, given.seed)
     Chat(speaker, options, console, lambda: console.input("[bold]>[/bold] "), given.system).run()
     return 0

@@ -1,13 +1,14 @@
-"""Functions that several commands share: settings from text, loading without progress bars, records as JSON."""
+"""Functions shared by commands: methods from text, loading without progress bars, output as JSON."""
 
 import dataclasses
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbeam.doors import plain
+from specbeam.doors.cli.arguments import require_positive
 from specbeam.errors import BadPrompt, BadSetting, MissingFile
 
 if TYPE_CHECKING:
@@ -17,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def quiet_load(model: str, draft: str | None, *, sources: bool = False, **options: Any) -> "Pair":
-    """Load a pair as `specbeam.load` does, without the progress bars and messages of the model library.
+    """Load a pair with `specbeam.load`, without transformers' progress bars and messages.
 
-    The folder of a memory (`specbeam train hmt`) stands for its model with this memory, as target and as draft.
+    A folder written by `specbeam train hmt` stands for its model with this memory, as target and as draft.
 
     Args:
-        sources: whether the command takes encoder-decoder models; if not, they are refused with `NotSupported`.
-        options: of `specbeam.load`.
+        sources: whether the command supports encoder-decoder models; otherwise they raise `NotSupported`.
+        options: options of `specbeam.load`.
     """
     from transformers.utils import logging
 
@@ -39,17 +40,17 @@ def quiet_load(model: str, draft: str | None, *, sources: bool = False, **option
 
 
 def method_from(name: str, settings: Sequence[str]) -> "Method":
-    """Return the method of this name, with its settings as NAME=VALUE; see `method_text.method_from`."""
+    """Return a method by name, with settings as NAME=VALUE; see `method_text.method_from`."""
     from specbeam.doors.method_text import method_from as made
 
     return made(name, settings)
 
 
 def check_method(name: str | None, settings: Sequence[str]) -> None:
-    """Raise `BadSetting` if there is no such method or setting; print a note if the method is not lossless.
+    """Raise `BadSetting` for an unknown method or setting; print a note if the method is not lossless.
 
     Args:
-        name: None: the default method of a pair, which `method_for` makes.
+        name: name of the method; None: the default.
     """
     method = method_from(name or "dsbd", settings)
     if not method.lossless:
@@ -57,14 +58,14 @@ def check_method(name: str | None, settings: Sequence[str]) -> None:
 
 
 def method_for(pair: "Pair", name: str | None, settings: Sequence[str]) -> "Method":
-    """Return the method of this name with its settings; without a name the default method of the pair."""
+    """Return a method by name with its settings; without a name, the default method of the pair."""
     from specbeam.doors.usual import usual_method
 
     return usual_method(pair, settings) if name is None else method_from(name, settings)
 
 
 def bundled_rows(name: str) -> list[tuple[str, str]]:
-    """Return the pairs of prompt and right answer of a file of the bundled pair."""
+    """Return the prompts and reference answers of a file of the bundled pair."""
     from specbeam.models.pair import BUNDLED
 
     lines = (BUNDLED / name).read_text(encoding="utf-8").splitlines()
@@ -78,9 +79,9 @@ def demo_sentences() -> list[str]:
 
 
 def follow_rank_0(models: Mapping[str, Any]) -> None:
-    """End here, as soon as rank 0 ends, in a process that torchrun has started for another rank.
+    """Follow rank 0 and end with it, in a process that torchrun has started for another rank.
 
-    To be called before a command reads or writes anything, which rank 0 alone does.
+    Call it before any input or output: only rank 0 reads and writes.
 
     Args:
         models: the arguments of `quiet_load`.
@@ -90,10 +91,10 @@ def follow_rank_0(models: Mapping[str, Any]) -> None:
 
 
 def check_options(options: Mapping[str, Any], batch_size: int = 1) -> None:
-    """Raise `BadSetting` for an option of `specbeam.generate` that is wrong for any model, before one is loaded.
+    """Raise `BadSetting` for an option of `specbeam.generate` that is wrong for every model. No model is loaded.
 
     Args:
-        options: by name; None: not given.
+        options: options by name.
     """
     from specbeam.doors.options.settings import Settings
 
@@ -101,23 +102,22 @@ def check_options(options: Mapping[str, Any], batch_size: int = 1) -> None:
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str):
                 require_text(name, text)
-    Settings.given({name: value for name, value in options.items() if value is not None})
-    if batch_size < 1:
-        raise BadSetting(f"--batch-size is {batch_size}; it must be at least 1")
+    Settings.given(options)
+    require_positive("batch_size", batch_size)
 
 
 def require_text(name: str, text: str) -> None:
-    """Raise `BadPrompt` if a text of the command line holds bytes that are no text in its encoding."""
+    """Raise `BadPrompt` if a text of the command line is not valid in its encoding."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise BadPrompt(
-            f"{name} is {text!r}, which is no text in {sys.getfilesystemencoding()}; give it as UTF-8"
+            f"{name} is {text!r}, which is not valid {sys.getfilesystemencoding()}; give it as UTF-8"
         ) from error
 
 
 def with_files(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of generation whose forms may be names of files, with the content of these files."""
+    """Return options of generation, with file names of schemas and grammars replaced by the content of the files."""
     found = dict(options)
     for name, mark in (("json_schema", "{"), ("grammar", ":")):
         if name in found:
@@ -125,31 +125,29 @@ def with_files(options: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def text_or_file(value: str | None, mark: str, name: str) -> str | None:
+def text_or_file(value: str, mark: str, name: str) -> str:
     """Return the content of the file named `value`, or `value` itself if there is no such file.
 
     Args:
-        value: a file name or a text; None is returned as it is.
-        mark: a part that every such text has, which tells a text from the name of a missing file.
-        name: what the text is, for errors.
+        value: a file name or a text.
+        mark: a string in every such text, to tell a text from the name of a missing file.
+        name: name of the option, for errors.
 
     Raises:
         BadSetting: the file is not UTF-8.
         MissingFile: the file cannot be read, or there is none and the value does not contain `mark`.
     """
-    if value is None:
-        return None
     try:
         return Path(value).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise BadSetting(f"{value} is not UTF-8: {error.reason} at byte {error.start}") from error
-    except (OSError, ValueError) as error:  # there is no such file, or `value` cannot be a file name
+    except (OSError, ValueError) as error:  # no such file, or not a file name
         if mark in value or (name == "json_schema" and value in ("true", "false")):
             return value
         if _is_there(value):
             raise MissingFile(f"{value} cannot be read: {error}") from error
         short = value if len(value) <= 60 else value[:60] + "..."
-        raise MissingFile(f"there is no file {short}, and a {name} would have {mark!r} in it") from error
+        raise MissingFile(f"there is no file {short}, and a {name} would contain {mark!r}") from error
 
 
 def _is_there(name: str) -> bool:
@@ -162,11 +160,9 @@ def _is_there(name: str) -> bool:
 def as_json(number: int, prompt: Any, generation: "Generation") -> str:
     """Return an answer as a line of JSON.
 
-    A prompt that is not text, such as a chat, is written as its token ids.
-
     Args:
         number: index of the prompt.
-        prompt: the prompt as the user gave it.
+        prompt: the user's prompt; token ids stand for one that is not text, such as a chat.
     """
     record = {"index": number, "prompt": prompt, **dataclasses.asdict(generation)}
     record["prompt_tokens"] = len(generation.prompt)
@@ -180,32 +176,44 @@ def print_json(record: Any) -> None:
     print(_line_of(record), flush=True)
 
 
+def print_records(records: Iterable[Any], **others: Any) -> None:
+    """Print dataclasses as lines of JSON.
+
+    Args:
+        others: further fields of each line.
+    """
+    for record in records:
+        print_json(dataclasses.asdict(record) | others)
+
+
+def in_one_line(figures: Mapping[str, Any]) -> str:
+    """Return named values as text, such as the provenance of a measurement."""
+    return "; ".join(f"{name}: {value}" for name, value in figures.items())
+
+
 def _line_of(record: Any) -> str:
-    """Return a line of JSON for standard output, in ASCII where that takes no other letters."""
+    """Return a line of JSON for standard output; in ASCII unless its encoding is UTF-8."""
     encoding = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().replace("-", "")
     return plain.as_json(record, is_ascii=encoding != "utf8")
 
 
 def say(text: str) -> None:
-    """Print a text of a model. On a terminal, which control characters would steer, these are written out."""
+    """Print a model's text; on a terminal, escape its control characters."""
     print(plain.for_terminal(text) if sys.stdout.isatty() else text, flush=True)
 
 
 class ProgressBar:
-    """A progress bar on standard error, shown if that is a terminal and there is more than one prompt."""
+    """A progress bar on standard error, shown on a terminal for more than one prompt."""
 
     def __enter__(self) -> "ProgressBar":
-        from rich.progress import Progress
+        from specbeam.doors.cli.screen import progress_bar
 
-        from specbeam.doors.cli.screen import Screen
-
-        self.console = Screen(stderr=True)
-        self.bar = Progress(console=self.console, transient=True, disable=not self.console.is_terminal)
+        self.bar = progress_bar()
         self.task = self.bar.add_task("prompts", total=None)
         return self
 
     def show(self, finished: int, total: int) -> None:
-        """Show how many prompts of all are finished."""
+        """Show the number of finished prompts."""
         if total > 1 and not self.bar.live.is_started:
             self.bar.start()
         self.bar.update(self.task, completed=finished, total=total)

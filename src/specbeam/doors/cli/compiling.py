@@ -1,4 +1,4 @@
-"""A spinner at the terminal while steps are compiled, which happens once per machine."""
+"""A spinner in the terminal while steps are compiled, once per machine."""
 
 import logging
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class _Spinner(logging.Handler):
-    """A log handler that shows a spinner with the name of the step that is being compiled."""
+    """A log handler that shows a spinner with the name of the step under compilation."""
 
     def __init__(self, console: Any) -> None:
         super().__init__()
@@ -16,7 +16,7 @@ class _Spinner(logging.Handler):
         self.done = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Count a step whose compilation begins or ends, and show or hide the spinner."""
+        """Record that the compilation of a step begins or ends, and show or hide the spinner."""
         if record.getMessage().startswith("compiling"):
             self.under_way.append(record.getMessage().split()[-1])
         elif self.under_way:
@@ -31,7 +31,7 @@ class _Spinner(logging.Handler):
 
 @contextmanager
 def showing_compilation() -> Iterator[None]:
-    """Show a spinner whenever a step is compiled inside, if standard error is a terminal."""
+    """Show a spinner while steps are compiled inside the block, if standard error is a terminal."""
     from rich.console import Console
 
     console = Console(stderr=True)

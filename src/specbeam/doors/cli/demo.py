@@ -1,6 +1,5 @@
-"""The command `specbeam demo`: several methods on German sentences, side by side, with the bundled pair."""
+"""The command `specbeam demo`: a comparison of several methods on German sentences, with the bundled pair."""
 
-import dataclasses
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specbeam.doors.cli.arguments import Record
-from specbeam.doors.cli.common import bundled_rows, print_json, quiet_load
+from specbeam.doors.cli.common import bundled_rows, print_records, quiet_load
 from specbeam.doors.cli.options import Json
 from specbeam.errors import MissingFile
 
@@ -24,9 +23,9 @@ LAW: Mapping[str, Any] = {"temperature": 1.0, "top_k": 10, "top_p": 0.9}
 
 
 class DemoArguments(Record):
-    """What the command is given."""
+    """Arguments of the command."""
 
-    beams: Annotated[int, typer.Option(help="Number of beams of beam sampling and DSBD.")] = 4
+    beams: Annotated[int, typer.Option(help="Number of beams for beam sampling and DSBD.")] = 4
     seed: Annotated[int, typer.Option(help="The same seed gives the same texts.")] = 0
     json: Json = False
 
@@ -36,8 +35,8 @@ class DemoLine:
     """The figures of one method, a row of the table."""
 
     method: str
-    bleu: float  # of the sentences, 0 to 100
-    words_right: float  # share of the words whose sounds are right
+    bleu: float  # 0 to 100
+    words_right: float  # share of the words with correct sounds
     target_passes_per_token: float
     tokens_per_second: float
     mean_width: float
@@ -47,13 +46,13 @@ class DemoLine:
 
 @dataclass(frozen=True)
 class DemoContender:
-    """A method of the table with what it wrote.
+    """A method of the table with its answers.
 
     Attributes:
-        name: in the table.
-        answers: to the sentences, in their order.
-        seconds: that each took.
-        joules: that all took; None if this machine cannot tell.
+        name: name in the table.
+        answers: translations of the sentences, in order.
+        seconds: time of each translation.
+        joules: energy of all translations; None without an energy counter.
     """
 
     name: str
@@ -64,7 +63,7 @@ class DemoContender:
 
 
 def demo(given: DemoArguments) -> int:
-    """Translate German sentences by sampling, beam sampling and DSBD side by side, with the bundled pair."""
+    """Translate German sentences by sampling, beam sampling and DSBD with the bundled pair, and compare them."""
     try:
         import sacrebleu  # noqa: F401
     except ImportError as error:
@@ -94,8 +93,7 @@ def demo(given: DemoArguments) -> int:
     contenders = [_translate(pair, name, method, sentences, given.seed, console) for name, method in methods.items()]
     lines = [_line(pair, one, sentences, words, given.seed) for one in contenders]
     if given.json:
-        for line in lines:
-            print_json(dataclasses.asdict(line))
+        print_records(lines)
         return 0
     texts = {one.name: [answer.text for answer in one.answers] for one in contenders}
     _show(console, sentences, texts, lines)
@@ -114,7 +112,7 @@ def demo(given: DemoArguments) -> int:
 def _translate(
     pair: "Pair", name: str, method: "Method", sentences: list[tuple[str, str]], seed: int, console: Any
 ) -> DemoContender:
-    """Decode sentences one at a time, as for a single user at a keyboard."""
+    """Decode sentences one at a time, as for a single interactive user."""
     from rich.progress import track
 
     from specbeam.doors.energy import EnergyMeter
@@ -135,7 +133,7 @@ def _translate(
 def _line(
     pair: "Pair", one: DemoContender, sentences: list[tuple[str, str]], words: list[tuple[str, str]], seed: int
 ) -> DemoLine:
-    """Compute the figures of a method from its translations, and let it spell the words as sounds."""
+    """Compute the figures of a method from its translations, and from its conversion of words to sounds."""
     import sacrebleu
 
     from specbeam.generation import generate
@@ -183,7 +181,7 @@ def _show(console: Any, sentences: list[tuple[str, str]], texts: dict[str, list[
         )  # fmt: skip
     console.print(table)
     if any(line.joules_per_token is None for line in lines):
-        console.print("J/token: this machine has no energy counter that can be read", style="dim")
+        console.print("J/token: this machine has no readable energy counter", style="dim")
     for line in lines:
         console.print(f"{line.method}: {line.law}", style="dim")
 

@@ -21,77 +21,75 @@ if TYPE_CHECKING:
 
 
 class ComparedArguments(PairArguments):
-    """What the command is given by either of its names."""
+    """Arguments of the command under both of its names."""
 
-    beams: Annotated[int, typer.Option(help="Number of beams of both searches.")] = 4
+    beams: Annotated[int, typer.Option(help="Number of beams.")] = 4
     setting: Settings = []
     prompt: PromptTexts = []
     file: PromptFiles = []
-    rows: Annotated[int, typer.Option(help="Maximum number of prompts: the first ones.")] = 1000
+    rows: Annotated[int, typer.Option(help="Maximum number of prompts; the first ones are taken.")] = 1000
     every_option: Annotated[
         bool,
         typer.Option(
             "--every-option",
-            help="Use different search options for each prompt, so that any two values of two options meet somewhere.",
+            help="Use different search options for each prompt, so that all pairs of values of two options occur.",
         ),
     ] = False
-    batch_size: Annotated[int, typer.Option(help="Number of prompts that specbeam decodes side by side.")] = 1
+    batch_size: Annotated[int, typer.Option(help="Number of prompts that specbeam decodes together.")] = 1
     max_new_tokens: NewTokens = 64
     dtype: Annotated[
-        str, typer.Option(help="Type of the weights: float32, bfloat16, ...; 'auto' takes the checkpoint's.")
+        str, typer.Option(help="Type of the weights: float32, bfloat16, ...; 'auto': that of the checkpoint.")
     ] = "auto"
     json: Json = False
 
     @property
     def texts(self) -> list[str]:
-        """The prompts that stand on the command line."""
+        """The prompts of the command line."""
         return self.prompt
 
 
 class DiffArguments(ComparedArguments):
-    """What the command is given."""
+    """Arguments of the command."""
 
     prompts: Prompts = None
 
     @property
     def texts(self) -> list[str]:
-        """The prompts that stand on the command line."""
+        """The prompts of the command line."""
         return [*(self.prompts or []), *self.prompt]
 
 
 class OlderDiffArguments(ComparedArguments):
-    """What the command is given by the name that it had before it was one of `evaluate`."""
+    """Arguments of the command under its former name, `specbeam diff`."""
 
     model: Annotated[str, typer.Argument(help="Target model.")] = "bundled"
     file: Annotated[list[Path], typer.Option("--file", "--prompts", "-f", help="File of prompts.")] = []
 
 
 def diff_by_its_older_name(given: OlderDiffArguments) -> int:
-    """Do what `specbeam evaluate diff` does, with the model as an argument."""
+    """Run `specbeam evaluate diff`, with the model as an argument."""
     return _compare(given)
 
 
 def diff(given: DiffArguments) -> int:
-    """Run the beam searches of transformers and specbeam; report each difference, and whether rounding explains it."""
+    """Compare beam searches of transformers and specbeam; show each difference and whether rounding explains it."""
     return _compare(given)
 
 
 def _compare(given: ComparedArguments) -> int:
     """Compare the searches, print each difference, and return the exit code.
 
-    It is 1 if beams differ and rounding does not explain it, if a prompt failed, or if a line could not be read.
+    It is 1 if rounding does not explain a difference, a prompt failed, or a line could not be read.
     """
     from rich.progress import track
 
     from specbeam.doors.cli.screen import Screen
 
     if any(setting.startswith("beams=") for setting in given.setting):
-        raise BadSetting("--set beams=... would let the methods differ; the number of beams is --beams")
+        raise BadSetting("--set beams=... would change one of the methods only; give --beams")
     if given.beams < 2:
-        raise BadSetting(f"--beams is {given.beams}; transformers searches with at least 2")
-    for name, value in (("--rows", given.rows), ("--batch-size", given.batch_size)):
-        if value < 1:
-            raise BadSetting(f"{name} is {value}; it must be at least 1")
+        raise BadSetting(f"--beams is {given.beams}; it must be at least 2, as in transformers")
+    given.require_positive("rows", "batch_size")
     sources, unreadable = gather(given.texts, given.file)
     if not sources:
         raise BadPrompt("there is no prompt; give one as an argument, with --prompt or --file, or on standard input")
@@ -120,7 +118,7 @@ def _compare(given: ComparedArguments) -> int:
 
 
 def _methods(pair: "Pair", beams: int, settings: list[str]) -> "list[Method]":
-    """Return the methods to compare: beam search, and if there is a draft or a setting, the speculative one."""
+    """Return the methods to compare: beam search and, with a draft or a setting, speculative beam search."""
     methods = [method_from("beam_search", [f"beams={beams}"])]
     if pair.draft is not None or settings:
         methods.append(method_from("speculative_beam_search", [f"beams={beams}", *settings]))
@@ -146,7 +144,7 @@ def _is_fine(comparison: "Comparison") -> bool:
 
 
 def _printable(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with a note in place of functions and objects."""
+    """Return the options, with functions and objects replaced by a note."""
     return {name: value if _is_plain(value) else "(one of ours)" for name, value in options.items()}
 
 
@@ -163,7 +161,7 @@ def _record(run: "ComparedRun") -> dict[str, Any]:
 
 
 def _show(pair: "Pair", place: str, run: "ComparedRun", difference: "Difference") -> None:
-    """Print a difference with its reason and with the beams of both sides."""
+    """Print a difference with its reason and both beams."""
     where = "the score" if difference.step is None else f"token {difference.step + 1}"
     gap = "" if difference.gap is None else f", logits {difference.gap:.2g} apart"
     print(f"{place}, {run.comparison.method}: {where} of beam {difference.beam + 1} differs{gap}: {_why(difference)}; "
@@ -173,7 +171,7 @@ def _show(pair: "Pair", place: str, run: "ComparedRun", difference: "Difference"
 
 
 def _why(difference: "Difference") -> str:
-    """Return a text that says whether rounding explains a difference, and why."""
+    """Return whether rounding explains a difference, and why, as text."""
     distance = f"logits within {difference.apart:.2g} of a plain forward, whose own vary by {difference.noise:.2g}"
     if not difference.replayed:
         return "NOT rounding: transformers' search finds other beams in the same logits that specbeam saw"
@@ -196,7 +194,7 @@ def _summary(seen: "list[Comparison]", unit: str, beams: int) -> str:
     return "\n".join(lines)
 
 
-# kind of a comparison whose beams are not the same -> what the summary says of it
+# kind of a comparison without equal beams -> its text in the summary
 _OTHER_KINDS = {
     "scores": "the same beams with scores apart by rounding",
     "rounding": "differ by rounding",

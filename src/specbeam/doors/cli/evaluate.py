@@ -1,4 +1,4 @@
-"""The commands `specbeam evaluate same-beams`, `perplexity` and `theory`: checks and scores of outputs and of runs."""
+"""The commands `specbeam evaluate same-beams`, `perplexity` and `theory`."""
 
 import dataclasses
 from pathlib import Path
@@ -8,7 +8,7 @@ import typer
 
 from specbeam.doors.cli.arguments import Record, generation
 from specbeam.doors.cli.bench import texts_of
-from specbeam.doors.cli.common import check_options, method_from, print_json, quiet_load
+from specbeam.doors.cli.common import check_options, method_from, print_json, print_records, quiet_load
 from specbeam.doors.cli.generate import gather
 from specbeam.doors.cli.options import (
     DemoPrompts,
@@ -31,37 +31,37 @@ if TYPE_CHECKING:
 
 
 class SameBeamsArguments(PromptArguments, PairArguments):
-    """What `evaluate same-beams` is given."""
+    """Arguments of `evaluate same-beams`."""
 
     setting: Settings = []
-    seed: Annotated[int, typer.Option(help="Seed of both methods.")] = 0
-    batch_size: Annotated[int, typer.Option(help="Number of prompts that DSBD decodes side by side.")] = 1
+    seed: Annotated[int, typer.Option(help="Random seed of both methods.")] = 0
+    batch_size: Annotated[int, typer.Option(help="Number of prompts that DSBD decodes together.")] = 1
     options: dict[str, Any] = generation(without=["num_return_sequences"], max_new_tokens=64)
     json: Json = False
 
 
 class PerplexityArguments(Record):
-    """What `evaluate perplexity` is given."""
+    """Arguments of `evaluate perplexity`."""
 
     files: Annotated[
         list[Path],
         typer.Argument(
-            help="JSON lines with 'prompt', 'tokens' or 'text', and perhaps 'reference'.", callback=existing_files
+            help="JSON lines with 'prompt', 'tokens' or 'text', and optionally 'reference'.", callback=existing_files
         ),
     ]
     model: Model = "bundled"
     ended: Annotated[
-        bool, typer.Option("--ended", help="Outputs that have a text only are complete: score their end token too.")
+        bool, typer.Option("--ended", help="Score the end token of outputs given as text: they are complete.")
     ] = False
     json: Json = False
 
 
 class TheoryArguments(PairArguments):
-    """What `evaluate theory` is given."""
+    """Arguments of `evaluate theory`."""
 
     prompts: DemoPrompts = None
     file: PromptFiles = []
-    depth: Annotated[int, typer.Option(help="Number of draft layers where the length of a draft matters.")] = 4
+    depth: Annotated[int, typer.Option(help="Number of draft layers, in checks that depend on it.")] = 4
     options: dict[str, Any] = generation(without=["num_return_sequences"], max_new_tokens=48)
     rows: SpacedRows = 60
     seed: Seed = 0
@@ -70,10 +70,10 @@ class TheoryArguments(PairArguments):
 
 
 def same_beams(given: SameBeamsArguments) -> int:
-    """Compare the beams of fixed-width DSBD with those of plain beam sampling under the same seed.
+    """Compare the beams of DSBD of fixed width with those of plain beam sampling for the same seed.
 
-    Each prompt whose beams differ is shown with its gap: the distance between the last pair taken and the first one
-    left.
+    Each prompt with different beams is shown with its gap: the distance in score between the last selected pair and the
+    first rejected one.
     """
     sources, _ = gather(given.texts, given.file)
     if not sources:
@@ -101,9 +101,9 @@ def same_beams(given: SameBeamsArguments) -> int:
 
 
 def perplexity(given: PerplexityArguments) -> int:
-    """Score files of outputs by the target's raw probabilities, whatever decoder wrote them.
+    """Score outputs of any decoder by the target's raw probabilities.
 
-    `specbeam generate --json` writes such files. Each file gets a row of the table.
+    Each file is a row of the table; `specbeam generate --json` writes such files.
     """
     from rich.table import Table
 
@@ -134,22 +134,19 @@ def perplexity(given: PerplexityArguments) -> int:
         )  # fmt: skip
     if not given.json:
         Screen(width=140).print(table)
-        print("Low perplexity alone proves little: look at length, repetition and the quality beside it.")
+        print("Low perplexity alone proves little: compare length, repetition and quality too.")
     return 0
 
 
 def theory(given: TheoryArguments) -> int:
-    """Count rejections and accepted tokens, and compare them with what the total variation of the two laws predicts.
+    """Compare counts of rejections and accepted tokens with predictions from the total variation of the two laws.
 
-    Also how far each rule is from the best one for its drafts.
+    Also compares each rule with the best possible rule for its drafts.
     """
     from specbeam.doors.cli.screen import Screen
-    from specbeam.lab.bench.pictures import check_picture
     from specbeam.lab.evaluate.theory import as_markdown, plot
     from specbeam.lab.evaluate.theory import theory as measure
 
-    if given.plot is not None:
-        check_picture(given.plot)
     check_options(given.options)
     texts = spread(texts_of(given.prompts or [], given.file), given.rows)
     pair = quiet_load(given.model, given.draft)
@@ -160,8 +157,7 @@ def theory(given: TheoryArguments) -> int:
 
     found = measure(pair, texts, given.seed, given.depth, on_progress, **given.options)
     if given.json:
-        for row in found:
-            print_json(dataclasses.asdict(row))
+        print_records(found)
     else:
         print(as_markdown(found))
     if given.plot is not None:

@@ -1,4 +1,4 @@
-"""The command `specbeam evaluate fuzz`: random calls on tiny random models, and the invariants that answers must hold."""
+"""The command `specbeam evaluate fuzz`: random calls on tiny random models, checked against invariants of the answers."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Annotated
@@ -14,30 +14,29 @@ if TYPE_CHECKING:
 
 
 class FuzzArguments(Record):
-    """What the command is given."""
+    """Arguments of the command."""
 
-    calls: Annotated[int, typer.Option(help="Number of calls in all.")] = 1000
+    calls: Annotated[int, typer.Option(help="Total number of calls.")] = 1000
     seed: Annotated[int, typer.Option(help="The same seed gives the same calls.")] = 0
-    world: Annotated[list[str], typer.Option("--world", help="Pair of tiny models, repeatable; default: all.")] = []
+    world: Annotated[
+        list[str], typer.Option("--world", help="Pair of tiny models. May be given several times; by default all.")
+    ] = []
     first: Annotated[int, typer.Option(help="Number of the first call of each pair.")] = 0
-    processes: Annotated[int, typer.Option(help="Number of processes side by side.")] = 1
+    processes: Annotated[int, typer.Option(help="Number of parallel processes.")] = 1
     json: Json = False
 
 
 def fuzz(given: FuzzArguments) -> int:
-    """Make random calls on tiny random models, and check each answer; exit code 1 if a call crashes or hangs.
+    """Make random calls on tiny random models and check each answer; exit code 1 if a call fails, crashes or hangs.
 
-    The models are of all engines, heads and families. Every answer is held against what must be true of it: its tokens,
-    beams, scores, form and report, the same text again, alone, and without drafts.
+    The models cover all engines, heads and families. The checks cover tokens, beams, scores, constraints and reports, and
+    that a text stays the same when repeated, alone, and without drafts.
     """
-    from rich.progress import Progress
-
-    from specbeam.doors.cli.screen import Screen
+    from specbeam.doors.cli.screen import progress_bar
     from specbeam.lab.fuzz.campaign import campaign
     from specbeam.lab.fuzz.worlds import WORLDS
 
-    console = Screen(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+    with progress_bar() as bar:
         task = bar.add_task("calls", total=given.calls)
 
         def show(now: "Tally") -> None:
@@ -57,7 +56,7 @@ def fuzz(given: FuzzArguments) -> int:
 
 
 def _described(fault: "Fault", seed: int) -> str:
-    """Return a fault as text, with the command that repeats its call."""
+    """Return a fault as text, with the command that repeats the call."""
     again = f"specbeam evaluate fuzz --world {fault.world!r} --seed {seed} --first {fault.number} --calls 1"
     return f"{fault.kind.upper()} {fault.world}, call {fault.number}\n  {fault.call}\n  {fault.text}\n  {again}\n"
 

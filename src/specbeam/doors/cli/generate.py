@@ -1,4 +1,4 @@
-"""The command `specbeam generate`: answers to prompts, each written as soon as possible."""
+"""The command `specbeam generate`: answers to prompts, written as soon as possible."""
 
 import json as json_format
 import sys
@@ -9,30 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specbeam.doors.cli.arguments import generation
-from specbeam.doors.cli.common import (
-    ProgressBar,
-    as_json,
-    check_method,
-    check_options,
-    complain,
-    follow_rank_0,
-    method_for,
-    quiet_load,
-    require_text,
-    say,
-    with_files,
-)
-from specbeam.doors.cli.options import (
-    BatchSize,
-    Json,
-    LoadArguments,
-    MethodName,
-    PromptArguments,
-    Settings,
-    SourceLanguage,
-    TargetLanguage,
-)
+from specbeam.doors.cli.common import ProgressBar, as_json, complain, follow_rank_0, method_for, require_text, say
+from specbeam.doors.cli.options import DecodingArguments, Json, PromptArguments
 from specbeam.doors.places import OPENERS
 from specbeam.doors.prompts import of_record, read
 from specbeam.errors import BadPrompt, SpecbeamError, TooFewAnswers
@@ -43,18 +21,14 @@ if TYPE_CHECKING:
     from specbeam.models.pair import Pair
 
 
-class GenerateArguments(PromptArguments, LoadArguments):
-    """What the command is given."""
+class GenerateArguments(PromptArguments, DecodingArguments):
+    """Arguments of the command."""
 
-    method: MethodName = None
-    setting: Settings = []
-    options: dict[str, Any] = generation()
-    source_language: SourceLanguage = None
-    target_language: TargetLanguage = None
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers; by default random.")] = None
-    batch_size: BatchSize = 32
+    seed: Annotated[
+        int | None, typer.Option(help="Random seed; the same seed gives the same answers. By default random.")
+    ] = None
     audit: Annotated[
-        bool, typer.Option("--audit", help="Test while decoding that the output has the law that the method declares.")
+        bool, typer.Option("--audit", help="Test while decoding that the output has the method's declared law.")
     ] = False
     profile: Annotated[
         bool, typer.Option("--profile", help="Print the time spent in each part of a turn to standard error.")
@@ -64,10 +38,10 @@ class GenerateArguments(PromptArguments, LoadArguments):
 
 @dataclass(frozen=True)
 class PromptSource:
-    """A prompt, and the place that it comes from."""
+    """A prompt and its origin."""
 
-    text: Any  # or another form that `specbeam.generate` takes: token ids, a chat, an encoding
-    place: str  # for messages, such as "argument 1" or a file and a line
+    text: Any  # or another form for `specbeam.generate`: token ids, a chat, an encoding
+    place: str  # for messages: "argument 1", or a file and a line
 
 
 @dataclass
@@ -76,12 +50,12 @@ class Writer:
 
     Attributes:
         prompts: all prompts, by number.
-        json: whether answers are written as lines of JSON.
+        json: whether to write answers as lines of JSON.
         expected: number of answers per prompt.
-        done: the answers so far by the number of their prompt.
-        failed: numbers of the prompts that failed.
-        written: number of prompts whose answers are written, or failed, with all prompts before them.
-        audit: sum of the audits of all answers; None: there are none.
+        done: the answers so far, by number of the prompt.
+        failed: numbers of the failed prompts.
+        written: number of leading prompts whose answers are written or that failed.
+        audit: sum of the audits of all answers; None without audits.
     """
 
     prompts: list[PromptSource]
@@ -93,7 +67,7 @@ class Writer:
     audit: "Audit | None" = None
 
     def take(self, number: int, result: "Generation | SpecbeamError") -> None:
-        """Take an answer to a prompt, or its error, and write what can be written now."""
+        """Record an answer or error of a prompt, and write all answers that are ready."""
         if isinstance(result, SpecbeamError):
             for generation in result.generations if isinstance(result, TooFewAnswers) else []:
                 self.take(number, generation)
@@ -122,33 +96,28 @@ class Writer:
                 say(generation.text)
 
     def close(self) -> None:
-        """Write the finished answers that wait for an earlier unfinished prompt, so that an interrupt loses none."""
+        """Write finished answers that wait for earlier prompts, so that an interrupt loses none."""
         for number in sorted(self.done):
             if number >= self.written:
                 self._write(number)
 
 
 def generate(given: GenerateArguments) -> int:
-    """Answer prompts that are given as arguments, by --prompt, in files, or on standard input."""
+    """Generate text for prompts from arguments, files or standard input."""
     follow_rank_0(given.loading)
-    check_method(given.method, given.setting)
-    options = with_files(given.options)
-    check_options(options, given.batch_size)
+    options = given.checked_options()
     sources, unreadable = gather(given.texts, given.file, _prompt_of)
     if not sources and not unreadable:
         raise BadPrompt("there is no prompt; give one as an argument, with --file, or on standard input")
-    from specbeam.doors.sources import set_languages
-
-    pair = quiet_load(**given.loading, sources=True)
-    set_languages(pair, options, given.source_language, given.target_language)
+    pair = given.load(options)
     writer = Writer(sources, given.json, options.get("num_return_sequences", 1))
     if sources:
         try:
             _answer(pair, writer, given, options)
         except KeyboardInterrupt:
-            complain("interrupted; what was finished is written")
+            complain("interrupted; finished answers are written")
             return 130
-        except SpecbeamError:  # includes SomeFailed, whose failures the writer has reported already
+        except SpecbeamError:  # the writer has reported the failures of a SomeFailed
             if not writer.failed:
                 raise
         finally:
@@ -176,7 +145,7 @@ def _answer(pair: "Pair", writer: Writer, given: GenerateArguments, options: dic
             finished += 1
             bar.show(finished, len(texts))
 
-        if given.profile:  # a warm-up loads kernels and makes caches before time is measured
+        if given.profile:  # warm up before time is measured: load kernels, allocate caches
             short: Any = options | {"max_new_tokens": 8}
             answered(pair, texts[0], method, seed=given.seed, **short)
         with profile_if(given.profile) as answers:
@@ -198,12 +167,12 @@ def _print_audit(audit: "Audit | None") -> None:
     from specbeam.core.audit import ALARM
 
     if audit is None or audit.empty:
-        complain("audit: there is nothing to test, because nothing was drawn at random")
+        complain("audit: nothing to test, because nothing was drawn at random")
         return
     word = "FAILED" if audit.suspicious else "passed"
     complain(
-        f"audit {word}: evidence {audit.evidence:.3g} against the law (of correct runs, fewer than one in {ALARM:,.0f} "
-        f"ever reaches {ALARM:,.0f}); z_accept {audit.z_accept:.2f} over {audit.trials} trials, "
+        f"audit {word}: evidence {audit.evidence:.3g} against the law (fewer than one in {ALARM:,.0f} correct runs "
+        f"reach {ALARM:,.0f}); z_accept {audit.z_accept:.2f} over {audit.trials} trials, "
         f"z_logp {audit.z_logp:.2f} over {audit.draws} draws, {audit.impossible} impossible tokens"
     )
 
@@ -211,14 +180,13 @@ def _print_audit(audit: "Audit | None") -> None:
 def gather(
     prompts: list[str], files: list[Path], of_json: Callable[[str], Any] | None = None
 ) -> tuple[list[PromptSource], int]:
-    """Return the prompts of arguments and files, and the number of lines that could not be read.
+    """Return the prompts of arguments and files, and the number of unreadable lines.
 
-    Without arguments and files, prompts are read from standard input unless that is a terminal. Lines of white space alone
-    are skipped (a prompt of white space is an argument, or stands in JSON), and each line that cannot be read is reported
-    on standard error.
+    Without arguments and files, prompts are read from standard input unless it is a terminal. Blank lines are skipped
+    (arguments and JSON may have blank prompts), and unreadable lines are reported on standard error.
 
     Args:
-        of_json: returns the prompt in a line of JSON, or raises `ValueError`; None: only texts are prompts.
+        of_json: returns the prompt of a line of JSON, or raises `ValueError`; None: prompts must be texts.
     """
     for number, text in enumerate(prompts, 1):
         require_text(f"argument {number}", text)
@@ -247,28 +215,28 @@ def gather(
 
 
 def _standard_input() -> list[str]:
-    """Return the lines of standard input. Raises `BadPrompt` if they are no text in its encoding."""
+    """Return the lines of standard input. Raises `BadPrompt` for bytes that are invalid in its encoding."""
     try:
         text = sys.stdin.read()
-        text.encode("utf-8")  # where Python lets bytes through that are no text
+        text.encode("utf-8")  # Python may let invalid bytes through, as surrogates
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise BadPrompt(
-            f"standard input is no text in {sys.stdin.encoding}: {error.reason}; give it as UTF-8"
+            f"standard input is not valid {sys.stdin.encoding}: {error.reason}; give it as UTF-8"
         ) from error
     return text.split("\n")
 
 
 def _numbered_lines(lines: list[str]) -> Iterator[tuple[int, str]]:
-    """Return the lines that are not empty, with their numbers counted from 1."""
+    """Return the lines that are not blank, numbered from 1."""
     return ((number, line) for number, line in enumerate(lines, 1) if line.strip())
 
 
 _NO_PROMPT = 'expected a JSON string or an object with a text field "prompt"'
-_NO_TEXTS = ("input_ids", "prompt_token_ids", "messages")  # fields with prompts that are no texts
+_NO_TEXTS = ("input_ids", "prompt_token_ids", "messages")  # fields with prompts other than texts
 
 
 def _prompt_of(line: str) -> Any:
-    """Return the prompt in a line of JSON: a text, or the object itself if it holds token ids or a chat.
+    """Return the prompt of a line of JSON: a text, or the object itself if it has token ids or a chat.
 
     Raises `ValueError` if there is none.
     """
@@ -279,7 +247,7 @@ def _prompt_of(line: str) -> Any:
 
 
 def _text_of(line: str) -> str:
-    """Return the text that is the prompt in a line of JSON; raise `ValueError` if there is none."""
+    """Return the text of the prompt in a line of JSON. Raises `ValueError` if there is none."""
     try:
         text = of_record(_loaded(line)).prompt
     except (KeyError, TypeError, IndexError) as error:

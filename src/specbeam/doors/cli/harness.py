@@ -1,4 +1,4 @@
-"""The command `specbeam evaluate harness`: lm-evaluation-harness, which knows the model "specbeam" besides its own."""
+"""The command `specbeam evaluate harness`: lm-evaluation-harness with the additional model type "specbeam"."""
 
 import sys
 from importlib import import_module
@@ -7,16 +7,16 @@ import typer
 
 from specbeam.errors import MissingPackage
 
-AS_GIVEN = {"allow_extra_args": True, "ignore_unknown_options": True}  # all arguments are the harness's
+AS_GIVEN = {"allow_extra_args": True, "ignore_unknown_options": True}  # passed on to the harness
 
 
 def harness(context: typer.Context) -> None:
-    """Run lm-evaluation-harness by its own options, with one model more: run --model specbeam --tasks ..."""
+    """Run lm-evaluation-harness with its own options and the model type specbeam: run --model specbeam --tasks ..."""
     try:
         from lm_eval.__main__ import cli_evaluate
     except ImportError as error:
         raise MissingPackage(f"the harness needs {error.name}: pip install 'lm-eval>=0.4.13'") from error
-    import_module("specbeam.lab.evaluate.harness")  # it registers the model
+    import_module("specbeam.lab.evaluate.harness")  # registers the model type
 
     sys.argv = ["lm-eval", *context.args]
     cli_evaluate()

@@ -1,4 +1,4 @@
-"""The command `specbeam heads inspect`: what a draft head is, how it was read, and how well it fits its target."""
+"""The command `specbeam heads inspect`: the kind of a draft head, its reading, and its fit to the target."""
 
 import warnings
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,28 +17,32 @@ if TYPE_CHECKING:
 
 
 class HeadArguments(Record):
-    """What the command is given."""
+    """Arguments of the command."""
 
     path: Annotated[
-        str, typer.Argument(help="Draft head: a folder or a hub id; 'mtp': the modules in the target's own files.")
+        str, typer.Argument(help="Draft head: a folder or a hub id; 'mtp': the modules in the target's files.")
     ]
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", "-m", help="Its target: a path, a hub id, or 'bundled'; by default what its files name."
+            "--model",
+            "-m",
+            help="Target: a path, a hub id, or 'bundled'; by default the target named in the head's files.",
         ),
     ] = None
-    probe: Annotated[bool, typer.Option(help="Try the head on words of the target, read in different ways.")] = True
+    probe: Annotated[
+        bool, typer.Option(help="Try the head under several readings of its files, on text of the target.")
+    ] = True
     json: Json = False
 
 
 def inspect(given: HeadArguments) -> int:
-    """Show what kind of head files hold, how they were read, and how well the head fits its target."""
+    """Show the kind of a draft head, how its files were read, and how well it fits its target."""
     from specbeam.models.heads.read import is_head, read_head
 
     path = given.path
     if not is_head(path):
-        raise BadSetting(f"{path} is no draft head that specbeam knows; docs/heads.md lists them")
+        raise BadSetting(f"{path} is not a draft head of a known format; docs/heads.md lists the formats")
     stated = _stated_target(path)
     pair = quiet_load(given.model or _named(stated, path), None)
     head = read_head(path, pair.target_model)
@@ -52,17 +56,17 @@ def inspect(given: HeadArguments) -> int:
 
 
 def _probed(head: "Head", pair: "Pair") -> "Probed":
-    """Return how well a head fits its target, read in different ways."""
+    """Return the fit of a head to its target under several readings."""
     from specbeam.models.heads.probe import probed
     from specbeam.models.loading.tokenizers import first_tokens
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the table says it
+        warnings.simplefilter("ignore")  # the table shows it
         return probed(head, pair.forgetful_target, first_tokens(pair.tokenizer, pair.target.vocab))
 
 
 def _about(head: "Head", pair: "Pair", stated: str) -> dict[str, str]:
-    """Return what a head is, by name."""
+    """Return the properties of a head by name."""
     from specbeam.models.heads.exit import ExitHead, how_it_runs
 
     weights = sum(weight.numel() for weight in head.parameters())
@@ -70,7 +74,7 @@ def _about(head: "Head", pair: "Pair", stated: str) -> dict[str, str]:
         **head.described,
         **({"made for": stated} if stated else {}),
         "tokens": _tokens(head, pair.target.vocab),
-        "weights": f"{weights / 1e6:.2f} M, those of the target that it shares included",
+        "weights": f"{weights / 1e6:.2f} M, including weights shared with the target",
     }
     if isinstance(head, ExitHead):
         about["drafts"] = how_it_runs(head, pair.forgetful_target)
@@ -78,7 +82,7 @@ def _about(head: "Head", pair: "Pair", stated: str) -> dict[str, str]:
 
 
 def _show(path: str, about: dict[str, str], found: "Probed | None") -> None:
-    """Print what a head is, and how well it fits."""
+    """Print the properties of a head and its fit."""
     from rich.table import Table
 
     from specbeam.doors.cli.screen import Screen
@@ -91,13 +95,13 @@ def _show(path: str, about: dict[str, str], found: "Probed | None") -> None:
     if found is not None:
         console.print(_fits(found))
         console.print(
-            "overlap: the share of a draft's law that lies on the target's, on words that the target writes: so many drafts "
-            "are accepted. First: one deep, from the target's hidden states; second: one below that"
+            "overlap of the laws of draft and target on text of the target: the share of drafts accepted. First: drafts "
+            "from the target's hidden states; second: drafts one token deeper"
         )
 
 
 def _stated_target(path: str) -> str:
-    """Return the target that the files of a head name; "" if they name none."""
+    """Return the target named in the files of a head; "" if there is none."""
     from specbeam.models.heads.files import folder_of, read_config
     from specbeam.models.heads.mtp import is_own_modules
 
@@ -112,13 +116,13 @@ def _stated_target(path: str) -> str:
 
 
 def _named(stated: str, path: str) -> str:
-    """Return the target that the files of a head name. Raises `BadSetting` if they name none."""
+    """Return the target named in the files of a head. Raises `BadSetting` if there is none."""
     from specbeam.models.heads.mtp import is_own_modules
 
     if is_own_modules(path):
-        raise BadSetting(f"--model is missing: {path} stands for modules in the target's own files")
+        raise BadSetting(f"--model is missing; give the target whose files have the modules {path}")
     if not stated:
-        raise BadSetting(f"--model is missing: the files of {path} do not name the target of the head")
+        raise BadSetting(f"--model is missing; give the target, which the files of {path} do not name")
     return stated
 
 
@@ -142,18 +146,20 @@ def _as_json(found: "Probed | None") -> dict[str, Any]:
 
 
 def _fits(found: "Probed") -> Any:
-    """Return the table of readings that were tried."""
+    """Return the table of readings."""
     from rich.table import Table
 
-    table = Table(title="readings, tried on words of the target")
+    table = Table(title="readings, tried on text of the target")
     table.add_column("reading")
     table.add_column("overlap, first", justify="right")
     table.add_column("second", justify="right")
-    for name, fit in (("as its files say", found.documented), *found.tried):
-        mark = " (taken)" if name in found.changes or (name == "as its files say" and not found.changes) else ""
+    stated = "as stated in its files"
+    chosen = found.changes or (stated,)
+    for name, fit in ((stated, found.documented), *found.tried):
+        mark = " (chosen)" if name in chosen else ""
         table.add_row(name + mark, *_numbers(fit))
     if len(found.changes) > 1:
-        table.add_row("taken, all together", *_numbers(found.fit))
+        table.add_row("all chosen together", *_numbers(found.fit))
     return table
 
 

@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 
 
 class InspectArguments(PairArguments):
-    """What the command is given."""
+    """Arguments of the command."""
 
-    prompts: Annotated[list[str] | None, typer.Argument(help="The prompt to decode.")] = None
+    prompts: Annotated[list[str] | None, typer.Argument(help="The prompt.")] = None
     prompt: PromptTexts = []
     file: PromptFiles = []
     setting: Settings = []
     options: dict[str, Any] = generation(without=["num_return_sequences"])
-    turn: Annotated[int, typer.Option(help="Number of the turn to draw, counted from 1.")] = 1
-    seed: Annotated[int, typer.Option(help="The same seed gives the same forest.")] = 0
+    turn: Annotated[int, typer.Option(help="Number of the turn (target pass) to draw, counted from 1.")] = 1
+    seed: Annotated[int, typer.Option(help="Random seed; the same seed gives the same picture.")] = 0
     svg: Annotated[Path | None, file_to_write("Also write the picture to this SVG file.")] = None
     json: Json = False
 
 
 def inspect(given: InspectArguments) -> int:
-    """Draw the forest of one turn of DSBD: which drafts were accepted, rejected or resampled, and with what odds."""
+    """Draw the drafts of one DSBD turn, with their probabilities and whether each was accepted, rejected or resampled."""
     sources, _ = gather([*(given.prompts or []), *given.prompt], given.file)
     if len(sources) != 1:
         raise BadPrompt(f"inspect draws the forest of one prompt, and there are {len(sources)}; give one")
-    # With a fixed depth every machine draws the same forest; a depth by cost depends on the machine.
+    # A fixed depth gives the same forest on every machine; depth="auto" depends on the machine's speed.
     method = method_from("dsbd", ["trace=true", "depth=4", *given.setting])
     check_options(given.options)
     if given.turn < 1:
@@ -75,4 +75,4 @@ def _show(nodes: "list[Leaf]", turn: str, accepted: int, widths: list[int]) -> N
     console.print()
     for fate, meaning in render.MEANINGS.items():
         console.print(Text.assemble((render.MARKS[fate], render.STYLES[fate]), f" {meaning}"))
-    console.print("p, q: odds under the target's and the draft's joint law over all beams", style="dim")
+    console.print("p, q: probability under the joint law over all beams, of the target and of the draft", style="dim")

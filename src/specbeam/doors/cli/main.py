@@ -1,4 +1,4 @@
-"""The command line. Each command is a file that reads arguments, calls one public function and prints its record."""
+"""The command line. Each command is a file that reads arguments, calls one public function and prints the result."""
 
 import os
 import sys
@@ -38,7 +38,7 @@ from specbeam.errors import BadPrompt, SpecbeamError
 
 
 class Commands(TyperGroup):
-    """Commands whose errors reach `main`, those included for which typer has an answer of its own."""
+    """Commands whose errors reach `main`, including errors that typer would handle."""
 
     def invoke(self, context: Any) -> Any:
         """Run a command."""
@@ -46,12 +46,12 @@ class Commands(TyperGroup):
             return super().invoke(context)
         except BrokenPipeError as error:
             raise ClosedPipe from error
-        except EOFError as error:  # typer would say "Aborted"
+        except EOFError as error:  # typer would print "Aborted"
             raise BadPrompt(f"a file ends too early: {error}") from error
 
 
 class ClosedPipe(Exception):
-    """The reader of standard output is gone."""
+    """The reader of standard output has closed it."""
 
 
 app = typer.Typer(
@@ -59,7 +59,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
-    help="Decode language models with beams at the price of one sequence.",
+    help="Generate text with language models and speculative beam decoding. To begin: specbeam demo.",
 )
 
 
@@ -82,7 +82,7 @@ def start(
 for command in (generate, batch, transcribe, methods, inspect, serve, chat, tune, demo):
     add_command(app, command)
 
-checks = typer.Typer(no_args_is_help=True, help="Check and score the outputs of methods.")
+checks = typer.Typer(no_args_is_help=True, help="Check and score outputs of decoding methods.")
 checks.command("harness", context_settings=AS_GIVEN)(harness)
 add_command(checks, evaluate.same_beams)
 add_command(checks, diff)
@@ -92,7 +92,7 @@ add_command(checks, evaluate.theory)
 app.add_typer(checks, name="evaluate")
 add_command(app, diff_by_its_older_name, "diff", hidden=True)
 
-measures = typer.Typer(no_args_is_help=True, help="Measure methods side by side.")
+measures = typer.Typer(no_args_is_help=True, help="Measure speed, quality and acceptance of decoding methods.")
 add_command(measures, efficiency)
 add_command(measures, acceptance)
 add_command(measures, bench_specbench.specbench)
@@ -103,13 +103,13 @@ add_command(measures, bench_serve.serve)
 add_command(measures, bench_passes.passes)
 app.add_typer(measures, name="bench")
 
-trainings = typer.Typer(no_args_is_help=True, help="Train what drafts.")
+trainings = typer.Typer(no_args_is_help=True, help="Train draft models, draft heads and memories.")
 add_training(trainings)
 add_command(trainings, train_memory.train_memory, "hmt")
 app.add_typer(trainings, name="train")
 
-draft_heads = typer.Typer(no_args_is_help=True, help="Look at draft heads.")
-draft_heads.callback()(lambda: None)  # or its only command would need no name
+draft_heads = typer.Typer(no_args_is_help=True, help="Inspect draft heads.")
+draft_heads.callback()(lambda: None)  # keeps the name of its only command
 add_command(draft_heads, heads.inspect)
 app.add_typer(draft_heads, name="heads")
 
@@ -117,11 +117,11 @@ app.add_typer(draft_heads, name="heads")
 def main() -> None:
     """Run the command line.
 
-    Errors that the user can correct are printed as a sentence on standard error, with exit code 2; so are those of the
-    system, of a disk that is full for example. An interrupt gives exit code 130, a closed output pipe 141.
+    Errors that the user can correct, and errors of the system such as a full disk, are printed as a sentence on standard
+    error, with exit code 2. An interrupt gives exit code 130, a closed output pipe 141.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # the caller has closed it: nothing is read, and nothing is shown
+        if getattr(sys, name) is None:  # closed by the caller
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     try:
         try:
@@ -145,21 +145,21 @@ def main() -> None:
 
 
 def _sentence_of(error: OSError) -> str:
-    """Return what an error of the system says, and of which file."""
+    """Return the message of a system error, with its file."""
     if isinstance(error, SpecbeamError):
         return str(error)
     what = error.strerror or str(error) or type(error).__name__
     named = [str(name) for name in (error.filename, error.filename2) if name is not None]
-    return f"{' and '.join(named)}: {what}" if named else f"{what}: standard output, or another file, cannot be used"
+    return f"{' and '.join(named)}: {what}" if named else f"{what}: standard output or another file cannot be used"
 
 
 def _end(said: str, code: int) -> NoReturn:
-    """Print a message on standard error, and end with an exit code; what standard output has not taken is given up."""
+    """Print a message on standard error and exit; pending standard output is discarded if it cannot be written."""
     from specbeam.doors.plain import for_terminal
 
     with suppress(OSError, ValueError):
         sys.stdout.flush()
-    with suppress(OSError, ValueError):  # or Python would try again at its end, and complain
+    with suppress(OSError, ValueError):  # otherwise Python would try to flush it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     with suppress(OSError, ValueError):
         if said:

@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 
 
 class MethodsArguments(Record):
-    """What the command is given."""
+    """Arguments of the command."""
 
-    name: Annotated[str | None, typer.Argument(help="Explain this method.")] = None
+    name: Annotated[str | None, typer.Argument(help="Name of a method to explain.")] = None
     json: Json = False
 
 
 def methods(given: MethodsArguments) -> int:
-    """List the methods with their output laws, or explain one of them."""
+    """List the decoding methods with the laws of their output, or explain one of them."""
     from specbeam.recipes.catalogue import methods as recipes
     from specbeam.recipes.catalogue import resolve
 
     name = given.name
     if name is not None:
-        resolve(name)  # raises an error if the name is unknown
+        resolve(name)  # raises an error for an unknown name
     listed = [recipe for recipe in recipes() if name in (None, recipe.name)]
     if given.json:
         for recipe in listed:

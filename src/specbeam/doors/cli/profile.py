@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from specbeam.core.measure.profiler import Profile
     from specbeam.core.records import Generation
 
-# name of a span -> what happens in it
+# name of a span -> its work
 MEANINGS = {
     "fill/model": "passes that store long prompts between turns",
-    "fill": "bookkeeping of the prompts that wait to be stored",
+    "fill": "bookkeeping of prompts that wait to be stored",
     "plan": "depth and width of the draft",
     "draft/model": "passes of the draft model",
     "draft": "laws, draws and bookkeeping of the drafter",
@@ -25,9 +25,9 @@ MEANINGS = {
 
 @contextmanager
 def profile_if(wanted: bool) -> "Iterator[list[Generation]]":
-    """Time the work done inside if `wanted`, and print a table at the end.
+    """Time the block if `wanted`, and print a table at its end.
 
-    Yields an empty list, into which the caller puts the answers; their passes and tokens are counted in the table.
+    Yields an empty list for the caller's answers; the table counts their passes and tokens.
     """
     answers: list[Generation] = []
     if not wanted:
@@ -45,7 +45,7 @@ def show(profile: "Profile", whole_s: float, answers: "list[Generation]") -> Non
     """Print milliseconds per target pass of each span on standard error.
 
     Args:
-        whole_s: seconds of the whole run, with everything around the turns.
+        whole_s: seconds of the whole run, including work outside the turns.
     """
     from rich.table import Table
 

@@ -1,23 +1,35 @@
-"""The console of all commands: texts are shown as they are, whatever in them looks like markup or steers a terminal."""
+"""The console of all commands. It shows texts verbatim: markup is not interpreted, control characters are escaped."""
 
 from typing import Any
 
 from rich.console import Console
+from rich.progress import Progress, ProgressColumn
 from rich.text import Text
 
 from specbeam.doors.plain import for_terminal
 
 
 class Screen(Console):
-    """A console that takes no text for markup or for the name of an emoji, and writes control characters out."""
+    """A console that interprets no markup or emoji names, and escapes control characters."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"highlight": False, "markup": False, "emoji": False} | options)
 
     def on_broken_pipe(self) -> None:
-        """Let the error reach `main`, where rich would end the process by itself."""
+        """Raise the error for `main`; rich would end the process."""
         raise BrokenPipeError
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Return a text as rich renders it: that of a line, a cell or a title."""
+        """Return the rendered text of a line, a cell or a title."""
         return super().render_str(for_terminal(text), **options)
+
+
+def progress_bar(*columns: ProgressColumn, stays: bool = False) -> Progress:
+    """Return a progress bar on standard error, hidden unless that is a terminal.
+
+    Args:
+        columns: as for `rich.progress.Progress`.
+        stays: whether the finished bar remains visible.
+    """
+    console = Screen(stderr=True)
+    return Progress(*columns, console=console, transient=not stays, disable=not console.is_terminal)

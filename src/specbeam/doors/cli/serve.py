@@ -1,27 +1,32 @@
 """The command `specbeam serve`: an HTTP server for many clients."""
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from specbeam.doors.cli.arguments import Record, group
-from specbeam.doors.cli.serve_options import given_options, option, server_parameters
+from specbeam.doors.cli.serve_options import given_options, server_parameters
 from specbeam.errors import MissingPackage
 
 
 class ServeArguments(Record):
-    """What the command is given.
+    """Arguments of the command.
 
     Attributes:
         config: a YAML file with the names of `ServerConfig`.
-        options: what was given on the command line, by these names.
+        options: the options of the command line, by the same names.
     """
 
-    config: option(Path | None, "A YAML file with these options (docs/serve.md); what is given here goes before it.") = None  # type: ignore[valid-type]  # fmt: skip
-    options: dict[str, Any] = group({one.name: one for one in server_parameters()}, given_options)
+    config: Annotated[
+        Path | None,
+        typer.Option(help="YAML file with these options (docs/serve_operator.md); the command line takes precedence."),
+    ] = None
+    options: dict[str, Any] = group(server_parameters(), given_options)
 
 
 def serve(given: ServeArguments) -> int:
-    """Serve OpenAI's API with beams over HTTP, and a page that shows forests."""
+    """Start an HTTP server with OpenAI's API, beams, and a page that shows drafts."""
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401

@@ -1,4 +1,4 @@
-"""A conversation in the terminal, with a pair or with a server."""
+"""A conversation in the terminal, with a pair or a server."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -21,21 +21,21 @@ from specbeam.generation import pieces_of
 from specbeam.models.pair import Pair
 from specbeam.recipes.method import Method
 
-CHUNK = 64  # tokens of the pieces in which beginnings of prompts are kept
-KEPT_BYTES = 256 * 2**20  # memory for these, of all models together
-TIMEOUT_S = 600.0  # seconds that a server may be silent
+CHUNK = 64  # tokens per block of the prefix cache
+KEPT_BYTES = 256 * 2**20  # memory of the prefix caches of all models
+TIMEOUT_S = 600.0  # maximum silence of a server
 HELP = """\
-/new              begin a new conversation
-/method NAME      decode by another method
-/set NAME=VALUE   change a setting of the method; /set alone: back to its defaults
-/quit             end (also Ctrl-D); Ctrl-C ends an answer
+/new              start a new conversation
+/method NAME      choose another decoding method
+/set NAME=VALUE   change a setting of the method; /set alone restores the defaults
+/quit             end the chat (also Ctrl-D); Ctrl-C ends an answer
 """
 Message = dict[str, str]
 
 
 @dataclass
 class Cost:
-    """What an answer took, as far as it is known."""
+    """The cost of an answer; `passes` is None if unknown."""
 
     tokens: int = 0
     passes: int | None = None
@@ -46,16 +46,16 @@ class Cost:
         parts = [f"{self.tokens} tokens"]
         if self.passes is not None and self.tokens:
             parts.append(f"{self.passes / self.tokens:.2f} passes per token")
-        parts.append(f"{self.known_tokens} of {self.prompt_tokens} tokens of the prompt were known")
+        parts.append(f"{self.known_tokens} of {self.prompt_tokens} tokens of the prompt were cached")
         return ", ".join(parts)
 
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """How answers are decoded.
+    """The decoding options of answers.
 
     Args:
-        settings: the options of generation that are not None, by the names of `specbeam.generate`.
+        settings: options of generation, by the names of `specbeam.generate`.
     """
 
     method: str = ""
@@ -66,22 +66,22 @@ class ChatOptions:
 
 @runtime_checkable
 class Speaker(Protocol):
-    """Who answers."""
+    """The other side of a conversation."""
 
     name: str
-    holds_conversation: bool  # or answers each message by itself
+    holds_conversation: bool  # otherwise it answers each message separately
 
     def check(self, options: ChatOptions) -> str:
-        """Return in words what these options decode by. Raises `SpecbeamError` if they are wrong."""
+        """Return a description of the method. Raises `SpecbeamError` for wrong options."""
         ...
 
     def answer(self, messages: list[Message], options: ChatOptions, cost: Cost) -> Iterator[str]:
-        """Yield the pieces of an answer, and note its cost at the end."""
+        """Yield the pieces of an answer, and set its cost at the end."""
         ...
 
 
 class PairSpeaker:
-    """A pair in this process. What messages begin with is computed once for the whole conversation."""
+    """A pair in this process, with a prefix cache for the whole conversation."""
 
     def __init__(self, pair: Pair, name: str, template: str | None) -> None:
         own = getattr(pair.tokenizer, "chat_template", None)
@@ -89,9 +89,7 @@ class PairSpeaker:
         if chosen is None and name == "bundled":
             chosen = BUNDLED_TEMPLATE
         if chosen is None:
-            raise NotSupported(
-                f"{name} has no chat template; give one with --chat-template, or use `specbeam generate`"
-            )
+            raise NotSupported(f"{name} has no chat template; give --chat-template, or use `specbeam generate`")
         self.pair = pair
         self.name = name
         self.template = chosen if chosen != own else None
@@ -124,7 +122,7 @@ class PairSpeaker:
 
 
 class ServerSpeaker:
-    """A server that speaks OpenAI's API; methods and their settings are for specbeam's own."""
+    """A server with OpenAI's API; only specbeam's server accepts methods and their settings."""
 
     holds_conversation = True
 
@@ -132,14 +130,14 @@ class ServerSpeaker:
         try:
             import httpx2
         except ImportError as error:
-            raise MissingPackage("a server is asked with httpx2: pip install httpx2") from error
+            raise MissingPackage("--url needs httpx2: pip install httpx2") from error
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._broken = (httpx2.HTTPError, httpx2.InvalidURL)
         place = url.rstrip("/").removesuffix("/v1")
         try:
             self._http = httpx2.Client(base_url=place, headers=headers, timeout=TIMEOUT_S)
         except self._broken as error:
-            raise ServerRefused(f"{url} is no address of a server: {error}") from error
+            raise ServerRefused(f"{url} is not the address of a server: {error}") from error
         self.name = self._model()
 
     def _model(self) -> str:
@@ -152,7 +150,7 @@ class ServerSpeaker:
             return str(found.json()["data"][0]["id"])
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise ServerRefused(
-                f"{self._http.base_url} does not answer as OpenAI's API does: {found.text[:80]!r}"
+                f"the answer of {self._http.base_url} is not of OpenAI's API: {found.text[:80]!r}"
             ) from error
 
     @staticmethod
@@ -164,7 +162,7 @@ class ServerSpeaker:
             message = str(answer.json()["error"]["message"])
         except (ValueError, KeyError, TypeError):
             message = answer.text[:200]
-        raise ServerRefused(f"the server refuses ({answer.status_code}): {message}")
+        raise ServerRefused(f"the server answered with status {answer.status_code}: {message}")
 
     def check(self, options: ChatOptions) -> str:
         self._own(options)
@@ -172,12 +170,12 @@ class ServerSpeaker:
 
     @staticmethod
     def _own(options: ChatOptions) -> dict[str, Any]:
-        """Return the part of a body that is specbeam's own."""
+        """Return the specbeam-specific fields of a request."""
         own: dict[str, Any] = {"method": options.method} if options.method else {}
         if options.method:
-            method_from(options.method, options.method_settings)  # raises what is wrong with them
+            method_from(options.method, options.method_settings)  # raises an error for wrong settings
         elif options.method_settings:
-            raise NotSupported("settings belong to a method; choose one first: --method NAME, or /method NAME")
+            raise NotSupported("settings need a method; choose one with --method NAME or /method NAME")
         for setting in options.method_settings:
             name, _, value = setting.partition("=")
             own[name] = _as_json(value)
@@ -195,25 +193,23 @@ class ServerSpeaker:
                 self._raise_if_refused(answer)
                 yield from _pieces(answer.iter_lines(), cost)
         except self._broken as error:
-            raise ServerRefused(f"the server went away: {error}") from error
+            raise ServerRefused(f"the connection to the server broke: {error}") from error
 
 
 def _fields_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of generation as fields of a request. Raises `NotSupported` for those that have none of their form."""
+    """Return options of generation as fields of a request. Raises `NotSupported` for options without such a field."""
     body: dict[str, Any] = {}
     for name, value in options.items():
         option = OPTIONS[name]
-        if value == option.default:
-            continue
         if option.field is None and (not option.names or name in FORMS):
-            raise NotSupported(f"{name} is not sent to servers; leave it out")
+            raise NotSupported(f"{name} cannot be sent to servers; leave it out")
         place = body.setdefault(option.field.inside, {}) if option.field is not None and option.field.inside else body
         place[option.names[0] if option.field is None else name] = value
     return body
 
 
 def _pieces(lines: Iterator[str], cost: Cost) -> Iterator[str]:
-    """Yield the text of a stream of events, and note its cost."""
+    """Yield the text of a stream of events, and set its cost."""
     for line in lines:
         if not line.startswith("data: {"):
             continue
@@ -243,11 +239,11 @@ class Chat:
     """A conversation.
 
     Args:
-        speaker: who answers.
-        options: how.
-        console: where it is shown.
-        read: returns what the user types; raises `EOFError` at the end.
-        system: what the speaker is told first; "": nothing.
+        speaker: the model or server.
+        options: the decoding options.
+        console: the output.
+        read: returns a line typed by the user; raises `EOFError` at the end.
+        system: the system message; "": none.
     """
 
     speaker: Speaker
@@ -258,34 +254,30 @@ class Chat:
     messages: list[Message] = field(default_factory=list)
 
     def run(self) -> None:
-        """Talk until the user ends it."""
+        """Chat until the user ends it."""
         self._begin()
-        self._note(f"{self.speaker.name}: {self.speaker.check(self.options)}. /help shows what else can be typed.")
+        self._note(f"{self.speaker.name}: {self.speaker.check(self.options)}. /help lists the commands.")
         if not self.speaker.holds_conversation:
-            self._note("It holds no conversation: each message is answered by itself.")
+            self._note("It answers each message separately, without the conversation before it.")
         while True:
             try:
                 line = self.read().strip()
                 if line == "/quit":
                     return
-                self._take(line)
+                if line.startswith("/"):
+                    self._obey(line)
+                elif line:
+                    self._answer(line)
             except EOFError:
                 return
             except KeyboardInterrupt:
                 self._note("\n/quit or Ctrl-D ends the chat")
 
-    def _take(self, line: str) -> None:
-        """Answer a message, or do what a line that begins with a slash says."""
-        if line.startswith("/"):
-            self._obey(line)
-        elif line:
-            self._answer(line)
-
     def _begin(self) -> None:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def _obey(self, line: str) -> None:
-        """Do what a line that begins with a slash says."""
+        """Run a command that begins with a slash."""
         order, _, value = line.partition(" ")
         value = value.strip()
         if order == "/new":
@@ -302,7 +294,7 @@ class Chat:
             self._note(HELP.rstrip())
 
     def _change(self, options: ChatOptions) -> None:
-        """Decode by other options from now on, unless they are wrong."""
+        """Use other options from now on, unless they are wrong."""
         try:
             said = self.speaker.check(options)
         except SpecbeamError as error:
@@ -312,7 +304,7 @@ class Chat:
         self._note(said)
 
     def _answer(self, text: str) -> None:
-        """Answer a message. An interrupt ends the answer, and what there is of it stays said; an error leaves no trace."""
+        """Answer a message. An interrupt keeps the partial answer in the conversation; an error discards the message."""
         asked = [*self.messages, {"role": "user", "content": text}]
         cost = Cost()
         said: list[str] = []
@@ -335,7 +327,7 @@ class Chat:
             self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
 
     def _show(self, piece: str) -> None:
-        """Show a piece of an answer: of its control characters only ends of lines and tabs reach the terminal."""
+        """Show a piece of an answer, without control characters other than newlines and tabs."""
         self._print(without_control(piece), end="")
 
     def _note(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""The command `specbeam tune`: the cost of passes on this machine, and the draft shapes that follow from it."""
+"""The command `specbeam tune`: the cost of passes on this machine, and the resulting draft shapes."""
 
 import dataclasses
 from dataclasses import dataclass, replace
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 
 class TuneArguments(PairArguments):
-    """What the command is given."""
+    """Arguments of the command."""
 
     context: Lengths = [64]
-    beams: Annotated[int, typer.Option(help="Number of beams that --explain assumes.")] = 4
+    beams: Annotated[int, typer.Option(help="Number of beams, for --explain.")] = 4
     draft_beams: Annotated[
-        int | None, typer.Option(help="Number of draft nodes per layer that --explain assumes; by default beams + 2.")
+        int | None, typer.Option(help="Number of draft nodes per layer, for --explain; by default beams + 2.")
     ] = None
     odds: Annotated[
-        float, typer.Option(help="Probability that a draft layer passes, which --explain assumes; in (0, 1).")
+        float, typer.Option(help="Probability that a draft layer is accepted, in (0, 1), for --explain.")
     ] = 0.6
     explain: Annotated[
-        bool, typer.Option("--explain", help="Show the options between which depth='auto' and width='auto' choose.")
+        bool, typer.Option("--explain", help="Show the candidates of depth='auto' and width='auto'.")
     ] = False
     prompt: PromptTexts = []
     file: Annotated[
@@ -42,31 +42,29 @@ class TuneArguments(PairArguments):
         typer.Option(
             "--file",
             "-f",
-            help="File of prompts like those to come: measures on 30 of them how often the k-th draft tried is accepted, "
-            "for sequoia. By default the bundled pair's sentences, for that pair.",
+            help="File of prompts similar to later ones. On 30 of them, tune measures how often the first, second, "
+            "... draft tried is accepted, for sequoia. The bundled pair has default prompts.",
         ),
     ] = []
     skip_ratio: Annotated[
         float | None,
         typer.Option(
-            help="Search on these prompts for the share of the target's sublayers that drafts of swift do without, and keep "
-            "what is found for swift with the same ratio and task; such as 0.45."
+            help="Share of the target's sublayers to skip in drafts, such as 0.45. tune searches for the best sublayers on "
+            "these prompts, and stores them for swift with the same ratio and task."
         ),
     ] = None
-    task: Annotated[
-        str | None, typer.Option(help="Name of the kind of texts that --skip-ratio searches for, as in swift.")
-    ] = None
+    task: Annotated[str | None, typer.Option(help="Name of the kind of texts, for --skip-ratio and swift.")] = None
     json: Json = False
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured.
+    """The measurements.
 
     Attributes:
-        curves: the cost of a pass, by model and by number of tokens in the cache.
-        by_rank: acceptance by rank; None: there was nothing to measure it on.
-        sublayers: what drafts of swift do without; None: nothing was searched for.
+        curves: the cost of a pass, by model and by number of cached tokens.
+        by_rank: acceptance by rank; None without prompts or a draft model.
+        sublayers: the sublayers skipped by swift; None without a search.
     """
 
     curves: "dict[str, dict[int, CostCurve]]"
@@ -75,14 +73,14 @@ class Measured:
 
 
 def tune(given: TuneArguments) -> int:
-    """Measure what controllers decide by, and keep it on disk: the time of passes here, and acceptance by rank."""
+    """Measure pass times and draft acceptance on this machine, and save them for depth='auto', width='auto' and sequoia."""
     from specbeam.recipes.beams import dsbd
 
     _check(given)
-    dsbd(given.beams, given.draft_beams, width="fixed")  # raises what is wrong with them
+    dsbd(given.beams, given.draft_beams, width="fixed")  # raises an error for wrong numbers
     texts = _prompts(given.model, given.prompt, given.file)
     if given.skip_ratio is not None and not texts:
-        raise BadSetting("--skip-ratio searches on prompts; give them with --file")
+        raise BadSetting("--skip-ratio needs prompts; give --file")
     pair = quiet_load(given.model, given.draft)
     models = {"target": pair.forgetful_target} | ({"draft": pair.draft} if _is_model(pair.draft) else {})
     measured = Measured(
@@ -109,27 +107,23 @@ def tune(given: TuneArguments) -> int:
 
 
 def _check(given: TuneArguments) -> None:
-    """Raise `BadSetting` for options that are wrong or do not go together."""
+    """Raise `BadSetting` for options that are wrong or contradict each other."""
     if not 0 < given.odds < 1:
-        raise BadSetting(f"--odds is {given.odds}; it is a probability, in (0, 1)")
+        raise BadSetting(f"--odds is {given.odds}; it must be a probability in (0, 1)")
     if given.skip_ratio is None and given.task is not None:
-        raise BadSetting(
-            f"--task {given.task!r} names texts that --skip-ratio searches for; give both, or leave it out"
-        )
-    for context in given.context:
-        if context < 1:
-            raise BadSetting(f"--context is {context}; it must be at least 1")
+        raise BadSetting(f"--task {given.task!r} needs --skip-ratio; give both, or leave --task out")
+    given.require_positive("context")
 
 
 def _is_model(draft: object) -> bool:
-    """Return whether a draft is a model of its own, whose passes can be timed."""
+    """Return whether a draft is a separate model, whose passes can be timed."""
     from specbeam.models.huggingface import HuggingFaceLM
 
     return isinstance(draft, HuggingFaceLM)
 
 
 def _record(measured: Measured) -> dict[str, Any]:
-    """Return what was measured, for JSON."""
+    """Return the measurements for JSON."""
     record: dict[str, Any] = {
         name: {context: dataclasses.asdict(curve) for context, curve in by_context.items()}
         for name, by_context in measured.curves.items()
@@ -143,7 +137,7 @@ def _record(measured: Measured) -> dict[str, Any]:
 
 
 def _show(console: "Screen", measured: Measured, contexts: list[int]) -> None:
-    """Print the table of passes, acceptance by rank, and the sublayers that were found."""
+    """Print the table of passes, acceptance by rank, and the best sublayers."""
     from rich.table import Table
 
     from specbeam.recipes.tuning import costs
@@ -164,13 +158,13 @@ def _show(console: "Screen", measured: Measured, contexts: list[int]) -> None:
     found = measured.sublayers
     if found is not None:
         console.print(
-            f"without the sublayers {found.skipped} the target takes {found.matchness:.2f} of {found.tokens} of its own "
-            f"tokens for the likeliest (at first {found.first:.2f}); {found.tries} sets were tried"
+            f"without the sublayers {found.skipped}, the target finds {found.matchness:.2f} of {found.tokens} of its own "
+            f"tokens the likeliest (at first {found.first:.2f}); {found.tries} sets were tried"
         )
 
 
 def _prompts(model: str, prompts: list[str], files: list[Path]) -> list[str]:
-    """Return up to 30 of the prompts, given or in files; without any, of the demo for the bundled pair, else none."""
+    """Return up to 30 prompts of arguments and files; by default the demo's sentences for the bundled pair, else none."""
     if prompts or files:
         prompts = [*prompts, *(row.prompt for file in files for row in read(str(file)))]
     else:
@@ -179,7 +173,7 @@ def _prompts(model: str, prompts: list[str], files: list[Path]) -> list[str]:
 
 
 def _measured_acceptance(pair: "Pair", prompts: list[str]) -> "Acceptance | None":
-    """Measure acceptance by rank, and keep it for `sequoia`; None without a draft model or without prompts."""
+    """Measure acceptance by rank and save it for `sequoia`; None without a draft model or prompts."""
     from specbeam.lab.bench.acceptance import acceptance
     from specbeam.models.huggingface import HuggingFaceLM
     from specbeam.recipes.tuning.acceptance import keep_acceptance, with_guess
@@ -194,7 +188,7 @@ def _measured_acceptance(pair: "Pair", prompts: list[str]) -> "Acceptance | None
 def _found_sublayers(
     pair: "Pair", prompts: list[str], ratio: float | None, task: str | None
 ) -> "FoundSublayers | None":
-    """Search for sublayers that drafts do without, and keep what is found; None without a share of them."""
+    """Search for the best sublayers to skip in drafts, and save them; None without a ratio."""
     if ratio is None:
         return None
     from specbeam.lab.bench.sublayers import best_sublayers
@@ -204,7 +198,7 @@ def _found_sublayers(
 
 
 def _cost_curve(lm: Any, context: int) -> "CostCurve":
-    """Measure the cost curve of a model; raise `BadSetting` if its positions do not suffice."""
+    """Measure the cost curve of a model. Raises `BadSetting` if it has too few positions."""
     from specbeam.recipes.tuning import costs
 
     most = lm.max_positions
@@ -214,7 +208,7 @@ def _cost_curve(lm: Any, context: int) -> "CostCurve":
 
 
 def _depth_controller(pair: "Pair", beams: int, width: int | None) -> "DepthByCost":
-    """Return the controller that chooses the depth of `dsbd` with a fixed width by rejection."""
+    """Return the controller for the depth of `dsbd` with a fixed width and coupling by rejection."""
     from specbeam.core.control.worth import DepthByCost
     from specbeam.recipes.beams import dsbd
 
@@ -225,7 +219,7 @@ def _depth_controller(pair: "Pair", beams: int, width: int | None) -> "DepthByCo
 
 
 def _need_controller(pair: "Pair", beams: int, width: int | None) -> "NodesByNeed":
-    """Return the controller that chooses the drafts of `dsbd` with a fixed width."""
+    """Return the controller for the drafts of `dsbd` with a fixed width."""
     from specbeam.core.control.needs import NodesByNeed
     from specbeam.recipes.beams import dsbd
 
@@ -235,13 +229,13 @@ def _need_controller(pair: "Pair", beams: int, width: int | None) -> "NodesByNee
 
 
 def _explain_needs(console: "Screen", controller: "NodesByNeed") -> None:
-    """Print from which odds of being needed a draft is worth its row."""
+    """Print the probabilities of use above which scoring a draft pays."""
     from rich.table import Table
 
     table = Table(
-        title=f"{controller.beams} beams of fixed width: the odds of being needed from which a draft is scored"
+        title=f"{controller.beams} beams of fixed width: a draft is scored if it is used with at least this probability"
     )
-    for head in ("rows so far", "ms of a pass", "odds"):
+    for head in ("rows so far", "ms of a pass", "probability"):
         table.add_column(head, justify="right")
     thresholds = controller.thresholds()
     shown = [0, *(2**power for power in range(8))]
@@ -250,11 +244,13 @@ def _explain_needs(console: "Screen", controller: "NodesByNeed") -> None:
             rows, seconds, odds = thresholds[place]
             table.add_row(str(rows), f"{1e3 * seconds:.2f}", f"{odds:.2f}" if odds < 1 else "never")
     console.print(table)
-    console.print("as if the rows of all beams were needed; how likely drafts are needed is learnt while decoding")
+    console.print(
+        "assuming that the rows of all beams are used; the probability of use of each draft is learned while decoding"
+    )
 
 
 def _explain_depth(console: "Screen", controller: "DepthByCost", odds: float) -> None:
-    """Print the depths between which `depth="auto"` chooses, if layers pass with these odds."""
+    """Print the candidate depths of `depth="auto"` for layers accepted with this probability."""
     from rich.table import Table
 
     from specbeam.core.control.worth import PassOdds
@@ -264,8 +260,8 @@ def _explain_depth(console: "Screen", controller: "DepthByCost", odds: float) ->
     options = controller.options(seen, controller.beams)
     best = max(options, key=lambda option: option.rate)
     table = Table(
-        title=f"by rejection: {controller.beams} beams, {controller.layers[0]} draft nodes per layer, a layer passes with "
-        f"odds {odds:g}"
+        title=f"coupling by rejection: {controller.beams} beams, {controller.layers[0]} draft nodes per layer, a layer is "
+        f"accepted with probability {odds:g}"
     )
     for head in ("draft layers", "scored nodes", "layers per turn", "ms per turn", "layers per second"):
         table.add_column(head, justify="right")

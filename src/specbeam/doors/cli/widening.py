@@ -1,7 +1,7 @@
-"""The options `--grow`, `--grow-draft` and `--grow-vocab`: pairs whose models are enlarged before they are timed."""
+"""The options `--grow`, `--grow-draft` and `--grow-vocab`: models that are enlarged before they are timed."""
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specbeam.doors.cli.common import quiet_load
@@ -18,21 +18,34 @@ from specbeam.models.pair import Pair, load
 from specbeam.models.quantised import is_rounding
 
 
-def grown_pair(
-    model: str, draft: str | None, grow: str | None, grow_draft: str | None = None, quantize: Any = None,
-    grow_vocab: str | None = None, sources: bool = False,
-) -> Pair:  # fmt: skip
-    """Load a pair, and enlarge its models without changing what they compute.
+@dataclass(frozen=True)
+class GrownSizes:
+    """The sizes to which models are enlarged, as texts like "100M"; None: unchanged.
+
+    Attributes:
+        grow: number of weights of the target, new tokens included.
+        grow_draft: number of weights of the draft model, new tokens included.
+        grow_vocab: number of tokens of both models.
+    """
+
+    grow: str | None = None
+    grow_draft: str | None = None
+    grow_vocab: str | None = None
+
+
+def grown_pair(model: str, draft: str | None, growth: GrownSizes, quantize: Any = None, sources: bool = False) -> Pair:
+    """Load a pair, and enlarge its models without changing their outputs.
 
     Args:
         model, draft: paths or hub ids of target and draft.
-        grow, grow_draft: numbers of parameters like "100M"; None: the model stays as it is. Those of the new words count.
+        growth: the sizes.
         quantize: as for `specbeam.load`.
-        grow_vocab: the number of words of both models, like "128K"; None: it stays as it is.
-        sources: whether the command takes encoder-decoder models; see `quiet_load`.
+        sources: whether the command supports encoder-decoder models; see `quiet_load`.
     """
-    if grow is None and grow_draft is None and grow_vocab is None:
+    if growth == GrownSizes():
         return quiet_load(model, draft, quantize=quantize, sources=sources)
+    grow_draft = growth.grow_draft
+    grow_vocab = growth.grow_vocab
     pair = quiet_load(model, draft, sources=sources)
     target = pair.target_model
     if grow_vocab is not None and reads_sources(target):
@@ -42,61 +55,59 @@ def grown_pair(
     draft_model: Any = pair.draft_model
     if is_rounding(draft):
         if grow_draft is not None:
-            raise BadSetting(f"--draft {draft} is the target itself, which --grow enlarges; leave --grow-draft out")
-        return load(_enlarged(target, grow, grow_vocab), draft, pair.tokenizer, quantize=quantize)
+            raise BadSetting(f"--draft {draft} is the target itself, enlarged by --grow; leave --grow-draft out")
+        return load(_enlarged(target, growth), draft, pair.tokenizer, quantize=quantize)
     head = getattr(pair.draft, "head", None)
     if head is not None:
-        return _with_head(pair, head, grow, grow_draft, quantize, grow_vocab)
+        return _with_head(pair, head, growth, quantize)
     if grow_vocab is not None and draft_model is not None:
         draft_model = with_words(draft_model, parameters(grow_vocab, "--grow-vocab"))
-    target = _enlarged(target, grow, grow_vocab)
+    target = _enlarged(target, growth)
     if grow_draft is not None:
         if draft_model is None:
-            raise BadSetting("--grow-draft enlarges the draft model, and there is none; give --draft")
+            raise BadSetting("--grow-draft needs a draft model; give --draft")
         draft_model = _grown(draft_model, parameters(grow_draft, "--grow-draft"))
     return load(target, draft_model, pair.tokenizer, quantize=quantize)
 
 
-def _with_head(
-    pair: Pair, head: Head, grow: str | None, grow_draft: str | None, quantize: Any, grow_vocab: str | None
-) -> Pair:
-    """Return a pair whose target is enlarged, and whose draft is a head that grows with it.
+def _with_head(pair: Pair, head: Head, growth: GrownSizes, quantize: Any) -> Pair:
+    """Return a pair with an enlarged target and an equally enlarged head.
 
-    Raises `BadSetting` for heads that do not, and for options that change the words or a draft model.
+    Raises `BadSetting` for heads that cannot be enlarged, and for other options than `grow`.
     """
-    if grow is None or grow_draft is not None or grow_vocab is not None:
+    if growth.grow is None or growth != GrownSizes(growth.grow):
         raise BadSetting(
-            "--grow-draft and --grow-vocab change models, and the draft is a head, which has the target's words: leave them "
-            "out, or take a draft model"
+            "the draft is a head, which has the target's size and vocabulary; leave --grow-draft and --grow-vocab out, or "
+            "give a draft model"
         )
-    target = grown(pair.target_model, parameters(grow))
+    target = grown(pair.target_model, parameters(growth.grow))
     try:
         larger = grown_head(head, target)
     except NotSupported as error:
-        raise BadSetting(f"--grow enlarges the target, and the draft fits the small one alone: {error}") from error
+        raise BadSetting(f"--grow enlarges the target, and the draft fits only the original one: {error}") from error
     alone = load(target, None, pair.tokenizer, quantize=quantize)
     assert isinstance(alone.target, HuggingFaceLM)
     return replace(alone, draft=head_model(larger, alone.target))
 
 
-def _enlarged(target: Any, grow: str | None, grow_vocab: str | None) -> Any:
-    """Return the target with the vocabulary and the size that these options ask for."""
-    if grow_vocab is not None:
-        target = with_words(target, parameters(grow_vocab, "--grow-vocab"))
-    if grow is not None:
-        target = _grown(target, parameters(grow))
+def _enlarged(target: Any, growth: GrownSizes) -> Any:
+    """Return the target with the vocabulary and the size of the options."""
+    if growth.grow_vocab is not None:
+        target = with_words(target, parameters(growth.grow_vocab, "--grow-vocab"))
+    if growth.grow is not None:
+        target = _grown(target, parameters(growth.grow))
     return target
 
 
 def _grown(model: Any, count: int) -> Any:
-    """Return a model of about this many weights with the same function."""
+    """Return a model with about this number of weights and the same outputs."""
     return grown_reader(model, count) if reads_sources(model) else grown(model, count)
 
 
 def parameters(text: str, option: str = "--grow") -> int:
-    """Return the number that a text like "100M", "1.5B", "128K" or "5000" stands for.
+    """Return the number in a text such as "100M", "1.5B", "128K" or "5000".
 
-    Raises `BadSetting`, which names the option, if the text is none.
+    Raises `BadSetting`, which names the option, for any other text.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMB]?)", text.strip(), re.IGNORECASE)
     if match is None:

@@ -1,4 +1,4 @@
-"""Compilation of a form (JSON schema, regular expression or grammar) into a constraint, with all errors before decoding."""
+"""Compilation of a form (JSON schema, regular expression or grammar) to a constraint, with all errors before decoding."""
 
 import threading
 import warnings
@@ -18,10 +18,10 @@ from specbeam.errors import BadSetting, MissingPackage, NotSupported
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# The constraint class of each backend, by the name of its package, in the order of GRAMMAR_BACKENDS.
+# constraint class by package name
 BACKENDS: dict[str, Callable[..., Constraint]] = dict(zip(GRAMMAR_BACKENDS, [LLGuidance, XGrammar], strict=True))
 
-KEPT = 32  # compiled forms of a tokenizer that are kept, those used last
+KEPT = 32  # compiled forms cached per tokenizer; the least recently used are dropped
 _COMPILED: "weakref.WeakKeyDictionary[Any, OrderedDict[tuple[Any, ...], Constraint]]" = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
 
@@ -31,26 +31,26 @@ def compiled(
 ) -> Constraint:
     """Return the constraint that enforces a form on the output of a model with `vocab` logits and this tokenizer.
 
-    The last `KEPT` forms of a tokenizer are compiled once: a large schema takes longer than a short text.
+    The last `KEPT` forms per tokenizer are cached, because compiling a large schema takes longer than a short text.
 
     Args:
-        form: the form that texts must have.
+        form: the form of texts.
         backend: "llguidance" or "xgrammar".
         eos: the end tokens.
 
     Raises:
-        BadSetting: the form is invalid, no text of these tokens has it, or there is no end token.
+        BadSetting: the form is invalid, no text of these tokens matches it, or there is no end token.
         MissingPackage: the backend is not installed.
         NotSupported: there is no tokenizer, or its tokens do not determine the text.
     """
     if tokenizer is None:
-        raise NotSupported(f"{form.kind} is about text, and there is no tokenizer; give load(tokenizer=...)")
+        raise NotSupported(f"{form.kind} needs a tokenizer; give load(tokenizer=...)")
     if not any(token < vocab for token in eos):
-        raise BadSetting(f"{form.kind} says where a text ends, and there is no end token; set eos_token_id")
+        raise BadSetting(f"{form.kind} needs an end token, and there is none; set eos_token_id")
     key = (form, backend, len(tokenizer), tokenizer.eos_token_id, tuple(tokenizer.all_special_ids), vocab, eos)
     with _LOCK:
         constraint = _COMPILED.setdefault(tokenizer, OrderedDict()).get(key)
-    if constraint is None:  # a long compilation keeps no other thread waiting
+    if constraint is None:  # without the lock, which other threads need
         constraint = _compile(form, backend, tokenizer, vocab, eos)
     with _LOCK:
         known = _COMPILED[tokenizer]
@@ -73,8 +73,8 @@ def _compile(
         raise MissingPackage(f"{form.kind} needs {backend}: pip install {backend}") from error
     except (BadSetting, NotSupported):
         raise
-    except (TypeError, ValueError) as error:  # raised by the library because of the form
-        raise BadSetting(f"{form.kind} cannot be kept to: {' '.join(str(error).split())}") from error
+    except (TypeError, ValueError) as error:  # raised by the library for an invalid form
+        raise BadSetting(f"{form.kind} cannot be enforced: {' '.join(str(error).split())}") from error
     if not Constrained(constraint, eos, 0).allowed(np.zeros((1, 0), dtype=np.int64), vocab).any():
-        raise BadSetting(f"no token of this vocabulary can begin a text that keeps to the {form.kind}")
+        raise BadSetting(f"no token of this vocabulary can begin a text of the {form.kind}")
     return constraint

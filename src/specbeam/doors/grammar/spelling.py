@@ -1,4 +1,4 @@
-"""The text of each token: the facts about a tokenizer that grammar libraries need."""
+"""The text of each token, for grammar libraries."""
 
 import functools
 import weakref
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-THREADS_FROM = 32  # number of walkers from which on computing their masks in several threads is faster
+THREADS_FROM = 32  # number of walkers from which computing masks in several threads is faster
 Made = TypeVar("Made")
 
 
 def cached_by_tokenizer(make: Callable[..., Made]) -> Callable[..., Made]:
     """Return `make` with a cache that lives as long as the tokenizer, its first argument.
 
-    For a large vocabulary a call takes about a second. The key has the other arguments and the tokenizer's length, because
-    tokens may be added to it.
+    For a large vocabulary, a call takes about a second. The key includes the tokenizer's length, because tokens may be
+    added.
     """
     caches: weakref.WeakKeyDictionary[Any, dict[Hashable, Made]] = weakref.WeakKeyDictionary()
 
@@ -39,9 +39,9 @@ def cached_by_tokenizer(make: Callable[..., Made]) -> Callable[..., Made]:
 
 @cached_by_tokenizer
 def text_tokens(tokenizer: "PreTrainedTokenizerBase", vocab: int) -> UInt8[np.ndarray, " bytes"]:
-    """Return a bit mask of the tokens that stand for text, in the layout of `Constraint.allowed`, for `vocab` logits.
+    """Return a bit mask of the text tokens, in the layout of `Constraint.allowed`, for `vocab` logits.
 
-    Special tokens do not stand for text, nor do logits of the model that the tokenizer has no token for.
+    Special tokens and logits without a token are not text.
     """
     is_text = np.zeros(vocab, dtype=bool)
     known = np.array(list(tokenizer.get_vocab().values()), dtype=np.int64)
@@ -51,7 +51,7 @@ def text_tokens(tokenizer: "PreTrainedTokenizerBase", vocab: int) -> UInt8[np.nd
 
 
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
-    """Return the tokens that decoding leaves out."""
+    """Return the tokens that decoding omits."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {*tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
 
@@ -59,11 +59,11 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
 def restricted_to_text(
     bits: UInt8[np.ndarray, "rows some"], text: UInt8[np.ndarray, " bytes"]
 ) -> UInt8[np.ndarray, "rows bytes"]:
-    """Return the bit masks of a library, cut or padded with 0 to the width of `text`, without the tokens that are no text.
+    """Return the bit masks of a library, truncated or zero-padded to the width of `text`, restricted to text tokens.
 
     Args:
-        bits: masks of allowed tokens, of the width that the library chose.
-        text: mask of the tokens that stand for text, see `text_tokens`.
+        bits: masks of allowed tokens, of the library's width.
+        text: mask of the text tokens, see `text_tokens`.
     """
     width = min(bits.shape[1], len(text))
     allowed = np.zeros((len(bits), len(text)), dtype=np.uint8)
@@ -73,11 +73,10 @@ def restricted_to_text(
 
 @cached_by_tokenizer
 def token_texts(tokenizer: "PreTrainedTokenizerBase") -> list[bytes]:
-    """Return the text of each token id in UTF-8, for tokenizers that the grammar library cannot read itself.
+    """Return the text of each token id in UTF-8, for tokenizers unknown to the grammar library.
 
-    The text is empty for ids that are no token, and for tokens that are no text by themselves, like one byte of a character;
-    such tokens are never allowed. Raises `NotSupported` unless the text of a sequence is the concatenation of the texts of
-    its tokens, which is tested on 64 random sequences of 8 tokens.
+    The text is empty for ids without a token and for parts of characters, such as single bytes; they are never allowed.
+    Raises `NotSupported` unless texts of tokens are concatenated in a sequence, tested on 64 random sequences of 8 tokens.
     """
     known = set(tokenizer.get_vocab().values())
     texts = [_decoded(tokenizer, [token]) if token in known else "" for token in range(max(known) + 1)]
@@ -87,17 +86,17 @@ def token_texts(tokenizer: "PreTrainedTokenizerBase") -> list[bytes]:
     for sample in rng.choice(readable, size=(64, 8)).tolist() if len(readable) else [[]]:
         if not sample or _decoded(tokenizer, sample) != "".join(texts[token] for token in sample):
             raise NotSupported(
-                f"cannot tell which text the tokens of {type(tokenizer).__name__} stand for: its decoder changes them by "
-                "their neighbours; take a byte-level or byte-fallback tokenizer"
+                f"the text of tokens of {type(tokenizer).__name__} depends on their neighbours, so no form can be enforced; "
+                "use a byte-level or byte-fallback tokenizer"
             )
     return [text.encode() for text in texts]
 
 
 def text_of_tokens(tokenizer: "PreTrainedTokenizerBase", tokens: list[int]) -> str:
-    """Return exactly the text that tokens stand for, character by character.
+    """Return the exact text of tokens, character by character.
 
-    A decoder may change the spaces around punctuation or drop the space at the beginning of a text. To avoid both, the
-    tokens are decoded after a letter without cleaning up, and the letter is cut off.
+    A decoder may change spaces around punctuation or drop the first space of a text. To avoid both, the tokens are decoded
+    after a letter and without clean-up, and the letter is removed.
     """
     letter = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     head = _decoded(tokenizer, letter)
@@ -109,10 +108,10 @@ def text_of_tokens(tokenizer: "PreTrainedTokenizerBase", tokens: list[int]) -> s
 def closing_tokens(
     tokenizer: "PreTrainedTokenizerBase", vocab: int, stop_strings: tuple[str, ...]
 ) -> Bool[np.ndarray, " vocab"] | None:
-    """Return a mask over the `vocab` tokens of a model: True for all that can complete a stop string, and for some others.
+    """Return a mask over the `vocab` tokens of a model: True for all that can complete a stop string, and some others.
 
     A token can complete a stop string only if its text contains the last character of the string, or if it is a part of a
-    character. Returns None if the text of a token depends on its neighbours, which does not allow this conclusion.
+    character. Returns None if the text of a token depends on its neighbours, because this then does not hold.
     """
     if getattr(tokenizer, "clean_up_tokenization_spaces", False):
         return None
@@ -128,7 +127,7 @@ def closing_tokens(
 
 @cached_by_tokenizer
 def _texts_after_a_letter(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, list[str]]:
-    """Return the text of a letter, and for each token, special ones included, the text of the letter and the token."""
+    """Return the text of a letter, and the text of the letter followed by each token, including special tokens."""
     letter = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     sequences = [[*letter, token] for token in range(len(tokenizer))]
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -138,9 +137,9 @@ def _texts_after_a_letter(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, li
     return head, texts
 
 
-UNKNOWN = "\ufffd"  # the character that a decoder writes for bytes that are no character
+UNKNOWN = "\ufffd"  # the decoder's character for invalid bytes
 
 
 def _decoded(tokenizer: "PreTrainedTokenizerBase", tokens: list[int]) -> str:
-    """Return the decoded text of tokens, without special tokens and without cleaning up spaces."""
+    """Return the decoded text of tokens, without special tokens and without clean-up of spaces."""
     return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -1,4 +1,4 @@
-"""Constraints enforced by the library llguidance. A walker wraps one of its matchers."""
+"""Constraints enforced by llguidance. A walker wraps one of its matchers."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from transformers import PreTrainedTokenizerBase
 
-# Allow at most one space wherever JSON allows white space: an endless run of spaces would be valid too.
+# At most one space wherever JSON allows white space; otherwise texts could continue with spaces forever.
 JSON = {"whitespace_pattern": "[ ]?"}
-NO_TOKEN_FITS = "NoExtensionBias"  # llguidance's stop reason when no token spells the text that has to come
+NO_TOKEN_FITS = "NoExtensionBias"  # llguidance's stop reason if no token spells the required text
 
 
 class LLGuidance:
-    """A constraint (see `core.constraint.Constraint`) that llguidance enforces.
+    """A constraint (`core.constraint.Constraint`) enforced by llguidance.
 
-    Where the form allows only one text, only the usual tokens of this text are allowed.
+    If the form allows only one text, only the usual tokens of this text are allowed.
     """
 
     def __init__(self, form: Form, tokenizer: "PreTrainedTokenizerBase", vocab: int, eos: tuple[int, ...]) -> None:
@@ -41,9 +41,8 @@ class LLGuidance:
         is_invalid, messages = LLMatcher.validate_grammar_with_warnings(grammar)
         if is_invalid:
             raise _refusal(form, messages)
-        self.complaints = [
-            f"{form.kind}: {message}" for message in messages
-        ]  # about keywords that the form says may be ignored
+        # about keywords that may be ignored according to the form
+        self.complaints = [f"{form.kind}: {message}" for message in messages]
         end = eos[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
         self._tokenizer = _llguidance_tokenizer(tokenizer, end)
         self._root = LLMatcher(self._tokenizer, grammar, log_level=0)
@@ -73,9 +72,9 @@ class LLGuidance:
 
 
 class LlguidanceMatcher:
-    """A walker (see `core.constraint.Walker`).
+    """A walker (`core.constraint.Walker`).
 
-    A step back costs the computation of one more mask, whatever the length of the text. The cost of a copy grows with the
+    A step back costs the computation of one mask, independent of the length of the text. The cost of a copy grows with the
     length of the text.
     """
 
@@ -86,27 +85,27 @@ class LlguidanceMatcher:
 
     def take(self, token: int) -> None:
         if not self.inner.consume_token(token):
-            raise BrokenLaw(f"llguidance refuses token {token}, which it allowed: {_error_of(self.inner)}")
+            raise BrokenLaw(f"llguidance rejects token {token}, which it allowed: {_error_of(self.inner)}")
         self._tokens.append(token)
 
     def back(self, tokens: int) -> None:
         del self._tokens[len(self._tokens) - tokens :]
         if not self.inner.is_error() and self.inner.rollback(tokens):
-            # llguidance 1.9.1 caches its last mask under the number of parsed rows, and keeps it after a rollback. Without a
-            # new mask at this place it would return the old one for other tokens of the same length.
+            # llguidance 1.9.1 caches its last mask by the number of parsed rows and keeps it after a rollback. Without a new
+            # mask here, it would return the old mask for other tokens of the same length.
             self.inner.compute_bitmask()
-        else:  # a matcher cannot go back from a dead end: start anew
+        else:  # a matcher cannot roll back from a dead end: start again
             self.inner = self._root.deep_copy()
             if not self.inner.consume_tokens(self._tokens):
-                raise BrokenLaw(f"llguidance refuses tokens that it allowed: {_error_of(self.inner)}")
+                raise BrokenLaw(f"llguidance rejects tokens that it allowed: {_error_of(self.inner)}")
 
     def copy(self) -> "LlguidanceMatcher":
         return LlguidanceMatcher(self.inner.deep_copy(), self._root, list(self._tokens))
 
 
 def _refusal(form: Form, messages: Sequence[str]) -> BadSetting:
-    """Return the error for a form that llguidance refuses with these messages."""
-    return BadSetting(f"{form.kind} cannot be kept to: {' '.join('; '.join(messages).split())}")
+    """Return the error for a form that llguidance rejects with these messages."""
+    return BadSetting(f"{form.kind} cannot be enforced: {' '.join('; '.join(messages).split())}")
 
 
 def _grammar_of(form: Form) -> str:
@@ -121,24 +120,24 @@ def _grammar_of(form: Form) -> str:
 
 
 def _error_of(matcher: Any) -> str:
-    """Return the error message of a matcher, without the state and the grammar that llguidance prints after it."""
+    """Return the error message of a matcher, without the state and grammar that follow it."""
     return " ".join(matcher.get_error().split("<state>")[0].split())
 
 
 @cached_by_tokenizer
 def _llguidance_tokenizer(tokenizer: "PreTrainedTokenizerBase", end: int) -> "LLTokenizer":
-    """Return llguidance's form of a tokenizer, with `end` as the end token."""
+    """Return a tokenizer converted for llguidance, with `end` as the end token."""
     from llguidance import LLTokenizer, TokenizerWrapper
     from llguidance.hf import from_tokenizer
 
     try:
         return from_tokenizer(tokenizer, eos_token=end)
-    except ValueError:  # a decoder that llguidance does not know
+    except ValueError:  # a decoder unknown to llguidance
         return LLTokenizer(TokenizerWrapper(_LongestMatchTokenizer(tokenizer, end)), eos_token=end)
 
 
 class _LongestMatchTokenizer:
-    """A tokenizer given by the text of its tokens, with the attributes that llguidance requires."""
+    """A tokenizer made from the texts of its tokens, with the attributes required by llguidance."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", end: int) -> None:
         self.eos_token_id = end
@@ -152,9 +151,9 @@ class _LongestMatchTokenizer:
         self._longest = max(map(len, self._token_of))
 
     def __call__(self, text: bytes) -> list[int]:
-        """Return tokens that spell a text: the longest one at each place, the end token where none fits.
+        """Return tokens that spell a text: the longest one at each place, or the end token if none fits.
 
-        llguidance calls it for a text that is the only possible one.
+        llguidance calls it if only one text is possible.
         """
         tokens: list[int] = []
         while text:

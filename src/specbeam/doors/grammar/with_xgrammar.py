@@ -1,4 +1,4 @@
-"""Constraints enforced by the library xgrammar. A walker wraps one of its matchers."""
+"""Constraints enforced by xgrammar. A walker wraps one of its matchers."""
 
 import json
 import re
@@ -23,10 +23,9 @@ if TYPE_CHECKING:
 
 
 class XGrammar:
-    """A constraint (see `core.constraint.Constraint`) that xgrammar enforces.
+    """A constraint (`core.constraint.Constraint`) enforced by xgrammar.
 
-    xgrammar ignores the keywords of a JSON schema that it does not know, and allows no property that the schema does not
-    name.
+    xgrammar ignores unknown keywords of a JSON schema, and allows only properties named in the schema.
     """
 
     def __init__(self, form: Form, tokenizer: "PreTrainedTokenizerBase", vocab: int, eos: tuple[int, ...]) -> None:
@@ -37,18 +36,18 @@ class XGrammar:
         self._vocab = vocab
         self._library = xgrammar
         self._batch = xgrammar.BatchGrammarMatcher()
-        if form.kind == "json_schema":  # xgrammar allows control characters in strings of limited length; JSON does not
+        if form.kind == "json_schema":  # xgrammar, but not JSON, allows control characters in strings of limited length
             self._text = self._text & printable
             _refuse_look_around(form.text)
         try:
-            if form.kind == "json_schema":  # at most one white space where JSON allows it: a run might never end
+            if form.kind == "json_schema":  # at most one space wherever JSON allows white space: a run might never end
                 self._compiled = compiler.compile_json_schema(form.text, max_whitespace_cnt=1)
             else:
                 compile_text = compiler.compile_regex if form.kind == "regex" else compiler.compile_lark
                 self._compiled = compile_text(form.text)
         except RuntimeError as error:
             message = re.sub(r"^\[[0-9:]+\] \S+:\d+: ", "", " ".join(str(error).split()))  # without time and place
-            raise BadSetting(f"{form.kind} cannot be kept to: {message}") from error
+            raise BadSetting(f"{form.kind} cannot be enforced: {message}") from error
 
     def start(self) -> "XgrammarMatcher":
         return XgrammarMatcher(self._library.GrammarMatcher(self._compiled))
@@ -67,7 +66,7 @@ class XGrammar:
 
 
 class XgrammarMatcher:
-    """A walker (see `core.constraint.Walker`).
+    """A walker (`core.constraint.Walker`).
 
     A step back costs as little as a step forward. The cost of a copy grows with the length of the text.
     """
@@ -77,7 +76,7 @@ class XgrammarMatcher:
 
     def take(self, token: int) -> None:
         if not self.inner.accept_token(token):
-            raise BrokenLaw(f"xgrammar refuses token {token}, which it allowed")
+            raise BrokenLaw(f"xgrammar rejects token {token}, which it allowed")
 
     def back(self, tokens: int) -> None:
         self.inner.rollback(tokens)
@@ -92,33 +91,33 @@ LOOK_AROUND = re.compile(r"(?<!\\)(?:\\\\)*\(\?<?[=!]")  # an opening parenthesi
 def _refuse_look_around(schema: str) -> None:
     """Raise `BadSetting` if a pattern in a JSON schema uses look-around.
 
-    xgrammar would leave the look-around out of the pattern, and report it on standard error only.
+    xgrammar would ignore the look-around and report it only on standard error.
     """
     for pattern in _patterns(json.loads(schema)):
         if LOOK_AROUND.search(pattern):
             raise BadSetting(
-                f"json_schema cannot be kept to: pattern {pattern!r} looks around, which xgrammar leaves out"
+                f"json_schema cannot be enforced: pattern {pattern!r} uses look-around, which xgrammar ignores"
             )
 
 
 def _patterns(schema: Any) -> Iterator[str]:
-    """Yield every regular expression in a JSON schema."""
+    """Yield all regular expressions in a JSON schema."""
     if isinstance(schema, dict):
         if isinstance(schema.get("pattern"), str):
             yield schema["pattern"]
         if isinstance(schema.get("patternProperties"), dict):
             yield from schema["patternProperties"]
-    for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
-        yield from _patterns(part)
+        schema = list(schema.values())
+    if isinstance(schema, list):
+        for part in schema:
+            yield from _patterns(part)
 
 
 @cached_by_tokenizer
 def _compiler(
     tokenizer: "PreTrainedTokenizerBase", vocab: int, eos: tuple[int, ...]
 ) -> tuple[Any, UInt8[np.ndarray, " bytes"]]:
-    """Return xgrammar's compiler for a tokenizer, which caches compiled forms, and a bit mask of the tokens without control
-    characters.
-    """
+    """Return xgrammar's compiler for a tokenizer, with its cache, and a mask of tokens without control characters."""
     from xgrammar import GrammarCompiler, TokenizerInfo, VocabType
 
     info = TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab, stop_token_ids=list(eos))

@@ -2,14 +2,14 @@
 
     model.generate(**inputs, custom_generate=sb.hf.dsbd, draft_model=draft, num_beams=4, do_sample=True)
 
-`generate` does not pass `assistant_model`, `streamer` and `tokenizer` on to a function, so the draft model is given as
+`generate` does not pass `assistant_model`, `streamer` and `tokenizer` to a function, so the draft model is given as
 `draft_model` and a streamer as `stream_to`. The repository form (a folder with ``custom_generate/generate.py``;
-`repository()` returns the path of specbeam's own) does receive `assistant_model`.
+`repository()` returns specbeam's own) receives `assistant_model`.
 
-All functions return what `generate` returns: int64[rows, length] padded on the right; or, with
+All functions return the output of `generate`: int64[rows, length], padded on the right; or, with
 ``return_dict_in_generate=True``, an output with `sequences` and `sequences_scores`. Its other fields are None, because
-whole rows of scores are not kept. With ``seed=None`` the seed is drawn from torch's generator. Options that are not
-supported raise `NotSupported` with their names.
+full rows of scores are not stored. With ``seed=None`` the seed is drawn from torch's generator. Unsupported options raise
+`NotSupported` with their names.
 """
 
 import inspect
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Door = Callable[..., Any]
-_NOT_HERE = ("beams", "trace")  # settings of recipes that `generate` has by another name, or no place for
+_NOT_HERE = ("beams", "trace")  # settings of recipes with another name in `generate`, or without use there
 
 
 def _takes_settings_of(recipe: Callable[..., Method]) -> Callable[[Door], Door]:
-    """Let a door take the settings of a recipe by name.
+    """Return a decorator that adds the settings of a recipe to a door's signature.
 
-    `generate` hands over those arguments that stand in a function's signature, so they are added to it.
+    `generate` passes a function only the arguments in its signature.
     """
     known = inspect.signature(recipe).parameters
     settings = [one for name, one in known.items() if name not in _NOT_HERE]
@@ -61,7 +61,7 @@ def _takes_settings_of(recipe: Callable[..., Method]) -> Callable[[Door], Door]:
 
 
 def _split(door: Door, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings of a door's recipe among its further arguments, and what `generate` has passed besides."""
+    """Split a door's further arguments into settings of its recipe and arguments of `generate`."""
     known = inspect.signature(door).parameters
     settings = {name: value for name, value in given.items() if name in known}
     return settings, {name: value for name, value in given.items() if name not in known}
@@ -80,19 +80,19 @@ def dsbd(
 ) -> Any:
     """Decode with `sb.dsbd` and ``num_beams`` beams, or with another method, as a custom_generate function.
 
-    ``do_sample=False`` means temperature 0: the widths, and the rule by which a search ends, remain those of the paper. For
-    the beams of transformers take `beam_search`.
+    ``do_sample=False`` means temperature 0; widths and stop rules remain those of the paper. For the beams of transformers
+    use `beam_search`.
 
     Args:
         model, input_ids: passed by `generate`.
-        draft_model: the draft model, or the folder or hub id of one or of a draft head; "int8", "int4" or "fp8": the model
-            itself with rounded weights; required unless `method` drafts without a model.
-        method: a recipe (``sb.traversal()``) or its name, in place of `sb.dsbd`; it keeps ``num_beams`` beams.
+        draft_model: the draft model, or the folder or hub id of a draft model or head; "int8", "int4" or "fp8": the model
+            itself with rounded weights. Required unless `method` drafts without a model.
+        method: a recipe (``sb.traversal()``) or its name, in place of `sb.dsbd`; it must have ``num_beams`` beams.
         seed: the same seed gives the same text. None: drawn from torch's generator.
         stream_to: a streamer of transformers, for one prompt with one return sequence.
-        sources: for an encoder-decoder model whose draft model has an encoder of its own: the inputs of `generate`.
-        given: passed by `generate`; and the settings of `sb.dsbd`, with the same names and defaults. `num_beams` has the
-            place of `beams`.
+        sources: for an encoder-decoder model whose draft model has its own encoder: the inputs of `generate`.
+        given: passed by `generate`; and the settings of `sb.dsbd`, with the same names and defaults, except that
+            `num_beams` replaces `beams`.
     """
     settings, passed = _split(dsbd, given)
     chosen = None if method is None else resolve(method)
@@ -119,8 +119,7 @@ def beam_sampling(
     sources: torch.Tensor | None = None,
     **given: Any,
 ) -> Any:
-    """Decode with `sb.beam_sampling` and ``num_beams`` beams, as a custom_generate function: the paper's beam sampling,
-    without a draft.
+    """Decode with `sb.beam_sampling` and ``num_beams`` beams, as a custom_generate function: beam sampling without a draft.
 
     Args:
         model, input_ids: passed by `generate`.
@@ -144,16 +143,16 @@ def beam_search(
     sources: torch.Tensor | None = None,
     **given: Any,
 ) -> Any:
-    """Return what `generate` itself returns with ``num_beams``, but faster: beams share the prompt, and drafts save passes.
+    """Return the output of `generate` itself with ``num_beams``, but faster: beams share the prompt, drafts save passes.
 
-    With a `draft_model`, or with a `drafter` that needs none, this is `sb.speculative_beam_search`, with 4 draft layers if
-    `depth` is None; otherwise it is `sb.beam_search`. ``do_sample=True`` has the law of transformers' own beam sampling.
-    With one beam it is transformers' greedy search, or plain sampling.
+    With a `draft_model`, or a `drafter` without a model, this is `sb.speculative_beam_search`, with 4 draft layers if
+    `depth` is None; otherwise it is `sb.beam_search`. ``do_sample=True`` has the law of transformers' beam sampling. With
+    one beam, it is transformers' greedy search or plain sampling.
 
     Args:
         model, input_ids: passed by `generate`.
-        draft_model: the draft model, or the folder or hub id of one or of a draft head; None for no drafts, or for a drafter
-            that needs no model.
+        draft_model: the draft model, or the folder or hub id of a draft model or head; None: no drafts, or a drafter
+            without a model.
         draft_beams, depth, drafter: as in `sb.speculative_beam_search`.
         seed, stream_to, sources: as in `dsbd`.
         given: passed by `generate`.
@@ -173,7 +172,7 @@ def beam_search(
 
 
 def _one_beam_with_drafts(drafter: "DrafterName | Drafter", draft_beams: int | None, depth: int) -> Method:
-    """Return the method for greedy search, or plain sampling, with drafts."""
+    """Return the method for greedy search or plain sampling with drafts."""
     if drafter == "model":
         return speculative_sampling(depth) if draft_beams is None else dsbd_recipe(1, draft_beams, depth, "fixed")
     build = build_of_search(1, checked_draft_beams(1, draft_beams, drafter), depth, drafter, EXACT, MatchRule())

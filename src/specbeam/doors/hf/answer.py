@@ -1,4 +1,4 @@
-"""Decoding for a custom_generate function, with a result in the form of `generate`."""
+"""Decoding for a custom_generate function, with output as from `generate`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,7 +8,6 @@ import torch
 from specbeam.core.records import Generation
 from specbeam.doors.hf.call import Call
 from specbeam.doors.hf.processors import warp_of
-from specbeam.doors.plan import CallPlan
 from specbeam.doors.request import Request
 from specbeam.errors import NotSupported, SpecbeamError
 from specbeam.generation import run
@@ -28,35 +27,35 @@ def answer(
     stream_to: Any = None,
     sources: "torch.Tensor | None" = None,
 ) -> Any:
-    """Decode with `method`, and return the tensor or output of `generate`, with its order of rows.
+    """Decode with `method`, and return a tensor or output as `generate` does, with the same order of rows.
 
     Args:
         call: the arguments that `generate` passed.
-        draft_model: the draft model, or the folder or hub id of one or of a head; None for methods that need none.
+        draft_model: the draft model, or the folder or hub id of a draft model or head; None for methods without one.
         method: the method.
         seed: None: drawn from torch's generator.
-        stream_to: a streamer of transformers; None for none.
-        sources: the inputs of an encoder-decoder model, for a draft model with an encoder of its own.
+        stream_to: a streamer of transformers, or None.
+        sources: the inputs of an encoder-decoder model, for a draft model with its own encoder.
 
     Raises:
-        SpecbeamError: the first error of a prompt, because a row of a tensor cannot be missing.
+        SpecbeamError: the first error of a prompt, because a tensor cannot have missing rows.
     """
     prompts, paddings = call.prompts()
     if stream_to is not None and len(prompts) * call.answers != 1:
         raise NotSupported(
-            f"stream_to follows one prompt with one return sequence; there are {len(prompts) * call.answers}"
+            f"stream_to needs one prompt with one return sequence; there are {len(prompts) * call.answers}"
         )
     seed = int(torch.randint(2**62, (1,))) if seed is None else seed
     pair = load(call.model, draft_model)
     settings = call.settings()
     if isinstance(pair.target, EncoderDecoderLM):
-        read = call.sources(pair.target.encoder, sources)
+        read: Any = call.sources(pair.target.encoder, sources)
         _check_draft_reads(pair, sources is not None)
         settings = settings.changed(decoder_input_ids=prompts)
-        request = Request(CallPlan.of(pair, read, method, settings, seed, completes=False))
     else:
+        read = prompts
         call.sources(None, sources)
-        request = Request(CallPlan.of(pair, prompts, method, settings, seed, completes=False))
+    request = Request.of(pair, read, method, settings, seed, completes=False)
     for session in request.sessions:
         number = request.prompt_of[session.place]
         session.pad(paddings[number])
@@ -68,26 +67,26 @@ def answer(
 
 
 def _check_draft_reads(pair: Pair, has_sources: bool) -> None:
-    """Raise `NotSupported` if a draft has an encoder of its own, and there is nothing for it to read."""
+    """Raise `NotSupported` if a draft has its own encoder and there are no sources for it."""
     draft = pair.draft
     assert isinstance(pair.target, EncoderDecoderLM)
     if has_sources or not isinstance(draft, EncoderDecoderLM) or draft.reads_with(pair.target):
         return
     raise NotSupported(
-        f"the draft model {draft.model_name} has an encoder of its own, and generate hands over only what the target's "
-        'made; give the source too: sources=inputs["input_ids"]'
+        f"the draft model {draft.model_name} has its own encoder, and generate passes only the output of the target's "
+        'encoder; give the source: sources=inputs["input_ids"]'
     )
 
 
 def _generations_or_raise(result: list[Generation] | SpecbeamError) -> list[Generation]:
-    """Return `result` if it holds generations, or raise it if it is an error."""
+    """Return generations, or raise an error."""
     if isinstance(result, SpecbeamError):
         raise result
     return result
 
 
 def _output(call: Call, results: list[list[Generation]]) -> Any:
-    """Return the generations of all prompts as `generate` does: as a tensor, or as an output with scores."""
+    """Return the generations of all prompts as a tensor, or as an output with scores."""
     generations = [generation for result in results for generation in result]
     rows = call.rows
     longest = max(len(generation.tokens) for generation in generations)
@@ -105,5 +104,5 @@ def _output(call: Call, results: list[list[Generation]]) -> Any:
 
 
 def _score(generation: Generation) -> float:
-    """Return the score of the beam that was chosen as the answer."""
+    """Return the score of the beam that is the answer."""
     return next(beam.score for beam in generation.beams if beam.tokens == generation.tokens)

@@ -1,4 +1,4 @@
-"""The arguments that `generate` passes to a custom_generate function, checked and translated into specbeam's terms."""
+"""The arguments that `generate` passes to a custom_generate function, checked and translated."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 _KNOWN_CRITERIA = {"MaxLengthCriteria", "EosTokenCriteria"}
-# Arguments of the model that `generate` adds by itself, or that change nothing.
+# Arguments of the model that `generate` adds itself, or that have no effect.
 _WITHOUT_EFFECT = {"use_cache", "logits_to_keep", "cache_position"}
 _CHECKED = {"attention_mask", "past_key_values", "position_ids", "token_type_ids"}
 _OF_SOURCES = {"encoder_outputs", "decoder_attention_mask"}  # of encoder-decoder models
-# Outputs that are not kept.
+# Unsupported outputs.
 _OUTPUTS = ("output_logits", "output_attentions", "output_hidden_states")
 
 
 @dataclass
 class Call:
-    """The arguments of one call of a custom_generate function.
+    """The arguments of a call of a custom_generate function.
 
     Raises:
         NotSupported: an argument would be ignored.
@@ -47,7 +47,7 @@ class Call:
     def of(
         cls, model: "PreTrainedModel", input_ids: torch.Tensor, given: dict[str, Any], own_names: Collection[str] = ()
     ) -> "Call":
-        """Return the call with the arguments `given` that `generate` passes by name."""
+        """Return the call with the arguments that `generate` passes by name."""
         model_kwargs = dict(given)
         processors = model_kwargs.pop("logits_processor", None)
         criteria = model_kwargs.pop("stopping_criteria", None)
@@ -59,17 +59,17 @@ class Call:
         unsupported = [name for name in criteria if name not in _KNOWN_CRITERIA]
         if unsupported:
             raise NotSupported(
-                f"stopping criteria {', '.join(unsupported)} are not honoured; use max_new_tokens and eos_token_id"
+                f"stopping criteria {', '.join(unsupported)} are not supported; use max_new_tokens and eos_token_id"
             )
         for name in _OUTPUTS:
             if getattr(self.config, name, None):
-                raise NotSupported(f"{name} is not honoured; leave it out")
-        # `generate` itself has healed the prompts, and a time limit is among the criteria.
+                raise NotSupported(f"{name} is not supported; leave it out")
+        # `generate` itself has applied token healing, and a time limit is one of the criteria.
         strategies = read(self.config, (*config_names(), *warper_names(), "token_healing", "max_time"))
         if strategies.refused:
-            raise NotSupported(f"{strategies.reason} is not honoured; leave it out")
+            raise NotSupported(f"{strategies.reason} is not supported; leave it out")
         if self.config.guidance_scale not in (None, 1):
-            raise NotSupported("guidance_scale is not honoured here, but by sb.generate; leave it out")
+            raise NotSupported("guidance_scale is not supported here; leave it out, or use sb.generate")
         given = {name for name, value in self.model_kwargs.items() if value is not None}
         known = _WITHOUT_EFFECT | _CHECKED | (_OF_SOURCES if self.reads else set())
         unknown = given - known
@@ -80,17 +80,17 @@ class Call:
         self._check_inputs()
 
     def check_method(self, method: Method) -> None:
-        """Raise `BadSetting` if `generate` was asked for other beams than the method keeps, or for draws that it lacks."""
+        """Raise `BadSetting` if num_beams or do_sample of `generate` contradicts the method."""
         reason = contradiction(self.config, method.name, method.beams, not (method.greedy or self.greedy))
         if reason is not None:
             raise BadSetting(reason)
 
     def _check_inputs(self) -> None:
-        """Raise `NotSupported` for a cache that holds tokens, for token types, and for positions other than 0, 1, 2, ..."""
+        """Raise `NotSupported` for a non-empty cache, for token types, and for positions other than 0, 1, 2, ..."""
         cache = self.model_kwargs.get("past_key_values")
         if cache is not None and cache.get_seq_length():
             raise NotSupported(
-                f"past_key_values holds {cache.get_seq_length()} tokens; specbeam keeps a cache of its own: leave it out"
+                f"past_key_values has {cache.get_seq_length()} tokens; specbeam has its own cache: leave it out"
             )
         token_types = self.model_kwargs.get("token_type_ids")
         if token_types is not None and bool(token_types.any()):
@@ -100,21 +100,21 @@ class Call:
         if positions is not None:
             visible = torch.ones_like(self.input_ids) if mask is None else mask.bool().long()
             if not torch.equal(positions * visible, (visible.cumsum(-1) - 1) * visible):
-                raise NotSupported("position_ids other than 0, 1, 2, ... are not honoured; leave it out")
+                raise NotSupported("position_ids other than 0, 1, 2, ... are not supported; leave them out")
 
     @property
     def reads(self) -> bool:
-        """Whether the model reads sources, so that the prompts are those of its decoder."""
+        """Whether this is an encoder-decoder model; the prompts are then those of its decoder."""
         return reads_sources(self.model)
 
     @property
     def prompt_mask(self) -> torch.Tensor | None:
-        """Which tokens of the prompts are none of the padding; None: all."""
+        """A mask of the tokens of the prompts other than padding; None: all."""
         return self.model_kwargs.get("decoder_attention_mask" if self.reads else "attention_mask")
 
     @property
     def config(self) -> "GenerationConfig":
-        """The generation config, which `generate` always passes."""
+        """The generation config."""
         assert self.given_config is not None, "transformers passes a generation config"
         return self.given_config
 
@@ -130,12 +130,12 @@ class Call:
 
     @property
     def repeats(self) -> int:
-        """The number of rows into which `generate` expands each prompt before it calls a custom_generate function."""
+        """The number of rows per prompt in `generate`'s expanded inputs."""
         return max(self.beams, self.answers)
 
     @property
     def greedy(self) -> bool:
-        """Whether nothing is drawn."""
+        """Whether do_sample is False."""
         return not self.config.do_sample
 
     @cached_property
@@ -159,13 +159,13 @@ class Call:
         return [row[keep].tolist() for row, keep in pairs], [row[~keep].tolist() for row, keep in pairs]
 
     def sources(self, encoder: Any, given: torch.Tensor | None) -> list[Source] | None:
-        """Return what the encoder made of each source, without padding; None for a model that reads none.
+        """Return the encoder output of each source, without padding; None for a decoder-only model.
 
         Args:
             encoder: the target's encoder.
-            given: the padded sources themselves, int64[prompts, length], for a draft model that has another encoder.
+            given: the padded sources, int64[prompts, length], for a draft model with another encoder.
 
-        Raises `NotSupported` or `BadSetting` if there are no states, or as many sources as there are prompts.
+        Raises `NotSupported` or `BadSetting` if there is no encoder output, or if the shape of `given` differs from it.
         """
         if not self.reads:
             if given is not None:
@@ -173,7 +173,9 @@ class Call:
             return None
         output = self.model_kwargs.get("encoder_outputs")
         if output is None:
-            raise NotSupported("encoder_outputs is missing; call this function by model.generate(custom_generate=...)")
+            raise NotSupported(
+                "encoder_outputs is missing; call this function through model.generate(custom_generate=...)"
+            )
         states = output[0][:: self.repeats]
         mask = self.model_kwargs.get("attention_mask")
         kept = torch.ones(states.shape[:2], dtype=torch.bool)
@@ -191,7 +193,7 @@ class Call:
         return found
 
     def settings(self) -> Settings:
-        """Return the settings in the generation config that processors and warpers do not cover."""
+        """Return the settings of the generation config other than processors and warpers."""
         config = self.config
         most = config.max_new_tokens
         return Settings(
@@ -204,14 +206,17 @@ class Call:
 
     @property
     def filler(self) -> int:
-        """The token that fills the end of shorter rows, chosen as `generate` does.
+        """The padding token after shorter rows, as in `generate`.
 
         With one beam: the pad token, else the first end token, else 0. With several beams: -1 without an end token, else the
         pad token, or the first end token if the pad token is None or 0.
         """
         eos = self.config.eos_token_id
-        first = (eos[0] if eos else None) if isinstance(eos, (list, tuple)) else eos
+        first = eos
+        if isinstance(eos, (list, tuple)):
+            first = eos[0] if eos else None
         pad = self.config.pad_token_id
         if self.beams > 1:
             return int(pad or first) if first is not None else -1
-        return int(pad if pad is not None else first if first is not None else 0)
+        known = [token for token in (pad, first) if token is not None]
+        return int(known[0]) if known else 0

@@ -1,6 +1,4 @@
-"""Adaptation of the logits processors that `generate` prepared: their rows are the beams of all prompts, while specbeam's
-rows are the nodes of one prompt.
-"""
+"""Adaptation of the logits processors of `generate`, whose rows are beams of all prompts, to rows that are nodes of one."""
 
 import copy
 from collections.abc import Sequence
@@ -13,7 +11,7 @@ from specbeam.core.laws.warp import Warp, truncation_of
 from specbeam.doors.options.processors import AllowedTokens
 from specbeam.errors import NotSupported
 
-# The processors that transformers makes from temperature, top_k, ...: these apply to the joint law, all others to each beam.
+# The warpers of transformers: these apply to the joint law, all other processors to each beam.
 _WARPERS = {
     "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TopHLogitsWarper",
     "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper",
@@ -24,15 +22,15 @@ def warp_of(processors: Sequence[Any] | None, greedy: bool, prompt: int, prompts
     """Return the warp of one prompt of a batch.
 
     Args:
-        processors: the logits processors that `generate` prepared, in their order.
-        greedy: whether nothing is drawn.
+        processors: the logits processors of `generate`, in order.
+        greedy: whether do_sample is False.
         prompt: number of the prompt.
         prompts: number of prompts in the batch.
         search: whether scores are those of transformers' beam modes.
 
     Raises:
-        NotSupported: a processor comes after a warper. Warpers apply to the joint law here, after all processors, so the
-            order would be reversed.
+        NotSupported: a processor comes after a warper. Here, warpers apply to the joint law after all processors, which
+            would reverse the order.
     """
     from transformers import LogitsProcessorList
 
@@ -58,8 +56,7 @@ def _name(processor: Any) -> str:
 def _for_prompt(processor: Any, prompt: int, prompts: int, search: bool) -> Any:
     """Return a processor that treats every row as a continuation of this prompt.
 
-    Processors that find their prompt by the number of the row are replaced, because rows are nodes here. All others are
-    returned as they are.
+    Processors that identify prompts by row are replaced, because rows are nodes here. All others are returned unchanged.
     """
     kind = _name(processor)
     if kind == "PrefixConstrainedLogitsProcessor":

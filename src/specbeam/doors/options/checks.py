@@ -1,4 +1,4 @@
-"""Checks of the options of `generate`. Each error names the option, the value that was found and what is expected."""
+"""Checks of the options of `generate`. Each error names the option, its value and the valid values."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -8,15 +8,15 @@ from typing import Any
 
 from specbeam.core.errors import BadSetting
 
-Check = tuple[Callable[[Any], bool], str]  # a test of a value, and what the value must be
-LARGEST_LENGTH_PENALTY = 32  # beyond it the scores of long texts leave the range of floats
-LARGEST_INTEGER = 2**31 - 1  # the compiled loops count in integers that a larger setting would leave
+Check = tuple[Callable[[Any], bool], str]  # a check of a value, and a description of valid values
+LARGEST_LENGTH_PENALTY = 32  # with larger ones, scores of long texts overflow
+LARGEST_INTEGER = 2**31 - 1  # larger numbers would overflow in compiled loops
 FORMS = ("json_schema", "regex", "grammar")
 GRAMMAR_BACKENDS = ("llguidance", "xgrammar")
 
 
 def require(condition: bool, name: str, found: object, expected: str) -> None:
-    """Raise `BadSetting` with the option's name, its value and what it must be, unless `condition` holds."""
+    """Raise `BadSetting` with the option's name, its value and the valid values unless `condition` holds."""
     if not condition:
         raise BadSetting(f"{name} is {found!r}; it must be {expected}")
 
@@ -29,11 +29,13 @@ def as_list(tokens: Any) -> list[Any]:
 
 def as_texts(stops: Any) -> tuple[Any, ...]:
     """Return the stop strings in one text, or in a list, tuple or set of texts; () for anything else."""
-    return (stops,) if isinstance(stops, str) else tuple(stops) if isinstance(stops, (list, tuple, set)) else ()
+    if isinstance(stops, str):
+        return (stops,)
+    return tuple(stops) if isinstance(stops, (list, tuple, set)) else ()
 
 
 def is_integer(value: object) -> bool:
-    """Return whether `value` is an integer of Python or NumPy; True and False are none."""
+    """Return whether `value` is an integer of Python or NumPy, and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -51,7 +53,7 @@ def _is_number(value: object) -> bool:
 
 
 def _is_finite(value: Any) -> bool:
-    """Return whether a number is one that a float can hold."""
+    """Return whether a number is finite as a float."""
     try:
         return math.isfinite(value)
     except OverflowError:  # an integer of more than 300 digits
@@ -59,7 +61,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _is_word(word: object) -> bool:
-    """Return whether `word` is a list or tuple of at least one token id."""
+    """Return whether `word` is a list or tuple of one or more token ids."""
     return isinstance(word, (list, tuple)) and len(word) > 0 and all(map(is_token, word))
 
 
@@ -68,7 +70,7 @@ def are_words(words: object) -> bool:
 
 
 def are_texts(stops: object) -> bool:
-    """Return whether `stops` is one text that is not empty, or a list, tuple or set of such texts."""
+    """Return whether `stops` is a non-empty text, or a list, tuple or set of such texts."""
     return isinstance(stops, (str, list, tuple, set)) and all(
         isinstance(stop, str) and stop for stop in as_texts(stops)
     )
@@ -92,7 +94,7 @@ def _is_bias(word: object, bias: object) -> bool:
 
 
 def is_decay(decay: object) -> bool:
-    """Return whether `decay` is a number of tokens after which a factor above 0 applies."""
+    """Return whether `decay` is a pair of a number of tokens and a factor above 0."""
     if not isinstance(decay, (list, tuple)) or len(decay) != 2:
         return False
     start, factor = decay
@@ -113,7 +115,7 @@ FLAG: tuple[Check, ...] = ((lambda value: isinstance(value, bool), "True or Fals
 
 
 def check_forms(options: Mapping[str, Any]) -> None:
-    """Raise `BadSetting` if several of json_schema, regex and grammar are given, or if one is a path or no proper text."""
+    """Raise `BadSetting` if more than one of json_schema, regex and grammar is given, or if one is not valid text."""
     forms = [name for name in FORMS if options[name] is not None]
     if len(forms) > 1:
         raise BadSetting(f"{' and '.join(forms)} are given; give only one of them")
@@ -132,7 +134,7 @@ def are_proper(stops: Any) -> bool:
 
 
 def are_integers(tokens: Any) -> bool:
-    """Return whether `tokens` is an integer or several, which may be none of a model's tokens."""
+    """Return whether `tokens` is an integer or several; they may lie outside the vocabulary."""
     return all(is_integer(token) and _is_small(token) for token in as_list(tokens))
 
 
@@ -142,7 +144,7 @@ def are_token_ids(tokens: Any) -> bool:
 
 
 def is_proper(text: str) -> bool:
-    """Return whether a text can be encoded in UTF-8; half of a surrogate pair cannot."""
+    """Return whether a text can be encoded in UTF-8; lone surrogates cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

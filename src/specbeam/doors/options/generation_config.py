@@ -1,4 +1,4 @@
-"""Reading a generation config of transformers: its settings, its unsupported fields, and contradictions to the method."""
+"""Generation configs of transformers: supported settings, unsupported fields, and contradictions to the method."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -10,20 +10,20 @@ from specbeam.errors import BadSetting
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-# Settings that transformers takes from the config of encoder-decoder models alone.
+# Settings that transformers reads for encoder-decoder models only.
 OF_ENCODER_DECODERS = ("decoder_start_token_id",)
-# Fields that a model's own config may hold and that do not change a text that specbeam writes.
+# Fields of a model's own config that do not change texts of specbeam.
 _HARMLESS = (
     "bos_token_id",
     "eos_token_id",  # read with the model, see `Pair.eos`
     "pad_token_id",
-    "decoder_start_token_id",  # of a model without an encoder, where transformers does not read it either
+    "decoder_start_token_id",  # without an encoder, transformers does not read it either
     "transformers_version",
-    # what the method or the caller decides
+    # decided by the method or the caller
     "do_sample",  # see `contradiction`
     "num_beams",  # see `contradiction`
     "num_return_sequences",
-    # how keys, values and passes are stored and compiled
+    # storage and compilation
     "use_cache",
     "cache_implementation",
     "cache_config",
@@ -34,13 +34,13 @@ _HARMLESS = (
     "compile_config",
     "disable_compile",
     "continuous_batching_config",
-    # what is returned besides the text
+    # outputs other than the text
     "return_dict_in_generate",
     "output_scores",
     "output_logits",
     "output_attentions",
     "output_hidden_states",
-    # how transformers drafts, which leaves its text as it is
+    # transformers' own drafts, which do not change texts
     "is_assistant",
     "num_assistant_tokens",
     "num_assistant_tokens_schedule",
@@ -54,7 +54,7 @@ _HARMLESS = (
     "use_mtp",
     "generation_kwargs",
 )
-# Fields of speech models about their tokens and windows, which `transcribe` reads or decides by itself.
+# Fields of speech models about tokens and windows, read or decided by `transcribe`.
 _OF_SPEECH = (
     "alignment_heads",
     "compression_ratio_threshold",
@@ -76,7 +76,7 @@ _OF_SPEECH = (
     "task",
     "task_to_id",
 )
-# Values by which a field says nothing, where None is not the only one.
+# Values without effect, besides None.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "num_beam_groups": (0, 1),
     "diversity_penalty": (0,),
@@ -86,28 +86,28 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "force_words_ids": ([],),
     "dola_layers": ([],),
 }
-# What else can be done about fields that are not honoured.
+# Alternatives to unsupported fields.
 _ADVICE: Mapping[str, str] = {
-    "num_beam_groups": "diverse beam search is not built; sb.beam_sampling(4) draws different texts",
-    "diversity_penalty": "diverse beam search is not built; sb.beam_sampling(4) draws different texts",
-    "penalty_alpha": "contrastive search is not built",
-    "dola_layers": "contrasting layers (DoLa) is not built",
+    "num_beam_groups": "diverse beam search is not supported; sb.beam_sampling(4) draws different texts",
+    "diversity_penalty": "diverse beam search is not supported; sb.beam_sampling(4) draws different texts",
+    "penalty_alpha": "contrastive search is not supported",
+    "dola_layers": "contrasting layers (DoLa) is not supported",
     "constraints": "give json_schema, regex or grammar, or a logits_processor",
     "force_words_ids": "give json_schema, regex or grammar, or a logits_processor",
     "token_healing": "end the prompt where a token ends",
     "max_time": "give max_new_tokens",
-    "assistant_ensemble_weight": "it changes the law of the text for speed; drafts of specbeam never do",
+    "assistant_ensemble_weight": "it changes the law of the text; drafts of specbeam do not",
 }
 
 
 @dataclass(frozen=True)
 class ConfigFields:
-    """The fields that a generation config sets.
+    """The fields set by a generation config.
 
     Attributes:
-        settings: the values of fields that specbeam honours, by name.
-        refused: the values of fields that transformers honours and specbeam does not, by name.
-        unknown: names of fields that transformers' `generate` does not know either, sorted.
+        settings: the values of fields that specbeam supports, by name.
+        refused: the values of fields that transformers supports and specbeam does not, by name.
+        unknown: sorted names of fields unknown to transformers' `generate`.
     """
 
     settings: dict[str, Any]
@@ -116,7 +116,7 @@ class ConfigFields:
 
     @property
     def reason(self) -> str:
-        """The fields that are refused, with their values and what can be done; "" if there are none."""
+        """The unsupported fields with their values and alternatives; "" if there are none."""
         parts = []
         for name, value in self.refused.items():
             advice = f" ({_ADVICE[name]})" if name in _ADVICE else ""
@@ -125,18 +125,18 @@ class ConfigFields:
 
 
 def read(config: "GenerationConfig", names: Collection[str]) -> ConfigFields:
-    """Return the fields that a generation config sets, as far as they differ from those of an empty one.
+    """Return the fields of a generation config that differ from an empty one.
 
     Args:
         config: the generation config.
-        names: the settings that are taken from it.
+        names: the settings to take from it.
 
-    Raises `BadSetting` if `config` is no generation config.
+    Raises `BadSetting` if `config` is not a generation config.
     """
     if not hasattr(config, "to_diff_dict"):
         raise BadSetting(
-            f"generation_config is a {type(config).__name__}; it must be a GenerationConfig of transformers, and single "
-            "options can be given by name"
+            f"generation_config is a {type(config).__name__}; it must be a GenerationConfig of transformers; or give single "
+            "options by name"
         )
     defaults = _defaults()
     harmless = (*_HARMLESS, *(_OF_SPEECH if hasattr(config, "no_timestamps_token_id") else ()))
@@ -153,14 +153,14 @@ def read(config: "GenerationConfig", names: Collection[str]) -> ConfigFields:
 
 @cache
 def _defaults() -> dict[str, Any]:
-    """Return the fields of an empty generation config. `to_diff_dict` would take 2 ms per call to copy and compare."""
+    """Return the fields of an empty generation config. `to_diff_dict` would take 2 ms per call."""
     from transformers import GenerationConfig
 
     return dict(vars(GenerationConfig()))
 
 
 def contradiction(config: "GenerationConfig | None", name: str, beams: int, draws: bool) -> str | None:
-    """Return the reason why a generation config contradicts the method, or None if it does not.
+    """Return the contradiction between a generation config and the method as text, or None.
 
     Args:
         config: the generation config, or None.
@@ -171,11 +171,11 @@ def contradiction(config: "GenerationConfig | None", name: str, beams: int, draw
     if config is None:
         return None
     if config.num_beams not in (None, beams):
-        wider = f"sb.{name}({config.num_beams})"
+        wider = f"use sb.{name}({config.num_beams})"
         if beams == 1 and config.num_beams > 1:
-            wider = f"it decodes one sequence; leave num_beams out, or take sb.dsbd({config.num_beams})"
-        return f"generation_config has num_beams={config.num_beams}, and {name} keeps {beams}: {wider}"
+            wider = f"leave num_beams out, or use sb.dsbd({config.num_beams})"
+        return f"generation_config has num_beams={config.num_beams}, and {name} has {beams}: {wider}"
     if config.do_sample is not None and config.do_sample != draws:
-        what = "draws nothing" if config.do_sample else "draws"
-        return f"generation_config has do_sample={config.do_sample}, and {name} {what}: take another method"
+        what = "does not sample" if config.do_sample else "samples"
+        return f"generation_config has do_sample={config.do_sample}, and {name} {what}: use another method"
     return None

@@ -1,4 +1,4 @@
-"""Classifier-free guidance: a second pass of the target without the prompt, by which the target's own rows are pushed."""
+"""Classifier-free guidance: rows of the target are corrected by a second pass without the prompt."""
 
 import inspect
 from typing import TYPE_CHECKING, Any
@@ -19,9 +19,9 @@ class Guidance:
         model: the target, as transformers runs it.
         scale: the factor; 1 changes nothing.
         prompt_length: number of tokens at the start of each path.
-        by_place: transformers' beam modes do not reorder the second pass when beams change places, so the text without the
-            prompt consists of what stood in the same place at each step. True: do the same, which needs one call per step
-            with all live beams. False: each path has its own text, in whatever order paths are asked for.
+        by_place: True: as in transformers' beam modes, the second pass is not reordered with the beams: its text consists of
+            the tokens of the same row at each step. This needs one call per step with all live beams. False: each path has
+            its own text, in any order of calls.
     """
 
     def __init__(self, model: "PreTrainedModel", scale: float, prompt_length: int, by_place: bool = False) -> None:
@@ -29,7 +29,7 @@ class Guidance:
         self.scale = scale
         self.prompt_length = prompt_length
         self.by_place = by_place
-        self._paths: list[tuple[int, ...]] = []  # those in the cache, in the order of its rows
+        self._paths: list[tuple[int, ...]] = []  # the paths in the cache, by row
         self._cache: Any = None
         self._options: dict[str, Any] = {"use_cache": True}
         if "logits_to_keep" in inspect.signature(model.forward).parameters:
@@ -44,7 +44,7 @@ class Guidance:
         return self.scale * (logp - without) + without
 
     def _without_prompt(self, paths: Int64[torch.Tensor, "paths length"]) -> Float[torch.Tensor, "paths vocab"]:
-        """Return the log-probabilities after each path. Paths with one token more than at the last call reuse its cache."""
+        """Return the log-probabilities after each path. Paths one token longer than in the last call reuse its cache."""
         found = [tuple(path) for path in paths.tolist()]
         parents = self._parents(found)
         cache = None
@@ -59,7 +59,7 @@ class Guidance:
         return logp
 
     def _parents(self, paths: list[tuple[int, ...]]) -> list[int] | None:
-        """Return the row of the cache that each path prolongs; None if one of them prolongs none."""
+        """Return the cache row that each path extends; None if some path extends none."""
         if self.by_place:
             if len(paths[0]) == 1:
                 return None

@@ -1,4 +1,4 @@
-"""The kinds of draft heads that can be trained: what is usual for each, and what it takes."""
+"""The kinds of trainable draft heads, with the defaults and options of each."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,20 +8,20 @@ from typing import Any
 EVERY = 2**40  # tokens: more than any target has
 SIZES = ("taps", "draft_vocab", "inner", "layers", "depth", "decay")  # options of most kinds
 
-# The usual rates and batch of a training, by what is trained; see `Schedule`.
+# Default rates and batch sizes; see `Schedule`.
 DRAFT_SCHEDULE: Mapping[str, Any] = MappingProxyType({"rate": 0.02, "embedding_rate": 0.005, "batch_tokens": 8_000})
 HEAD_SCHEDULE: Mapping[str, Any] = MappingProxyType({"rate": 0.02, "embedding_rate": 0.002, "batch_tokens": 4_000})
 
 
 @dataclass(frozen=True)
 class HeadKind:
-    """What is usual for a kind of head, and what it takes.
+    """A kind of trainable head.
 
     Attributes:
-        about: what is trained, as the help of the command says it.
-        usual: options of `HeadPlan` that are usual for the kind.
-        takes: options of `HeadPlan` that it has a use for; all kinds take `variation`.
-        schedule: options of `Schedule` that are usual for the kind.
+        about: a description for the help of the command, after "Train".
+        usual: defaults for `HeadPlan`.
+        takes: the kind's options in `HeadPlan`; all kinds also take `variation`.
+        schedule: defaults for `Schedule`.
     """
 
     about: str
@@ -32,12 +32,12 @@ class HeadKind:
 
 HEAD_KINDS = {
     "eagle3": HeadKind(
-        "an EAGLE-3 head, on what the target's beams draw",
+        "an EAGLE-3 head",
         {"layers": 1, "depth": 4},
         SIZES,
     ),
     "peagle": HeadKind(
-        "a P-EAGLE head, EAGLE-3 with mask rows that draft a block in one pass",
+        "a P-EAGLE head: EAGLE-3 with mask rows, which drafts a block in one pass",
         {"layers": 2, "depth": 5},
         SIZES,
     ),
@@ -47,27 +47,27 @@ HEAD_KINDS = {
         (*SIZES, "rank"),
     ),
     "fspad": HeadKind(
-        "an FSPAD head, EAGLE with feature sampling and partial alignment",
+        "an FSPAD head: EAGLE with feature sampling and partial alignment",
         {"layers": 1, "depth": 4},
         ("draft_vocab", "inner", "layers", "depth", "decay", "regression"),
     ),
     "medusa": HeadKind(
-        "Medusa heads, one for each depth of a draft",
+        "Medusa heads, one per draft depth",
         {"layers": 1, "depth": 4, "draft_vocab": EVERY},
         ("layers", "depth", "decay"),
     ),
     "chimera": HeadKind(
-        "a Chimera head, which reads the last three tokens beside all features",
+        "a Chimera head, which reads the last three tokens and all features",
         {"layers": 1, "depth": 4},
         ("draft_vocab", "inner", "depth", "decay", "regression", "read_out"),
     ),
     "specdiff": HeadKind(
-        "a SpecDiff head, which unmasks a block in one step or several",
+        "a SpecDiff head, which unmasks a block in one or several steps",
         {"layers": 2, "depth": 5},
         (*SIZES, "shown"),
     ),
     "eesd": HeadKind(
-        "an exit layer (EESD), which drafts behind the target's first layers",
+        "an exit layer (EESD), which drafts from the target's first layers",
         {"layers": 1, "depth": 1, "draft_vocab": EVERY},
         ("exit_layer",),
         {**HEAD_SCHEDULE, "rate": 0.01},
@@ -85,9 +85,9 @@ HEAD_KINDS = {
     ),
 }
 
-# A window is taught to a copy of the target itself (`train_coral`): its options are those of a head, and it is none.
+# Windows are trained into a copy of the target (`train_coral`), with the options of a head.
 WINDOW_KIND = HeadKind(
-    "a copy of the target a window of tokens ahead (COrAL)",
+    "a copy of the target to predict a window of tokens (COrAL)",
     {"depth": 3},
     ("depth", "enters", "decay"),
     {"rate": 0.02, "embedding_rate": 0.005, "batch_tokens": 8_000},

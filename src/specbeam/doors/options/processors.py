@@ -1,4 +1,4 @@
-"""The logits processors and warpers that settings ask for, in the order in which transformers applies them."""
+"""The logits processors and warpers of the settings, in the order of transformers."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,22 +16,23 @@ if TYPE_CHECKING:
 
     from specbeam.doors.options.settings import Settings
 
-WITHOUT_LEAST = ("temperature", "top_h")  # options whose warpers keep no least number of tokens
+WITHOUT_LEAST = ("temperature", "top_h")  # options whose warpers have no minimum number of tokens
 
 
 @dataclass(frozen=True)
 class TextFacts:
-    """The facts about a text that its processors depend on, besides the settings.
+    """The facts about a text on which its warp depends, besides the settings.
 
     Attributes:
         eos: the end tokens.
         prompt_length: number of tokens of the prompt.
-        number: of the prompt, for `prefix_allowed_tokens_fn`.
-        most: maximum number of new tokens, of which `forced_eos_token_id` is the last; None if it is not known.
-        search: whether the rows of a call are the live beams of one step, as in transformers' beam modes.
-        source: the tokens that an encoder reads, or those of the prompt; None for a source that is not text.
-        vocab: number of tokens that the target knows; 0 if it is not known.
-        guidance: the processor for `guidance_scale`; None without one.
+        number: number of the prompt, for `prefix_allowed_tokens_fn`.
+        most: maximum number of new tokens, the last of which is `forced_eos_token_id`; None if unknown.
+        search: whether warpers work as in transformers' beam modes: the rows of a call are the live beams of one step, and
+            each row keeps at least two tokens, and one more than there are end tokens, so that a beam can continue.
+        source: the tokens of the encoder's input or, without an encoder, the prompt; None for audio.
+        vocab: size of the target's vocabulary; 0 if unknown.
+        guidance: the processor for `guidance_scale`, or None.
     """
 
     eos: tuple[int, ...]
@@ -45,9 +46,9 @@ class TextFacts:
 
 
 def processors_of(settings: "Settings", text: TextFacts) -> list[Any]:
-    """Return the logits processors before all warpers: those that the settings ask for, then those of the user.
+    """Return the logits processors before all warpers: those of the settings, then those of the user.
 
-    As in transformers, a user's processor takes the place of one of the same type that the settings ask for.
+    As in transformers, a user's processor replaces one of the same type.
     """
     from transformers import LogitsProcessor
 
@@ -57,8 +58,7 @@ def processors_of(settings: "Settings", text: TextFacts) -> list[Any]:
         same = [another for another in given if type(another) is type(one) and isinstance(one, LogitsProcessor)]
         if same:
             warnings.warn(
-                f"the {type(one).__name__} in logits_processor takes the place of the one that the options ask for, as in "
-                "transformers",
+                f"the {type(one).__name__} in logits_processor replaces the one of the options, as in transformers",
                 stacklevel=2,
             )
         merged.append(same[0] if same else one)
@@ -66,13 +66,13 @@ def processors_of(settings: "Settings", text: TextFacts) -> list[Any]:
 
 
 def _made_of_options(settings: "Settings", text: TextFacts) -> Iterator[Any]:
-    """Yield the processors that the settings ask for."""
+    """Yield the processors of the settings."""
     from transformers import ForcedBOSTokenLogitsProcessor, ForcedEOSTokenLogitsProcessor, InfNanRemoveLogitsProcessor
 
     if text.guidance is not None:
         yield text.guidance
-    yield from _by_what_is_repeated(settings, text)
-    yield from _by_length(settings, text)
+    yield from _of_sequences(settings, text)
+    yield from _of_lengths(settings, text)
     if settings.prefix_allowed_tokens_fn is not None:
         yield AllowedTokens(settings.prefix_allowed_tokens_fn, text.number, text.search)
     if settings.forced_bos_token_id is not None:
@@ -84,8 +84,8 @@ def _made_of_options(settings: "Settings", text: TextFacts) -> Iterator[Any]:
     yield from _at_the_end(settings, text)
 
 
-def _by_what_is_repeated(settings: "Settings", text: TextFacts) -> Iterator[Any]:
-    """Yield the processors that look for words and n-grams in the text or its source."""
+def _of_sequences(settings: "Settings", text: TextFacts) -> Iterator[Any]:
+    """Yield the processors that find sequences of tokens in the text or its source."""
     from transformers import (
         EncoderNoRepeatNGramLogitsProcessor,
         EncoderRepetitionPenaltyLogitsProcessor,
@@ -114,18 +114,16 @@ def _by_what_is_repeated(settings: "Settings", text: TextFacts) -> Iterator[Any]
 
 
 def _source(text: TextFacts, name: str) -> "Tensor":
-    """Return the tokens of the source as a batch of one. Raises `NotSupported` if it is not text."""
+    """Return the tokens of the source, int64[1, length]. Raises `NotSupported` for audio."""
     import torch
 
     if text.source is None:
-        raise NotSupported(
-            f"{name} compares a text with the tokens of its source, and this source is no text; unset it"
-        )
+        raise NotSupported(f"{name} needs a source of tokens, and this source is audio; unset it")
     return torch.tensor([list(text.source)], dtype=torch.long)
 
 
-def _by_length(settings: "Settings", text: TextFacts) -> Iterator[Any]:
-    """Yield the processors that ban end tokens from short texts. Of two minimum lengths that of new tokens counts."""
+def _of_lengths(settings: "Settings", text: TextFacts) -> Iterator[Any]:
+    """Yield the processors that ban end tokens from short texts. `min_new_tokens` takes precedence over `min_length`."""
     from transformers import MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor
 
     ends = list(text.eos)
@@ -136,9 +134,9 @@ def _by_length(settings: "Settings", text: TextFacts) -> Iterator[Any]:
 
 
 def _at_the_end(settings: "Settings", text: TextFacts) -> Iterator[Any]:
-    """Yield the processors that come last: the one that raises end tokens in long texts, and bans of tokens.
+    """Yield the last processors: the score increase of end tokens in long texts, and bans of tokens.
 
-    Raises `BadSetting` if end tokens are to be raised and there are none.
+    Raises `BadSetting` for a score increase without end tokens.
     """
     from transformers import (
         ExponentialDecayLengthPenalty,
@@ -150,8 +148,7 @@ def _at_the_end(settings: "Settings", text: TextFacts) -> Iterator[Any]:
         ends = [token for token in text.eos if text.vocab == 0 or token < text.vocab]
         if not ends:
             raise BadSetting(
-                "exponential_decay_length_penalty raises the scores of end tokens, and there are none; give eos_token_id, "
-                "or unset it"
+                "exponential_decay_length_penalty needs end tokens, and there are none; give eos_token_id, or unset it"
             )
         start, factor = settings.exponential_decay_length_penalty
         yield ExponentialDecayLengthPenalty((int(start), float(factor)), ends, text.prompt_length)
@@ -168,10 +165,10 @@ def _at_the_end(settings: "Settings", text: TextFacts) -> Iterator[Any]:
 
 
 def warpers_of(settings: "Settings", least: int) -> list[Any]:
-    """Return the warpers that the settings ask for.
+    """Return the warpers of the settings.
 
     Args:
-        least: number of tokens that each of them keeps at least.
+        least: minimum number of tokens that each warper keeps.
     """
     import transformers
 
@@ -180,36 +177,36 @@ def warpers_of(settings: "Settings", least: int) -> list[Any]:
         value = settings.values[name]
         if not option.warper or not option.is_on(value):
             continue
-        kind = getattr(transformers, option.warper)  # not all are in the earliest version that specbeam takes
+        kind = getattr(transformers, option.warper)  # the earliest supported version lacks some of them
         value = value if isinstance(value, int) and name == "top_k" else float(value)
         found.append(kind(value) if name in WITHOUT_LEAST else kind(value, min_tokens_to_keep=least))
     return found
 
 
 def has_further_warpers(settings: "Settings") -> bool:
-    """Return whether the settings ask for warpers besides those of a `Truncation`: temperature, top-k, top-p and min-p."""
+    """Return whether the settings have warpers other than those of a `Truncation`."""
     further = [name for name in warper_names() if name not in Truncation._fields]
     return any(OPTIONS[name].is_on(settings.values[name]) for name in further)
 
 
 def watermark_of(settings: "Settings", vocab: int) -> list[Any]:
-    """Return the processor that marks texts, which comes after all warpers; an empty list without one."""
+    """Return the watermark processor, which comes after all warpers, in a list; [] without one."""
     config = watermarking_config(settings.watermarking_config)
     return [] if config is None else [config.construct_processor(vocab, "cpu")]
 
 
 def watermarking_config(given: Any) -> Any:
-    """Return a `WatermarkingConfig` of transformers, which may be given as a mapping of its fields; None for None.
+    """Return a `WatermarkingConfig` of transformers, from itself or from a mapping of its fields; None for None.
 
-    Raises `BadSetting` if it is neither, or its fields are wrong, and `NotSupported` for SynthID, whose processor keeps a
-    state for each text in the order of its tokens.
+    Raises `BadSetting` for anything else or for wrong fields, and `NotSupported` for SynthID, whose processor has state
+    that depends on the order of calls.
     """
     from transformers import SynthIDTextWatermarkingConfig, WatermarkingConfig
 
     if given is None:
         return None
     if isinstance(given, SynthIDTextWatermarkingConfig):
-        raise NotSupported("watermarking_config asks for SynthID, which is not built; give a WatermarkingConfig")
+        raise NotSupported("watermarking_config is for SynthID, which is not supported; give a WatermarkingConfig")
     if isinstance(given, Mapping):
         try:
             given = WatermarkingConfig(**given)
@@ -231,17 +228,14 @@ def watermarking_config(given: Any) -> Any:
 
 
 def biases_of(given: Any) -> dict[tuple[int, ...], float]:
-    """Return the bias of each sequence of tokens, from a mapping or from a list of pairs, as in transformers.
+    """Return the bias of each sequence of tokens, from a mapping or a list of pairs, as in transformers.
 
-    Raises `ValueError` or `TypeError` if `given` is neither.
+    Raises `ValueError` or `TypeError` for anything else.
     """
     if given is None:
         return {}
     pairs = given.items() if isinstance(given, Mapping) else given
-    biases = {}
-    for tokens, bias in pairs:
-        biases[tuple(tokens)] = float(bias)
-    return biases
+    return {tuple(tokens): float(bias) for tokens, bias in pairs}
 
 
 @dataclass(frozen=True)
@@ -251,8 +245,9 @@ class AllowedTokens:
     Args:
         allowed: the `prefix_allowed_tokens_fn`: takes the number of a prompt and its tokens, returns the allowed tokens.
         prompt: number of the prompt.
-        sees_beams_together: whether the rows of a call are the live beams of one step. If other processors have banned every
-            allowed token of a row, transformers allows them again with score 0; with this only if it is so for all beams.
+        sees_beams_together: whether the rows of a call are the live beams of one step. If other processors have banned all
+            allowed tokens of a row, transformers allows them again with score 0; for beams of one step, only if that is the
+            case in all rows.
     """
 
     allowed: "Callable[[int, Tensor], list[int]]"
@@ -269,7 +264,7 @@ class AllowedTokens:
 
 
 def joined(*lists: "Sequence[Any] | None") -> "LogitsProcessorList | None":
-    """Return the processors of several lists in one list; None if there are none."""
+    """Return the concatenation of lists of processors; None if empty."""
     from transformers import LogitsProcessorList
 
     return LogitsProcessorList([processor for processors in lists for processor in processors or []]) or None

@@ -1,8 +1,8 @@
-"""The settings of `generate`, named as in transformers, and the warp and limits that are made from them."""
+"""The checked options of a call, and the warp and limits made from them."""
 
 import json
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from specbeam.core.constraint import Constrained, Constraint, Form
@@ -30,10 +30,15 @@ DEFAULT_NEW_TOKENS = 256
 
 
 class Settings:
-    """The checked options of one call, by the names of `table.OPTIONS`; None means not set.
+    """The checked options of a call, by the names in `table.OPTIONS`; None means not set.
 
     Raises `BadSetting` for the first option that is unknown or has a wrong value.
+
+    Attributes:
+        config: the caller's generation config, if `given` read one.
     """
+
+    config: "GenerationConfig | None" = None
 
     def __init__(self, **given: Any) -> None:
         unknown = sorted(set(given) - set(OPTIONS))
@@ -64,12 +69,12 @@ class Settings:
         return f"Settings({', '.join(set_ones)})"
 
     def changed(self, **given: Any) -> "Settings":
-        """Return the same settings with other values for some options."""
+        """Return a copy with other values for some options, without the generation config."""
         return Settings(**{**self.values, **given})
 
     @property
     def form(self) -> Form | None:
-        """The form that texts must have, or None. A JSON schema is given as JSON text."""
+        """The form of constrained texts, or None; a JSON schema as JSON text."""
         kind = self.form_kind
         if kind is None:
             return None
@@ -82,9 +87,9 @@ class Settings:
 
     @classmethod
     def given(cls, options: Mapping[str, Any], config: "GenerationConfig | None" = None) -> "Settings":
-        """Return the settings in keyword arguments; options that are not given come from a generation config.
+        """Return the settings of keyword arguments, completed by the caller's generation config.
 
-        Raises `BadSetting` for a wrong option, and `NotSupported` if the config sets a field that specbeam does not honour.
+        Raises `BadSetting` for a wrong option, and `NotSupported` if the config sets a field that specbeam does not support.
         """
         from_config: dict[str, Any] = {}
         if config is not None:
@@ -92,10 +97,11 @@ class Settings:
             reasons = [found.reason, *found.unknown] if found.refused else found.unknown
             if reasons:
                 raise NotSupported(
-                    f"generation_config sets {', '.join(reasons)}, which specbeam does not honour; set it to None"
+                    f"generation_config sets {', '.join(reasons)}, which specbeam does not support; set it to None"
                 )
             from_config = found.settings
         settings = cls(**from_config | dict(options))
+        settings.config = config
         least = settings.min_new_tokens
         most = settings.max_new_tokens
         if least is not None and most is not None and least > most:
@@ -105,17 +111,16 @@ class Settings:
         return settings
 
     def completed(self, config: "GenerationConfig | None", draws: bool, also: tuple[str, ...] = ()) -> "Settings":
-        """Return these settings, with those that are not set taken from the model's own generation config, as transformers
-        does it.
+        """Return these settings, with missing ones taken from the model's own generation config, as in transformers.
 
-        Warns about fields that transformers' `generate` does not know either: they are for programs of the model's authors.
+        Warns about fields unknown to transformers' `generate`: they are meant for the model authors' own programs.
 
         Args:
             config: the model's generation config, or None.
-            draws: whether the method draws tokens; otherwise no warpers are taken from the config.
-            also: names of further settings that are taken from the config.
+            draws: whether the method draws tokens; otherwise the config's warpers are ignored.
+            also: names of further settings to take from the config.
 
-        Raises `NotSupported` if the config sets a field that transformers honours and specbeam does not.
+        Raises `NotSupported` if the config sets a field that transformers supports and specbeam does not.
         """
         if config is None:
             return self
@@ -123,7 +128,7 @@ class Settings:
         found = read(config, (*config_names(), *drawing, *also))
         if found.refused:
             raise NotSupported(
-                f"the model's generation_config sets {found.reason}, which specbeam does not honour; remove it from "
+                f"the model's generation_config sets {found.reason}, which specbeam does not support; remove it from "
                 f"generation_config.json, or set pair.target_model.generation_config.{next(iter(found.refused))} = None"
             )
         if found.unknown:
@@ -144,53 +149,34 @@ class Settings:
         return self.changed(**missing)
 
     def warp(
-        self,
-        eos: tuple[int, ...],
-        greedy: bool,
-        prompt_length: int,
-        prompt: int = 0,
-        search: bool = False,
-        constraint: Constraint | None = None,
-        most: int | None = None,
-        *,
-        single: bool = False,
-        source: Sequence[int] | None = (),
-        vocab: int = 0,
-        guidance: "Callable[..., Any] | None" = None,
+        self, text: TextFacts, greedy: bool = False, constraint: Constraint | None = None, single: bool = False
     ) -> Warp:
-        """Return the warp that turns a model's logits into the law that these settings describe.
+        """Return the warp that turns a model's logits into the law of these settings.
 
         Args:
-            eos: the end tokens.
+            text: the facts about the text.
             greedy: whether the method draws nothing.
-            prompt_length: number of tokens of the prompt.
-            prompt: number of the prompt, for `prefix_allowed_tokens_fn`.
-            search: whether warpers work as in transformers' beam modes: on each row like a processor, keeping at least two
-                tokens, and at least one more than there are end tokens, so that a beam can go on.
             constraint: applied after all processors; only warpers come after it.
-            most: maximum number of new tokens, of which `forced_eos_token_id` is the last.
             single: whether the method has one beam, whose row is the joint law.
-            source: the tokens that an encoder reads, or those of the prompt; None for a source that is not text.
-            vocab: number of tokens that the target knows.
-            guidance: the processor for `guidance_scale`; None without one.
         """
         greedy = greedy or self.temperature == 0
-        text = TextFacts(eos, prompt_length, prompt, most, search, source, vocab, guidance)
+        eos = text.eos
+        search = text.search
         processors = processors_of(self, text)
         bans = None
         if constraint is not None:
-            bans = Constrained(constraint, eos, prompt_length, self.form_kind or "constraint")
+            bans = Constrained(constraint, eos, text.prompt_length, self.form_kind or "constraint")
             processors.append(bans)
         truncation = NO_TRUNCATION if greedy else self._truncation()
         further = not greedy and has_further_warpers(self)
-        last = self._last_processors(search, vocab)
+        last = self._last_processors(search, text.vocab)
         least = max(2, 1 + len(eos)) if search else 1
         if last and (further or truncation != NO_TRUNCATION) and not (search or single):
             raise NotSupported(
-                "watermarking_config comes after temperature, top_k and other warpers, which several beams have in common; "
-                "leave these out, or take a method with one beam or sb.beam_search"
+                "watermarking_config applies after temperature, top_k and other warpers, which apply to all beams jointly; "
+                "leave the warpers out, or use a method with one beam or sb.beam_search"
             )
-        if last or (search and further):  # as processors of single rows everything has its place
+        if last or (search and further):  # apply all of them to single rows, in the order of transformers
             warpers = [] if greedy else warpers_of(self, least)
             return Warp(joined(processors, warpers, last), NO_TRUNCATION, greedy, search, bans)
         if further:
@@ -201,14 +187,14 @@ class Settings:
         return Warp(joined(processors), truncation, greedy, search, bans)
 
     def _last_processors(self, search: bool, vocab: int) -> list[Any]:
-        """Return the processors that come after all warpers. Laws other than those of a search are normalised anyway."""
+        """Return the processors after all warpers. Laws outside searches are always normalised."""
         from transformers import LogitNormalization
 
         watermark = watermark_of(self, vocab)
         return [*watermark, LogitNormalization()] if self.renormalize_logits and search else watermark
 
     def new_tokens(self, prompt_length: int) -> int | None:
-        """Return the maximum number of new tokens after a prompt of this length, or None if it is not set."""
+        """Return the maximum number of new tokens after a prompt of this length; None if not set."""
         most: int | None = self.max_new_tokens
         if most is not None or self.max_length is None:
             return most
@@ -217,19 +203,19 @@ class Settings:
     def limits(
         self, eos: tuple[int, ...], prompt_length: int, room: int | None, decode: Decode | None, keep: int
     ) -> Limits:
-        """Return the stop rules of one session. Raises `BadSetting` if there are stop strings but no tokenizer.
+        """Return the stop rules of a session. Raises `BadSetting` for stop strings without a tokenizer.
 
         Args:
             eos: the end tokens.
             prompt_length: number of tokens of the prompt.
-            room: number of new tokens for which the models have positions; None if there is no limit.
+            room: number of new tokens for which the models have positions; None: unlimited.
             decode: turns tokens into text, for stop strings; None without a tokenizer.
-            keep: number of finished beams that are wanted.
+            keep: number of finished beams to collect.
         """
         most = self.new_tokens(prompt_length)
         if most is None:
             most = DEFAULT_NEW_TOKENS
-        if room is not None:  # a limit of the caller's that leaves the room was refused before
+        if room is not None:  # a caller's limit above `room` was rejected earlier
             most = min(most, room)
         stops = as_texts(self.stop_strings)
         if stops and decode is None:
@@ -238,21 +224,21 @@ class Settings:
         return Limits(most, eos, stops, decode, keep, self.early_stopping or False, penalty)
 
     def eos(self, model_default: SupportsIndex | Iterable[int] | None) -> tuple[int, ...]:
-        """Return the end tokens: those of the settings, or else `model_default`."""
+        """Return the end tokens of the settings or, if not set, of `model_default`."""
         chosen = self.eos_token_id if self.eos_token_id is not None else model_default
         if chosen is None:
             return ()
         return tuple(as_list(chosen))
 
     def _truncation(self) -> Truncation:
-        """Return the warpers of these settings that compiled steps apply: temperature, top-k and their kin."""
+        """Return the warpers applied by compiled steps: temperature, top-k, top-p and min-p."""
         given = {name: self.values[name] for name in Truncation._fields if name in OPTIONS}
         kinds = Truncation._field_defaults
         return Truncation(**{name: type(kinds[name])(value) for name, value in given.items() if value is not None})
 
 
 def as_decoder_prompts(given: Any) -> list[int] | list[list[int]]:
-    """Return what decoders begin with as a list of token ids, or as several. Raises `BadSetting` if it is neither."""
+    """Return decoder prompts as one list of token ids or several. Raises `BadSetting` for anything else."""
     try:
         return token_lists(given, "decoder_input_ids")
     except BadPrompt as error:
@@ -260,12 +246,15 @@ def as_decoder_prompts(given: Any) -> list[int] | list[list[int]]:
 
 
 def _as_json(schema: Any) -> str:
-    """Return a JSON schema as JSON text. Raises `BadSetting` if it is no JSON, or neither an object nor True."""
+    """Return a JSON schema as JSON text. Raises `BadSetting` unless it is a JSON object or True."""
     try:
         value = json.loads(schema) if isinstance(schema, str) else schema
-        value = {} if value is True else dict(value) if isinstance(value, Mapping) else value
+        if value is True:
+            value = {}
+        elif isinstance(value, Mapping):
+            value = dict(value)
         text = json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise BadSetting(f"json_schema is no JSON: {error}") from error
+        raise BadSetting(f"json_schema is not valid JSON: {error}") from error
     require(isinstance(value, dict), "json_schema", value, "an object, or True for any JSON; one serves all prompts")
     return text

@@ -1,11 +1,11 @@
-"""The options of generation, each once: name, type, allowed values and meaning, and the names that it has elsewhere.
+"""The options of generation, each defined once: name, type, allowed values, meaning, and its names elsewhere.
 
-`Options` gives each option its type, for editors and type checkers; `OPTIONS` says everything else. From them come the
-signature of `generate`, the flags of all commands, the fields of the server's bodies, the settings of a row of a job, the
-table of options in the documentation, and the hints of misspelt names.
+`Options` has the types, for editors and type checkers; `OPTIONS` has everything else. They define the signature of
+`generate`, the flags of all commands, the fields of requests to the server, the settings of a job's rows, the table in
+the documentation, and the suggestions for misspelt names.
 
-A program can add an option of its own with `add_option`, before it imports the command line or the server. This option
-makes its own logits processor (`GenerationOption.make`).
+A program can add options with `add_option` before it imports the command line or the server. An added option makes a
+logits processor (`GenerationOption.make`).
 """
 
 import difflib
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Options(TypedDict, total=False):
-    """The options of one call of `generate`, with the names and meanings of transformers where it has them."""
+    """The options of a call of `generate`, with the names and meanings of transformers where it has them."""
 
     max_new_tokens: int | None
     max_length: int | None
@@ -79,26 +79,28 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Flag:
-    """An option on the command line.
+    """The command-line flag of an option.
 
     Args:
-        help: its meaning there; "": that of the option.
-        kind: the type of its value; None: that of the option.
-        name: without dashes; "": that of the option.
+        help: the help text; "": the option's meaning.
+        kind: the type of the value; None: that of the option.
+        name: the name without dashes; "": that of the option.
+        is_common: whether `--help` lists it among the most used options.
     """
 
     help: str = ""
     kind: Any = None
     name: str = ""
+    is_common: bool = False
 
 
 @dataclass(frozen=True)
 class Field:
-    """An option as a field of a request to the server.
+    """The field of an option in requests to the server.
 
     Args:
-        bounds: of numbers, as pydantic names them: ge, gt, le.
-        inside: the object of the body that it stands in; "": the body itself.
+        bounds: the bounds of a number, by pydantic's names ge, gt and le.
+        inside: name of the enclosing object; "": the request body itself.
     """
 
     bounds: Mapping[str, float] = field(default_factory=dict)
@@ -107,22 +109,22 @@ class Field:
 
 @dataclass(frozen=True)
 class GenerationOption:
-    """One option of generation.
+    """An option of generation.
 
     Args:
-        name: as in transformers, where it has the option.
-        meaning: in one line.
-        checks: tests of a value, in this order, each with what the value must be.
+        name: the name in transformers, if it has the option.
+        meaning: one line.
+        checks: checks of a value, in this order, each with a description of valid values.
         default: None: not set.
-        warper: the class of transformers that applies the option where tokens are drawn, in the order of `OPTIONS`.
-        off: values that change nothing.
-        of_models: whether a model's own generation config sets it, unless the caller does.
-        of_rows: whether a row of a job may set it: JSON has a form for it.
-        flag: its form on the command line; None: it has none.
-        field: its form in requests to the server; None: it has none, or one of `names`.
-        names: what it is called in OpenAI's API, vLLM and elsewhere; the first is the server's name if it has no `field`.
-        kind: the type of an added option; that of others is in `Options`.
-        make: for an added option: makes a logits processor from its value and the facts of a text (`TextFacts`).
+        warper: the transformers class that applies the option to sampling; applied in the order of `OPTIONS`.
+        off: values without effect.
+        of_models: whether the default is taken from a model's own generation config.
+        of_rows: whether a row of a job may set it; its values must exist in JSON.
+        flag: the flag of the command line, or None.
+        field: the field of requests to the server; None: none, or one of `names`.
+        names: names in OpenAI's API, vLLM and elsewhere. Without a `field`, the server uses the first one.
+        kind: the type of an added option; types of built-in options are in `Options`.
+        make: for an added option, makes a logits processor from its value and the facts about a text (`TextFacts`).
     """
 
     name: str
@@ -140,11 +142,11 @@ class GenerationOption:
     make: Callable[[Any, Any], Any] | None = None
 
     def is_on(self, value: object) -> bool:
-        """Return whether a value changes anything."""
+        """Return whether a value has any effect."""
         return value is not None and value not in self.off
 
     def check(self, value: object) -> None:
-        """Raise `BadSetting` with what the option must be, unless it may have this value."""
+        """Raise `BadSetting` for an invalid value."""
         if value is None and self.default is None:
             return
         for is_valid, expected in self.checks:
@@ -152,7 +154,7 @@ class GenerationOption:
 
 
 def _counted(least: int, meaning: str = "") -> tuple[Check, ...]:
-    """Return the checks of a count of at least `least`."""
+    """Return the checks for an integer of at least `least`."""
     return (*INTEGER, (lambda count: count >= least, f">= {least}{meaning}"))
 
 
@@ -167,11 +169,9 @@ TOKENS: tuple[Check, ...] = ((checks.are_tokens, "a list of token ids"),)
 _BUILT_IN = (
     GenerationOption(
         "max_new_tokens",
-        "Maximum number of new tokens. Not set: the model's own, else 256, or fewer if it has no room.",
+        "Maximum number of new tokens per answer. Not set: the model's own limit, else 256 or the model's last position.",
         _counted(1),
-        flag=Flag(
-            "Maximum number of new tokens per answer; by default the model's own, else 256, or fewer if it has no room."
-        ),
+        flag=Flag(is_common=True),
         names=("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"),
     ),
     GenerationOption(
@@ -182,7 +182,7 @@ _BUILT_IN = (
     ),
     GenerationOption(
         "min_new_tokens",
-        "Number of new tokens before which no text ends.",
+        "Minimum number of new tokens before an answer may end.",
         _counted(0),
         flag=Flag(),
         names=("min_tokens",),
@@ -190,7 +190,7 @@ _BUILT_IN = (
     # Warpers, in the order of transformers.
     GenerationOption(
         "temperature",
-        "Sampling temperature; 0 draws nothing at random.",
+        "Sampling temperature; 0: nothing is random.",
         (
             *NUMBER,
             (lambda value: value >= 0, ">= 0"),
@@ -199,51 +199,46 @@ _BUILT_IN = (
         ),
         warper="TemperatureLogitsWarper",
         off=(1,),
-        flag=Flag("Sampling temperature; by default the model's own, else 1. With 0 nothing is random."),
+        flag=Flag(is_common=True),
         field=Field({"ge": 0, "le": 2}),
     ),
     GenerationOption(
         "top_h",
-        "Draw among the tokens that keep the entropy below this share of the whole.",
+        "Sample from the likeliest tokens, up to this share of the law's entropy.",
         PROBABILITY,
         warper="TopHLogitsWarper",
         flag=Flag(),
     ),
     GenerationOption(
         "top_k",
-        "Draw among the k likeliest tokens only; 0: all.",
+        "Sample from the k likeliest tokens; 0: off.",
         _counted(0, " (0: all tokens)"),
         warper="TopKLogitsWarper",
         off=(0,),
-        flag=Flag("Sample among the k likeliest tokens only; by default the model's own setting, else all."),
+        flag=Flag(is_common=True),
         field=Field({"ge": -1, "le": LARGEST_INTEGER}),
     ),
     GenerationOption(
         "top_p",
-        "Draw among the fewest likeliest tokens with total probability p.",
+        "Sample from the fewest likeliest tokens with total probability p; 1: off.",
         PROBABILITY,
         warper="TopPLogitsWarper",
         off=(1,),
-        flag=Flag(
-            "Sample among the fewest likeliest tokens with total probability p; by default the model's own, else 1."
-        ),
+        flag=Flag(is_common=True),
         field=Field({"gt": 0, "le": 1}),
     ),
     GenerationOption(
         "min_p",
-        "Draw among the tokens with at least p times the probability of the likeliest.",
+        "Sample from the tokens with at least p times the probability of the likeliest; 0: off.",
         (*NUMBER, (lambda value: 0 <= value <= 1, "in [0, 1]")),
         warper="MinPLogitsWarper",
         off=(0,),
-        flag=Flag(
-            "Sample among the tokens with at least p times the probability of the likeliest; by default the model's own, "
-            "else 0."
-        ),
+        flag=Flag(is_common=True),
         field=Field({"ge": 0, "le": 1}),
     ),
     GenerationOption(
         "typical_p",
-        "Draw among the tokens whose surprise is nearest to the expected one, with total probability p.",
+        "Sample from the tokens with surprise nearest to the entropy and total probability p; 1: off.",
         PROBABILITY_OR_OFF,
         warper="TypicalLogitsWarper",
         off=(1,),
@@ -251,7 +246,7 @@ _BUILT_IN = (
     ),
     GenerationOption(
         "epsilon_cutoff",
-        "Draw among the tokens of at least this probability.",
+        "Sample from the tokens of at least this probability; 0: off.",
         CUTOFF,
         warper="EpsilonLogitsWarper",
         off=(0,),
@@ -259,7 +254,7 @@ _BUILT_IN = (
     ),
     GenerationOption(
         "eta_cutoff",
-        "Draw among the tokens of at least this probability, lowered where the entropy is high.",
+        "Sample from the tokens of at least this probability, or less where the entropy is high; 0: off.",
         CUTOFF,
         warper="EtaLogitsWarper",
         off=(0,),
@@ -267,13 +262,10 @@ _BUILT_IN = (
     ),
     GenerationOption(
         "repetition_penalty",
-        "Make tokens that occurred before less likely (above 1) or likelier (below 1).",
+        "Make repeated tokens less likely (above 1) or likelier (below 1); 1: off.",
         PENALTY,
         off=(1,),
-        flag=Flag(
-            "Make tokens that occurred before less likely (above 1) or likelier (below 1); by default the model's own, "
-            "else 1."
-        ),
+        flag=Flag(is_common=True),
         field=Field({"gt": 0, "le": 10}),
     ),
     GenerationOption(
@@ -282,12 +274,12 @@ _BUILT_IN = (
         _counted(1),
         default=1,
         of_models=False,
-        flag=Flag("Number of answers per prompt.", int),
+        flag=Flag(kind=int, is_common=True),
         names=("n",),
     ),
     GenerationOption(
         "length_penalty",
-        "A score is log-likelihood / length ** this exponent.",
+        "The score of a text is log-likelihood / length ** length_penalty.",
         (
             *NUMBER,
             *FINITE,
@@ -296,12 +288,12 @@ _BUILT_IN = (
                 f"between -{LARGEST_LENGTH_PENALTY} and {LARGEST_LENGTH_PENALTY}",
             ),
         ),
-        flag=Flag("A score is log-likelihood / length ** this exponent; by default the model's own, else 1."),
+        flag=Flag(is_common=True),
         field=Field(),
     ),
     GenerationOption(
         "early_stopping",
-        "When a beam search ends: True, False or 'never', as in transformers.",
+        "When a beam search stops: True, False or 'never', as in transformers.",
         ((lambda value: isinstance(value, bool) or value == "never", "True, False or 'never'"),),
         field=Field(),
     ),
@@ -312,49 +304,49 @@ _BUILT_IN = (
             (checks.are_texts, "texts of at least one character"),
             (checks.are_proper, "proper text; this holds half a character"),
         ),
-        flag=Flag("End an answer after this text. May be given several times.", list[str], "stop"),
+        flag=Flag("Text that ends an answer. May be given several times.", list[str], "stop", is_common=True),
         names=("stop",),
     ),
     GenerationOption(
         "eos_token_id",
-        "The tokens that end a text, in place of the model's own; []: none does.",
+        "End tokens, in place of the model's own; []: none.",
         ((checks.are_integers, "a token id or several; to end at a text, use stop_strings"),),
         of_models=False,
         names=("stop_token_ids",),
     ),
     GenerationOption(
         "json_schema",
-        "The text is JSON of this schema; True: any JSON.",
+        "JSON schema of the answers; True: any JSON.",
         of_models=False,
-        flag=Flag("Answer in JSON that fits this schema: the schema itself or a file with it.", str | None),
+        flag=Flag("JSON schema of the answers: the schema itself or a file with it.", str | None, is_common=True),
         names=("response_format", "guided_json"),
     ),
     GenerationOption(
         "regex",
-        "The text matches this regular expression.",
+        "Regular expression that the answers match.",
         of_models=False,
-        flag=Flag("Answer with texts that match this regular expression."),
+        flag=Flag(is_common=True),
         names=("structured_outputs", "guided_regex"),
     ),
     GenerationOption(
         "grammar",
-        "The text is one of this Lark grammar.",
+        "Lark grammar of the answers.",
         of_models=False,
-        flag=Flag("Answer with texts of this Lark grammar: the grammar itself or a file with it."),
+        flag=Flag("Lark grammar of the answers: the grammar itself or a file with it.", is_common=True),
         names=("structured_outputs", "guided_grammar"),
     ),
     GenerationOption(
         "grammar_backend",
-        "The library that applies json_schema, regex and grammar.",
+        "Library that enforces json_schema, regex and grammar: llguidance or xgrammar.",
         ((lambda name: name in GRAMMAR_BACKENDS, " or ".join(map(repr, GRAMMAR_BACKENDS))),),
         default="llguidance",
         of_models=False,
         of_rows=False,
-        flag=Flag("Library that applies schemas, expressions and grammars: llguidance or xgrammar."),
+        flag=Flag(is_common=True),
     ),
     GenerationOption(
         "no_repeat_ngram_size",
-        "No n tokens in a row come twice; 0: off.",
+        "No sequence of n tokens occurs twice; 0: off.",
         NGRAM,
         off=(0,),
         flag=Flag(),
@@ -362,49 +354,58 @@ _BUILT_IN = (
     ),
     GenerationOption(
         "bad_words_ids",
-        "Sequences of tokens that no text has.",
+        "Sequences of tokens that never occur.",
         ((checks.are_words, "lists of token ids, one per word, like [[5], [6, 7]]"),),
     ),
     GenerationOption(
-        "min_length", "Number of tokens of prompt and text before which no text ends.", _counted(0), flag=Flag()
+        "min_length",
+        "Minimum number of tokens of prompt and text together before an answer may end.",
+        _counted(0),
+        flag=Flag(),
     ),
-    GenerationOption("forced_bos_token_id", "The first token of every text.", TOKEN, of_rows=False, flag=Flag()),
+    GenerationOption("forced_bos_token_id", "First token of every answer.", TOKEN, of_rows=False, flag=Flag()),
     GenerationOption(
         "forced_eos_token_id",
-        "The last token of texts that reach the limit.",
+        "Last token of answers that reach the length limit.",
         ((checks.are_token_ids, "a token id or several"),),
         of_rows=False,
     ),
-    GenerationOption("suppress_tokens", "Tokens that no text has.", TOKENS),
-    GenerationOption("begin_suppress_tokens", "Tokens that no text begins with.", TOKENS),
+    GenerationOption("suppress_tokens", "Tokens that never occur.", TOKENS),
+    GenerationOption("begin_suppress_tokens", "Tokens that never come first.", TOKENS),
     GenerationOption(
         "sequence_bias",
-        "What is added to the logits of sequences of tokens.",
+        "Numbers added to the logits of sequences of tokens.",
         ((checks.are_biases, "pairs of token ids and a number, like [[[5], -1.0], [[6, 7], 2.5]]"),),
         names=("logit_bias",),
     ),
     GenerationOption(
         "exponential_decay_length_penalty",
-        "From so many new tokens on, the end becomes likelier by this factor per token.",
+        "A start and a factor: after `start` new tokens, the end becomes likelier by `factor` per token.",
         ((checks.is_decay, "a number of new tokens and a factor above 0, like (15, 1.6)"),),
     ),
     GenerationOption(
-        "encoder_repetition_penalty", "As repetition_penalty, for tokens of the prompt or source.", PENALTY, flag=Flag()
+        "encoder_repetition_penalty",
+        "Make tokens of the prompt or source likelier (above 1) or less likely (below 1); 1: off.",
+        PENALTY,
+        flag=Flag(),
     ),
     GenerationOption(
-        "encoder_no_repeat_ngram_size", "No n tokens in a row of the prompt or source come again.", NGRAM, flag=Flag()
+        "encoder_no_repeat_ngram_size",
+        "No sequence of n tokens of the prompt or source is repeated; 0: off.",
+        NGRAM,
+        flag=Flag(),
     ),
     GenerationOption(
         "guidance_scale",
-        "Classifier-free guidance: how far laws move away from those without the prompt; 1: off.",
+        "Classifier-free guidance: strength of the prompt, compared with a pass without the prompt; 1: off.",
         (*NUMBER, *FINITE),
         off=(1,),
         flag=Flag(),
     ),
-    GenerationOption("watermarking_config", "A watermark, as a WatermarkingConfig of transformers or its fields."),
+    GenerationOption("watermarking_config", "Watermark: a WatermarkingConfig of transformers or its fields."),
     GenerationOption(
         "renormalize_logits",
-        "Normalise the scores of a beam search after processors.",
+        "Normalise the scores of a beam search after all processors.",
         FLAG,
         of_rows=False,
         flag=Flag(),
@@ -412,21 +413,21 @@ _BUILT_IN = (
     GenerationOption("remove_invalid_values", "Replace NaN and infinite logits.", FLAG, of_rows=False, flag=Flag()),
     GenerationOption(
         "prefix_allowed_tokens_fn",
-        "A function of a prompt's number and its tokens so far that returns the tokens allowed next.",
+        "Function of a prompt's number and the tokens so far that returns the allowed next tokens.",
         ((callable, "a callable that takes the number of a prompt and its tokens"),),
         of_models=False,
         of_rows=False,
     ),
     GenerationOption(
         "logits_processor",
-        "Logits processors of transformers, applied after those that options ask for.",
+        "Logits processors of transformers, applied after those of the other options.",
         ((checks.are_callables, "a list of callables that take input_ids and scores"),),
         of_models=False,
         of_rows=False,
     ),
     GenerationOption(
         "decoder_start_token_id",
-        "The token that the decoder of an encoder-decoder model begins with.",
+        "First token of the decoder of an encoder-decoder model.",
         TOKEN,
         of_models=False,
         of_rows=False,
@@ -434,7 +435,7 @@ _BUILT_IN = (
     ),
     GenerationOption(
         "decoder_input_ids",
-        "The tokens that the decoder of an encoder-decoder model begins with, or as many lists as sources.",
+        "First tokens of the decoder of an encoder-decoder model: one list, or one per source.",
         of_models=False,
         of_rows=False,
     ),
@@ -443,9 +444,9 @@ OPTIONS: dict[str, GenerationOption] = {option.name: option for option in _BUILT
 
 
 def add_option(option: GenerationOption) -> None:
-    """Let all doors take one more option: `generate`, the command line, the server and jobs.
+    """Add an option to `generate`, the command line, the server and jobs.
 
-    To be called before the command line or the server is imported. Raises `BadSetting` if there is one of that name.
+    Call it before importing the command line or the server. Raises `BadSetting` if the name is taken.
     """
     if option.name in OPTIONS:
         raise BadSetting(f"there is an option {option.name} already; give yours another name")
@@ -459,30 +460,30 @@ def kind_of(option: GenerationOption) -> Any:
 
 @cache
 def _kinds() -> dict[str, Any]:
-    """Return the types of the options in `Options`; those that only a type checker can look up are Any."""
+    """Return the types in `Options`; types imported only for type checking are Any."""
     return get_type_hints(Options, localns={"Tensor": Any, "LogitsProcessorList": Any})
 
 
 def warper_names() -> tuple[str, ...]:
-    """Return the options that apply only where tokens are drawn, in the order of transformers."""
+    """Return the options that apply only to sampling, in the order of transformers."""
     return tuple(name for name, option in OPTIONS.items() if option.warper)
 
 
 def config_names() -> tuple[str, ...]:
-    """Return the options that a model's own generation config sets, besides warpers."""
+    """Return the options taken from a model's own generation config, except for warpers."""
     return tuple(name for name, option in OPTIONS.items() if option.of_models and not option.warper and not option.make)
 
 
 def row_names() -> tuple[str, ...]:
-    """Return the options that a row of a job may set for itself."""
+    """Return the options that a row of a job may set."""
     return tuple(name for name, option in OPTIONS.items() if option.of_rows)
 
 
 def nearest(name: str, known: Iterable[str], aliases: Mapping[str, str] | None = None) -> str:
-    """Return the known name that was probably meant by an unknown one; "" if none is near.
+    """Return the known name most similar to an unknown one; "" if none is similar.
 
     Args:
-        aliases: names of other libraries for known ones.
+        aliases: known names by their names in other libraries.
     """
     names = [*known]
     meant = (aliases or {}).get(name, "")
@@ -493,18 +494,18 @@ def nearest(name: str, known: Iterable[str], aliases: Mapping[str, str] | None =
 
 
 def hint(name: str, known: Iterable[str], aliases: Mapping[str, str] | None = None) -> str:
-    """Return what a message says after an unknown name: the one that was probably meant, in brackets; see `nearest`."""
+    """Return " (did you mean ...?)" for a message about an unknown name, or ""; see `nearest`."""
     meant = nearest(name, known, aliases)
     return f" (did you mean {meant}?)" if meant else ""
 
 
 def aliases() -> dict[str, str]:
-    """Return our name of each name that an option has elsewhere."""
+    """Return the names of options by their names elsewhere."""
     return {other: name for name, option in OPTIONS.items() for other in option.names}
 
 
 def as_markdown() -> str:
-    """Return the table of all options, with their names at each door, for the documentation."""
+    """Return the documentation's table of all options, with their names in Python, on the command line and elsewhere."""
     lines = [
         "| option | meaning | model's own | command line | server | row of a job |",
         "| --- | --- | --- | --- | --- | --- |",

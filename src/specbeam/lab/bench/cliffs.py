@@ -18,7 +18,7 @@ from specbeam import (
     speculative_beam_search,
     speculative_sampling,
 )
-from specbeam.doors import Prompt
+from specbeam.doors import Prompt, warper_names
 from specbeam.errors import MissingPackage
 from specbeam.lab.bench.baselines import transformers
 from specbeam.lab.bench.outcome import Contender, Outcome, specbeam
@@ -35,9 +35,6 @@ METHODS: dict[str, tuple[Callable[[], Method], str]] = {
     "speculative_sampling": (speculative_sampling, "assisted"),
     "greedy": (greedy, "greedy"),
 }
-OPTIONS = (
-    "none", "top_p", "min_p", "repetition_penalty", "min_new_tokens", "stop_strings", "grammar", "stream", "audit"
-)  # fmt: skip
 KINDS = ("trained", "random")
 BEAMS = 4  # in transformers' modes with beams, as our recipes have by default
 RANDOM_TOKENS = 24  # length of a random prompt
@@ -45,6 +42,31 @@ RANDOM_TOKENS = 24  # length of a random prompt
 RARE_STOP = "qqq"
 NO_DIGITS = "[^0-9]*"  # a regular expression that most texts match anyway
 CLIFF_SHARE = 0.5  # a cell below this share of its method's best speed is a cliff
+
+
+class DiscardingStreamer:
+    """A streamer for transformers' `generate` that discards all tokens."""
+
+    def put(self, tokens: object) -> None:
+        """Discard the tokens."""
+
+    def end(self) -> None:
+        """Do nothing at the end of the text."""
+
+
+# column of the table -> its arguments of `generate`
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "top_p": {"top_p": 0.9, "temperature": 0.7},
+    "min_p": {"min_p": 0.1},
+    "repetition_penalty": {"repetition_penalty": 1.2},
+    "min_new_tokens": {},  # half of the maximum
+    "stop_strings": {"stop_strings": [RARE_STOP]},
+    "grammar": {"regex": NO_DIGITS},
+    "stream": {"streamer": DiscardingStreamer()},
+    "audit": {"audit": True},
+}
+OPTIONS = tuple(_ARGUMENTS)
 SLOWER = "slower"
 CLIFF = "cliff"
 
@@ -105,16 +127,6 @@ class CliffPlan:
         return 1 + self.repeats * -(-self.rows // batch_size)
 
 
-class DiscardingStreamer:
-    """A streamer for transformers' `generate` that discards all tokens."""
-
-    def put(self, tokens: object) -> None:
-        """Discard the tokens."""
-
-    def end(self) -> None:
-        """Do nothing at the end of the text."""
-
-
 @dataclass
 class Attempt:
     """A contender that may fail. After its first error it returns empty outcomes, and the other contenders go on.
@@ -170,7 +182,7 @@ def replaced_mode(method: str, batch_size: int) -> str:
 
 def why_not_ours(method: str, option: str, batch_size: int) -> str:
     """Return a short reason why specbeam cannot run a method with an option at this batch size, "" if it can."""
-    if METHODS[method][0]().greedy and option in ("top_p", "min_p"):
+    if METHODS[method][0]().greedy and option in warper_names():
         return "no draws"
     if option == "stream" and batch_size > 1:
         return "one prompt"
@@ -187,25 +199,15 @@ def why_not_theirs(mode: str, option: str, batch_size: int) -> str:
         return "no beams"
     if option == "stop_strings" and mode == "assisted":
         return "no stops"  # they need the tokenizer, which transformers does not hand on to its assistant
-    if mode in ("greedy", "beam_search") and option in ("top_p", "min_p"):
+    if mode in ("greedy", "beam_search") and option in warper_names():
         return "no draws"
     return ""
 
 
 def settings_of(option: str, max_new_tokens: int) -> dict[str, Any]:
     """Return the arguments of `generate` of an option of the table."""
-    known: dict[str, dict[str, Any]] = {
-        "none": {},
-        "top_p": {"top_p": 0.9, "temperature": 0.7},
-        "min_p": {"min_p": 0.1},
-        "repetition_penalty": {"repetition_penalty": 1.2},
-        "min_new_tokens": {"min_new_tokens": max(max_new_tokens // 2, 1)},
-        "stop_strings": {"stop_strings": [RARE_STOP]},
-        "grammar": {"regex": NO_DIGITS},
-        "stream": {"streamer": DiscardingStreamer()},
-        "audit": {"audit": True},
-    }
-    return {"max_new_tokens": max_new_tokens, **known[option]}
+    further = {"min_new_tokens": max(max_new_tokens // 2, 1)} if option == "min_new_tokens" else _ARGUMENTS[option]
+    return {"max_new_tokens": max_new_tokens, **further}
 
 
 def random_prompts(pair: Pair, count: int) -> list[Prompt]:

@@ -62,6 +62,8 @@ _OF_RECIPE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("mtjd", "depth"): (1, 2),
     ("mtjd", "top"): (None, 2, 5),
 }
+# The values of options that cut off unlikely tokens, besides top_k, whose values depend on the vocabulary.
+_CUTS: dict[str, tuple[float, ...]] = {"top_p": (0.1, 0.5, 0.95, 1.0), "min_p": (0.02, 0.3, 1.0)}
 _ODDS_OF_SETTING = 0.4
 _ODDS_OF_OPTION = 0.12
 
@@ -161,11 +163,8 @@ def _random_options(rng: np.random.Generator, world: World, method: str, single:
         "logits_processor": [Shifted(int(rng.integers(1 << 30)))],
     }
     if draws:
-        rare |= {
-            "top_k": _one_of(rng, (1, 2, 5, vocab, vocab + 9)),
-            "top_p": _one_of(rng, (0.1, 0.5, 0.95, 1.0)),
-            "min_p": _one_of(rng, (0.02, 0.3, 1.0)),
-        }
+        rare["top_k"] = _one_of(rng, (1, 2, 5, vocab, vocab + 9))
+        rare |= {name: _one_of(rng, values) for name, values in _CUTS.items()}
     if world.texts:
         rare["stop_strings"] = _one_of(rng, ("a", ["ab", "e"], ["\n"], [chr(200)]))
     options |= {name: value for name, value in rare.items() if rng.random() < _ODDS_OF_OPTION}

@@ -1,4 +1,4 @@
-"""The repository form of custom_generate, which receives all arguments of `generate`, `assistant_model` included."""
+"""The repository form of custom_generate, which receives all arguments of `generate`, including `assistant_model`."""
 
 from typing import Any
 
