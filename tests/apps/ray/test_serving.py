@@ -109,7 +109,7 @@ def test_arguments_of_a_deployment_are_those_of_the_server_and_of_ray(tmp_path):
         app({"host": "0.0.0.0"})
     with pytest.raises(BadSetting, match="max_running is 0"):
         app({"max_running": "0"})
-    with pytest.raises(BadSetting, match="neither the server nor Ray's deployments have one of replicas"):
+    with pytest.raises(BadSetting, match="at least one of replicas is neither"):
         app({"replicas": 2})
     with pytest.raises(BadSetting, match=r"max_running is '\{', which is not YAML"):
         app({"max_running": "{"})

@@ -250,9 +250,9 @@ def test_bodies_of_another_kind_or_size_are_refused(served):
 
 
 def test_texts_are_refused_where_the_model_hears(client, served):
-    with pytest.raises(openai.BadRequestError, match="writes down speech; send audio to /v1/audio/transcriptions"):
+    with pytest.raises(openai.BadRequestError, match="transcribes speech; send audio to /v1/audio/transcriptions"):
         client.completions.create(model="tiny", prompt="a")
-    with pytest.raises(openai.BadRequestError, match="writes down speech"):
+    with pytest.raises(openai.BadRequestError, match="transcribes speech"):
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a"}])
     props = httpx.get(served[0] + "/props").json()
     assert (props["has_speech"], props["has_chat"]) == (True, False)
@@ -263,7 +263,7 @@ def test_audio_is_refused_where_the_model_reads_texts():
     with running(dataclasses.replace(CONFIG, model="words"), words.pair()) as (url, _):
         found = httpx.post(url + "/v1/audio/transcriptions", files={"file": ("a", GOOD)})
     assert (found.status_code, found.json()["error"]["code"]) == (400, "not_supported")
-    assert "reads no audio" in found.json()["error"]["message"]
+    assert "does not read audio" in found.json()["error"]["message"]
 
 
 def slow_down(monkeypatch, server, seconds=0.02):

@@ -283,7 +283,7 @@ def test_keys_have_names_weights_and_limits_and_are_never_kept_themselves(tmp_pa
     file.write_text("ann\n")
     with pytest.raises(sb.SpecbeamError, match="line 1 must be: name key"):
         Keys.of(ServerConfig(api_key_file=str(file)))
-    for line, match in (("key1 secret-a", "rename it"), ("ann secret-a 1 -1", "max_running must be")):
+    for line, match in (("key1 secret-a", "rename it"), ("ann secret-a 1 -1", "max_running is -1")):
         file.write_text(line)
         with refused(match):
             Keys.of(ServerConfig(api_key_file=str(file), api_keys=("secret-c",)))
