@@ -1,6 +1,5 @@
 """Training of a memory (HMT) for a model, from long texts."""
 
-import copy
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
@@ -14,8 +13,9 @@ import torch
 from specbeam import Pair, load
 from specbeam.core import weights_key, whole_files_in
 from specbeam.doors import OPENERS, is_integer, require, text_of
-from specbeam.errors import BadPrompt, BadSetting, MissingFile, UnsupportedModel
-from specbeam.lab.train.folders import keep_options, work_folder
+from specbeam.errors import BadPrompt, BadSetting, MissingFile
+from specbeam.lab.train.draft import check_output, trainable_copy
+from specbeam.lab.train.folders import keep_options, prefixed, work_folder
 from specbeam.lab.train.lessons import Report, warn_of_rounding
 from specbeam.lab.train.remembering import MemoryDocument, MemoryPoint, MemorySchedule, MemoryTraining
 from specbeam.models import HuggingFaceLM
@@ -48,11 +48,11 @@ def train_hmt(
 ) -> TrainedMemory:
     """Train a memory for a model, and write it to a folder that `hmt(pair, folder)` takes.
 
-    Texts are read segment by segment with gradients through all memories (arXiv 2405.06067). The model learns, too, unless
-    it is frozen; it is then written next to its memory, and `hmt(folder)` loads both.
+    Texts are read segment by segment with gradients through all memories (arXiv 2405.06067). The model is trained, too,
+    unless it is frozen; it is then written next to its memory, and `hmt(folder)` loads both.
 
-    A run that was killed goes on where it was when it is called again with the same arguments: `out/training` holds the
-    state and the curve, and can be deleted afterwards.
+    Call it again with the same arguments to resume a killed run: `out/training` holds the state and the curve, and can be
+    deleted afterwards.
 
     Args:
         target: the model, loaded or a path or hub id. Its object is not changed.
@@ -60,9 +60,9 @@ def train_hmt(
             most 32; of fewer the last tenth of each.
         out: the folder to write.
         plan: how texts are read. Its query may be "first_half", as in the paper: `hmt` then decodes by another.
-        width: of queries and keys; None: the size of an embedding.
-        schedule: how long and how hard to train.
-        report: called with "remembering", the number of steps, and of all.
+        width: width of queries and keys; None: the size of an embedding.
+        schedule: duration and rates.
+        report: called with "remembering", the number of finished steps, and of all steps.
 
     Raises:
         BadSetting: an option is wrong, `out` holds a training with other options, or a stage finds no texts.
@@ -94,15 +94,15 @@ def train_hmt(
         "target": f"{type(pair.target_model).__name__} {weights_key(pair.target_model)}",
         "documents": f"{len(encoded)}, {_digest(encoded)}",
         "width": int(width),
-        **{f"plan.{name}": value for name, value in asdict(plan).items()},
-        **{f"schedule.{name}": value for name, value in asdict(schedule).items()},
+        **prefixed("plan", plan),
+        **prefixed("schedule", schedule),
     }
     with work_folder(training, options, "state.pt"):
-        model = pair.target_model if schedule.frozen else _student(pair.target_model)
+        model = pair.target_model if schedule.frozen else trainable_copy(pair.target_model)
         recall = new_recall(pair.target_model.get_input_embeddings().weight, width, schedule.seed)
         recall.to(pair.target.device)
         _check_fits(pair.target, plan, recall)
-        _check_head(model)
+        check_output(model)
         keep_options(training, options)
         fit = MemoryTraining(model, recall, plan, schedule, learnt, held_out, training)
         fit.resume()
@@ -124,7 +124,7 @@ def train_hmt(
 
 @contextmanager
 def _without_gradients(model: "PreTrainedModel", frozen: bool) -> Iterator[None]:
-    """Let the weights of a frozen model want no gradients in this context."""
+    """Turn off the gradients of a frozen model in this context."""
     wanting = [weight for weight in model.parameters() if weight.requires_grad] if frozen else []
     for weight in wanting:
         weight.requires_grad_(False)
@@ -135,31 +135,10 @@ def _without_gradients(model: "PreTrainedModel", frozen: bool) -> Iterator[None]
             weight.requires_grad_(True)
 
 
-def _student(model: "PreTrainedModel") -> "PreTrainedModel":
-    """Return a copy of a model that can learn, in float32 and without dropout."""
-    student = copy.deepcopy(model).float().eval()
-    for weight in student.parameters():
-        weight.requires_grad_(True)
-    return student
-
-
 def _check_fits(lm: HuggingFaceLM, plan: MemoryPlan, recall: Any) -> None:
     """Raise an error if the model cannot be decoded with such a memory, before anything is trained."""
     decodable = plan if plan.query != "first_half" else MemoryPlan(**{**asdict(plan), "query": "refresh"})
     MemoryLM(lm if lm.runner.takes_vectors else HuggingFaceLM(lm.model, engine="plain"), decodable, recall)
-
-
-@torch.no_grad()
-def _check_head(model: "PreTrainedModel") -> None:
-    """Raise `UnsupportedModel` unless a model's logits are the output of its head on its base model's states."""
-    tokens = torch.arange(8, device=model.get_input_embeddings().weight.device)[None]
-    tokens = tokens % model.get_input_embeddings().weight.shape[0]
-    whole = model(input_ids=tokens).logits
-    by_head = model.get_output_embeddings()(model.base_model(input_ids=tokens).last_hidden_state)
-    if not torch.allclose(whole, by_head, atol=1e-3 * whole.std().item()):
-        raise UnsupportedModel(
-            f"{type(model).__name__} changes the logits of its head (a soft cap or a scale); training does not know how"
-        )
 
 
 def _encoded(document: "str | Sequence[int] | MemoryDocument", tokenizer: Any, number: int) -> MemoryDocument:
