@@ -62,7 +62,7 @@ from specbeam.apps.serve.refusals import Refusal, invalid, refusal_of
 from specbeam.apps.serve.speech_desk import SpeechDesk
 from specbeam.apps.serve.speech_orders import AudioBody
 from specbeam.apps.speech.audio import RATE
-from specbeam.apps.speech.transcribe import TEMPERATURES, Thresholds, ears_of, extractor_of, methods_of
+from specbeam.apps.speech.transcribe import TEMPERATURES, SpeechSettings, Thresholds, ears_of, extractor_of, methods_of
 from specbeam.core import TURNS
 from specbeam.doors import BUNDLED_TEMPLATE, USUAL_BEAMS, Settings, chosen_by_speed, hears, method_from, usual_method
 from specbeam.doors import Request as SessionRequest
@@ -541,7 +541,7 @@ def _warm_ears(pair: Pair, served: Served) -> None:
     noise = np.random.default_rng(0).normal(scale=0.1, size=RATE).astype(np.float32)
     thresholds = Thresholds(compression_ratio=None, log_prob=math.inf, no_speech=None)  # each text fails
     options = {"max_new_tokens": WARM_TOKENS, "eos_token_id": []}
-    ears = ears_of(pair, served.method, thresholds, TEMPERATURES[:2], seed=0, options=options)
+    ears = ears_of(pair, SpeechSettings(served.method, thresholds, TEMPERATURES[:2], seed=0, options=options))
     ears.hear([ears.begin(extractor_of(pair), noise, None, "transcribe", None)])
 
 

@@ -13,7 +13,7 @@ from specbeam.apps.serve.engine import Engine, Job, QueueFull
 from specbeam.apps.serve.speech_orders import SpeechOrder
 from specbeam.apps.speech.audio import read_audio_bytes
 from specbeam.apps.speech.records import Transcript
-from specbeam.apps.speech.transcribe import Models, ears_of
+from specbeam.apps.speech.transcribe import Models, SpeechSettings, ears_of
 from specbeam.core import Session
 from specbeam.doors import Request, Settings, in_prompt_order
 from specbeam.errors import Cancelled, TimedOut
@@ -77,14 +77,9 @@ class Hearing:
         body = self.order.body
         samples = read_audio_bytes(raw, self.config.max_audio_seconds)
         self._check_wanted()
-        ears = ears_of(
-            self.engine.pair,
-            self.order.method,
-            temperature=self.order.temperatures,
-            seed=body.seed,
-            options=self.order.options,
-            models=Models(self._generate, self._call),
-        )
+        order = self.order
+        settings = SpeechSettings(order.method, temperature=order.temperatures, seed=body.seed, options=order.options)
+        ears = ears_of(self.engine.pair, settings, Models(self._generate, self._call))
         listening = ears.begin(extractor, samples, body.language, self.order.task, body.prompt)
         self.duration = listening.transcript.duration
         while not listening.over:
