@@ -59,7 +59,7 @@ class SpeedLine:
         saved_rows_per_token: rows of earlier turns by which layers of beams were decided; None as above.
         lazy_layers: share of the layers of beams that were decided without the rows of all live beams; None as above, or if
             there were no layers of beams.
-        free_layers: share of the layers of beams that were decided by rows of earlier turns alone; None as above.
+        free_layers: share of the layers of beams that were decided only by rows of earlier turns; None as above.
         memory_mb: memory in MB, see `speed`; None if it cannot be read.
         tokens: number of tokens of one round.
     """
@@ -145,7 +145,7 @@ def speed(
         batch_size: number of prompts that a contender answers in one call.
         repeats: number of rounds that count. Before them each contender answers at most four batches as warm-up, and
             its memory is read: the peak above the memory in use before, on the target's GPU, or resident memory if it
-            has none. Memory that is allocated at the first use and kept counts for the first contender.
+            has none. Memory that is allocated once and reused counts for the first contender.
         on_progress: called after every batch that all contenders have answered.
     """
     prompts = [row.prompt for row in rows]

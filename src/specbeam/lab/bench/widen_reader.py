@@ -1,8 +1,8 @@
 """Growth of a T5, whose decoder looks at a source, into a larger one with the same function; see `widen_model`.
 
-The encoder and the decoder grow alike. New heads have biases of distances that are 0, and write nothing. Norms over more
-width, most of which carries zeros, find a smaller mean square, and the logits of some models are divided by the root of the
-width: the weights of the norms take both back, without any rounding where the width grows by a power of four.
+The encoder and the decoder grow alike. New heads have distance biases of 0, and write nothing. Norms over more width, most
+of it zeros, find a smaller mean square, and the logits of some models are divided by the root of the width: the weights of
+the norms compensate both, without rounding if the width grows by a power of four.
 """
 
 import copy

@@ -32,7 +32,7 @@ class TrainedMemory:
     """The result of training."""
 
     folder: Path  # which `hmt` takes
-    weights: int  # number of weights that were learnt
+    weights: int  # number of trained weights
     curve: tuple[MemoryPoint, ...]
 
 
@@ -150,37 +150,35 @@ def _encoded(document: "str | Sequence[int] | MemoryDocument", tokenizer: Any, n
     else:
         found = MemoryDocument([int(token) for token in document])
     if len(found.tokens) < 2:
-        raise BadPrompt(
-            f"document {number} has {len(found.tokens)} tokens; there is nothing to learn from fewer than 2"
-        )
+        raise BadPrompt(f"document {number} has {len(found.tokens)} tokens; training needs at least 2")
     if found.weights is not None and len(found.weights) != len(found.tokens):
         raise BadPrompt(
-            f"document {number} has {len(found.tokens)} tokens and {len(found.weights)} weights; give one for each"
+            f"document {number} has {len(found.tokens)} tokens and {len(found.weights)} weights; give a weight for each"
         )
     return found
 
 
 def _tokens_of(text: str, tokenizer: "PreTrainedTokenizerBase | None") -> list[int]:
     if tokenizer is None:
-        raise MissingFile("a document is text, and there is no tokenizer; give load(tokenizer=...) or token ids")
+        raise MissingFile("a document is text, but there is no tokenizer; give load(tokenizer=...) or token ids")
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def split_documents(
     documents: Sequence[MemoryDocument], segment: int, segments: int, seed: int
 ) -> tuple[list[MemoryDocument], list[MemoryDocument]]:
-    """Return the documents to learn from, and those to check with.
+    """Return the documents to learn from, and the pieces to check with.
 
-    Of ten or more a tenth is held out, at most 32; of fewer the last tenth of each. Texts without answers are checked in
-    pieces of twice as many segments as are learnt.
+    Of ten or more documents a tenth is held out, at most 32; of fewer, the last tenth of each. Texts without answers are
+    checked in pieces of twice as many segments as in training.
 
     Raises `BadPrompt` if there are no texts, or if all fit into one segment: there is nothing to remember.
     """
     longest = max((len(one.tokens) for one in documents), default=0)
     if longest <= segment:
         raise BadPrompt(
-            f"there are {len(documents)} documents, and the longest has {longest} tokens; a segment has {segment}, and only "
-            "texts of more than one have anything to remember: give longer texts, or shorter segments"
+            f"there are {len(documents)} documents, and the longest has {longest} tokens; a memory needs texts longer than "
+            f"a segment of {segment} tokens: give longer texts, or shorter segments"
         )
     if len(documents) >= 10:
         order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -230,7 +228,7 @@ def read_documents(files: Sequence[Path], tokenizer: Any, prompt_weight: float =
 
     Raises:
         MissingFile: there is no such file, or there is no tokenizer.
-        BadPrompt: a file cannot be read, or a line holds neither.
+        BadPrompt: a file cannot be read, or a line has neither.
     """
     documents = []
     for path in files:
@@ -254,7 +252,7 @@ def _document_of(line: str, where: str, tokenizer: Any, prompt_weight: float) ->
         return MemoryDocument(_tokens_of(record["text"], tokenizer))
     has_both = isinstance(record, dict) and all(isinstance(record.get(name), str) for name in ("prompt", "answer"))
     if not has_both:
-        raise BadPrompt(f"{where} holds neither a text nor a prompt with an answer, as strings")
+        raise BadPrompt(f"{where} must have a text, or a prompt and an answer, as strings")
     prompt = _tokens_of(record["prompt"], tokenizer)
     answer = _tokens_of(record["answer"], tokenizer)
     weights = [prompt_weight] * len(prompt) + [1.0] * len(answer)

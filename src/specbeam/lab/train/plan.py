@@ -35,8 +35,8 @@ class HeadPlan:
         regression: weight of the error of estimated hidden states, relative to the error of laws.
         read_out: of Chimera heads: "own", a matrix of all tokens for each depth, or "shared", a map for each depth and one
             matrix of tokens; see `ChimeraShape`.
-        shown: of SpecDiff heads: the share of blocks that are learnt with some of their drafts shown, for drafts in several
-            steps, in [0, 1); the others are learnt with none.
+        shown: of SpecDiff heads: the share of blocks, in [0, 1), that are trained with some of their drafts shown, for
+            drafts in several steps; the others are trained with none.
         exit_layer: number of the target's layers before an exit layer; None: the most promising number.
     """
 
