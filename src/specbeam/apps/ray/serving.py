@@ -43,9 +43,7 @@ class Replica:
 
     def check_health(self) -> None:
         """Raise `RuntimeError` if the engine is dead or stuck; Ray then replaces this replica."""
-        status, found = self.server.health()
-        if status != 200 and found["status"] == "engine_dead":
-            reason = found.get("message") or "it has made no progress for longer than stall_timeout"
+        if reason := self.server.cause_of_death():
             self.server.give_up(reason)
             raise RuntimeError(f"the engine of this replica is dead: {reason}")
 

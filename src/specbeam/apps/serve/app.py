@@ -208,6 +208,13 @@ class BeamServer:
             return 200, {"status": "ok", "model": self.metrics.name}
         return 503, {"status": "engine_dead" if state == "failed" else state, "message": self.failure}
 
+    def cause_of_death(self) -> str:
+        """Return the reason why the engine is dead or stuck; "" if it works, or has not started."""
+        _, found = self.health()
+        if found["status"] != "engine_dead":
+            return ""
+        return found["message"] or "the engine has made no progress for longer than stall_timeout"
+
     async def answer(self, http: Request, kind: type[Body]) -> Response:
         """Answer a completion or a chat."""
         client = self.client(http)
@@ -357,19 +364,12 @@ class BeamServer:
     async def in_pool(self, function: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self.pool, function)
 
-    async def tokenize(self, http: Request) -> dict[str, Any]:
-        """Return the tokens of a text or a chat."""
+    async def convert(self, http: Request, converted: Callable[[bytes, Served], dict[str, Any]]) -> dict[str, Any]:
+        """Return the result of a function of the body, such as the tokens of a text."""
         self.client(http)
         served = self.served
         raw = await read_body(http, self.config.max_body)
-        return await self.in_pool(lambda: _tokenized(raw, served))
-
-    async def detokenize(self, http: Request) -> dict[str, Any]:
-        """Return the text of tokens."""
-        self.client(http)
-        served = self.served
-        raw = await read_body(http, self.config.max_body)
-        return await self.in_pool(lambda: _detokenized(raw, served))
+        return await self.in_pool(lambda: converted(raw, served))
 
     def methods(self) -> list[dict[str, Any]]:
         """Return the methods that requests may use, with their laws and settings."""
@@ -680,12 +680,12 @@ def _add_decoding(app: FastAPI, server: BeamServer) -> None:
     @app.post("/tokenize", responses=_ERRORS, openapi_extra=_body(TokenizeBody))
     async def tokenize(http: Request) -> dict[str, Any]:
         """Return the token ids of a text or a chat."""
-        return await server.tokenize(http)
+        return await server.convert(http, _tokenized)
 
     @app.post("/detokenize", responses=_ERRORS, openapi_extra=_body(DetokenizeBody))
     async def detokenize(http: Request) -> dict[str, Any]:
         """Return the text of tokens."""
-        return await server.detokenize(http)
+        return await server.convert(http, _detokenized)
 
 
 def _add_looking(app: FastAPI, server: BeamServer) -> None:

@@ -11,6 +11,7 @@ from specbeam import __version__
 from specbeam.apps.serve.answers import drafting_passes
 from specbeam.apps.serve.buckets import SECONDS, Buckets
 from specbeam.apps.serve.engine import Engine, Job
+from specbeam.core import LM
 
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
@@ -122,7 +123,7 @@ class ServerMetrics:
             yield self._gauge(
                 "kv_cache_usage_perc", "Share of the KV budget reserved for running texts, 0 to 1.", engine.kv_share
             )
-        models = {"target": engine.pair.target}
+        models: dict[str, LM] = {"target": engine.pair.target}
         if engine.pair.draft is not None:
             models["draft"] = engine.pair.draft
         lanes = {role: len(getattr(lm, "caches", ())) for role, lm in models.items()}

@@ -58,9 +58,7 @@ class _Uvicorn(uvicorn.Server):
                 self.code = 1
                 self.should_exit = True
                 return
-            status, found = self.beams.health()
-            if status == 503 and found["status"] == "engine_dead":
-                reason = found.get("message") or "it has made no progress for longer than stall_timeout"
+            if reason := self.beams.cause_of_death():
                 LOG.error("the engine is dead: %s", reason)
                 self.code = 1
                 self.beams.give_up(reason)
