@@ -214,15 +214,15 @@ REFUSED = {
     "format": ({}, {"response_format": "doc"}, 400, "bad_setting", "response_format", "doc"),
     "words": (
         {}, {"timestamp_granularities[]": "word", "response_format": "verbose_json"}, 400, "not_supported",
-        "timestamp_granularities", "single words",
+        "timestamp_granularities", "of words are not supported",
     ),
     "times without a place": (
         {}, {"timestamp_granularities[]": "segment"}, 400, "bad_setting", "timestamp_granularities", "verbose_json",
     ),
-    "stream": ({}, {"stream": "true"}, 400, "not_supported", "stream", "not streamed"),
+    "stream": ({}, {"stream": "true"}, 400, "not_supported", "stream", "cannot be streamed"),
     "unknown": ({}, {"langauge": "en"}, 400, "unknown_field", "langauge", "did you mean language"),
     "twice": ({}, {"language": ["en", "de"]}, 400, "bad_setting", "language", "2 times"),
-    "no JSON": ({}, {"specbeam": "{"}, 400, "bad_json", "specbeam", "no JSON"),
+    "no JSON": ({}, {"specbeam": "{"}, 400, "bad_json", "specbeam", "not valid JSON"),
     "beams": ({}, {"specbeam": '{"beams": 99}'}, 400, "too_large_beams", "specbeam", "99 beams"),
     "trace": ({}, {"specbeam": '{"trace": true}'}, 400, "not_supported", "specbeam", "trace"),
 }  # fmt: skip

@@ -255,7 +255,7 @@ def test_a_configuration_says_what_is_wrong(tmp_path):
     config = read_config(file, {"port": 9001, "host": None})
     assert (config.port, config.max_beams, config.methods, config.host) == (9001, 3, ("dsbd",), "127.0.0.1")
     for text, match in [
-        ("prot: 1", "no prot"), ("port: x", "port is 'x'"), ("max_running: 0", "at least 1"), ("max_beams: true", "max_beams is True"),
+        ("prot: 1", "unknown settings: prot"), ("port: x", "port is 'x'"), ("max_running: 0", "at least 1"), ("max_beams: true", "max_beams is True"),
         ("- 1", "holds a list"), ("a: [", "could not read"), ("queue_timeout: 0", "more than 0"),
     ]:  # fmt: skip
         file.write_text(text)

@@ -54,8 +54,9 @@ class Refusal(Exception):
         """The answer as JSON."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        """Return the answer with its status and headers."""
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers of the answer in addition to the usual ones."""
         headers = {}
         if self.retry_after is not None:
             headers["retry-after"] = str(min(max(self.retry_after, 1), 60))
@@ -63,7 +64,11 @@ class Refusal(Exception):
             headers["x-should-retry"] = "false"
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
-        return JSONResponse(self.body, self.status, headers=headers)
+        return headers
+
+    def response(self) -> JSONResponse:
+        """Return the answer with its status and headers."""
+        return JSONResponse(self.body, self.status, headers=self.headers)
 
 
 def invalid(message: str, param: str | None = None, code: str = "bad_setting", status: int = 400) -> Refusal:
