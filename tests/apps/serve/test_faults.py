@@ -165,8 +165,8 @@ def test_a_key_has_its_own_limit_and_who_waits_too_long_finds_no_place(plain):
 uvicorn = pytest.importorskip("uvicorn")
 
 from specbeam.apps.serve.app import BeamServer, make_app  # noqa: E402
-from specbeam.apps.serve.pools import FormPool  # noqa: E402
 from specbeam.apps.serve.config import ServerConfig  # noqa: E402
+from specbeam.apps.serve.pools import FormPool  # noqa: E402
 from specbeam.apps.serve.refusals import Refusal  # noqa: E402
 
 

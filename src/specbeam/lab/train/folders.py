@@ -1,5 +1,6 @@
 """Folders of resumable work: a folder stores the options of its work, and work with other options is refused."""
 
+import hashlib
 import json
 import warnings
 from collections.abc import Iterator
@@ -78,6 +79,11 @@ def _check_options(folder: Path, options: dict[str, Any], leftovers: str) -> Non
             different.append(f"{name} {old!r} (now {new!r})")
     if different:
         raise BadSetting(f"{folder} holds work with {', '.join(different)}; choose another folder, or delete this one")
+
+
+def digest(values: Any) -> str:
+    """Return a hash of JSON values, for an option of a folder."""
+    return hashlib.blake2b(json.dumps(values).encode(), digest_size=8).hexdigest()
 
 
 def prefixed(prefix: str, record: Any) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Training of a memory (HMT) for a model, from long texts."""
 
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from specbeam.core import weights_key, whole_files_in
 from specbeam.doors import OPENERS, is_integer, require, text_of
 from specbeam.errors import BadPrompt, BadSetting, MissingFile
 from specbeam.lab.train.draft import check_output, trainable_copy
-from specbeam.lab.train.folders import keep_options, prefixed, work_folder
+from specbeam.lab.train.folders import digest, keep_options, prefixed, work_folder
 from specbeam.lab.train.lessons import Report, warn_of_rounding
 from specbeam.lab.train.remembering import MemoryDocument, MemoryPoint, MemorySchedule, MemoryTraining
 from specbeam.models import HuggingFaceLM
@@ -92,7 +91,7 @@ def train_hmt(
     training = folder / "training"
     options = {
         "target": f"{type(pair.target_model).__name__} {weights_key(pair.target_model)}",
-        "documents": f"{len(encoded)}, {_digest(encoded)}",
+        "documents": f"{len(encoded)}, {digest(encoded)}",
         "width": int(width),
         **prefixed("plan", plan),
         **prefixed("schedule", schedule),
@@ -211,11 +210,6 @@ def _piece(document: MemoryDocument, start: int, stop: int) -> MemoryDocument:
         return document
     weights = None if document.weights is None else document.weights[start:stop]
     return MemoryDocument(document.tokens[start:stop], weights)
-
-
-def _digest(documents: Sequence[MemoryDocument]) -> str:
-    """Return a hash of the documents, in their order."""
-    return hashlib.blake2b(json.dumps(documents).encode(), digest_size=8).hexdigest()
 
 
 def read_documents(files: Sequence[Path], tokenizer: Any, prompt_weight: float = 1.0) -> list[MemoryDocument]:

@@ -1,7 +1,5 @@
 """Training data: trees that the target drew below prompts, with some prompts held out."""
 
-import hashlib
-import json
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +12,7 @@ from specbeam import Pair
 from specbeam.core import weights_key
 from specbeam.errors import BadPrompt, BadSetting
 from specbeam.lab.train.drawing import DrawPlan, Prompt, draw_files, drawn_trees
-from specbeam.lab.train.folders import keep_options, prefixed, work_folder
+from specbeam.lab.train.folders import digest, keep_options, prefixed, work_folder
 from specbeam.lab.train.trees import Trees
 from specbeam.models import OWN_ROUNDINGS
 
@@ -75,9 +73,10 @@ def drawn_lessons(
 def lesson_options(pair: Pair, prompts: Sequence[Prompt], draws: DrawPlan, seed: int) -> dict[str, Any]:
     """Return the settings that the trees of prompts depend on."""
     engine = pair.forgetful_target.engine
+    plain = [prompt if isinstance(prompt, str) else [int(token) for token in prompt] for prompt in prompts]
     return {
         "target": f"{type(pair.target_model).__name__} {weights_key(pair.target_model)}, {engine}",
-        "prompts": f"{len(prompts)}, {_digest(prompts)}",
+        "prompts": f"{len(prompts)}, {digest(plain)}",
         "seed": int(seed),
         **prefixed("draws", draws),
     }
@@ -120,9 +119,3 @@ def _distinct(prompts: Sequence[Prompt]) -> list[Prompt]:
     for prompt in prompts:
         first.setdefault(prompt if isinstance(prompt, str) else tuple(prompt), prompt)
     return list(first.values())
-
-
-def _digest(prompts: Sequence[Prompt]) -> str:
-    """Return a hash of the prompts, in their order."""
-    texts = [prompt if isinstance(prompt, str) else [int(token) for token in prompt] for prompt in prompts]
-    return hashlib.blake2b(json.dumps(texts).encode(), digest_size=8).hexdigest()
