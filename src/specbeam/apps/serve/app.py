@@ -48,7 +48,7 @@ from specbeam.apps.serve.mapping import (
     prompt_ids,
 )
 from specbeam.apps.serve.metrics import ServerMetrics
-from specbeam.apps.serve.pools import FormPool
+from specbeam.apps.serve.pools import ConstraintPool
 from specbeam.apps.serve.protocol import (
     Body,
     ChatBody,
@@ -73,7 +73,7 @@ LOG = logging.getLogger("specbeam.serve")
 PAGE = Path(__file__).parent / "page" / "index.html"
 WARM_TOKENS = 8  # of each text that is decoded before the server is ready
 MOST_SHOWN = 2  # concurrent requests whose turns are shown or audited
-FORMS = 2  # constraints compiled at the same time
+CONSTRAINTS = 2  # constraints compiled at the same time
 MOST_NEW = 30  # requests with new method settings per key within `NEW_S` seconds
 NEW_S = 60.0
 Result = TypeVar("Result")
@@ -118,7 +118,7 @@ class BeamServer:
         self.speech = SpeechDesk(self)
         self._load = load
         self._served: Served | None = None
-        self._forms = FormPool(FORMS, config.compile_timeout, config.queue_timeout)
+        self._constraints = ConstraintPool(CONSTRAINTS, config.compile_timeout, config.queue_timeout)
         self._shown: set[Asking] = set()  # requests whose turns are shown or audited
         self._unfit: frozenset[str] = frozenset()  # methods that the pair cannot run, for lack of a draft for example
         self._new: dict[str, deque[float]] = {}  # by key, the times of its latest requests with new method settings
@@ -177,7 +177,7 @@ class BeamServer:
     def close_pools(self) -> None:
         """Stop the threads that work for requests after their current work."""
         self.pool.shutdown(wait=False, cancel_futures=True)
-        self._forms.close()
+        self._constraints.close()
         self.speech.close()
 
     def give_up(self, reason: str) -> None:
@@ -232,7 +232,7 @@ class BeamServer:
         self.check_new(order.method_key, client)
         self._take(asking)
         try:
-            await asking.submit(self._forms)
+            await asking.submit(self._constraints)
         except (Refusal, SpecbeamError) as error:
             self._let_go(asking)
             raise self.refusal(error) from error

@@ -35,7 +35,7 @@ from specbeam.apps.serve.answers import (
 from specbeam.apps.serve.auth import Client
 from specbeam.apps.serve.engine import Engine, Job
 from specbeam.apps.serve.mapping import Order, Served
-from specbeam.apps.serve.pools import FormPool
+from specbeam.apps.serve.pools import ConstraintPool
 from specbeam.apps.serve.refusals import Refusal, refusal_of
 from specbeam.apps.serve.scoring import TokenScore
 from specbeam.apps.serve.trace import turn_record
@@ -98,11 +98,11 @@ class Asking:
         """The id of the answer."""
         return f"{'chatcmpl' if self.order.is_chat else 'cmpl'}-{self.number}"
 
-    async def submit(self, forms: FormPool) -> None:
+    async def submit(self, constraints: ConstraintPool) -> None:
         """Submit the request to the engine. Raises `Refusal` if it cannot be accepted.
 
         Args:
-            forms: compiles the constraint of the request.
+            constraints: compiles the constraint of the request.
         """
         order = self.order
         making = self.engine.prepare(order.method, order.method_key)
@@ -116,14 +116,14 @@ class Asking:
 
         self._make = make
         try:
-            if order.form_field is None:
+            if order.constraint_field is None:
                 self._request = await self._in_pool(make)
             else:
-                self._request = await forms.make(make, order.form_field)
+                self._request = await constraints.make(make, order.constraint_field)
         except (Refusal, SpecbeamError) as error:
             refusal = refusal_of(error)
-            if refusal.code == "bad_grammar" and order.form_field is not None:
-                refusal.param = order.form_field
+            if refusal.code == "bad_grammar" and order.constraint_field is not None:
+                refusal.param = order.constraint_field
             raise refusal from error
         for refused in self.request.refused.values():
             raise refusal_of(refused)

@@ -75,7 +75,7 @@ class Order:
         count: number of answers returned per prompt.
         drawn: number of independent answers decoded per prompt, of which the best `count` are returned.
         top: number of likeliest tokens to report per token; None without log-probabilities.
-        form_field: the field that constrains the texts; None if they are free.
+        constraint_field: the field that constrains the texts; None if they are free.
         warnings: fields without effect.
     """
 
@@ -91,7 +91,7 @@ class Order:
     top: int | None
     echo: bool = False
     forced_tool: str | None = None
-    form_field: str | None = None
+    constraint_field: str | None = None
     method_key: str = ""
     warnings: list[str] = field(default_factory=list)
 
@@ -116,7 +116,7 @@ def order_of(body: Body, served: Served) -> Order:
     _check_streaming(body, options)
     prompts, texts = _prompts(body, served)
     tool = _forced_tool(body) if isinstance(body, ChatBody) else None
-    field_of_form, form = _form(body, tool, config)
+    constraint_field, constraint = _constraint(body, tool, config)
     method, drawn, method_key = _method(body, options, served)
     count = body.n or 1
     if body.max_tokens == 0 and not (isinstance(body, CompletionBody) and body.echo):
@@ -138,7 +138,7 @@ def order_of(body: Body, served: Served) -> Order:
         )
     warnings = _without_effect(body)
     given = _settings(body, options, served, method)
-    given |= form
+    given |= constraint
     given["max_new_tokens"] = max(most, 1)
     given["num_return_sequences"] = count if method.beams > 1 else drawn
     processors = _processors(body, prompts, served)
@@ -150,7 +150,7 @@ def order_of(body: Body, served: Served) -> Order:
         raise refusal_of(error) from error
     echo = isinstance(body, CompletionBody) and bool(body.echo)
     return Order(
-        body, options, prompts, texts, method, settings, body.seed, count, drawn, _top(body), echo, tool, field_of_form,
+        body, options, prompts, texts, method, settings, body.seed, count, drawn, _top(body), echo, tool, constraint_field,
         method_key, warnings,
     )  # fmt: skip
 
@@ -539,31 +539,31 @@ def _top(body: Body) -> int | None:
 # Constraints.
 
 
-def _form(body: Body, tool: str | None, config: ServerConfig) -> tuple[str | None, dict[str, Any]]:
+def _constraint(body: Body, tool: str | None, config: ServerConfig) -> tuple[str | None, dict[str, Any]]:
     """Return the field that constrains the texts, and the option of `Settings` for it; None and {} without one."""
-    forms: dict[str, dict[str, Any]] = {}
+    constraints: dict[str, dict[str, Any]] = {}
     wanted = body.response_format
     if wanted is not None and wanted.type != "text":
-        forms["response_format"] = _json_form(wanted.type, wanted.json_schema)
+        constraints["response_format"] = _json_constraint(wanted.type, wanted.json_schema)
     if body.structured_outputs is not None:
-        forms["structured_outputs"] = _structured(body.structured_outputs)
+        constraints["structured_outputs"] = _structured(body.structured_outputs)
     if tool is not None:
         assert isinstance(body, ChatBody)
-        forms["tools"] = {"json_schema": _parameters_of(body.tools or [], tool)}
-    if len(forms) > 1:
-        raise invalid(f"{' and '.join(forms)} both constrain the text; give one of them", [*forms][-1])
-    for name, form in forms.items():
-        _check_form(form, name, config)
+        constraints["tools"] = {"json_schema": _parameters_of(body.tools or [], tool)}
+    if len(constraints) > 1:
+        raise invalid(f"{' and '.join(constraints)} both constrain the text; give one of them", [*constraints][-1])
+    for name, constraint in constraints.items():
+        _check_constraint(constraint, name, config)
         if body.skip_special_tokens is False:
             raise invalid(
                 f"skip_special_tokens is false, but {name} allows no special tokens in the text; leave one of them out",
                 "skip_special_tokens",
             )
-        return name, form
+        return name, constraint
     return None, {}
 
 
-def _json_form(kind: str, schema: JsonSchema | None) -> dict[str, Any]:
+def _json_constraint(kind: str, schema: JsonSchema | None) -> dict[str, Any]:
     if kind == "json_object":
         return {"json_schema": ANY_OBJECT}
     if schema is None:
@@ -594,9 +594,9 @@ def _structured(asked: StructuredOutputs) -> dict[str, Any]:
     return {name: value}
 
 
-def _check_form(form: Mapping[str, Any], param: str, config: ServerConfig) -> None:
+def _check_constraint(constraint: Mapping[str, Any], param: str, config: ServerConfig) -> None:
     """Raise `Refusal` if a constraint is larger than the server allows, or its schema is invalid."""
-    ((kind, value),) = form.items()
+    ((kind, value),) = constraint.items()
     most = {"json_schema": config.max_schema, "regex": config.max_regex, "grammar": config.max_grammar}[kind]
     text = value if isinstance(value, str) else json.dumps(value)
     if len(text) > most:

@@ -53,7 +53,7 @@ class LimitedPool:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-class FormPool(LimitedPool):
+class ConstraintPool(LimitedPool):
     """Threads that compile constraints, apart from all other work, because that may take long.
 
     Args:
@@ -63,7 +63,7 @@ class FormPool(LimitedPool):
     """
 
     def __init__(self, threads: int, seconds: float, patience: float) -> None:
-        super().__init__(threads, "specbeam form", patience)
+        super().__init__(threads, "specbeam constraint", patience)
         self._seconds = seconds
 
     async def make(self, function: Callable[[], Result], field: str) -> Result:
