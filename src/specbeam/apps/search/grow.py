@@ -274,7 +274,7 @@ class GrowingTrees:
         return self.checked()
 
     def checked(self) -> list[SearchResult]:
-        """Return the results of all prompts. Raises `SearchFailed`, which holds them, if any has failed."""
+        """Return the results of all prompts. Raises `SearchFailed`, with all results, if any search has failed."""
         failures = [result.failure for result in self.results if result.failure is not None]
         if failures:
             raise SearchFailed(failures, self.results)

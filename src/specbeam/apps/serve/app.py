@@ -691,7 +691,7 @@ def _add_decoding(app: FastAPI, server: BeamServer) -> None:
 def _add_looking(app: FastAPI, server: BeamServer) -> None:
     @app.get("/v1/models", responses=_ERRORS)
     async def models(http: Request) -> dict[str, Any]:
-        """Return the model that is served."""
+        """Return the served model."""
         server.client(http)
         return {"object": "list", "data": [_model(server)]}
 

@@ -463,7 +463,7 @@ class Engine:
                 try:
                     self._wait_for_work()
                     self._work()
-                except Exception as error:  # of no session alone: out of memory, or a mistake of ours
+                except Exception as error:  # of no single session: out of memory, or a bug
                     self._restart(error)
         finally:
             with self._condition:
@@ -502,7 +502,7 @@ class Engine:
                 self._lose(job, error)
 
     def _lose(self, job: Job, error: Exception) -> None:
-        """Fail a job for which something went wrong, whatever state it is in."""
+        """Fail a waiting or running job after an unexpected exception."""
         if job.is_over:
             return
         job.session.fail(_failure_by(error), "")

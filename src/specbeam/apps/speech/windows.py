@@ -27,7 +27,7 @@ class Features:
     window: int
 
     def at(self, seek: int) -> Float[torch.Tensor, "channels window"]:
-        """Return the window that begins at a frame, with zeros behind the end."""
+        """Return the window that begins at a frame, padded with zeros after the end."""
         part = self.values[:, seek : seek + self.window]
         return torch.nn.functional.pad(part, (0, self.window - part.shape[1]))
 

@@ -206,7 +206,7 @@ def keep_short(large: "PreTrainedModel", model: "PreTrainedModel") -> None:
 
 
 def _holds_bfloat16(model: nn.Module) -> bool:
-    """Return whether all numbers in the matrices of a model are bfloat16 numbers, whatever their dtype."""
+    """Return whether all numbers in the matrices of a model are bfloat16 numbers, in any dtype."""
     return all(torch.equal(weight, weight.bfloat16().to(weight.dtype)) for weight in _matrices(model))
 
 

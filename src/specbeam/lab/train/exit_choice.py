@@ -31,7 +31,7 @@ FILE = "exits.json"
 
 @dataclass(frozen=True)
 class ExitFigures:
-    """The figures of a short trial of an exit layer behind a number of the target's layers.
+    """The figures of a short trial of an exit layer after a number of the target's layers.
 
     Attributes:
         after: number of the target's layers before it.

@@ -66,17 +66,17 @@ class Kind:
 
     @property
     def usual(self) -> Mapping[str, Any]:
-        """The options of `HeadPlan` that are usual for the kind."""
+        """The defaults of `HeadPlan` for the kind."""
         return self.options.usual
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """The options of `HeadPlan` that it has a use for; all kinds take `variation`."""
+        """The options of `HeadPlan` that the kind uses; all kinds use `variation`."""
         return self.options.takes
 
     @property
     def schedule(self) -> Mapping[str, Any]:
-        """The options of `Schedule` that are usual for the kind."""
+        """The defaults of `Schedule` for the kind."""
         return self.options.schedule
 
 
