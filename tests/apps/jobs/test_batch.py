@@ -97,7 +97,7 @@ BAD = [
     ({"id": "long", "prompt": "x" * 400}, "positions"),
     ({"id": "chat", "messages": [{"role": "user", "content": "hi"}]}, "no chat template"),
     ({"id": "no chat", "messages": ["hi"]}, "dictionaries with a role"),
-    ({"id": "half", "prompt": "\ud800"}, "half a character"),
+    ({"id": "half", "prompt": "\ud800"}, "half a surrogate pair"),
     ({"id": "half a name", "prompt": "abc", "settings": {"\ud800": 2}}, r"no setting '\ud800'"),
     ({"id": 10**30, "prompt": "abc"}, "which exceeds 64 bits"),
     ({"id": "token", "prompt_token_ids": [5, 10**30]}, "token"),
@@ -275,7 +275,7 @@ def test_a_job_goes_on_with_its_own_settings_only_and_follows_its_table(make_wor
     assert texts_in(records) == texts_in(read_jsonl(tmp_path / "anew.jsonl"))
     job.write_bytes(b"no database" * 100)
     out.unlink()
-    with pytest.raises(BadSetting, match="is not a journal of a job"):
+    with pytest.raises(BadSetting, match="is not a journal"):
         batch(make_work, source, out, resume=True)
 
 
@@ -307,7 +307,7 @@ def test_a_job_refuses_to_go_on_with_other_weights_and_decodes_failed_rows_again
     assert len(decoded) == 2
     job = tmp_path / "out.jsonl.job"
     job.unlink()
-    with pytest.raises(BadSetting, match=r"its journal .* is missing"):
+    with pytest.raises(BadSetting, match=r"the journal .* is missing"):
         batch(noting, source, out, resume=True, retry_failed=True)
 
 

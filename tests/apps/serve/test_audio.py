@@ -187,7 +187,7 @@ def test_silence_has_an_empty_text(client):
 
 GOOD = encoded(SOUNDS["short"])
 REFUSED = {
-    "no bytes": ({"file": ("a", b"")}, {}, 400, "bad_audio", "file", "no bytes"),
+    "no bytes": ({"file": ("a", b"")}, {}, 400, "bad_audio", "file", "audio is empty"),
     "a text": ({"file": ("a", b"no audio at all")}, {}, 400, "bad_audio", "file", "cannot be read as audio"),
     "half a header": ({"file": ("a", GOOD[:30])}, {}, 400, "bad_audio", "file", "the audio"),
     "half a file": ({"file": ("a", GOOD[: len(GOOD) // 2])}, {}, 400, "bad_audio", "file", "is cut off"),

@@ -82,7 +82,7 @@ def test_shapes_are_chosen_on_other_prompts_than_those_reported(monkeypatch):
                                                     contenders(5)[cell.recipe])  # fmt: skip
     with pytest.raises(BadPrompt, match="keep the lists apart"):
         efficiency(words.pair(), ["abc", "no"], ["no"], [5])
-    with pytest.raises(BadPrompt, match="give both"):
+    with pytest.raises(BadPrompt, match="give some of both"):
         efficiency(words.pair(), ["abc"], [], [5])
 
 
