@@ -230,7 +230,7 @@ def test_what_contradicts_itself_or_would_depend_on_others_is_refused_and_null_i
     form = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema, "name": None}}}
     order = attempted(json.dumps({"prompt": "a"} | form).encode(), CompletionBody, kitchen)
     assert order.settings.json_schema == schema
-    assert order.form_field == "response_format"
+    assert order.constraint_field == "response_format"
 
 
 def test_errors_of_the_library_name_the_field_of_the_request(worded):
