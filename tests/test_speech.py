@@ -166,7 +166,7 @@ def test_a_prompt_is_what_was_said_before(ears):
         for prompt in (None, "abc")
     ]
     assert texts[0].segments[0].avg_logprob != texts[1].segments[0].avg_logprob
-    with pytest.raises(errors.BadSetting, match="prompt has 51 tokens, and the model takes 31"):
+    with pytest.raises(errors.BadSetting, match="prompt has 51 tokens, but the model reads at most 31"):
         sb.transcribe(ears, sound, prompt="a" * 50)
 
 
@@ -239,9 +239,9 @@ def test_audio_that_is_not_mono_or_not_16_khz_is_made_so(ears):
     [
         (np.zeros(100, dtype=np.float32), r"the audio has 0.006 seconds; at least 0.1 are needed"),
         (np.zeros(0, dtype=np.float32), "has 0.000 seconds"),
-        (np.full(RATE, np.nan, dtype=np.float32), "holds samples that are not finite"),
+        (np.full(RATE, np.nan, dtype=np.float32), "has samples that are not finite"),
         (np.zeros(RATE, dtype=np.int16), "int16.* must be floats"),
-        (np.zeros((2, RATE), dtype=np.float32), "the first dimension is that of samples"),
+        (np.zeros((2, RATE), dtype=np.float32), r"must be \[samples, channels\]"),
     ],
 )
 def test_audio_that_is_none_is_refused(ears, audio, message):
@@ -363,7 +363,7 @@ def test_what_a_model_does_not_know_is_refused(ears):
     ):
         with pytest.raises(errors.BadSetting, match=message):
             sb.transcribe(ears, sound, **options)
-    with pytest.raises(errors.NotSupported, match="LlamaForCausalLM does not write down speech"):
+    with pytest.raises(errors.NotSupported, match="LlamaForCausalLM does not transcribe speech"):
         sb.transcribe(words.pair(draft_seed=None), sound)
 
 

@@ -560,7 +560,7 @@ def test_a_set_is_found_on_prompts_and_is_what_texts_begin_with():
     assert not pair.target.caches
     assert draft.skipped(seat([1])) == found.skipped
     assert draft.memory.begin().is_over(settings.search)
-    with pytest.raises(BadSetting, match="not searched for"):
+    with pytest.raises(BadSetting, match="is not a search"):
         best_sublayers(pair, [PROMPTS[0]], Skipping("a1"))
 
 

@@ -92,18 +92,18 @@ BAD = [
     ({"id": "number", "prompt": 5}, "must be a text"),
     ({"id": 1.5, "prompt": "abc"}, "must be a text or an integer"),
     ({"id": None, "prompt": "abc"}, "must be a text or an integer"),
-    ({"id": "two", "prompt": "abc", "prompt_token_ids": [5, 6]}, "leave all but one"),
+    ({"id": "two", "prompt": "abc", "prompt_token_ids": [5, 6]}, "fill only one"),
     ({"id": "unknown token", "prompt_token_ids": [5, 999]}, "has token id 999"),
     ({"id": "long", "prompt": "x" * 400}, "positions"),
     ({"id": "chat", "messages": [{"role": "user", "content": "hi"}]}, "no chat template"),
     ({"id": "no chat", "messages": ["hi"]}, "dictionaries with a role"),
-    ({"id": "half", "prompt": "\ud800"}, "half a character"),
+    ({"id": "half", "prompt": "\ud800"}, "half a surrogate pair"),
     ({"id": "half a name", "prompt": "abc", "settings": {"\ud800": 2}}, r"no setting '\ud800'"),
-    ({"id": 10**30, "prompt": "abc"}, "an integer has 64 bits"),
+    ({"id": 10**30, "prompt": "abc"}, "which exceeds 64 bits"),
     ({"id": "token", "prompt_token_ids": [5, 10**30]}, "token"),
     ({"id": "large", "prompt": "abc", "settings": {"top_k": 10**30}}, "no larger than 2,147,483,647"),
     ({"id": "huge", "prompt": "abc", "settings": {"temperature": 10**400}}, "BadSetting"),
-    ({"id": "texts", "prompt": "abc", "settings": {"num_return_sequences": 1025}}, "1,024 texts at the most"),
+    ({"id": "texts", "prompt": "abc", "settings": {"num_return_sequences": 1025}}, "at most 1,024 texts"),
     ({"id": "unknown", "prompt": "abc", "settings": {"speed": 2}}, "no setting 'speed'"),
     ({"id": "wrong", "prompt": "abc", "settings": {"top_k": "many"}}, "BadSetting"),
     ({"id": "seed", "prompt": "abc", "settings": {"seed": -1}}, "seed is -1"),
@@ -210,11 +210,11 @@ def test_what_would_spoil_a_job_is_refused_before_anything_is_decoded(pair, make
     )
     with pytest.raises(BadPrompt, match="rows 1 and 3 have the same id, '1'"):
         batch(no_work, source, tmp_path / "out.jsonl")
-    with pytest.raises(BadSetting, match="a file of their own"):
+    with pytest.raises(BadSetting, match="write the answers to another file"):
         batch(no_work, source, source)
     with pytest.raises(BadSetting, match="must end in"):
         batch(no_work, source, tmp_path / "out.txt")
-    with pytest.raises(NotSupported, match="'auto', which measures"):
+    with pytest.raises(NotSupported, match="cannot use method 'auto'"):
         work_of(pair, "auto", 0, 4, {})
     with pytest.raises(BadSetting, match="batch_size is 0"):
         work_of(pair, METHOD, 0, 0, {})
@@ -249,9 +249,9 @@ def test_a_job_goes_on_with_its_own_settings_only_and_follows_its_table(make_wor
     job = tmp_path / "out.jsonl.job"
     assert job.exists()
     assert not out.exists()
-    with pytest.raises(BadSetting, match="go on with --resume"):
+    with pytest.raises(BadSetting, match="continue it with --resume"):
         batch(make_work, source, out, {"seed": 3})
-    with pytest.raises(BadSetting, match=r"begun with seed 3, and this is 4 \(differing: seed\)"):
+    with pytest.raises(BadSetting, match=r"has seed 3, but this call has 4 \(different settings: seed\)"):
         batch(make_work, source, out, {"seed": 4}, resume=True)
     held = Journal(job, {"seed": 3}, resume=True)
     with pytest.raises(BadSetting, match="another process works on the job"):
@@ -275,7 +275,7 @@ def test_a_job_goes_on_with_its_own_settings_only_and_follows_its_table(make_wor
     assert texts_in(records) == texts_in(read_jsonl(tmp_path / "anew.jsonl"))
     job.write_bytes(b"no database" * 100)
     out.unlink()
-    with pytest.raises(BadSetting, match="is not a journal of a job"):
+    with pytest.raises(BadSetting, match="is not a journal"):
         batch(make_work, source, out, resume=True)
 
 
@@ -286,7 +286,7 @@ def test_a_job_refuses_to_go_on_with_other_weights_and_decodes_failed_rows_again
     out = tmp_path / "out.jsonl"
     interrupted_after(3, make_work, source, out)
     other = words.pair(draft_seed=2, check=False)
-    with pytest.raises(BadSetting, match="begun with draft weights"):
+    with pytest.raises(BadSetting, match="has draft weights"):
         batch(lambda: work_of(other, METHOD, 3, 4, OPTIONS), source, out, resume=True)
     decoded = []
 
@@ -307,7 +307,7 @@ def test_a_job_refuses_to_go_on_with_other_weights_and_decodes_failed_rows_again
     assert len(decoded) == 2
     job = tmp_path / "out.jsonl.job"
     job.unlink()
-    with pytest.raises(BadSetting, match=r"its journal .* is missing"):
+    with pytest.raises(BadSetting, match=r"the journal .* is missing"):
         batch(noting, source, out, resume=True, retry_failed=True)
 
 

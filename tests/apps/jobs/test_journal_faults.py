@@ -230,9 +230,9 @@ FAULTS = {
     "no description": (said("delete from job"), ANEW),
     "two descriptions": (said("insert into job select * from job"), ANEW),
     "another description": (said("update job set description = replace(description, 'tiny', 'tine')"), ANEW),
-    "another database": (said("pragma application_id = 7"), "is a database, and no journal"),
-    "a newer version": (said("pragma user_version = 2"), "format 2, and this version of specbeam writes format 1"),
-    "an older version": (said("pragma user_version = 0"), "format 0, and this version"),
+    "another database": (said("pragma application_id = 7"), "is a database other than a journal"),
+    "a newer version": (said("pragma user_version = 2"), "format 2, but this version of specbeam writes format 1"),
+    "an older version": (said("pragma user_version = 0"), "format 0, but this version"),
     "write-ahead": (said("pragma journal_mode = wal"), SAME),
     "in use": (said("create table further (a)", "create index by_digest on answers (digest)"), SAME),
     "a folder": (as_folder, "is a folder"),
@@ -323,7 +323,7 @@ def test_what_can_be_read_of_a_damaged_journal_is_kept(folder, monkeypatch, capl
 @pytest.mark.parametrize("other", [{"model": "other"}, {"seed": 4}, {"method": "greedy"}, {"specbeam": "0"}])
 def test_a_journal_of_another_job_is_refused(folder, other):
     (name,) = other
-    with pytest.raises(BadSetting, match=rf"out\.jsonl\.job was begun with {name} "):
+    with pytest.raises(BadSetting, match=rf"out\.jsonl\.job has {name} "):
         jobs.batch(
             no_models, folder / "in.jsonl", folder / "out.jsonl", {"model": "tiny", "seed": 3} | other, resume=True
         )
@@ -339,7 +339,7 @@ def test_a_table_that_changes_while_it_is_decoded_loses_no_row_silently(folder, 
         return no_models()
 
     with pytest.raises(
-        BadPrompt, match=r"in\.jsonl was changed while its rows were decoded, and 5 of them have no answer"
+        BadPrompt, match=r"in\.jsonl was changed while its rows were decoded, and 5 rows have no answer"
     ):
         jobs.batch(changing, source, folder / "new.jsonl")
     assert not (folder / "new.jsonl").exists()
@@ -509,9 +509,9 @@ PLACES = {
     "into a missing folder": ("missing/out.jsonl", "there is no folder"),
     "into a file": ("in.jsonl/out.jsonl", "is not a folder"),
     "onto a folder": ("folder.jsonl", "is a folder"),
-    "onto its own table": ("in.jsonl", "a file of their own"),
-    "onto a link to its table": ("link.jsonl", "a file of their own"),
-    "onto another name of its table": ("hard.jsonl", "a file of their own"),
+    "onto its own table": ("in.jsonl", "write the answers to another file"),
+    "onto a link to its table": ("link.jsonl", "write the answers to another file"),
+    "onto another name of its table": ("hard.jsonl", "write the answers to another file"),
     "onto another file": ("undisturbed.jsonl", "is there already"),
     "under too long a name": ("x" * 300 + ".jsonl", "File name too long"),
     "under no kind": ("out", "must end in"),
@@ -557,7 +557,7 @@ def test_answers_that_cannot_be_written_stay_in_the_journal(folder, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(jobs, "write_table", full)
         with pytest.raises(
-            CannotWrite, match=r"out\.jsonl cannot be written: No space left on device; make room, and go on"
+            CannotWrite, match=r"out\.jsonl cannot be written: No space left on device; make room, and continue"
         ):
             run(folder)
     monkeypatch.setattr(jobs, "answer_rows", lambda *given: pytest.fail("a row is decoded again"))

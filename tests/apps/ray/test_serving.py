@@ -105,11 +105,11 @@ def test_arguments_of_a_deployment_are_those_of_the_server_and_of_ray(tmp_path):
     from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as built  # by `serve run`
 
     built(app, {"model": "somewhere", "max_running": "2", "num_replicas": "2", "ray_actor_options": "{num_cpus: 0.5}"})
-    with pytest.raises(BadSetting, match="no key"):
+    with pytest.raises(BadSetting, match="without a key"):
         app({"host": "0.0.0.0"})
     with pytest.raises(BadSetting, match="max_running is 0"):
         app({"max_running": "0"})
-    with pytest.raises(BadSetting, match="neither the server nor Ray's deployments have one of replicas"):
+    with pytest.raises(BadSetting, match="at least one of replicas is neither"):
         app({"replicas": 2})
     with pytest.raises(BadSetting, match=r"max_running is '\{', which is not YAML"):
         app({"max_running": "{"})

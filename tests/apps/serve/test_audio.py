@@ -187,7 +187,7 @@ def test_silence_has_an_empty_text(client):
 
 GOOD = encoded(SOUNDS["short"])
 REFUSED = {
-    "no bytes": ({"file": ("a", b"")}, {}, 400, "bad_audio", "file", "no bytes"),
+    "no bytes": ({"file": ("a", b"")}, {}, 400, "bad_audio", "file", "audio is empty"),
     "a text": ({"file": ("a", b"no audio at all")}, {}, 400, "bad_audio", "file", "cannot be read as audio"),
     "half a header": ({"file": ("a", GOOD[:30])}, {}, 400, "bad_audio", "file", "the audio"),
     "half a file": ({"file": ("a", GOOD[: len(GOOD) // 2])}, {}, 400, "bad_audio", "file", "is cut off"),
@@ -214,15 +214,15 @@ REFUSED = {
     "format": ({}, {"response_format": "doc"}, 400, "bad_setting", "response_format", "doc"),
     "words": (
         {}, {"timestamp_granularities[]": "word", "response_format": "verbose_json"}, 400, "not_supported",
-        "timestamp_granularities", "single words",
+        "timestamp_granularities", "of words are not supported",
     ),
     "times without a place": (
         {}, {"timestamp_granularities[]": "segment"}, 400, "bad_setting", "timestamp_granularities", "verbose_json",
     ),
-    "stream": ({}, {"stream": "true"}, 400, "not_supported", "stream", "not streamed"),
+    "stream": ({}, {"stream": "true"}, 400, "not_supported", "stream", "cannot be streamed"),
     "unknown": ({}, {"langauge": "en"}, 400, "unknown_field", "langauge", "did you mean language"),
     "twice": ({}, {"language": ["en", "de"]}, 400, "bad_setting", "language", "2 times"),
-    "no JSON": ({}, {"specbeam": "{"}, 400, "bad_json", "specbeam", "no JSON"),
+    "no JSON": ({}, {"specbeam": "{"}, 400, "bad_json", "specbeam", "not valid JSON"),
     "beams": ({}, {"specbeam": '{"beams": 99}'}, 400, "too_large_beams", "specbeam", "99 beams"),
     "trace": ({}, {"specbeam": '{"trace": true}'}, 400, "not_supported", "specbeam", "trace"),
 }  # fmt: skip
@@ -250,9 +250,9 @@ def test_bodies_of_another_kind_or_size_are_refused(served):
 
 
 def test_texts_are_refused_where_the_model_hears(client, served):
-    with pytest.raises(openai.BadRequestError, match="writes down speech; send audio to /v1/audio/transcriptions"):
+    with pytest.raises(openai.BadRequestError, match="transcribes speech; send audio to /v1/audio/transcriptions"):
         client.completions.create(model="tiny", prompt="a")
-    with pytest.raises(openai.BadRequestError, match="writes down speech"):
+    with pytest.raises(openai.BadRequestError, match="transcribes speech"):
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a"}])
     props = httpx.get(served[0] + "/props").json()
     assert (props["has_speech"], props["has_chat"]) == (True, False)
@@ -263,7 +263,7 @@ def test_audio_is_refused_where_the_model_reads_texts():
     with running(dataclasses.replace(CONFIG, model="words"), words.pair()) as (url, _):
         found = httpx.post(url + "/v1/audio/transcriptions", files={"file": ("a", GOOD)})
     assert (found.status_code, found.json()["error"]["code"]) == (400, "not_supported")
-    assert "reads no audio" in found.json()["error"]["message"]
+    assert "does not read audio" in found.json()["error"]["message"]
 
 
 def slow_down(monkeypatch, server, seconds=0.02):

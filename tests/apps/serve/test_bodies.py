@@ -230,7 +230,7 @@ def test_what_contradicts_itself_or_would_depend_on_others_is_refused_and_null_i
     form = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema, "name": None}}}
     order = attempted(json.dumps({"prompt": "a"} | form).encode(), CompletionBody, kitchen)
     assert order.settings.json_schema == schema
-    assert order.form_field == "response_format"
+    assert order.constraint_field == "response_format"
 
 
 def test_errors_of_the_library_name_the_field_of_the_request(worded):
@@ -255,7 +255,7 @@ def test_a_configuration_says_what_is_wrong(tmp_path):
     config = read_config(file, {"port": 9001, "host": None})
     assert (config.port, config.max_beams, config.methods, config.host) == (9001, 3, ("dsbd",), "127.0.0.1")
     for text, match in [
-        ("prot: 1", "no prot"), ("port: x", "port is 'x'"), ("max_running: 0", "at least 1"), ("max_beams: true", "max_beams is True"),
+        ("prot: 1", "unknown settings: prot"), ("port: x", "port is 'x'"), ("max_running: 0", "at least 1"), ("max_beams: true", "max_beams is True"),
         ("- 1", "holds a list"), ("a: [", "could not read"), ("queue_timeout: 0", "more than 0"),
     ]:  # fmt: skip
         file.write_text(text)
@@ -283,7 +283,7 @@ def test_keys_have_names_weights_and_limits_and_are_never_kept_themselves(tmp_pa
     file.write_text("ann\n")
     with pytest.raises(sb.SpecbeamError, match="line 1 must be: name key"):
         Keys.of(ServerConfig(api_key_file=str(file)))
-    for line, match in (("key1 secret-a", "rename it"), ("ann secret-a 1 -1", "max_running must be")):
+    for line, match in (("key1 secret-a", "rename it"), ("ann secret-a 1 -1", "max_running is -1")):
         file.write_text(line)
         with refused(match):
             Keys.of(ServerConfig(api_key_file=str(file), api_keys=("secret-c",)))

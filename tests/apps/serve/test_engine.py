@@ -185,7 +185,7 @@ def test_a_queue_that_is_full_refuses_and_a_deadline_ends_what_waits_or_runs(pai
         late = Ends(sessions_of(pair, [[5, 6]], METHODS[0]), start_by=time.monotonic() - 1)
         engine.submit(late.jobs)
         refused = Ends(sessions_of(pair, [[5], [6], [7]], METHODS[0]))
-        with pytest.raises(QueueFull, match="3 more would come, and 2 may wait"):
+        with pytest.raises(QueueFull, match="3 more were sent, and at most 2 may wait"):
             engine.submit(refused.jobs)
         engine.cancel(refused.jobs)  # who asked is gone: that makes no place in the line, as they never had one
         engine.cancel(running.jobs)
@@ -203,7 +203,7 @@ def test_a_queue_that_is_full_refuses_and_a_deadline_ends_what_waits_or_runs(pai
         cut.released.set()
         (session,) = cut.wait()
         assert session.failure is None
-        assert cut.jobs[0].cut == "the time was up"
+        assert cut.jobs[0].cut == "it reached the time limit"
         assert 0 < session.length < 150
         engine.drain(1)
         with pytest.raises(Draining):

@@ -165,8 +165,8 @@ def test_a_key_has_its_own_limit_and_who_waits_too_long_finds_no_place(plain):
 uvicorn = pytest.importorskip("uvicorn")
 
 from specbeam.apps.serve.app import BeamServer, make_app  # noqa: E402
-from specbeam.apps.serve.asking import FormPool  # noqa: E402
 from specbeam.apps.serve.config import ServerConfig  # noqa: E402
+from specbeam.apps.serve.pools import ConstraintPool  # noqa: E402
 from specbeam.apps.serve.refusals import Refusal  # noqa: E402
 
 
@@ -255,8 +255,8 @@ def test_a_form_that_takes_too_long_keeps_its_place_until_it_is_over():
     goes_on = threading.Event()
 
     async def ask():
-        forms = FormPool(1, 0.05, 0.05)
-        with pytest.raises(Refusal, match=r"in 0\.05 seconds") as caught:
+        forms = ConstraintPool(1, 0.05, 0.05)
+        with pytest.raises(Refusal, match=r"0\.05 seconds") as caught:
             await forms.make(lambda: goes_on.wait(30), "response_format")
         assert (caught.value.param, caught.value.code) == ("response_format", "bad_grammar")
         with pytest.raises(Refusal) as caught:

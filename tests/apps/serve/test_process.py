@@ -52,8 +52,8 @@ def test_a_server_whose_engine_hangs_ends_with_an_error_for_its_supervisor():
     ("options", "message"),
     [
         (["--model", "no/folder/is/here"], "there is no folder no/folder/is/here"),
-        (["--max-running", "100000000"], "there is no memory for max_running=100000000"),
-        (["--port", "-1"], "port is -1; it must be 0 (any that is free) to 65535"),
+        (["--max-running", "100000000"], "not enough memory to decode max_running=100000000"),
+        (["--port", "-1"], "port is -1; it must be 0 (any free port) to 65535"),
         (["--port", "70000"], "port is 70000"),
     ],
 )

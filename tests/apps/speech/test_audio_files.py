@@ -88,7 +88,7 @@ def unreadable(folder):
         "it is empty": ("empty.wav", b""),
         "another kind of file": ("text.mp3", b"This is a text.\nIt has lines.\n" * 100),
         "or it is damaged": ("broken.wav", b"RIFF\x00\x00\x00\x00WAVEfmt nothing"),
-        r"no sound \(video alone\)": ("film.mp4", media.video()),
+        "no sound, only video": ("film.mp4", media.video()),
         "at least 0.1 are needed": ("short.wav", media.encoded(noise(0.05))),
         "damaged or cut off": ("nothing.wav", media.encoded(noise(1))[:44]),
     }

@@ -107,7 +107,7 @@ def test_an_older_config_without_names_of_languages_begins_as_it_forces():
     [
         ({"forced_decoder_ids": [[2, TRANSCRIBE]]}, "their places must be 1, 2"),
         ({"forced_decoder_ids": [[1, GERMAN], [2, None]]}, "only the first token may be None"),
-        ({"compression_ratio_threshold": 1.35}, "reads as a ratio of token bytes"),
+        ({"compression_ratio_threshold": 1.35}, "a ratio of token bytes in transformers"),
         ({"language": "french"}, "language is 'french'; this model knows de, en"),
         ({"task": "sing"}, "task is 'sing'"),
         ({"language": 5}, "language is 5"),
@@ -229,8 +229,8 @@ def test_what_was_said_above_a_temperature_of_one_half_is_no_prompt(temperature,
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompt": "a", "initial_prompt": "b"}, "initial_prompt is another name of prompt, and both are given"),
-        ({"log_prob_threshold": -1.0, "logprob_threshold": -1.0}, "logprob_threshold is another name"),
+        ({"prompt": "a", "initial_prompt": "b"}, "initial_prompt is an alias of prompt, and both are given"),
+        ({"log_prob_threshold": -1.0, "logprob_threshold": -1.0}, "logprob_threshold is an alias"),
         (
             {"condition_on_previous_text": True, "condition_on_prev_tokens": False},
             "condition_on_prev_tokens is another",
@@ -240,7 +240,7 @@ def test_what_was_said_above_a_temperature_of_one_half_is_no_prompt(temperature,
         ({"decoder_input_ids": [1]}, "transcribe sets decoder_input_ids by itself"),
         ({"num_return_sequences": 2}, "transcribe sets num_return_sequences by itself"),
         ({"beam_size": 5}, "has no option beam_size"),
-        ({"prompt": "</s>a"}, "prompt holds </s>, which is a special token"),
+        ({"prompt": "</s>a"}, "prompt has the special token </s>"),
         ({"max_length": 0}, "max_length is 0"),
     ],
 )

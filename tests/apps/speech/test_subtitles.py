@@ -83,7 +83,7 @@ def test_languages_without_spaces_break_between_characters():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("text", {"max_line_width": 40}, "max_line_width is for subtitles, srt and vtt, and the format is 'text'"),
+        ("text", {"max_line_width": 40}, r"max_line_width is for subtitles \(srt and vtt\), but the format is 'text'"),
         ("verbose_json", {"max_line_count": 2}, "max_line_count is for subtitles"),
         ("srt", {"max_line_count": 2}, "give max_line_width, too"),
         ("srt", {"max_line_width": 0}, "max_line_width is 0"),

@@ -80,9 +80,9 @@ def test_shapes_are_chosen_on_other_prompts_than_those_reported(monkeypatch):
         assert (("abc", "Hello"), cell.recipe, cell.shape) in measured
         assert not shapes or len(cell.shape) == max(len(shape) for shape in shapes if cell.budget == 10 or shape in
                                                     contenders(5)[cell.recipe])  # fmt: skip
-    with pytest.raises(BadPrompt, match="keep them apart"):
+    with pytest.raises(BadPrompt, match="keep the lists apart"):
         efficiency(words.pair(), ["abc", "no"], ["no"], [5])
-    with pytest.raises(BadPrompt, match="give both"):
+    with pytest.raises(BadPrompt, match="give some of both"):
         efficiency(words.pair(), ["abc"], [], [5])
 
 

@@ -14,6 +14,7 @@ from specbeam.lab.bench.specbench import (
     TASKS,
     Question,
     Reply,
+    SpecBenchSettings,
     lines_of_specbench,
     read_questions,
     specbench,
@@ -49,7 +50,7 @@ def test_questions_are_read_by_their_six_tasks(tmp_path):
 
 def test_new_tokens_that_leave_no_room_for_a_prompt_are_refused(pair):
     with pytest.raises(BadSetting, match=r"max_new_tokens is 999, and the models have \d+ positions"):
-        specbench(pair, [Question(1, "qa", ("abc",))], {}, max_new_tokens=999)
+        specbench(pair, [Question(1, "qa", ("abc",))], {}, SpecBenchSettings(max_new_tokens=999))
 
 
 def test_figures_are_theirs_and_ours_as_their_names_say():
@@ -71,7 +72,8 @@ def test_methods_answer_turn_after_turn_and_files_hold_what_each_pass_accepted(p
     questions = [Question(7, "writing", ("abc def", "and then")), Question(8, "qa", ("why, " * 80,))]
     methods = {"speculative_sampling": sb.speculative_sampling(depth=2)}
     ticks = itertools.count()
-    replies = specbench(pair, questions, methods, max_new_tokens=6, clock=lambda: float(next(ticks)))
+    settings = SpecBenchSettings(max_new_tokens=6)
+    replies = specbench(pair, questions, methods, settings, clock=lambda: float(next(ticks)))
     assert set(replies) == {PLAIN, "speculative_sampling"}
     (first, second) = replies["speculative_sampling"]
     assert [one.texts for one in replies[PLAIN]] == [first.texts, second.texts]  # greedy, whatever drafts there are
@@ -82,7 +84,8 @@ def test_methods_answer_turn_after_turn_and_files_hold_what_each_pass_accepted(p
     again = sb.generate(pair, prompt, sb.greedy(), max_new_tokens=6)[0]
     assert first.texts[1] == again.text
     path = tmp_path / "answers.jsonl"
-    write_answers(path, pair, questions, replies["speculative_sampling"], "mine", methods["speculative_sampling"], 0, 6)
+    method = methods["speculative_sampling"]
+    write_answers(path, pair, questions, replies["speculative_sampling"], "mine", method, settings)
     records = [json.loads(line) for line in path.read_text().splitlines()]
     (choice,) = records[0]["choices"]
     assert sum(choice["accept_lengths"]) == sum(choice["new_tokens"]) == sum(first.tokens)

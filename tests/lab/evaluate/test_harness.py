@@ -110,7 +110,7 @@ def test_what_a_task_asks_for_chooses_the_method_or_is_refused(pair, model):
         model.method_and_options({"num_beams": 4, "do_sample": True, "temperature": 1.0})
     with pytest.raises(BadSetting, match="no option magic"):
         model.generate_until([asked("abc", {"magic": 1, "max_gen_toks": 8})])
-    with pytest.raises(BadSetting, match="none is named"):
+    with pytest.raises(BadSetting, match="but there is no method"):
         HarnessModel(pair, beams=3)
 
 

@@ -70,7 +70,7 @@ def test_a_taught_copy_drafts_for_itself_and_the_target_stays_as_it_was(tmp_path
 
 def test_what_cannot_be_taught_is_refused(tmp_path):
     pair = sb.load(tiny("llama"), tokenizer=words.tokenizer())
-    with refused("rank is 4, and a window has no use for it"):
+    with refused("rank is 4, but windows do not use it"):
         train_coral(pair, ["abc", "cab"], tmp_path, plan={"rank": 4})
     with pytest.raises(BadSetting, match="enters is 2"):
         train_coral(pair, ["abc", "cab"], tmp_path, plan={"enters": 2})
@@ -81,5 +81,5 @@ def test_what_cannot_be_taught_is_refused(tmp_path):
     rounded = sb.load(tiny("llama"), tokenizer=words.tokenizer(), quantize="int8")
     with pytest.warns(UserWarning, match="rounded to int8"), refused("rank is 4"):
         train_coral(rounded, ["abc", "cab"], tmp_path, plan={"rank": 4})
-    with pytest.raises(BadSetting, match="a frozen model does not learn"):
+    with pytest.raises(BadSetting, match="but the model is frozen"):
         MemorySchedule(frozen=True, rate=1e-3)

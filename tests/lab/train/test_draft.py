@@ -169,10 +169,10 @@ def test_wrong_schedules_and_draws_are_refused(make, said):
 
 
 def test_prompts_that_nothing_can_be_drawn_below_are_refused(pair, tmp_path, monkeypatch):
-    with pytest.raises(BadSetting, match="1 distinct prompts; there must be at least 2"):
+    with pytest.raises(BadSetting, match="1 distinct prompts; training needs at least 2"):
         train_draft(pair, [[1, 2], [1, 2]], tmp_path / "few")
     longer = [[1] * 5000, [2] * 5000]
-    with pytest.raises(BadPrompt, match="none of the 1 prompts that are held out can be continued"):
+    with pytest.raises(BadPrompt, match="can continue none of the 1 held-out prompts"):
         train_draft(pair, longer, tmp_path / "long")
     monkeypatch.setattr(drawing, "FILE_TREES", 16)
     mixed = [*PROMPTS, *([3] * 5000 + [number] for number in range(20))]  # a file may hold none that can be continued

@@ -66,9 +66,7 @@ def test_a_second_training_in_a_folder_is_refused_while_the_first_is_under_way(p
 
     def report(name, done, total):
         if name != "drawing" and not refused:
-            with pytest.raises(
-                BadSetting, match=r"another process works in .*training; wait until it has ended"
-            ) as error:
+            with pytest.raises(BadSetting, match=r"another process works in .*training; wait for its end") as error:
                 train(pair, tmp_path)
             refused.append(error)
 
@@ -123,7 +121,9 @@ def test_where_folders_cannot_be_locked_that_is_said(pair, tmp_path, monkeypatch
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(folders.FileLock, "acquire", refuse)
-    with pytest.warns(UserWarning, match=r"training cannot be locked .*No locks available.*let no other process"):
+    with pytest.warns(
+        UserWarning, match=r"training cannot be locked .*No locks available.*make sure that no other process"
+    ):
         draft(pair, tmp_path)
 
 

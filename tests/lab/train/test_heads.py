@@ -78,7 +78,7 @@ WITHOUT_USE = [("draft_vocab", kind) for kind in KINDS if KINDS[kind].usual.get(
 
 @pytest.mark.parametrize(("name", "kind"), [*WITHOUT_USE, ("layers", "chimera")])
 def test_what_a_kind_of_head_has_no_use_for_is_refused(name, kind, pair, drawn, tmp_path):
-    with pytest.raises(BadSetting, match=f"{name} is 40, and {kind} heads have no use for it"):
+    with pytest.raises(BadSetting, match=f"{name} is 40, but {kind} heads do not use it"):
         trained(pair, tmp_path, drawn, kind, plan={name: 40})
 
 
@@ -257,13 +257,13 @@ def test_a_head_learns_in_trees_what_it_would_draft_in_chains(pair, small_files,
     [
         ({"kind": "eagle9"}, "kind is 'eagle9'; it must be one of eagle3"),
         ({"plan": {"layers": 0}}, "layers is 0"),
-        ({"plan": {"width": 3}}, "width is not an option of a head; these are: decay, depth,"),
+        ({"plan": {"width": 3}}, "width is not an option of a head; the options are decay, depth,"),
         ({"plan": {"taps": (0, 99)}}, r"taps is \(0, 99\); LlamaForCausalLM has 2 layers"),
         ({"plan": {"taps": ()}}, r"taps is \(\); it must be a tuple"),
         ({"plan": {"taps": (-1, 1)}}, r"taps is \(-1, 1\); it must be a tuple of integers of at least 0"),
-        ({"kind": "fspad", "plan": {"taps": (0,)}}, r"taps is \(0,\), and fspad heads have no use for it"),
-        ({"kind": "eagle3", "plan": {"prefix": 8}}, "prefix is 8, and eagle3 heads have no use for it"),
-        ({"kind": "bita", "plan": {"enters": 1}}, "enters is 1, and bita heads have no use for it"),
+        ({"kind": "fspad", "plan": {"taps": (0,)}}, r"taps is \(0,\), but fspad heads do not use it"),
+        ({"kind": "eagle3", "plan": {"prefix": 8}}, "prefix is 8, but eagle3 heads do not use it"),
+        ({"kind": "bita", "plan": {"enters": 1}}, "enters is 1, but bita heads do not use it"),
         ({"kind": "bita", "plan": {"prefix": -1}}, "prefix is -1; it must be an integer of at least 0"),
         ({"kind": "hidden_transfer", "plan": {"enters": 2}}, "enters is 2; LlamaForCausalLM has 2 layers"),
         ({"kind": "hidden_transfer", "plan": {"enters": 0}}, "enters is 0; it must be an integer of at least 1"),
@@ -452,9 +452,9 @@ def test_the_number_of_layers_before_an_exit_can_be_given(deep_pair, small_files
     trained(deep_pair, tmp_path, None, "eesd", plan={"exit_layer": 3}, schedule=replace(SCHEDULE, epochs=1))
     assert json.loads((tmp_path / "config.json").read_text())["exit_layer"] == 3
     assert not (tmp_path / "training" / "exits.json").exists()
-    with pytest.raises(BadSetting, match="exit_layer is 5; the target has 5 layers, of which some have to be left"):
+    with pytest.raises(BadSetting, match="exit_layer is 5; it must be below 5, the target's number of layers"):
         trained(deep_pair, tmp_path / "other", None, "eesd", plan={"exit_layer": 5})
-    with pytest.raises(BadSetting, match="exit_layer is 2, and eagle3 heads have no use for it"):
+    with pytest.raises(BadSetting, match="exit_layer is 2, but eagle3 heads do not use it"):
         trained(deep_pair, tmp_path / "other", None, "eagle3", plan={"exit_layer": 2})
 
 

@@ -119,7 +119,7 @@ def test_a_fact_is_recalled_from_segments_ago(tmp_path):
 
 
 def test_texts_that_nothing_can_be_remembered_of_are_refused(pair, tmp_path):
-    with pytest.raises(BadPrompt, match="the longest has 4 tokens; a segment has 4"):
+    with pytest.raises(BadPrompt, match="the longest has 4 tokens; a memory needs texts longer than a segment of 4"):
         trained(pair, tmp_path, texts=[[1, 2, 3, 4]] * 3)
     with pytest.raises(BadPrompt, match="document 1 has 1 tokens"):
         trained(pair, tmp_path, texts=[TEXTS[0], [1]])

@@ -1,1 +1,1 @@
-"""Jobs of many prompts, from a file to a file: each id once, with the same text whenever the process was ended."""
+"""Jobs of many prompts, from file to file: each row is answered once, with the same text however often a job is resumed."""

@@ -1,4 +1,4 @@
-"""Decodes the rows of a job side by side; each row has its own seed and settings, and an error fails only its row."""
+"""Decodes the rows of a job together; each row has its own seed and settings, and an error affects only its row."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from specbeam.doors import Request, Settings, source_length, usual_method
 from specbeam.errors import BadSetting, NotSupported, SpecbeamError, TooFewAnswers
 from specbeam.recipes import resolve
 
-# The columns of an answer, with their types for tables that have such; `id` is a text or an integer.
+# The columns of an answer with their types, for typed tables; `id` is a text or an integer.
 ANSWER_COLUMNS = {
     "id": "text", "text": "text", "score": "number", "finish_reason": "text", "beams": "beams",
     "prompt_tokens": "integer", "new_tokens": "integer", "target_passes": "integer", "draft_passes": "integer",
@@ -24,10 +24,10 @@ class Work:
     """The models, method and settings that a job decodes each row with.
 
     Attributes:
-        method: a recipe. Not "auto", which measures: a job that goes on could choose another one.
-        seed: with the id of a row, the seed of its text.
-        batch_size: number of texts that are decoded side by side.
-        options: options of `specbeam.generate`; the settings of a row take precedence.
+        method: a recipe other than "auto", which could choose another method when the job is resumed.
+        seed: determines the seed of each row, together with the row's id.
+        batch_size: number of texts decoded at the same time.
+        options: options of `specbeam.generate`; the settings of a row override them.
     """
 
     pair: Pair
@@ -38,12 +38,12 @@ class Work:
 
 
 def work_of(pair: Pair, method: Method | str | None, seed: int, batch_size: int, options: dict[str, Any]) -> Work:
-    """Return the work with checked settings. Raises `BadSetting` or `NotSupported` if no row could be decoded with them."""
+    """Return the work with checked settings. Raises `BadSetting` or `NotSupported` if they are invalid."""
     resolved = usual_method(pair) if method is None else resolve(method)
     if resolved.name == "auto":
         raise NotSupported(
-            "a job cannot decode by 'auto', which measures: once it goes on, or on another machine, it could choose another "
-            "method, and texts would differ; name one (`specbeam methods`)"
+            "a job cannot use method 'auto': its measurements could choose another method when the job is resumed, and "
+            "texts would differ; choose a method (`specbeam methods`)"
         )
     for name, value in (("batch_size", batch_size), ("seed", seed)):
         if not isinstance(value, int) or isinstance(value, bool) or value < (1 if name == "batch_size" else 0):
@@ -62,7 +62,7 @@ class AnsweredRow(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """A row that is being decoded."""
+    """A row being decoded."""
 
     row: JobRow
     request: Request
@@ -72,12 +72,12 @@ class _Asked(NamedTuple):
 def answer_rows(
     work: Work, rows: Iterable[JobRow], after_step: Callable[[], None] = lambda: None
 ) -> Iterator[AnsweredRow]:
-    """Decode rows, and yield each with its answer as soon as there is one. Rows are taken when there is a place for them.
+    """Decode rows, and yield each row with its answer as soon as it is finished. Rows are read as places become free.
 
     A row that fails gets an answer with its error, and does not affect other rows.
 
     Args:
-        after_step: called after each step of the rows that are decoded side by side, whether it brought an answer or not.
+        after_step: called after each step of the decoder.
     """
     line = iter(rows)
     under_way: list[_Asked] = []
@@ -103,7 +103,7 @@ def answer_rows(
 
 
 def _ask(work: Work, row: JobRow) -> _Asked | AnsweredRow:
-    """Return a row with its sessions, or its answer if it is wrong."""
+    """Return a row with its sessions, or its answer if the row is invalid."""
     if row.error:
         return failed_row(row, row.error)
     seed = row_seed(work.seed, row)
@@ -115,7 +115,7 @@ def _ask(work: Work, row: JobRow) -> _Asked | AnsweredRow:
             raise error
     except SpecbeamError as error:
         return failed_row(row, _said(error), seed)
-    except (TypeError, ValueError, OverflowError) as error:  # a setting of the row is of another kind, or too large
+    except (TypeError, ValueError, OverflowError) as error:  # a setting of the row has the wrong type, or is too large
         return failed_row(row, f"BadSetting: {error}", seed)
     return _Asked(row, request, seed)
 
@@ -158,7 +158,7 @@ def _answer(work: Work, asked: _Asked) -> AnsweredRow:
 
 
 def _beams(of_sessions: list[list[Generation]]) -> list[Beam]:
-    """Return all beams, best first, of an answer that was decoded at once; of independent ones, one each, in their order."""
+    """Return the beams of one session, best first; of several sessions, the best beam of each, in order."""
     if len(of_sessions) == 1:
         return of_sessions[0][0].beams
     return [generations[0].beams[0] for generations in of_sessions if generations]
@@ -169,10 +169,10 @@ def _shown(beam: Beam) -> dict[str, Any]:
 
 
 def _reason(beam: Beam) -> str:
-    """Return "stop" for a text that ended by itself, "length" for one that was cut off."""
+    """Return "stop" for a finished text, "length" for a cut one."""
     return "stop" if beam.finished else "length"
 
 
 def _said(error: SpecbeamError) -> str:
-    """Return the kind and message of an error, without the number of the prompt: a row is the only prompt of its request."""
+    """Return the class and message of an error, without the number of the prompt, which is always 0."""
     return f"{type(error).__name__}: {str(error).replace('prompt 0', 'the prompt', 1)}"

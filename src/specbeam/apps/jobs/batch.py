@@ -1,4 +1,4 @@
-"""A job from a file to a file: decodes every row once, and goes on where it was ended."""
+"""A job from file to file: decodes every row once, and can be resumed."""
 
 import json
 import time
@@ -16,7 +16,7 @@ from specbeam.core import weights_key, whole
 from specbeam.doors import require_place, writing
 from specbeam.errors import BadPrompt, BadSetting, SpecbeamError
 
-COMMIT_S = 1.0  # seconds after which an answer is on the disk, and one more step
+COMMIT_S = 1.0  # seconds between two commits
 
 
 def batch(
@@ -29,38 +29,38 @@ def batch(
     retry_failed: bool = False,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Progress:
-    """Decode each row of a table, and write the answers to another one, in the order of the rows.
+    """Decode each row of a table, and write the answers to another table, in the order of the rows.
 
-    Until the job is done, answers are kept in a journal named `out` + ".job". A process that is killed at any moment loses
-    the rows in progress, and answers of the last `COMMIT_S` seconds and one step, which are not yet committed. With `resume`
-    the next process continues the job; its texts equal those of an undisturbed job, because the seed of a row is made of the
-    job's seed and the row's id. Rows that were added or changed since are decoded, too, and the answers to rows that are
-    gone are dropped. The journal of a job that is over stays there if rows failed, so that they can be decoded again.
+    Until the job is done, answers are kept in a journal named `out` + ".job". A killed process loses the rows in progress,
+    and the answers of the last `COMMIT_S` seconds and one step. With `resume` the next process continues the job; its texts
+    equal those of an undisturbed job, because the seed of a row depends only on the job's seed and the row's id. Added and
+    changed rows are decoded, too, and the answers to removed rows are dropped. The journal of a finished job is kept if rows
+    failed, so that they can be decoded again.
 
     Args:
-        make_work: loads the models; called if there is anything to decode, after the rows were read once.
-        source, out: files whose names end in .jsonl (or .jsonl.gz, .jsonl.xz), .csv (the same) or .parquet.
-        described: settings that the answers depend on, by name; a job is resumed only if they are the same.
+        make_work: loads the models; called after the rows were read once, if there are rows to decode.
+        source, out: files whose names end in .jsonl, .csv (both optionally followed by .gz or .xz) or .parquet.
+        described: settings that the answers depend on, by name; a job is resumed only with the same settings.
         columns: the names of the columns that are read.
-        resume: whether to go on with a job that was begun. If it is over, and no row failed, nothing is done.
-        retry_failed: whether rows whose answer is an error are decoded again, also in a finished job.
-        on_progress: called when the number of answers has changed.
+        resume: whether to continue a job. A finished job without failed rows is left as it is.
+        retry_failed: whether failed rows are decoded again, also in a finished job.
+        on_progress: called when the number of answers changes.
 
     Returns:
         The numbers of rows, answers and errors.
 
     Raises:
-        BadSetting: a file has an unknown kind; `out` is there already; the job was begun otherwise, or is under way; rows
-            are to be decoded again, and their journal is gone.
-        BadPrompt: the table cannot be read, or two rows have one id, or it was changed while the job ran. What is wrong
-            with a single row is its answer.
-        MissingFile, MissingPackage: there is no table, or no package that reads it.
-        CannotWrite: the answers or the journal cannot be written; committed answers are there for `resume`.
+        BadSetting: a file has an unknown type; `out` exists; the job has other settings, or is running; `retry_failed` is
+            set, but the journal is missing.
+        BadPrompt: the table cannot be read, two rows have the same id, or the table was changed while the job ran. Errors
+            of a single row are its answer.
+        MissingFile, MissingPackage: the table, or a package that reads it, is missing.
+        CannotWrite: the answers or the journal cannot be written; committed answers are kept for `resume`.
     """
     kind = kind_of(out)
     require_place(out)
     if _is_same_file(source, out):
-        raise BadSetting(f"{out} is the table of prompts itself; give the answers a file of their own")
+        raise BadSetting(f"{out} is the table of prompts itself; write the answers to another file")
     path = out.with_name(out.name + ".job")
     if out.exists() and not path.exists():
         if not resume:
@@ -68,14 +68,14 @@ def batch(
         found = _count(out)
         if retry_failed and found.failed:
             raise BadSetting(
-                f"{found.failed} rows of {out} failed, and its journal {path}, which lists them, is missing; delete the "
-                "answers and start again"
+                f"{found.failed} rows of {out} failed, but the journal {path}, which lists them, is missing; delete {out} "
+                "and start again"
             )
         return found
     is_begun = path.exists()
     journal = Journal(path, {"specbeam": __version__, "columns": asdict(columns), **(described or {})}, resume)
     try:
-        if out.exists() and not resume:  # another process has written it since
+        if out.exists() and not resume:  # written by another process in the meantime
             raise BadSetting(f"{out} is there already; delete it, or give another name")
         journal.note_rows(_rows(source, columns))
         if retry_failed:
@@ -87,18 +87,18 @@ def batch(
             progress = journal.progress
         if progress.done < progress.rows:
             raise BadPrompt(
-                f"{source} was changed while its rows were decoded, and {progress.rows - progress.done} of them have no "
-                "answer; go on with --resume"
+                f"{source} was changed while its rows were decoded, and {progress.rows - progress.done} rows have no "
+                "answer; continue with --resume"
             )
         types = ANSWER_COLUMNS | {"id": "integer" if journal.has_integer_ids else "text"}
-        with writing(out, f"make room, and go on with --resume: the answers are kept in {path}"), whole(out) as part:
+        with writing(out, f"make room, and continue with --resume: the answers are kept in {path}"), whole(out) as part:
             write_table(part, kind, types, _typed(journal.records(), types), out.suffix)
         journal.commit()
     except BaseException:
         if is_begun or _has_answers(journal):
             journal.close()
         else:
-            journal.delete()  # nothing is lost, and the corrected command can be run again
+            journal.delete()  # has no answers: the corrected command can be run without --resume
         raise
     if progress.failed:
         journal.close()
@@ -108,7 +108,7 @@ def batch(
 
 
 def _is_same_file(source: Path, out: Path) -> bool:
-    """Return whether two names stand for one file, whatever links lead to it."""
+    """Return whether two names refer to the same file, also by links."""
     if source.resolve() == out.resolve():
         return True
     return source.exists() and out.exists() and source.samefile(out)
@@ -167,7 +167,7 @@ def _typed(records: Iterator[dict[str, Any]], types: dict[str, str]) -> Iterator
 
 
 def _count(out: Path) -> Progress:
-    """Return the numbers of rows of a job that is over, read from its answers."""
+    """Return the progress of a finished job, read from its answers."""
     rows = 0
     failed = 0
     for fields, error in read_table(out):
@@ -179,6 +179,6 @@ def _count(out: Path) -> Progress:
 
 
 def settings_described(names: dict[str, Any]) -> dict[str, Any]:
-    """Return settings as a description of a job holds them: what JSON has no form for as its text."""
+    """Return settings as JSON values, for the description of a job; other objects become strings."""
     described: dict[str, Any] = json.loads(json.dumps(names, default=str))
     return described

@@ -1,4 +1,4 @@
-"""The journal of a job: which rows there are and which answers, in a database that survives the end of its process."""
+"""The journal of a job: its rows and answers, in a database that survives the end of its process."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ from specbeam.doors import require_place, writing
 from specbeam.errors import BadPrompt, BadSetting, CannotWrite
 
 LOG = logging.getLogger("specbeam.jobs")
-APPLICATION = 0x5BEA3  # in the header of the file, so that no other database is taken for a journal
+APPLICATION = 0x5BEA3  # application id in the header of the file, which distinguishes it from other databases
 FORMAT = 1  # raised when the tables change
 _TABLES = """
 create table job (description text not null, seal text not null);
@@ -32,7 +32,7 @@ _ANSWER = "answers.name, answers.digest, failed, record, seal"
 
 
 class Progress(NamedTuple):
-    """The numbers of rows: all, answered rows, and answered rows whose answer is an error."""
+    """The numbers of all rows, of answered rows, and of rows whose answer is an error."""
 
     rows: int
     done: int
@@ -40,37 +40,37 @@ class Progress(NamedTuple):
 
 
 class _Damaged(Exception):
-    """The database cannot be read, or something in it does not have its seal."""
+    """The database cannot be read, or a seal in it is wrong."""
 
 
-BROKEN = (_Damaged, sqlite3.Error, UnicodeDecodeError)  # the last one is raised for stored bytes that are not UTF-8
+BROKEN = (_Damaged, sqlite3.Error, UnicodeDecodeError)  # the last one is for stored bytes that are not UTF-8
 
 
 class Journal:
-    """The journal of one job, kept by SQLite: exactly the committed answers survive any end of the process.
+    """The journal of one job in SQLite: exactly the committed answers survive the end of the process.
 
     A row is identified by its name; its answer is valid as long as the row's digest is unchanged. Each answer is stored
     with a seal, a hash of all its fields. In a damaged file, answers with a wrong seal are dropped and their rows decoded
-    again; the readable ones are copied to a new file.
+    again; the readable answers are copied to a new file.
 
     Args:
-        path: of the database; made if it is not there.
+        path: file of the database, created if it is missing.
         description: settings that the answers depend on besides the rows.
-        resume: whether to go on with a job that was begun.
+        resume: whether to continue an existing job.
 
     Raises:
-        BadSetting: a job was begun and `resume` is False, or its answers have another description, or another process
-            works on it, or the file is not a journal, or too damaged to identify its answers.
-        CannotWrite: the file cannot be opened or written. Each method may raise that, if the disk is full for example.
+        BadSetting: the job exists and `resume` is False, its answers have another description, another process works on
+            it, or the file is not a journal, or is too damaged.
+        CannotWrite: the file cannot be opened or written; each method may raise this, for example if the disk is full.
     """
 
     def __init__(self, path: Path, description: dict[str, Any], resume: bool) -> None:
         self.path = path
         require_place(path)
         if path.exists() and not path.is_file():
-            raise CannotWrite(f"{path} is a device or a pipe, where a job keeps its journal; give another name")
+            raise CannotWrite(f"{path} is a device or a pipe, but a journal needs a file; give another name")
         if path.exists() and not resume:
-            raise BadSetting(f"{path} holds a job that was begun; go on with --resume, or delete the file")
+            raise BadSetting(f"{path} holds an unfinished job; continue it with --resume, or delete the file")
         given = json.loads(json.dumps(description))
         self._base = _connection(path)
         try:
@@ -91,7 +91,7 @@ class Journal:
                 if _is_of_the_system(error):
                     raise
                 self._rescue()
-            if not self.has_answers:  # so there is nothing that another description would spoil
+            if not self.has_answers:  # a new description is fine: nothing was decoded with the old one
                 self._describe(description)
             known = self._description()
             _check_same({name: known.get(name) for name in description}, description, self.path)
@@ -113,16 +113,16 @@ class Journal:
     def _check_kind(self) -> None:
         """Raise `BadSetting` unless the database is a journal of this format."""
         if self._one("pragma application_id") != APPLICATION:
-            raise BadSetting(f"{self.path} is a database, and no journal of a job; move it away, or give another name")
+            raise BadSetting(f"{self.path} is a database other than a journal; move it away, or give another name")
         found = self._one("pragma user_version")
         if found != FORMAT:
             raise BadSetting(
-                f"{self.path} is a journal of format {found}, and this version of specbeam writes format {FORMAT}; go on "
-                "with the version that began it, or delete the file"
+                f"{self.path} is a journal of format {found}, but this version of specbeam writes format {FORMAT}; continue "
+                "with the version that wrote it, or delete the file"
             )
 
     def _check_seals(self) -> None:
-        """Raise an error unless the file is sound, and each answer has its seal."""
+        """Raise an error if the file is damaged, or the seal of an answer is wrong."""
         if self._one("pragma integrity_check(1)") != "ok":
             raise _Damaged
         for answer in self._base.execute(f"select {_ANSWER} from answers"):
@@ -130,9 +130,9 @@ class Journal:
                 raise _Damaged
 
     def _rescue(self) -> None:
-        """Put a new file in place of a damaged one, with the answers that can be read and have their seal.
+        """Replace a damaged file by a new one with the answers that can be read and have the right seal.
 
-        The damaged file stays locked until the new one is, so that no other process comes in between.
+        The damaged file stays locked until the new one is locked, so that no other process comes in between.
         """
         description = self._description()
         part = self.path.with_name(self.path.name + ".new")
@@ -156,9 +156,7 @@ class Journal:
                 self._lock()
             finally:
                 damaged.close()
-        LOG.warning(
-            "%s was damaged: the %s answers that could be read are kept, others are decoded again", self.path, kept
-        )
+        LOG.warning("%s was damaged: %s answers were recovered, the other rows are decoded again", self.path, kept)
 
     def _description(self) -> dict[str, Any]:
         """Return the settings that the answers depend on. Raises `BadSetting` if their seal is missing or wrong."""
@@ -180,9 +178,9 @@ class Journal:
         self._base.execute("update job set description = ?, seal = ?", [text, _seal(text)])
 
     def note_rows(self, rows: Iterable[JobRow]) -> None:
-        """Note which rows there are now. Answers to rows that are gone, or have changed, are dropped.
+        """Store the current rows. Answers to removed and changed rows are dropped.
 
-        Raises `BadPrompt` if two rows have one id.
+        Raises `BadPrompt` if two rows have the same id.
         """
         with _explained(self.path):
             self._base.execute("drop table if exists rows")
@@ -202,11 +200,11 @@ class Journal:
             first = self._one("select number from rows where name = ?", row.name)
             self._base.execute("rollback")
             raise BadPrompt(
-                f"rows {first} and {row.number} have the same id, {row.name!r}; give each row its own, or none to any"
+                f"rows {first} and {row.number} have the same id, {row.name!r}; give all rows different ids, or none"
             ) from error
 
     def agree(self, further: dict[str, Any]) -> None:
-        """Add later settings to the description. Raises `BadSetting` if the job was begun with other values."""
+        """Add settings to the description. Raises `BadSetting` if the job has other values for them."""
         with _explained(self.path):
             description = self._description()
             _check_same({name: description.get(name, value) for name, value in further.items()}, further, self.path)
@@ -214,7 +212,7 @@ class Journal:
         self.commit()
 
     def forget_failed(self) -> None:
-        """Drop the answers that are errors, so that their rows are decoded again."""
+        """Drop the answers of failed rows, so that these are decoded again."""
         with _explained(self.path):
             self._base.execute("delete from answers where failed")
         self.commit()
@@ -225,22 +223,22 @@ class Journal:
             return self._one("select 1 from answers where name = ? and digest = ?", row.name, row.digest) is not None
 
     def keep(self, row: JobRow, record: dict[str, Any]) -> None:
-        """Keep the answer to a row; it is there for good after `commit`."""
+        """Store the answer to a row; it is permanent after `commit`."""
         content = (row.name, row.digest, int(bool(record["error"])), json.dumps(record))
         with _explained(self.path):
             self._base.execute("insert or replace into answers values (?, ?, ?, ?, ?)", [*content, _seal(*content)])
 
     def commit(self) -> None:
-        """Commit the answers kept so far to the disk."""
+        """Commit the stored answers to the disk."""
         with _explained(self.path):
             if self._base.in_transaction:
                 self._base.execute("commit")
             self._base.execute("begin")
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Yield the answers in the order of the rows, without holding them.
+        """Yield the answers in the order of the rows, one at a time.
 
-        Raises `BadSetting` if one does not have its seal.
+        Raises `BadSetting` if the seal of an answer is wrong.
         """
         with _explained(self.path):
             found = self._base.execute(f"select {_ANSWER} {_MATCH} order by number")
@@ -261,27 +259,27 @@ class Journal:
 
     @property
     def has_integer_ids(self) -> bool:
-        """Whether no row has an id that is a text."""
+        """Whether all ids are integers."""
         with _explained(self.path):
             return self._one("select 1 from rows where not has_integer limit 1") is None
 
     @property
     def progress(self) -> Progress:
-        """How far the job is."""
+        """The progress of the job."""
         with _explained(self.path):
             rows = self._one("select count(*) from rows")
             done, failed = self._base.execute(f"select count(*), coalesce(sum(failed), 0) {_MATCH}").fetchone()
         return Progress(rows, done, failed)
 
     def close(self) -> None:
-        """Commit as far as that is possible, and let other processes work on the job."""
-        with suppress(sqlite3.Error):  # on a full disk the answers of the last commit are there, and no others
+        """Commit if possible, and release the journal for other processes."""
+        with suppress(sqlite3.Error):  # on a full disk only the answers of the last commit are kept
             if self._base.in_transaction:
                 self._base.execute("commit")
         self._base.close()
 
     def delete(self) -> None:
-        """Close the journal and delete its file: the job is over."""
+        """Close the journal and delete its file."""
         self.close()
         with writing(self.path):
             self.path.unlink(missing_ok=True)
@@ -295,12 +293,12 @@ class Journal:
 def _connection(path: Path) -> sqlite3.Connection:
     with _explained(path):
         base = sqlite3.connect(path, timeout=0, isolation_level=None)
-    base.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")  # a damaged text is read, and has no seal
+    base.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")  # a damaged text fails the check of its seal
     return base
 
 
 def _readable(base: sqlite3.Connection) -> Iterator[Sequence[Any]]:
-    """Yield the answers of a damaged database that have their seal, from both of its ends as far as it can be read."""
+    """Yield the answers of a damaged database with the right seal, read from both ends of the table."""
     for order in ("asc", "desc"):
         try:
             for answer in base.execute(f"select {_ANSWER} from answers order by rowid {order}"):
@@ -319,7 +317,7 @@ def _is_sealed(answer: Sequence[Any]) -> bool:
 
 
 def _seal(*content: Any) -> str:
-    """Return a hash of values as SQLite returns them: texts, integers, and others where a file is damaged."""
+    """Return a hash of values from SQLite: texts and integers, or other types if the file is damaged."""
     return hashlib.blake2b(json.dumps(content, default=repr).encode(), digest_size=16).hexdigest()
 
 
@@ -339,15 +337,15 @@ def _is_of_the_system(error: Exception) -> bool:
     return getattr(error, "sqlite_errorname", "").startswith((*_SYSTEM, "SQLITE_BUSY", "SQLITE_LOCKED"))
 
 
-BEYOND_HELP = "nothing in it can be read; delete it and start again"
+BEYOND_HELP = "it cannot be read; delete it and start again"
 
 
 @contextmanager
-def _explained(path: Path, advice: str = "go on with --resume, which keeps what can be read of it") -> Iterator[None]:
-    """Replace errors of SQLite inside the context by an error that names the journal and gives advice.
+def _explained(path: Path, advice: str = "continue with --resume, which keeps the readable answers") -> Iterator[None]:
+    """Replace errors of SQLite by errors that name the journal and give advice.
 
     Args:
-        advice: how to deal with a damaged file.
+        advice: advice for a damaged file.
     """
     try:
         yield
@@ -355,25 +353,25 @@ def _explained(path: Path, advice: str = "go on with --resume, which keeps what 
         name = getattr(error, "sqlite_errorname", "")
         found = "" if isinstance(error, UnicodeDecodeError) else " ".join(str(error).split())
         if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
-            raise BadSetting(f"another process works on the job in {path}; let it end first") from error
+            raise BadSetting(f"another process works on the job in {path}; wait for its end") from error
         if name.startswith(_SYSTEM):
             raise CannotWrite(
-                f"the journal {path} cannot be opened or written: {found}; make room or change permissions, and go on with "
-                "--resume: no answer that was kept is lost"
+                f"the journal {path} cannot be opened or written: {found}; make room or change permissions, and continue "
+                "with --resume: no committed answer is lost"
             ) from error
         if name == "SQLITE_NOTADB":
-            raise BadSetting(f"{path} is not a journal of a job: {found}; delete it and start again") from error
+            raise BadSetting(f"{path} is not a journal: {found}; delete it and start again") from error
         why = f" ({found})" if found else ""
         raise BadSetting(f"the journal {path} is damaged{why}; {advice}") from error
 
 
 def _check_same(kept: dict[str, Any], given: dict[str, Any], path: Path) -> None:
-    """Raise `BadSetting` if a job was begun with other settings: its answers would be of two kinds."""
+    """Raise `BadSetting` if the settings of a job differ from the given ones."""
     every = sorted({*kept, *given})
     names = [name for name in every if kept.get(name) != given.get(name)]
     if names:
         (name, *_) = names
         raise BadSetting(
-            f"the job in {path} was begun with {name} {kept.get(name)!r}, and this is {given.get(name)!r} (differing: "
-            f"{', '.join(names)}); go on with the same settings, or delete the file"
+            f"the job in {path} has {name} {kept.get(name)!r}, but this call has {given.get(name)!r} (different settings: "
+            f"{', '.join(names)}); continue with the same settings, or delete the file"
         )

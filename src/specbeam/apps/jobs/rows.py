@@ -1,4 +1,4 @@
-"""The rows of a job: a prompt in one of three forms, an id, and settings of its own."""
+"""The rows of a job: a prompt in one of three formats, an id, and settings."""
 
 import hashlib
 import json
@@ -10,12 +10,12 @@ from specbeam.doors import aliases, as_plain, hint, is_integer, of_record, row_n
 from specbeam.errors import BadPrompt, BadSetting
 
 OF_ENCODINGS = ("attention_mask", "token_type_ids", "position_ids")  # other columns of a tokenizer
-MOST_TEXTS = 1024  # of a row: all of them are begun at once
+MOST_TEXTS = 1024  # texts of a row, which are all started at once
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The names of the columns that are read; others are left alone."""
+    """The names of the columns that are read; others are ignored."""
 
     id: str = "id"
     prompt: str = "prompt"  # a text, a list of token ids, or messages
@@ -32,8 +32,8 @@ class JobRow:
     """A prompt of a job.
 
     Attributes:
-        number: of the row in its source, from 1 on.
-        id: a text or an integer; None: the row cannot be read so far.
+        number: number of the row in its source, from 1.
+        id: a text or an integer; None if the id cannot be read.
         prompt: a text, token ids, messages, or an encoding as a dictionary.
         is_chat: whether the prompt is messages.
         settings: settings of the row, by the names of `row_names` and "seed".
@@ -49,7 +49,7 @@ class JobRow:
 
     @property
     def name(self) -> str:
-        """The text by which the row is known, and its chance is seeded: its id, or else its number."""
+        """The text that identifies the row and seeds its random numbers: its id, or else its number."""
         return f"row {self.number}" if self.id is None else str(self.id)
 
     @property
@@ -63,21 +63,23 @@ class JobRow:
 def row_of(number: int, fields: Mapping[str, Any], columns: Columns) -> JobRow:
     """Return the row with these fields; if they cannot be read, it has an error.
 
-    Lists and dictionaries may be given as JSON texts, as in tables that hold texts alone; a prompt in its own column is a
-    text as it stands. Without a column of ids the number is the id.
+    Lists and dictionaries may be given as JSON text, because some tables hold only texts; the column `prompt` is never
+    parsed. Without a column of ids the number is the id.
     """
     identity: str | int | None = None
     try:
         identity = _id_in(fields, columns, number)
         prompt, is_chat = _prompt_in(fields, columns)
         settings = _settings_in(fields, columns)
-        json.dumps([prompt, settings], ensure_ascii=False).encode("utf-8")  # raises if anything is no JSON, or no text
+        json.dumps([prompt, settings], ensure_ascii=False).encode(
+            "utf-8"
+        )  # raises for anything that is not JSON or not Unicode
         row = JobRow(number, identity, prompt, is_chat, settings)
         assert row.digest
     except (BadPrompt, BadSetting) as error:
         return JobRow(number, identity, error=f"{type(error).__name__}: {error}")
     except UnicodeEncodeError:
-        return JobRow(number, identity, error="BadPrompt: the row holds half a character; write proper Unicode")
+        return JobRow(number, identity, error="BadPrompt: the row has half a surrogate pair; write valid Unicode")
     except (TypeError, ValueError, RecursionError) as error:
         return JobRow(number, identity, error=f"BadPrompt: a field of the row is not JSON: {error}")
     return row
@@ -91,7 +93,7 @@ def _id_in(fields: Mapping[str, Any], columns: Columns, number: int) -> str | in
         found.encode("utf-8")
         return found
     if is_integer(found) and not -(2**63) <= found < 2**63:
-        raise BadPrompt(f"the {columns.id} of the row is {found}; an integer has 64 bits, so write it as a text")
+        raise BadPrompt(f"the {columns.id} of the row is {found}, which exceeds 64 bits; write it as a text")
     if is_integer(found):
         return int(found)
     raise BadPrompt(f"the {columns.id} of the row is {found!r}; it must be a text or an integer")
@@ -103,7 +105,7 @@ def _prompt_in(fields: Mapping[str, Any], columns: Columns) -> tuple[Any, bool]:
     fields = {name: as_plain(value) for name, value in fields.items()}
     given = [name for name in names if fields.get(name) is not None and _is_filled(fields[name])]
     if len(given) > 1:
-        raise BadPrompt(f"the row has {' and '.join(given)}; leave all but one of them empty")
+        raise BadPrompt(f"the row has {' and '.join(given)}; fill only one of them")
     if not given and fields.get("input_ids") is not None:
         read = ["input_ids", *(name for name in OF_ENCODINGS if fields.get(name) is not None)]
         return {name: _from_json(fields[name], name) for name in read}, False
@@ -130,7 +132,7 @@ def _prompt_in(fields: Mapping[str, Any], columns: Columns) -> tuple[Any, bool]:
 
 
 def _is_filled(value: Any) -> bool:
-    """Return whether a field holds anything; an empty field of a table is an empty text."""
+    """Return whether a field is filled; tables have empty texts for empty fields."""
     return not (isinstance(value, (str, list)) and len(value) == 0)
 
 
@@ -152,7 +154,7 @@ def _settings_in(fields: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
         raise BadSetting(f"seed is {seed!r}; it must be an integer from 0 to 2**63 - 1")
     count = given.get("num_return_sequences", 1)
     if is_integer(count) and count > MOST_TEXTS:
-        raise BadSetting(f"num_return_sequences is {count}; a row may have {MOST_TEXTS:,} texts at the most")
+        raise BadSetting(f"num_return_sequences is {count}; a row may have at most {MOST_TEXTS:,} texts")
     return given
 
 
@@ -167,7 +169,7 @@ def _from_json(value: Any, name: str) -> Any:
 
 
 def row_seed(seed: int, row: JobRow) -> int:
-    """Return the seed of a row, of 63 bits: from its settings, or else from the job's seed and the row's id."""
+    """Return the seed of a row, 63 bits: from its settings, or else derived from the job's seed and the row's id."""
     own = row.settings.get("seed")
     if own is not None:
         return int(own)

@@ -1,9 +1,10 @@
-"""Tables of rows in files, read and written row by row: lines of JSON, CSV and Parquet."""
+"""Tables in files, read and written row by row: JSON lines, CSV and Parquet."""
 
 import csv
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from specbeam.doors import DAMAGE, OPENERS, as_json, require_file
 from specbeam.errors import BadPrompt, BadSetting, MissingFile, MissingPackage
 
 KINDS = (".jsonl", ".csv", ".parquet")
-ROWS_AT_ONCE = 256  # of Parquet, in memory
+ROWS_AT_ONCE = 256  # rows of Parquet in memory
 
 
 class TableRow(NamedTuple):
@@ -22,10 +23,10 @@ class TableRow(NamedTuple):
 
 
 def kind_of(path: Path) -> str:
-    """Return the kind of table in a file, by its suffix. Raises `BadSetting` for an unknown suffix."""
+    """Return the type of table in a file, by its suffix. Raises `BadSetting` for an unknown suffix."""
     kind = path.with_suffix("").suffix if path.suffix in OPENERS else path.suffix
     if kind not in KINDS or (kind == ".parquet" and path.suffix in OPENERS):
-        raise BadSetting(f"{path} is not a known kind of table; its name must end in {', '.join(KINDS)}, or .jsonl.gz")
+        raise BadSetting(f"{path} is not a known type of table; its name must end in {', '.join(KINDS)}, or .jsonl.gz")
     if kind == ".parquet":
         _pyarrow()
     return kind
@@ -35,15 +36,15 @@ def read_table(path: Path) -> Iterator[TableRow]:
     """Yield the rows of a table one at a time; empty lines are skipped.
 
     Raises:
-        BadSetting: the suffix of the file is not that of a table.
+        BadSetting: the suffix of the file is unknown.
         MissingFile: there is no such file.
-        MissingPackage: the table is in Parquet, and pyarrow is not installed.
-        BadPrompt: the file is no such table. A single row that cannot be read has an error instead.
+        MissingPackage: the table is Parquet, and pyarrow is not installed.
+        BadPrompt: the file is not a table of this type. A single row that cannot be read has an error instead.
     """
     wanted = f"give a table of prompts: {', '.join(KINDS)}"
     require_file(path, wanted)
     if not path.is_file():
-        raise MissingFile(f"{path} is a pipe or a device, and a table is read twice; {wanted}")
+        raise MissingFile(f"{path} is a pipe or a device, but a table is read twice; {wanted}")
     readers: dict[str, Callable[[Path], Iterator[TableRow]]] = {
         ".jsonl": _read_jsonl,
         ".csv": _read_csv,
@@ -53,14 +54,16 @@ def read_table(path: Path) -> Iterator[TableRow]:
 
 
 def _undamaged(path: Path, rows: Iterator[TableRow]) -> Iterator[TableRow]:
-    """Yield rows. Raises `BadPrompt` if the file cannot be unpacked so far, or cannot be read to its end."""
+    """Yield rows. Raises `BadPrompt` if the file cannot be unpacked or read to its end."""
     try:
         yield from rows
     except DAMAGE as error:
-        raise BadPrompt(f"{path} is damaged, or not packed as its suffix says: {error}; pack it again") from error
+        raise BadPrompt(
+            f"{path} is damaged, or not compressed as its suffix says: {error}; compress it again"
+        ) from error
     except OSError as error:
         raise BadPrompt(
-            f"{path} cannot be read: {error.strerror or error}; look at the disk, or write it again"
+            f"{path} cannot be read: {error.strerror or error}; check the disk, or write it again"
         ) from error
 
 
@@ -76,12 +79,10 @@ def _read_jsonl(path: Path) -> Iterator[TableRow]:
                 continue
             if isinstance(found, str):
                 found = {"prompt": found}
-            is_object = isinstance(found, dict)
-            yield (
-                TableRow(found)
-                if is_object
-                else TableRow(None, f"the line is {str(found)[:60]!r}; it must be an object")
-            )
+            if isinstance(found, dict):
+                yield TableRow(found)
+            else:
+                yield TableRow(None, f"the line is {str(found)[:60]!r}; it must be an object")
 
 
 def _read_csv(path: Path) -> Iterator[TableRow]:
@@ -139,12 +140,12 @@ def _read_parquet(path: Path) -> Iterator[TableRow]:
 def write_table(
     path: Path, kind: str, columns: dict[str, str], rows: Iterable[dict[str, Any]], packing: str | None = None
 ) -> None:
-    """Write rows to a file, without holding them.
+    """Write rows to a file one at a time.
 
     Args:
         kind: one of `KINDS`.
         columns: the type of each column: "text", "integer", "number" or "beams".
-        packing: ".gz" or ".xz"; others: the file is not packed. By default the end of its name.
+        packing: suffix of the compression, ".gz" or ".xz"; any other: none. By default the suffix of the file.
     """
     if kind == ".parquet":
         _write_parquet(path, columns, rows)
@@ -186,12 +187,13 @@ def _write_parquet(path: Path, columns: dict[str, str], rows: Iterable[dict[str,
     }
     schema = arrow.schema([(name, types[kind]) for name, kind in columns.items()])
     with parquet.ParquetWriter(path, schema) as writer:
-        for chunk in _chunks(rows, ROWS_AT_ONCE):
+        remaining = iter(rows)
+        while chunk := list(islice(remaining, ROWS_AT_ONCE)):
             writer.write_table(arrow.Table.from_pylist([_proper(row) for row in chunk], schema))
 
 
 def _proper(value: Any) -> Any:
-    """Return a value in which halves of characters, which no encoding has, are escapes."""
+    """Return a value with lone surrogates, which UTF-8 cannot encode, replaced by escapes."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, list):
@@ -199,17 +201,6 @@ def _proper(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _proper(one) for name, one in value.items()}
     return value
-
-
-def _chunks(rows: Iterable[dict[str, Any]], size: int) -> Iterator[list[dict[str, Any]]]:
-    chunk: list[dict[str, Any]] = []
-    for row in rows:
-        chunk.append(row)
-        if len(chunk) == size:
-            yield chunk
-            chunk = []
-    if chunk:
-        yield chunk
 
 
 def _pyarrow() -> tuple[Any, Any]:

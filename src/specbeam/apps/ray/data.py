@@ -12,28 +12,28 @@ from specbeam.apps.jobs.rows import Columns, row_of
 from specbeam.doors import as_plain, method_from, usual_method
 from specbeam.errors import BadSetting
 
-ROWS_OF_BLOCK = 64  # a block is written whole, so a worker that ends loses at most one
-CPUS = 0.5  # of a worker, as Ray counts: a resumed job also needs room for the filter that reads finished rows
+ROWS_OF_BLOCK = 64  # blocks are written as a whole, so a lost worker costs at most one
+CPUS = 0.5  # Ray CPUs per worker; a resumed job also needs CPUs for the filter that reads finished rows
 
 
 class Decode:
     """A callable class for ``Dataset.map_batches``: each worker loads the pair once, and decodes blocks of rows.
 
-    An answer has the columns of ``specbeam batch`` (`jobs.answering.ANSWER_COLUMNS`). The id is the row's,
-    with its type, in a column of the same name, so that answers can be joined and filtered by it; `beams` is JSON text, so
-    that any file format can hold it. The seed of a row is made of `seed` and its id, so a block that is decoded again after
-    a worker was lost has the same texts. A row that cannot be decoded has an `error`, and costs no other row.
+    An answer has the columns of ``specbeam batch`` (`jobs.answering.ANSWER_COLUMNS`). The row's id keeps its type and the
+    name of its column, so that answers can be joined and filtered by it; `beams` is JSON text, which any file format can
+    store. The seed of a row depends on `seed` and its id only, so a block that is decoded again after the loss of a worker
+    has the same texts. A row that cannot be decoded has an `error`, and does not affect other rows.
 
     Args:
         target, draft: as for `specbeam.load`; names or paths that each machine of the cluster can read.
         method, settings: a recipe by name, and its settings as NAME=VALUE; None: the pair's default, as in `generate`.
-        id_column, prompt_column: the columns that are read. Each row needs an id: blocks do not know their places.
+        id_column, prompt_column: the columns that are read. Each row needs an id, because blocks have no row numbers.
         seed, batch_size: see `jobs.answering.Work`.
         device, dtype, quantize: see `specbeam.load`.
-        options: options of `specbeam.generate`; the column "settings" of a row takes precedence.
+        options: options of `specbeam.generate`; the column "settings" of a row overrides them.
 
     Raises:
-        BadSetting: the column of ids has the name of another column of answers, or a setting is wrong.
+        BadSetting: the id column has the name of a column of answers, or a setting is invalid.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class Decode:
         **options: Any,
     ) -> None:
         if id_column != "id" and id_column in ANSWER_COLUMNS:
-            raise BadSetting(f"id_column is {id_column!r}, which is a column of answers; give the column another name")
+            raise BadSetting(f"id_column is {id_column!r}, which is a column of answers; rename the column")
         pair = load(target, draft, device=device, dtype=dtype, quantize=quantize)
         self.columns = Columns(id=id_column, prompt=prompt_column)
         chosen = usual_method(pair, settings) if method is None else method_from(method, settings)
         self.work = work_of(pair, chosen, seed, batch_size, options)
 
     def __call__(self, block: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the answers to the rows of a block, in their order."""
+        """Return the answers to the rows of a block, in order."""
         import json
 
         rows = []
@@ -83,7 +83,7 @@ class Decode:
 
 
 def _column(values: list[Any], kind: str) -> np.ndarray:
-    """Return a column of the same type in each block, whatever rows are in it; without a number it is NaN or -1."""
+    """Return a column of the same type in each block; missing numbers are NaN or -1."""
     if kind == "number":
         return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
     if kind == "integer":
@@ -102,10 +102,9 @@ def decode_table(
     num_gpus: float = 0.0,
     **decode: Any,
 ) -> None:
-    """Decode a table on a Ray cluster into a folder of Parquet files. Said again after an end of any kind, it goes on.
+    """Decode a table on a Ray cluster into a folder of Parquet files. Repeat the call to resume an interrupted job.
 
-    What is done is in Ray Data's checkpoint, by id. It is kept block by block: the end of the job costs the blocks that are
-    under way.
+    Ray Data's checkpoint stores the ids of finished rows, block by block: an interruption costs the blocks in progress.
 
     Args:
         source: a table (.jsonl, .csv or .parquet) or a folder of Parquet files, that all machines can read.

@@ -1,6 +1,5 @@
-"""The server on a cluster: replicas of `specbeam serve` as a deployment of Ray Serve, with a pair and an engine each."""
+"""A Ray Serve deployment of `specbeam serve`: each replica has its own pair and engine."""
 
-import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import fields
 from functools import partial
@@ -14,14 +13,14 @@ if TYPE_CHECKING:
     from ray.serve import Application
 
 STICKY = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-RETRY_AFTER_S = 1.0  # of a client that Ray has no place for
-MARGIN_S = 5.0  # seconds for the last answers to be sent, after the longest text has ended
-HEALTH_S = 2.0  # seconds between two looks at the engine of a replica
-CONSTRUCTIONS = 3  # of a replica that cannot start, before the deployment counts as failed
+RETRY_AFTER_S = 1.0  # Retry-After of a request that Ray rejects
+MARGIN_S = 5.0  # seconds to send the last answers after `drain_timeout`
+HEALTH_S = 2.0  # seconds between two health checks of a replica
+CONSTRUCTIONS = 3  # attempts to start a replica before the deployment counts as failed
 
 
 class Replica:
-    """A server in a process of Ray Serve, which sends requests to it once its pair is loaded and its loops are compiled.
+    """A server in a process of Ray Serve. It gets requests once its pair is loaded and its steps are compiled.
 
     Args:
         config: the operator's settings.
@@ -36,23 +35,21 @@ class Replica:
         self.server.start()
 
     def __serve_build_asgi_app__(self) -> Any:
-        """Return the routes. Ray runs their lifespan, whose end is that of the engine."""
+        """Return the routes. Ray runs their lifespan, which stops the engine at its end."""
         from specbeam.apps.serve.app import make_app
 
         routes = make_app(self.server)
         return near_clients_only(routes) if self.server.config.is_local else routes
 
     def check_health(self) -> None:
-        """Raise `RuntimeError` if the engine is dead or stuck; Ray then puts another replica in the place of this one."""
-        status, found = self.server.health()
-        if status != 200 and found["status"] == "engine_dead":
-            reason = found.get("message") or "it has made no step for long"
+        """Raise `RuntimeError` if the engine is dead or stuck; Ray then replaces this replica."""
+        if reason := self.server.cause_of_death():
             self.server.give_up(reason)
             raise RuntimeError(f"the engine of this replica is dead: {reason}")
 
 
 def near_clients_only(routes: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
-    """Return routes that refuse clients of other machines, because Ray ignores `host`."""
+    """Return routes that refuse clients on other machines; Ray does not know `host`."""
 
     async def guarded(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or _is_near(scope.get("client")):
@@ -60,65 +57,62 @@ def near_clients_only(routes: Callable[..., Awaitable[None]]) -> Callable[..., A
             return
         from specbeam.apps.serve.refusals import Refusal
 
-        refusal = Refusal(
-            403,
-            "permission_error",
-            "forbidden",
-            "these replicas answer clients on their own machine alone; deploy them with the host that Ray listens at and "
-            "an api_key_file, or with no_auth if this is meant",
+        message = (
+            "this deployment answers clients on its own machine only; deploy it with host set to the address that Ray "
+            "listens on, and with an api_key_file, or no_auth if that is intended"
         )
-        await send({"type": "http.response.start", "status": 403, "headers": [(b"content-type", b"application/json")]})
-        await send({"type": "http.response.body", "body": json.dumps(refusal.body).encode()})
+        await Refusal(403, "permission_error", "forbidden", message).response()(scope, receive, send)
 
     return guarded
 
 
 def _is_near(client: Any) -> bool:
-    """Return whether a client, (address, port), is on this machine; one whose address is not known is not."""
+    """Return whether a client, (address, port), is on this machine; False if its address is unknown."""
     try:
         return bool(client) and ip_address(client[0]).is_loopback
-    except ValueError:  # a name
+    except ValueError:  # a host name
         return False
 
 
 def deployment(config: ServerConfig | None = None, *, sticky: bool = True, **options: Any) -> "Application":
     """Return replicas of a server for ``ray.serve.run``.
 
-    Each replica is a process with a pair, an engine and beginnings of prompts of its own. Ray sends it requests when it is
-    ready, removes it when its engine is dead, and lets its requests finish before it stops it. Texts are those of
-    `specbeam serve`: a seed gives the same one on each replica.
+    Each replica is a process with its own pair, engine and prefix cache. Ray sends it requests once it is ready, removes it
+    if its engine is dead, and lets its requests finish before stopping it. Texts are those of `specbeam serve`: a seed
+    gives the same text on each replica.
 
-    Limits are mapped: a replica takes `max_running` + `max_waiting` requests, `max_waiting` more wait in Ray's proxy, and
-    further ones are refused with status 429 and Retry-After. A replica that is stopped has `drain_timeout` seconds for what
-    it decodes.
+    A replica accepts `max_running` + `max_waiting` requests, and `max_waiting` more wait in Ray's proxy; further requests
+    are refused with status 429 and Retry-After. A stopping replica has `drain_timeout` seconds to finish its requests.
 
     Args:
-        config: as for `specbeam serve`; None: its defaults, the bundled pair. Ray listens, so `port` does nothing, and
-            `host` sets who may call: by default clients of this machine only; with another address, which needs keys, all.
-        sticky: whether requests with the same header ``x-session-id`` go to the same replica while it lives, so that what a
-            conversation begins with is known there. Those without it are spread.
+        config: as for `specbeam serve`; None: its defaults, the bundled pair. `port` has no effect, because Ray listens.
+            `host` decides who may call: by default clients on this machine only; with another address, which needs keys,
+            all clients.
+        sticky: whether requests with the same header ``x-session-id`` go to the same replica while it lives, where the
+            prefix cache has their conversation. Requests without the header are distributed.
         options: options of ``ray.serve.deployment``, which override those derived from `config`: `num_replicas`,
             `autoscaling_config`, `ray_actor_options`, `max_ongoing_requests`, and others.
 
     Raises:
         MissingPackage: ray[serve] is not installed.
-        BadSetting: others than this machine could call the server without a key, or the target would be spread over
-            processes that torchrun starts.
+        BadSetting: other machines could call the server without a key, or `tensor_parallel` is set.
     """
     try:
         from ray import serve
     except ImportError as error:
-        raise MissingPackage(f"replicas need {error.name}: pip install '.[serve,replicas]'") from error
+        raise MissingPackage(f"replicas need the package {error.name}: pip install '.[serve,replicas]'") from error
     config = config or ServerConfig()
     config.check_open()
     if config.tensor_parallel:
-        raise BadSetting("tensor_parallel is for processes that torchrun starts, and Ray starts these; leave it out")
+        raise BadSetting(
+            "tensor_parallel needs processes started by torchrun, but Ray starts the replicas; leave it out"
+        )
     made = serve.deployment(serve.ingress()(Replica), name="specbeam", **options_of(config, sticky, options))
     return made.bind(config)
 
 
 def options_of(config: ServerConfig, sticky: bool, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of Ray's deployment: derived from a configuration, overridden by the given ones."""
+    """Return the options of Ray's deployment, derived from a configuration and overridden by `given`."""
     own: dict[str, Any] = {
         "max_ongoing_requests": config.max_running + config.max_waiting,
         "max_queued_requests": max(config.max_waiting, 1),
@@ -138,11 +132,10 @@ def app(arguments: Mapping[str, Any]) -> "Application":
 
     Args:
         arguments: arguments of `ServerConfig` and `deployment` by name, and `config`, a file with fields of `ServerConfig`.
-            Texts are read as YAML, as a command line has nothing else.
+            Strings, as a command line passes them, are parsed as YAML.
 
     Raises:
-        BadSetting, MissingFile: as `deployment` and `read_config`; also where a name is none of the server's and Ray knows
-            no such option.
+        BadSetting, MissingFile: as `deployment` and `read_config`; also for a name that neither the server nor Ray knows.
     """
     values = {}
     for name, value in arguments.items():
@@ -158,12 +151,12 @@ def app(arguments: Mapping[str, Any]) -> "Application":
         if not options:
             raise
         raise BadSetting(
-            f"neither the server nor Ray's deployments have one of {', '.join(options)}: {error}"
+            f"at least one of {', '.join(options)} is neither a setting of the server nor of Ray's deployments: {error}"
         ) from error
 
 
 def _read(name: str, text: str) -> Any:
-    """Return the value of a text of the command line. Raises `BadSetting` if it is not YAML."""
+    """Return the value of a string from the command line. Raises `BadSetting` if it is not YAML."""
     import yaml
 
     try:

@@ -1,4 +1,4 @@
-"""Baselines of the search: the best of several whole texts, and beams of steps of a fixed width."""
+"""Baselines of the search: the best of several whole texts, and beams of steps of fixed width."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from specbeam.apps.search.tree import OPEN, SearchResult
 from specbeam.apps.search.value import Value, as_value
 from specbeam.recipes import resolve
 
-WHOLE = 2**30  # tokens of a step that is a whole text
+WHOLE = 2**30  # maximum number of tokens of a step that is a whole text
 
 
 def best_of(
@@ -25,19 +25,17 @@ def best_of(
     batch_size: int = 32,
     **options: Any,
 ) -> list[SearchResult]:
-    """Draw `count` whole texts for each prompt, and return the one of largest value.
+    """Draw `count` whole texts for each prompt, and return the text of largest value; "" if no text is finished.
 
     Args:
-        threshold: texts are drawn one after the other, and the first whose value reaches this is the answer. None: all are
-            drawn.
-        The others are those of `lite_search`.
+        threshold: texts are drawn one after the other until a value reaches this. None: all are drawn.
 
-    Raises as `lite_search` does. Where no text is finished within its tokens, the answer is "".
+    Other arguments and errors are those of `lite_search`.
     """
     require_counts(count=count)
     if threshold is not None:
         require_odds(threshold=threshold)
-    # texts are one step: a separator that no text holds
+    # a text is a single step: no text contains this separator
     growth = GrowingTrees(
         as_pair(pair), as_value(value), resolve(method), "\0", None, WHOLE, max_new_tokens, given_seed(seed), batch_size,
         options,
@@ -51,7 +49,7 @@ def best_of(
         growth.extend(wishes)
         _end_found(growth, threshold)
     _end_exhausted(growth)
-    return growth.checked()  # no separator is to blame for texts that were cut off
+    return growth.checked()  # without the check of `end`: cut texts are not the fault of a separator
 
 
 def step_beams(
@@ -70,11 +68,11 @@ def step_beams(
     batch_size: int = 32,
     **options: Any,
 ) -> list[SearchResult]:
-    """Search by beams of steps: continue each of the `width` best beginnings of a depth `children` times, and go deeper.
+    """Search by beams of steps: continue each of the `width` best nodes of a depth `children` times, then the next depth.
 
-    A search ends at a depth with a finished text whose value reaches the threshold, or where no beginning is left.
+    A search ends at a depth with a finished text whose value reaches the threshold, or without open nodes.
 
-    The arguments are those of `lite_search`, and it raises as that does.
+    Other arguments and errors are those of `lite_search`.
     """
     require_counts(width=width, children=children)
     require_odds(threshold=threshold)
@@ -109,7 +107,7 @@ def _end_found(growth: GrowingTrees, threshold: float | None) -> None:
 
 
 def _end_exhausted(growth: GrowingTrees) -> None:
-    """End the searches that nothing else has ended."""
+    """End the remaining searches."""
     for result in growth.results:
         if not result.ended:
             result.ended = "exhausted"

@@ -1,4 +1,4 @@
-"""Draws of steps: texts continued by a recipe up to a separator, each with a separate seed, decoded side by side."""
+"""Draws of steps: texts continued by a recipe up to a separator, each with a separate seed, decoded together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ class Draw:
 
     Attributes:
         prompt: token ids.
-        seed: of its chance.
-        most: the most tokens of the continuation.
-        stop: ends the continuation; None: only the model does, or the limit.
+        seed: seed of its random numbers.
+        most: maximum number of tokens of the continuation.
+        stop: text that ends the continuation; None: only the model or the limit ends it.
     """
 
     prompt: list[int]
@@ -37,8 +37,8 @@ class Drawn:
         tokens: the new token ids.
         text: their text.
         finished: whether the model ended the text.
-        complete: whether the separator or the model ended it, not the limit.
-        law: the law of the continuation.
+        complete: whether the separator or the model ended it, as opposed to the limit.
+        law: law of the continuation.
         target_passes: number of passes of the target.
     """
 
@@ -51,7 +51,7 @@ class Drawn:
 
 
 def seed_of(seed: int, *numbers: int) -> int:
-    """Return the seed of one draw of a search: a function of the search's seed and of numbers that identify the draw."""
+    """Return the seed of a draw: a function of the search's seed and of numbers that identify the draw."""
     (state,) = np.random.SeedSequence([seed, *numbers]).generate_state(1, np.uint64)
     return int(state >> np.uint64(1))
 
@@ -64,7 +64,7 @@ def drawn(
     Law: each is an independent draw from the method's law of the text after its prompt, up to the separator.
 
     Args:
-        batch_size: maximum number of texts that are decoded side by side.
+        batch_size: maximum number of texts decoded at the same time.
         options: as for `specbeam.generate`, without max_new_tokens and stop_strings.
     """
     requests = []

@@ -16,29 +16,29 @@ from specbeam.doors import Request, Settings, as_prompts, is_integer, require, r
 from specbeam.errors import BadSetting, BrokenValue, NotSupported, SearchFailed, SpecbeamError
 
 TAKEN = ("max_new_tokens", "stop_strings", "num_return_sequences", "max_length", "min_new_tokens")
-NO_LIMIT = 2**62  # tokens
+NO_LIMIT = 2**62  # tokens of a search without a budget
 
 
 class Wish(NamedTuple):
-    """Draws that are wanted below a node."""
+    """Draws wanted below a node."""
 
-    number: int  # of the prompt
+    number: int  # number of the prompt
     node: int
     wanted: int
 
 
 @dataclass
 class GrowingTrees:
-    """The trees of all prompts of a search, and how they grow.
+    """The growing trees of all prompts of a search.
 
     Attributes:
-        budget: the most tokens that are drawn for a prompt; None: no limit.
-        step_tokens: the most tokens of a step.
-        max_new_tokens: the most tokens of a text; None: 256, or fewer if the models have fewer positions left.
-        ends: a step that holds one of these texts is the last one.
-        results: of each prompt.
-        lengths: of each prompt, the most tokens of a text.
-        repeats: of each prompt, the number of equal prompts before it, which have other chance.
+        budget: maximum number of tokens drawn for a prompt; None: no limit.
+        step_tokens: maximum number of tokens of a step.
+        max_new_tokens: maximum number of tokens of a text; None: 256, or fewer if the models have fewer positions left.
+        ends: a step that contains one of these texts is the last one.
+        results: result of each prompt.
+        lengths: maximum number of tokens of a text, for each prompt.
+        repeats: number of equal prompts before each prompt, which have other random numbers.
     """
 
     pair: Pair
@@ -57,7 +57,7 @@ class GrowingTrees:
     repeats: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Raise `BadSetting` or `NotSupported` for settings that make no search."""
+        """Raise `BadSetting` or `NotSupported` for invalid settings."""
         require_prompts(self.pair, "a search over steps")
         require(isinstance(self.separator, str) and bool(self.separator), "separator", self.separator, "a text")
         if self.budget is not None:
@@ -73,14 +73,14 @@ class GrowingTrees:
         require(are_texts, "ends", self.ends, "a list of texts")
         for name in TAKEN:
             if self.options.get(name) is not None:
-                raise NotSupported(f"a search sets {name} by itself; leave it out, or give step_tokens or separator")
+                raise NotSupported(f"a search sets {name} itself; leave it out, or give step_tokens or separator")
         if self.method.greedy or Settings.given(self.options).temperature == 0:
             raise BadSetting(
-                f"{self.method.name} draws the same step again and again at temperature 0; give a method that draws, "
-                "such as 'sampling', and a temperature"
+                f"{self.method.name} gives the same step in each draw, as it does not sample; give a method that samples, "
+                "such as 'sampling', and a temperature above 0"
             )
         if self.pair.tokenizer is None:
-            raise NotSupported("a search reads texts and finds where steps end; give load(tokenizer=...)")
+            raise NotSupported("a search needs texts to find the ends of steps; give load(tokenizer=...)")
 
     def begin(self, prompts: Any) -> None:
         """Set up a tree for each prompt, with the value of its root. Raises the error of the first invalid prompt."""
@@ -99,7 +99,7 @@ class GrowingTrees:
                 result.nodes[0].status = CLOSED
 
     def _ids(self, prompt: Any, number: int) -> tuple[list[int], int]:
-        """Return the token ids of a prompt, and the most tokens of its text."""
+        """Return the token ids of a prompt, and the maximum number of tokens of its text."""
         settings = Settings(**self.options, max_new_tokens=self.max_new_tokens)
         request = Request.of(self.pair, [prompt], self.method, settings, self.seed)
         for error in request.refused.values():
@@ -113,7 +113,7 @@ class GrowingTrees:
         return str(self.pair.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def text_at(self, number: int, node: int) -> str:
-        """Return the prompt and the steps down to a node."""
+        """Return the text of the prompt and of the steps down to a node."""
         result = self.results[number]
         return self.text_of([*result.prompt, *result.tokens_to(node)])
 
@@ -122,7 +122,7 @@ class GrowingTrees:
         return NO_LIMIT if self.budget is None else self.budget - self.results[number].spent
 
     def draw_greedy(self) -> None:
-        """Draw the text of temperature 0 for each active prompt, and compute the values of finished texts."""
+        """Draw the greedy text of each active prompt, and compute the values of finished texts."""
         going = [number for number, result in enumerate(self.results) if not result.ended]
         options = {name: given for name, given in self.options.items() if name not in warper_names()}
         options["temperature"] = 0.0
@@ -153,7 +153,7 @@ class GrowingTrees:
             result.text = result.greedy_text
 
     def _to_its_end(self, text: Drawn) -> tuple[list[int], bool]:
-        """Return the tokens of a whole text up to the end of the step that ends it, and whether it is finished."""
+        """Return the tokens of a text up to the end of its last step, and whether it is finished."""
         if not any(end in text.text for end in self.ends):
             return text.tokens, text.finished
         for length in range(1, len(text.tokens)):
@@ -164,9 +164,9 @@ class GrowingTrees:
         return text.tokens, text.finished
 
     def extend(self, wishes: Sequence[Wish]) -> None:
-        """Draw steps below nodes, add them to the trees, and value them.
+        """Draw steps below nodes, add them to the trees, and compute their values.
 
-        Where tokens run short there are fewer draws than wished, or shorter ones: all that may be drawn is reserved before.
+        If the budget runs short, there are fewer draws, or shorter ones: each draw reserves its maximum number of tokens.
         """
         draws: list[Draw] = []
         places: list[tuple[int, int]] = []
@@ -205,7 +205,7 @@ class GrowingTrees:
         result.law = text.law
 
     def _add(self, number: int, parent: int, step: Drawn) -> int | None:
-        """Add a step below a node. Returns the number of its node; None if this has the very step already."""
+        """Add a step below a node. Returns the number of its node; None if the node has an equal child already."""
         result = self.results[number]
         result.nodes[parent].draws += 1
         result.draws += 1
@@ -225,7 +225,7 @@ class GrowingTrees:
         return child
 
     def _value_nodes(self, new: list[tuple[int, int]]) -> None:
-        """Value the nodes that were not cut off; those of value 0 and those without room for more are closed."""
+        """Compute the values of nodes that were not cut off; close nodes of value 0 and nodes without room for more."""
         whole = [(number, child) for number, child in new if self.results[number].nodes[child].status != CUT_OFF]
         values = self._values([self.text_at(number, child) for number, child in whole])
         for (number, child), value in zip(whole, values, strict=True):
@@ -259,14 +259,14 @@ class GrowingTrees:
         self.results[number].ended = "failed"
 
     def end(self) -> list[SearchResult]:
-        """Return the results of all prompts. Searches of which no step has come to its end have failed; see `checked`."""
+        """Return the results of all prompts. Searches in which no step reached its end have failed; see `checked`."""
         for number, result in enumerate(self.results):
             steps = result.nodes[1:]
             if not result.failure and not result.tokens and steps and all(node.status == CUT_OFF for node in steps):
                 self._fail(
                     number,
                     BadSetting(
-                        f"none of {result.draws} steps came to an end: the separator {self.separator!r} was not found "
+                        f"none of {result.draws} steps reached its end: the separator {self.separator!r} was not found "
                         f"within {self.step_tokens} tokens; give the separator that this model writes, more step_tokens, "
                         "or a larger budget"
                     ),
@@ -274,7 +274,7 @@ class GrowingTrees:
         return self.checked()
 
     def checked(self) -> list[SearchResult]:
-        """Return the results of all prompts. Raises `SearchFailed`, which holds them, if any has failed."""
+        """Return the results of all prompts. Raises `SearchFailed`, with all results, if any search has failed."""
         failures = [result.failure for result in self.results if result.failure is not None]
         if failures:
             raise SearchFailed(failures, self.results)

@@ -1,4 +1,4 @@
-"""LiteSearch: value-guided tree search over reasoning steps, with a budget of draws for each node (arXiv 2407.00320)."""
+"""LiteSearch: value-guided tree search over reasoning steps, with a limit of draws for each node (arXiv 2407.00320)."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -36,41 +36,41 @@ def lite_search(
     on_progress: Callable[[int, SearchResult], None] | None = None,
     **options: Any,
 ) -> list[SearchResult]:
-    """Search for a text of high value, step by step: the most promising beginning is continued, as often as its value asks.
+    """Search step by step for a text of high value: the most promising node is continued, as often as its value suggests.
 
     Law: each step is drawn from the method's law of the text after the steps before it, independently of other draws. The
-    answer is chosen by value, so it has the law of no plain decoding.
+    answer is chosen by value, so its law is that of no plain decoding.
     Paper: arXiv 2407.00320 (Wang et al.)
 
-    First the text of temperature 0 is decoded; it is the answer if its value reaches the threshold. If not, iterations
-    follow: the open node with the largest v' + progress * depth / (steps of the greedy text) is continued by one step, or by
-    all the steps that it may have. v' is its value, calibrated by that of the greedy text. A node of value v' whose children
-    have depth d may have ceil(log(1 - confidence) / (d * log(1 - v'))) draws, between 1 and `children`. A search ends at the
-    first finished text whose value reaches the threshold.
+    First the greedy text is decoded; it is the answer if its value reaches the threshold. Otherwise iterations follow: the
+    open node with the largest v' + progress * depth / (steps of the greedy text) gets one draw, or all its draws. v' is its
+    value, calibrated by that of the greedy text. A node of value v' whose children have depth d may have
+    ceil(log(1 - confidence) / (d * log(1 - v'))) draws, between 1 and `children`. A search ends at the first finished text
+    whose value reaches the threshold.
 
     Args:
         pair: the models, from `load`; or "bundled".
-        prompts: one prompt or many, as for `generate`. Searches of all prompts share the passes of the models, and the calls
-            of the value function.
+        prompts: one prompt or many, as for `generate`. The searches share passes of the models and calls of the value
+            function.
         value: a function that takes a list of texts, each a prompt with the steps so far, and returns a number in [0, 1] for
-            each: the odds that the text leads to a right answer, or that a finished one is right. A text of value 0 is not
+            each: the odds that the text leads to a right answer, or that a finished text is right. A text of value 0 is not
             continued. Or the folder of a sequence classifier of transformers (see `classifier_value`).
-        method: the recipe that draws steps, or its name; any that draws. Drafts make it faster and change nothing else.
+        method: the recipe that draws steps, or its name; it must sample. Drafts only change the speed.
         separator: a step ends with the token that completes this text.
-        ends: a step that holds one of these texts finishes the text, as the model's end token does: for models that go on
-            to the next question.
+        ends: a step that contains one of these texts finishes the text, like the model's end token: for models that continue
+            with the next question.
         budget: the most new tokens that are drawn for a prompt, the greedy text included; None: no limit. It is kept
             strictly: the last steps may be cut off.
         expand: "incremental" draws one step per iteration, "batch" all steps that the node may have at once.
-        iterations: the most iterations per prompt.
-        children: the most draws at a node.
+        iterations: maximum number of iterations per prompt.
+        children: maximum number of draws at a node.
         confidence: the probability with which one of the draws at a node should be right, in (0, 1).
-        progress: the weight of a node's depth in the choice of nodes, at least 0.
+        progress: weight of a node's depth in the choice of nodes, at least 0.
         threshold: the value at which a finished text is the answer, in [0, 1].
-        step_tokens: the most tokens of a step. A longer step is cut off, and not continued.
-        max_new_tokens: the most tokens of a text; None: 256, or fewer if the models have fewer positions left.
-        seed: the same seed gives the same search, whatever other prompts are in the call. None: a random seed.
-        batch_size: the most texts that are decoded side by side.
+        step_tokens: maximum number of tokens of a step. A longer step is cut off, and not continued.
+        max_new_tokens: maximum number of tokens of a text; None: 256, or fewer if the models have fewer positions left.
+        seed: the same seed gives the same search, independent of other prompts in the call. None: a random seed.
+        batch_size: maximum number of texts decoded at the same time.
         on_progress: called with (prompt number, result so far) after each iteration of a prompt.
         options: further options of `generate`: temperature, repetition_penalty, ...
 
@@ -78,9 +78,9 @@ def lite_search(
         One `SearchResult` per prompt, in their order.
 
     Raises:
-        BadSetting, NotSupported, BadPrompt: a setting or prompt is wrong; nothing was drawn.
-        SearchFailed: the value function failed (`BrokenValue` is its cause), or the searches of some prompts did. All that
-            was drawn is in its `results`.
+        BadSetting, NotSupported, BadPrompt: a setting or prompt is invalid; nothing was drawn.
+        SearchFailed: the value function failed (with `BrokenValue` as its cause), or the searches of some prompts failed.
+            Its `results` have everything that was drawn.
     """
     one_of("expand", expand, ("incremental", "batch"))
     require_counts(iterations=iterations, children=children)
@@ -121,7 +121,7 @@ def lite_search(
 
 
 def _next_wish(growth: GrowingTrees, number: int, rule: BudgetRule, progress: float, whole: bool) -> Wish | None:
-    """Return the draws of the next iteration; None if no node can be continued."""
+    """Return the draws of the next iteration; None if no node is open."""
     result = growth.results[number]
     greedy_value = 0.0 if math.isnan(result.greedy_value) else result.greedy_value
     best = -1
@@ -143,7 +143,7 @@ def _next_wish(growth: GrowingTrees, number: int, rule: BudgetRule, progress: fl
 
 
 def _close_if_spent(result: SearchResult, place: int) -> None:
-    """Close a node that has had all its draws."""
+    """Close a node whose draws are spent."""
     node = result.nodes[place]
     if node.status == OPEN and node.draws >= node.limit:
         node.status = CLOSED

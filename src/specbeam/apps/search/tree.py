@@ -1,4 +1,4 @@
-"""The records of a search: nodes, the tree, the draws that it is made of, and the rules that choose where to draw next."""
+"""The records of a search: nodes, trees and results, and the rule that limits the draws at a node."""
 
 import math
 from dataclasses import dataclass, field
@@ -14,19 +14,19 @@ CLOSED = "closed"
 
 @dataclass
 class Node:
-    """A text that a search has reached: the prompt, and the steps so far.
+    """A node of a search: a text that consists of the prompt and some steps.
 
     Attributes:
-        parent: number of the node that it continues; -1 for the root.
+        parent: number of its parent node; -1 for the root.
         depth: number of steps after the prompt.
         tokens: token ids of the last step; empty for the root.
         text: the text of the last step.
         value: the value of the prompt with the steps; NaN before it is computed.
         status: "open" (it can be continued), "finished" (the model ended the text), "cut off" (the step reached the limit of
-            tokens before the separator came), or "closed" (its draws are spent, or its value is 0).
-        limit: number of draws that it may have; 0 before that was decided.
-        draws: number of times that it was continued. Equal steps share one child.
-        times: number of times that this very step was drawn.
+            tokens before the separator), or "closed" (its draws are spent, or its value is 0).
+        limit: maximum number of draws below it; 0: not computed yet.
+        draws: number of draws below it. Equal steps share one child.
+        times: number of times that this step was drawn.
     """
 
     parent: int
@@ -42,25 +42,25 @@ class Node:
 
 @dataclass
 class SearchResult:
-    """A search for one prompt: the answer, the tree, and what they cost.
+    """A search for one prompt: the answer, the tree, and their cost.
 
     Attributes:
         prompt: token ids of the prompt.
         prompt_text: its text.
-        text: the answer: the finished text of the largest value, the greedy one included; "" if no text was finished.
+        text: the answer: the finished text of largest value, including the greedy one; "" if no text was finished.
         tokens: its token ids.
         value: its value; NaN if there is no answer.
         nodes: the tree; node 0 is the root, and parents come before their children.
         path: numbers of the nodes of the answer, from the first step on; empty if it is the greedy text.
-        spent: number of tokens drawn, the greedy text included; never more than the budget.
+        spent: number of drawn tokens, including the greedy text; at most the budget.
         draws: number of steps drawn.
         target_passes: number of passes of the target over all draws.
         ended: why the search ended: "value" (an answer reached the threshold), "budget" (no tokens are left), "iterations",
-            "exhausted" (no node can be continued any more, or all draws are done), "failed", or "" while it goes on.
+            "exhausted" (no node can be continued, or all draws are done), "failed", or "" while it runs.
         greedy_text, greedy_value, greedy_steps: the greedy text, its value (NaN if it was cut off), its number of steps.
-        law: the law of each step given the text before it. The answer is chosen by value, so it has not the law of any plain
+        law: law of each step given the text before it. The answer is chosen by value, so its law is that of no plain
             decoding.
-        failure: the error that ended the search; None if there was none.
+        failure: the error that ended the search; None without an error.
     """
 
     prompt: list[int]
@@ -99,7 +99,7 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class BudgetRule:
-    """How often a node may be continued, by its value (LiteSearch, arXiv 2407.00320).
+    """The maximum number of draws at a node, by its value (LiteSearch, arXiv 2407.00320).
 
     Attributes:
         confidence: the probability with which at least one of the draws at a node should be right.
@@ -112,8 +112,8 @@ class BudgetRule:
     def limit(self, value: float, depth: int) -> int:
         """Return the number of draws at a node of this calibrated value, whose children have this depth; at least 1.
 
-        With n independent draws of which each is right with odds v, one is right with odds 1 - (1 - v)^n. The number that
-        makes this `confidence` is divided by the depth, since deep nodes have been chosen already.
+        With n independent draws, each right with odds v, at least one is right with odds 1 - (1 - v)^n. The n that makes
+        this `confidence` is divided by the depth, because deep nodes have been selected already.
         """
         if value <= 0:
             return self.most
@@ -124,7 +124,7 @@ class BudgetRule:
 
 
 def calibrated(value: float, greedy_value: float, depth: int) -> float:
-    """Return the mean of a node's value and of that of the greedy text, which weighs less the deeper the node is.
+    """Return the mean of the values of a node and of the greedy text, which weighs less for deeper nodes.
 
     Args:
         depth: number of steps before the node's children are complete, at least 1.

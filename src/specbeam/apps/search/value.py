@@ -14,7 +14,7 @@ Value = Callable[[list[str]], Sequence[float]]
 
 
 def as_value(value: "Value | str | Path") -> Value:
-    """Return a value function: `value` itself, or the one that a folder of a classifier of transformers makes."""
+    """Return a value function: `value` itself, or that of the classifier in a folder."""
     if isinstance(value, str | Path):
         return classifier_value(value)
     return value
@@ -47,9 +47,8 @@ def checked_values(value: Value, texts: list[str]) -> list[float]:
 def classifier_value(folder: str | Path, batch_size: int = 16, device: str | None = None) -> Value:
     """Return the value function of a sequence classifier of transformers: a reward or value head on a language model.
 
-    A model with one output that was trained as a regression (`problem_type` "regression" in its config) gives the value
-    itself, which is cut to [0, 1], for regressions overshoot a little. Any other model with one output gives the log-odds.
-    One with two outputs gives the odds of the second.
+    The output of a regression model with one output (`problem_type` "regression" in its config) is the value, clipped to
+    [0, 1]. One output of any other model is the log-odds. Of two outputs, the value is the probability of the second.
 
     Raises `MissingFile` if there is no such model, `BadCheckpoint` if it is broken, `BrokenValue` if it has more than two
     outputs.
@@ -69,7 +68,7 @@ def classifier_value(folder: str | Path, batch_size: int = 16, device: str | Non
         raise BrokenValue(f"the classifier in {folder} has {outputs} outputs; a value function has one or two")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    if model.config.pad_token_id is None:  # where a row ends is found by it
+    if model.config.pad_token_id is None:  # the model finds the ends of rows by it
         model.config.pad_token_id = tokenizer.pad_token_id
     model = model.eval().to(device or "cpu")
     is_regression = model.config.problem_type == "regression" and outputs == 1
@@ -94,5 +93,5 @@ def classifier_value(folder: str | Path, batch_size: int = 16, device: str | Non
 
 
 def cut(number: float) -> float:
-    """Return a number cut to [0, 1]; NaN stays NaN."""
+    """Return a number clipped to [0, 1]; NaN stays NaN."""
     return number if math.isnan(number) else min(max(number, 0.0), 1.0)

@@ -1,4 +1,4 @@
-"""Conversion of decoded texts to the answer of a request in OpenAI's format."""
+"""Converts decoded texts to answers in OpenAI's format."""
 
 import hashlib
 import json
@@ -27,13 +27,13 @@ class ReturnedText:
     """One text of an answer.
 
     Attributes:
-        index: its number in the answer.
-        prompt: number of the prompt.
-        text: as it is returned: cut before a stop string.
+        index: its index in the answer.
+        prompt: index of its prompt.
+        text: the returned text, cut at a stop string.
         tokens: tokens of the text, including the end token.
         finish_reason: "stop", "length" or "tool_calls".
-        stop_reason: the stop string, or the end token; None: it was cut off.
-        scores: of the tokens; None if they were not asked for.
+        stop_reason: the stop string or the end token; None if the text was cut off.
+        scores: scores of the tokens; None if not asked for.
     """
 
     index: int
@@ -51,7 +51,7 @@ class AnsweredRequest:
     """The outcome of a request.
 
     Attributes:
-        choices: the texts, in the order of prompts.
+        choices: the returned texts, prompt by prompt.
         generations: generations of each prompt, best first.
         warnings: deviations from the request.
     """
@@ -64,24 +64,24 @@ class AnsweredRequest:
 def generations_of(
     request: Request, jobs: Sequence[Job], order: Order
 ) -> tuple[list[list[Generation]], list[str], SpecbeamError | None]:
-    """Return the generations of each prompt, deviations from the request, and the error if there is no answer."""
+    """Return the generations of each prompt, the deviations from the request, and the error if a text failed."""
     by_prompt: list[list[Generation]] = [[] for _ in order.prompts]
     warnings = [*order.warnings]
     failure: SpecbeamError | None = None
     for job in jobs:
         result = request.result(job.session)
         if isinstance(result, TooFewAnswers) and result.generations:
-            warnings.append(f"there are {len(result.generations)} answers, n is {order.count}: {result}")
+            warnings.append(f"there are {len(result.generations)} answers, but n is {order.count}: {result}")
             result = result.generations
         if isinstance(result, SpecbeamError):
             failure = result
             continue
         if job.cut:
-            warnings.append(f"a text was ended early: {job.cut}")
+            warnings.append(f"a text was cut off: {job.cut}")
         by_prompt[request.prompt_of[job.session.place]] += result
     form = order.settings.form_kind
     if form is not None and any(one and not one[0].beams[0].finished for one in by_prompt):
-        warnings.append(f"a text was cut off before it had the form of {form}")
+        warnings.append(f"a text was cut off before it satisfied its {form}")
     return by_prompt, warnings, failure
 
 
@@ -94,8 +94,8 @@ def choices_of(
     """Return the texts of an answer.
 
     Args:
-        generations: of each prompt, as many as are returned.
-        scores: of the tokens of each of them, in the same order; None: not asked for.
+        generations: the returned generations of each prompt.
+        scores: scores of the tokens of each generation, in the same order; None if not asked for.
     """
     choices = []
     place = 0
@@ -120,12 +120,12 @@ def _beam_of(answer: Generation) -> Beam:
 
 
 def shows_special(order: Order) -> bool:
-    """Return whether the texts of an answer have special tokens."""
+    """Return whether the texts of an answer show special tokens."""
     return order.body.skip_special_tokens is False
 
 
 def cut_text(request: Request, order: Order, tokens: list[int]) -> tuple[str, str | None, list[int]]:
-    """Return a text up to the stop string that ended it, this string (None without one), and the tokens of the rest."""
+    """Return a text cut at its stop string, this string (None without one), and the tokens of the cut text."""
     special = shows_special(order)
     text = request.text_of(tokens, special)
     cut, stop = cut_at(order, text)
@@ -139,7 +139,7 @@ def cut_text(request: Request, order: Order, tokens: list[int]) -> tuple[str, st
 
 
 def cut_at(order: Order, text: str) -> tuple[str, str | None]:
-    """Return a text up to the stop string that ended it, and this string; the text and None without one."""
+    """Return a text cut at its stop string, and this string; the whole text and None without one."""
     found = [(text.find(stop), stop) for stop in as_texts(order.settings.stop_strings) if stop in text]
     if not found:
         return text, None
@@ -149,7 +149,7 @@ def cut_at(order: Order, text: str) -> tuple[str, str | None]:
 
 
 def sendable(order: Order, text: str) -> str:
-    """Return what may be sent of the settled beginning of a text: up to a stop string, or to what may become one."""
+    """Return the part of a settled text that can be sent: up to a stop string, or to the beginning of a possible one."""
     stops = as_texts(order.settings.stop_strings)
     cut, _ = cut_at(order, text)
     for size in range(min(max(map(len, stops), default=0), len(text)), 0, -1):
@@ -173,7 +173,7 @@ def _byte_of() -> dict[str, int]:
 
 
 def token_text(pair: Pair, token: int) -> tuple[str, bytes]:
-    """Return the text of a token within a text, and its bytes, which may be a part of a character."""
+    """Return the text of a token and its bytes, which may be a part of a character."""
     if pair.tokenizer is None:
         return str(token), str(token).encode()
     return _token_text(pair.tokenizer, token)
@@ -182,7 +182,7 @@ def token_text(pair: Pair, token: int) -> tuple[str, bytes]:
 @lru_cache(maxsize=2**17)
 def _token_text(tokenizer: Any, token: int) -> tuple[str, bytes]:
     text = text_of_tokens(tokenizer, [token])
-    if text == "":  # special tokens are no text
+    if text == "":  # a special token
         text = str(tokenizer.decode([token], skip_special_tokens=False))
     if "\N{REPLACEMENT CHARACTER}" not in text:
         return text, text.encode()
@@ -204,7 +204,7 @@ def _finite(value: float) -> float:
 
 
 def chat_logprobs(pair: Pair, order: Order, scores: Sequence[TokenScore]) -> dict[str, Any]:
-    """Return log-probabilities in the form of chats."""
+    """Return log-probabilities in the format of chats."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text, raw = _named(pair, order, token)
@@ -220,11 +220,11 @@ def chat_logprobs(pair: Pair, order: Order, scores: Sequence[TokenScore]) -> dic
 def completion_logprobs(
     pair: Pair, order: Order, scores: Sequence[TokenScore | None], tokens: Sequence[int], before: int = 0
 ) -> dict[str, Any]:
-    """Return log-probabilities in the form of completions; None for a token without one, the first of a prompt.
+    """Return log-probabilities in the format of completions; None for the first token of a prompt, which has none.
 
     Args:
         tokens: the tokens of the scores.
-        before: characters before the first token.
+        before: number of characters before the first token.
     """
     texts = [token_text(pair, token)[0] for token in tokens]
     names = [_named(pair, order, token)[0] for token in tokens]
@@ -242,7 +242,7 @@ def completion_logprobs(
 
 
 def _likeliest(pair: Pair, order: Order, score: TokenScore) -> dict[str, float]:
-    """Return the likeliest tokens by name. Of tokens with the same spelling, all but the likeliest are named by number."""
+    """Return the likeliest tokens by text. A token with the text of a likelier one is named by its id."""
     found: dict[str, float] = {}
     for token, value in score.top:
         name = _named(pair, order, token)[0]
@@ -251,7 +251,7 @@ def _likeliest(pair: Pair, order: Order, score: TokenScore) -> dict[str, float]:
 
 
 def length_in_offsets(pair: Pair, tokens: Sequence[int]) -> int:
-    """Return the number of characters that tokens take in the offsets of log-probabilities."""
+    """Return the number of characters of tokens as text offsets count them."""
     return sum(len(token_text(pair, token)[0]) for token in tokens)
 
 
@@ -259,33 +259,28 @@ def length_in_offsets(pair: Pair, tokens: Sequence[int]) -> int:
 
 
 def fingerprint(pair: Pair, chunk: int) -> str:
-    """Return a name of all that a text depends on besides its request."""
+    """Return a hash of everything other than the request that a text depends on."""
     model = pair.target_model
     parts = [__version__, pair.target.engine, str(getattr(model, "dtype", "")), weights_key(model), chunk]
     return "sb-" + hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:10]
 
 
-def choice_json(pair: Pair, order: Order, choice: ReturnedText, text: str | None = None) -> dict[str, Any]:
-    """Return a choice of an answer that is not streamed.
-
-    Args:
-        text: instead of that of the choice, for an echo.
-    """
-    shown = choice.text if text is None else text
+def choice_json(pair: Pair, order: Order, choice: ReturnedText) -> dict[str, Any]:
+    """Return a choice of an answer that is not streamed."""
     found: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish_reason}
     if order.is_chat:
-        found["message"] = _message(order, choice, shown)
+        found["message"] = _message(order, choice)
         found["logprobs"] = None if choice.scores is None else chat_logprobs(pair, order, choice.scores)
     else:
-        found["text"] = shown
+        found["text"] = choice.text
         found["logprobs"] = (
             None if choice.scores is None else completion_logprobs(pair, order, choice.scores, choice.tokens)
         )
     return found | extras_of(order, choice)
 
 
-def _message(order: Order, choice: ReturnedText, text: str) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+def _message(order: Order, choice: ReturnedText) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
     if order.forced_tool is not None and choice.finish_reason == "tool_calls":
         message["content"] = None
         message["tool_calls"] = [tool_call(order, choice)]
@@ -293,7 +288,7 @@ def _message(order: Order, choice: ReturnedText, text: str) -> dict[str, Any]:
 
 
 def tool_call(order: Order, choice: ReturnedText) -> dict[str, Any]:
-    """Return the call that a text makes."""
+    """Return the tool call in a text."""
     name = hashlib.sha256(f"{choice.index} {choice.text}".encode()).hexdigest()[:24]
     return {
         "id": f"call_{name}",
@@ -303,7 +298,7 @@ def tool_call(order: Order, choice: ReturnedText) -> dict[str, Any]:
 
 
 def extras_of(order: Order, choice: ReturnedText) -> dict[str, Any]:
-    """Return specbeam's fields of a choice."""
+    """Return the fields of a choice that OpenAI's format does not have."""
     extras: dict[str, Any] = {
         "stop_reason": choice.stop_reason,
         "score": _number(choice.beam.score),
@@ -322,7 +317,7 @@ def _number(value: float) -> float | None:
 
 
 def usage_of(order: Order, choices: Sequence[ReturnedText], cached: int) -> dict[str, Any]:
-    """Return the numbers of tokens for billing: of prompts once and of returned texts, without drafts."""
+    """Return the numbers of tokens of the prompts and of the returned texts; drafts do not count."""
     prompt = sum(map(len, order.prompts))
     completion = sum(len(choice.tokens) for choice in choices)
     return {
@@ -335,7 +330,7 @@ def usage_of(order: Order, choices: Sequence[ReturnedText], cached: int) -> dict
 
 
 def cached_tokens(request: Request, jobs: Sequence[Job]) -> int:
-    """Return the number of tokens of prompts that were not computed, for each prompt once."""
+    """Return the number of prompt tokens found in the prefix cache; each prompt counts once."""
     found: dict[int, int] = {}
     for job in jobs:
         prompt = request.prompt_of[job.session.place]
@@ -345,7 +340,7 @@ def cached_tokens(request: Request, jobs: Sequence[Job]) -> int:
 
 
 def specbeam_json(request: Request, order: Order, jobs: Sequence[Job], outcome: AnsweredRequest) -> dict[str, Any]:
-    """Return our own part of an answer."""
+    """Return the object `specbeam` of an answer."""
     method = request.method
     found: dict[str, Any] = {
         "method": method.name,
@@ -363,7 +358,7 @@ def specbeam_json(request: Request, order: Order, jobs: Sequence[Job], outcome: 
 
 
 def settings_json(order: Order) -> dict[str, Any]:
-    """Return the settings that decoded, without objects."""
+    """Return the settings of a request, without objects."""
     return {
         name: value
         for name, value in order.settings.values.items()
@@ -372,7 +367,7 @@ def settings_json(order: Order) -> dict[str, Any]:
 
 
 def report_json(request: Request, jobs: Sequence[Job], outcome: AnsweredRequest) -> dict[str, Any]:
-    """Return the cost of a request over all its sessions."""
+    """Return the cost of a request, summed over its sessions."""
     counts = [job.session.count for job in jobs]
     widths = Counter(width for count in counts for width in count.widths)
     tokens = sum(job.session.length for job in jobs)
@@ -410,7 +405,7 @@ def _audit_json(audits: Sequence[Any]) -> dict[str, Any] | None:
 
 
 def _span(jobs: Sequence[Job], start: str, end: str, first: bool = False) -> float | None:
-    """Return the seconds from the first start to the last end, or to the first."""
+    """Return the seconds from the first start to the last end; with `first`, to the first end."""
     starts = [getattr(job, start) for job in jobs if getattr(job, start) is not None]
     ends = [getattr(job, end) for job in jobs if getattr(job, end) is not None]
     if not starts or not ends:
@@ -444,15 +439,15 @@ def _beams_json(order: Order, outcome: AnsweredRequest) -> list[dict[str, Any]]:
 
 
 def drafting_passes(job: Job) -> int:
-    """Return the number of target passes over drafts; 0 for a method that drafts nothing.
+    """Return the number of target passes of a method that drafts; 0 for other methods.
 
-    A turn for which a method found nothing to draft counts, too: compiled turns do not note it.
+    Turns without a draft count, too: compiled turns do not record them.
     """
     return 0 if isinstance(job.session.parts.drafter, NoDraft) else job.session.count.target_passes
 
 
 def metrics_json(jobs: Sequence[Job], completion_tokens: int) -> dict[str, Any]:
-    """Return the figures of a request under vLLM's names."""
+    """Return the metrics of a request under vLLM's names."""
     first = _span(jobs, "arrived", "first_token", first=True)
     whole = _span(jobs, "started", "ended")
     queue = _span(jobs, "arrived", "started", first=True)

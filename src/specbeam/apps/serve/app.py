@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -34,7 +33,7 @@ from specbeam import (
     speculative_beam_search,
 )
 from specbeam.apps.serve.answers import fingerprint, token_text
-from specbeam.apps.serve.asking import DONE, Asking, FormPool, as_event, new_number
+from specbeam.apps.serve.asking import DONE, Asking, as_event, new_number
 from specbeam.apps.serve.auth import Client, Keys
 from specbeam.apps.serve.bodies import read_body, unless_gone
 from specbeam.apps.serve.config import MIB, ServerConfig
@@ -49,12 +48,13 @@ from specbeam.apps.serve.mapping import (
     prompt_ids,
 )
 from specbeam.apps.serve.metrics import ServerMetrics
+from specbeam.apps.serve.pools import ConstraintPool
 from specbeam.apps.serve.protocol import (
     Body,
-    BodyKind,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    Strict,
     TokenizeBody,
     parse_body,
 )
@@ -62,7 +62,7 @@ from specbeam.apps.serve.refusals import Refusal, invalid, refusal_of
 from specbeam.apps.serve.speech_desk import SpeechDesk
 from specbeam.apps.serve.speech_orders import AudioBody
 from specbeam.apps.speech.audio import RATE
-from specbeam.apps.speech.transcribe import TEMPERATURES, Thresholds, ears_of, extractor_of, methods_of
+from specbeam.apps.speech.transcribe import TEMPERATURES, SpeechSettings, Thresholds, ears_of, extractor_of, methods_of
 from specbeam.core import TURNS
 from specbeam.doors import BUNDLED_TEMPLATE, USUAL_BEAMS, Settings, chosen_by_speed, hears, method_from, usual_method
 from specbeam.doors import Request as SessionRequest
@@ -72,9 +72,9 @@ from specbeam.recipes import HEAD_RECIPES, recipe_of
 LOG = logging.getLogger("specbeam.serve")
 PAGE = Path(__file__).parent / "page" / "index.html"
 WARM_TOKENS = 8  # of each text that is decoded before the server is ready
-MOST_SHOWN = 2  # requests side by side whose turns are shown or audited
-FORMS = 2  # forms that are compiled side by side
-MOST_NEW = 30  # methods with new settings, per key in `NEW_S` seconds
+MOST_SHOWN = 2  # concurrent requests whose turns are shown or audited
+CONSTRAINTS = 2  # constraints compiled at the same time
+MOST_NEW = 30  # requests with new method settings per key within `NEW_S` seconds
 NEW_S = 60.0
 Result = TypeVar("Result")
 CSP = (
@@ -118,20 +118,19 @@ class BeamServer:
         self.speech = SpeechDesk(self)
         self._load = load
         self._served: Served | None = None
-        self._forms = FormPool(FORMS, config.compile_timeout, config.queue_timeout)
+        self._constraints = ConstraintPool(CONSTRAINTS, config.compile_timeout, config.queue_timeout)
         self._shown: set[Asking] = set()  # requests whose turns are shown or audited
-        self._unfit: frozenset[str] = (
-            frozenset()
-        )  # methods for which the pair lacks something, such as a head of their kind
-        self._new: dict[str, deque[float]] = {}  # times at which a key asked for a new method
-        self._service_s = 1.0  # seconds that a text takes, lately
+        self._unfit: frozenset[str] = frozenset()  # methods that the pair cannot run, for lack of a draft for example
+        self._new: dict[str, deque[float]] = {}  # by key, the times of its latest requests with new method settings
+        self._service_s = 1.0  # moving average of the seconds per text
 
     @property
     def served(self) -> Served:
-        """The served models. Raises `Refusal` before they are loaded and after the engine has ended."""
+        """The served models. Raises `Refusal` before they are loaded and after the engine has stopped."""
         if self._served is None or self.state != "ready":
             code = "engine_dead" if self.state == "failed" else self.state
-            raise Refusal(503, "overloaded_error", code, f"the server is {self.state}; try again later", None, 5)
+            message = f"the server is not ready (state: {self.state}); try again later"
+            raise Refusal(503, "overloaded_error", code, message, None, 5)
         return self._served
 
     @property
@@ -140,7 +139,7 @@ class BeamServer:
         return self.metrics.engine is not None
 
     def start(self) -> None:
-        """Load the pair and start the engine; takes long. Raises `BadSetting` if the memory is too small for it."""
+        """Load the pair and start the engine; this takes long. Raises `BadSetting` if there is too little memory."""
         try:
             pair = self._load()
             self._served = served_of(self.config, pair)
@@ -157,14 +156,16 @@ class BeamServer:
             self.state = "failed"
             if isinstance(error, MemoryError):
                 running = self.config.max_running
-                raise BadSetting(f"there is no memory for max_running={running} texts side by side: {error}") from error
+                raise BadSetting(
+                    f"not enough memory to decode max_running={running} texts side by side; lower it ({error})"
+                ) from error
             raise
         self.metrics.engine = self.engine
         if self.state == "loading":
             self.state = "ready"
 
     def drain(self) -> None:
-        """Refuse new requests, finish the running ones, and end the engine."""
+        """Refuse new requests, finish the running ones, and stop the engine."""
         self.state = "draining"
         end = time.monotonic() + self.config.drain_timeout
         while self.speech.under_way and time.monotonic() < end:  # each window is a separate text for the engine
@@ -174,26 +175,26 @@ class BeamServer:
             self.engine.close()
 
     def close_pools(self) -> None:
-        """Let the threads for requests end after their current work."""
+        """Stop the threads that work for requests after their current work."""
         self.pool.shutdown(wait=False, cancel_futures=True)
-        self._forms.pool.shutdown(wait=False, cancel_futures=True)
+        self._constraints.close()
         self.speech.close()
 
     def give_up(self, reason: str) -> None:
-        """Fail all requests, because the engine shows no sign of life."""
+        """Fail all requests because the engine does not respond."""
         self.failure = reason
         self.state = "failed"
         if self.engine is not None:
             self.engine.abandon(reason)
 
     def read_keys(self) -> None:
-        """Read the file of keys again. Raises `SpecbeamError` if it is wrong; the keys then stay as they are."""
+        """Reload the key file. Raises `SpecbeamError` if it is invalid; the old keys then stay in use."""
         self.keys = Keys.of(self.config)
         if self.engine is not None:
             self.engine.share(self.keys.weights, self.keys.most_running)
 
     def client(self, http: Request) -> Client:
-        """Return the client that sends a request. Raises `Refusal` for an unknown one."""
+        """Return the client of a request. Raises `Refusal` if it has no valid key."""
         return self.keys.client(http.headers.get("authorization"))
 
     def health(self) -> tuple[int, dict[str, Any]]:
@@ -206,6 +207,13 @@ class BeamServer:
         if state == "ready":
             return 200, {"status": "ok", "model": self.metrics.name}
         return 503, {"status": "engine_dead" if state == "failed" else state, "message": self.failure}
+
+    def cause_of_death(self) -> str:
+        """Return the reason why the engine is dead or stuck; "" if it works, or has not started."""
+        _, found = self.health()
+        if found["status"] != "engine_dead":
+            return ""
+        return found["message"] or "the engine has made no progress for longer than stall_timeout"
 
     async def answer(self, http: Request, kind: type[Body]) -> Response:
         """Answer a completion or a chat."""
@@ -224,7 +232,7 @@ class BeamServer:
         self.check_new(order.method_key, client)
         self._take(asking)
         try:
-            await asking.submit(self._forms)
+            await asking.submit(self._constraints)
         except (Refusal, SpecbeamError) as error:
             self._let_go(asking)
             raise self.refusal(error) from error
@@ -247,12 +255,12 @@ class BeamServer:
         return JSONResponse(found)
 
     def free_number(self, http: Request) -> str:
-        """Return the name of a request: the one that its client chose, unless a request under way has it."""
+        """Return the id of a request: the one that its client chose, unless a running request has it."""
         number = str(http.scope["state"]["number"])
         return f"{number}-{new_number()}" if number in self.asking else number
 
     def check_new(self, method_key: str, client: Client) -> None:
-        """Raise `Refusal` if a key asks for too many new methods: their parts may have to be compiled."""
+        """Raise `Refusal` if a key uses too many new method settings: each may have to be compiled."""
         assert self.engine is not None
         if self.engine.knows(method_key):
             return
@@ -261,29 +269,30 @@ class BeamServer:
         if len(times) == MOST_NEW and now - times[0] < NEW_S:
             raise self.refuse_full(
                 "key_limit",
-                f"{MOST_NEW} new settings of methods in {NEW_S:g} seconds are the limit; try again later",
+                f"this key used {MOST_NEW} new method settings within {NEW_S:g} seconds, the limit; try again later",
             )
         times.append(now)
 
     def _take(self, asking: Asking) -> None:
-        """Note that a request is under way. Raises `Refusal` if too many are whose turns are shown."""
+        """Register a request. Raises `Refusal` if its turns are to be shown and too many such requests are running."""
         options = asking.order.options
         if options.trace or options.audit or options.stream == "live":
             if len(self._shown) >= MOST_SHOWN:
                 raise self.refuse_full(
-                    "key_limit", f"{MOST_SHOWN} requests with trace, audit or live beams run already; try again later"
+                    "key_limit",
+                    f"{MOST_SHOWN} requests with trace, audit or live beams are already running, the limit; try again later",
                 )
             self._shown.add(asking)
         self.asking[asking.number] = asking
 
     def _let_go(self, asking: Asking) -> None:
-        """End a request, wherever it is."""
+        """Cancel a request and forget it."""
         asking.cancel()
         self._shown.discard(asking)
         self.asking.pop(asking.number, None)
 
     async def _events(self, asking: Asking, note: dict[str, Any]) -> AsyncIterator[bytes]:
-        """Yield the events of a stream. If the client does not read for long, the request is cancelled."""
+        """Yield the events of a stream. The request is cancelled if its client stops reading."""
         reader = _Reader(asking, self.config.reader_timeout)
 
         async def all_events() -> AsyncIterator[bytes]:
@@ -294,8 +303,8 @@ class BeamServer:
                 refusal = self.refusal(error)
                 note["error"] = refusal.code
                 yield as_event(refusal.body)
-            except Exception as error:  # the client can only be informed that it failed
-                LOG.exception("request %s", asking.number)
+            except Exception as error:  # the status was sent already: only an event can report the failure
+                LOG.exception("request %s failed", asking.number)
                 note["error"] = "engine_error"
                 yield as_event(refusal_of(error).body)
             yield DONE
@@ -306,10 +315,10 @@ class BeamServer:
                 yield event
                 reader.has_sent()
         finally:
-            reader.close()
+            reader.has_sent()
 
     def _forget(self, asking: Asking, note: dict[str, Any]) -> None:
-        """End a request that was taken, and count it."""
+        """Forget a registered request, and count its outcome."""
         self._let_go(asking)
         jobs = asking.jobs
         outcome = asking.outcome
@@ -329,14 +338,14 @@ class BeamServer:
                 self._service_s = 0.9 * self._service_s + 0.1 * (job.ended - job.started)
 
     def note_window(self, jobs: list[Job], texts: list[Generation]) -> None:
-        """Count a window of audio, of which these are the texts."""
+        """Count a window of audio with the texts decoded for it."""
         prompt_tokens = sum(len(job.session.prompt) for job in jobs)
         tokens = sum(len(text.tokens) for text in texts)
         beams = max(job.session.limits.keep for job in jobs)
         self.metrics.note(jobs, prompt_tokens, tokens, len(texts), beams, ["stop"] * len(texts))
 
     def refusal(self, error: Exception) -> Refusal:
-        """Return the answer to a failed request; a request without a place is counted, and may be repeated."""
+        """Return the refusal for an error. A rejection for lack of capacity is counted, and gets a time to retry after."""
         refusal = refusal_of(error)
         if refusal.status in (429, 503):
             refusal.retry_after = self._retry_after()
@@ -344,7 +353,7 @@ class BeamServer:
         return refusal
 
     def _retry_after(self) -> int:
-        """Return after how many seconds a place may be free."""
+        """Return the seconds after which the queue may have a free place."""
         waiting = self.engine.waiting if self.engine is not None else 1
         return int(min(max(waiting * self._service_s / self.config.max_running, 1), 60))
 
@@ -355,22 +364,15 @@ class BeamServer:
     async def in_pool(self, function: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self.pool, function)
 
-    async def tokenize(self, http: Request) -> dict[str, Any]:
-        """Return the tokens of a text or a chat."""
+    async def convert(self, http: Request, converted: Callable[[bytes, Served], dict[str, Any]]) -> dict[str, Any]:
+        """Return the result of a function of the body, such as the tokens of a text."""
         self.client(http)
         served = self.served
         raw = await read_body(http, self.config.max_body)
-        return await self.in_pool(lambda: _tokenized(raw, served))
-
-    async def detokenize(self, http: Request) -> dict[str, Any]:
-        """Return the text of tokens."""
-        self.client(http)
-        served = self.served
-        raw = await read_body(http, self.config.max_body)
-        return await self.in_pool(lambda: _detokenized(raw, served))
+        return await self.in_pool(lambda: converted(raw, served))
 
     def methods(self) -> list[dict[str, Any]]:
-        """Return the methods that requests may name, with their laws and settings."""
+        """Return the methods that requests may use, with their laws and settings."""
         allowed = self.config.methods or tuple(RECIPE_OF)
         found = []
         for name, make in RECIPE_OF.items():
@@ -384,15 +386,12 @@ class BeamServer:
                 needs = recipe.needs
                 found.append(
                     {"name": name, "law": recipe.law, "paper": recipe.paper, "exact": recipe.exact, "needs": needs,
-                     "lossless": recipe.lossless, "settings": settings, "available": self._is_available(name)}
+                     "lossless": recipe.lossless, "settings": settings, "available": name not in self._unfit}
                 )  # fmt: skip
         return found
 
-    def _is_available(self, name: str) -> bool:
-        return name not in self._unfit
-
     def requests(self, client: Client) -> list[dict[str, Any]]:
-        """Return the requests of a client that are under way."""
+        """Return the requests of a client that are in progress."""
         now = time.monotonic()
         return [
             {
@@ -409,11 +408,10 @@ class BeamServer:
 
 
 class _Stream(StreamingResponse):
-    """A stream of events that is ended whatever happens, also if its client has left before the first of them.
+    """A stream of events that always calls `end`, even if the client disconnects before the first event.
 
     Args:
-        events: the events.
-        end: called when nothing more is sent.
+        end: called once the stream is over.
     """
 
     def __init__(self, events: AsyncIterator[bytes], end: Callable[[], None]) -> None:
@@ -423,7 +421,7 @@ class _Stream(StreamingResponse):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
             await super().__call__(scope, receive, send)
-        finally:  # that of the generator does not run if it was never started
+        finally:  # the `finally` of a generator does not run if it was never started
             self._end()
 
 
@@ -451,12 +449,14 @@ def _detokenized(raw: bytes, served: Served) -> dict[str, Any]:
     if tokenizer is None:
         raise invalid("this server has no tokenizer", "tokens", "not_supported")
     if max(body.tokens) >= served.pair.target.vocab:
-        raise invalid(f"tokens holds {max(body.tokens)}; the model knows 0 to {served.pair.target.vocab - 1}", "tokens")
+        raise invalid(
+            f"tokens has {max(body.tokens)}; the model's tokens are 0 to {served.pair.target.vocab - 1}", "tokens"
+        )
     return {"prompt": str(tokenizer.decode(body.tokens))}
 
 
 class _Reader:
-    """Watches that a client reads its stream, and cuts it off if it does not for long."""
+    """Cancels a request if its client does not read the stream for some seconds."""
 
     def __init__(self, asking: Asking, seconds: float) -> None:
         self._asking = asking
@@ -468,9 +468,6 @@ class _Reader:
         self._timer = asyncio.get_running_loop().call_later(self._seconds, self._cut)
 
     def has_sent(self) -> None:
-        self.close()
-
-    def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -508,13 +505,13 @@ def half_of_free_memory() -> int | None:
 
 
 def served_of(config: ServerConfig, pair: Pair) -> Served:
-    """Return what requests are answered with."""
+    """Return the models, method and chat template that answer requests."""
     template: str | None = None
     if config.chat_template:
         try:
             template = Path(config.chat_template).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise MissingFile(f"could not read the chat template: {error}") from error
+            raise MissingFile(f"chat_template {config.chat_template!r} cannot be read: {error}") from error
     elif config.model == "bundled":
         template = BUNDLED_TEMPLATE
     name = config.name or str(config.model)
@@ -522,10 +519,12 @@ def served_of(config: ServerConfig, pair: Pair) -> Served:
 
 
 def default_method(config: ServerConfig, pair: Pair) -> Method:
-    """Return the method of requests that name none."""
+    """Return the method of requests that do not choose one."""
     if hears(pair):
         if config.method == "auto":
-            raise NotSupported("method 'auto' is measured on texts, and the model reads audio; name a method")
+            raise NotSupported(
+                "method 'auto' is measured on texts, but this model reads audio; choose a method by name"
+            )
         return methods_of(pair, None if config.method == "" else method_from(config.method, list(config.settings)))[0]
     if config.method == "":
         own = [*config.settings]
@@ -542,12 +541,12 @@ def _warm_ears(pair: Pair, served: Served) -> None:
     noise = np.random.default_rng(0).normal(scale=0.1, size=RATE).astype(np.float32)
     thresholds = Thresholds(compression_ratio=None, log_prob=math.inf, no_speech=None)  # each text fails
     options = {"max_new_tokens": WARM_TOKENS, "eos_token_id": []}
-    ears = ears_of(pair, served.method, thresholds, TEMPERATURES[:2], seed=0, options=options)
+    ears = ears_of(pair, SpeechSettings(served.method, thresholds, TEMPERATURES[:2], seed=0, options=options))
     ears.hear([ears.begin(extractor_of(pair), noise, None, "transcribe", None)])
 
 
 def _warm_up(pair: Pair, served: Served) -> None:
-    """Make room for all texts at once, and compile and measure what usual requests need, so that none waits for it.
+    """Reserve memory for the largest batch, and compile and time the usual methods before the first request.
 
     Runs in the engine's thread.
     """
@@ -560,7 +559,7 @@ def _warm_up(pair: Pair, served: Served) -> None:
     if served.hears:
         _warm_ears(pair, served)
         return
-    with contextlib.suppress(SpecbeamError):  # the first form would wait for the spellings of all tokens
+    with contextlib.suppress(SpecbeamError):  # the first constraint would wait for the spellings of all tokens
         SessionRequest.of(pair, [], sampling(), Settings(regex="a+"), 0)
     beams = min(config.default_beams, config.max_beams)
     usual = [served.method, beam_search(beams)]
@@ -575,9 +574,9 @@ def _warm_up(pair: Pair, served: Served) -> None:
 
 
 def _unfit(pair: Pair) -> frozenset[str]:
-    """Return the names of the recipes that do not work with a pair, whatever their settings.
+    """Return the names of the recipes that cannot run with a pair, whatever their settings.
 
-    Most only need some draft model. Recipes for heads need a head of their kind, and raise before their parts are made.
+    Recipes for heads need a head of their kind, and raise before their parts are made; others need a draft model at most.
     """
     names = {name for name, make in RECIPE_OF.items() if pair.draft is None and make().needs_draft}
     for make in HEAD_RECIPES:
@@ -593,7 +592,7 @@ def make_app(server: BeamServer) -> Any:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        if server.engine is None:  # the runner of the routes may have waited until the server is ready
+        if server.engine is None:  # a replica of Ray has started it already
             loading = asyncio.get_running_loop().run_in_executor(None, server.start)
             loading.add_done_callback(_log_failure)
         yield
@@ -607,18 +606,19 @@ def make_app(server: BeamServer) -> Any:
     def refused(http: Request, error: Exception) -> JSONResponse:
         refusal = refusal_of(error)
         if refusal.status >= 500 and not isinstance(error, Refusal):
-            LOG.error("request %s", http.scope["state"]["number"], exc_info=error)
+            LOG.error("request %s failed", http.scope["state"]["number"], exc_info=error)
         http.scope["state"]["note"]["error"] = refusal.code
-        return JSONResponse(refusal.body, refusal.status, headers=refusal.headers)
+        return refusal.response()
 
     def strange(http: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         known = {404: "unknown_url", 405: "method_not_allowed"}
         code = known.get(error.status_code, "bad_setting")
-        message = f"{http.method} {http.url.path[:200]} is not answered by this server: {error.detail}"
+        message = f"this server does not answer {http.method} {http.url.path[:200]}: {error.detail}"
         kind = "not_found_error" if error.status_code in known else "invalid_request_error"
-        refusal = Refusal(error.status_code, kind, code, message)
-        return JSONResponse(refusal.body, error.status_code, headers=error.headers)
+        return JSONResponse(
+            Refusal(error.status_code, kind, code, message).body, error.status_code, headers=error.headers
+        )
 
     app.add_exception_handler(Refusal, refused)
     app.add_exception_handler(SpecbeamError, refused)
@@ -635,65 +635,63 @@ def make_app(server: BeamServer) -> Any:
 def _log_failure(loading: "asyncio.Future[None]") -> None:
     error = None if loading.cancelled() else loading.exception()
     if error is not None:
-        is_strange = not isinstance(error, SpecbeamError)
-        LOG.error("the server could not start: %s", error, exc_info=error if is_strange else None)
+        has_traceback = not isinstance(error, SpecbeamError)
+        LOG.error("the server could not start: %s", error, exc_info=error if has_traceback else None)
 
 
-def _body(kind: type[BodyKind]) -> dict[str, Any]:
+def _body(kind: type[Strict], media: str = "application/json") -> dict[str, Any]:
     reference = {"$ref": f"#/components/schemas/{kind.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
-
-
-def _form() -> dict[str, Any]:
-    reference = {"$ref": "#/components/schemas/AudioBody"}
-    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": reference}}}}
+    return {"requestBody": {"required": True, "content": {media: {"schema": reference}}}}
 
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": what, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
     for status, what in {
-        400: "cannot be honoured", 401: "unknown key", 404: "not here", 408: "out of time", 413: "too large",
-        415: "no JSON", 422: "no answer", 429: "no place", 500: "failed", 503: "not ready",
+        400: "invalid request", 401: "missing or unknown API key", 404: "not found", 408: "timed out",
+        413: "body too large", 415: "wrong content type", 422: "no answer under these constraints",
+        429: "rate or queue limit reached", 500: "internal error", 503: "not ready",
     }.items()
 }  # fmt: skip
 
 
 def _add_decoding(app: FastAPI, server: BeamServer) -> None:
+    audio = _body(AudioBody, "multipart/form-data")
+
     @app.post("/v1/completions", responses=_ERRORS, openapi_extra=_body(CompletionBody), response_model=None)
     async def completions(http: Request) -> Response:
-        """Go on with texts."""
+        """Complete prompts."""
         return await server.answer(http, CompletionBody)
 
     @app.post("/v1/chat/completions", responses=_ERRORS, openapi_extra=_body(ChatBody), response_model=None)
     async def chat(http: Request) -> Response:
-        """Answer messages."""
+        """Answer a chat."""
         return await server.answer(http, ChatBody)
 
-    @app.post("/v1/audio/transcriptions", responses=_ERRORS, openapi_extra=_form(), response_model=None)
+    @app.post("/v1/audio/transcriptions", responses=_ERRORS, openapi_extra=audio, response_model=None)
     async def transcriptions(http: Request) -> Response:
         """Transcribe audio."""
         return await server.speech.answer(http, "transcribe")
 
-    @app.post("/v1/audio/translations", responses=_ERRORS, openapi_extra=_form(), response_model=None)
+    @app.post("/v1/audio/translations", responses=_ERRORS, openapi_extra=audio, response_model=None)
     async def translations(http: Request) -> Response:
         """Transcribe audio in English."""
         return await server.speech.answer(http, "translate")
 
     @app.post("/tokenize", responses=_ERRORS, openapi_extra=_body(TokenizeBody))
     async def tokenize(http: Request) -> dict[str, Any]:
-        """Return the tokens of a text."""
-        return await server.tokenize(http)
+        """Return the token ids of a text or a chat."""
+        return await server.convert(http, _tokenized)
 
     @app.post("/detokenize", responses=_ERRORS, openapi_extra=_body(DetokenizeBody))
     async def detokenize(http: Request) -> dict[str, Any]:
         """Return the text of tokens."""
-        return await server.detokenize(http)
+        return await server.convert(http, _detokenized)
 
 
 def _add_looking(app: FastAPI, server: BeamServer) -> None:
     @app.get("/v1/models", responses=_ERRORS)
     async def models(http: Request) -> dict[str, Any]:
-        """Return the model that is served."""
+        """Return the served model."""
         server.client(http)
         return {"object": "list", "data": [_model(server)]}
 
@@ -701,28 +699,24 @@ def _add_looking(app: FastAPI, server: BeamServer) -> None:
     async def model(http: Request, name: str) -> dict[str, Any]:
         """Return the model of this name."""
         server.client(http)
-        if name != server.served.name:
-            raise invalid(
-                f"there is no model {name[:100]!r} here; this server has {server.served.name!r}", "model", "model_not_found",
-                404,
-            )  # fmt: skip
+        check_model(name, server.served)
         return _model(server)
 
     @app.get("/v1/specbeam/methods", responses=_ERRORS)
     async def methods(http: Request) -> dict[str, Any]:
-        """Return the methods that a request may name."""
+        """List the methods that a request may use."""
         server.client(http)
         default = server.served.method.name
         return {"object": "list", "default": default, "data": server.methods()}
 
     @app.get("/v1/specbeam/requests", responses=_ERRORS)
     async def requests(http: Request) -> dict[str, Any]:
-        """Return the own requests under way."""
+        """List the client's requests in progress."""
         return {"object": "list", "data": server.requests(server.client(http))}
 
     @app.delete("/v1/specbeam/requests/{number}", responses=_ERRORS)
     async def cancel(http: Request, number: str) -> dict[str, Any]:
-        """End an own request."""
+        """Cancel a request of the client."""
         client = server.client(http)
         asking = server.asking.get(number)
         if asking is None or asking.client.name != client.name:
@@ -738,7 +732,7 @@ def _add_looking(app: FastAPI, server: BeamServer) -> None:
 
     @app.get("/props", responses=_ERRORS)
     async def props(http: Request) -> dict[str, Any]:
-        """Return the capabilities of the server."""
+        """Return the capabilities and limits of the server."""
         server.client(http)
         served = server.served
         config = server.config
@@ -777,11 +771,11 @@ def _model(server: BeamServer) -> dict[str, Any]:
 def _add_operating(app: FastAPI, server: BeamServer) -> None:
     @app.get("/live")
     async def live() -> dict[str, str]:
-        """Say that the process answers."""
+        """Report that the process is alive."""
         return {"status": "ok"}
 
     async def health() -> JSONResponse:
-        """Say whether requests can be answered."""
+        """Report whether the server can answer requests."""
         status, found = server.health()
         return JSONResponse(found, status, headers={"retry-after": "5"} if status == 503 else None)
 
@@ -790,25 +784,25 @@ def _add_operating(app: FastAPI, server: BeamServer) -> None:
 
     @app.get("/metrics", responses=_ERRORS, response_model=None)
     async def metrics(http: Request) -> Response:
-        """Return figures for Prometheus."""
+        """Return metrics for Prometheus."""
         _check_metrics(server, http)
         return Response(server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/", response_class=HTMLResponse, response_model=None)
     async def page() -> Response:
-        """Return the page that shows forests."""
+        """Return the web page that shows forests."""
         nonce = secrets.token_urlsafe(16)
         text = PAGE.read_text(encoding="utf-8").replace("NONCE", nonce)
         return HTMLResponse(text, headers={"content-security-policy": CSP.format(nonce=nonce)})
 
     @app.get("/openapi.json", response_model=None)
     async def schema() -> JSONResponse:
-        """Return the description of these routes."""
+        """Return the OpenAPI description of the server."""
         return JSONResponse(_schema(app))
 
 
 def _check_metrics(server: BeamServer, http: Request) -> None:
-    """Raise `Refusal` unless the sender may read the figures: with the key for them, any key, or from this machine."""
+    """Raise `Refusal` unless the client may read the metrics: with the metrics key, an API key, or from this machine."""
     given = http.headers.get("authorization", "").removeprefix("Bearer ")
     wanted = server.config.metrics_key
     if wanted and hmac.compare_digest(given.encode(), wanted.encode()):
@@ -817,12 +811,13 @@ def _check_metrics(server: BeamServer, http: Request) -> None:
     if not wanted and here:
         return
     if not server.keys.needed:
-        raise Refusal(403, "permission_error", "forbidden", "figures are for this machine alone; set a metrics key")
+        message = "metrics are served to this machine only; start the server with a metrics_key"
+        raise Refusal(403, "permission_error", "forbidden", message)
     server.client(http)
 
 
 def _schema(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI description of the routes with the bodies that they take."""
+    """Return the OpenAPI description of the routes, with the schemas of their bodies."""
     found = get_openapi(title=app.title, version=app.version, routes=app.routes)
     schemas = found.setdefault("components", {}).setdefault("schemas", {})
     for kind in (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody):
@@ -846,7 +841,7 @@ def _schema(app: FastAPI) -> dict[str, Any]:
 
 
 def _audio_schema(schemas: dict[str, Any]) -> dict[str, Any]:
-    """Return the description of a form about audio; its references are added to the schemas."""
+    """Return the schema of an audio form; the schemas that it refers to are added to `schemas`."""
     made = AudioBody.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas |= made.pop("$defs", {})
     made["properties"] = {"file": {"type": "string", "format": "binary"}, **made["properties"]}
@@ -855,6 +850,5 @@ def _audio_schema(schemas: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_pair(config: ServerConfig, pair: Pair) -> Any:
-    """Return the application that serves a pair which is loaded already; it is ready at its first request."""
-    server = BeamServer(replace(config), lambda: pair)
-    return make_app(server)
+    """Return the application that serves a loaded pair."""
+    return make_app(BeamServer(config, lambda: pair))

@@ -1,4 +1,4 @@
-"""One request under way: from its body to its answer, at once or as a stream."""
+"""A running request: from its order to its answer, at once or as a stream."""
 
 import asyncio
 import contextlib
@@ -35,30 +35,27 @@ from specbeam.apps.serve.answers import (
 from specbeam.apps.serve.auth import Client
 from specbeam.apps.serve.engine import Engine, Job
 from specbeam.apps.serve.mapping import Order, Served
-from specbeam.apps.serve.refusals import Refusal, invalid, refusal_of
+from specbeam.apps.serve.pools import ConstraintPool
+from specbeam.apps.serve.refusals import Refusal, refusal_of
 from specbeam.apps.serve.scoring import TokenScore
 from specbeam.apps.serve.trace import turn_record
 from specbeam.core import Session, Turn
 from specbeam.doors import GrowingText, Request, unsent
 from specbeam.errors import Cancelled, SpecbeamError
 
-PING_S = 15.0  # seconds of silence after which a stream shows that it lives
-MOST_EVENTS = 256  # turns that wait for a slow reader
-LIVE_S = 0.05  # seconds between two looks at live beams
-ENDED_ECHO = {"finish_reason": "length", "stop_reason": None}  # of a prompt that no text follows
+PING_S = 15.0  # seconds of silence after which a stream sends a ping
+MOST_EVENTS = 256  # records of turns kept for a slow reader
+LIVE_S = 0.05  # seconds between two records of live beams
+ENDED_ECHO = {"finish_reason": "length", "stop_reason": None}  # of a prompt without new tokens
 Result = TypeVar("Result")
 
 
 class Asking:
-    """A request while it is decoded.
+    """A running request for texts.
 
     Args:
-        order: the request.
-        served: what answers.
-        engine: decodes.
-        client: who asks.
-        pool: threads for what takes long.
-        number: the name of the request, for its log.
+        pool: threads for work that would block the event loop.
+        number: id of the request, for the log and the answer.
     """
 
     def __init__(
@@ -101,11 +98,11 @@ class Asking:
         """The id of the answer."""
         return f"{'chatcmpl' if self.order.is_chat else 'cmpl'}-{self.number}"
 
-    async def submit(self, forms: "FormPool") -> None:
-        """Let the request wait for its turn. Raises `Refusal` if that cannot be.
+    async def submit(self, constraints: ConstraintPool) -> None:
+        """Submit the request to the engine. Raises `Refusal` if it cannot be accepted.
 
         Args:
-            forms: where forms are compiled.
+            constraints: compiles the constraint of the request.
         """
         order = self.order
         making = self.engine.prepare(order.method, order.method_key)
@@ -119,14 +116,14 @@ class Asking:
 
         self._make = make
         try:
-            if order.form_field is None:
+            if order.constraint_field is None:
                 self._request = await self._in_pool(make)
             else:
-                self._request = await forms.make(make, order.form_field)
+                self._request = await constraints.make(make, order.constraint_field)
         except (Refusal, SpecbeamError) as error:
             refusal = refusal_of(error)
-            if refusal.code == "bad_grammar" and order.form_field is not None:
-                refusal.param = order.form_field
+            if refusal.code == "bad_grammar" and order.constraint_field is not None:
+                refusal.param = order.constraint_field
             raise refusal from error
         for refused in self.request.refused.values():
             raise refusal_of(refused)
@@ -136,13 +133,13 @@ class Asking:
         self.engine.submit(self.jobs)
 
     async def _begins_again(self, sent: Iterable[str] = ()) -> bool:
-        """Begin again, once, if the texts were lost by a fault that may be another request's; return whether it does.
+        """Repeat the request, once, if its texts were lost by a fault of another request; return True if it is repeated.
 
-        Each text is then decoded alone, so that a faulty one fails by itself. Text already sent has to come again: only a
-        seed makes sure of that.
+        Each text is then decoded alone, so that a faulty one fails by itself. If text was sent already, the request needs a
+        seed, which makes the same text come again.
 
         Args:
-            sent: the parts of the texts already sent.
+            sent: the texts sent so far.
         """
         is_lost = any(job.is_lost for job in self.jobs)
         options = self.order.options
@@ -167,7 +164,7 @@ class Asking:
         """Return the job of a session.
 
         Args:
-            before: the job that it repeats, alone; it has to end by when that one had to. None: it is the first.
+            before: the job that it repeats alone, with the same time limit; None for a first attempt.
         """
         config = self.served.config
         order = self.order
@@ -194,13 +191,13 @@ class Asking:
 
     @property
     def _namespace(self) -> str:
-        """Whose beginnings of prompts are known: a key and a salt, written so that no salt can stand for another key."""
+        """The namespace of the prefix cache: the key and the salt, as JSON so that no salt can imitate another key."""
         own = None if self.served.config.prefix_cache_shared else self.client.name
         return json.dumps([own, self.order.body.cache_salt])
 
     def _watch(self, job: Job) -> None:
-        """Wake up who waits for the job; called in the engine's thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+        """Wake up the coroutine that waits for the job; called in the engine's thread."""
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(self._moved.set)
 
     def _see(self, session: Session, turn: Turn) -> None:
@@ -237,7 +234,7 @@ class Asking:
         return {"text": best[0], "score": best[1], "beams": beams[:32], "settled": self._live_text.settled(settled)}
 
     def cancel(self) -> None:
-        """Cancel the unfinished texts: the answer is no longer wanted."""
+        """Cancel the unfinished texts."""
         left = [job for job in self.jobs if not job.is_over]
         if left:
             self.engine.cancel(left)
@@ -259,7 +256,7 @@ class Asking:
     # The end.
 
     async def finish(self) -> AnsweredRequest:
-        """Return what came of the request, after all texts have ended. Raises `Refusal` if there is no answer."""
+        """Return the outcome of the request after all texts have ended. Raises `Refusal` if there is no answer."""
         order = self.order
         if not self.jobs:
             generations: list[list[Generation]] = [[] for _ in order.prompts]
@@ -287,12 +284,12 @@ class Asking:
         return self.outcome
 
     def _is_sure(self, index: int) -> bool:
-        """Return whether a choice is returned however unlikely it is: without `min_logp` all, else the first of a prompt."""
+        """Return True if `min_logp` cannot drop a choice: without `min_logp`, or for the first choice of a prompt."""
         return self.order.options.min_logp is None or index % self.order.count == 0
 
     def _is_likely(self, choice: ReturnedText) -> bool:
         """Return whether the mean log-probability of a choice's tokens is at least `min_logp`."""
-        penalty = self.request.sessions[0].limits.length_penalty  # that of all sessions of a request
+        penalty = self.request.sessions[0].limits.length_penalty  # the same for all sessions of a request
         length = max(len(choice.beam.tokens), 1)
         loglik = choice.beam.score * length**penalty
         return loglik / length >= (self.order.options.min_logp or 0.0)
@@ -314,7 +311,7 @@ class Asking:
             raise refusal_of(error) from error
 
     async def answer(self) -> dict[str, Any]:
-        """Return the answer at once. Raises `Refusal` if there is none."""
+        """Return the whole answer. Raises `Refusal` if there is none."""
         await self.wait()
         if await self._begins_again():
             await self.wait()
@@ -327,7 +324,7 @@ class Asking:
         """Return the answer as JSON.
 
         Args:
-            echoes: text and scores of each prompt, if they are to be repeated.
+            echoes: text and scores of each prompt if the request asks for an echo, else empty.
         """
         order = self.order
         choices = []
@@ -354,7 +351,7 @@ class Asking:
         }
 
     async def _echo(self, number: int) -> tuple[str, list[TokenScore | None]]:
-        """Return the text of a prompt, and the scores of its tokens if they are asked for."""
+        """Return the text of a prompt, and the scores of its tokens if the request asks for log-probabilities."""
         ids = self.order.prompts[number]
         text = self.order.texts[number] or await self._in_pool(
             lambda: self.request.text_of(ids, shows_special(self.order))
@@ -369,7 +366,7 @@ class Asking:
         return completion_logprobs(self.served.pair, self.order, [*before, *(choice.scores or [])], tokens)
 
     def _only_echoes(self, number: int, text: str, scores: list[TokenScore | None]) -> list[dict[str, Any]]:
-        """Return a prompt as the beginning of each of its choices."""
+        """Return the echo of a prompt for each of its choices."""
         order = self.order
         logprobs = None
         if order.top is not None:
@@ -389,10 +386,10 @@ class Asking:
     # Streams.
 
     async def stream(self) -> AsyncIterator[dict[str, Any] | None]:
-        """Yield the chunks of a stream; None for a sign of life.
+        """Yield the chunks of a stream, and None for a ping.
 
-        A delta holds only what every possible answer begins with, so nothing is ever taken back. The last delta of each
-        choice brings its rest. A choice that `min_logp` may drop is sent as a whole, at the end.
+        A delta has only text that all possible answers share, so nothing is ever taken back. The last delta of a choice has
+        the rest of its text. A choice that `min_logp` may drop is sent as a whole at the end.
         """
         order = self.order
         sent: dict[int, str] = {}
@@ -426,7 +423,7 @@ class Asking:
     async def _growing(
         self, indices: dict[int, list[int]], sent: dict[int, str]
     ) -> AsyncIterator[dict[str, Any] | None]:
-        """Yield chunks until all texts have ended, and store how much of each choice was sent."""
+        """Yield chunks until all texts have ended, and store the text sent for each choice."""
         order = self.order
         waits_for_all = order.method.beams == 1 and order.drawn > order.count
         while not self.is_over:
@@ -446,7 +443,7 @@ class Asking:
                 yield None
 
     def _indices(self) -> dict[int, list[int]]:
-        """Return the numbers of the choices that each session makes, by its place, without choices that may be dropped."""
+        """Return the indices of the choices of each session, by its place, without choices that `min_logp` may drop."""
         order = self.order
         found: dict[int, list[int]] = {}
         if order.method.beams > 1:
@@ -470,7 +467,7 @@ class Asking:
         return taken
 
     async def _settled_text(self, job: Job) -> str:
-        """Return the part of a text that may be sent: settled, and not the beginning of a stop string or a character."""
+        """Return the part of a text that can be sent: settled, without a partial stop string or character at its end."""
         tokens = job.settled
         if not tokens:
             return ""
@@ -481,7 +478,7 @@ class Asking:
         return await self._in_pool(lambda: sendable(self.order, growing.settled(tokens)))
 
     def _new_deltas(self, text: str, indices: list[int], sent: dict[int, str]) -> list[dict[str, Any]]:
-        """Return the unsent part of a text for each of its choices, and mark it as sent."""
+        """Return deltas with the unsent part of a text for its choices, and mark it as sent."""
         if not indices or not text:
             return []
         before = sent[indices[0]]
@@ -503,7 +500,7 @@ class Asking:
         return chunk
 
     def _opening(self, index: int) -> dict[str, Any]:
-        """Return the chunk that begins a choice of a chat: its role."""
+        """Return the first chunk of a choice of a chat, which has its role."""
         return self._chunk([{"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
 
     def _delta(self, index: int, text: str) -> dict[str, Any]:
@@ -512,7 +509,7 @@ class Asking:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
     def _last_delta(self, choice: ReturnedText, sent: str) -> dict[str, Any]:
-        """Return the rest of a choice, with its end."""
+        """Return the last delta of a choice, with the rest of its text."""
         order = self.order
         last = self._delta(choice.index, unsent(choice.text, sent))
         if order.is_chat and order.forced_tool is not None and choice.finish_reason == "tool_calls":
@@ -528,7 +525,7 @@ class Asking:
         return last | extras_of(order, choice)
 
     async def _end(self, outcome: AnsweredRequest) -> AsyncIterator[dict[str, Any]]:
-        """Yield the chunk without choices at the end of a stream: usage if it is asked for, and our own part."""
+        """Yield the last chunk, without choices, if the request asks for usage or has the object `specbeam`."""
         order = self.order
         options = order.body.stream_options
         usage = usage_of(order, outcome.choices, cached_tokens(self.request, self.jobs))
@@ -539,53 +536,12 @@ class Asking:
         }
         if options is not None and options.include_usage:
             chunk["usage"] = usage
-        wants_ours = order.body.specbeam is not None
-        if wants_ours or "usage" in chunk:
+        if order.body.specbeam is not None or "usage" in chunk:
             yield chunk
 
 
-class FormPool:
-    """Threads in which forms are compiled, apart from all other work: a form may take long.
-
-    Args:
-        at_once: forms that are compiled side by side.
-        seconds: that each may take. A compilation cannot be ended: one that takes longer keeps its thread until it is over.
-        patience: seconds for which a form may wait for a thread.
-    """
-
-    def __init__(self, at_once: int, seconds: float, patience: float) -> None:
-        self.pool = ThreadPoolExecutor(at_once, thread_name_prefix="specbeam form")
-        self._free = asyncio.Semaphore(at_once)
-        self._seconds = seconds
-        self._patience = patience
-
-    async def make(self, function: Callable[[], Result], field: str) -> Result:
-        """Return the result of a function on the form in this field of a request.
-
-        Raises `Refusal` if that takes too long, or if no thread becomes free.
-        """
-        try:
-            await asyncio.wait_for(self._free.acquire(), self._patience)
-        except TimeoutError as error:
-            message = "other forms are being compiled, and none was ready in time; try again later"
-            raise Refusal(429, "rate_limit_error", "queue_timeout", message, field, 1) from error
-        making = asyncio.get_running_loop().run_in_executor(self.pool, function)
-        making.add_done_callback(self._is_over)
-        done, _ = await asyncio.wait([making], timeout=self._seconds)
-        if not done:
-            raise invalid(
-                f"the form could not be compiled in {self._seconds:g} seconds; make it smaller", field, "bad_grammar"
-            )
-        return making.result()
-
-    def _is_over(self, making: "asyncio.Future[Any]") -> None:
-        self._free.release()
-        if not making.cancelled():
-            making.exception()  # retrieved, as the client may be gone
-
-
 def as_event(chunk: dict[str, Any] | None) -> bytes:
-    """Return a chunk as a server-sent event; None as a comment that readers skip."""
+    """Return a chunk as a server-sent event; None as a comment, which clients ignore."""
     if chunk is None:
         return b": ping\n\n"
     return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
@@ -595,5 +551,5 @@ DONE = b"data: [DONE]\n\n"
 
 
 def new_number() -> str:
-    """Return a name for a request."""
+    """Return a random id for a request."""
     return secrets.token_hex(12)

@@ -15,13 +15,13 @@ ANYBODY = "anonymous"
 
 @dataclass(frozen=True)
 class Client:
-    """A client by the name of its key, never by the key itself.
+    """A client, identified by the name of its key, never by the key itself.
 
     Args:
-        name: for logs and fairness.
-        weight: its share of the work, relative to others.
-        max_running: maximum number of its texts decoded side by side; 0: the server's limit.
-        least_priority: the lowest number that its requests may have as their priority.
+        name: name for logs and fair scheduling.
+        weight: relative share of the work.
+        max_running: maximum number of texts decoded at the same time; 0: the server's limit.
+        least_priority: the smallest priority number (the most urgent) that its requests may have.
     """
 
     name: str = ANYBODY
@@ -31,20 +31,20 @@ class Client:
 
 
 class Keys:
-    """The keys that are known, as digests; compared in constant time."""
+    """The API keys, stored as digests and compared in constant time."""
 
     def __init__(self, clients: Mapping[bytes, Client]) -> None:
         self._clients = dict(clients)
 
     @classmethod
     def of(cls, config: ServerConfig) -> "Keys":
-        """Return the keys of a configuration and of its file of keys."""
+        """Return the keys of a configuration and of its key file."""
         clients = {digest(key): Client(f"key{number}") for number, key in enumerate(config.api_keys, 1)}
         if config.api_key_file:
             named = _read(Path(config.api_key_file).expanduser())
             if taken := {one.name for one in clients.values()} & {one.name for one in named.values()}:
                 raise BadSetting(
-                    f"{config.api_key_file} has {', '.join(sorted(taken))}, also the name of a key of api_keys; rename it"
+                    f"{config.api_key_file} uses the name {', '.join(sorted(taken))}, which api_keys has, too; rename it"
                 )
             clients |= named
         return cls(clients)
@@ -56,26 +56,26 @@ class Keys:
 
     @property
     def weights(self) -> dict[str, float]:
-        """The share of each client, by name."""
+        """The weight of each client, by name."""
         return {client.name: client.weight for client in self._clients.values()}
 
     @property
     def most_running(self) -> dict[str, int]:
-        """Limits on texts decoded side by side, by name of the client, for clients with a separate limit."""
+        """By name, the `max_running` of clients that have a limit of their own."""
         return {client.name: client.max_running for client in self._clients.values() if client.max_running}
 
     def client(self, authorization: str | None) -> Client:
-        """Return the client that sent this header. Raises `Refusal` for an unknown one."""
+        """Return the client of an authorization header. Raises `Refusal` if a key is needed and none is valid."""
         if not self._clients:
             return Client()
         scheme, _, key = (authorization or "").partition(" ")
         asked = digest(key.strip())
         found: Client | None = None
-        for known, client in self._clients.items():  # all of them, so that the time reveals nothing
+        for known, client in self._clients.items():  # compares all keys, so that the time reveals nothing
             if hmac.compare_digest(known, asked):
                 found = client
         if found is None or scheme.lower() != "bearer":
-            what = "the key is unknown" if authorization else "there is no key"
+            what = "the API key is unknown" if authorization else "the API key is missing"
             raise Refusal(
                 401,
                 "authentication_error",
@@ -94,7 +94,7 @@ def _read(path: Path) -> dict[bytes, Client]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise MissingFile(f"could not read the keys in {path}: {error}") from error
+        raise MissingFile(f"the key file {path} cannot be read: {error}") from error
     clients: dict[bytes, Client] = {}
     for number, line in enumerate(lines, 1):
         words = line.split("#", 1)[0].split()
@@ -106,8 +106,10 @@ def _read(path: Path) -> dict[bytes, Client]:
         except ValueError as error:
             raise BadSetting(f"{path}, line {number} must be: name key [weight] [max_running] [priority]") from error
         if not weight > 0:
-            raise BadSetting(f"{path}, line {number}: the weight must be above 0")
+            raise BadSetting(f"{path}, line {number}: weight is {weight:g}; it must be above 0")
         if running < 0 or running != int(running):
-            raise BadSetting(f"{path}, line {number}: max_running must be a whole number, or 0 for no limit of its own")
+            raise BadSetting(
+                f"{path}, line {number}: max_running is {running:g}; it must be an integer, 0 for the server's limit"
+            )
         clients[digest(key)] = Client(name, weight, int(running), int(priority))
     return clients

@@ -1,4 +1,4 @@
-"""Bodies of requests while they arrive, and clients that leave before they have their answer."""
+"""Reading of request bodies, and clients that disconnect before they have their answer."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -8,20 +8,20 @@ from fastapi import Request
 
 from specbeam.apps.serve.refusals import Refusal, invalid
 
-BODY_S = 30.0  # seconds for which a body may take to arrive
+BODY_S = 30.0  # seconds in which a body must arrive
 Result = TypeVar("Result")
 
 
 async def read_body(http: Request, most: int) -> bytes:
-    """Return the body of a request. Raises `Refusal` if it is too large, comes too slowly or is no JSON by its header."""
+    """Return the body of a request. Raises `Refusal` if it is too large, too slow, or not JSON by its header."""
     kind = http.headers.get("content-type", "application/json").split(";")[0].strip().lower()
     if kind not in ("application/json", ""):
-        raise invalid(f"the body is {kind[:100]!r}; send application/json", None, "not_json", 415)
+        raise invalid(f"the content type is {kind[:100]!r}; send application/json", None, "not_json", 415)
     return await read_bytes(http, most, BODY_S)
 
 
 async def read_bytes(http: Request, most: int, seconds: float) -> bytes:
-    """Return the body of a request, whatever it is. Raises `Refusal` if it is too large or comes too slowly."""
+    """Return the body of a request of any type. Raises `Refusal` if it is too large or too slow."""
     parts: list[bytes] = []
     size = 0
 
@@ -31,20 +31,20 @@ async def read_bytes(http: Request, most: int, seconds: float) -> bytes:
             size += len(part)
             if size > most:
                 raise invalid(
-                    f"the body has more than {most} bytes, which this server takes", None, "body_too_large", 413
+                    f"the body has more than {most} bytes, the limit of this server", None, "body_too_large", 413
                 )
             parts.append(part)
 
     try:
         await asyncio.wait_for(read(), seconds)
     except TimeoutError as error:
-        message = f"the body took more than {seconds:g} seconds"
+        message = f"the body did not arrive within {seconds:g} seconds"
         raise Refusal(408, "timeout_error", "request_timeout", message) from error
     return b"".join(parts)
 
 
 async def unless_gone(http: Request, answer: Awaitable[Result]) -> Result:
-    """Return the answer, or raise `Refusal` as soon as the client is gone."""
+    """Return the answer, or raise `Refusal` as soon as the client disconnects."""
     working = asyncio.ensure_future(answer)
 
     async def gone() -> None:
@@ -56,7 +56,7 @@ async def unless_gone(http: Request, answer: Awaitable[Result]) -> Result:
         await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise Refusal(499, "server_error", "cancelled", "the client is gone")
+        raise Refusal(499, "server_error", "cancelled", "the client has disconnected")
     finally:
         for task in (working, leaving):
             task.cancel()

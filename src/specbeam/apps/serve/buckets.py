@@ -1,4 +1,4 @@
-"""Counts of values by size, as Prometheus draws histograms, written by one thread and read by others without a lock."""
+"""Histograms for Prometheus, written by one thread and read by others without a lock."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -7,10 +7,10 @@ SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 
 
 
 class Buckets:
-    """How many values were at most as large as each bound.
+    """Numbers of values by size.
 
     Args:
-        bounds: in rising order; larger values have a bucket of their own.
+        bounds: ascending upper bounds; one more bucket holds larger values.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -25,7 +25,7 @@ class Buckets:
 
     @property
     def cumulated(self) -> list[tuple[str, float]]:
-        """The bounds as Prometheus writes them, each with the number of values up to it."""
+        """The bounds in Prometheus' format, each with the number of values up to it."""
         found: list[tuple[str, float]] = []
         sum_so_far = 0
         for bound, count in zip((*map(str, self.bounds), "+Inf"), self._counts, strict=True):

@@ -1,4 +1,4 @@
-"""The configuration of the server: its defaults, its checks and its file."""
+"""The configuration of the server: defaults, checks and file."""
 
 import math
 import os
@@ -14,48 +14,48 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Settings of an operator. A file has the same names; the command line takes precedence.
+    """The operator's settings. A configuration file uses the same names; the command line overrides it.
 
     Args:
         model, draft: see `specbeam.load`.
         quantize, kv: see `specbeam.load`.
-        name: the name that requests call the model by; "": that of the model.
-        method, settings: the method of requests that name none, and its settings as NAME=VALUE; "": `dsbd`, or
+        name: name of the model in requests; "": `model`.
+        method, settings: method of requests that do not choose one, and its settings as NAME=VALUE; "": `dsbd`, or
             `beam_sampling` without a draft, with at least as many beams as answers are asked for. "auto": the fastest,
             measured at start.
-        methods: the methods that requests may name; none: all.
-        host, port: where to listen.
-        api_keys: accepted API keys; none: no key is needed. By default from the environment variable
+        methods: the methods that requests may choose; empty: all.
+        host, port: address to listen on.
+        api_keys: accepted API keys; empty: no key is needed. By default from the environment variable
             SPECBEAM_API_KEYS, separated by commas.
-        api_key_file: a file with a key per line: name, key, weight, most running, smallest priority; the last three may be
-            left out.
-        no_auth: let everybody in though others than this machine can reach the server.
-        metrics_key: the key for /metrics; "": it is for this machine alone, or for who has any key.
+        api_key_file: a file with a key per line: name, key, weight, max_running, smallest priority; the last three are
+            optional.
+        no_auth: allow a server without keys that other machines can reach.
+        metrics_key: key for /metrics; "": /metrics answers this machine, and clients with an API key.
         allowed_hosts: further host names accepted in requests, if the server listens on this machine only.
         cors_origins: origins whose pages may call the server.
-        max_running, max_waiting: requests are decoded side by side, and wait; in texts.
-        max_running_per_key: most texts of a key side by side; 0: `max_running`.
+        max_running, max_waiting: maximum numbers of texts decoded at the same time, and waiting.
+        max_running_per_key: maximum number of texts of a key decoded at the same time; 0: `max_running`.
         queue_timeout, request_timeout, drain_timeout: seconds.
-        reader_timeout: seconds for which a client may leave a stream unread.
-        stall_timeout: seconds without a step after which the engine counts as dead, and the process ends. A step that has to
-            be compiled first takes long, too.
-        warm_up: whether usual requests are compiled and measured before the server is ready.
-        max_tokens: most new tokens of a text.
+        reader_timeout: seconds after which a client that does not read its stream is disconnected.
+        stall_timeout: seconds without a step after which the engine counts as dead, and the process ends. Compiling a step
+            takes time, too.
+        warm_up: whether usual requests are compiled and timed before the server is ready.
+        max_tokens: maximum number of new tokens of a text.
         max_model_len: maximum number of tokens of prompt and text together; 0: the number of positions of the models.
-        max_beams, max_n, max_prompts: of a request.
+        max_beams, max_n, max_prompts: limits of a request.
         max_texts: maximum number of beams of a request, summed over its prompts and answers.
-        max_body: bytes of a request.
-        max_audio_body, max_audio_seconds: bytes and seconds of audio of a request.
-        max_audio_at_once: requests about audio that are transcribed side by side.
-        max_schema, max_regex, max_grammar: characters of a form.
-        compile_timeout: seconds for which a form may be compiled.
-        kv_gb: memory for keys and values in GB; 0: half of the free memory at start.
-        prefix_cache_mb: memory for beginnings of prompts; 0: none are kept.
-        prefix_cache_shared: whether API keys share these beginnings; timing then reveals the prompts of others.
-        chunk: tokens of a prompt that are stored between the turns of others.
-        default_beams: of a request that asks for a beam search without a width.
+        max_body: maximum number of bytes of a request.
+        max_audio_body, max_audio_seconds: maximum number of bytes and seconds of the audio of a request.
+        max_audio_at_once: maximum number of audio requests transcribed at the same time.
+        max_schema, max_regex, max_grammar: maximum number of characters of a constraint.
+        compile_timeout: maximum number of seconds to compile a constraint.
+        kv_gb: memory for the KV cache in GB; 0: half of the free memory at start.
+        prefix_cache_mb: memory of the prefix cache in MiB; 0: no prefix cache.
+        prefix_cache_shared: whether API keys share the prefix cache; response times then reveal the prompts of others.
+        chunk: number of prompt tokens stored between the turns of other requests.
+        default_beams: number of beams of a beam search that names none.
         chat_template: a file with a chat template in Jinja.
-        log_texts: whether the log has prompts and texts.
+        log_texts: whether the log has prompts and answers.
         tensor_parallel: whether the target is spread over the processes that torchrun has started.
     """
 
@@ -110,7 +110,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if self.tensor_parallel and self.prefix_cache_mb:
             raise BadSetting(
-                "with tensor_parallel the beginnings of prompts are not kept: other ranks have parts of them; give "
+                "tensor_parallel does not support the prefix cache, which would be spread over the ranks; give "
                 "--prefix-cache-mb 0"
             )
         for one in fields(self):
@@ -143,15 +143,17 @@ class ServerConfig:
             if not getattr(self, name) > 0:
                 raise BadSetting(f"{name} is {getattr(self, name)}; it must be more than 0 seconds")
         if not 0 <= self.port <= LAST_PORT:
-            raise BadSetting(f"port is {self.port}; it must be 0 (any that is free) to {LAST_PORT}")
+            raise BadSetting(f"port is {self.port}; it must be 0 (any free port) to {LAST_PORT}")
         for origin in self.cors_origins:
             if not _ORIGIN.fullmatch(origin):
                 raise BadSetting(
-                    f"cors_origins holds {origin!r}; an origin is written as browsers send it, in small letters and without "
-                    "a path: https://page.example or http://localhost:3000; each one is named"
+                    f"cors_origins has {origin!r}; give each origin as browsers send it, in lower case and without a path, "
+                    "such as https://page.example or http://localhost:3000"
                 )
         if not math.isfinite(self.max_audio_seconds):
-            raise BadSetting(f"max_audio_seconds is {self.max_audio_seconds}; it must be finite: memory grows with it")
+            raise BadSetting(
+                f"max_audio_seconds is {self.max_audio_seconds}; it must be finite, because memory grows with it"
+            )
         for name in (
             "max_waiting",
             "max_running_per_key",
@@ -165,15 +167,15 @@ class ServerConfig:
 
     @property
     def is_local(self) -> bool:
-        """Whether the server listens on this machine alone."""
+        """Whether the server listens on this machine only."""
         return self.host in ("127.0.0.1", "::1", "localhost")
 
     def check_open(self) -> None:
         """Raise `BadSetting` if other machines could call the server without a key, unless `no_auth` allows it."""
         if not (self.is_local or self.api_keys or self.api_key_file or self.no_auth):
             raise BadSetting(
-                f"host is {self.host!r}, so other machines can reach the server, and there is no key; give --api-key-file, "
-                "or --no-auth if this is intended"
+                f"host is {self.host!r}, so other machines can reach the server without a key; give --api-key-file, or "
+                "--no-auth if this is intended"
             )
 
 
@@ -189,11 +191,11 @@ def _is_misplaced_bool(value: object, expected: tuple[type, ...]) -> bool:
 
 
 def read_config(path: str | Path | None, given: dict[str, Any]) -> ServerConfig:
-    """Return the configuration in a YAML file (None: the defaults), overridden by arguments that are not None.
+    """Return the configuration in a YAML file (None: the defaults), overridden by the given values that are not None.
 
     Raises:
         MissingFile: the file does not exist, or is not YAML.
-        BadSetting: a name is unknown, or a value is wrong.
+        BadSetting: a name is unknown, or a value is invalid.
     """
     values: dict[str, Any] = {}
     if path is not None:
@@ -203,7 +205,7 @@ def read_config(path: str | Path | None, given: dict[str, Any]) -> ServerConfig:
         values.setdefault("api_keys", [key.strip() for key in keys.split(",") if key.strip()])
     known = {one.name for one in fields(ServerConfig)}
     if unknown := sorted(set(values) - known):
-        raise BadSetting(f"the configuration has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+        raise BadSetting(f"unknown settings: {', '.join(unknown)}; the configuration has {', '.join(sorted(known))}")
     chosen: dict[str, Any] = {}
     for name, value in values.items():
         chosen[name] = tuple(value) if isinstance(value, list) else value
@@ -220,10 +222,5 @@ def _read_file(path: Path) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise BadSetting(f"{path} holds {shown_type(values)}; it must hold names with values, like 'port: 8000'")
+        raise BadSetting(f"{path} holds a {type(values).__name__}; it must hold names with values, like 'port: 8000'")
     return {str(name).replace("-", "_"): value for name, value in values.items()}
-
-
-def shown_type(value: object) -> str:
-    """Return the name of a value's type, for messages."""
-    return f"a {type(value).__name__}"

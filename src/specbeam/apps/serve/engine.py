@@ -1,4 +1,4 @@
-"""The engine: one thread that owns a pair and decodes for all others, whose jobs join and leave between its turns."""
+"""The engine: one thread that owns a pair and decodes the jobs of all other threads, which join and leave between turns."""
 
 import logging
 import threading
@@ -22,36 +22,34 @@ from specbeam.errors import Cancelled, SpecbeamError, TimedOut
 from specbeam.models import EncoderDecoderLM
 
 LOG = logging.getLogger("specbeam.serve")
-DELAY_S = 0.05  # seconds for which turns may be taken without looking up
-BEATS_S = 0.5  # seconds between two looks at the clock while nothing is to do
-RESTARTS = 3  # that are too many within `RESTARTS_S`
+DELAY_S = 0.05  # seconds of decoding between two looks at the inbox
+BEATS_S = 0.5  # seconds between two looks at the clock while idle
+RESTARTS = 3  # faults within `RESTARTS_S` seconds after which the engine is dead
 RESTARTS_S = 60.0
-COMPILE_S = (
-    300.0  # seconds that the parts of a method may take to be compiled and measured before the engine counts as stuck
-)
-MOST_KNOWN = 4096  # methods, with their settings, whose parts were made
-CLOSE_S = 5.0  # seconds for which the end of a thread that was given up is waited for
+COMPILE_S = 300.0  # seconds in which a method must be compiled and timed before the engine counts as stuck
+MOST_KNOWN = 4096  # keys of methods that are remembered as compiled
+CLOSE_S = 5.0  # seconds to wait for the thread of a dead engine
 Result = TypeVar("Result")
 
 
 class QueueFull(SpecbeamError):
-    """As many jobs wait as may wait."""
+    """The queue is full."""
 
 
 class Draining(SpecbeamError):
-    """The engine is ending, and takes no further jobs."""
+    """The engine is shutting down and accepts no jobs."""
 
 
 class EngineFailed(SpecbeamError, RuntimeError):
-    """Something went wrong that was not the fault of one session: all that were being decoded are lost."""
+    """The engine failed, and all sessions that it was decoding are lost."""
 
 
 class QueueTimeout(TimedOut):
-    """A job waited as long as it may, and no place became free."""
+    """A job reached its time limit in the queue."""
 
 
 class NoRoom(SpecbeamError):
-    """A session needs more memory for keys and values than there is for all."""
+    """The KV cache of a request would exceed the server's total KV budget."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +57,12 @@ class EngineLimits:
     """Limits of an engine.
 
     Args:
-        max_running: most sessions that are decoded side by side.
-        max_waiting: most sessions that wait besides.
-        max_running_per_key: most sessions of one key that are decoded side by side.
-        kv_bytes: memory for the keys and values of all sessions, target and draft together; None: no limit.
-        chunk: tokens of a prompt that are stored per step, between the turns of others.
-        prefix_bytes: memory for the beginnings of prompts that are kept, target and draft together; 0: nothing is kept.
+        max_running: maximum number of sessions decoded at the same time.
+        max_waiting: maximum number of waiting sessions.
+        max_running_per_key: maximum number of sessions of one key decoded at the same time.
+        kv_bytes: memory for the KV caches of all sessions, target and draft together; None: no limit.
+        chunk: number of prompt tokens stored per step, between the turns of other sessions.
+        prefix_bytes: memory of the prefix cache, target and draft together; 0: no prefix cache.
     """
 
     max_running: int = 8
@@ -77,35 +75,32 @@ class EngineLimits:
 
 @dataclass(eq=False)
 class Job:
-    """A session in the engine, and its progress as its owner sees it.
+    """A session in the engine, with its progress.
 
     Args:
-        session: the session to decode.
-        watch: called with the job in the engine's thread after each step that moved it on, and when it is over. It must be
-            quick; what it raises is logged.
-        key: whose job it is.
-        priority: lower is earlier.
-        alone: whether it is decoded without other jobs, as after a fault that it may have caused.
-        again_after: clock time of that fault, the `lost_at` of the job that it repeats; None: it repeats none.
+        watch: called with the job in the engine's thread after each step with progress, and at its end. It must be quick;
+            its exceptions are logged.
+        key: the client that the job belongs to.
+        priority: lower comes earlier.
+        alone: whether the job is decoded without others, as after a fault that it may have caused.
+        again_after: clock time of that fault, the `lost_at` of the job that this one repeats; None for a first attempt.
         streams: whether `settled` is kept up to date.
-        see: called with each turn of the session, and it; None: turns need not be shown, which is faster. If it raises, the
-            job fails.
-        start_by: clock time (`time.monotonic`) by which it has to be decoded, or it fails with `QueueTimeout`.
-        end_by: clock time at which it ends: with `TimedOut` if it has no token, else with the text that there is.
+        see: called with the session and each of its turns; an exception fails the job. None is faster: turns are not shown.
+        start_by: clock time (`time.monotonic`) by which decoding must start, or the job fails with `QueueTimeout`.
+        end_by: clock time at which the job ends: with its text so far, or with `TimedOut` if it has no token.
 
     Attributes:
-        settled: the new tokens that every possible answer begins with.
+        settled: the new tokens that all possible answers share.
         cut: why the text was cut short; "" if it was not.
-        is_lost: whether it failed by a fault that may be that of another job.
+        is_lost: whether the job failed by a fault that another job may have caused.
         lost_at: clock time of that fault; None without one.
         is_over: whether the session has left the engine; `session.failure` holds its error, if any.
         arrived, started, first_token, ended: clock times; None: not yet.
-        joules: its share of the energy of the steps that it took part in; None without a counter.
-        shared: whether others took part in any of these steps.
-        room: the keys and values for which it may need room, by model.
-        group: jobs of the same request, including this one; none before that
-            and when it is over.
-        is_queued: whether it is counted as waiting.
+        joules: its share of the energy of its steps; None without a counter.
+        shared: whether other jobs took part in any of its steps.
+        room: the KV cache that the job may need, by model.
+        group: jobs of the same request, including this one; empty before it is submitted and after its end.
+        is_queued: whether the job counts as waiting.
         rows, length, moved: rows and length of its session at the last step, and the time of its last progress.
     """
 
@@ -140,15 +135,10 @@ class Job:
 
 @dataclass(frozen=True)
 class StoreRoom:
-    """Room in the store of a model, which is a rectangle.
-
-    Args:
-        rows: of the store.
-        slots: tokens of each row.
-    """
+    """Room in the KV store of a model, which is a rectangle."""
 
     rows: int
-    slots: int
+    slots: int  # tokens per row
 
 
 @dataclass
@@ -156,9 +146,9 @@ class EngineCounts:
     """Counters since the engine started; written by its thread, read by others.
 
     Attributes:
-        kv_tokens: tokens that are stored now, by model.
-        turn_seconds: how long turns took.
-        token_seconds: how long tokens took after the one before.
+        kv_tokens: number of tokens in the KV cache now, by model.
+        turn_seconds: durations of turns.
+        token_seconds: times between tokens.
     """
 
     steps: int = 0
@@ -178,18 +168,16 @@ class EngineCounts:
 class Engine:
     """One thread that decodes with a pair for all other threads.
 
-    Jobs may be submitted and cancelled at any time by any thread. A job that fails, is cancelled or runs out of time costs
-    no other job its work, and the text of a job does not depend on what else is decoded. While the engine runs, other
-    threads that decode with the pair are refused (`NotSupported`).
+    Any thread may submit and cancel jobs at any time. A job that fails, is cancelled or times out does not affect other
+    jobs, and the text of a job does not depend on the others. While the engine runs, other threads cannot decode with the
+    pair (`NotSupported`).
 
         with Engine(pair) as engine:
             out = engine.generate("Ein Hund läuft.", sb.dsbd(beams=4), seed=7)
 
     Args:
-        pair: the models.
-        limits: its limits.
-        weights: by key, the share of the work that the key should get; 1 for all others.
-        most_running: by key, most of its sessions side by side; `limits.max_running_per_key` for all others.
+        weights: relative share of the work by key; 1 for all others.
+        most_running: maximum number of running sessions by key; `limits.max_running_per_key` for all others.
     """
 
     def __init__(
@@ -204,7 +192,7 @@ class Engine:
         self.counts = EngineCounts()
         self.state = "new"  # then "ready", "draining", "ended" or "dead"
         self.last_beat = time.monotonic()
-        self.inside: list[Job] = []  # of the engine's thread; others may look at its length
+        self.inside: list[Job] = []  # running jobs; changed by the engine's thread only
         self._line: Line[Job] = Line(weights)
         self._decoder = self._new_decoder()
         self._condition = threading.Condition()
@@ -212,12 +200,12 @@ class Engine:
         self._queued = 0  # waiting jobs, including the inbox
         self._most_running = dict(most_running or {})
         self._tasks: deque[_Task] = deque()
-        self._open: set[Future[Any]] = set()  # results promised to other threads
-        self._patience_s = 0.0  # seconds that the piece of work under way may take besides the usual ones
-        self._turn_s = 0.01  # seconds per turn of the sessions inside, lately
-        self._restarted: deque[float] = deque(maxlen=RESTARTS)  # clock times of the faults that speak against it
+        self._open: set[Future[Any]] = set()  # results that other threads wait for
+        self._patience_s = 0.0  # additional seconds granted to the running task
+        self._turn_s = 0.01  # moving average of the seconds per turn
+        self._restarted: deque[float] = deque(maxlen=RESTARTS)  # clock times of faults of the engine
         self._explained: set[float] = set()  # faults that were reproduced by one job alone
-        self._known: set[str] = set()  # methods whose parts were made before
+        self._known: set[str] = set()  # keys of methods whose parts were made before
         self._thread = threading.Thread(target=self._run, name="specbeam engine", daemon=True)
 
     # Called by other threads.
@@ -230,28 +218,28 @@ class Engine:
         return self
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Let jobs wait for their turn, all of them or none.
+        """Add jobs to the queue, all of them or none.
 
         Raises:
             QueueFull: the queue has no room for all of them.
-            Draining, EngineFailed: the engine takes no jobs any more.
-            NoRoom: a job can never come in, as it needs more memory than there is.
+            Draining, EngineFailed: the engine accepts no more jobs.
+            NoRoom: a job needs more KV cache than the engine has.
         """
         for job in jobs:
             job.room = {lm: room_of(lm, job.session) for lm in self._models()}
             if not self._has_room([job]):
                 raise NoRoom(
-                    f"a prompt of {len(job.session.prompt)} tokens with up to {job.session.limits.max_new_tokens} new ones "
-                    f"needs {self._bytes_of([job]) // 2**20} MiB for keys and values, and there are "
-                    f"{(self.limits.kv_bytes or 0) // 2**20}; ask for fewer new tokens or beams"
+                    f"a prompt of {len(job.session.prompt)} tokens with {job.session.limits.max_new_tokens} new tokens "
+                    f"needs {self._bytes_of([job]) // 2**20} MiB of KV cache, but this server has "
+                    f"{(self.limits.kv_bytes or 0) // 2**20} MiB; ask for fewer new tokens or beams"
                 )
         with self._condition:
             self._check_open()
             free = max(self.limits.max_running - len(self.inside), 0)
             if self._queued + len(jobs) > self.limits.max_waiting + free:
                 raise QueueFull(
-                    f"{self._queued} texts wait already, {len(jobs)} more would come, and {self.limits.max_waiting} may "
-                    "wait; try again later"
+                    f"the queue is full: {self._queued} texts are waiting, {len(jobs)} more were sent, and at most "
+                    f"{self.limits.max_waiting} may wait; try again later"
                 )
             self._queued += len(jobs)
             now = time.monotonic()
@@ -263,11 +251,11 @@ class Engine:
             self._condition.notify()
 
     def cancel(self, jobs: Sequence[Job]) -> None:
-        """End jobs at the next turn, wherever they are; finished jobs stay as they are."""
+        """Cancel jobs at the next turn, except for finished ones."""
         self._post(lambda: self._each(jobs, lambda job: self._end(job, Cancelled("it was cancelled"))))
 
     def share(self, weights: Mapping[str, float], most_running: Mapping[str, int]) -> None:
-        """Change by key the share of the work and the most sessions side by side, from the next turn on."""
+        """Replace the arguments `weights` and `most_running` of the engine from the next turn on."""
 
         def change() -> None:
             self._line.weights = dict(weights)
@@ -279,7 +267,7 @@ class Engine:
         """Call a function in the engine's thread, between two turns; it may use the models.
 
         Args:
-            patience_s: seconds that it may take, in addition to a turn, before the engine counts as stuck.
+            patience_s: additional seconds that it may take before the engine counts as stuck.
         """
 
         def once() -> Generator[None, None, Result]:
@@ -289,9 +277,9 @@ class Engine:
         return self.run(once(), patience_s)
 
     def run(self, task: Generator[None, None, Result], patience_s: float = 0.0) -> "Future[Result]":
-        """Run a generator in the engine's thread, one piece between each two turns; the future holds its return value.
+        """Run a generator in the engine's thread, one step between two turns; the future gets its return value.
 
-        If the future is cancelled, no further piece is run.
+        Cancelling the future closes the generator.
         """
         future: Future[Result] = Future()
         self._open.add(future)
@@ -307,9 +295,9 @@ class Engine:
         return self.run(score_texts(self.pair.target, prompt, texts, top, namespace))
 
     def request(self, prompts: Any, method: Method, *others: Any, **further: Any) -> Request:
-        """Return the request of these arguments of `CallPlan.of`, for the engine's pair; its sessions can be jobs.
+        """Return a request of the engine's pair; the arguments are those of `CallPlan.of`. Its sessions can be jobs.
 
-        Measurements that the parts of its method need run in the engine's thread.
+        The parts of its method are compiled and timed in the engine's thread.
         """
         making = self.prepare(method, _name_of(method))
         if making is not None:
@@ -317,10 +305,10 @@ class Engine:
         return Request(CallPlan.of(self.pair, prompts, method, *others, **further))
 
     def prepare(self, method: Method, key: str) -> "Future[None] | None":
-        """Let the engine's thread make the parts of a method once, with all that they measure; None if it has made them.
+        """Make the parts of a method in the engine's thread, which may compile and time them; None if that was done before.
 
         Args:
-            key: the same for all methods of these settings.
+            key: identifies the method and its settings.
         """
         if self.knows(key):
             return None
@@ -334,7 +322,7 @@ class Engine:
         return self.call(make, COMPILE_S)
 
     def knows(self, key: str) -> bool:
-        """Whether the parts of a method of this key were made before."""
+        """Return whether the parts of the method with this key were made before."""
         return key in self._known
 
     def generate(
@@ -347,7 +335,7 @@ class Engine:
         generation_config: Any = None,
         **options: Any,
     ) -> list[Generation]:
-        """Generate text for one or many prompts as `specbeam.generate` does, for any number of threads at a time.
+        """Generate text for one or many prompts as `specbeam.generate` does; any number of threads may call this.
 
         Arguments, errors and, with the same seed, answers are those of `specbeam.generate`.
         """
@@ -371,7 +359,7 @@ class Engine:
                     jobs.popleft()
                     under_way += 1
             except QueueFull:
-                if not under_way:  # all places are taken by others
+                if not under_way:  # jobs of other threads fill the queue
                     time.sleep(DELAY_S)
                     continue
             session = over.get().session
@@ -381,20 +369,20 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """The number of sessions that wait."""
+        """The number of waiting sessions."""
         return self._queued
 
     @property
     def stalled_s(self) -> float:
-        """Seconds since the engine should have shown that it lives, while it has anything to do; 0 before that."""
+        """Seconds since the last sign of life that exceed the patience of the running task; 0 if there is no work."""
         if not (self.inside or self._queued or self._open):
             return 0.0
         return max(time.monotonic() - self.last_beat - self._patience_s, 0.0)
 
     def drain(self, timeout: float) -> None:
-        """Take no further jobs, finish requests of which a job has begun, and refuse all other waiting jobs.
+        """Accept no more jobs, finish the requests that have started, and refuse the waiting ones.
 
-        Jobs that remain after `timeout` seconds are ended by `close`.
+        Jobs that remain after `timeout` seconds are left to `close`.
         """
         with self._condition:
             if self.state != "ready":
@@ -409,7 +397,7 @@ class Engine:
             time.sleep(0.01)
 
     def close(self) -> None:
-        """End the thread, and all jobs that are left."""
+        """Stop the thread, and end the remaining jobs."""
         with self._condition:
             if self.state in ("ready", "draining"):
                 self.state = "ended"
@@ -418,9 +406,9 @@ class Engine:
             self._thread.join(CLOSE_S if self.state == "dead" else None)
 
     def abandon(self, reason: str) -> None:
-        """Declare the engine dead because its thread shows no sign of life, and fail all waiting tasks.
+        """Declare the engine dead because its thread does not respond, and fail all waiting tasks.
 
-        Jobs stay as they are, as only the thread may end them.
+        Jobs stay as they are: only the thread may end them.
         """
         with self._condition:
             self.state = "dead"
@@ -447,7 +435,7 @@ class Engine:
 
     def _check_open(self) -> None:
         if self.state == "draining":
-            raise Draining("the server is ending and takes no further requests; try another one")
+            raise Draining("the server is shutting down and accepts no more requests; try another one")
         if self.state != "ready":
             raise EngineFailed(f"the engine is {self.state}")
 
@@ -463,7 +451,7 @@ class Engine:
         return Decoder(self.pair.target, at_once=self.limits.max_running, filling=1)
 
     def _run(self) -> None:
-        """Work until the engine is closed. Nothing that goes wrong in a session ends this thread."""
+        """Work until the engine is closed. A failing session does not end this thread."""
         try:
             for lm in self._models():
                 if hasattr(lm, "guard"):
@@ -475,7 +463,7 @@ class Engine:
                 try:
                     self._wait_for_work()
                     self._work()
-                except Exception as error:  # of no session alone: out of memory, or a mistake of ours
+                except Exception as error:  # of no single session: out of memory, or a bug
                     self._restart(error)
         finally:
             with self._condition:
@@ -514,7 +502,7 @@ class Engine:
                 self._lose(job, error)
 
     def _lose(self, job: Job, error: Exception) -> None:
-        """Fail a job for which something went wrong, whatever state it is in."""
+        """Fail a waiting or running job after an unexpected exception."""
         if job.is_over:
             return
         job.session.fail(_failure_by(error), "")
@@ -532,21 +520,19 @@ class Engine:
         late = [job for job in self._line if now > job.end_by]
         self._each(late, self._end_late)
         waiting = [job for job in self._line if now > job.start_by]
-        self._each(waiting, lambda job: self._end(job, QueueTimeout("no place became free in time; try again later")))
+        self._each(
+            waiting, lambda job: self._end(job, QueueTimeout("the queue did not clear in time; try again later"))
+        )
         self._each([job for job in self.inside if now > job.end_by], self._end_late)
         self._let_in(now)
         if self._tasks:
             self._step_task()
         if self._decoder.busy:
             self._step()
-        elif (
-            len(self._line) and not self._tasks
-        ):  # no job inside, and the first does not fit: impossible, but must not spin
-            time.sleep(0.001)
         self.counts.kv_tokens = {lm: self._stored_in(lm) for lm in self._models()}
 
     def _take(self, jobs: Sequence[Job]) -> None:
-        """Move jobs from the inbox to the line, except for ended ones."""
+        """Move submitted jobs to the line, except for ended ones."""
         for job in jobs:
             if job.is_over:
                 job.group = ()
@@ -574,7 +560,7 @@ class Engine:
                 self._end(job, error)
 
     def _step(self) -> None:
-        """Take a step of the decoder, and report the progress of each job to its owner."""
+        """Take a step of the decoder, and report the progress of each job."""
         decoder = self._decoder
         decoder.ahead = self._turns_ahead()
         before = [job.session.count.target_passes for job in self.inside]
@@ -597,19 +583,19 @@ class Engine:
         self._each([*self.inside], lambda job: self._look_at(job, passes_of[job]))
 
     def _stored_in(self, lm: Any) -> int:
-        """Return the number of tokens that a model stores for the jobs inside."""
+        """Return the number of tokens in the KV cache of a model for the running jobs."""
         if not hasattr(lm, "held"):
             return 0
         return sum(lm.held(job.session) for job in self.inside if lm in job.session.state)
 
     def _turns_ahead(self) -> int:
-        """Return the number of turns that fit into `DELAY_S`; 0 if any job shows each turn."""
+        """Return the number of turns that fit into `DELAY_S`; 0 if any job shows its turns."""
         if any(job.see is not None for job in self.inside):
             return 0
         return min(max(int(DELAY_S / max(self._turn_s, 1e-5)), 1), TURNS)
 
     def _look_at(self, job: Job, passes: int) -> None:
-        """Count the work of a step for a job, and report progress to its owner."""
+        """Count the work of a step for a job, and report its progress."""
         session = job.session
         rows = session.count.rows.scored
         self._line.charge(job.key, max(rows - job.rows, passes))
@@ -627,7 +613,7 @@ class Engine:
             self._tell(job)
 
     def _note_tokens(self, job: Job) -> None:
-        """Note when the new tokens of a job came."""
+        """Record the time of the new tokens of a job."""
         fresh = job.session.length - job.length
         if fresh <= 0:
             return
@@ -649,16 +635,18 @@ class Engine:
             job.shared |= len(self.inside) > 1
 
     def _end_late(self, job: Job) -> None:
-        """End a job whose time is up: with its text, if it has any."""
+        """End a job at its time limit: with its text so far, if it has any."""
         if job.session.length == 0:
-            self._end(job, TimedOut("its time was up before it had a token; raise the timeout, or ask for less"))
+            self._end(
+                job, TimedOut("the request timed out before its first token; raise request_timeout or ask for less")
+            )
         else:
-            job.cut = "the time was up"
+            job.cut = "it reached the time limit"
             self._decoder.release(job.session)
             self._finish(job)
 
     def _end(self, job: Job, error: SpecbeamError) -> None:
-        """End a job with an error, wherever it is."""
+        """End a waiting or running job with an error."""
         if job.is_over:
             return
         self.counts.cancelled += isinstance(error, Cancelled) and bool(job.group)
@@ -672,18 +660,18 @@ class Engine:
         self._tell_end(job)
 
     def _leave_line(self, job: Job) -> None:
-        """Take a job out of the line that waits no longer."""
+        """Remove a job from the line."""
         self._line.remove(job)
         self._uncount(job)
 
     def _uncount(self, job: Job) -> None:
-        """Stop counting a job as waiting, if it is counted: a job refused by `submit` or not yet seen is not."""
+        """Stop counting a job as waiting. Jobs that `submit` refused are not counted."""
         with self._condition:
             self._queued -= job.is_queued
             job.is_queued = False
 
     def _finish(self, job: Job) -> None:
-        """Note that a job that was inside is over."""
+        """Remove a running job that is over, and report its end."""
         self.inside.remove(job)
         self._line.leave(job.key)
         self.counts.draft_passes += job.session.count.draft_passes
@@ -698,23 +686,23 @@ class Engine:
         self._tell(job)
 
     def _tell(self, job: Job) -> None:
-        """Call the owner of a job. Errors of the owner are logged."""
+        """Call the `watch` of a job, and log its exceptions."""
         try:
             job.watch(job)
         except Exception:
-            LOG.exception("the owner of a request could not be notified")
+            LOG.exception("the progress of a request could not be reported")
 
     def _step_task(self) -> None:
-        """Run one piece of the task that waits longest."""
+        """Run one step of the task that has waited longest."""
         one = self._tasks.popleft()
-        if one.future.done():  # the caller is gone
+        if one.future.done():  # cancelled, or failed by `abandon`
             one.close()
             return
         self._patience_s = one.patience_s
         try:
             next(one.task)
         except StopIteration as end:
-            with suppress(InvalidStateError):  # it was cancelled, or given up, in the meantime
+            with suppress(InvalidStateError):  # cancelled or abandoned in the meantime
                 one.future.set_result(end.value)
         except Exception as error:
             _fail(one.future, error)
@@ -728,9 +716,9 @@ class Engine:
         return self.limits.kv_bytes is None or self._bytes_of(jobs) <= self.limits.kv_bytes
 
     def _bytes_of(self, jobs: Sequence[Job]) -> int:
-        """Return the bytes of keys and values that jobs may need side by side: each model has one rectangle for all.
+        """Return the bytes of KV cache that jobs may need together: each model has one rectangle for all.
 
-        A model that reads sources has another one, for the keys and values of its cross-attention.
+        An encoder-decoder model also stores the keys and values of its cross-attention.
         """
         whole = 0
         for lm in self._models():
@@ -743,7 +731,7 @@ class Engine:
 
     @property
     def kv_share(self) -> float | None:
-        """The share of the memory for keys and values that the jobs inside may need; None without a limit."""
+        """The share of the KV budget that the running jobs may need; None without a limit."""
         inside = [*self.inside]
         if self.limits.kv_bytes is None:
             return None
@@ -752,10 +740,10 @@ class Engine:
     def _refuse_waiting(self) -> None:
         for job in [*self._line]:
             if not any(other.started is not None for other in job.group):
-                self._end(job, Draining("the server is ending; try another one"))
+                self._end(job, Draining("the server is shutting down; try another one"))
 
     def _restart(self, error: Exception) -> None:
-        """Fail all jobs inside, and go on with a new decoder."""
+        """Fail all running jobs, and continue with a new decoder."""
         self.counts.restarts += 1
         failure = _failure_by(error)
         had_others = len(self.inside) > 1
@@ -767,7 +755,7 @@ class Engine:
                 job.is_lost = had_others
                 job.lost_at = now if had_others else None
             self._finish(job)
-        with suppress(Exception):  # a broken model may fail again: everything that it holds is dropped below
+        with suppress(Exception):  # a broken model may fail again; its caches are cleared below
             self._decoder.close()
         for lm in self._models():
             for caches in [*getattr(lm, "caches", [])]:
@@ -781,10 +769,10 @@ class Engine:
             self.state = "dead"
 
     def _note_fault(self, now: float) -> None:
-        """Note a fault of the jobs inside, if it speaks against the engine.
+        """Record a fault of the running jobs unless one of them explains it.
 
-        A job that fails when it is alone was the cause of the earlier fault, for which it was repeated, and that fault is
-        taken back. If another job of the same step fails alone, too, the fault counts again: it may be the engine's.
+        If a job fails again when it is repeated alone, it caused the earlier fault, which then does not count against the
+        engine. If a second job of the same step fails alone, too, the fault counts again: it may be the engine's.
         """
         alone = [job for job in self.inside if job.alone]
         if not alone:
@@ -801,20 +789,19 @@ class Engine:
                 self._explained.add(fault)
 
     def _give_up(self) -> None:
-        """End all that is left, and let others use the models. Whatever goes wrong here, the rest is done."""
+        """End all jobs and tasks, and release the models, even if some of this fails."""
         with self._condition:
             orders = [*self._inbox]
             self._inbox.clear()
         self._obey(orders)
         is_dead = self.state == "dead"
-        end = EngineFailed("the engine is dead") if is_dead else Draining("the server has ended")
+        end = EngineFailed("the engine is dead") if is_dead else Draining("the server has shut down")
         self._each([*self._line, *self.inside], lambda job: self._end(job, end))
         for one in self._tasks:
             one.close()
-            one.refuse(EngineFailed("the engine has ended"))
         self._tasks.clear()
         for future in [*self._open]:
-            _fail(future, EngineFailed("the engine has ended"))
+            _fail(future, EngineFailed("the engine has stopped"))
         with suppress(Exception):
             self._decoder.close()
         for lm in self._models():
@@ -826,10 +813,10 @@ class Engine:
 
 @dataclass(frozen=True, eq=False)
 class _Task:
-    """Work for the engine's thread, in pieces.
+    """A generator for the engine's thread.
 
     Args:
-        patience_s: seconds that a piece may take in addition to a turn.
+        patience_s: additional seconds that a step may take before the engine counts as stuck.
     """
 
     task: Generator[None, None, Any]
@@ -837,7 +824,7 @@ class _Task:
     patience_s: float = 0.0
 
     def close(self) -> None:
-        """Let it release its resources."""
+        """Close the generator, and log its exceptions."""
         try:
             self.task.close()
         except Exception:
@@ -848,7 +835,7 @@ class _Task:
 
 
 def _fail(future: "Future[Any]", error: Exception) -> None:
-    """End a future with an error unless it has ended: its caller may leave at any moment."""
+    """End a future with an error unless it is done: its caller may cancel it at any moment."""
     with suppress(InvalidStateError):
         future.set_exception(error)
 
@@ -865,10 +852,10 @@ def _show(job: Job, turn: Turn) -> None:
 
 
 def room_of(lm: Any, session: Session) -> StoreRoom:
-    """Return the room that a session may need in the store of a model, as is to be expected.
+    """Return an estimate of the room that a session needs in the KV store of a model.
 
-    Beams share their past, so what they have apart is a few tokens each, besides the drafts of a turn. A model that reads in
-    segments has a row for each of its windows, and none of these grows with the text.
+    Beams share their past: each has only a few tokens of its own, and the drafts of a turn. A model that reads in segments
+    has a row per window, whose length does not grow with the text.
     """
     beams = max(session.limits.keep, 1)
     apart = 16 * beams + 64
@@ -884,6 +871,6 @@ def _name_of(method: Method) -> str:
 
 
 def _settings_of(method: Any) -> Any:
-    """Return the values that the `build` of a method closes over, which distinguish methods of one name."""
+    """Return the values in the closure of a method's `build`, which distinguish methods of one name."""
     cells = getattr(method.build, "__closure__", None) or ()
     return [repr(cell.cell_contents) for cell in cells if not callable(cell.cell_contents)]

@@ -1,4 +1,4 @@
-"""Checks of every request before its body is read: host, size and headers; and a line in the log."""
+"""ASGI middleware: checks of host and size before a body is read, response headers, and a log line per request."""
 
 import json
 import logging
@@ -6,6 +6,8 @@ import re
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
+
+from fastapi.responses import Response
 
 from specbeam.apps.serve.asking import new_number
 from specbeam.apps.serve.config import ServerConfig
@@ -21,13 +23,13 @@ _NUMBER = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class Guarding:
-    """The layer around the routes.
+    """The middleware around the routes.
 
     Args:
         app: the routes.
         config: the operator's settings.
         metrics: counts answers by path and status.
-        paths: the paths that are counted by name; others are counted together.
+        paths: the paths that are counted separately; all others are counted as "other".
     """
 
     def __init__(self, app: Any, config: ServerConfig, metrics: ServerMetrics, paths: frozenset[str]) -> None:
@@ -44,7 +46,7 @@ class Guarding:
         given = headers.get("x-request-id", "")
         number = given if _NUMBER.fullmatch(given) else new_number()
         scope["state"] = {**scope.get("state", {}), "number": number, "note": {}}
-        path = scope["path"].removeprefix(scope.get("root_path", ""))  # ours, wherever the routes are mounted
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # the routes may be mounted below another path
         began = time.monotonic()
         status = 500
 
@@ -58,9 +60,9 @@ class Guarding:
         try:
             refusal = self._refusal(path, headers)
             if refusal is not None:
-                await self._refuse(refusal, reply)
+                await refusal.response()(scope, receive, reply)
             elif scope["method"] == "OPTIONS" and headers.get("origin") in self.config.cors_origins:
-                await self._allow(headers, reply)
+                await _preflight(headers)(scope, receive, reply)
             else:
                 await self.app(scope, receive, reply)
         finally:
@@ -79,42 +81,36 @@ class Guarding:
         return [(name.encode(), value.encode("latin-1")) for name, value in found.items()]
 
     def _refusal(self, path: str, headers: dict[str, str]) -> Refusal | None:
-        """Return why a request is refused before anything of it is read; None if it is not."""
+        """Return the refusal of a request for its host or size; None if both are fine."""
         if self.config.is_local:
             host = re.sub(r":[0-9]+$", "", headers.get("host", "")).strip("[]").lower()
             own = ("localhost", "127.0.0.1", "::1", "testserver", *(name.lower() for name in self.config.allowed_hosts))
             if host not in own:
                 return Refusal(
                     403, "permission_error", "forbidden",
-                    f"this server does not answer for host {host[:100]!r}; start it with --allowed-host NAME to allow that",
+                    f"host {host[:100]!r} is not allowed; start the server with --allowed-host {host[:100]}",
                 )  # fmt: skip
         length = headers.get("content-length", "0")
         most = self.config.max_audio_body if path in TASKS else self.config.max_body
         if length.isdigit() and int(length) > most:
-            return invalid(f"the body has {length} bytes; this server takes {most}", None, "body_too_large", 413)
+            return invalid(
+                f"the body has {length} bytes; this server accepts at most {most}", None, "body_too_large", 413
+            )
         return None
 
-    async def _allow(self, given: dict[str, str], send: Send) -> None:
-        """Answer a browser that asks whether a page of another origin may send a request; it may.
 
-        It may with all headers that it asks for: clients send their version, system and number of tries in headers of their
-        own. A method that is not served is refused later, where the page can read why.
-        """
-        asked = given.get("access-control-request-headers", "authorization, content-type, x-request-id")
-        found = {
-            "access-control-allow-methods": "DELETE, GET, HEAD, OPTIONS, PATCH, POST, PUT",
-            "access-control-allow-headers": asked,
-            "access-control-max-age": "600",
-        }
-        if given.get("access-control-request-private-network") == "true":
-            found["access-control-allow-private-network"] = "true"
-        headers = [(name.encode(), value.encode("latin-1")) for name, value in found.items()]
-        await send({"type": "http.response.start", "status": 204, "headers": headers})
-        await send({"type": "http.response.body", "body": b""})
+def _preflight(given: dict[str, str]) -> Response:
+    """Return the answer to a browser that asks whether a page of an allowed origin may send a request.
 
-    async def _refuse(self, refusal: Refusal, send: Send) -> None:
-        body = json.dumps(refusal.body).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        headers += [(name.encode(), value.encode()) for name, value in refusal.headers.items()]
-        await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+    All headers that it asks for are allowed: clients send their version, system and retry count in custom headers. All
+    methods are allowed, too: an unknown one is refused later, with an error that the page can read.
+    """
+    asked = given.get("access-control-request-headers", "authorization, content-type, x-request-id")
+    found = {
+        "access-control-allow-methods": "DELETE, GET, HEAD, OPTIONS, PATCH, POST, PUT",
+        "access-control-allow-headers": asked,
+        "access-control-max-age": "600",
+    }
+    if given.get("access-control-request-private-network") == "true":
+        found["access-control-allow-private-network"] = "true"
+    return Response(status_code=204, headers=found)

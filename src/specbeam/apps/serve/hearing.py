@@ -1,4 +1,4 @@
-"""A transcription in progress: a thread goes from window to window, and the engine decodes each with its other work."""
+"""A transcription in progress: its thread goes from window to window, and the engine decodes them among its other jobs."""
 
 import threading
 import time
@@ -13,28 +13,25 @@ from specbeam.apps.serve.engine import Engine, Job, QueueFull
 from specbeam.apps.serve.speech_orders import SpeechOrder
 from specbeam.apps.speech.audio import read_audio_bytes
 from specbeam.apps.speech.records import Transcript
-from specbeam.apps.speech.transcribe import Models, ears_of
+from specbeam.apps.speech.transcribe import Models, SpeechSettings, ears_of
 from specbeam.core import Session
 from specbeam.doors import Request, Settings, in_prompt_order
 from specbeam.errors import Cancelled, TimedOut
 
-DRAWS = "above temperature 0"  # the name of the method that is taken there, the same for all requests
-AGAIN_S = 0.05  # seconds after which a window asks for a place again
+DRAWS = "above temperature 0"  # key of the method used there, the same for all requests
+AGAIN_S = 0.05  # seconds between two attempts to enter the queue
 Result = TypeVar("Result")
 Note = Callable[[list[Job], list[Generation]], None]
 
 
 class Hearing:
-    """A request about audio while it is transcribed.
+    """A running audio request.
 
-    Its methods but `cancel` are for one thread, which waits for the engine and never uses the models itself.
+    All methods except `cancel` belong to one thread, which waits for the engine and never uses the models itself.
 
     Args:
-        order: the request.
         config: the operator's settings.
-        engine: decodes windows.
-        client: who asks.
-        number: the name of the request, for its log.
+        number: id of the request, for the log.
         note: called after each window with its jobs and texts.
     """
 
@@ -51,7 +48,7 @@ class Hearing:
         self.duration = 0.0
         self.began = time.monotonic()
         self._note = note
-        self._has_decoded = False  # whether any text of the request was
+        self._has_decoded = False  # whether any text of the request has been decoded
         self._end_by = self.began + config.request_timeout
         self._is_cancelled = threading.Event()
 
@@ -60,7 +57,7 @@ class Hearing:
         return self.order.method.name
 
     def cancel(self) -> None:
-        """Cancel the current window and begin no further one. Any thread may call this."""
+        """Cancel the current window and all later ones. Any thread may call this."""
         self._is_cancelled.set()
         left = [job for job in self.jobs if not job.is_over]
         if left:
@@ -70,24 +67,19 @@ class Hearing:
         """Return the transcript of a file's bytes.
 
         Args:
-            extractor: makes the features that the model reads.
+            extractor: the model's feature extractor.
 
         Raises:
-            BadAudio, BadSetting, NotSupported: it cannot be transcribed as it is asked for.
-            Cancelled, TimedOut: it was cancelled, or its time was up.
+            BadAudio, BadSetting, NotSupported: the order cannot be fulfilled.
+            Cancelled, TimedOut: the request was cancelled or reached its time limit.
             QueueFull, Draining, EngineFailed: see `Engine.submit`.
         """
         body = self.order.body
         samples = read_audio_bytes(raw, self.config.max_audio_seconds)
         self._check_wanted()
-        ears = ears_of(
-            self.engine.pair,
-            self.order.method,
-            temperature=self.order.temperatures,
-            seed=body.seed,
-            options=self.order.options,
-            models=Models(self._generate, self._call),
-        )
+        order = self.order
+        settings = SpeechSettings(order.method, temperature=order.temperatures, seed=body.seed, options=order.options)
+        ears = ears_of(self.engine.pair, settings, Models(self._generate, self._call))
         listening = ears.begin(extractor, samples, body.language, self.order.task, body.prompt)
         self.duration = listening.transcript.duration
         while not listening.over:
@@ -97,7 +89,7 @@ class Hearing:
         return ears.finished(listening)
 
     def _check_wanted(self) -> None:
-        """Raise `Cancelled` or `TimedOut` if there is no sense in going on."""
+        """Raise `Cancelled` or `TimedOut` if the request was cancelled or reached its time limit."""
         if self._is_cancelled.is_set():
             raise Cancelled("it was cancelled")
         if time.monotonic() > self._end_by:
@@ -105,7 +97,8 @@ class Hearing:
 
     def _late(self) -> TimedOut:
         return TimedOut(
-            f"the audio was not transcribed in {self.config.request_timeout:g} seconds; raise request_timeout, or send less"
+            f"the transcription took more than {self.config.request_timeout:g} seconds; raise request_timeout, or send "
+            "less audio"
         )
 
     def _call(self, function: Callable[[], Result]) -> Result:
@@ -115,7 +108,7 @@ class Hearing:
     def _generate(
         self, pair: Pair, sources: Any, method: Method, *, seed: int | None, **options: Any
     ) -> list[Generation]:
-        """Decode a window as `specbeam.generate` does, together with the engine's other work."""
+        """Decode a window as `specbeam.generate` does, among the engine's other jobs."""
         most = options.get("max_new_tokens")
         options["max_new_tokens"] = self.config.max_tokens if most is None else min(most, self.config.max_tokens)
         settings = Settings.given(options)
@@ -142,8 +135,9 @@ class Hearing:
         """Return the job of a session.
 
         Args:
-            over: where it is put when it is over, be it before the engine has taken it.
-            before: the job that it repeats, alone, after a fault that may be another request's; None: it is the first.
+            over: receives the job at its end.
+            before: the job that it repeats alone, after a fault that another request may have caused; None for a first
+                attempt.
         """
         return Job(
             session,
@@ -156,12 +150,13 @@ class Hearing:
         )
 
     def _decode(self, over: "Queue[Job]") -> None:
-        """Let the engine decode the jobs, as many side by side as find a place, and return when they are over.
+        """Submit the jobs as places become free, and return when all are over.
 
-        A request of which nothing was decoded is refused if no place is free; others ask again until their `queue_timeout`.
+        A request that has not decoded anything is refused if the queue is full; later windows try again for
+        `queue_timeout` seconds.
 
         Args:
-            over: gets the jobs that are over.
+            over: receives the jobs at their end.
         """
         waiting = [*self.jobs]
         left = len(self.jobs)
@@ -170,7 +165,7 @@ class Hearing:
             try:
                 self._submit(waiting)
             except QueueFull:
-                if left == len(waiting):  # all places are taken by others
+                if left == len(waiting):  # jobs of other requests fill the queue
                     if time.monotonic() >= patience:
                         raise
                     time.sleep(AGAIN_S)
@@ -181,11 +176,11 @@ class Hearing:
             patience = self._patience()
 
     def _submit(self, waiting: list[Job]) -> None:
-        """Submit jobs, all at once or else one by one, and remove them from the waiting ones.
+        """Submit jobs, all at once if they fit, else one by one, and remove them from `waiting`.
 
         Raises:
-            QueueFull: there is no place for the remaining ones.
-            Cancelled, TimedOut: they are not wanted any more.
+            QueueFull: there is no place for the remaining jobs.
+            Cancelled, TimedOut: the request was cancelled or reached its time limit.
         """
         count = len(waiting)
         while waiting:
@@ -202,5 +197,5 @@ class Hearing:
                 count = 1
 
     def _patience(self) -> float:
-        """Return the clock time until which a text asks for a place."""
+        """Return the clock time until which a window tries to enter the queue."""
         return time.monotonic() + (self.config.queue_timeout if self._has_decoded else 0.0)

@@ -1,4 +1,4 @@
-"""The waiting line: which job comes in next, fairly between the keys that jobs belong to."""
+"""The queue of waiting jobs: fair scheduling between the API keys that jobs belong to."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -9,9 +9,9 @@ AGE_S = 10.0  # seconds of waiting that count as much as one step of priority
 
 @runtime_checkable
 class InLine(Protocol):
-    """A job as the line sees it."""
+    """A job that can wait in a line."""
 
-    key: str  # whose job it is
+    key: str  # the client that the job belongs to
     priority: int  # lower is earlier
     arrived: float  # seconds of the clock that `Line.pop` is given
 
@@ -20,21 +20,21 @@ Job = TypeVar("Job", bound=InLine)
 
 
 class Line(Generic[Job]):
-    """Jobs that wait, by key: a stride scheduler with priorities.
+    """Waiting jobs by key: a stride scheduler with priorities.
 
-    Each key has a clock that `charge` moves on by the work done for it. Of the jobs with the best priority the one comes
-    next whose key has the lowest clock; jobs of one key keep their order. Waiting lifts low priorities to the usual one,
-    0, so these do not wait for ever; jobs with a number below 0 that keep coming hold up all others. A key that comes back
-    after a pause starts at the lowest clock of the busy ones: a pause earns no credit.
+    Each key has a clock, which `charge` advances by the work done for the key. Among the jobs of the best priority, the job
+    whose key has the lowest clock comes next; jobs of one key keep their order. Waiting improves a low priority up to the
+    usual one, 0, so no job starves, unless a stream of jobs with priorities below 0 holds up all others. A key that returns
+    after a pause starts at the lowest clock of the busy keys: a pause earns no credit.
 
     Args:
-        weights: by key, the share of the work that it should get; 1 for all others.
+        weights: relative share of the work by key; 1 for all others.
     """
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self.weights = dict(weights or {})
-        self.clocks: dict[str, float] = {}  # of keys with jobs that wait or run
-        self.running: dict[str, int] = {}  # number of jobs inside, by key
+        self.clocks: dict[str, float] = {}  # of keys with waiting or running jobs
+        self.running: dict[str, int] = {}  # number of running jobs by key
         self._jobs: dict[str, deque[Job]] = {}
 
     def __len__(self) -> int:
@@ -45,13 +45,13 @@ class Line(Generic[Job]):
             yield from jobs
 
     def add(self, job: Job) -> None:
-        """Let a job wait."""
+        """Append a job to the queue of its key."""
         if job.key not in self.clocks:
             self.clocks[job.key] = min(self.clocks.values(), default=0.0)
         self._jobs.setdefault(job.key, deque()).append(job)
 
     def remove(self, job: Job) -> bool:
-        """Take a job out that gives up. Returns False if it does not wait here."""
+        """Remove a waiting job. Returns False if it is not waiting."""
         jobs = self._jobs.get(job.key, deque())
         if job not in jobs:
             return False
@@ -60,14 +60,14 @@ class Line(Generic[Job]):
         return True
 
     def pop(self, now: float, fits: Callable[[Job], bool], most_running: Callable[[str], int]) -> Job | None:
-        """Take out the next job, which counts as running until `leave`; None if it has to wait.
+        """Remove and return the next job, which counts as running until `leave`; None if it does not fit yet.
 
-        The next job waits for its place even if a smaller one would fit now: otherwise large jobs would never come in.
+        A smaller job does not overtake a job that does not fit: otherwise large jobs would starve.
 
         Args:
-            now: the time, for the age of jobs.
+            now: clock time.
             fits: whether there is room for a job.
-            most_running: the most jobs of a key that may run; jobs of keys with as many do not hold up others.
+            most_running: maximum number of running jobs of a key; keys at their limit do not hold up others.
         """
         first: Job | None = None
         for key, jobs in self._jobs.items():
@@ -83,24 +83,24 @@ class Line(Generic[Job]):
         return first
 
     def leave(self, key: str) -> None:
-        """Note that a job of this key, which `pop` had returned, is over."""
+        """Record the end of a running job of this key."""
         self.running[key] -= 1
         self._forget_if_idle(key)
 
     def charge(self, key: str, work: float) -> None:
-        """Move the clock of a key on by work that was done for it."""
+        """Advance the clock of a key by the work done for it."""
         if key in self.clocks:
             self.clocks[key] += work / self.weights.get(key, 1.0)
 
     def _rank(self, job: Job, now: float) -> float:
-        """Return the priority of a job; lower is earlier. Age lifts it up to 0, no further: else who floods would win."""
+        """Return the priority of a job; lower is earlier. Age improves it up to 0, no further: else floods would win."""
         return job.priority if job.priority <= 0 else max(job.priority - (now - job.arrived) // AGE_S, 0)
 
     def _order(self, job: Job, now: float) -> tuple[float, float, float]:
         return self._rank(job, now), self.clocks[job.key], job.arrived
 
     def _forget_if_idle(self, key: str) -> None:
-        """Forget a key without jobs, so that the line does not grow with the number of keys."""
+        """Forget a key without jobs, so that the memory does not grow with the number of keys."""
         if not self._jobs.get(key) and not self.running.get(key):
             self._jobs.pop(key, None)
             self.running.pop(key, None)

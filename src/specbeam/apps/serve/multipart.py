@@ -1,4 +1,4 @@
-"""Bodies of several parts (multipart/form-data, RFC 7578): the fields of a form, and the bytes of its files."""
+"""Parser of multipart/form-data (RFC 7578) with limits: the fields and files of a form."""
 
 from dataclasses import dataclass, field
 from email.message import Message
@@ -16,7 +16,7 @@ class MultipartForm:
     """The content of a form.
 
     Attributes:
-        fields: the values of each field, in their order.
+        fields: the values of each field, in order.
         files: the bytes of each file, by the name of its field. The client's file name is ignored.
     """
 
@@ -25,13 +25,13 @@ class MultipartForm:
 
 
 def parse_form(content_type: str, raw: bytes) -> MultipartForm:
-    """Return the content of a body of several parts.
+    """Return the content of a form.
 
     Args:
-        content_type: the header, with the boundary between the parts.
+        content_type: the header with the boundary.
         raw: the whole body.
 
-    Raises `Refusal` for a malformed body, or one with too many or too long parts.
+    Raises `Refusal` if the body is malformed, or has too many or too long parts.
     """
     boundary = _boundary(content_type)
     form = MultipartForm()
@@ -41,25 +41,28 @@ def parse_form(content_type: str, raw: bytes) -> MultipartForm:
             form.files.setdefault(name, []).append(content)
             continue
         if len(content) > LONGEST_FIELD:
-            raise invalid(f"the field {shown(name)} has {len(content)} bytes; at most {LONGEST_FIELD} are taken", name)
+            raise invalid(f"the field {shown(name)} has {len(content)} bytes; the limit is {LONGEST_FIELD}", name)
         try:
             form.fields.setdefault(name, []).append(content.decode("utf-8"))
         except UnicodeDecodeError as error:
-            raise invalid(f"the field {shown(name)} is not UTF-8; send valid Unicode", name) from error
+            raise invalid(f"the field {shown(name)} is not valid UTF-8", name) from error
     return form
 
 
 def _boundary(content_type: str) -> bytes:
-    """Return the boundary of a header. Raises `Refusal` if it is the header of another kind of body, or has none."""
+    """Return the boundary in a header. Raises `Refusal` if it has none, or another content type."""
     header = Message()
     header["content-type"] = content_type.replace("\r", " ").replace("\n", " ")
     if header.get_content_type() != "multipart/form-data":
         raise invalid(
-            f"the body is {shown(header.get_content_type())}; send multipart/form-data", None, "not_multipart", 415
+            f"the content type is {shown(header.get_content_type())}; send multipart/form-data",
+            None,
+            "not_multipart",
+            415,
         )
     boundary = header.get_boundary("")
     if not 0 < len(boundary) <= LONGEST_BOUNDARY or not boundary.isascii():
-        raise _broken("its content-type names no boundary of 1 to 70 characters")
+        raise _broken("its content type must have a boundary of 1 to 70 characters")
     return boundary.encode("ascii")
 
 
@@ -68,17 +71,17 @@ def _parts(raw: bytes, boundary: bytes) -> list[tuple[bytes, bytes]]:
     mark = b"--" + boundary
     start = 0 if raw.startswith(mark) else raw.find(b"\r\n" + mark) + 2
     if start == 1:
-        raise _broken("its boundary does not come up in it")
+        raise _broken("it does not contain its boundary")
     found: list[tuple[bytes, bytes]] = []
     place = start + len(mark)
     while not raw.startswith(b"--", place):
         head_from = raw.find(b"\r\n", place) + 2
         if head_from == 1 or raw[place : head_from - 2].strip(b" \t"):
-            raise _broken("a boundary is followed by something else than the end of its line")
+            raise _broken("a boundary is not followed by the end of the line")
         head_to = raw.find(b"\r\n\r\n", head_from, head_from + LONGEST_HEAD)
         end = raw.find(b"\r\n" + mark, head_from)
         if head_to < 0 or end < 0 or head_to + 4 > end + 2:
-            raise _broken("a part has no end, or no headers of at most 4096 bytes")
+            raise _broken(f"a part has no end, or its headers have more than {LONGEST_HEAD} bytes")
         if len(found) == MOST_PARTS:
             raise _broken(f"it has more than {MOST_PARTS} parts")
         found.append((raw[head_from:head_to], raw[head_to + 4 : end]))

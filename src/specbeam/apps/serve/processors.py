@@ -1,4 +1,4 @@
-"""Logits processors that only servers have: penalties for generated tokens, and biases of tokens."""
+"""Logits processors of OpenAI's API: presence and frequency penalties, and logit biases."""
 
 from collections.abc import Mapping
 
@@ -6,12 +6,12 @@ import torch
 
 
 class CountPenalty:
-    """Lowers the logits of tokens that were generated before, as OpenAI's presence and frequency penalties do.
+    """OpenAI's presence and frequency penalties of generated tokens.
 
     Args:
-        prompt_length: number of tokens before the generated ones, which do not count.
-        presence: penalty of a token that occurred.
-        frequency: penalty for each occurrence.
+        prompt_length: number of tokens of the prompt, which do not count.
+        presence: penalty of a token that has occurred.
+        frequency: penalty per occurrence.
     """
 
     def __init__(self, prompt_length: int, presence: float, frequency: float) -> None:
@@ -26,10 +26,10 @@ class CountPenalty:
 
 
 class TokenBias:
-    """Adds a number to the logits of some tokens; -100 bans a token.
+    """Adds biases to the logits of tokens; -100 bans a token.
 
     Args:
-        biases: by token id.
+        biases: bias by token id.
     """
 
     def __init__(self, biases: Mapping[int, float]) -> None:

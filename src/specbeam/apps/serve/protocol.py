@@ -1,4 +1,4 @@
-"""The bodies of requests, as OpenAI names their fields, with what vLLM added for beams and what is our own."""
+"""Request bodies: OpenAI's fields, vLLM's fields for beams, and the object `specbeam`."""
 
 import json
 import re
@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from specbeam.apps.serve.refusals import MOST_PROBLEMS, Refusal, invalid, shown
 from specbeam.doors import LARGEST_INTEGER, OPTIONS, kind_of, nearest
 
-DEEPEST = 32  # brackets inside each other in a body
-MOST_PROMPTS = 4096  # prompts that are looked at one by one; a server's own limit is lower
+DEEPEST = 32  # levels of nested brackets in a body
+MOST_PROMPTS = 4096  # checked before validation; the operator's limit is lower
 Text = Annotated[str, Field(max_length=2**20)]
 Ids = Annotated[
     list[Annotated[int, Field(ge=0, le=LARGEST_INTEGER)]], Field(min_length=1, max_length=2**20, fail_fast=True)
@@ -23,13 +23,13 @@ StopText = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class Strict(BaseModel):
-    """A body, or a part of one, that refuses what it does not know and takes no text for a number."""
+    """A body or a part of one: unknown fields are refused, and strings are not converted to numbers."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
 
 class StreamOptions(Strict):
-    """How a stream ends."""
+    """Options of a stream."""
 
     include_usage: bool = False
     continuous_usage_stats: Literal[False] | None = None
@@ -37,7 +37,7 @@ class StreamOptions(Strict):
 
 
 class JsonSchema(Strict):
-    """A schema by OpenAI's `response_format`."""
+    """The schema in OpenAI's `response_format`."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)] = "schema"
     description: str | None = None
@@ -46,14 +46,14 @@ class JsonSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """The form of a text, as OpenAI says it."""
+    """The constraint on a text in OpenAI's format."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class StructuredOutputs(Strict):
-    """The form of a text, as vLLM says it: one of these."""
+    """The constraint on a text in vLLM's format: exactly one field."""
 
     json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
     json_object: bool | None = None
@@ -63,7 +63,7 @@ class StructuredOutputs(Strict):
 
 
 def _fields_inside(place: str) -> dict[str, Any]:
-    """Return the fields of the options that stand in a part of a body, for pydantic."""
+    """Return pydantic's fields for the options in a part of a body: "" or "specbeam"."""
     found: dict[str, Any] = {}
     for name, option in OPTIONS.items():
         if option.field is None or option.field.inside != place:
@@ -95,7 +95,7 @@ else:
 
 
 class SpecbeamOptions(OfSpecbeam):
-    """What no other server has. Beside these fields it takes every setting of the method."""
+    """The object `specbeam` of a body: these fields, and any setting of the method."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -110,7 +110,7 @@ class SpecbeamOptions(OfSpecbeam):
 
 
 class Body(OfBody):
-    """What completions and chats have in common, besides the options in `OPTIONS` that are fields."""
+    """The fields that completions and chats share, besides those generated from `OPTIONS`."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=0, le=LARGEST_INTEGER)] | None = None
@@ -164,7 +164,7 @@ class CompletionBody(Body):
 
 
 class HistoryPart(Strict):
-    """A part of a conversation, which another server may have written: a field that it does not know may be empty."""
+    """A part of a conversation, perhaps written by another server: unknown fields are accepted if they are empty."""
 
     @model_validator(mode="before")
     @classmethod
@@ -175,11 +175,11 @@ class HistoryPart(Strict):
 
 
 class ContentPart(HistoryPart):
-    """A part of a message; only text can be read."""
+    """A part of a message; only text is supported."""
 
     type: Literal["text"]
     text: str
-    # These say nothing about the text.
+    # These have no effect.
     annotations: list[Any] | None = None
     cache_control: dict[str, Any] | None = None
     prompt_cache_breakpoint: dict[str, Any] | None = None
@@ -195,7 +195,7 @@ class Message(HistoryPart):
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    # These say nothing about the text.
+    # These have no effect.
     id: str | None = None
     annotations: list[Any] | None = None
     cache_control: dict[str, Any] | None = None
@@ -220,7 +220,7 @@ class ChatBody(Body):
 
 
 class TokenizeBody(Strict):
-    """A text or a chat whose tokens are asked for."""
+    """The body of /tokenize: a text or a chat."""
 
     model: str | None = None
     prompt: Text | None = None
@@ -230,7 +230,7 @@ class TokenizeBody(Strict):
 
 
 class DetokenizeBody(Strict):
-    """Tokens whose text is asked for."""
+    """The body of /detokenize."""
 
     model: str | None = None
     tokens: Ids
@@ -240,7 +240,7 @@ BodyKind = TypeVar("BodyKind", bound=BaseModel)
 
 
 def parse_body(kind: type[BodyKind], raw: bytes) -> BodyKind:
-    """Return a body; raise `Refusal` that names the fields that are wrong."""
+    """Return a validated body. Raises `Refusal`, which names the invalid fields."""
     value = object_of(raw)
     _check_count(value.get("prompt"))
     try:
@@ -250,11 +250,11 @@ def parse_body(kind: type[BodyKind], raw: bytes) -> BodyKind:
 
 
 def object_of(raw: bytes, what: str = "the body", param: str | None = None) -> dict[str, Any]:
-    """Return a JSON object, without what is null in it. Raises `Refusal` if it is none.
+    """Return a JSON object without its null fields. Raises `Refusal` if it is not an object.
 
     Args:
-        what: what it is called in messages.
-        param: the field that it is the value of; None: it is the whole body.
+        what: its name in messages.
+        param: the field with this value; None for a whole body.
     """
     value = _json(raw, what, param)
     if not isinstance(value, dict):
@@ -264,20 +264,20 @@ def object_of(raw: bytes, what: str = "the body", param: str | None = None) -> d
 
 
 def _check_count(prompts: Any) -> None:
-    """Raise `Refusal` for prompts without end, before each of them is read in every way that it could be meant."""
+    """Raise `Refusal` for too many prompts, before pydantic tries every type on each of them."""
     is_list = isinstance(prompts, list) and not isinstance(next(iter(prompts), 0), int)
     if is_list and len(prompts) > MOST_PROMPTS:
-        raise invalid(f"there are {len(prompts)} prompts; a request may have {MOST_PROMPTS} at the very most", "prompt")
+        raise invalid(f"there are {len(prompts)} prompts; a request may have at most {MOST_PROMPTS}", "prompt")
 
 
-# Parts of a body whose own names are not ours: what a null means there is for whoever reads them.
+# Parts of a body with free keys, where null may have a meaning.
 _FOREIGN = frozenset(
     {"schema", "json", "tools", "tool_calls", "tool_choice", "chat_template_kwargs", "metadata", "logit_bias"}
 )
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a part of a body without the fields that are null: null means that a field is not given."""
+    """Return a part of a body without its null fields, which count as not given."""
     if isinstance(value, dict):
         return {
             name: one if name in _FOREIGN else _without_nulls(one) for name, one in value.items() if one is not None
@@ -289,32 +289,32 @@ def _without_nulls(value: Any) -> Any:
 
 def _json(raw: bytes, what: str, param: str | None) -> Any:
     if _depth(raw) > DEEPEST:
-        raise invalid(f"{what} has more than {DEEPEST} brackets inside each other; make it flatter", param, "bad_json")
+        raise invalid(f"{what} is nested more than {DEEPEST} levels deep; make it flatter", param, "bad_json")
     try:
         return json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_without_twins)
     except (ValueError, RecursionError) as error:
-        raise invalid(f"{what} is no JSON: {str(error)[:200]}", param, "bad_json") from error
+        raise invalid(f"{what} is not valid JSON: {str(error)[:200]}", param, "bad_json") from error
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not allowed")
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a name is given twice in one object")
+        raise ValueError("an object has a duplicate key")
     return found
 
 
-# A text to its end, or to that of the body if it has none: read once, whatever comes.
+# A JSON string up to its closing quote, or to the end of the body. Possessive, so that matching takes linear time.
 _TEXTS = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 _OPENING = np.frombuffer(b"[{", dtype=np.uint8)
 _CLOSING = np.frombuffer(b"]}", dtype=np.uint8)
 
 
 def _depth(raw: bytes) -> int:
-    """Return how many brackets are open at most."""
+    """Return the maximum nesting depth of brackets outside strings."""
     letters = np.frombuffer(_TEXTS.sub(b"", raw), dtype=np.uint8)
     opened = np.isin(letters, _OPENING).astype(np.int32)
     closed = np.isin(letters, _CLOSING).astype(np.int32)
@@ -322,7 +322,7 @@ def _depth(raw: bytes) -> int:
 
 
 def refusal_of_fields(error: ValidationError, kind: type[BaseModel]) -> Refusal:
-    """Return one refusal of all that is wrong in a body."""
+    """Return one refusal for all validation errors of a body."""
     problems = error.errors(include_url=False, include_context=False)
     texts: list[str] = []
     code = "bad_setting"
@@ -334,7 +334,7 @@ def refusal_of_fields(error: ValidationError, kind: type[BaseModel]) -> Refusal:
             part for part in where if not part.startswith(("function-", "constrained", "list[", "literal["))
         )
         if problem["type"] == "extra_forbidden":
-            text = f"{path} is no field of this request{_nearest(name, kind) if len(where) == 1 else ''}"
+            text = f"{path} is not a field of this request{_nearest(name, kind) if len(where) == 1 else ''}"
             code = "unknown_field"
         elif problem["type"] == "missing":
             text = f"{path} is missing"
@@ -351,25 +351,25 @@ def refusal_of_fields(error: ValidationError, kind: type[BaseModel]) -> Refusal:
 
 
 _REPLACED = {
-    "suffix": "a text in the middle cannot be asked for",
+    "suffix": "infilling is not supported",
     "prediction": "predicted outputs are not supported",
     "functions": "use tools",
-    "audio": "answers are texts",
-    "moderation": "texts are not checked",
-    "web_search_options": "the model cannot search",
+    "audio": "audio answers are not supported",
+    "moderation": "moderation is not supported",
+    "web_search_options": "web search is not supported",
     "function_call": "use tool_choice",
     "guided_json": "use structured_outputs",
     "guided_regex": "use structured_outputs",
     "guided_choice": "use structured_outputs",
     "guided_grammar": "use structured_outputs",
-    "chat_template": "templates come from the operator: specbeam serve --chat-template FILE",
+    "chat_template": "only the operator sets a template: specbeam serve --chat-template FILE",
     "bad_words": "use logit_bias",
     "method": "put it into the object specbeam",
 }
 
 
 def _nearest(name: str, kind: type[BaseModel]) -> str:
-    """Return what to do instead of a field that is not known, as the end of a message."""
+    """Return advice for an unknown field, as the end of a message."""
     if name in _REPLACED:
         return f": {_REPLACED[name]}"
     option = OPTIONS.get(name)

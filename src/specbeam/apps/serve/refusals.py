@@ -1,7 +1,9 @@
-"""Refusals: error answers of the server, in OpenAI's form."""
+"""Error answers of the server, in OpenAI's format."""
 
 from dataclasses import dataclass
 from typing import Any
+
+from fastapi.responses import JSONResponse
 
 from specbeam.apps.serve.engine import Draining, EngineFailed, NoRoom, QueueFull, QueueTimeout
 from specbeam.doors import OPTIONS
@@ -27,15 +29,14 @@ MOST_PROBLEMS = 10
 
 @dataclass(eq=False)
 class Refusal(Exception):
-    """An error answer: the found value, the expected one, and advice.
+    """An error answer. Its message gives the value found, the value expected, and advice.
 
     Args:
-        status: of HTTP.
-        kind: OpenAI's type of the error.
-        code: what went wrong, in one word.
-        message: for people.
-        param: the field that it is about; None: no single one.
-        retry_after: seconds after which to try again; None: trying again helps nothing.
+        status: HTTP status.
+        kind: OpenAI's error type.
+        code: machine-readable name of the error.
+        param: the field at fault; None if there is no single one.
+        retry_after: seconds after which to try again; None if trying again does not help.
     """
 
     status: int
@@ -55,6 +56,7 @@ class Refusal(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
+        """The headers of the answer in addition to the usual ones."""
         headers = {}
         if self.retry_after is not None:
             headers["retry-after"] = str(min(max(self.retry_after, 1), 60))
@@ -64,21 +66,25 @@ class Refusal(Exception):
             headers["www-authenticate"] = "Bearer"
         return headers
 
+    def response(self) -> JSONResponse:
+        """Return the answer with its status and headers."""
+        return JSONResponse(self.body, self.status, headers=self.headers)
+
 
 def invalid(message: str, param: str | None = None, code: str = "bad_setting", status: int = 400) -> Refusal:
-    """Return the refusal of a request that cannot be answered as it is."""
+    """Return the refusal of an invalid request."""
     return Refusal(status, "invalid_request_error", code, message, param)
 
 
 def shown(value: object) -> str:
     """Return a value for a message, cut if it is long."""
     if isinstance(value, (str, list)):
-        value = value[: LONGEST + 1]  # each part has a character at least: the rest would be cut off anyway
+        value = value[: LONGEST + 1]  # keeps `repr` short: each element takes at least one character
     text = repr(value)
     return text if len(text) <= LONGEST else text[:LONGEST] + "..."
 
 
-# By kind of error, the first that fits: status, type and code.
+# Status, type and code by class of error; the first match counts.
 _KINDS: tuple[tuple[type[Exception], int, str, str], ...] = (
     (QueueFull, 429, "rate_limit_error", "queue_full"),
     (QueueTimeout, 429, "rate_limit_error", "queue_timeout"),
@@ -99,11 +105,11 @@ _KINDS: tuple[tuple[type[Exception], int, str, str], ...] = (
     (BadSetting, 400, "invalid_request_error", "bad_setting"),
 )
 
-_SAME = ("seed", "language")  # what requests call as the library does, besides options
+_SAME = ("seed", "language")  # arguments of the library, other than options, that are fields of the same name
 
 
 def refusal_of(error: Exception, retry_after: int = 1) -> Refusal:
-    """Return the answer to a request that raised this error."""
+    """Return the error answer for an exception."""
     if isinstance(error, Refusal):
         return error
     for kind, status, name, code in _KINDS:
@@ -115,12 +121,12 @@ def refusal_of(error: Exception, retry_after: int = 1) -> Refusal:
             if code == "bad_setting" and param in ("response_format", "structured_outputs"):
                 code = "bad_grammar"
             return Refusal(status, name, code, message, param, retry_after if status in (429, 503) else None)
-    kind_name = "a mistake of the server" if not isinstance(error, SpecbeamError) else type(error).__name__
-    return Refusal(500, "server_error", "engine_error", f"{kind_name}; the log has more under the id of this request")
+    what = type(error).__name__ if isinstance(error, SpecbeamError) else "internal error"
+    return Refusal(500, "server_error", "engine_error", f"{what}; see the server's log under the id of this request")
 
 
 def param_of(message: str) -> str | None:
-    """Return the field of a request that an error of the library is about: the option that it begins with."""
+    """Return the field of a request that the library's error message starts with; None if it starts with none."""
     first = message.split(" ", 1)[0].split("=", 1)[0].rstrip(":,")
     if first.startswith("prompt"):
         return "prompt"

@@ -1,4 +1,4 @@
-"""Runs the server: signals, shutdown and messages."""
+"""Running the server as a process: signals, watchdog, shutdown and log."""
 
 import logging
 import os
@@ -20,12 +20,12 @@ from specbeam.doors import load_by_name
 from specbeam.errors import SpecbeamError
 
 LOG = logging.getLogger("specbeam.serve")
-WATCH_S = 1.0  # seconds between two looks at the engine
-LAST_S = 5.0  # seconds in which the last answers may be sent before the process ends, whatever its threads wait for
+WATCH_S = 1.0  # seconds between two checks of the engine
+LAST_S = 5.0  # seconds to send the last answers before the process is ended by force
 
 
 class _Uvicorn(uvicorn.Server):
-    """A server that drains at the first signal to end, and ends at once at the second one."""
+    """A server that drains at the first SIGINT or SIGTERM, and ends at once at the second one."""
 
     def __init__(self, config: uvicorn.Config, server: BeamServer) -> None:
         super().__init__(config)
@@ -38,7 +38,7 @@ class _Uvicorn(uvicorn.Server):
             self.force_exit = True
             self.should_exit = True
             return
-        LOG.info("ending: no further requests, those under way may take %g seconds", self.beams.config.drain_timeout)
+        LOG.info("shutting down: running requests have %g seconds to finish", self.beams.config.drain_timeout)
         self.beams.state = "draining"
         self._ending = threading.Thread(target=self._drain, name="specbeam end", daemon=True)
         self._ending.start()
@@ -50,7 +50,7 @@ class _Uvicorn(uvicorn.Server):
     def watch(self) -> None:
         """End the process with an error if the engine is dead, so that a supervisor can restart it.
 
-        Threads that wait for an engine that hangs never end, and Python would wait for them: the process ends without.
+        It ends by force, because Python would wait for threads that wait for a hanging engine.
         """
         while not self.should_exit:
             time.sleep(WATCH_S)
@@ -58,9 +58,7 @@ class _Uvicorn(uvicorn.Server):
                 self.code = 1
                 self.should_exit = True
                 return
-            status, found = self.beams.health()
-            if status == 503 and found["status"] == "engine_dead":
-                reason = found.get("message") or "the engine has made no step for long"
+            if reason := self.beams.cause_of_death():
                 LOG.error("the engine is dead: %s", reason)
                 self.code = 1
                 self.beams.give_up(reason)
@@ -72,14 +70,14 @@ class _Uvicorn(uvicorn.Server):
 
 
 def serve(config: ServerConfig) -> int:
-    """Serve until a signal ends it; return the exit code.
+    """Serve until a signal ends the server; return the exit code.
 
     Raises `BadSetting` if other machines could call the server without a key, unless `no_auth` allows it.
     """
     config.check_open()
     set_up_log()
     if config.tensor_parallel and os.environ.get("RANK", "0") != "0":
-        load_pair(config)  # follows rank 0, and ends the process with it
+        load_pair(config)  # follows rank 0 and does not return
     server = BeamServer(config, partial(load_pair, config))
     options = uvicorn.Config(
         make_app(server),
@@ -102,9 +100,9 @@ def serve(config: ServerConfig) -> int:
 
 
 def load_pair(config: ServerConfig) -> Pair:
-    """Return the pair of a configuration, without progress bars and messages of the model library.
+    """Return the pair of a configuration, without transformers' progress bars and messages.
 
-    With `tensor_parallel`, other ranks follow the first one, and end by `SystemExit` with it.
+    With `tensor_parallel`, all ranks but the first follow rank 0, and end with `SystemExit` when it ends.
     """
     from transformers.utils import logging as model_logging
 
@@ -131,17 +129,17 @@ def _end_now(code: int) -> None:
 
 
 def _read_keys(server: BeamServer) -> None:
-    """Read the file of keys again; if it is wrong, the keys stay as they are."""
+    """Reload the API keys, and log the outcome."""
     try:
         server.read_keys()
     except SpecbeamError as error:
-        LOG.error("the keys stay as they are: %s", error)
+        LOG.error("the API keys were not reloaded, the old ones stay valid: %s", error)
         return
-    LOG.info("the keys were read again")
+    LOG.info("the API keys were reloaded")
 
 
 def _say_when_ready(server: BeamServer, runner: _Uvicorn) -> None:
-    """Print where the server listens and how to ask it, as soon as it can answer."""
+    """Print the address of the server and an example request as soon as it is ready."""
     while (server.state == "loading" or not runner.started) and not runner.should_exit:
         time.sleep(0.05)
     if server.state != "ready":
@@ -153,7 +151,7 @@ def _say_when_ready(server: BeamServer, runner: _Uvicorn) -> None:
             port = socket.getsockname()[1]
     method = server.served.method
     print(
-        f"specbeam serves {server.served.name} at http://{host}:{port} (page and API). Without a method in a request: "
+        f"specbeam serves {server.served.name} at http://{host}:{port} (web page and API). Default method: "
         f"{method.name}, {method.law}.\n"
         f"  curl -s http://{host}:{port}/v1/completions -H 'content-type: application/json' "
         """-d '{"prompt": "Ein Hund läuft.", "n": 3, "use_beam_search": true}'""",
@@ -163,7 +161,7 @@ def _say_when_ready(server: BeamServer, runner: _Uvicorn) -> None:
 
 
 def set_up_log() -> None:
-    """Write the server's log to standard error, a line of JSON per request. A disk that is full ends no request."""
+    """Write the server's log to standard error, a line of JSON per request. Failing to write it fails no request."""
     logging.raiseExceptions = False
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))

@@ -1,4 +1,4 @@
-"""Log-probabilities of texts under the model itself, whatever decoded them."""
+"""Log-probabilities of texts under the target model, independent of the method that decoded them."""
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
@@ -13,7 +13,7 @@ from specbeam.errors import BrokenLaw
 
 @dataclass(frozen=True)
 class TokenScore:
-    """The log-probability of a token after its text, and the likeliest tokens there."""
+    """The log-probability of a token given the tokens before it, and the likeliest tokens at its place."""
 
     token: int
     logprob: float
@@ -21,7 +21,7 @@ class TokenScore:
 
 
 class _NodeScores(NamedTuple):
-    """Log-probabilities after a node: of the tokens asked for, and of the likeliest ones, best first."""
+    """Log-probabilities after a node: of requested tokens, and of the likeliest ones, best first."""
 
     logprobs: dict[int, float]
     best: list[tuple[int, float]]
@@ -30,18 +30,18 @@ class _NodeScores(NamedTuple):
 def score_texts(
     lm: LM, prompt: Sequence[int], texts: Sequence[Sequence[int]], top: int, namespace: str = ""
 ) -> Generator[None, None, list[list[TokenScore]]]:
-    """Return the scores of the tokens of texts that follow a prompt; yield after each pass, so that others may go on.
+    """Return the scores of the tokens of texts that follow a prompt; yield after each pass, so that other work can run.
 
-    Common beginnings of texts are computed once: the texts are scored as one forest. Log-probabilities are the log-softmax
+    Common prefixes of texts are computed once: the texts are scored as one forest. Log-probabilities are the log-softmax
     of the model's logits, without temperature, truncation, processors or constraint.
 
     Args:
         prompt: token ids, at least one.
         texts: token ids of each text.
         top: number of likeliest tokens to return for each token.
-        namespace: of the prefix cache, see `Session.namespace`.
+        namespace: namespace of the prefix cache, see `Session.namespace`.
 
-    Raises `BrokenLaw` if the model has no law somewhere.
+    Raises `BrokenLaw` if logits are NaN or infinite.
     """
     tokens, parents, places = _joined(texts)
     wanted = _children(texts, places)
@@ -61,9 +61,9 @@ def score_texts(
 
 
 def _joined(texts: Sequence[Sequence[int]]) -> tuple[list[int], list[int], list[list[int]]]:
-    """Return the tokens and parents of the nodes below a root that texts pass, and the node before each token.
+    """Return texts as a tree: tokens and parents of the nodes below the root, and the node before each token of each text.
 
-    Node 0 is the root; node k is the entry k - 1 of the tokens. The last token of a text needs no node.
+    Node 0 is the root; node k is entry k - 1 of the tokens. The last token of a text needs no node.
     """
     tokens: list[int] = []
     parents: list[int] = []
@@ -84,7 +84,7 @@ def _joined(texts: Sequence[Sequence[int]]) -> tuple[list[int], list[int], list[
 
 
 def _children(texts: Sequence[Sequence[int]], places: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the tokens whose log-probabilities are wanted after each node."""
+    """Return the tokens whose log-probabilities are needed after each node."""
     size = 1 + max((node for path in places for node in path), default=0)
     wanted: list[set[int]] = [set() for _ in range(size)]
     for text, path in zip(texts, places, strict=True):

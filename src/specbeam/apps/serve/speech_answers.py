@@ -1,4 +1,4 @@
-"""Transcripts as OpenAI's API answers them."""
+"""Converts transcripts to answers in OpenAI's format."""
 
 import math
 from typing import Any
@@ -20,10 +20,10 @@ def transcript_text(order: SpeechOrder, transcript: Transcript) -> str:
 def transcript_json(
     order: SpeechOrder, transcript: Transcript, seconds: float, knows_languages: bool
 ) -> dict[str, Any]:
-    """Return a transcript as JSON, in short or with all segments.
+    """Return a transcript as JSON, with all segments for "verbose_json".
 
     Args:
-        seconds: that it took.
+        seconds: duration of the request.
         knows_languages: whether the model detects languages.
     """
     found: dict[str, Any] = {}
@@ -39,7 +39,7 @@ def transcript_json(
 
 
 def language_name(code: str | None, knows_languages: bool) -> str:
-    """Return the name of a language, as OpenAI's API gives it; "" if there was no speech to detect it from.
+    """Return the name of a language in OpenAI's format; "" if there was no speech to detect it from.
 
     A model that does not detect languages writes English.
     """
@@ -51,7 +51,7 @@ def language_name(code: str | None, knows_languages: bool) -> str:
 
 
 def _segment(number: int, segment: Segment) -> dict[str, Any]:
-    """Return a segment as JSON; NaN becomes 0, as clients expect a number."""
+    """Return a segment as JSON; NaN becomes 0, because clients expect a number."""
     return {
         "id": number,
         "seek": segment.seek,
@@ -71,7 +71,7 @@ def _number(value: float) -> float:
 
 
 def _our_part(order: SpeechOrder, transcript: Transcript, seconds: float) -> dict[str, Any]:
-    """Return our own part of an answer; its law is that of the windows at the first temperature."""
+    """Return the object `specbeam` of an answer; its law is that of windows at the first temperature."""
     method = order.method
     found: dict[str, Any] = {"method": method.name, "law": transcript.law, "exact": method.exact}
     options = order.body.specbeam

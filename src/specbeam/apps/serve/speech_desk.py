@@ -1,9 +1,8 @@
-"""Where requests about audio come in: how many, how large, and what becomes of them."""
+"""The audio endpoints: limits, uploads, waiting and answers."""
 
 import asyncio
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from specbeam.apps.serve.engine import Job
 from specbeam.apps.serve.hearing import Hearing
 from specbeam.apps.serve.mapping import Served
 from specbeam.apps.serve.multipart import parse_form
+from specbeam.apps.serve.pools import LimitedPool
 from specbeam.apps.serve.refusals import Refusal, invalid
 from specbeam.apps.serve.speech_answers import MEDIA, transcript_json, transcript_text
 from specbeam.apps.serve.speech_orders import SpeechOrder, speech_order_of
@@ -30,40 +30,39 @@ from specbeam.errors import BadAudio, SpecbeamError
 if TYPE_CHECKING:
     from specbeam.apps.serve.app import BeamServer
 
-UPLOAD_S = 120.0  # seconds for which audio may take to arrive
-ROOM = 4  # requests that send, wait or are transcribed, for each that may be transcribed side by side
+UPLOAD_S = 120.0  # seconds in which an upload must arrive
+ROOM = 4  # accepted requests (uploading, waiting or transcribed) per transcription thread
 
 
 @dataclass
 class _Place:
-    """The place of a request at the desk: the work of its thread, once it has begun."""
+    """A request at the desk."""
 
-    working: "asyncio.Future[Transcript] | None" = None
+    working: "asyncio.Future[Transcript] | None" = None  # its transcription, once it has begun
 
 
 class SpeechDesk:
-    """Takes requests about audio up to a limit, and answers them.
+    """Accepts audio requests up to a limit, and answers them.
 
     Args:
-        server: whose engine decodes.
+        server: its engine decodes.
     """
 
     def __init__(self, server: "BeamServer") -> None:
         at_once = server.config.max_audio_at_once
         self._server = server
-        self._pool = ThreadPoolExecutor(at_once, thread_name_prefix="specbeam speech")
-        self._free = asyncio.Semaphore(at_once)
+        self._pool = LimitedPool(at_once, "specbeam speech", server.config.queue_timeout)
         self._most = ROOM * at_once
-        self.extractor: Any = None  # makes the features that the model reads; set when the models are there
+        self.extractor: Any = None  # the feature extractor; set when the models are loaded
         self.knows_languages = False  # whether the model detects languages; set with the extractor
-        self.under_way = 0  # requests that are here, from their upload on until nothing works on them any more
-        self._here: Counter[str] = Counter()  # the same by client
+        self.under_way = 0  # accepted requests, from the upload to the end of all work for them
+        self._here: Counter[str] = Counter()  # the same, by client
 
     def open(self, pair: Pair) -> None:
-        """Store the feature extractor and the languages of the models once they are loaded.
+        """Read the feature extractor and the languages of the loaded models.
 
-        Raises `MissingPackage` if audio could not be read or subtitles not be written, and `NotSupported` if the model has
-        settings of its own that are not honoured.
+        Raises `MissingPackage` without the packages that read audio and write subtitles, and `NotSupported` if the model's
+        generation config has an unsupported threshold.
         """
         check_readable()
         check_subtitles()
@@ -72,11 +71,11 @@ class SpeechDesk:
         self.knows_languages = bool(speech_tokens_of(pair).languages)
 
     def close(self) -> None:
-        """Let the threads end after their current work."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Stop the threads after their current work."""
+        self._pool.close()
 
     async def answer(self, http: Request, task: str) -> Response:
-        """Answer a request about audio.
+        """Answer an audio request.
 
         Args:
             task: "transcribe", or "translate" for English text.
@@ -86,7 +85,7 @@ class SpeechDesk:
         served = server.served
         if not served.hears:
             raise invalid(
-                f"{served.name} reads no audio; start the server with a speech model", "model", "not_supported"
+                f"{served.name} does not read audio; start the server with a speech model", "model", "not_supported"
             )
         self._come(client)
         place = _Place()
@@ -95,18 +94,20 @@ class SpeechDesk:
         finally:
             if place.working is None:
                 self._leave(client)
-            else:  # its thread may still be at work, although the client is gone
+            else:  # its thread may still work, although the client has disconnected
                 place.working.add_done_callback(lambda working: self._leave(client))
 
     def _come(self, client: Client) -> None:
-        """Count a request. Raises `Refusal` if too many are here, or too many of its key where there are others."""
+        """Count a request. Raises `Refusal` if there are too many, or too many of its key while there are other keys."""
         server = self._server
         if self.under_way >= self._most:
-            raise server.refuse_full("queue_full", f"{self._most} requests about audio are the limit; try again later")
+            raise server.refuse_full(
+                "queue_full", f"the limit of {self._most} audio requests is reached; try again later"
+            )
         share = max(self._most // 2, 1)
         if len(server.keys.weights) > 1 and self._here[client.name] >= share:
             raise server.refuse_full(
-                "key_limit", f"{share} requests about audio are the limit of a key; try again later"
+                "key_limit", f"the limit of {share} audio requests per key is reached; try again later"
             )
         self._here[client.name] += 1
         self.under_way += 1
@@ -117,7 +118,7 @@ class SpeechDesk:
         self.under_way -= 1
 
     async def _read(self, http: Request, task: str, served: Served) -> tuple[SpeechOrder, bytes]:
-        """Return the order of a request, and its audio. The body itself is not kept."""
+        """Return the order in a request, and its audio."""
         raw = await read_bytes(http, served.config.max_audio_body, UPLOAD_S)
         content_type = http.headers.get("content-type", "")
         return await self._server.in_pool(lambda: speech_order_of(parse_form(content_type, raw), task, served))
@@ -127,10 +128,10 @@ class SpeechDesk:
         config = server.config
         assert server.engine is not None
         order, audio = await self._read(http, task, server.served)
-        _ = server.served  # the server may have begun to end while the audio came
+        _ = server.served  # raises if the server began to shut down during the upload
         note = http.scope["state"]["note"]
         note |= {"key": client.name, "method": order.method.name}
-        if order.method_key:  # not the server's own
+        if order.method_key:  # not the server's default method
             server.check_new(order.method_key, client)
         loop = asyncio.get_running_loop()
 
@@ -170,26 +171,12 @@ class SpeechDesk:
         return JSONResponse(transcript_json(order, transcript, seconds, self.knows_languages))
 
     async def _transcript(self, hearing: Hearing, audio: bytes, place: "_Place") -> Transcript:
-        """Wait for a place, and return the transcript. Raises `Refusal` if no place becomes free in time."""
-        config = self._server.config
-        try:
-            await asyncio.wait_for(self._free.acquire(), config.queue_timeout)
-        except TimeoutError as error:
-            message = "no place became free for audio in time; try again later"
-            raise Refusal(429, "rate_limit_error", "queue_timeout", message, None, 1) from error
-        try:
-            _ = self._server.served  # it may have begun to end meanwhile
-            working = asyncio.get_running_loop().run_in_executor(
-                self._pool, lambda: hearing.transcript(audio, self.extractor)
-            )
-        except BaseException:
-            self._free.release()
-            raise
-        place.working = working
-        working.add_done_callback(self._is_over)
-        return await asyncio.shield(working)  # its thread ends by itself, and only then is its place free
+        """Wait for a thread, and return the transcript. Raises `Refusal` if none becomes free in time."""
 
-    def _is_over(self, working: "asyncio.Future[Transcript]") -> None:
-        self._free.release()
-        if not working.cancelled():
-            working.exception()  # retrieved, as the client may be gone
+        def transcribed() -> Transcript:
+            _ = self._server.served  # raises if the server began to shut down while the request waited
+            return hearing.transcript(audio, self.extractor)
+
+        message = "the audio request waited too long for a free thread; try again later"
+        place.working = await self._pool.start(transcribed, message)
+        return await asyncio.shield(place.working)  # the thread keeps working if the client disconnects

@@ -1,4 +1,4 @@
-"""Orders for audio, read from the fields of a form."""
+"""Translates multipart forms to checked audio requests."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from specbeam import Method
-from specbeam.apps.serve.mapping import Served, check_model, named_method
+from specbeam.apps.serve.mapping import Served, check_beams, check_model, named_method, refuse_loose
 from specbeam.apps.serve.multipart import MultipartForm
 from specbeam.apps.serve.protocol import SpecbeamOptions, Strict, object_of, refusal_of_fields
 from specbeam.apps.serve.refusals import invalid, shown
@@ -14,11 +14,11 @@ from specbeam.apps.speech.transcribe import TEMPERATURES
 
 AudioFormat = Literal["json", "text", "srt", "verbose_json", "vtt"]
 TASKS = {"/v1/audio/transcriptions": "transcribe", "/v1/audio/translations": "translate"}
-TAKEN = {"method", "beams", "no_repeat_ngram_size", "report"}  # specbeam's fields that apply to audio
+TAKEN = {"method", "beams", "no_repeat_ngram_size", "report"}  # fields of specbeam that apply to audio
 
 
 class AudioBody(Strict):
-    """The fields of a request about audio, without the audio."""
+    """The fields of an audio request other than the file."""
 
     model: str | None = None
     language: Annotated[str, Field(max_length=64)] | None = None
@@ -33,14 +33,14 @@ class AudioBody(Strict):
 
 @dataclass(frozen=True)
 class SpeechOrder:
-    """A request about audio.
+    """A checked audio request.
 
     Attributes:
         task: "transcribe", or "translate" for English text.
-        method: at temperature 0.
-        method_key: its name with the settings that were given; "": the server's own.
-        temperatures: of each window; the next one is taken if a text fails a threshold.
-        options: for the decoding of windows.
+        method: method at temperature 0.
+        method_key: key of the method with its settings; "" for the server's default method.
+        temperatures: temperatures of a window: the next one is used if a text fails a threshold.
+        options: options for decoding windows.
     """
 
     body: AudioBody
@@ -57,10 +57,10 @@ def speech_order_of(form: MultipartForm, task: str, served: Served) -> tuple[Spe
     body = _body(form)
     check_model(body.model, served)
     if task == "translate" and body.language is not None:
-        raise invalid("translations are into English; leave language out", "language")
+        raise invalid("translations are always into English; leave out language", "language")
     if body.timestamp_granularities is not None and body.response_format != "verbose_json":
         raise invalid(
-            f"timestamp_granularities is for response_format 'verbose_json', and it is {body.response_format!r}",
+            f"timestamp_granularities needs response_format 'verbose_json'; it is {body.response_format!r}",
             "timestamp_granularities",
         )
     options = body.specbeam or SpecbeamOptions()
@@ -76,19 +76,21 @@ def speech_order_of(form: MultipartForm, task: str, served: Served) -> tuple[Spe
 def _file(form: MultipartForm) -> bytes:
     """Return the bytes of the audio."""
     if "file" in form.fields:
-        raise invalid("the field file has no filename, so it is a text; send the bytes of a file", "file")
+        raise invalid("the field file has no filename, so it is not a file; upload one", "file")
     if wrong := sorted(set(form.files) - {"file"}):
         raise invalid(
-            f"the form has a file {shown(wrong[0])}; audio goes into the field file", wrong[0], "unknown_field"
+            f"the form has a file in the field {shown(wrong[0])}; send audio in the field file",
+            wrong[0],
+            "unknown_field",
         )
     files = form.files.get("file", [])
     if len(files) != 1:
-        raise invalid(f"the form has {len(files)} files in its field file; it must have one", "file")
+        raise invalid(f"the field file has {len(files)} files; send exactly one", "file")
     return files[0]
 
 
 def _body(form: MultipartForm) -> AudioBody:
-    """Return the fields of a form. One that is empty is not given, as null in JSON."""
+    """Return the fields of a form. An empty field counts as not given, like null in JSON."""
     given: dict[str, Any] = {}
     for name, values in form.fields.items():
         one = name.removesuffix("[]")
@@ -102,14 +104,14 @@ def _body(form: MultipartForm) -> AudioBody:
         elif one == name:
             raise invalid(f"{shown(name)} is given {len(filled)} times; give it once", name)
         else:
-            given[name] = filled  # of a name that is not known
+            given[name] = filled  # an unknown name, which the validation refuses
     if "word" in given.get("timestamp_granularities", []):
         raise invalid(
-            "times of single words are not made; timestamp_granularities may be 'segment'", "timestamp_granularities",
+            "timestamps of words are not supported; set timestamp_granularities to 'segment'", "timestamp_granularities",
             "not_supported",
         )  # fmt: skip
     if given.get("stream") is True:
-        raise invalid("transcripts are not streamed; leave stream out", "stream", "not_supported")
+        raise invalid("transcripts cannot be streamed; leave out stream", "stream", "not_supported")
     try:
         return AudioBody.model_validate(given)
     except ValidationError as error:
@@ -131,23 +133,13 @@ def _value(name: str, text: str) -> Any:
 
 
 def _method(options: SpecbeamOptions, served: Served) -> tuple[Method, str]:
-    """Return the method of windows at temperature 0, and its name with its settings."""
+    """Return the method at temperature 0, and its key."""
     if wrong := sorted(options.model_fields_set - TAKEN - set(options.model_extra or {})):
         raise invalid(f"specbeam.{wrong[0]} does not apply to audio; leave it out", "specbeam", "not_supported")
     further = dict(options.model_extra or {})
     if options.method is None and options.beams is None:
-        if further:
-            raise invalid(
-                f"specbeam has {', '.join(sorted(further))}, which are settings of a method; name it in specbeam.method",
-                "specbeam",
-                "unknown_field",
-            )
+        refuse_loose(further)
         return served.method, ""
     method, key = named_method(options, further, options.beams, served)
-    if method.beams > served.config.max_beams:
-        raise invalid(
-            f"{method.name} has {method.beams} beams; this server takes {served.config.max_beams}",
-            "specbeam",
-            "too_large_beams",
-        )
+    check_beams(method, served.config)
     return method, key

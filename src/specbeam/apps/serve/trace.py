@@ -1,4 +1,4 @@
-"""A turn as JSON for a web page: its forest, the fate of each node, and the live beams."""
+"""Turns as JSON for the web page: the forest, the fate of each node, and the live beams."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ def turn_record(session: Session, turn: Turn, words: Words, number: int, millise
     """Return a turn as JSON: nodes as [parent, text, fate, p, q], parents first.
 
     Args:
-        session: after the turn.
-        words: the text of a token.
-        number: of the turn, from 1 on.
-        milliseconds: that it took.
+        session: the session after the turn.
+        words: returns the text of a token.
+        number: number of the turn, from 1.
+        milliseconds: duration of the turn.
     """
 
     def text_of(tokens: list[int]) -> str:
@@ -46,10 +46,10 @@ def turn_record(session: Session, turn: Turn, words: Words, number: int, millise
 
 
 def fates(turn: Turn, words: Words) -> list[Leaf]:
-    """Return the nodes of a turn's forest with their fates, of methods that record no trials.
+    """Return the nodes of a turn's forest with their fates, for methods that record no trials.
 
-    Nodes that layers took are accepted; siblings of these under parents that were live are rejected; all deeper ones were
-    not reached. Tokens that the target took without a draft are resampled.
+    Nodes that became beams are accepted, other children of live parents are rejected, and deeper nodes are unused. Tokens
+    that the target chose without a draft are resampled.
     """
     forest = turn.forest
     parents = np.asarray(forest.parents)

@@ -1,4 +1,4 @@
-"""Audio from files and arrays: one channel of 16 kHz. PyAV decodes files, soxr changes their rate."""
+"""Audio from files and arrays, as one channel of 16 kHz. PyAV decodes files, soxr resamples."""
 
 import io
 from collections.abc import Iterator
@@ -12,25 +12,25 @@ from jaxtyping import Float32
 from specbeam.doors import is_integer
 from specbeam.errors import BadAudio, MissingFile, MissingPackage
 
-RATE = 16_000  # samples per second that speech models are made for
-LEAST_S = 0.1  # seconds; a window of less is no speech
+RATE = 16_000  # samples per second of the input of speech models
+LEAST_S = 0.1  # length of the shortest audio in seconds
 SILENCE = 2.0**-15  # the smallest step of 16-bit audio
 
-HIGHEST_RATE = 96_000  # samples per second of audio that comes as bytes
-MOST_CHANNELS = 8  # of audio that comes as bytes
+HIGHEST_RATE = 96_000  # samples per second of untrusted files
+MOST_CHANNELS = 8  # channels of untrusted files
 BLOCK = 2**18  # frames that are mixed and resampled at once
 
-# Containers that hold sound themselves. Others, such as playlists, name files and addresses that would be read, too.
+# Containers that hold sound themselves. Others, such as playlists, refer to files and addresses that would be opened.
 _FORMATS = (
     "wav,w64,aiff,caf,au,voc,flac,wv,tta,ape,mp3,aac,ac3,eac3,dts,amr,amrnb,amrwb,ogg,matroska,webm,mov,mp4,m4a,3gp,avi,asf,"
     "flv,mpeg,mpegts,nut"
 )
 _OPENING = {"format_whitelist": _FORMATS, "protocol_whitelist": ""}
-# Containers whose header states the length of each stream. In others it is a guess from the size of the file, or missing.
+# Containers whose header has the length of each stream. In others it is estimated from the file size, or missing.
 _STATING = ("wav", "w64", "aiff", "caf", "au", "flac", "wv", "tta", "ape", "mov,mp4,m4a,3gp,3g2,mj2")
-_LOST_S = 0.12  # seconds by which audio may be shorter than stated: encoders pad, and round to their frames
+_LOST_S = 0.12  # seconds by which audio may be shorter than stated, because encoders pad and round to frames
 _LONGEST_PAGE = 65_307  # bytes of a page of Ogg
-_UNKNOWN_BYTES = 0x7FFFF000  # as the size of a WAV file: written where the length was not known yet
+_UNKNOWN_BYTES = 0x7FFFF000  # size in the header of a WAV file that was written as a stream
 
 Samples = Float32[np.ndarray, " _"]
 
@@ -39,14 +39,14 @@ def read_audio(audio: Any, rate: int | None = None) -> Samples:
     """Return audio as one channel of 16 kHz.
 
     Args:
-        audio: a file with sound that FFmpeg reads (WAV, FLAC, MP3, OGG, M4A, MP4, WebM, ...), or samples in [-1, 1]:
-            [samples], or [samples, channels] whose mean is taken.
-        rate: samples per second of an array; None: 16,000. Files state their own.
+        audio: a file in a format that FFmpeg reads (WAV, FLAC, MP3, OGG, M4A, MP4, WebM, ...), or samples in [-1, 1]:
+            [samples], or [samples, channels], which are averaged.
+        rate: samples per second of an array; None: 16,000.
 
     Raises:
         MissingFile: there is no such file.
-        MissingPackage: the package av, which reads files, or soxr, which changes the rate, is not installed.
-        BadAudio: the file cannot be read or is cut off, or the audio is too short or holds invalid samples.
+        MissingPackage: the package av, which reads files, or soxr, which resamples, is not installed.
+        BadAudio: the file cannot be read or is cut off, or the audio is too short or has invalid samples.
     """
     if isinstance(audio, (str, Path)):
         with _file(Path(audio)) as file:
@@ -62,13 +62,12 @@ def read_audio(audio: Any, rate: int | None = None) -> Samples:
 def read_audio_bytes(raw: bytes, most_seconds: float) -> Samples:
     """Return the audio in the bytes of an untrusted file as one channel of 16 kHz.
 
-    It is read and resampled block by block, up to the limit: a small file may hold a large amount of
-    samples. Memory grows with the seconds alone, not with rate and channels: 64,000 bytes for each that are kept, twice
-    that at the end, besides some blocks.
+    It is read and resampled block by block, up to the limit, because a small file may hold many samples. Memory grows with
+    the duration only, not with rate and channels: 64,000 bytes per second, twice that at the end, and some blocks.
 
     Args:
-        raw: a whole file that FFmpeg reads.
-        most_seconds: the longest audio that is taken.
+        raw: a whole file in a format that FFmpeg reads.
+        most_seconds: maximum duration.
 
     Raises:
         MissingPackage: the package av or soxr is not installed.
@@ -76,35 +75,32 @@ def read_audio_bytes(raw: bytes, most_seconds: float) -> Samples:
             samples.
     """
     if not raw:
-        raise BadAudio("the audio has no bytes; send the content of a file")
+        raise BadAudio("the audio is empty; send the content of a file")
     return _read(io.BytesIO(raw), "the audio", most_seconds)
 
 
 def check_file(path: Path) -> None:
-    """Read the beginning of a file. Raises the errors of `read_audio` as far as they show there."""
+    """Read the beginning of a file. Raises the errors of `read_audio` that are visible there."""
     with _file(path) as file, _opened(file, str(path)) as sound:
         next(sound.blocks(), None)
 
 
 def check_readable() -> Any:
-    """Return the package that reads files.
-
-    Raises `MissingPackage` if it is not installed, or the one that changes rates is not.
-    """
+    """Return the package that reads files. Raises `MissingPackage` if it or the package that resamples is not installed."""
     try:
         import av
-    except (ImportError, OSError) as error:  # OSError: without the libraries that it wraps
-        raise MissingPackage(f"audio files are read by PyAV: pip install '.[speech]' ({error})") from error
+    except (ImportError, OSError) as error:  # OSError: its libraries are missing
+        raise MissingPackage(f"audio files need the package PyAV: pip install '.[speech]' ({error})") from error
     _soxr()
     return av
 
 
 def _soxr() -> Any:
-    """Return the package that changes rates. Raises `MissingPackage` if it is not installed."""
+    """Return the package that resamples. Raises `MissingPackage` if it is not installed."""
     try:
         import soxr
     except (ImportError, OSError) as error:
-        raise MissingPackage(f"the rate of audio is changed by soxr: pip install '.[speech]' ({error})") from error
+        raise MissingPackage(f"resampling needs the package soxr: pip install '.[speech]' ({error})") from error
     return soxr
 
 
@@ -128,7 +124,7 @@ def _read(file: io.BufferedIOBase, name: str, most_seconds: float | None = None)
     """Return the audio of an open file as one channel of 16 kHz.
 
     Args:
-        most_seconds: the longest audio that is taken, of which rate and channels are limited, too; None: no limits.
+        most_seconds: maximum duration; rate and channels are then limited, too. None: no limits.
     """
     blocks: list[Samples] = []
     count = 0
@@ -139,7 +135,7 @@ def _read(file: io.BufferedIOBase, name: str, most_seconds: float | None = None)
                 resampling = _soxr().ResampleStream(sound.rate, RATE, 1)
             count += len(block)
             if most_seconds is not None and count > most_seconds * sound.rate:
-                raise BadAudio(f"the audio has more than {most_seconds:g} seconds, which are taken; send it in parts")
+                raise BadAudio(f"the audio is longer than {most_seconds:g} seconds, the limit; send it in parts")
             mono = _one_channel(block, name)
             blocks.append(mono if sound.rate == RATE else resampling.resample_chunk(mono))
         sound.check_whole(count)
@@ -151,11 +147,11 @@ def _read(file: io.BufferedIOBase, name: str, most_seconds: float | None = None)
 
 
 def _check_limits(rate: int, channels: int) -> None:
-    """Raise `BadAudio` if audio that comes as bytes has too many samples or channels."""
+    """Raise `BadAudio` if an untrusted file has too high a rate or too many channels."""
     if rate > HIGHEST_RATE:
-        raise BadAudio(f"the audio has {rate} samples per second; at most {HIGHEST_RATE} are taken: resample it")
+        raise BadAudio(f"the audio has {rate} samples per second; the limit is {HIGHEST_RATE}: resample it")
     if channels > MOST_CHANNELS:
-        raise BadAudio(f"the audio has {channels} channels; at most {MOST_CHANNELS} are taken: mix them")
+        raise BadAudio(f"the audio has {channels} channels; the limit is {MOST_CHANNELS}: mix them")
 
 
 def _check_length(count: int, rate: int, name: str) -> None:
@@ -166,7 +162,7 @@ def _check_length(count: int, rate: int, name: str) -> None:
 
 @contextmanager
 def _opened(file: io.BufferedIOBase, name: str) -> Iterator["_Sound"]:
-    """Open audio for reading. Raises `BadAudio` for what cannot be read, also while it is read."""
+    """Open audio for reading. Raises `BadAudio` if it cannot be read, also later in the context."""
     av = check_readable()
     head = file.read(12)
     file.seek(0)
@@ -175,7 +171,7 @@ def _opened(file: io.BufferedIOBase, name: str) -> Iterator["_Sound"]:
             stream = container.streams.best("audio")
             if stream is None:
                 kinds = sorted({one.type for one in container.streams})
-                raise _unreadable(name, f"it holds no sound ({', '.join(kinds) or 'nothing'} alone)")
+                raise _unreadable(name, f"it has no sound, only {', '.join(kinds) or 'nothing'}")
             if stream.codec_context is None:
                 raise _unreadable(name, "FFmpeg does not know its codec")
             yield _Sound(av, container, stream, file, head, name)
@@ -215,9 +211,9 @@ class _Sound:
         """Yield the samples in blocks of about `BLOCK` frames.
 
         Args:
-            is_limited: whether the audio comes as bytes, whose rate and channels are limited.
+            is_limited: whether rate and channels are limited.
         """
-        # Packed samples: PyAV reads beyond the planes of a frame that has eight of them or more.
+        # Packed samples, because PyAV reads beyond the planes of frames with eight planes or more.
         packing = self._av.AudioResampler(format="flt")
         waiting: list[Float32[np.ndarray, "frames channels"]] = []
         count = 0
@@ -230,7 +226,7 @@ class _Sound:
                     _check_limits(*shape[:2])
             if found != shape:
                 raise _unreadable(self._name, "its rate or its channels change in the middle")
-            self.rate, channels, _ = shape  # of AAC the header may state half of the rate
+            self.rate, channels, _ = shape  # the header of AAC may have half of the rate
             for packed in packing.resample(frame):
                 waiting.append(packed.to_ndarray().reshape(-1, channels))
                 count += len(waiting[-1])
@@ -248,7 +244,7 @@ class _Sound:
         advice = "get the whole file, or convert its content to another file"
         if found + max(_LOST_S, 0.01 * promised) < promised:
             raise BadAudio(
-                f"{self._name} is cut off: its header promises {promised:.2f} seconds, and {found:.2f} are there; {advice}"
+                f"{self._name} is cut off: its header promises {promised:.2f} seconds, but it has {found:.2f}; {advice}"
             )
         if self._head[:4] == b"OggS" and _ends_within_a_page(self._file):
             raise BadAudio(f"{self._name} is cut off after {found:.2f} seconds; {advice}")
@@ -284,7 +280,7 @@ def _clock_seconds(clock: str) -> float:
 
 
 def _ends_within_a_page(file: io.BufferedIOBase) -> bool:
-    """Return whether an Ogg file ends before its last page does: the header of a page states how long it is."""
+    """Return whether an Ogg file is cut off within its last page, by the length in the header of the page."""
     file.seek(0, io.SEEK_END)
     file.seek(max(file.tell() - _LONGEST_PAGE, 0))
     tail = file.read()
@@ -315,10 +311,10 @@ def _one_channel(samples: np.ndarray, name: str) -> Samples:
             f"{name} is {samples.dtype}{[*samples.shape]}; it must be floats in [-1, 1], [samples] or [samples, channels]"
         )
     if samples.ndim == 2 and samples.shape[1] > max(samples.shape[0], 1):
-        raise BadAudio(f"{name} is {[*samples.shape]}; the first dimension is that of samples: transpose it")
+        raise BadAudio(f"{name} is {[*samples.shape]}; it must be [samples, channels]: transpose it")
     mono = samples if samples.ndim == 1 else samples.mean(1)
     if not np.isfinite(mono).all():
-        raise BadAudio(f"{name} holds samples that are not finite")
+        raise BadAudio(f"{name} has samples that are not finite; remove NaN and infinity")
     return np.ascontiguousarray(mono, dtype=np.float32)
 
 

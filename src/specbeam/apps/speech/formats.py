@@ -1,4 +1,4 @@
-"""The formats that transcripts are written in: text, JSON, and two kinds of subtitles, which pysubs2 writes."""
+"""The formats of transcripts: text, JSON, and the subtitles SRT and WebVTT, which pysubs2 writes."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ SUBTITLES = ("srt", "vtt")
 FORMATS = ("text", "json", "verbose_json", *SUBTITLES)
 # Languages written without spaces between words, whose lines may break between any two characters.
 _WITHOUT_SPACES = ("zh", "ja", "th", "lo", "my", "yue")
-_BACKSLASH = "\ufdd0"  # stands for a backslash while pysubs2 holds a text: it reads \N, \n and \h as breaks and spaces
+_BACKSLASH = "\ufdd0"  # replaces backslashes inside pysubs2, which reads \N, \n and \h as breaks and spaces
 
 
 def as_text(transcript: Transcript) -> str:
@@ -58,7 +58,7 @@ def as_subtitles(
             cue = pysubs2.SSAEvent(start=round(1000 * start), end=round(1000 * end))
             cue.plaintext = _cue_text(text, name).replace("\\", _BACKSLASH)
             subtitles.append(cue)
-    # With its tags kept a text in braces stays as it is.
+    # keep_ssa_tags leaves texts in braces unchanged.
     made: str = subtitles.to_string(name, keep_ssa_tags=True)
     return made.replace(_BACKSLASH, "\\")
 
@@ -68,12 +68,12 @@ def check_subtitles() -> Any:
     try:
         import pysubs2
     except ImportError as error:
-        raise MissingPackage(f"subtitles are written by pysubs2: pip install '.[speech]' ({error})") from error
+        raise MissingPackage(f"subtitles need the package pysubs2: pip install '.[speech]' ({error})") from error
     return pysubs2
 
 
 def _cue_text(text: str, name: str) -> str:
-    """Return the text of a cue, in which an arrow would end it; in WebVTT "&" and "<" begin something else than text."""
+    """Return the text of a cue with its arrows, and in WebVTT "&" and "<", escaped."""
     arrowless = text.replace("-->", "->")
     return arrowless.replace("&", "&amp;").replace("<", "&lt;") if name == "vtt" else arrowless
 
@@ -96,9 +96,9 @@ def _cues(
 
 
 def wrapped(text: str, width: int, language: str | None) -> list[str]:
-    """Return a text in lines of at most `width` characters, broken between words; a longer word has a line of its own.
+    """Return a text in lines of at most `width` characters, broken between words; a longer word gets a separate line.
 
-    A language that has no spaces between words is broken between characters.
+    Texts of languages without spaces between words are broken between characters.
     """
     is_dense = language in _WITHOUT_SPACES
     lines: list[str] = []
@@ -113,7 +113,7 @@ def wrapped(text: str, width: int, language: str | None) -> list[str]:
 
 
 def _characters(word: str) -> list[str]:
-    """Return the characters of a word, each with the marks that belong to it."""
+    """Return the characters of a word, each with its combining marks."""
     found: list[str] = []
     for letter in word:
         if found and unicodedata.category(letter).startswith("M"):
@@ -131,9 +131,11 @@ def check_format(name: str, max_line_width: int | None = None, max_line_count: i
             continue
         require(is_integer(value) and value >= 1, limit, value, "an integer of at least 1, or None")
         if name not in SUBTITLES:
-            raise BadSetting(f"{limit} is for subtitles, {' and '.join(SUBTITLES)}, and the format is {name!r}")
+            raise BadSetting(
+                f"{limit} is for subtitles ({' and '.join(SUBTITLES)}), but the format is {name!r}; leave it out"
+            )
     if max_line_count is not None and max_line_width is None:
-        raise BadSetting(f"max_line_count is {max_line_count}, and nothing breaks lines; give max_line_width, too")
+        raise BadSetting(f"max_line_count is {max_line_count}, but lines are not broken; give max_line_width, too")
     if name in SUBTITLES:
         check_subtitles()
 
@@ -148,12 +150,12 @@ def formatted(
     Args:
         name: "text", "json", "verbose_json", "srt" or "vtt".
         max_line_width: maximum number of characters in a line of subtitles; lines break between words.
-        max_line_count: maximum number of lines of a cue. A segment that has more becomes several cues, which share its time
-            by their numbers of characters: Whisper gives no times of single words here.
+        max_line_count: maximum number of lines of a cue. A segment with more lines becomes several cues, which share its
+            time by their numbers of characters, because there are no times of words.
 
     Raises:
-        BadSetting: there is no such format, or it has no lines to limit.
-        MissingPackage: the package pysubs2, which writes subtitles, is not installed.
+        BadSetting: the format is unknown, or has no lines to limit.
+        MissingPackage: pysubs2 is needed and not installed.
     """
     check_format(name, max_line_width, max_line_count)
     if name in SUBTITLES:

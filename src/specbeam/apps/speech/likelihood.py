@@ -1,4 +1,4 @@
-"""Likelihoods of the texts of a window, and of silence: by a pass over them, whatever decoded the texts."""
+"""Likelihoods of the texts of a window, and of silence, by a pass over them."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ class WindowScores:
     """Scores of the texts of one window.
 
     Attributes:
-        logliks: the log-likelihood of each text: the sum over its tokens, the end included if it was written.
-        no_speech: the probability that the window holds no speech; None if it was not asked for.
+        logliks: log-likelihood of each text, summed over its tokens, including the end if it was written.
+        no_speech: probability that the window has no speech; None if not asked for.
     """
 
     logliks: list[float]
@@ -39,14 +39,14 @@ def score_window(
 ) -> WindowScores:
     """Return the scores of texts that the decoder wrote for a window.
 
-    The law is that of the model after the processors of `warp`, at temperature 1: a text has the same likelihood in beam
-    search as in sampling. The common beginning of the texts is computed once: they are scored as one forest.
+    The law is the model's after the processors of `warp`, at temperature 1: a text has the same likelihood in beam search
+    as in sampling. The common beginning of the texts is computed once: they are scored as one forest.
 
     Args:
         start: the first tokens of the decoder.
-        head: number of its tokens up to the one that begins a transcript, where the model predicts silence.
-        texts: the tokens that follow.
-        no_speech: the token of silence; None: its probability is not wanted.
+        head: number of its tokens up to the token that begins a transcript, after which the model predicts silence.
+        texts: the tokens after `start`.
+        no_speech: the token of silence; None: its probability is not computed.
     """
     tokens, parents, places = _joined(start[head:], texts)
     asked: dict[int, list[tuple[int, int]]] = defaultdict(list)  # by node: text and place of the token that follows it

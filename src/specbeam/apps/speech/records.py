@@ -1,4 +1,4 @@
-"""The result of a transcription: segments with their times, and the whole text."""
+"""The result of a transcription: segments with times, and the whole text."""
 
 from dataclasses import dataclass, field
 
@@ -11,11 +11,11 @@ class Segment:
         start, end: seconds from the beginning of the audio.
         text: without timestamps; "" if the model has no tokenizer.
         tokens: all tokens, timestamps included.
-        temperature: at which its window was decoded.
-        avg_logprob: of the window: log-likelihood of its text divided by its number of tokens, the end included.
-        compression_ratio: of the window: bytes of its text divided by its size after zlib; high where a text
-            repeats itself. NaN without a tokenizer.
-        no_speech_prob: the model's probability that the window holds no speech; NaN if not computed.
+        temperature: temperature at which its window was decoded.
+        avg_logprob: log-likelihood of the window's text divided by its number of tokens, including the end.
+        compression_ratio: bytes of the window's text divided by its size after zlib; high for repetitive texts. NaN without
+            a tokenizer.
+        no_speech_prob: the model's probability that the window has no speech; NaN if not computed.
         seek: the frame, of 10 ms, at which its window begins.
     """
 
@@ -40,7 +40,7 @@ class Transcript:
         duration: seconds of audio.
         segments: in the order of time.
         target_passes, draft_passes: passes of the decoders.
-        law: of the windows that were decoded at the first temperature; "" if nothing was decoded.
+        law: law of the windows decoded at the first temperature; "" if nothing was decoded.
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""Speech to text: windows of audio one after the other; the timestamps of a window set the beginning of the next one."""
+"""Speech to text, window by window; the timestamps of a window determine where the next one begins."""
 
 import math
 import zlib
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 BEAMS = 5
 Limit = float | None | Literal["auto"]
-RESETS = 0.5  # a window that was decoded above this temperature is no prompt for the next one
+RESETS = 0.5  # temperature above which a window is not a prompt for the next one
 # Aliases of options in openai/whisper, faster-whisper and transformers.
 ALIASES = {
     "initial_prompt": "prompt",
@@ -59,13 +59,13 @@ _OWN = ("decoder_input_ids", "decoder_start_token_id", "num_return_sequences", "
 
 @dataclass(frozen=True)
 class Thresholds:
-    """When a window is decoded again at the next temperature, or taken for silence. None: never.
+    """Thresholds at which a window is decoded again at the next temperature, or counts as silence. None: never.
 
     Attributes:
-        compression_ratio: a text that zlib makes smaller than by this factor repeats itself.
-        log_prob: the least average log-likelihood per token.
-        no_speech: a window with a larger probability of silence, whose text fails `log_prob`, is silence; without `log_prob`
-            whatever its text.
+        compression_ratio: largest zlib compression ratio; a text with a larger one repeats itself.
+        log_prob: smallest average log-likelihood per token.
+        no_speech: a window with a larger probability of silence counts as silence if its text fails `log_prob`, or if there
+            is no `log_prob`.
     """
 
     compression_ratio: float | None = 2.4
@@ -82,15 +82,15 @@ class Thresholds:
 def thresholds_of(
     config: Any, compression_ratio: Limit = "auto", log_prob: Limit = "auto", no_speech: Limit = "auto"
 ) -> Thresholds:
-    """Return thresholds. "auto" is the one in a model's own generation config, or else the usual one.
+    """Return thresholds. "auto" is the value in the model's generation config, or else the usual one.
 
-    Raises `NotSupported` if the config's own threshold for the compression ratio would count: it is one of tokens.
+    Raises `NotSupported` for "auto" if the config has a threshold of the compression ratio, which would be one of tokens.
     """
     own = getattr(config, "compression_ratio_threshold", None)
     if own is not None and compression_ratio == "auto":
         raise NotSupported(
-            f"the model's generation_config sets compression_ratio_threshold={own}, which transformers reads as a ratio of "
-            "token bytes; give compression_ratio_threshold, which is one of text (2.4 is usual)"
+            f"the model's generation_config sets compression_ratio_threshold={own}, a ratio of token bytes in transformers; "
+            "give compression_ratio_threshold, which is a ratio of text bytes here (2.4 is usual)"
         )
     usual = Thresholds()
     given = {
@@ -107,12 +107,12 @@ def thresholds_of(
 
 @dataclass
 class Listening:
-    """The state of one audio: how far it is transcribed.
+    """The transcription of one audio in progress.
 
     Attributes:
         start: the first tokens of the decoder, without the text of previous windows.
-        prompt: tokens of the text that the caller gives as previous text.
-        said: the prompt, and the tokens of previous windows that the next one may be conditioned on.
+        prompt: tokens of the caller's prompt, which counts as previous text.
+        said: the prompt and the tokens of previous windows, for conditioning the next one.
         seek: the frame at which the next window begins.
     """
 
@@ -130,7 +130,7 @@ class Listening:
         return self.seek >= self.features.frames
 
     def count(self, texts: list[Generation]) -> None:
-        """Add the passes of the texts of one window, which shared them."""
+        """Add the passes of one window, which its texts shared."""
         before = self.transcript
         self.transcript = replace(
             before,
@@ -142,7 +142,7 @@ class Listening:
 
 @dataclass(frozen=True, eq=False)
 class SpeechWindow:
-    """A window that is being decoded.
+    """A window being decoded.
 
     Attributes:
         start: the first tokens of the decoder, with the text of previous windows.
@@ -188,49 +188,48 @@ def transcribe(
 ) -> list[Transcript]:
     """Transcribe or translate speech with a Whisper model.
 
-    Windows of 30 seconds are decoded one after the other. The timestamps of a window set where the next one begins, and cut
-    its text into segments, as in transformers; with the same method both give the same tokens and times, but no time is
-    beyond the end of the audio. A window whose text repeats itself, or is unlikely, is decoded again at the next
-    temperature, as the thresholds say. Audio that is silent throughout has no segments.
+    Windows of 30 seconds are decoded one after the other. The timestamps of a window determine where the next one begins,
+    and cut its text into segments, as in transformers; with the same method both give the same tokens and times, except that
+    no time is beyond the end of the audio. A window whose text repeats itself or is unlikely, by the thresholds, is decoded
+    again at the next temperature. Silent audio has no segments.
 
-    The model's own generation config counts where the caller gives nothing: language, task and the `forced_decoder_ids` of
-    older configs, suppressed tokens, `max_length`, `num_beams`, thresholds and what else `generate` takes from it.
+    Defaults come from the model's generation config: language, task, the `forced_decoder_ids` of older configs, suppressed
+    tokens, `max_length`, `num_beams`, thresholds, and everything else that `generate` reads from it.
 
     Args:
-        pair: the models, from `load`; or the path or hub id of a model, which is loaded when the audio has been read.
-        audio: one audio or a list of them; each is a file, or an array as `specbeam.apps.speech.audio.read_audio` takes it.
+        pair: the models, from `load`; or the path or hub id of a model, which is loaded after the audio has been read.
+        audio: one audio or a list of them; each is a file, or an array for `specbeam.apps.speech.audio.read_audio`.
         method: the recipe, or its name, at temperature 0. None: beam search with 5 beams, or the model's own `num_beams`,
             with drafts if there is a draft.
         rate: samples per second of arrays; None: 16,000.
         language: a code or a name, such as "de" or "german"; None: the model detects it in the first window.
         task: "transcribe", or "translate" for English text; None: the model's own, or else "transcribe".
-        prompt: a text that the model takes as previous text, for names and spelling. Also `initial_prompt`.
-        condition_on_previous_text: whether each window has the text of the windows before it for what was said before, but
-            for those up to one that was decoded above temperature 0.5. Otherwise each window has the prompt. None: the
-            model's own setting, or else False, as in transformers (openai/whisper: True). Also
-            `condition_on_prev_tokens`.
+        prompt: a text that the model reads as previous text, for names and spelling. Also `initial_prompt`.
+        condition_on_previous_text: whether a window is conditioned on the texts of all windows since the last one that was
+            decoded above temperature 0.5. Otherwise it is conditioned on the prompt. None: the model's own setting, or else
+            False, as in transformers (openai/whisper: True). Also `condition_on_prev_tokens`.
         timestamps: whether the model is asked for timestamps. Without them each window is one segment, unless the model
-            writes them all the same.
-        temperature: of each window; of a sequence the next one is taken if a text fails a threshold. Above 0 texts are
-            drawn.
-        best_of: number of texts that are drawn above temperature 0, of which the likeliest is taken.
+            writes timestamps anyway.
+        temperature: temperature of a window, or a sequence, whose next one is used if a text fails a threshold. Above 0,
+            texts are sampled.
+        best_of: number of texts sampled above temperature 0, of which the likeliest is used.
         compression_ratio_threshold, log_prob_threshold, no_speech_threshold: see `Thresholds`; "auto": the model's own, or
             else the usual ones, 2.4, -1.0 and 0.6. Also `logprob_threshold`.
         seed: the same seed gives the same transcript. None: a random seed.
         batch_size: maximum number of audios whose windows are decoded side by side.
-        feature_extractor: None: that of the model's folder, or the usual one of Whisper.
-        on_progress: called with (number of the audio, seconds done, seconds in all) after each window.
+        feature_extractor: None: the one in the model's folder, or Whisper's usual one.
+        on_progress: called with (number of the audio, seconds done, total seconds) after each window.
         options: as for `generate`: max_new_tokens, length_penalty, repetition_penalty, ...
 
     Returns: a transcript for each audio.
 
     Raises:
         NotSupported: the model is not a Whisper model, or its generation config has a setting that is not supported.
-        BadSetting: an option is wrong, or the model does not know the language or the task.
+        BadSetting: an option is invalid, or the model does not know the language or the task.
         MissingFile, MissingPackage, BadAudio: see `read_audio`.
 
-    Source: arXiv 2212.04356. The names of thresholds are those of faster-whisper, and those of openai/whisper are taken,
-    too; `compression_ratio` is of texts as there, and not of tokens as in transformers.
+    Source: arXiv 2212.04356. Thresholds have the names of faster-whisper, with those of openai/whisper as aliases;
+    `compression_ratio` is a ratio of texts as there, not of tokens as in transformers.
     """
     given = {
         "prompt": prompt,
@@ -249,10 +248,10 @@ def transcribe(
         named["log_prob_threshold"],
         no_speech_threshold,
     )
-    ears = ears_of(
-        models, method, thresholds, temperature, best_of, seed, options, timestamps,
-        conditions=named["condition_on_previous_text"],
-    )  # fmt: skip
+    settings = SpeechSettings(
+        method, thresholds, temperature, best_of, seed, options, timestamps, named["condition_on_previous_text"]
+    )
+    ears = ears_of(models, settings)
     extractor = feature_extractor if feature_extractor is not None else extractor_of(models)
     done: list[Transcript] = []
     for first in range(0, len(sounds), batch_size):
@@ -271,19 +270,19 @@ def transcribe(
 def _without_aliases(named: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """Return named options, completed by aliases, which are removed from `options`.
 
-    Raises `BadSetting` if one is given twice.
+    Raises `BadSetting` if an option is given by two names.
     """
     found = {**named}
     for alias in [name for name in options if name in ALIASES]:
         name = ALIASES[alias]
         if named[name] not in (None, "auto") or found[name] is not named[name]:
-            raise BadSetting(f"{alias} is another name of {name}, and both are given; give one of them")
+            raise BadSetting(f"{alias} is an alias of {name}, and both are given; give one of them")
         found[name] = options.pop(alias)
     return found
 
 
 def _is_samples(audio: Sequence[Any]) -> bool:
-    """Return whether a list holds samples and not audios."""
+    """Return whether a list holds samples, as opposed to audios."""
     return bool(audio) and isinstance(audio[0], float)
 
 
@@ -293,50 +292,67 @@ class Models:
 
     Attributes:
         generate: decodes windows, as `specbeam.generate` does.
-        call: calls a function that runs a model, and returns what it returns.
+        call: calls a function that runs a model, and returns its result.
     """
 
     generate: Callable[..., list[Generation]] = generate
     call: Callable[[Callable[[], Any]], Any] = lambda function: function()
 
 
-def ears_of(
-    pair: Pair,
-    method: Method | str | None = None,
-    thresholds: Thresholds | None = None,
-    temperature: float | Sequence[float] = TEMPERATURES,
-    best_of: int = 5,
-    seed: int | None = None,
-    options: dict[str, Any] | None = None,
-    timestamps: bool = True,
-    models: Models | None = None,
-    conditions: bool | None = None,
-) -> "Ears":
-    """Return the checked settings of a transcription; the arguments and errors are those of `transcribe`.
+@dataclass(frozen=True, eq=False)
+class SpeechSettings:
+    """The settings of a transcription as a caller gives them; see `transcribe`.
+
+    Attributes:
+        thresholds: None: those of the model's generation config, or else the usual ones.
+        options: options for decoding windows.
+        conditions: whether a window is conditioned on the text of previous windows; None: the model's own setting.
+    """
+
+    method: Method | str | None = None
+    thresholds: Thresholds | None = None
+    temperature: float | Sequence[float] = TEMPERATURES
+    best_of: int = 5
+    seed: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    timestamps: bool = True
+    conditions: bool | None = None
+
+
+def ears_of(pair: Pair, asked: SpeechSettings, models: Models | None = None) -> "Ears":
+    """Return a model with checked settings of a transcription; the errors are those of `transcribe`.
 
     Args:
-        thresholds: None: those of the model's own generation config, or else the usual ones.
-        models: what runs the models; None: this thread does.
-        conditions: whether a window is conditioned on the text of previous windows.
+        models: functions that run the models; None: this thread runs them.
     """
     lm = listener_of(pair)
     tokens = speech_tokens_of(pair)
-    temperatures = _temperatures(temperature)
-    require(is_integer(best_of) and best_of >= 1, "best_of", best_of, "an integer of at least 1")
+    temperatures = _temperatures(asked.temperature)
+    require(is_integer(asked.best_of) and asked.best_of >= 1, "best_of", asked.best_of, "an integer of at least 1")
+    conditions = asked.conditions
     if conditions is None:
         conditions = bool(getattr(tokens.config, "condition_on_prev_tokens", None))
     require(isinstance(conditions, bool), "condition_on_previous_text", conditions, "True, False or None")
     if conditions and tokens.before is None:
         raise NotSupported(_NO_BEFORE.format("condition_on_previous_text"))
-    given = dict(options or {})
-    settings = _settings(given, tokens.config)
     return Ears(
-        pair, lm, tokens, methods_of(pair, method), thresholds or thresholds_of(tokens.config), temperatures, best_of, seed,
-        given, settings, timestamps, conditions, models or Models(),
-    )  # fmt: skip
+        pair=pair,
+        lm=lm,
+        tokens=tokens,
+        methods=methods_of(pair, asked.method),
+        thresholds=asked.thresholds or thresholds_of(tokens.config),
+        temperatures=temperatures,
+        best_of=asked.best_of,
+        seed=asked.seed,
+        options=asked.options,
+        settings=_settings(asked.options, tokens.config),
+        timestamps=asked.timestamps,
+        conditions=conditions,
+        models=models or Models(),
+    )
 
 
-_NO_BEFORE = "{} needs the token <|startofprev|>, which neither generation_config nor tokenizer names; leave it out"
+_NO_BEFORE = "{} needs the token <|startofprev|>, which neither generation_config nor tokenizer has; leave it out"
 
 
 def _settings(options: dict[str, Any], config: Any) -> Settings:
@@ -344,7 +360,7 @@ def _settings(options: dict[str, Any], config: Any) -> Settings:
     taken = [name for name in options if name in _OWN]
     if taken:
         raise BadSetting(
-            f"transcribe sets {', '.join(taken)} by itself; leave it out (best_of is the number of drawn texts)"
+            f"transcribe sets {', '.join(taken)} itself; leave it out (best_of is the number of sampled texts)"
         )
     outside = ("audit", "generation_config")  # arguments of `generate` outside `Settings`
     settings = {name: value for name, value in options.items() if name not in outside}
@@ -357,11 +373,11 @@ class Ears:
     """A model with all settings of a transcription.
 
     Attributes:
-        methods: at temperature 0, and above.
-        options: of the decoding of windows, as the caller gives them.
-        settings: the same, checked and completed by the model's own generation config.
+        methods: the methods at temperature 0 and above.
+        options: the caller's options for decoding windows.
+        settings: these options, checked and completed by the model's generation config.
         conditions: whether a window is conditioned on the text of previous windows.
-        models: what runs the models.
+        models: functions that run the models.
     """
 
     pair: Pair
@@ -390,7 +406,7 @@ class Ears:
     def begin(
         self, extractor: Any, samples: Samples, language: str | None, task: str | None, prompt: str | None
     ) -> Listening:
-        """Return the state of an audio of which nothing is transcribed yet. Silence is over already."""
+        """Return a new transcription of an audio. It is over already if the audio is silent."""
         choice = self.tokens.choice(language, task)
         before = [] if prompt is None else self._prompt_tokens(prompt)
         features = features_of(self.lm, extractor, samples)
@@ -404,7 +420,7 @@ class Ears:
         return Listening(features, transcript, start, before, before, features.frames if silent else 0)
 
     def _check_room(self, length: int) -> None:
-        """Raise `BadSetting` if a window that is conditioned on earlier ones may have no room for its new tokens.
+        """Raise `BadSetting` if windows conditioned on earlier ones may have no room for their new tokens.
 
         Args:
             length: number of first tokens of the decoder, without previous text.
@@ -413,7 +429,7 @@ class Ears:
         room = self._positions - 1 - self.most_before - length
         if self.conditions and wanted is not None and wanted > room:
             raise BadSetting(
-                f"max_new_tokens is {wanted}, and with condition_on_previous_text the model has room for {room}: lower it"
+                f"max_new_tokens is {wanted}, but with condition_on_previous_text there is room for {room}; lower it"
             )
 
     def _logits(self, source: Source, path: list[int]) -> torch.Tensor:
@@ -432,7 +448,7 @@ class Ears:
         return max(self.tokens.languages, key=lambda name: float(logits[self.tokens.languages[name]]))
 
     def _prompt_tokens(self, prompt: str) -> list[int]:
-        """Return the tokens of a text that is taken as previous text.
+        """Return the tokens of a prompt, which counts as previous text.
 
         Raises `BadSetting` if it is too long, or holds special tokens.
         """
@@ -447,14 +463,16 @@ class Ears:
         held = [token for token in found if token in special]
         if held:
             name = tokenizer.convert_ids_to_tokens(held[0])
-            raise BadSetting(f"prompt holds {name}, which is a special token; remove it")
+            raise BadSetting(f"prompt has the special token {name}; remove it")
         most = self.most_before
         if len(found) > most:
-            raise BadSetting(f"prompt has {len(found)} tokens, and the model takes {most} of previous text; shorten it")
+            raise BadSetting(
+                f"prompt has {len(found)} tokens, but the model reads at most {most} of previous text; shorten it"
+            )
         return found
 
     def hear(self, listenings: list[Listening]) -> None:
-        """Decode the next window of each audio, and move it on."""
+        """Decode the next window of each audio."""
         windows = [self._window(one) for one in listenings]
         waiting = windows
         heard: dict[int, Heard] = {}
@@ -469,14 +487,14 @@ class Ears:
 
     def _window(self, listening: Listening) -> SpeechWindow:
         source = Source.of_features(listening.features.at(listening.seek))
-        source.keeps = True  # it is decoded at several temperatures
+        source.keeps = True  # the window may be decoded at several temperatures
         before = listening.said[-self.most_before :] if self.conditions else listening.prompt
         mark = [] if self.tokens.before is None else [self.tokens.before]
         start = [*mark, *before, *listening.start] if before else listening.start
         return SpeechWindow(listening, source, start)
 
     def _decoded(self, windows: list[SpeechWindow], temperature: float) -> list[Heard]:
-        """Return the texts of windows at a temperature, in their order. Windows with equally long prompts share passes."""
+        """Return the texts of windows at a temperature, in order. Windows with equally long prompts share passes."""
         found: dict[int, Heard] = {}
         by_length: dict[int, list[SpeechWindow]] = {}
         for window in windows:
@@ -578,7 +596,7 @@ class Ears:
         return repeats or (self.thresholds.log_prob is not None and self._is_unlikely(heard))
 
     def _is_unlikely(self, heard: Heard) -> bool:
-        """Return whether a text is less likely than the threshold; without one, none is likely enough."""
+        """Return whether a text is less likely than the threshold; True without a threshold."""
         limit = self.thresholds.log_prob
         return limit is None or heard.avg_logprob < limit
 
@@ -587,7 +605,7 @@ class Ears:
         return limit is not None and heard.no_speech_prob > limit and self._is_unlikely(heard)
 
     def _take(self, window: SpeechWindow, heard: Heard) -> None:
-        """Add the segments of a window to its audio, and move on to where the next one begins."""
+        """Add the segments of a window to its audio, and move to the beginning of the next window."""
         listening = window.listening
         left = listening.features.left(listening.seek)
         if self._is_silence(heard) or not heard.tokens:
@@ -614,10 +632,10 @@ class Ears:
             listening.said = [*listening.said, *self._to_be_continued(one.tokens)]
         if heard.temperature > RESETS:
             listening.said = listening.prompt
-        listening.seek += frames if frames > 0 else left  # a pair of timestamps at 0 would never end
+        listening.seek += frames if frames > 0 else left  # a pair of timestamps at 0 would loop forever
 
     def _to_be_continued(self, tokens: list[int]) -> list[int]:
-        """Return the tokens of a segment as the prompt of the next window has them: of two timestamps at the end, one."""
+        """Return the tokens of a segment for the prompt of the next window: of two timestamps at the end, only one."""
         if len(tokens) > 2 and tokens[-2] >= self.tokens.first_timestamp:
             return tokens[:-1]
         return tokens
@@ -639,14 +657,14 @@ def listener_of(pair: Pair) -> EncoderDecoderLM:
     target = pair.target
     if not isinstance(target, EncoderDecoderLM) or target.model.config.model_type != "whisper":
         raise NotSupported(
-            f"{type(pair.target_model).__name__} does not write down speech; transcribe takes Whisper models "
+            f"{type(pair.target_model).__name__} does not transcribe speech; transcribe needs Whisper models "
             "(openai/whisper-*, distil-whisper/*)"
         )
     return target
 
 
 def _temperatures(given: float | Sequence[float]) -> tuple[float, ...]:
-    """Return the temperatures in their order. Raises `BadSetting` if there are none, or one is negative."""
+    """Return the temperatures in order. Raises `BadSetting` if there are none, or one is negative."""
     temperatures = (given,) if isinstance(given, (int, float)) else tuple(given)
     are_fine = bool(temperatures) and all(
         isinstance(one, (int, float)) and not isinstance(one, bool) and np.isfinite(one) and one >= 0
@@ -657,7 +675,7 @@ def _temperatures(given: float | Sequence[float]) -> tuple[float, ...]:
 
 
 def methods_of(pair: Pair, method: Method | str | None) -> tuple[Method, Method]:
-    """Return the methods at temperature 0 and above; None for the usual ones, with the model's own number of beams."""
+    """Return the methods at temperature 0 and above; by default beam search, with the model's beams, and sampling."""
     drafts = pair.draft is not None
     if method is None:
         beams = int(getattr(pair.target_model.generation_config, "num_beams", None) or BEAMS)

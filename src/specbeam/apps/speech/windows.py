@@ -1,4 +1,4 @@
-"""Windows of audio: the features that an encoder hears, and the segments that timestamps cut a window's text into."""
+"""Windows of audio: the features of an encoder, and the cutting of a window's text at its timestamps."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -27,19 +27,19 @@ class Features:
     window: int
 
     def at(self, seek: int) -> Float[torch.Tensor, "channels window"]:
-        """Return the window that begins at a frame, with zeros behind the end."""
+        """Return the window that begins at a frame, padded with zeros after the end."""
         part = self.values[:, seek : seek + self.window]
         return torch.nn.functional.pad(part, (0, self.window - part.shape[1]))
 
     def left(self, seek: int) -> int:
-        """Return how many frames of the window that begins at a frame are audio."""
+        """Return the number of frames with audio in the window that begins at a frame."""
         return min(self.frames - seek, self.window)
 
 
 def features_of(lm: EncoderDecoderLM, extractor: Any, samples: Samples) -> Features:
-    """Return the features of audio at 16 kHz, as transformers gives them to a Whisper model.
+    """Return the features of audio at 16 kHz, computed as in transformers' Whisper.
 
-    Audio that is shorter than a window is filled up with silence.
+    Audio shorter than a window is padded with silence.
     """
     window = lm.most_source
     assert window is not None
@@ -57,7 +57,7 @@ def features_of(lm: EncoderDecoderLM, extractor: Any, samples: Samples) -> Featu
 
 
 def within(seconds: float, least: float, most: float) -> float:
-    """Return a time, or the nearest one that is neither before `least` nor after `most`."""
+    """Return a time clipped to [least, most]; `least` if this is empty."""
     return max(least, min(seconds, most))
 
 
@@ -66,7 +66,7 @@ class Slice:
     """A part of a window's text between two timestamps.
 
     Attributes:
-        start, end: in steps of timestamps from the beginning of the window.
+        start, end: timestamp steps from the beginning of the window.
     """
 
     start: int
@@ -77,13 +77,13 @@ class Slice:
 def slices_of(tokens: list[int], first_timestamp: int, frames: int, frames_per_step: int) -> tuple[list[Slice], int]:
     """Return the slices of a window's text, and the number of frames after which the next window begins.
 
-    Two timestamps in a row end one slice and begin the next. Text after the last pair is cut off in the middle, so the next
-    window begins there; but a single timestamp at the end means that no speech follows.
+    Two timestamps in a row end one slice and begin the next. Text after the last pair is incomplete, so the next window
+    begins there; but a single timestamp at the end means that no speech follows.
 
     Args:
-        tokens: of the window, without the end token.
+        tokens: tokens of the window, without the end token.
         first_timestamp: the token of 0 seconds.
-        frames: of the window, as far as it is audio.
+        frames: number of frames with audio in the window.
         frames_per_step: number of frames between two timestamps.
 
     Source: section 3.8 of arXiv 2212.04356.

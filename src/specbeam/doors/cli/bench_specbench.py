@@ -1,5 +1,6 @@
 """The command `specbeam bench specbench`: methods on the questions of Spec-Bench, with its statistics and ours."""
 
+import dataclasses
 import re
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from specbeam.doors.places import writing
 from specbeam.errors import BadSetting
 
 if TYPE_CHECKING:
+    from specbeam.lab.bench.specbench import SpecBenchSettings
     from specbeam.recipes.method import Method
 
 USUAL = ["speculative_sampling", "traversal", "sequoia", "prompt_lookup", "opt_tree", "token_recycling"]
@@ -45,7 +47,7 @@ class SpecBenchArguments(PairArguments):
 
 def specbench(given: SpecBenchArguments) -> int:
     """Run methods on the six tasks of Spec-Bench, compared with plain decoding."""
-    from specbeam.lab.bench.specbench import as_records, lines_of_specbench, read_questions
+    from specbeam.lab.bench.specbench import SpecBenchSettings, lines_of_specbench, read_questions
     from specbeam.lab.bench.specbench import specbench as measure
 
     methods = {name: method_from(*_split(name)) for name in given.contenders or USUAL}
@@ -55,6 +57,7 @@ def specbench(given: SpecBenchArguments) -> int:
     asked = read_questions(given.questions, given.each)
     pair = quiet_load(given.model, given.draft)
     clock = time.process_time if given.processor_time else time.perf_counter
+    settings = SpecBenchSettings(given.seed, given.max_new_tokens, given.temperature)
     with ProgressBar() as bar:
         done = 0
 
@@ -63,20 +66,20 @@ def specbench(given: SpecBenchArguments) -> int:
             done += 1
             bar.show(done, len(asked))
 
-        replies = measure(pair, asked, methods, given.seed, given.max_new_tokens, given.temperature, clock, show)
+        replies = measure(pair, asked, methods, settings, clock, show)
     if given.answers is not None:
-        _write(given, given.answers, pair, asked, methods, replies)
+        _write(given.answers, settings, pair, asked, methods, replies)
     lines = lines_of_specbench(asked, replies)
     if given.json:
-        for record in as_records(lines):
-            print_json(record)
+        for line in lines:
+            print_json(dataclasses.asdict(line))
         return 0
     _show(lines, sum(one.cut for one in replies["plain"]))
     return 0
 
 
 def _write(
-    given: SpecBenchArguments, folder: Path, pair: Any, asked: Any, methods: "dict[str, Method]", replies: Any
+    folder: Path, settings: "SpecBenchSettings", pair: Any, asked: Any, methods: "dict[str, Method]", replies: Any
 ) -> None:
     """Write a file per method for Spec-Bench's own scripts."""
     from specbeam.lab.bench.specbench import write_answers
@@ -85,8 +88,7 @@ def _write(
         folder.mkdir(parents=True, exist_ok=True)
     for name, method in methods.items():
         path = folder / f"{re.sub('[ /]', '_', name)}.jsonl"
-        own = (given.seed, given.max_new_tokens, given.temperature)
-        write_answers(path, pair, asked, replies[name], name, method, *own)
+        write_answers(path, pair, asked, replies[name], name, method, settings)
 
 
 def _show(lines: Any, cut: int) -> None:

@@ -1,8 +1,8 @@
 """Block efficiency at a fixed budget of scored nodes: tokens per pass of the target (the protocol of RSD).
 
-A comparison of trees at equal depth favours the wide ones, but the target pays for nodes. So each recipe has several shapes
-that fit the budget. The best of them is chosen on separate prompts, and reported on others: the best of several figures
-that were measured on the reported prompts would be too good.
+A comparison of trees at equal depth favours wide trees, but the target pays for nodes. So each recipe has several shapes
+that fit the budget. The best shape is chosen on separate prompts, because the best of several figures measured on the
+reported prompts would be too good.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,6 +19,7 @@ from specbeam.doors import Prompt
 from specbeam.errors import BadPrompt, BadSetting
 from specbeam.lab.bench.acceptance import acceptance
 from specbeam.lab.bench.tables import colours_of, finish_figure, markdown_table, new_figure, put_legend_right
+from specbeam.lab.evaluate.intervals import ratio_interval
 from specbeam.models.heads import Head
 from specbeam.recipes import paper_of, with_guess
 
@@ -59,8 +60,8 @@ def contenders(
     No shape has more nodes than the budget. A recipe may have no shape that fits.
 
     Args:
-        head: the draft head of the pair, which adds the recipe of its paper; `multi_draft` needs models instead.
-        odds: acceptance by rank, for `sequoia`'s tree; None: as its recipe has it.
+        head: the draft head of the pair, which adds the recipe of its paper; `multi_draft` needs a draft model.
+        odds: acceptance by rank, for `sequoia`'s tree; None: the recipe's default.
     """
     chains = [length for length in (budget, 8, 5) if length <= budget]
     counts = BRANCHING[budget]
@@ -68,7 +69,7 @@ def contenders(
     depth = 2 if budget < 14 else 3
     half = min(budget // 2, 8)
     nodes = f"{budget} nodes"
-    fixed: dict[str, Any] = {"controller": "fixed"}  # shapes are compared, and not when drafts are skipped
+    fixed: dict[str, Any] = {"controller": "fixed"}  # no drafts are skipped: shapes are compared
     best_and_one = partial(sb.traversal, children="best_and_one")
     hub: dict[str, Callable[[], Method]] = {f"depth {depth}": partial(sb.spechub, depth, **fixed)}
     found: dict[str, dict[str, Callable[[], Method]]] = {
@@ -97,12 +98,12 @@ def contenders(
 
 
 def _each(make: Callable[..., Method], sizes: Sequence[Any], fixed: dict[str, Any]) -> dict[str, Callable[[], Method]]:
-    """Return a shape for each size, which is the first argument of the recipe."""
+    """Return a shape for each value of the recipe's first argument."""
     return {f"{size}": partial(make, size, **fixed) for size in sizes}
 
 
 def of_paper(name: str, budget: int) -> dict[str, dict[str, Callable[[], Method]]]:
-    """Return the shapes of the recipe for a head, by its name; none if there is no recipe for such heads."""
+    """Return the shapes of the recipe for a head, by its name; {} if there is no such recipe."""
     trees: dict[str, tuple[Callable[..., Method], int]] = {
         "eagle": (sb.eagle, 8),
         "fspad": (sb.fspad, 8),
@@ -123,7 +124,7 @@ def of_paper(name: str, budget: int) -> dict[str, dict[str, Callable[[], Method]
 
 
 def check_budgets(budgets: Sequence[int]) -> None:
-    """Raise `BadSetting` for a budget for which there are no shapes."""
+    """Raise `BadSetting` for a budget without shapes."""
     for budget in budgets:
         if budget not in BRANCHING:
             raise BadSetting(f"the budget is {budget}; it must be one of {', '.join(map(str, BRANCHING))}")
@@ -138,20 +139,20 @@ def efficiency(
     on_progress: Callable[[TreeCell], None] | None = None,
     **options: Any,
 ) -> list[TreeCell]:
-    """Measure each recipe at each budget, by the shape that is best on other prompts; return a cell for each pair of them.
+    """Measure each recipe at each budget, with the shape that is best on other prompts; return a cell per recipe and budget.
 
     Shapes that fit a smaller budget compete in the larger budgets too.
 
     Args:
-        prompts: the prompts that are reported.
-        choosing: the prompts on which shapes are chosen, and on which acceptance by rank is measured, by which `sequoia`
-            plans its trees. None of them may be among `prompts`.
+        prompts: the reported prompts.
+        choosing: the prompts on which shapes are chosen, and acceptance by rank is measured for the trees of `sequoia`. None
+            of them may be among `prompts`.
         budgets: numbers of nodes scored per pass; keys of `BRANCHING`.
         on_progress: called with each cell as soon as it is measured.
         options: as for `specbeam.generate`.
 
-    Raises `BadPrompt` if there is no prompt of one kind, or if a prompt is of both kinds, and `BadSetting` for a budget for
-    which there are no shapes.
+    Raises `BadPrompt` if either list of prompts is empty or both share a prompt, and `BadSetting` for a budget without
+    shapes.
     """
     check_budgets(budgets)
     _check_apart(prompts, choosing)
@@ -184,29 +185,28 @@ def efficiency(
 
 
 def halves(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
-    """Return the prompts to report, and those to choose shapes on: every second one.
+    """Return the prompts to report, and the prompts to choose shapes on: every second one.
 
-    Raises `BadPrompt` unless there are at least two different prompts. Repeats of a prompt are left out.
+    Raises `BadPrompt` unless there are at least two different prompts. Repeated prompts count once.
     """
     different = list({str(prompt): prompt for prompt in prompts}.values())
     if len(different) < 2:
         raise BadPrompt(
-            f"shapes are chosen on other prompts than those reported, so at least two are needed; there are {len(different)}"
+            f"there are {len(different)} different prompts; at least 2 are needed, because shapes are chosen on separate "
+            "prompts"
         )
     return different[1::2], different[::2]
 
 
 def _check_apart(prompts: Sequence[Prompt], choosing: Sequence[Prompt]) -> None:
-    """Raise `BadPrompt` if there is no prompt of one kind, or if a prompt is of both kinds."""
+    """Raise `BadPrompt` if either list of prompts is empty, or both share a prompt."""
     if not prompts or not choosing:
         raise BadPrompt(
-            f"there are {len(prompts)} prompts to report and {len(choosing)} to choose shapes on; give both"
+            f"there are {len(prompts)} prompts to report and {len(choosing)} to choose shapes on; give some of both"
         )
     both = {*map(str, prompts)} & {*map(str, choosing)}
     if both:
-        raise BadPrompt(
-            f"{len(both)} prompts are reported and also choose shapes, such as {min(both)!r}; keep them apart"
-        )
+        raise BadPrompt(f"{len(both)} prompts are in both lists, such as {min(both)!r}; keep the lists apart")
 
 
 def _cell(
@@ -229,16 +229,14 @@ def _cell(
         rows.append((emitted, len(turns), nodes, sum(turn.shape.depth for turn in turns)))
     table = np.array(rows, dtype=float)
     emitted, passes, nodes, layers = table.sum(0)
-    rng = np.random.default_rng(0)
-    resampled = table[rng.integers(0, len(table), (2000, len(table)))].sum(1)
-    low, high = np.quantile(resampled[:, 0] / resampled[:, 1], [0.025, 0.975])
+    low, high = ratio_interval(table[:, 0], table[:, 1])
     return TreeCell(
         recipe,
         budget,
         shape,
         efficiency=emitted / passes,
-        low=float(low),
-        high=float(high),
+        low=low,
+        high=high,
         nodes=nodes / passes,
         draft_passes=layers / passes,
     )

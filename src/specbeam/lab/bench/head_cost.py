@@ -9,10 +9,7 @@ ROWS = (1, 8, 32)
 
 
 def head_cost(pair: Pair) -> str:
-    """Return a sentence with the cost of passes of the pair's draft head and of its target, by rows.
-
-    Returns "" if the draft is no head.
-    """
+    """Return a sentence with the cost of passes of a pair's draft head and its target; "" if the draft is not a head."""
     if not isinstance(pair.draft, HeadLM):
         return ""
     head = _times(pair.draft)

@@ -25,6 +25,7 @@ from specbeam import (
     speculative_sampling,
 )
 from specbeam.lab.bench.method_figures import SAMPLING, SPECULATIVE, MethodLine, MethodRun, Task, line_of
+from specbeam.lab.bench.speed import rotated
 from specbeam.lab.evaluate.perplexity import log_likelihoods
 
 
@@ -42,7 +43,7 @@ def contenders(beams: int = 4, depth: int = 4, threshold: float = 0.5) -> dict[s
     Methods that have "auto" in their name choose their own depth or width.
 
     Args:
-        threshold: of MTAD and MMTAD.
+        threshold: threshold of MTAD and MMTAD.
     """
     return {
         "greedy": MethodContender(greedy(), {}),
@@ -102,9 +103,7 @@ def _round(
     runs: dict[str, MethodRun],
 ) -> None:
     """Answer one prompt by all methods, and append the answers and their costs to `runs`."""
-    names = [*methods]
-    first = (place + seed) % len(names)  # rotates, so that no method always runs first
-    for name in names[first:] + names[:first]:
+    for name in rotated([*methods], place + seed):
         contender = methods[name]
         began = time.perf_counter()
         (answer,) = generate(

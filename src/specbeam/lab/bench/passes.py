@@ -7,10 +7,9 @@ machine affects all of them.
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import TypeVar
 
 from specbeam.lab.bench.cost_fits import Fit, knee_fit, straight_fit
-from specbeam.lab.bench.speed import Spread
+from specbeam.lab.bench.speed import Spread, rotated
 from specbeam.lab.bench.transformers_cache import CopiedPrompt, token_bytes
 from specbeam.models import HuggingFaceLM
 from specbeam.recipes import NODES, StoredPrompt, TurnCost
@@ -19,7 +18,6 @@ LENGTHS = (128, 512, 1024, 2048, 4096)
 BEAMS = (1, 4, 16, 64)
 OURS = "specbeam"
 THEIRS = "transformers"
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -104,10 +102,10 @@ def passes(lm: HuggingFaceLM, plan: PassPlan, on_progress: Callable[[], None] | 
                 contenders[THEIRS, length] = (CopiedPrompt(lm.model, length).turn, beams)
             on_progress()
         for number in range(plan.repeats + 1):  # the first round is warm-up
-            for engine, length in _rotated([*contenders], number):
+            for engine, length in rotated([*contenders], number):
                 turn, sizes = contenders[engine, length]
                 turn(1)  # not timed: the contender before has driven the weights from the CPU's caches
-                for rows in _rotated(sizes, number) if number or engine == OURS else ():
+                for rows in rotated(sizes, number) if number or engine == OURS else ():
                     cost = turn(rows)
                     if number:
                         samples.setdefault((engine, length, rows), []).append(cost)
@@ -124,12 +122,6 @@ def _beams_with_copies(plan: PassPlan, size: int, length: int) -> list[int]:
         size: bytes of a token in the cache.
     """
     return [beams for beams in plan.beams if beams * (length + 1) * size <= 1e9 * plan.copies_gb]
-
-
-def _rotated(values: Sequence[_T], number: int) -> list[_T]:
-    """Return the values in an order that starts elsewhere in each round, so that no value always comes first."""
-    start = number % max(len(values), 1)
-    return [*values[start:], *values[:start]]
 
 
 def _cell(engine: str, length: int, rows: int, costs: list[TurnCost], size: int) -> PassCell:

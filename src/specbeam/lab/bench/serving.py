@@ -1,4 +1,4 @@
-"""The load that a server bears: many clients at once, some of whom go away, and how long each of them waits."""
+"""A load test of a server: many clients at once, some of which disconnect, and their waiting times."""
 
 import asyncio
 import json
@@ -18,12 +18,12 @@ class ServedOnce:
     """One request of a load.
 
     Args:
-        status: of HTTP; 0: the client went away, as it was to.
-        waited_s: seconds from when it was due to its end; lateness of the load itself included.
+        status: HTTP status; 0: the client disconnected as planned.
+        waited_s: seconds from the planned start to the end, including delays of the load test itself.
         first_s: seconds to the first piece of text; None if there was none.
-        tokens: new tokens of the answer.
-        number: of the request, from 0 on.
-        texts: the answer's texts, by index; empty if it was not answered.
+        tokens: number of new tokens.
+        number: number of the request, from 0.
+        texts: texts of the answer; empty without an answer.
     """
 
     status: int
@@ -36,11 +36,11 @@ class ServedOnce:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The figures of a load; seconds are medians and 99th percentiles over the requests that were answered.
+    """The figures of a load; seconds are medians and 99th percentiles over answered requests.
 
     Attributes:
-        first_s: to the first text of a stream; None if nothing was streamed.
-        per_token_s: from there to the end, by further token; of streams with two tokens at least.
+        first_s: seconds to the first text of a stream; None without streams.
+        per_token_s: seconds per further token of streams; None without streams of at least two tokens.
     """
 
     clients: int
@@ -60,20 +60,20 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class Load:
-    """The load that is put on a server.
+    """A load on a server.
 
     Args:
-        prompts: taken in turn.
+        prompts: prompts, used in turn.
         body: fields of each request besides prompt and seed.
-        clients: number of clients, each with one request at a time; with `rate` the most requests side by side.
-        requests: most requests in all.
+        clients: number of clients, each with one request at a time; with `rate` the maximum number of open requests.
+        requests: maximum number of requests.
         rate: requests per second at random times (Poisson); None: each client asks again as soon as it has its answer.
-        gone: share of the requests whose client goes away in the middle.
-        stream: whether answers are streamed, which shows the time to the first piece of text.
+        gone: share of the requests whose client disconnects in the middle.
+        stream: whether answers are streamed, which shows the time to the first text.
         key: API key.
-        seed: of the times, and of the first request; further ones count on.
-        seconds: after which no further request is sent; None: all are.
-        kinds: fields in addition to `body`, taken in turn; empty: `body` only.
+        seed: seed of the times, and of the first request; further requests count up.
+        seconds: time after which no further request is sent; None: no limit.
+        kinds: additional fields, used in turn; empty: `body` only.
     """
 
     prompts: Sequence[str]
@@ -96,7 +96,7 @@ class Load:
 
     def __post_init__(self) -> None:
         if not self.prompts:
-            raise BadSetting("there is no prompt to ask with; give some")
+            raise BadSetting("there is no prompt; give at least one")
         for name in ("clients", "requests"):
             if getattr(self, name) < 1:
                 raise BadSetting(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -109,15 +109,15 @@ class Load:
 
 
 def measure_load(url: str, load: Load) -> LoadReport:
-    """Put a load on the server at this address, and return how it bore it."""
+    """Put a load on the server at this address, and return the figures."""
     try:
         import httpx2
     except ImportError as error:
-        raise MissingPackage("the load is sent with httpx2: pip install httpx2") from error
+        raise MissingPackage("load tests need the package httpx2: pip install httpx2") from error
     try:
         return asyncio.run(_measured(url.rstrip("/"), load))
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-        raise ServerRefused(f"the server at {url} does not answer, or went away: {error}") from error
+        raise ServerRefused(f"the server at {url} does not answer or has disconnected: {error}") from error
 
 
 async def _measured(url: str, load: Load) -> LoadReport:
@@ -148,7 +148,7 @@ async def _measured(url: str, load: Load) -> LoadReport:
 
 
 def _arrivals(load: Load) -> Iterator[tuple[int, float, bool]]:
-    """Yield for each request its number, the seconds after which it is due, and whether its client goes away."""
+    """Yield for each request its number, its planned time in seconds, and whether its client disconnects."""
     chance = random.Random(load.seed)
     due = 0.0
     for number in range(load.requests):
@@ -158,7 +158,7 @@ def _arrivals(load: Load) -> Iterator[tuple[int, float, bool]]:
 
 
 async def _ask(http: Any, load: Load, number: int, leaves: bool, since: float) -> ServedOnce:
-    """Send one request, and return what came of it."""
+    """Send one request, and return its outcome."""
     body = load.fields(number)
     if not load.stream:
         answer = await http.post("/v1/completions", json=body)
@@ -196,7 +196,7 @@ async def _ask(http: Any, load: Load, number: int, leaves: bool, since: float) -
 
 
 async def _figures(http: Any) -> dict[str, float]:
-    """Return the server's counters of passes and tokens; {} if it has none."""
+    """Return the server's counters of passes and tokens; {} without metrics."""
     answer = await http.get("/metrics")
     found: dict[str, float] = {}
     lines = answer.text.splitlines() if answer.status_code == 200 else []

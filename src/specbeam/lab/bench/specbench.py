@@ -1,16 +1,17 @@
-"""Spec-Bench: its questions by its six tasks, each method against plain decoding of the target, by its figures and ours."""
+"""Spec-Bench: methods against plain decoding of the target on its six tasks, with its statistics and ours."""
 
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from specbeam import Method, Pair, generate, sampling, turns_of
 from specbeam.doors import as_json, prompt_of_messages, spread, text_of, write_output
 from specbeam.errors import BadPrompt, BadSetting
+from specbeam.lab.bench.speed import rotated
 from specbeam.lab.evaluate.intervals import ratio_interval
 
 TASKS = ("multi-turn", "translation", "summarization", "qa", "math_reasoning", "rag")
@@ -20,7 +21,7 @@ WARM_UPS = 3  # answers to the first question that do not count, as in Spec-Benc
 
 @dataclass(frozen=True)
 class Question:
-    """A question of Spec-Bench; the eight kinds of MT-bench are the task "multi-turn"."""
+    """A question of Spec-Bench; the eight categories of MT-bench are the task "multi-turn"."""
 
     id: int
     category: str
@@ -36,9 +37,9 @@ class Reply:
     """A contender's answers to the turns of a question, as lists with an entry per turn.
 
     Attributes:
-        tokens: number of new tokens, the end token included, by our count.
-        seconds: by the clock that was asked for.
-        cut: number of prompts of which the beginning was left out, because the model has too few positions.
+        tokens: numbers of new tokens, including the end token.
+        seconds: durations by the given clock.
+        cut: number of prompts that were cut, because the model has too few positions.
     """
 
     texts: list[str]
@@ -46,6 +47,53 @@ class Reply:
     passes: list[int]
     seconds: list[float]
     cut: int
+
+
+@dataclass(frozen=True)
+class SpecBenchSettings:
+    """How questions are answered.
+
+    Attributes:
+        temperature: temperature of methods that sample; 0 is Spec-Bench's greedy decoding.
+    """
+
+    seed: int = 0
+    max_new_tokens: int = 1024
+    temperature: float = 0.0
+
+    def options(self, method: Method) -> dict[str, Any]:
+        """Return the options of `specbeam.generate` for a method."""
+        options: dict[str, Any] = {"seed": self.seed, "max_new_tokens": self.max_new_tokens}
+        if not method.greedy:
+            options["temperature"] = self.temperature
+        return options
+
+    def prompt_of(self, pair: Pair, chat: list[dict[str, str]]) -> "CutPrompt":
+        """Return the tokens of a chat, cut at the beginning if they leave no room for the answer.
+
+        Raises `BadSetting` if `max_new_tokens` leaves no room for a prompt.
+        """
+        tokens = prompt_of(pair, chat)
+        positions = pair.room(0)
+        if positions is None:
+            return CutPrompt(tokens, False)
+        room = positions - self.max_new_tokens
+        if room <= 0:
+            raise BadSetting(
+                f"max_new_tokens is {self.max_new_tokens}, and the models have {positions} positions; ask for fewer, so "
+                "that a prompt has room"
+            )
+        return CutPrompt(tokens[-room:], len(tokens) > room)
+
+
+USUAL = SpecBenchSettings()
+
+
+class CutPrompt(NamedTuple):
+    """A prompt, and whether its beginning was left out."""
+
+    tokens: list[int]
+    is_cut: bool
 
 
 @dataclass(frozen=True)
@@ -57,7 +105,7 @@ class SpecBenchLine:
         their_speedup: Spec-Bench's: the mean over questions of tokens per second, over that of plain decoding.
         speedup: ours: seconds per token of plain decoding divided by the method's, over all tokens.
         low, high: its 95 % interval, by bootstrap over questions.
-        same: share of the questions whose texts equal plain decoding.
+        same: share of the questions whose texts equal those of plain decoding.
     """
 
     method: str
@@ -80,7 +128,7 @@ def read_questions(path: Path, each: int | None = None) -> list[Question]:
 
     Raises:
         MissingFile: there is no such file.
-        BadPrompt: it holds no questions of Spec-Bench.
+        BadPrompt: the file holds no questions of Spec-Bench.
     """
     content = text_of(path, "Spec-Bench has it as data/spec_bench/question.jsonl")
     try:
@@ -101,90 +149,61 @@ def specbench(
     pair: Pair,
     questions: Sequence[Question],
     methods: dict[str, Method],
-    seed: int = 0,
-    max_new_tokens: int = 1024,
-    temperature: float = 0.0,
+    settings: SpecBenchSettings = USUAL,
     clock: Callable[[], float] = time.perf_counter,
     on_question: Callable[[Question], None] = lambda question: None,
 ) -> dict[str, list[Reply]]:
-    """Answer questions one by one, by plain decoding and by each method in turn; return the replies by contender.
+    """Answer questions by plain decoding and by each method; return the replies by contender.
 
-    The contenders take turns at each question, so that what disturbs the machine disturbs all.
+    All contenders answer a question before the next one comes, so that disturbances of the machine affect all of them.
 
     Args:
-        methods: by the name that their figures have.
-        temperature: for methods that draw; 0 is Spec-Bench's greedy decoding.
-        clock: returns seconds; `time.process_time` on a machine that has other work.
+        methods: methods by the names of their figures.
+        clock: returns seconds; `time.process_time` on a busy machine.
     """
     contenders = {PLAIN: sampling(), **methods}
     replies: dict[str, list[Reply]] = {name: [] for name in contenders}
+    short = replace(settings, max_new_tokens=min(settings.max_new_tokens, 32))
     for method in contenders.values():
         for _ in range(WARM_UPS):
-            answer(pair, questions[0], method, seed, min(max_new_tokens, 32), temperature, clock)
+            answer(pair, questions[0], method, short, clock)
     for number, question in enumerate(questions):
-        order = list(contenders)
-        shift = number % len(order)
-        for name in order[shift:] + order[:shift]:
-            found = answer(pair, question, contenders[name], seed, max_new_tokens, temperature, clock)
-            replies[name].append(found)
+        for name in rotated([*contenders], number):
+            replies[name].append(answer(pair, question, contenders[name], settings, clock))
         on_question(question)
     return replies
 
 
 def answer(
-    pair: Pair,
-    question: Question,
-    method: Method,
-    seed: int,
-    max_new_tokens: int,
-    temperature: float,
-    clock: Callable[[], float],
+    pair: Pair, question: Question, method: Method, settings: SpecBenchSettings, clock: Callable[[], float]
 ) -> Reply:
-    """Answer the turns of a question, each after those before it.
+    """Answer the turns of a question one after the other.
 
     Raises `BadSetting` if `max_new_tokens` leaves no room for a prompt.
     """
-    options = _options(method, max_new_tokens, temperature)
+    options = settings.options(method)
     chat: list[dict[str, str]] = []
     reply = Reply([], [], [], [], 0)
     cut = 0
     for turn in question.turns:
         chat.append({"role": "user", "content": turn})
-        prompt = prompt_of(pair, chat)
-        room = _room_for_prompt(pair, prompt, max_new_tokens)
-        cut += len(prompt) > room
+        prompt = settings.prompt_of(pair, chat)
+        cut += prompt.is_cut
         began = clock()
-        (found,) = generate(pair, prompt[-room:], method, seed=seed, **options)
+        (found,) = generate(pair, prompt.tokens, method, **options)
         reply.seconds.append(clock() - began)
         reply.texts.append(found.text)
         reply.tokens.append(len(found.tokens))
         reply.passes.append(found.report.target_passes)
         chat.append({"role": "assistant", "content": found.text})
-    return Reply(reply.texts, reply.tokens, reply.passes, reply.seconds, cut)
-
-
-def _options(method: Method, max_new_tokens: int, temperature: float) -> dict[str, Any]:
-    return {"max_new_tokens": max_new_tokens} | ({} if method.greedy else {"temperature": temperature})
-
-
-def _room_for_prompt(pair: Pair, prompt: list[int], max_new_tokens: int) -> int:
-    """Return the maximum number of tokens of a prompt. Raises `BadSetting` if there is no room."""
-    positions = pair.room(0)
-    if positions is None:
-        return len(prompt)
-    if positions <= max_new_tokens:
-        raise BadSetting(
-            f"max_new_tokens is {max_new_tokens}, and the models have {positions} positions; ask for fewer, so that a "
-            "prompt has room"
-        )
-    return positions - max_new_tokens
+    return replace(reply, cut=cut)
 
 
 def prompt_of(pair: Pair, chat: list[dict[str, str]]) -> list[int]:
-    """Return the tokens of a chat by the tokenizer's template; without one, of its texts one after the other."""
+    """Return the tokens of a chat by the tokenizer's template; without a template, of its texts one after the other."""
     tokenizer = pair.tokenizer
     if tokenizer is None:
-        raise BadPrompt("Spec-Bench's questions are texts, and this pair has no tokenizer")
+        raise BadPrompt("Spec-Bench's questions are texts, but this pair has no tokenizer; load it with one")
     if getattr(tokenizer, "chat_template", None):
         return prompt_of_messages(tokenizer, None, chat)
     return list(tokenizer("\n\n".join(one["content"] for one in chat))["input_ids"])
@@ -211,7 +230,7 @@ def _line(name: str, task: str, own: list[Reply], plain: list[Reply]) -> SpecBen
     plain_tokens = sum(sum(one.tokens) for one in plain)
     plain_s = [sum(one.seconds) for one in plain]
     own_s = [sum(one.seconds) for one in own]
-    # Texts may have other lengths than plain ones, so seconds are scaled to the same number of tokens.
+    # Texts may differ in length from those of plain decoding, so seconds are scaled to the same number of tokens.
     scale = plain_tokens / tokens
     low, high = ratio_interval(plain_s, [seconds * scale for seconds in own_s])
     return SpecBenchLine(
@@ -240,24 +259,20 @@ def write_answers(
     replies: Sequence[Reply],
     name: str,
     method: Method,
-    seed: int = 0,
-    max_new_tokens: int = 1024,
-    temperature: float = 0.0,
+    settings: SpecBenchSettings,
 ) -> None:
-    """Write a file of answers that Spec-Bench's evaluation/speed.py reads.
+    """Write a file of answers for Spec-Bench's evaluation/speed.py.
 
-    The tokens that each pass accepted are counted in a run of their own, turn by turn, which is not timed.
+    A further run, which is not timed, counts the tokens accepted by each pass.
     """
-    options = _options(method, max_new_tokens, temperature)
+    options = settings.options(method)
     lines: list[str] = []
     for question, reply in zip(questions, replies, strict=True):
         lengths: list[int] = []
         chat: list[dict[str, str]] = []
         for turn, text in zip(question.turns, reply.texts, strict=True):
             chat.append({"role": "user", "content": turn})
-            prompt = prompt_of(pair, chat)
-            room = _room_for_prompt(pair, prompt, max_new_tokens)
-            turns = turns_of(pair, prompt[-room:], method, seed=seed, **options)
+            turns = turns_of(pair, settings.prompt_of(pair, chat).tokens, method, **options)
             lengths += [one.verdict.layers.size for one in turns]
             chat.append({"role": "assistant", "content": text})
         choice = {
@@ -272,8 +287,3 @@ def write_answers(
                   "model_id": name, "choices": [choice], "tstamp": time.time()}  # fmt: skip
         lines.append(as_json(record) + "\n")
     write_output(path, "".join(lines))
-
-
-def as_records(lines: Sequence[SpecBenchLine]) -> list[dict[str, Any]]:
-    """Return lines as dictionaries, for JSON."""
-    return [asdict(line) for line in lines]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ from specbeam.doors import EnergyMeter, Prompt, PromptRow
 from specbeam.lab.bench.outcome import Contender, Outcome
 from specbeam.lab.evaluate.perplexity import log_likelihoods
 from specbeam.lab.evaluate.task import bleu, exact_match
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class SpeedLine:
         saved_rows_per_token: rows of earlier turns by which layers of beams were decided; None as above.
         lazy_layers: share of the layers of beams that were decided without the rows of all live beams; None as above, or if
             there were no layers of beams.
-        free_layers: share of the layers of beams that were decided by rows of earlier turns alone; None as above.
+        free_layers: share of the layers of beams that were decided only by rows of earlier turns; None as above.
         memory_mb: memory in MB, see `speed`; None if it cannot be read.
         tokens: number of tokens of one round.
     """
@@ -142,7 +145,7 @@ def speed(
         batch_size: number of prompts that a contender answers in one call.
         repeats: number of rounds that count. Before them each contender answers at most four batches as warm-up, and
             its memory is read: the peak above the memory in use before, on the target's GPU, or resident memory if it
-            has none. Memory that is allocated at the first use and kept counts for the first contender.
+            has none. Memory that is allocated once and reused counts for the first contender.
         on_progress: called after every batch that all contenders have answered.
     """
     prompts = [row.prompt for row in rows]
@@ -167,6 +170,12 @@ def in_batches(count: int, batch_size: int) -> list[list[int]]:
     return [list(range(start, min(start + batch_size, count))) for start in range(0, count, batch_size)]
 
 
+def rotated(values: Sequence[T], number: int) -> list[T]:
+    """Return the values in an order that begins elsewhere for each number, so that no value always comes first."""
+    start = number % max(len(values), 1)
+    return [*values[start:], *values[:start]]
+
+
 def interleaved(
     contenders: Sequence[Contender],
     prompts: Sequence[Prompt],
@@ -186,8 +195,7 @@ def interleaved(
         for measured in measurements:
             measured.begin()
         for place, batch in enumerate(batches):
-            first = (place + number) % len(contenders)  # rotates, so that no contender always runs first
-            for which in [*range(first, len(contenders)), *range(first)]:
+            for which in rotated(range(len(contenders)), place + number):
                 with EnergyMeter() as meter:
                     began = time.perf_counter()
                     outcome = _run_batch(contenders[which], prompts, batch, number)

@@ -1,4 +1,4 @@
-"""A search on prompts for the sublayers that drafts of a target should skip, before texts are decoded."""
+"""A search on prompts for the sublayers that drafts of a target should skip: `specbeam tune --skip-ratio`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ class FoundSublayers:
 
     Attributes:
         skipped: the best set.
-        matchness: the share of the target's own tokens that it takes for the likeliest without them.
-        first: the matchness of the set that the search began with.
-        tries: number of sets that were tried in this search.
-        tokens: number of tokens that each was tried on.
+        matchness: the share of the target's tokens that are the likeliest without these sublayers, too.
+        first: the matchness of the initial set.
+        tries: number of sets that were tried.
+        tokens: number of tokens that each set was tried on.
     """
 
     skipped: Sublayers
@@ -44,18 +44,18 @@ def best_sublayers(
 ) -> FoundSublayers:
     """Search for the sublayers to skip in drafts, on the target's answers to these prompts (Draft & Verify).
 
-    The answers are decoded greedily. The result is stored like a search on texts: drafts with the same settings begin with
-    it; but its search is over, so that they stay with it.
+    The answers are decoded greedily. The result is stored like a finished search on texts: drafts with the same settings
+    use it.
 
     Args:
-        settings: of a search, "bayes" or "random"; None: the settings of `swift`.
+        settings: settings of a search, "bayes" or "random"; None: the settings of `swift`.
         tries: maximum number of sets to try; the search may end earlier by its own rule.
 
     Raises `BadSetting` if the settings name a set, or a prompt has no answer of two tokens.
     """
     draft = skipping_model(pair.forgetful_target, settings)
     if draft.memory is None:
-        raise BadSetting(f"skip is {draft.settings.skip!r}, which is not searched for; take 'bayes' or 'random'")
+        raise BadSetting(f"skip is {draft.settings.skip!r}, which is not a search; give 'bayes' or 'random'")
     answers = generate(pair, list(prompts), "greedy", max_new_tokens=max_new_tokens, seed=seed)
     texts = [StoredAnswer(draft, one.prompt, one.tokens) for one in answers if len(one.tokens) > 1]
     if not texts:
@@ -80,7 +80,7 @@ def best_sublayers(
 
 
 class StoredAnswer:
-    """An answer of the target, stored in its cache, on which sets of sublayers are tried."""
+    """An answer of the target in its KV cache, on which sets of sublayers are tried."""
 
     def __init__(self, draft: SkippingLM, prompt: list[int], tokens: list[int]) -> None:
         self.draft = draft
@@ -93,7 +93,7 @@ class StoredAnswer:
         return len(self.window) - 1
 
     def matchness(self, skipped: Sublayers) -> float:
-        """Return the share of its tokens that the target takes for the likeliest without these sublayers."""
+        """Return the share of its tokens that are the target's likeliest without these sublayers."""
         cache = self.owner.state[self.draft.lm]
         return self.draft.matchness(cache, cache.trie.leaf(0), self.position, self.window, skipped)
 
@@ -103,6 +103,6 @@ class StoredAnswer:
 
 
 def mean_matchness(texts: Sequence[StoredAnswer], skipped: Sublayers) -> float:
-    """Return the share of all tokens of some answers that the target takes for the likeliest without these sublayers."""
+    """Return the share of all tokens of some answers that are the target's likeliest without these sublayers."""
     right = sum(text.matchness(skipped) * len(text) for text in texts)
     return right / sum(len(text) for text in texts)

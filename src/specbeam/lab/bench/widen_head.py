@@ -1,7 +1,7 @@
-"""Growth of a head with its target: the head drafts for the grown target as it did for the small one.
+"""Growth of a head with its target: the head makes the same drafts for the grown target.
 
-Only heads whose rows go through layers of the target itself grow: the exit layer of EESD, and the extra rows of BiTA and
-Hidden Transfer. So their drafts cost what they would cost for a target of that size, and are accepted as before.
+Only heads whose rows pass layers of the target grow: the exit layer of EESD, and the extra rows of BiTA and Hidden Transfer.
+Their drafts then cost as much as for a target of that size, and are accepted as before.
 """
 
 import math

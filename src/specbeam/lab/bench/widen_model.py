@@ -87,8 +87,7 @@ def size_for(model: "PreTrainedModel", parameters: int) -> Size:
     own_parameters = own.parameters(head, config.vocab_size, tied)
     if own_parameters > parameters:
         raise BadSetting(f"cannot grow to {parameters:,} parameters: the model has {own_parameters:,} already")
-    best = own
-    least_deviation = math.inf
+    sizes = []
     for factor in range(1, 65):
         hidden = own.hidden * factor
         heads = max(own.heads, hidden // head // own.heads * own.heads)
@@ -97,15 +96,17 @@ def size_for(model: "PreTrainedModel", parameters: int) -> Size:
         one_layer = Size(hidden, 1, inner, heads, kv_heads).parameters(head, config.vocab_size, tied)
         no_layer = Size(hidden, 0, inner, heads, kv_heads).parameters(head, config.vocab_size, tied)
         layers = round((parameters - one_layer) / (one_layer - no_layer)) + 1
-        if layers < own.layers:
-            continue
-        deviation = abs(math.log(layers * WIDTH_PER_LAYER[hidden > NARROW] / hidden))
-        if deviation < least_deviation:
-            best = Size(hidden, layers, inner, heads, kv_heads)
-            least_deviation = deviation
+        if layers >= own.layers:
+            sizes.append(Size(hidden, layers, inner, heads, kv_heads))
+    best = min(sizes, key=lambda size: deviation(size.hidden, size.layers), default=own)
     if best == own:
         return with_more_units(own, parameters, lambda size: size.parameters(head, config.vocab_size, tied))
     return best
+
+
+def deviation(hidden: int, layers: int) -> float:
+    """Return the deviation of the ratio of layers to width from the usual one, on a logarithmic scale."""
+    return abs(math.log(layers * WIDTH_PER_LAYER[hidden > NARROW] / hidden))
 
 
 def with_more_units(own: Any, parameters: int, count: Callable[[Any], int]) -> Any:
@@ -205,7 +206,7 @@ def keep_short(large: "PreTrainedModel", model: "PreTrainedModel") -> None:
 
 
 def _holds_bfloat16(model: nn.Module) -> bool:
-    """Return whether all numbers in the matrices of a model are bfloat16 numbers, whatever their dtype."""
+    """Return whether all numbers in the matrices of a model are bfloat16 numbers, in any dtype."""
     return all(torch.equal(weight, weight.bfloat16().to(weight.dtype)) for weight in _matrices(model))
 
 

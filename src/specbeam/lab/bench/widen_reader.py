@@ -1,8 +1,8 @@
 """Growth of a T5, whose decoder looks at a source, into a larger one with the same function; see `widen_model`.
 
-The encoder and the decoder grow alike. New heads have biases of distances that are 0, and write nothing. Norms over more
-width, most of which carries zeros, find a smaller mean square, and the logits of some models are divided by the root of the
-width: the weights of the norms take both back, without any rounding where the width grows by a power of four.
+The encoder and the decoder grow alike. New heads have distance biases of 0, and write nothing. Norms over more width, most
+of it zeros, find a smaller mean square, and the logits of some models are divided by the root of the width: the weights of
+the norms compensate both, without rounding if the width grows by a power of four.
 """
 
 import copy
@@ -17,10 +17,9 @@ from specbeam.engines import family_of
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.lab.bench.widen_model import (
     INNER_PER_WIDTH,
-    NARROW,
     UNITS,
-    WIDTH_PER_LAYER,
     check_no_less,
+    deviation,
     insert,
     is_tied,
     keep_short,
@@ -79,8 +78,7 @@ def reader_size_for(model: "PreTrainedModel", parameters: int) -> ReaderSize:
     if (has := own.parameters(config, tied)) > parameters:
         raise BadSetting(f"cannot grow to {parameters:,} parameters: the model has {has:,} already")
     units = INNER_PER_WIDTH if config.is_gated_act else WITHOUT_GATE
-    best = own
-    least_deviation = math.inf
+    sizes = []
     for factor in range(1, 65):
         hidden = own.hidden * factor
         heads = max(own.heads, hidden // config.d_kv)
@@ -92,10 +90,8 @@ def reader_size_for(model: "PreTrainedModel", parameters: int) -> ReaderSize:
             continue
         encoder_layers = round(times * own.encoder_layers)
         decoder_layers = round(times * own.decoder_layers)
-        deviation = abs(math.log(decoder_layers * WIDTH_PER_LAYER[hidden > NARROW] / hidden))
-        if deviation < least_deviation:
-            best = ReaderSize(hidden, encoder_layers, decoder_layers, inner, heads)
-            least_deviation = deviation
+        sizes.append(ReaderSize(hidden, encoder_layers, decoder_layers, inner, heads))
+    best = min(sizes, key=lambda size: deviation(size.hidden, size.decoder_layers), default=own)
     if best == own:
         return with_more_units(own, parameters, lambda size: size.parameters(config, tied))
     return best

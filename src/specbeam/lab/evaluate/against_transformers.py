@@ -76,7 +76,7 @@ def comparisons(
         pair: the target, and the draft if a method drafts with one.
         prompts: texts or token ids.
         methods: `beam_search` or `speculative_beam_search`, all with the same number of beams W.
-        batch_size: number of prompts that specbeam decodes side by side. Their logits are kept in memory.
+        batch_size: number of prompts that specbeam decodes at the same time. Their logits are stored in memory.
         options: as in `specbeam.generate`; both sides get them.
 
     Yields:

@@ -32,12 +32,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             search, else greedy search or sampling, each drafted by the draft model if there is one.
         temperature: overrides the task's, for methods that sample: most tasks set `do_sample: false`, which is
             temperature 0.
-        seed: of all that is drawn.
-        batch_size: number of texts that are decoded side by side.
-        max_length: most tokens of prompt and text; by default the models' positions.
-        add_bos_token: whether prompts begin with the tokenizer's own special tokens, as in `specbeam.generate`.
+        seed: seed of all draws.
+        batch_size: number of texts decoded at the same time.
+        max_length: maximum number of tokens of prompt and text; by default the models' positions.
+        add_bos_token: whether prompts begin with the tokenizer's special tokens, as in `specbeam.generate`.
         device, dtype, quantize: see `specbeam.load`.
-        settings: of the method, by name.
+        settings: settings of the method, by name.
     """
 
     def __init__(
@@ -58,18 +58,16 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
-            LOG.warning(
-                "device %s is the harness's default, and torch has no GPU here; the models are on the CPU", device
-            )
+            LOG.warning("device %s (the harness's default) is not available; the models are on the CPU", device)
             device = None
         if isinstance(pretrained, Pair):
             self.pair = pretrained
         else:
             self.pair = load(pretrained, draft, dtype=dtype, device=device, quantize=quantize)
         if self.pair.tokenizer is None:
-            raise BadSetting("the tasks of the harness are texts, and this pair has no tokenizer; load it with one")
+            raise BadSetting("the tasks of the harness are texts, but this pair has no tokenizer; load it with one")
         if settings and method is None:
-            raise BadSetting(f"{', '.join(settings)} would be settings of a method, and none is named; add method=...")
+            raise BadSetting(f"{', '.join(settings)} are settings of a method, but there is no method; add method=...")
         self.tokenizer = self.pair.tokenizer
         self.method = None
         if method is not None:
@@ -109,7 +107,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **given: Any) -> list[int]:
-        """Return the token ids of a text; its beginning is not written twice."""
+        """Return the token ids of a text, without a second beginning token if the text has one."""
         special = self.add_bos_token if add_special_tokens is None else add_special_tokens
         start = self.tokenizer.bos_token
         if add_special_tokens is None and start is not None and string.startswith(start):
@@ -119,7 +117,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Any, disable_tqdm: bool = False, **given: Any
     ) -> list[tuple[float, bool]]:
-        """Return of each request log p of its continuation after its context, and whether greedy search would write it."""
+        """Return for each request log p of its continuation, and whether greedy search would write it."""
         contexts = [context for _, context, _ in requests]
         continuations = [continuation for _, _, continuation in requests]
         # The last token is only predicted, so a text may have one token more than the model has positions.
@@ -178,7 +176,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         room = self.max_length - new_tokens
         if room < 1:
             raise BadSetting(
-                f"a task asks for {new_tokens} new tokens, and the models have {self.max_length} positions"
+                f"a task asks for {new_tokens} new tokens, but the models have {self.max_length} positions"
             )
         if len(ids) > room:
             LOG.warning("a context of %d tokens is cut to its last %d", len(ids), room)
@@ -203,13 +201,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         if not method.greedy:
             options["temperature"] = temperature if self.temperature is None else self.temperature
         elif draws:
-            raise NotSupported(f"a task draws (do_sample), and {method.name} does not; name another method")
+            raise NotSupported(f"a task samples (do_sample), but {method.name} does not; choose another method")
         return method, options
 
     def _method(self, beams: int, draws: bool) -> Method:
         if self.method is not None:
             if beams not in (1, self.method.beams):
-                raise BadSetting(f"a task asks for {beams} beams, and {self.method.name} has {self.method.beams}")
+                raise BadSetting(f"a task asks for {beams} beams, but {self.method.name} has {self.method.beams}")
             return self.method
         has_draft = self.pair.draft is not None
         if beams > 1:

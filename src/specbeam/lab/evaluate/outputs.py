@@ -76,7 +76,7 @@ def _append(outputs: Outputs, record: Any, pair: Pair, ended: bool) -> None:
         raise ValueError("neither 'tokens' nor 'text'")
     for name, value in (("text", text), ("reference", reference)):
         if value is not None and not isinstance(value, str):
-            raise ValueError(f"'{name}' is {value!r} and no text")
+            raise ValueError(f"'{name}' is {value!r}, not a text")
     outputs.prompts.append(_token_ids(record["prompt"], pair, special=True))
     if tokens is None:
         tokens = [*_ids_of_output(text, pair), *(_end_token(pair) if ended else [])]
@@ -91,7 +91,7 @@ def _append(outputs: Outputs, record: Any, pair: Pair, ended: bool) -> None:
 def _end_token(pair: Pair) -> list[int]:
     """Return the end token, in a list: that of the tokenizer if generation stops at it, else the first one."""
     if not pair.eos:
-        raise ValueError("texts cannot be ended, for neither generation config nor tokenizer names an end token")
+        raise ValueError("texts cannot be ended: neither generation config nor tokenizer has an end token")
     preferred = getattr(pair.tokenizer, "eos_token_id", None)
     return [preferred if preferred in pair.eos else pair.eos[0]]
 
@@ -113,7 +113,7 @@ def _token_ids(source: Any, pair: Pair, special: bool) -> list[int]:
 
 
 def _checked_ids(source: Any) -> list[int]:
-    """Return a list of token ids as it is; raise `ValueError` if it is something else."""
+    """Return a list of token ids. Raises `ValueError` for anything else."""
     if not isinstance(source, list) or not all(type(token) is int for token in source):
         raise ValueError(f"{source!r} is not a list of token ids")
     return source

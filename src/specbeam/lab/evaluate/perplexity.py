@@ -1,8 +1,8 @@
 """The likelihood of outputs of any decoder under the raw probabilities of the target, from one pass over each text.
 
 Raw means temperature 1, no truncation and no logits processor, so that the outputs of all methods are scored alike. Low
-perplexity alone proves little, because a text that repeats itself has it too. So length and repetition are reported
-as well, and if there are references, a task metric.
+perplexity alone proves little, because repetitive texts have it, too. So length and repetition are reported as well, and
+with references a task metric.
 """
 
 import math
@@ -69,7 +69,7 @@ def perplexity(
 
     Raises:
         BadPrompt: there are no outputs, or a prompt or an output is empty, too long, or of another tokenizer.
-        NotSupported: the model hears.
+        NotSupported: the model reads audio.
 
     Source: arXiv 2407.09722 (the authors' measure is `perplexity`).
     """
@@ -150,7 +150,7 @@ def log_likelihoods(
     if isinstance(pair.target, EncoderDecoderLM):
         if hears(pair):
             raise NotSupported(
-                f"{pair.target.model_name} reads audio, and outputs are scored for models that read texts"
+                f"{pair.target.model_name} reads audio, but only outputs of models that read texts can be scored"
             )
         begins = [decoder_prompt(pair, Settings(), 0)] * len(prompts)
         sources = prompts
@@ -189,7 +189,7 @@ def _check(pair: Pair, prompt: Tokens, output: Tokens, before: int, number: int,
         )
     known = pair.target.vocab
     if isinstance(pair.target, EncoderDecoderLM):
-        source_of(pair, prompt, number, [pair.target])  # looks at its tokens
+        source_of(pair, prompt, number, [pair.target])  # checks its tokens
         prompt = []
     strange = [token for token in (*prompt, *output) if not 0 <= token < known]
     if strange:
@@ -215,7 +215,7 @@ def batches_of(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
 def score_tokens(
     texts: list[Tokens], pair: Pair, sources: list[Tokens] | None = None
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return of each token but the first log p, float64[length - 1], and whether it is the likeliest, bool[length - 1].
+    """Return log p of each token but the first, float64[length - 1], and whether it is the likeliest, bool[length - 1].
 
     Padding comes after the texts, where no token that is scored attends to it.
 
@@ -238,7 +238,7 @@ def score_tokens(
 
 
 def _padded(texts: list[Tokens], pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return texts and which of their tokens are no padding, both int64[texts, longest], on the target's device."""
+    """Return texts and a mask with 0 at padding, both int64[texts, longest], on the target's device."""
     longest = max(len(text) for text in texts)
     tokens = torch.zeros(len(texts), longest, dtype=torch.long)
     mask = torch.zeros(len(texts), longest, dtype=torch.long)

@@ -22,7 +22,7 @@ Rows = dict[Path, Float[torch.Tensor, " vocab"]]
 class Recorder:
     """A language model that stores all logits that it returns, by the place of the session in the request and by path.
 
-    The logits stay in memory, so it serves small runs only.
+    The logits stay in memory, so it is for small runs only.
 
     Attributes:
         rows: the logits after each path, for each place of the request.
@@ -81,9 +81,9 @@ def replaying(model: "PreTrainedModel", rows: Rows) -> "PreTrainedModel":
 
 
 class EqualsInOrder(TorchFunctionMode):
-    """A mode in which `torch.topk` keeps equal values in their order, as specbeam's search does.
+    """A mode in which `torch.topk` returns equal values in their order, as specbeam's search does.
 
-    By itself `torch.topk` promises no order of equal values. Logits in bfloat16 are often equal, and the beam that
+    `torch.topk` does not define the order of equal values. Logits in bfloat16 are often equal, and the beam that
     comes first among equal ones decides what follows.
     """
 

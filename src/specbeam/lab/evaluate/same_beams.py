@@ -56,7 +56,7 @@ def differences(
 
     Args:
         method: a method with shared noise, such as `dsbd(width="fixed")`.
-        batch_size: number of prompts that `method` decodes side by side.
+        batch_size: number of prompts that `method` decodes at the same time.
         options: as for `specbeam.generate`.
     """
     plain = generate(pair, prompts, beam_sampling(method.beams), seed=seed, **options)

@@ -85,15 +85,15 @@ def theory(
 
     Args:
         pair: the models; the draft model must state the law of its drafts.
-        depth: number of layers of drafts whose length matters. For rejections per text, drafts go on to the end of the text.
+        depth: depth of drafts. For rejections per text, drafts reach the end of the text.
         on_progress: called with each row as soon as it is known.
-        options: as for `specbeam.generate`: max_new_tokens, temperature, and those that cut unlikely tokens.
+        options: options of `specbeam.generate`: max_new_tokens, temperature, and truncations such as top_p.
 
     Raises:
         NotSupported: temperature 0, where nothing is random, or options that change laws token by token.
     """
     if not prompts:
-        raise BadPrompt("there is no prompt to measure on; give at least one")
+        raise BadPrompt("there is no prompt; give at least one")
     require_at_least_one(depth=depth)
     runs = partial(_runs, pair, prompts, options=options)
     length = Settings(**options).max_new_tokens or 256
@@ -193,7 +193,7 @@ def best_acceptance(p: Law, groups: Sequence[Siblings]) -> float | None:
 
     The optimum over all rules is the least of p(H) + 1 - P(all drafts are in H) over sets H of tokens (arXiv 2310.15141).
     Where drafts share a law, the least is at a set of tokens of smallest p / q (arXiv 2502.18779). Known are: independent
-    drafts from one law, two drafts without replacement, one draft and tokens that were chosen, and chosen tokens alone.
+    drafts from one law, two drafts without replacement, one draft and chosen tokens, and chosen tokens only.
     """
     chosen = [int(token) for group in groups if group.kinds[0] == CHOSEN for token in group.tokens]
     drawn = [group for group in groups if group.kinds[0] != CHOSEN]
@@ -276,7 +276,7 @@ class TurnFacts(NamedTuple):
     contexts: list[Context]
     accepted: int  # drafted tokens
     emitted: int
-    by_token: float  # expected accepted tokens of its chain, token by token; NaN if the tree is no chain
+    by_token: float  # expected accepted tokens of its chain, token by token; NaN unless the tree is a chain
     by_block: float
 
 
@@ -349,7 +349,7 @@ def _context(p: Law, groups: list[Siblings], is_root: bool, accepted: bool) -> C
 
 
 def _chain_ratios(turn: Turn, warp: Warp) -> list[float] | None:
-    """Return p / q of each token of the drafted chain; None if the tree is no chain of draws."""
+    """Return p / q of each token of the drafted chain; None unless the tree is a chain of draws."""
     ratios: list[float] = []
     node = 0
     while node >= 0:

@@ -1,1 +1,1 @@
-"""Random calls of every kind on tiny random models, and the invariants that each answer must hold."""
+"""Random calls of every kind on tiny random models, and the invariants that each answer must satisfy."""

@@ -130,7 +130,7 @@ def _random_settings(rng: np.random.Generator, world: World, method: str) -> dic
 
 
 def _more_than(world: World) -> int:
-    """Return a number of beams or candidates above the vocabulary, where that is not many."""
+    """Return a number of beams or candidates above the size of the vocabulary, if that is small."""
     return min(world.vocab + 3, 80)
 
 

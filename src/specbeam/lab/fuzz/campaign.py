@@ -1,4 +1,4 @@
-"""A campaign: many random calls in processes of their own, so that a crash or a hang of one ends no other."""
+"""A campaign: many random calls in separate processes, so that a crash or hang of one call does not end others."""
 
 import json
 import queue
@@ -15,9 +15,9 @@ from specbeam.lab.fuzz.worlds import WORLDS
 
 HUNG = "hung"
 FAULTS = (BROKEN, CRASHED, HUNG)
-LONGEST_CALL_S = 900.0  # a first call may compile for minutes where each index is checked
+LONGEST_CALL_S = 900.0  # with checked indices, a first call may compile for minutes
 SHARD = 100  # calls of one world in one process
-_WORLD = "(the world itself)"  # in place of a call, while a process makes its world
+_WORLD = "(the world itself)"  # in place of a call, while a process builds its world
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,17 @@ def campaign(
     processes: int = 1,
     report: Callable[[Tally], None] = lambda tally: None,
 ) -> Tally:
-    """Try random calls, shared out evenly among worlds, and return their outcomes.
+    """Try random calls, evenly distributed over worlds, and return their outcomes.
 
     Args:
-        calls: number of calls in all.
+        calls: total number of calls.
         seed: the same seed gives the same calls.
-        worlds: names of `WORLDS`; none: all.
-        first: number of the first call of each world, to begin where another campaign has ended.
-        processes: number of processes side by side.
+        worlds: names of `WORLDS`; empty: all.
+        first: number of the first call of each world, to continue another campaign.
+        processes: number of processes at the same time.
         report: called after each call.
 
-    Raises `BadSetting` if there is no such world, or if a number is wrong.
+    Raises `BadSetting` for an unknown world or an invalid number.
     """
     names = [*worlds] or [*WORLDS]
     for name in names:
@@ -116,7 +116,7 @@ def campaign(
 
 
 def _shards(names: Sequence[str], calls: int, first: int) -> Iterator[tuple[str, int, int]]:
-    """Yield (world, first call, number of calls), going round all worlds."""
+    """Yield (world, first call, number of calls), alternating between all worlds."""
     each, more = divmod(calls, len(names))
     counts = {name: each + (place < more) for place, name in enumerate(names)}
     for begin in range(0, max(counts.values()), SHARD):
@@ -127,9 +127,9 @@ def _shards(names: Sequence[str], calls: int, first: int) -> Iterator[tuple[str,
 
 
 def _run_shard(name: str, seed: int, first: int, count: int, add: Callable[..., None]) -> None:
-    """Run the calls of a shard in a process; go on in a new one behind a call that ends its process.
+    """Run the calls of a shard in a process, and continue in a new one after a call that ends its process.
 
-    A world that cannot be made is one fault.
+    A world that cannot be built is one fault.
     """
     end = first + count
     while first < end:
@@ -175,7 +175,7 @@ def _run_process(name: str, seed: int, first: int, count: int, add: Callable[...
 
 
 class _Alarm:
-    """Kills a process that is silent for too long."""
+    """Kills a process that has printed nothing for too long."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self.process = process
@@ -183,7 +183,7 @@ class _Alarm:
         self.timer: threading.Timer | None = None
 
     def wind(self) -> None:
-        """Start the time anew."""
+        """Restart the timer."""
         self.stop()
         self.timer = threading.Timer(LONGEST_CALL_S, self._ring)
         self.timer.daemon = True

@@ -1,4 +1,4 @@
-"""The invariants of an answer: what must hold whatever the models, the method and the options are."""
+"""The invariants of an answer, for any models, method and options."""
 
 import json
 import math
@@ -24,7 +24,7 @@ _TRUNCATE = tuple(name for name in warper_names() if name != "temperature")
 
 
 def broken_invariants(world: World, call: RandomCall, method: Method, answers: Sequence[Generation]) -> Iterator[str]:
-    """Yield a sentence for each invariant that the answers of a call do not hold."""
+    """Yield a sentence for each invariant that the answers of a call violate."""
     wanted = len(call.prompts) * call.options.get("num_return_sequences", 1)
     if len(answers) != wanted:
         yield f"{len(answers)} answers for {wanted}"

@@ -1,4 +1,4 @@
-"""One random call, tried: its outcome is an answer that holds all invariants, a refusal, or a fault."""
+"""One random call and its outcome: an answer that satisfies all invariants, a refusal, or a fault."""
 
 import traceback
 import warnings
@@ -36,7 +36,7 @@ def tried(world: World, call: RandomCall) -> CallOutcome:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            warnings.simplefilter("error", RuntimeWarning)  # of numbers that are not finite
+            warnings.simplefilter("error", RuntimeWarning)  # numpy's warnings about numbers that are not finite
             return _outcome(world, call)
     except BrokenPart as error:
         return CallOutcome(CRASHED, _trace(error))
@@ -84,7 +84,7 @@ def _answers(world: World, call: RandomCall, method: Method, **more: Any) -> lis
 
 
 def _faults_of_comparisons(world: World, call: RandomCall, method: Method, answers: Sequence[Generation]) -> list[str]:
-    """Decode once more, in another way that must give the same texts."""
+    """Decode again, in another way that must give the same texts."""
     faults = []
     same_method = call.make()  # with a separate memory
     if call.door == "again":
@@ -138,13 +138,13 @@ def _faults_of_turns(world: World, call: RandomCall, method: Method) -> list[str
 
 
 def _faults_after_cancelling(world: World) -> list[str]:
-    """Look for leftovers of a cancelled call, and decode once more."""
+    """Return faults if a cancelled call left caches behind."""
     caches = getattr(world.pair.target, "caches", None)
     return [f"a cancelled call left {len(caches)} caches"] if caches else []
 
 
 class _Streamer:
-    """A streamer that keeps all tokens that it is given."""
+    """A streamer that stores all its tokens."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []

@@ -1,4 +1,4 @@
-"""Worlds: a pair of tiny random models each, with the methods that it can run and the prompts that it can read."""
+"""Worlds: pairs of tiny random models, with their methods and prompts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,17 +43,17 @@ HEAD_METHODS = {
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """A pair, and the calls that it takes.
+    """A pair, and the calls to make with it.
 
     Attributes:
-        methods: names of recipes, each as often as it is to be called.
-        vocab: number of tokens that prompts are made of.
+        methods: names of recipes, repeated in proportion to their frequency.
+        vocab: number of tokens in prompts.
         longest: number of tokens of the longest prompt.
         reads: "tokens", or "features" of audio.
-        texts: whether there is a tokenizer, so that stop strings and streams of text can be asked for.
-        forms: whether texts are asked to have a form (regex, JSON schema, grammar).
+        texts: whether there is a tokenizer, for stop strings and streams of text.
+        forms: whether calls have constraints (regex, JSON schema, grammar).
         is_plain: whether the target's logits equal its model object's, so that scores can be recomputed.
-        same_alone: whether a text in a batch has the bits of a text alone, as in the compiled forward.
+        same_alone: whether a text is bit-identical in a batch and alone, as in the compiled forward.
     """
 
     pair: Pair
@@ -71,9 +71,9 @@ class World:
         if self.reads == "features":
             return torch.from_numpy(rng.standard_normal((MELS, FRAMES), dtype=np.float32))
         length = int(rng.integers(1, self.longest + 1))
-        if rng.random() < 0.2:  # of the length at which the context ends
+        if rng.random() < 0.2:  # fills the context
             length = self.longest
-        if rng.random() < 0.2:  # one that repeats itself
+        if rng.random() < 0.2:  # a repetitive prompt
             few = rng.integers(0, self.vocab, 3)
             return few[np.arange(length) % 3].tolist()
         return rng.integers(0, self.vocab, length).tolist()

@@ -1,12 +1,11 @@
-"""TRAINING of draft models and heads, on texts that the target draws, resumable, with held-out acceptance.
+"""TRAINING of draft models and heads on texts that the target draws, resumable, with held-out acceptance.
 
-`trees.py` has the trees that the target drew, with its laws; `drawing.py` draws them, `lessons.py` stores them in a folder,
-some of them held out, `batches.py` makes batches. `course.py` runs a training with the loop in `fitting.py` and the losses
-in `losses.py`. Trainable are draft models (`draft.py`) and heads (`heads.py`), each kind of head in its own file;
-`teacher.py` gives heads the target's hidden states, `plan.py` has their shape. `coral.py` trains a copy of the target to
-predict a window of tokens ahead.
+`drawing.py` draws trees with the target's laws (`trees.py`), `lessons.py` stores them in a folder and holds some out,
+`batches.py` makes batches. `course.py` runs a training with the loop in `fitting.py` and the losses in `losses.py`. Draft
+models (`draft.py`) and heads (`heads.py`, each kind in its own file) are trained; `teacher.py` gives heads the target's
+hidden states, `plan.py` has their sizes. `coral.py` trains a copy of the target to predict a window of tokens ahead.
 
-A memory learns from long texts instead (`hmt.py`, by the loop in `remembering.py`).
+A memory is trained on long texts (`hmt.py`, with the loop in `remembering.py`).
 """
 
 from specbeam.lab.train.coral import train_coral

@@ -13,13 +13,15 @@ from specbeam.models.heads import lineage
 
 
 class TreeBatch(NamedTuple):
-    """Some trees as the rows of one forward. Columns after the end of a tree are padding, which nothing looks at."""
+    """Some trees as the rows of one forward. Columns after the end of a tree are padding, which no node attends to."""
 
     tokens: Int64[Tensor, "rows length"]
     parents: Int64[Tensor, "rows length"]  # columns; -1: none
     positions: Int64[Tensor, "rows length"]  # the depth of each node
     mask: Float[Tensor, "rows 1 length length"]  # added to attention scores: 0 for a node and its ancestors, else -inf
-    learnt: Bool[Tensor, "rows length"]  # nodes that have a law; the other fields are theirs, in reading order
+    learnt: Bool[
+        Tensor, "rows length"
+    ]  # nodes with a law; the fields below have an entry for each of them, in reading order
     ids: Int64[Tensor, "laws kept"]
     logp: Float[Tensor, "laws kept"]
     weights: Float[Tensor, " laws"]
@@ -30,9 +32,9 @@ class TreeBatch(NamedTuple):
 
 
 def batches_of(trees: Trees, most_tokens: int, rng: np.random.Generator) -> Iterator[TreeBatch]:
-    """Yield all trees in batches of at most `most_tokens` tokens with padding (a longer tree has its own), in random order.
+    """Yield all trees in batches of at most `most_tokens` tokens with padding, in random order.
 
-    Trees of a batch have nearly equal length.
+    Trees of a batch have nearly equal length. A longer tree is a batch of its own.
     """
     lengths = trees.lengths
     order = np.argsort(lengths + rng.uniform(0, 2, len(lengths)), kind="stable")

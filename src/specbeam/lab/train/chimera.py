@@ -1,19 +1,18 @@
-"""Chimera heads that are to be trained, and their files, in our own format (arXiv 2402.15758).
+"""New Chimera heads (arXiv 2402.15758).
 
 As in the paper's code, the head's features are trained to resemble the target's, with a weight from the plan.
 """
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
 
-from specbeam.lab.train.eagle3 import first_weights, layer_sizes, own_embedding, own_head
-from specbeam.lab.train.head_files import target_rope, write_head
+from specbeam.lab.train.eagle3 import first_weights, layer_sizes, own_embedding, shared_head
+from specbeam.lab.train.head_files import target_rope
 from specbeam.lab.train.plan import HeadPlan
-from specbeam.models.heads import Chimera, ChimeraShape, Head, Rotary, own_config
+from specbeam.models.heads import Chimera, ChimeraShape, Rotary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,8 +26,7 @@ def new_chimera(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor,
     """
     sizes = layer_sizes(target, plan)
     shape = ChimeraShape(sizes, plan.depth, plan.draft_vocab, plan.read_out)
-    logits = own_head(target, tokens)
-    logits.weight.requires_grad_(tokens is not None)
+    logits = shared_head(target, tokens)
     is_own = plan.read_out == "own"
     rotary = Rotary(sizes, *target_rope(target))
     head = Chimera(shape, rotary, own_embedding(target), None if is_own else logits, tokens)
@@ -43,10 +41,3 @@ def new_chimera(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor,
         for matrix in head.maps:
             matrix.weight.data = torch.cat([same, same], 1)
     return head
-
-
-def save_chimera(head: Head, target: "PreTrainedModel", plan: HeadPlan, folder: Path) -> None:
-    """Write a Chimera head in specbeam's format, without the target's weights."""
-    assert isinstance(head, Chimera)
-    leaves_out = ("embed_tokens.",) if head.tokens is not None else ("embed_tokens.", "lm_head.")
-    write_head(head, own_config("chimera", head, target), folder, target, leaves_out)

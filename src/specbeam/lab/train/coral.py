@@ -7,7 +7,7 @@ law, and verifies the window's drafts like any draft.
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,23 +19,23 @@ from specbeam import Pair, load
 from specbeam.core import whole_files_in
 from specbeam.doors import WINDOW_KIND
 from specbeam.engines import Masks, is_llama_like, layers_of
-from specbeam.errors import BadSetting, NotSupported
+from specbeam.errors import NotSupported
 from specbeam.lab.train.course import Trained, take_course
 from specbeam.lab.train.drawing import DrawPlan, Prompt
 from specbeam.lab.train.fitting import FilledSchedule, Schedule, check_optimizers
-from specbeam.lab.train.folders import keep_options, work_folder
+from specbeam.lab.train.folders import keep_options, prefixed, work_folder
 from specbeam.lab.train.head_files import write_head
 from specbeam.lab.train.heads import ExtraStudent
 from specbeam.lab.train.lessons import Lessons, Report, check_prompts, drawn_lessons, lesson_options, warn_of_rounding
-from specbeam.lab.train.plan import HeadPlan, planned
+from specbeam.lab.train.plan import HeadPlan, plan_of_kind
 from specbeam.models import last_norm
 from specbeam.models.heads import DraftRows, HiddenTransfer, ScoredTrees, extra_rows_config, logits_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-WINDOW = "window"  # the folder of the head, in that of the model
-LAYERS = 2  # last layers that are learnt, if nothing else is asked for
+WINDOW = "window"  # folder of the head inside the folder of the model
+LAYERS = 2  # number of last layers that are trained by default
 
 
 def train_coral(
@@ -53,25 +53,25 @@ def train_coral(
 
     `load(out, draft=Path(out) / "window")` takes both. The written model differs from the target: its last layers, and the
     norm behind them, predict the target's law of the next token as before, and also the tokens after it. In the training
-    curve, the acceptance of drafts one deep is the overlap of the new law with the target's, which is the price; deeper ones
-    are the window's. A killed run resumes where it was; see `train_draft`.
+    curve, the acceptance at depth 1 is the overlap of the new law with the target's, which is the price; deeper values are
+    those of the window. Call it again with the same arguments to resume a killed run; see `train_draft`.
 
     Args:
         target: the target, loaded or a path or hub id: a Llama, Mistral or Qwen2.
         prompts: texts, or lists of token ids, that the target is asked to continue.
         out: the folder to write.
         trees: see `train_head`.
-        plan: the options `depth`, the number of tokens of the window (3), `enters`, the first layer that is learnt (the last
-            but one), `decay` and `variation` of `HeadPlan`.
+        plan: the options `depth`, the number of tokens of the window (3), `enters`, the first trained layer (the last but
+            one), `decay` and `variation` of `HeadPlan`.
         draws: how the target draws; None: four beams at temperature 1.
-        schedule: how long and how hard to train.
+        schedule: duration and rates.
         report: see `train_head`.
 
     Raises:
         BadSetting: an option is wrong, or a folder holds work with other options.
         MissingFile: the target cannot be loaded.
         BadPrompt: the prompts are too few, or the target cannot continue them.
-        NotSupported: the target is of another kind.
+        NotSupported: the target is of another family.
     """
     check_optimizers()
     check_prompts(prompts)
@@ -81,19 +81,17 @@ def train_coral(
     warn_of_rounding(pair)
     if not is_llama_like(pair.target_model):
         raise NotSupported(
-            f"a window is taught to Llama, Mistral and Qwen2 models; this is {type(pair.target_model).__name__}"
+            f"windows are for Llama, Mistral and Qwen2 models; this is {type(pair.target_model).__name__}"
         )
-    asked = {name: value for name, value in (plan or {}).items() if value is not None}
-    if ignored := [name for name in asked if name not in (*WINDOW_KIND.takes, "variation")]:
-        raise BadSetting(f"{ignored[0]} is {asked[ignored[0]]!r}, and a window has no use for it; leave it out")
     last = max(len(layers_of(pair.target_model)) - LAYERS, 1)
-    options = planned(pair.target_model, {**WINDOW_KIND.usual, "enters": last}, asked)
+    kind = replace(WINDOW_KIND, usual={**WINDOW_KIND.usual, "enters": last})
+    options = plan_of_kind(pair.target_model, kind, plan, "windows")
     folder = Path(out)
     said = {
         "kind": "coral",
         **lesson_options(pair, prompts, draws, schedule.seed),
-        **{f"plan.{name}": value for name, value in asdict(options).items()},
-        **{f"schedule.{name}": value for name, value in asdict(schedule).items()},
+        **prefixed("plan", options),
+        **prefixed("schedule", schedule),
     }
     with work_folder(folder / "training", said, "state.pt"):
         drawn = Path(trees or folder / "training" / "trees")
@@ -106,9 +104,9 @@ def train_coral(
 
 
 class LearntWindow(HiddenTransfer):
-    """The window of a model whose last layers, and the norm behind them, are learnt.
+    """The window of a model whose last layers, and the norm behind them, are trained.
 
-    As Hidden Transfer, with maps that are the identity and stay it.
+    It is a Hidden Transfer head whose maps are the identity and are not trained.
 
     Args:
         enters: the first of these layers.
@@ -117,11 +115,9 @@ class LearntWindow(HiddenTransfer):
     def __init__(self, model: "PreTrainedModel", depth: int, enters: int) -> None:
         layers = layers_of(model)
         super().__init__(model, depth, enters, int(model.config.hidden_size))
-        for weight in [*self.maps.parameters(), *model.parameters()]:
-            weight.requires_grad_(False)
-        self.learnt = nn.ModuleList([*layers[enters:], last_norm(model)])
-        for weight in self.learnt.parameters():
-            weight.requires_grad_(True)
+        for frozen in (self.maps, model):
+            frozen.requires_grad_(False)
+        self.learnt = nn.ModuleList([*layers[enters:], last_norm(model)]).requires_grad_(True)
         self.maps.to(next(layers[-1].parameters()).device)
 
     @property
@@ -173,7 +169,7 @@ class LearntWindow(HiddenTransfer):
     ) -> Any:
         """Return the mask of trees and window rows, or a dict of masks by layer type.
 
-        Window rows see the path to their anchor, and those under it that are before them.
+        Window rows see the path to their anchor, and earlier rows of the same window.
         """
         rows, length = trees.tokens.shape
         count = anchors.shape[1] * depth
@@ -189,7 +185,7 @@ class LearntWindow(HiddenTransfer):
 
 
 class CoralStudent(ExtraStudent):
-    """A model that learns a window; see `Student`."""
+    """A model with a window in training; see `Student`."""
 
     module: LearntWindow
 
@@ -209,7 +205,7 @@ class CoralStudent(ExtraStudent):
         super().save(folder)
 
     def _write(self, window: Any, target: "PreTrainedModel", plan: HeadPlan, folder: Path) -> None:
-        """Write maps that are the identity, with the odds of the window's likeliest tokens."""
+        """Write identity maps, with the odds of the window's likeliest tokens."""
         head = HiddenTransfer(target, window.depth, window.layer, int(target.config.hidden_size))
-        head.ranks = window.ranks[1:]  # the first are the model's own
+        head.ranks = window.ranks[1:]  # the first are of the model's next token
         write_head(head, {**extra_rows_config(head), "base_model_name_or_path": None}, folder / WINDOW, target)

@@ -19,11 +19,11 @@ from specbeam.lab.train.trees import Trees
 
 @runtime_checkable
 class Student(Protocol):
-    """Who learns to draft."""
+    """A model or head in training."""
 
     @property
     def module(self) -> nn.Module:
-        """The weights; weights that require gradients are trained."""
+        """The weights; those that require gradients are trained."""
         ...
 
     def loss(self, batch: TreeBatch) -> Tensor:
@@ -31,7 +31,7 @@ class Student(Protocol):
         ...
 
     def accepted(self, batch: TreeBatch) -> list[tuple[Float[Tensor, " laws"], Float[Tensor, " laws"]]]:
-        """Return the odds that drafts are accepted, and their weights: for drafts one deep, two deep, and so on."""
+        """Return the odds that drafts are accepted, and their weights, by depth."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -43,13 +43,13 @@ class Student(Protocol):
 class Trained:
     """The result of training."""
 
-    folder: Path  # which `load(draft=...)` takes
-    weights: int  # number of weights that were learnt
+    folder: Path  # for `load(draft=...)`
+    weights: int  # number of trained weights
     curve: tuple[Point, ...]
 
     @property
     def acceptance(self) -> float:
-        """The mean odds, on held-out trees, that a draft token is accepted; of drafts one deep."""
+        """The mean odds that a draft token at depth 1 is accepted, on held-out trees."""
         return self.curve[-1].acceptance
 
 
@@ -59,8 +59,8 @@ def take_course(
     """Train to the end, write the student to the folder after each epoch, and return the curve.
 
     Args:
-        folder: the student's; the state is kept in its folder `training`.
-        report: called with "training", the number of files learnt from in all epochs, and of all.
+        folder: folder of the student; the state is kept in its folder `training`.
+        report: called with "training", the number of finished files over all epochs, and of all files.
     """
 
     def check() -> tuple[float, ...]:
@@ -81,7 +81,7 @@ def take_course(
 
 @torch.no_grad()
 def acceptances(student: Student, trees: Trees, batch_tokens: int, device: torch.device) -> tuple[float, ...]:
-    """Return the mean odds that a draft token is accepted, by the number of children of each node, by depth of the draft."""
+    """Return by depth the mean odds that a draft token is accepted; nodes are weighted by their number of children."""
     sums: list[tuple[float, float]] = []
     for batch in batches_of(trees, batch_tokens, np.random.default_rng(0)):
         found = student.accepted(batch.to(device))

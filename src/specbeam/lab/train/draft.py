@@ -1,8 +1,7 @@
-"""A small model that drafts for a target: distilled from the laws of the target on trees that its beams drew."""
+"""Training of a draft model: distilled from the target's laws on trees that the target's beams drew."""
 
 import copy
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from specbeam.lab.train.batches import TreeBatch
 from specbeam.lab.train.course import Trained, take_course
 from specbeam.lab.train.drawing import DrawPlan, Prompt
 from specbeam.lab.train.fitting import Schedule, check_optimizers
-from specbeam.lab.train.folders import keep_options, work_folder
+from specbeam.lab.train.folders import keep_options, prefixed, work_folder
 from specbeam.lab.train.lessons import Report, check_prompts, drawn_lessons, lesson_options
 from specbeam.lab.train.losses import draft_loss, overlap
 from specbeam.models import vocab_of
@@ -45,29 +44,28 @@ def train_draft(
 ) -> Trained:
     """Train a draft model for a target, and write it to a folder that `load(target, draft=folder)` takes.
 
-    The target draws beams below each prompt; the draft learns the target's laws at the beams that had children, each by the
-    number of its children. Nothing but prompts is needed. At most 512 prompts, or a tenth, are held out.
+    The target draws beams below each prompt; the draft learns the target's laws at beams with children, weighted by their
+    number. Only prompts are needed. A tenth of them, at most 512, is held out.
 
-    A run that was killed goes on where it was when it is called again with the same arguments: `out/training` holds the
-    trees, the state and the curve, and can be deleted afterwards.
+    Call it again with the same arguments to resume a killed run: `out/training` holds the trees, the state and the curve,
+    and can be deleted afterwards.
 
     Args:
         target: the target, loaded or a path or hub id.
-        prompts: texts, or lists of token ids, that the target is asked to continue, like those that the draft will be used
-            for.
+        prompts: texts, or lists of token ids, that the target continues; similar to those of later use.
         out: the folder to write.
         trees: the folder of the target's draws, which several trainings with the same prompts, draws and seed may share;
             None: `out/training/trees`.
-        start: a model with the target's vocabulary to go on from; None: a new Llama with a shared embedding.
+        start: a model with the target's vocabulary to start from; None: a new Llama with tied embeddings.
         layers: number of blocks of a new model.
         hidden: size of the hidden states of a new model, a multiple of 64; None: half of the target's, at most 512.
         draws: how the target draws; None: four beams at temperature 1.
-        schedule: how long and how hard to train; rates and batch are as is usual for drafts where it leaves them out.
+        schedule: duration and rates; missing rates and batch sizes have the defaults of drafts.
         variation: the share of total variation in the loss, in [0, 1]; cross-entropy has the rest.
         report: called with the current stage, the amount done and the total.
 
     Raises:
-        BadSetting: an option is wrong, or `out` holds a training with other options.
+        BadSetting: an option is invalid, or `out` holds a training with other options.
         MissingFile: a model cannot be loaded.
         UnsupportedModel: `start` cannot be trained on trees.
         VocabularyMismatch: `start` does not have the target's tokens.
@@ -88,7 +86,7 @@ def train_draft(
         "hidden": int(hidden),
         "variation": float(variation),
         **lesson_options(pair, prompts, draws, schedule.seed),
-        **{f"schedule.{name}": value for name, value in asdict(schedule).items()},
+        **prefixed("schedule", schedule),
     }
     with work_folder(training, options, "state.pt"):
         lessons = drawn_lessons(pair, prompts, draws, schedule.seed, Path(trees or training / "trees"), report)
@@ -98,7 +96,7 @@ def train_draft(
 
 
 class DraftStudent:
-    """A draft model that learns; see `Student`."""
+    """A draft model in training; see `Student`."""
 
     def __init__(self, model: "PreTrainedModel", variation: float) -> None:
         self.module: PreTrainedModel = model
@@ -110,15 +108,12 @@ class DraftStudent:
         return draft_loss(accepted, surprise, batch.weights, self.variation)
 
     def accepted(self, batch: TreeBatch) -> list[tuple[Tensor, Tensor]]:
-        """See `Student.accepted`: a draft model is as good at any depth."""
+        """See `Student.accepted`: one figure for all depths."""
         overlaps, _ = overlap(tree_logits(self.module, batch), batch.ids, batch.logp)
         return [(overlaps, batch.weights)]
 
     def save(self, folder: Path) -> None:
-        """Write the model in bfloat16: two bytes for each weight.
-
-        The bundled draft lost 0.00001 of its held-out acceptance by that.
-        """
+        """Write the model in bfloat16, which cost the bundled draft 0.00001 of its held-out acceptance."""
         with whole_files_in(folder) as parts:
             copy.deepcopy(self.module).to(torch.bfloat16).save_pretrained(parts)
 
@@ -139,10 +134,10 @@ def _default_hidden(pair: Pair) -> int:
 
 
 def new_draft(pair: Pair, layers: int, hidden: int) -> "PreTrainedModel":
-    """Return a new Llama with the target's vocabulary and a shared embedding.
+    """Return a new Llama with the target's vocabulary and tied embeddings.
 
-    The embedding begins as the principal components of the target's, so that words which the target takes for similar are
-    similar from the start.
+    The embedding begins as the principal components of the target's, so that similar words of the target are similar from
+    the start.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -187,30 +182,40 @@ def principal_components(
 
 
 def started_draft(pair: Pair, start: str | Path) -> "PreTrainedModel":
-    """Return the model to go on from, in float32.
+    """Return the model to start from, in float32.
 
     Raises:
         MissingFile: it cannot be loaded.
         VocabularyMismatch: it does not have the target's tokens.
-        UnsupportedModel: its logits are not its head's, of its last hidden states, so that it cannot be trained on trees.
+        UnsupportedModel: see `check_output`.
     """
     loaded = load(pair.target_model, draft=start, tokenizer=pair.tokenizer)
     if loaded.draft_model is None:
         raise MissingFile(f"{start} is not a model")
-    model = copy.deepcopy(loaded.draft_model).float().eval()  # learns without dropout
-    if vocab_of(model) != pair.target.vocab:  # `load` has compared what they have in common
+    model = trainable_copy(loaded.draft_model)
+    if vocab_of(model) != pair.target.vocab:  # `load` has compared the tokens that both have
         model.resize_token_embeddings(pair.target.vocab, mean_resizing=False)
-    for weight in model.parameters():
-        weight.requires_grad_(True)
-    tokens = torch.arange(8, device=next(model.parameters()).device)[None]
-    with torch.no_grad():
-        whole = model(input_ids=tokens).logits
-        by_head = model.get_output_embeddings()(model.base_model(input_ids=tokens).last_hidden_state)
+    check_output(model)
+    return model
+
+
+def trainable_copy(model: "PreTrainedModel") -> "PreTrainedModel":
+    """Return a copy of a model with trainable weights, in float32 and without dropout."""
+    copied: PreTrainedModel = copy.deepcopy(model).float().eval().requires_grad_(True)
+    return copied
+
+
+@torch.no_grad()
+def check_output(model: "PreTrainedModel") -> None:
+    """Raise `UnsupportedModel` unless a model's logits are the output of its head on its last hidden states."""
+    words = model.get_input_embeddings().weight
+    tokens = torch.arange(8, device=words.device)[None] % words.shape[0]
+    whole = model(input_ids=tokens).logits
+    by_head = model.get_output_embeddings()(model.base_model(input_ids=tokens).last_hidden_state)
     if not torch.allclose(whole, by_head, atol=1e-3 * whole.std().item()):
         raise UnsupportedModel(
-            f"{type(model).__name__} changes the logits of its head (a soft cap or a scale); training does not know how"
+            f"{type(model).__name__} changes the logits of its head (a soft cap or a scale), which training does not support"
         )
-    return model
 
 
 def tree_logits(model: "PreTrainedModel", batch: TreeBatch) -> Float[Tensor, "laws vocab"]:

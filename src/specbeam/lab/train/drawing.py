@@ -12,19 +12,19 @@ from specbeam.doors import Request, Settings, is_integer, require
 from specbeam.errors import BadPrompt
 from specbeam.lab.train.trees import TreeBeingDrawn, Trees, trees_of
 
-FILE_TREES = 2_048  # prompts whose trees share a file: a killed run draws at most these again
-LAW_TOKENS = 64  # of each law; the rest of its probability is kept as one number
-AT_ONCE = 64  # prompts side by side
+FILE_TREES = 2_048  # prompts per file of trees; a killed run loses at most one file
+LAW_TOKENS = 64  # likeliest tokens stored of each law
+AT_ONCE = 64  # prompts decoded at the same time
 
 Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True)
 class DrawPlan:
-    """How the target draws the texts that are learnt from.
+    """How the target draws the training texts.
 
     Args:
-        beams: number of beams of each prompt. Drafts for beams are best learnt from what beams draw; 1: plain samples.
+        beams: number of beams of each prompt; 1: plain sampling. Drafts for beams learn best from texts that beams draw.
         temperature: the temperature of the draws, above 0. The learned laws have temperature 1.
         top_k: draw among the k likeliest tokens only; None: among all.
         top_p: draw among the fewest likeliest tokens with total probability p; None: among all.
@@ -42,7 +42,7 @@ class DrawPlan:
     def __post_init__(self) -> None:
         """Raise `BadSetting` if a value is wrong."""
         require(is_integer(self.beams) and self.beams >= 1, "beams", self.beams, "an integer of at least 1")
-        require(self.temperature > 0, "temperature", self.temperature, "above 0, for the target draws")
+        require(self.temperature > 0, "temperature", self.temperature, "above 0, because the target samples")
         require(is_integer(self.seed), "seed", self.seed, "an integer")
         _ = self.settings  # checks the rest
 
@@ -58,9 +58,9 @@ class DrawPlan:
 
 
 def draw_files(pair: Pair, prompts: Sequence[Prompt], draws: DrawPlan, folder: Path) -> Iterator[tuple[Path, int]]:
-    """Draw the trees of all prompts into files; yield each file with the number of its prompts as soon as it is there.
+    """Draw the trees of all prompts into files; yield each file with the number of its prompts as soon as it exists.
 
-    Files that are there already are not drawn again. Raises `BadPrompt` at the end if no prompt can be continued.
+    Existing files are not drawn again. Raises `BadPrompt` at the end if no prompt can be continued.
     """
     folder.mkdir(parents=True, exist_ok=True)
     trees = 0
@@ -72,11 +72,11 @@ def draw_files(pair: Pair, prompts: Sequence[Prompt], draws: DrawPlan, folder: P
         trees += Trees.count(path)
         yield path, len(here)
     if trees == 0:
-        raise BadPrompt(f"none of {len(prompts)} prompts can be continued by the target: they are empty or too long")
+        raise BadPrompt(f"the target can continue none of {len(prompts)} prompts: they are empty or too long")
 
 
 def drawn_trees(pair: Pair, prompts: Sequence[Prompt], draws: DrawPlan) -> Trees:
-    """Return the trees that the target draws below the prompts; prompts that it cannot continue have none."""
+    """Return the trees that the target draws below the prompts, without prompts that it cannot continue."""
     request = Request.of(pair, list(prompts), beam_sampling(draws.beams), draws.settings, draws.seed)
     growing = {session: TreeBeingDrawn(list(session.prompt)) for session in request.sessions}
     for turns in decode(pair.target, request.sessions, AT_ONCE):

@@ -1,4 +1,4 @@
-"""DSpark heads that are to be trained, and their files, in speculators' format."""
+"""New DSpark heads, and their files in speculators' format."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 from jaxtyping import Int64
 from torch import Tensor
 
-from specbeam.lab.train.eagle3 import first_weights, layer_sizes, own_embedding, own_head
-from specbeam.lab.train.head_files import frame_of, layer_config, target_rope, write_head
+from specbeam.lab.train.eagle3 import first_weights, layer_sizes, own_embedding, shared_head
+from specbeam.lab.train.head_files import frame_of, layer_config, of_target, target_rope, write_head
 from specbeam.lab.train.plan import HeadPlan
 from specbeam.models.heads import BlockHead, BlockShape, Head, Rotary
 
@@ -34,8 +34,7 @@ def new_dspark(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, 
         has_confidence=True,
         confidence_reads_token=True,
     )
-    logits = own_head(target, tokens)
-    logits.weight.requires_grad_(tokens is not None)
+    logits = shared_head(target, tokens)
     head = BlockHead(shape, Rotary(sizes, *target_rope(target)), own_embedding(target), logits, mask_of(target), tokens)
     first_weights(head)
     head.markov_head.markov_w2.weight.data.zero_()  # no correction at first
@@ -81,5 +80,4 @@ def save_dspark(head: Head, target: "PreTrainedModel", plan: HeadPlan, folder: P
         "enable_confidence_head": shape.has_confidence,
         "confidence_head_with_markov": shape.confidence_reads_token,
     }
-    leaves_out = ("embed_tokens.",) if head.tokens is not None else ("embed_tokens.", "lm_head.")
-    write_head(head, config, folder, target, leaves_out)
+    write_head(head, config, folder, target, of_target(head))

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads that are to be trained, and their files, in speculators' format."""
+"""New EAGLE-3 heads, their files in speculators' format, and parts that new heads of other kinds share."""
 
 import copy
 from pathlib import Path
@@ -35,7 +35,7 @@ def layer_sizes(target: "PreTrainedModel", plan: HeadPlan, norms_heads: bool = F
 def new_eagle3(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, " draft_vocab"] | None) -> PairTrunk:
     """Return a new EAGLE-3 head as wide as the target, with the norms and the feedback of EAGLE-3.1.
 
-    Its embedding is the target's and stays so; the matrix that makes logits begins as the target's rows of its tokens.
+    Its embedding is the target's and is not trained; its output matrix begins as the target's rows of its tokens.
     """
     sizes = layer_sizes(target, plan)
     shape = TrunkShape(
@@ -56,14 +56,14 @@ def new_eagle3(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, 
 
 
 def own_embedding(target: "PreTrainedModel") -> nn.Embedding:
-    """Return a copy of the target's embedding, float32, that is not learnt; with its scale, if it has one (Gemma)."""
+    """Return a copy of the target's embedding, float32, that is not trained; with its scale, if it has one (Gemma)."""
     embedding: Any = copy.deepcopy(target.get_input_embeddings())
     frozen: nn.Embedding = embedding.float().requires_grad_(False)
     return frozen
 
 
 def own_head(target: "PreTrainedModel", tokens: Int64[Tensor, " draft_vocab"] | None) -> nn.Linear:
-    """Return a copy of the matrix that makes the target's logits, float32: its rows of these tokens, or all."""
+    """Return a copy of the target's output matrix, float32: its rows of these tokens; None: all rows."""
     rows: Tensor = target.get_output_embeddings().weight.detach().float()
     rows = rows.clone() if tokens is None else rows[tokens.to(rows.device)]
     head = nn.Linear(rows.shape[1], rows.shape[0], bias=False)
@@ -71,8 +71,15 @@ def own_head(target: "PreTrainedModel", tokens: Int64[Tensor, " draft_vocab"] | 
     return head
 
 
+def shared_head(target: "PreTrainedModel", tokens: Int64[Tensor, " draft_vocab"] | None) -> nn.Linear:
+    """Return the target's output matrix, which is trained only if the head has a separate vocabulary; see `own_head`."""
+    head = own_head(target, tokens)
+    head.weight.requires_grad_(tokens is not None)
+    return head
+
+
 def first_weights(head: Head) -> None:
-    """Give the inner matrices of a head first weights: normal, of a deviation that keeps the size of rows."""
+    """Initialise the inner matrices of a head: normal, with a deviation that keeps the size of rows."""
     for name, weight in head.named_parameters():
         if weight.ndim == 2 and not name.startswith(("embed_tokens.", "lm_head.")):
             nn.init.normal_(
@@ -81,7 +88,7 @@ def first_weights(head: Head) -> None:
 
 
 def save_eagle3(head: Head, target: "PreTrainedModel", plan: HeadPlan, folder: Path) -> None:
-    """Write an EAGLE-3 head in speculators' format; all flags are stated, as readers differ in their defaults."""
+    """Write an EAGLE-3 head in speculators' format; all flags are written, because readers differ in their defaults."""
     assert isinstance(head, PairTrunk)
     write_head(head, eagle3_config(head, target, plan, "eagle3", "Eagle3DraftModel"), folder, target)
 
@@ -92,8 +99,8 @@ def eagle3_config(
     """Return the configuration of an EAGLE-3 head, or one of a kind that has the same fields.
 
     Args:
-        kind: what speculators calls the kind.
-        architecture: the class that it loads such heads with.
+        kind: name of the kind in speculators.
+        architecture: class that loads such heads in speculators.
     """
     shape = head.shape
     return {

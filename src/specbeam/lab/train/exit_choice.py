@@ -1,6 +1,6 @@
-"""Behind how many of the target's layers an exit layer should stand: a short trial of a few numbers, and the cost of passes.
+"""The choice of the place of an exit layer, by short trials of a few places and the cost of passes.
 
-More layers make drafts better and slower. The best number depends on the target and on the machine.
+More of the target's layers before it make drafts better and slower. The best number depends on the target and the machine.
 """
 
 import json
@@ -10,37 +10,36 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import nn
 
 from specbeam import Pair
 from specbeam.core import NumberField, RecordFields, write_whole
 from specbeam.engines import layers_of
 from specbeam.lab.train.batches import TreeBatch, batches_of
 from specbeam.lab.train.course import Student, acceptances
-from specbeam.lab.train.fitting import FilledSchedule, new_optimizers
+from specbeam.lab.train.fitting import FilledSchedule, new_optimizers, set_rates, take_step
 from specbeam.lab.train.lessons import Lessons, Report
 from specbeam.lab.train.trees import Trees, read_or_refuse
 from specbeam.models import HuggingFaceLM
 from specbeam.models.heads import ExitHead, ExitLM, exit_model
 from specbeam.recipes import curve_of, rest_curve
 
-TRIAL_BATCHES = 24  # that the layer of each number learns from
-HELD_OUT_TREES = 64  # on which it is then tried
-DEEPEST = 16  # longest chain of drafts that is weighed
+TRIAL_BATCHES = 24  # batches of the training of a trial
+HELD_OUT_TREES = 64  # trees of the check of a trial
+DEEPEST = 16  # length of the longest chain of drafts that is considered
 FILE = "exits.json"
 
 
 @dataclass(frozen=True)
 class ExitFigures:
-    """The figures of a short trial of an exit layer behind a number of the target's layers.
+    """The figures of a short trial of an exit layer after a number of the target's layers.
 
     Attributes:
-        after: that number.
+        after: number of the target's layers before it.
         acceptance: mean odds that a draft token is accepted, on held-out trees.
         draft_s: seconds of a draft step.
-        rest_s: seconds of the target's pass over one row, without what drafting has computed.
-        depth: the length of a chain of drafts that gives most tokens per second.
-        speed: tokens per second at that length, as a multiple of those without drafts.
+        rest_s: seconds of the target's pass over one row, without the layers that drafting has run.
+        depth: the length of a chain of drafts with most tokens per second.
+        speed: tokens per second at that length, relative to decoding without drafts.
     """
 
     after: int
@@ -59,12 +58,12 @@ def chosen_exit(
     folder: Path,
     report: Report,
 ) -> int:
-    """Return the number of layers behind which an exit layer is expected to give most tokens per second.
+    """Return the number of layers after which an exit layer is expected to give most tokens per second.
 
-    The figures are kept in the folder, so that a training that goes on takes the same number.
+    The figures are stored in the folder, so that a resumed training uses the same number.
 
     Args:
-        report: called with "choosing", how many numbers are tried, and of how many.
+        report: called with "choosing", the number of finished trials, and of all trials.
     """
     path = folder / FILE
     if path.exists():
@@ -92,7 +91,7 @@ _FIGURES = RecordFields(
 
 
 def _figures_in(kept: Any) -> list[ExitFigures]:
-    """Return the figures that a folder holds. Raises `ValueError` if they make no sense."""
+    """Return the figures in a file. Raises `ValueError` if they are invalid."""
     if not isinstance(kept, list) or not all(_FIGURES.accepts(one) for one in kept):
         raise ValueError("it does not hold figures of exit layers")
     return [ExitFigures(**one) for one in kept]
@@ -133,20 +132,14 @@ def tried_exit(
 
 
 def _teach(student: Student, batches: list[TreeBatch], schedule: FilledSchedule) -> None:
-    """Take one step with each batch, at rates that rise and fall as in a whole course."""
+    """Take one step with each batch; the rates rise and fall as in a whole training."""
     optimizers = new_optimizers(student.module, schedule)
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    rates = [group["lr"] for group in groups]
     for number, batch in enumerate(batches):
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate * schedule.rate_factor((number + 0.5) / len(batches))
+        set_rates(optimizers, schedule.rate_factor((number + 0.5) / len(batches)))
         loss = student.loss(batch)
         if loss.requires_grad:
             loss.backward()
-            nn.utils.clip_grad_norm_(student.module.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizers, student.module.parameters())
 
 
 def expected_speed(target: HuggingFaceLM, draft: Any, after: int, acceptance: float) -> ExitFigures:

@@ -70,11 +70,11 @@ class RankedDrafts(NamedTuple):
 def rank_odds(batches: Iterable[list[RankedDrafts]]) -> tuple[tuple[float, ...], ...]:
     """Return, for each depth, the mean odds under the target of the head's likeliest token, of the second, and so on.
 
-    A child of that rank is the target's next token with these odds, if its parent was. Tokens of which the target's odds are
-    not kept count as impossible.
+    A child of that rank is the target's next token with these odds, given its parent. Tokens whose odds under the target are
+    not stored count as impossible.
 
     Args:
-        batches: by batch, and by depth.
+        batches: drafts by batch and depth.
     """
     sums: list[Tensor] = []
     weights: list[float] = []
@@ -95,6 +95,6 @@ def rank_odds(batches: Iterable[list[RankedDrafts]]) -> tuple[tuple[float, ...],
 
 
 def save_extra_rows(head: Head, target: "PreTrainedModel", plan: HeadPlan, folder: Path) -> None:
-    """Write a head that is extra rows in the target's pass in our own format."""
+    """Write a head of extra rows in specbeam's own format."""
     assert isinstance(head, ExtraHead)
     write_head(head, extra_rows_config(head), folder, target)

@@ -1,8 +1,8 @@
-"""The loop of training: batches of files of trees, two optimizers, a state on disk that a killed run goes on from."""
+"""The training loop: batches from files of trees, two optimizers, and a state on disk from which a killed run resumes."""
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,31 +18,32 @@ from specbeam.lab.train.batches import TreeBatch, batches_of
 from specbeam.lab.train.state import STATE_S, keep_state, resume_from, write_curve
 from specbeam.lab.train.trees import Trees
 
-HEADS = {"lm_head", "embed_out", "matrices", "markov_w2"}  # names of modules that make logits, or of lists of such
+HEADS = {"lm_head", "embed_out", "matrices", "markov_w2"}  # names of output matrices, or of lists of them
 
 
 def rate_factor(part: float, warm: float, decay: float) -> float:
-    """Return what rates are multiplied with after a part of all steps: they rise, stay, and fall to zero.
+    """Return the factor of the learning rates after a share of all steps: it rises, stays at 1, and falls to zero.
 
     Args:
-        warm: the part of all steps in which they rise.
-        decay: the part of all steps, at the end, in which they fall.
+        part: share of the steps that are done.
+        warm: share of the steps, at the beginning, in which it rises.
+        decay: share of the steps, at the end, in which it falls.
     """
     return min(1.0, part / warm, (1 - part) / decay)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how hard to train.
+    """Duration and rates of a training.
 
     Args:
-        epochs: how often each tree is learnt from.
-        rate: the learning rate of Muon, for the matrices of the blocks; None: the default for the kind of model.
-        embedding_rate: the learning rate of Adam, for embeddings, heads, norms and biases; None: as is usual.
-        batch_tokens: number of tokens of a batch, padding included; None: as is usual.
-        warm: the part of all steps in which rates rise.
-        decay: the part of all steps, at the end, in which rates fall to zero.
-        seed: the same seed gives the same batches and the same first weights.
+        epochs: number of times that each tree is learned from.
+        rate: learning rate of Muon, for the matrices of the blocks; None: the default for the kind of model.
+        embedding_rate: learning rate of Adam, for embeddings, heads, norms and biases; None: the default.
+        batch_tokens: number of tokens of a batch, padding included; None: the default.
+        warm: share of all steps in which rates rise.
+        decay: share of all steps, at the end, in which rates fall to zero.
+        seed: the same seed gives the same batches and the same initial weights.
     """
 
     epochs: int = 4
@@ -54,7 +55,7 @@ class Schedule:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raise `BadSetting` if a value is wrong."""
+        """Raise `BadSetting` if a value is invalid."""
         require(is_integer(self.epochs) and self.epochs >= 1, "epochs", self.epochs, "an integer of at least 1")
         require(self.rate is None or self.rate > 0, "rate", self.rate, "above 0")
         is_rate = self.embedding_rate is None or self.embedding_rate > 0
@@ -71,13 +72,13 @@ class Schedule:
         return FilledSchedule(**{**usual, **given})
 
     def rate_factor(self, part: float) -> float:
-        """Return the factor of the learning rates after this share of all steps: it rises, stays, and falls to zero."""
+        """See the function `rate_factor`."""
         return rate_factor(part, self.warm, self.decay)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FilledSchedule(Schedule):
-    """A schedule that leaves nothing out."""
+    """A schedule with all rates and sizes."""
 
     rate: float
     embedding_rate: float
@@ -86,29 +87,28 @@ class FilledSchedule(Schedule):
 
 @dataclass(frozen=True)
 class Point:
-    """A point of the curve of training."""
+    """A point of the training curve."""
 
     epoch: int  # finished epochs
-    seconds: float  # of training so far, all runs of a resumed training together
+    seconds: float  # of training so far, summed over all runs
     loss: float  # mean over the epoch's batches; NaN before the first
-    acceptance: float  # mean odds that a draft token is accepted, on held-out trees, by weight; of drafts one deep
-    deeper: tuple[float, ...] = ()  # the same of drafts two deep, three deep, ..., if what learns drafts so
+    acceptance: float  # weighted mean odds that a draft token at depth 1 is accepted, on held-out trees
+    deeper: tuple[float, ...] = ()  # the same at depth 2, 3, ..., if the model drafts so deep
 
 
 class Training:
     """Training of one model.
 
-    Products are in bfloat16 where this is faster (`prefers_bfloat16`); weights, laws and losses stay
-    in float32. A resumed training keeps the arithmetic that it began with.
+    Products are in bfloat16 where this is faster (`prefers_bfloat16`); weights, laws and losses stay in float32. A resumed
+    training keeps its arithmetic.
 
     Args:
         model: the model to train.
         loss: returns the loss of a batch.
         check: returns the acceptance on held-out trees, by depth of the draft.
-        schedule: how long and how hard.
         files: files of trees to learn from.
-        folder: where the state is kept.
-        device: where the model is.
+        folder: folder of the state.
+        device: device of the model.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Training:
         self.in_bfloat16 = prefers_bfloat16(device)
         self.epoch = 0  # finished epochs
         self.file = 0  # finished files of this epoch
-        self.losses: list[float] = []  # of this epoch
+        self.losses: list[float] = []  # losses of this epoch
         self.seconds = 0.0
         self.curve: list[Point] = []
 
@@ -147,7 +147,7 @@ class Training:
         return self.epoch * len(self.files) + self.file
 
     def run(self) -> Iterator[int]:
-        """Train to the end; yield the number of finished files after each. The state is kept each minute and each epoch."""
+        """Train to the end; yield the number of finished files after each. The state is saved each minute and each epoch."""
         if not self.curve:
             self._add_point(float("nan"))
         kept = time.monotonic()
@@ -168,34 +168,26 @@ class Training:
         rng = np.random.default_rng([self.schedule.seed, self.epoch])
         order = rng.permutation(len(self.files))
         trees = Trees.read(self.files[order[self.file]])
-        # Losses may draw from torch's own stream: the same numbers for this file, whether the run was killed before or not.
+        # Losses may draw from torch's global stream: a resumed run must get the same numbers for this file.
         random = np.random.default_rng([self.schedule.seed, self.epoch, self.file, 1])
         torch.manual_seed(int(random.integers(2**62)))
         rng = np.random.default_rng([self.schedule.seed, self.epoch, self.file])
         batches = list(batches_of(trees, self.schedule.batch_tokens, rng))
         for number, batch in enumerate(batches):
             part = (self.done + (number + 0.5) / len(batches)) / self.steps
-            self._set_rates(self.schedule.rate_factor(part))
+            set_rates(self.optimizers, self.schedule.rate_factor(part))
             self.losses += self._learn(batch.to(self.device))
         self.file += 1
 
     def _learn(self, batch: TreeBatch) -> list[float]:
-        """Take one step, and return the loss before it; nothing if there is nothing to learn in the batch."""
+        """Take one step, and return the loss before it; an empty list if the batch has no drafts to learn."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.in_bfloat16):
             value = self.loss(batch)
-        if not value.requires_grad:  # nothing of the batch can be drafted
+        if not value.requires_grad:
             return []
         value.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        take_step(self.optimizers, self.model.parameters())
         return [value.item()]
-
-    def _set_rates(self, factor: float) -> None:
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = factor * group.setdefault("peak", group["lr"])
 
     def _finish_epoch(self) -> None:
         self.epoch += 1
@@ -209,7 +201,7 @@ class Training:
         write_curve(self.folder, self.curve)
 
     def keep(self) -> None:
-        """Write the state to disk: a whole file, or the one before stays."""
+        """Write the state to disk, atomically."""
         state = {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -230,7 +222,7 @@ class Training:
         self.model.load_state_dict(state["model"])
         for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(kept)
-        # states of before this was kept: in bfloat16 on GPUs alone
+        # older states lack the field: they used bfloat16 on GPUs only
         self.in_bfloat16 = state.get("in_bfloat16", self.device.type == "cuda")
         self.epoch = state["epoch"]
         self.file = state["file"]
@@ -239,14 +231,31 @@ class Training:
         self.curve = [Point(**point) for point in state["curve"]]
 
 
+def set_rates(optimizers: Sequence[torch.optim.Optimizer], factor: float) -> None:
+    """Set all learning rates to this multiple of their peaks, the rates that the optimizers were made with."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = factor * group.setdefault("peak", group["lr"])
+
+
+def take_step(optimizers: Sequence[torch.optim.Optimizer], weights: Iterable[Tensor]) -> None:
+    """Take one step with the gradients of the weights, clipped to a norm of 1, and clear the gradients."""
+    nn.utils.clip_grad_norm_(weights, 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def check_optimizers() -> None:
     """Raise `NotSupported` if torch is older than 2.9, which has no Muon."""
     if not hasattr(torch.optim, "Muon"):
-        raise NotSupported(f"training needs torch 2.9 or newer, for its optimizer Muon; this is {torch.__version__}")
+        raise NotSupported(
+            f"training needs the optimizer Muon of torch 2.9 or newer; this is torch {torch.__version__}"
+        )
 
 
 def new_optimizers(model: nn.Module, schedule: FilledSchedule) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices inside the blocks, and Adam for all other weights."""
+    """Return Muon for the matrices inside the blocks, and AdamW for all other weights."""
     outside = {id(weight) for weight in _embeddings(model)}
     learnt = [weight for weight in model.parameters() if weight.requires_grad]
     inside = [weight for weight in learnt if weight.ndim == 2 and id(weight) not in outside]
@@ -260,7 +269,7 @@ def new_optimizers(model: nn.Module, schedule: FilledSchedule) -> list[torch.opt
 
 
 def _embeddings(model: nn.Module) -> list[Tensor]:
-    """Return the weights of embeddings, and of matrices that make logits."""
+    """Return the weights of embeddings and of output matrices."""
     modules = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     heads = [module for name, module in model.named_modules() if HEADS & set(name.split(".")[-2:])]
     return [weight for module in (*modules, *heads) for weight in module.parameters()]

@@ -1,9 +1,11 @@
-"""Folders of training runs that can be resumed: each stores its options, and a folder of other options is refused."""
+"""Folders of resumable work: a folder stores the options of its work, and work with other options is refused."""
 
+import hashlib
 import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,11 @@ LOCK = ".lock"
 
 @contextmanager
 def work_folder(folder: Path, options: dict[str, Any], leftovers: str) -> Iterator[None]:
-    """Work in a folder, which no other process does meanwhile. It is made if it is missing.
+    """Lock a folder for this process while it works in it. The folder is made if it is missing.
 
     Args:
         options: settings that the work depends on; see `keep_options`.
-        leftovers: a pattern of files that only a folder with options may hold.
+        leftovers: pattern of files that only a folder with options may hold.
 
     Raises:
         BadSetting: the folder cannot be written, another process works in it, or it holds work with other options.
@@ -34,29 +36,27 @@ def work_folder(folder: Path, options: dict[str, Any], leftovers: str) -> Iterat
             delete_leftovers(folder, "*.part")
             _check_options(folder, json.loads(json.dumps(options)), leftovers)  # as they are read again
             yield
-    except (SpecbeamError, ConnectionError):  # a report may be printed to a program that has ended
+    except (SpecbeamError, ConnectionError):  # ConnectionError: a report was printed to a closed pipe
         raise
     except OSError as error:
         raise BadSetting(
-            f"{folder} cannot be written: {error}; make room, or choose another folder. Finished work stays, and the "
-            "same call goes on from it"
+            f"{folder} cannot be written: {error}; make room, or choose another folder. Finished work stays: repeat the "
+            "call to continue"
         ) from error
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a folder until this one leaves it, or ends in whatever way."""
+    """Lock a folder until the context or the process ends."""
     lock = FileLock(folder / LOCK, timeout=0)
     try:
         lock.acquire()
     except Timeout as error:
-        raise BadSetting(
-            f"another process works in {folder}; wait until it has ended, or choose another folder"
-        ) from error
+        raise BadSetting(f"another process works in {folder}; wait for its end, or choose another folder") from error
     except (PermissionError, NotADirectoryError):
         raise
-    except (OSError, NotImplementedError) as error:  # some disks that machines share have no locks
-        warnings.warn(f"{folder} cannot be locked ({error}); let no other process work in it", stacklevel=4)
+    except (OSError, NotImplementedError) as error:  # some network disks have no locks
+        warnings.warn(f"{folder} cannot be locked ({error}); make sure that no other process works in it", stacklevel=4)
     try:
         yield
     finally:
@@ -81,6 +81,16 @@ def _check_options(folder: Path, options: dict[str, Any], leftovers: str) -> Non
         raise BadSetting(f"{folder} holds work with {', '.join(different)}; choose another folder, or delete this one")
 
 
+def digest(values: Any) -> str:
+    """Return a hash of JSON values, for an option of a folder."""
+    return hashlib.blake2b(json.dumps(values).encode(), digest_size=8).hexdigest()
+
+
+def prefixed(prefix: str, record: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass as options of a folder, with a prefix: {"prefix.field": value}."""
+    return {f"{prefix}.{name}": value for name, value in asdict(record).items()}
+
+
 def keep_options(folder: Path, options: dict[str, Any]) -> None:
-    """Write the options of a folder, once all that can be wrong with them has been tried."""
+    """Write the options of a folder. Call it after everything that can refuse them."""
     write_whole(folder / OPTIONS, (json.dumps(options, indent=2) + "\n").encode())

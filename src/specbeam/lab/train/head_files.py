@@ -1,4 +1,4 @@
-"""Files of trained heads, as speculators 0.9.0 names and reads them."""
+"""Files of trained heads, in the formats of speculators 0.9.0 and specbeam."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specbeam.core import write_whole
 from specbeam.lab.train.plan import HeadPlan
-from specbeam.models.heads import Head, LayerSizes, Rotary
+from specbeam.models.heads import Head, LayerSizes, Rotary, own_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -18,9 +18,9 @@ SPECULATORS = "0.9.0"
 
 
 def target_rope(target: "PreTrainedModel") -> tuple[dict[str, Any], int]:
-    """Return the parameters of a target's positions, and their number: a head takes them over.
+    """Return the rotary parameters of a target and its number of positions, for a head.
 
-    A target without rotated positions, or with several kinds, has heads with plain ones.
+    Heads of a target without rotary positions, or with several kinds of them, get the usual ones.
     """
     config = target.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
@@ -31,7 +31,7 @@ def target_rope(target: "PreTrainedModel") -> tuple[dict[str, Any], int]:
 
 
 def frame_of(kind: str, architecture: str, target: "PreTrainedModel", plan: HeadPlan) -> dict[str, Any]:
-    """Return the fields that all of speculators' heads have."""
+    """Return the fields that all heads in speculators' format have."""
     return {
         "speculators_model_type": kind,
         "architectures": [architecture],
@@ -85,7 +85,7 @@ def write_head(
     Files are whole or not there.
 
     Args:
-        leaves_out: beginnings of names of weights that are the target's, and not written.
+        leaves_out: prefixes of the names of weights that are not written.
     """
     from safetensors.torch import save
 
@@ -103,10 +103,20 @@ def write_head(
     write_whole(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
 
 
-def as_written(weight: Tensor) -> Tensor:
-    """Return a weight of a head as it is written: bfloat16, if it was learnt or if that loses nothing; else float32.
+def of_target(head: Head) -> tuple[str, ...]:
+    """Return prefixes of the names of weights that a head shares with its target."""
+    return ("embed_tokens.",) if head.tokens is not None else ("embed_tokens.", "lm_head.")
 
-    A head's pass takes about as long as reading its weights, and engines keep what bfloat16 holds exactly in half the room.
+
+def save_own(kind: str, head: Any, target: "PreTrainedModel", plan: HeadPlan, folder: Path) -> None:
+    """Write a head of this kind in specbeam's own format, without the target's weights."""
+    write_head(head, own_config(kind, head, target), folder, target, of_target(head))
+
+
+def as_written(weight: Tensor) -> Tensor:
+    """Return a weight of a head as it is written: bfloat16 if it was trained or if that loses nothing, else float32.
+
+    A head's pass takes about as long as reading its weights, and engines store exact bfloat16 numbers in half the memory.
     """
     wide = weight.detach().float().cpu().contiguous()
     short = wide.bfloat16()

@@ -1,7 +1,8 @@
 """Training of draft heads for a target: one trainer, and for each kind the functions that make and write a head."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,24 +17,24 @@ from specbeam.core import FINAL
 from specbeam.doors import HEAD_KINDS, HeadKind
 from specbeam.errors import BadSetting
 from specbeam.lab.train.batches import TreeBatch, batches_of
-from specbeam.lab.train.chimera import new_chimera, save_chimera
+from specbeam.lab.train.chimera import new_chimera
 from specbeam.lab.train.course import Trained, take_course
 from specbeam.lab.train.drawing import DrawPlan, Prompt
 from specbeam.lab.train.dspark import new_dspark, save_dspark
 from specbeam.lab.train.eagle3 import new_eagle3, save_eagle3
-from specbeam.lab.train.eesd import new_eesd, save_eesd
+from specbeam.lab.train.eesd import new_eesd
 from specbeam.lab.train.exit_choice import chosen_exit
 from specbeam.lab.train.extra_rows import RankedDrafts, new_bita, new_hidden_transfer, rank_odds, save_extra_rows
 from specbeam.lab.train.fitting import Schedule, check_optimizers
-from specbeam.lab.train.folders import keep_options, work_folder
-from specbeam.lab.train.fspad import new_fspad, save_fspad
-from specbeam.lab.train.head_files import as_written
+from specbeam.lab.train.folders import keep_options, prefixed, work_folder
+from specbeam.lab.train.fspad import new_fspad
+from specbeam.lab.train.head_files import as_written, save_own
 from specbeam.lab.train.lessons import Lessons, Report, check_prompts, drawn_lessons, lesson_options, warn_of_rounding
 from specbeam.lab.train.losses import Lesson, draft_loss, overlap
 from specbeam.lab.train.medusa import new_medusa, save_medusa
 from specbeam.lab.train.peagle import new_peagle, save_peagle
-from specbeam.lab.train.plan import HeadPlan, planned
-from specbeam.lab.train.specdiff import masked_lesson, new_specdiff, save_specdiff
+from specbeam.lab.train.plan import HeadPlan, plan_of_kind
+from specbeam.lab.train.specdiff import masked_lesson, new_specdiff
 from specbeam.lab.train.teacher import scored
 from specbeam.lab.train.trees import Trees
 from specbeam.models.heads import DraftRows, ExtraHead, Head, ScoredTrees
@@ -53,9 +54,9 @@ class Kind:
 
     Attributes:
         options: the defaults of the kind, and the options that it takes.
-        new: makes one with first weights, from the target, the plan, and the tokens that it is to know.
-        save: writes one to a folder.
-        lesson: makes the drafts of a batch that the loss is computed on.
+        new: makes an untrained head from the target, the plan, and the tokens of its vocabulary.
+        save: writes a head to a folder.
+        lesson: makes the drafts of a batch on which the loss is computed.
     """
 
     options: HeadKind
@@ -65,17 +66,17 @@ class Kind:
 
     @property
     def usual(self) -> Mapping[str, Any]:
-        """The options of `HeadPlan` that are usual for the kind."""
+        """The defaults of `HeadPlan` for the kind."""
         return self.options.usual
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """The options of `HeadPlan` that it has a use for; all kinds take `variation`."""
+        """The options of `HeadPlan` that the kind uses; all kinds use `variation`."""
         return self.options.takes
 
     @property
     def schedule(self) -> Mapping[str, Any]:
-        """The options of `Schedule` that are usual for the kind."""
+        """The defaults of `Schedule` for the kind."""
         return self.options.schedule
 
 
@@ -83,11 +84,11 @@ KINDS = {
     "eagle3": Kind(HEAD_KINDS["eagle3"], new_eagle3, save_eagle3),
     "peagle": Kind(HEAD_KINDS["peagle"], new_peagle, save_peagle),
     "dspark": Kind(HEAD_KINDS["dspark"], new_dspark, save_dspark),
-    "fspad": Kind(HEAD_KINDS["fspad"], new_fspad, save_fspad),
+    "fspad": Kind(HEAD_KINDS["fspad"], new_fspad, partial(save_own, "fspad")),
     "medusa": Kind(HEAD_KINDS["medusa"], new_medusa, save_medusa),
-    "chimera": Kind(HEAD_KINDS["chimera"], new_chimera, save_chimera),
-    "specdiff": Kind(HEAD_KINDS["specdiff"], new_specdiff, save_specdiff, masked_lesson),
-    "eesd": Kind(HEAD_KINDS["eesd"], new_eesd, save_eesd),
+    "chimera": Kind(HEAD_KINDS["chimera"], new_chimera, partial(save_own, "chimera")),
+    "specdiff": Kind(HEAD_KINDS["specdiff"], new_specdiff, partial(save_own, "specdiff"), masked_lesson),
+    "eesd": Kind(HEAD_KINDS["eesd"], new_eesd, partial(save_own, "eesd")),
     "bita": Kind(HEAD_KINDS["bita"], new_bita, save_extra_rows),
     "hidden_transfer": Kind(HEAD_KINDS["hidden_transfer"], new_hidden_transfer, save_extra_rows),
 }
@@ -107,24 +108,22 @@ def train_head(
 ) -> Trained:
     """Train a draft head for a target, and write it to a folder that `load(target, draft=folder)` takes.
 
-    The target draws beams below each prompt; the head learns the target's laws at the beams that had children, each by the
-    number of its children, from the target's hidden states above. It learns drafts of all depths at once, as they are made:
-    the deeper ones from the head's own states above. Only prompts are needed. At most 512 prompts, or a
-    tenth, are held out.
+    The target draws beams below each prompt; the head learns the target's laws at beams with children, weighted by their
+    number, from the target's hidden states above. It learns drafts of all depths at once, the deeper ones from its own
+    states, as in drafting. Only prompts are needed. A tenth of them, at most 512, is held out.
 
-    A run that was killed goes on where it was when it is called again with the same arguments; see `train_draft`.
+    Call it again with the same arguments to resume a killed run; see `train_draft`.
 
     Args:
         kind: one of `KINDS`.
         target: the target, loaded or a path or hub id.
-        prompts: texts, or lists of token ids, that the target is asked to continue, like those that the head will be used
-            for.
+        prompts: texts, or lists of token ids, that the target continues; similar to those of later use.
         out: the folder to write.
         trees: the folder of the target's draws, which several trainings with the same prompts, draws and seed may share;
             None: `out/training/trees`.
-        plan: options of `HeadPlan`, such as {"layers": 2}; the others are as is usual for the kind.
+        plan: options of `HeadPlan`, such as {"layers": 2}; the others have the defaults of the kind.
         draws: how the target draws; None: four beams at temperature 1.
-        schedule: how long and how hard to train; rates and batch are as is usual for the kind where it leaves them out.
+        schedule: duration and rates; missing rates and batch sizes have the defaults of the kind.
         report: called with the current stage, the amount done and the total.
 
     Raises:
@@ -141,17 +140,14 @@ def train_head(
     schedule = (schedule or Schedule()).filled(KINDS[kind].schedule)
     pair = target if isinstance(target, Pair) else load(target)
     warn_of_rounding(pair)
-    asked = {name: value for name, value in (plan or {}).items() if value is not None}
-    options = planned(pair.target_model, KINDS[kind].usual, asked)
-    if ignored := [name for name in asked if name not in (*KINDS[kind].takes, "variation")]:
-        raise BadSetting(f"{ignored[0]} is {asked[ignored[0]]!r}, and {kind} heads have no use for it; leave it out")
+    options = plan_of_kind(pair.target_model, KINDS[kind].options, plan, f"{kind} heads")
     folder = Path(out)
     training = folder / "training"
     said = {
         "kind": kind,
         **lesson_options(pair, prompts, draws, schedule.seed),
-        **{f"plan.{name}": value for name, value in asdict(options).items()},
-        **{f"schedule.{name}": value for name, value in asdict(schedule).items()},
+        **prefixed("plan", options),
+        **prefixed("schedule", schedule),
     }
     with work_folder(training, said, "state.pt"):
         lessons = drawn_lessons(pair, prompts, draws, schedule.seed, Path(trees or training / "trees"), report)
@@ -159,7 +155,7 @@ def train_head(
             after = chosen_exit(
                 pair,
                 lessons,
-                lambda tried: HeadStudent(tried, pair.target_model, options, save_eesd),
+                lambda tried: HeadStudent(tried, pair.target_model, options, KINDS[kind].save),
                 schedule,
                 training,
                 report,
@@ -178,7 +174,7 @@ def train_head(
 
 
 def known_tokens(lessons: Lessons, plan: HeadPlan, vocab: int) -> Int64[Tensor, " tokens"] | None:
-    """Return the tokens that a head is to know, ascending: the likeliest by the target's laws; None: all."""
+    """Return the tokens of a head's vocabulary, ascending: the likeliest by the target's laws; None: all."""
     count = plan.draft_vocab
     if count >= vocab:
         return None
@@ -192,7 +188,7 @@ def known_tokens(lessons: Lessons, plan: HeadPlan, vocab: int) -> Int64[Tensor, 
 
 
 class HeadStudent:
-    """A head that learns; see `Student`."""
+    """A head in training; see `Student`."""
 
     def __init__(
         self,
@@ -207,19 +203,14 @@ class HeadStudent:
         self.plan = plan
         self.write = save
         self.lesson = lesson
-        self.own_number: Tensor | None = (
-            None  # of each of the target's tokens among the head's, -1 if it does not know it
-        )
+        self.own_number: Tensor | None = None  # place of each of the target's tokens in the head's vocabulary, or -1
         if head.tokens is not None:
             numbers = torch.full((target.get_output_embeddings().weight.shape[0],), -1)
             numbers[head.tokens] = torch.arange(len(head.tokens))
             self.own_number = numbers.to(head.device)
 
     def loss(self, batch: TreeBatch) -> Tensor:
-        """See `Student.loss`: the sum over depths, each counted `decay` times as much as the one before.
-
-        A kind of head may add another loss.
-        """
+        """See `Student.loss`: a weighted mean over depths, each `decay` times the one before, and the kind's own loss."""
         total = torch.zeros((), device=batch.tokens.device)
         weight = 0.0
         trees = scored(self.target, batch, self.module.taps)
@@ -274,16 +265,16 @@ class HeadStudent:
 
 
 def numbers_of(learnt: Bool[Tensor, "rows length"]) -> Int64[Tensor, " nodes"]:
-    """Return the number of the law of each node, row * length + column, in reading order; only nodes with a law have one."""
+    """Return for each node, in reading order, the number of its law; meaningless for nodes without a law."""
     numbers: Tensor = learnt.flatten().cumsum(0) - 1
     return numbers
 
 
 class ExtraStudent(HeadStudent):
-    """A head that is extra rows in the target's pass, which is written with the odds of its likeliest tokens.
+    """A head of extra rows in the target's pass, in training; it is written with the odds of its likeliest tokens.
 
     Args:
-        held_out: the trees on which these odds are measured.
+        held_out: trees on which these odds are measured.
         batch_tokens: number of tokens of a batch.
     """
 
@@ -316,7 +307,7 @@ class ExtraStudent(HeadStudent):
 
     @torch.no_grad()
     def _ranked_batches(self) -> "Iterator[list[RankedDrafts]]":
-        """Yield the drafts of each batch of the trees that are held out, by depth."""
+        """Yield the drafts of each batch of held-out trees, by depth."""
         for batch in batches_of(self.held_out, self.batch_tokens, np.random.default_rng(0)):
             here = batch.to(self.module.device)
             trees = scored(self.target, here, self.module.taps)

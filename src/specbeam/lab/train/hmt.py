@@ -1,7 +1,5 @@
 """Training of a memory (HMT) for a model, from long texts."""
 
-import copy
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,8 +12,9 @@ import torch
 from specbeam import Pair, load
 from specbeam.core import weights_key, whole_files_in
 from specbeam.doors import OPENERS, is_integer, require, text_of
-from specbeam.errors import BadPrompt, BadSetting, MissingFile, UnsupportedModel
-from specbeam.lab.train.folders import keep_options, work_folder
+from specbeam.errors import BadPrompt, BadSetting, MissingFile
+from specbeam.lab.train.draft import check_output, trainable_copy
+from specbeam.lab.train.folders import digest, keep_options, prefixed, work_folder
 from specbeam.lab.train.lessons import Report, warn_of_rounding
 from specbeam.lab.train.remembering import MemoryDocument, MemoryPoint, MemorySchedule, MemoryTraining
 from specbeam.models import HuggingFaceLM
@@ -32,7 +31,7 @@ class TrainedMemory:
     """The result of training."""
 
     folder: Path  # which `hmt` takes
-    weights: int  # number of weights that were learnt
+    weights: int  # number of trained weights
     curve: tuple[MemoryPoint, ...]
 
 
@@ -48,11 +47,11 @@ def train_hmt(
 ) -> TrainedMemory:
     """Train a memory for a model, and write it to a folder that `hmt(pair, folder)` takes.
 
-    Texts are read segment by segment with gradients through all memories (arXiv 2405.06067). The model learns, too, unless
-    it is frozen; it is then written next to its memory, and `hmt(folder)` loads both.
+    Texts are read segment by segment with gradients through all memories (arXiv 2405.06067). The model is trained, too,
+    unless it is frozen; it is then written next to its memory, and `hmt(folder)` loads both.
 
-    A run that was killed goes on where it was when it is called again with the same arguments: `out/training` holds the
-    state and the curve, and can be deleted afterwards.
+    Call it again with the same arguments to resume a killed run: `out/training` holds the state and the curve, and can be
+    deleted afterwards.
 
     Args:
         target: the model, loaded or a path or hub id. Its object is not changed.
@@ -60,9 +59,9 @@ def train_hmt(
             most 32; of fewer the last tenth of each.
         out: the folder to write.
         plan: how texts are read. Its query may be "first_half", as in the paper: `hmt` then decodes by another.
-        width: of queries and keys; None: the size of an embedding.
-        schedule: how long and how hard to train.
-        report: called with "remembering", the number of steps, and of all.
+        width: width of queries and keys; None: the size of an embedding.
+        schedule: duration and rates.
+        report: called with "remembering", the number of finished steps, and of all steps.
 
     Raises:
         BadSetting: an option is wrong, `out` holds a training with other options, or a stage finds no texts.
@@ -92,17 +91,17 @@ def train_hmt(
     training = folder / "training"
     options = {
         "target": f"{type(pair.target_model).__name__} {weights_key(pair.target_model)}",
-        "documents": f"{len(encoded)}, {_digest(encoded)}",
+        "documents": f"{len(encoded)}, {digest(encoded)}",
         "width": int(width),
-        **{f"plan.{name}": value for name, value in asdict(plan).items()},
-        **{f"schedule.{name}": value for name, value in asdict(schedule).items()},
+        **prefixed("plan", plan),
+        **prefixed("schedule", schedule),
     }
     with work_folder(training, options, "state.pt"):
-        model = pair.target_model if schedule.frozen else _student(pair.target_model)
+        model = pair.target_model if schedule.frozen else trainable_copy(pair.target_model)
         recall = new_recall(pair.target_model.get_input_embeddings().weight, width, schedule.seed)
         recall.to(pair.target.device)
         _check_fits(pair.target, plan, recall)
-        _check_head(model)
+        check_output(model)
         keep_options(training, options)
         fit = MemoryTraining(model, recall, plan, schedule, learnt, held_out, training)
         fit.resume()
@@ -124,7 +123,7 @@ def train_hmt(
 
 @contextmanager
 def _without_gradients(model: "PreTrainedModel", frozen: bool) -> Iterator[None]:
-    """Let the weights of a frozen model want no gradients in this context."""
+    """Turn off the gradients of a frozen model in this context."""
     wanting = [weight for weight in model.parameters() if weight.requires_grad] if frozen else []
     for weight in wanting:
         weight.requires_grad_(False)
@@ -135,31 +134,10 @@ def _without_gradients(model: "PreTrainedModel", frozen: bool) -> Iterator[None]
             weight.requires_grad_(True)
 
 
-def _student(model: "PreTrainedModel") -> "PreTrainedModel":
-    """Return a copy of a model that can learn, in float32 and without dropout."""
-    student = copy.deepcopy(model).float().eval()
-    for weight in student.parameters():
-        weight.requires_grad_(True)
-    return student
-
-
 def _check_fits(lm: HuggingFaceLM, plan: MemoryPlan, recall: Any) -> None:
     """Raise an error if the model cannot be decoded with such a memory, before anything is trained."""
     decodable = plan if plan.query != "first_half" else MemoryPlan(**{**asdict(plan), "query": "refresh"})
     MemoryLM(lm if lm.runner.takes_vectors else HuggingFaceLM(lm.model, engine="plain"), decodable, recall)
-
-
-@torch.no_grad()
-def _check_head(model: "PreTrainedModel") -> None:
-    """Raise `UnsupportedModel` unless a model's logits are the output of its head on its base model's states."""
-    tokens = torch.arange(8, device=model.get_input_embeddings().weight.device)[None]
-    tokens = tokens % model.get_input_embeddings().weight.shape[0]
-    whole = model(input_ids=tokens).logits
-    by_head = model.get_output_embeddings()(model.base_model(input_ids=tokens).last_hidden_state)
-    if not torch.allclose(whole, by_head, atol=1e-3 * whole.std().item()):
-        raise UnsupportedModel(
-            f"{type(model).__name__} changes the logits of its head (a soft cap or a scale); training does not know how"
-        )
 
 
 def _encoded(document: "str | Sequence[int] | MemoryDocument", tokenizer: Any, number: int) -> MemoryDocument:
@@ -171,37 +149,35 @@ def _encoded(document: "str | Sequence[int] | MemoryDocument", tokenizer: Any, n
     else:
         found = MemoryDocument([int(token) for token in document])
     if len(found.tokens) < 2:
-        raise BadPrompt(
-            f"document {number} has {len(found.tokens)} tokens; there is nothing to learn from fewer than 2"
-        )
+        raise BadPrompt(f"document {number} has {len(found.tokens)} tokens; training needs at least 2")
     if found.weights is not None and len(found.weights) != len(found.tokens):
         raise BadPrompt(
-            f"document {number} has {len(found.tokens)} tokens and {len(found.weights)} weights; give one for each"
+            f"document {number} has {len(found.tokens)} tokens and {len(found.weights)} weights; give a weight for each"
         )
     return found
 
 
 def _tokens_of(text: str, tokenizer: "PreTrainedTokenizerBase | None") -> list[int]:
     if tokenizer is None:
-        raise MissingFile("a document is text, and there is no tokenizer; give load(tokenizer=...) or token ids")
+        raise MissingFile("a document is text, but there is no tokenizer; give load(tokenizer=...) or token ids")
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def split_documents(
     documents: Sequence[MemoryDocument], segment: int, segments: int, seed: int
 ) -> tuple[list[MemoryDocument], list[MemoryDocument]]:
-    """Return the documents to learn from, and those to check with.
+    """Return the documents to learn from, and the pieces to check with.
 
-    Of ten or more a tenth is held out, at most 32; of fewer the last tenth of each. Texts without answers are checked in
-    pieces of twice as many segments as are learnt.
+    Of ten or more documents a tenth is held out, at most 32; of fewer, the last tenth of each. Texts without answers are
+    checked in pieces of twice as many segments as in training.
 
     Raises `BadPrompt` if there are no texts, or if all fit into one segment: there is nothing to remember.
     """
     longest = max((len(one.tokens) for one in documents), default=0)
     if longest <= segment:
         raise BadPrompt(
-            f"there are {len(documents)} documents, and the longest has {longest} tokens; a segment has {segment}, and only "
-            "texts of more than one have anything to remember: give longer texts, or shorter segments"
+            f"there are {len(documents)} documents, and the longest has {longest} tokens; a memory needs texts longer than "
+            f"a segment of {segment} tokens: give longer texts, or shorter segments"
         )
     if len(documents) >= 10:
         order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -236,11 +212,6 @@ def _piece(document: MemoryDocument, start: int, stop: int) -> MemoryDocument:
     return MemoryDocument(document.tokens[start:stop], weights)
 
 
-def _digest(documents: Sequence[MemoryDocument]) -> str:
-    """Return a hash of the documents, in their order."""
-    return hashlib.blake2b(json.dumps(documents).encode(), digest_size=8).hexdigest()
-
-
 def read_documents(files: Sequence[Path], tokenizer: Any, prompt_weight: float = 1.0) -> list[MemoryDocument]:
     """Read documents from files, plain or packed (.gz, .xz).
 
@@ -251,7 +222,7 @@ def read_documents(files: Sequence[Path], tokenizer: Any, prompt_weight: float =
 
     Raises:
         MissingFile: there is no such file, or there is no tokenizer.
-        BadPrompt: a file cannot be read, or a line holds neither.
+        BadPrompt: a file cannot be read, or a line has neither.
     """
     documents = []
     for path in files:
@@ -275,7 +246,7 @@ def _document_of(line: str, where: str, tokenizer: Any, prompt_weight: float) ->
         return MemoryDocument(_tokens_of(record["text"], tokenizer))
     has_both = isinstance(record, dict) and all(isinstance(record.get(name), str) for name in ("prompt", "answer"))
     if not has_both:
-        raise BadPrompt(f"{where} holds neither a text nor a prompt with an answer, as strings")
+        raise BadPrompt(f"{where} must have a text, or a prompt and an answer, as strings")
     prompt = _tokens_of(record["prompt"], tokenizer)
     answer = _tokens_of(record["answer"], tokenizer)
     weights = [prompt_weight] * len(prompt) + [1.0] * len(answer)

@@ -1,10 +1,8 @@
-"""Training data: trees that the target drew below prompts, some of which are held out."""
+"""Training data: trees that the target drew below prompts, with some prompts held out."""
 
-import hashlib
-import json
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from specbeam import Pair
 from specbeam.core import weights_key
 from specbeam.errors import BadPrompt, BadSetting
 from specbeam.lab.train.drawing import DrawPlan, Prompt, draw_files, drawn_trees
-from specbeam.lab.train.folders import keep_options, work_folder
+from specbeam.lab.train.folders import digest, keep_options, prefixed, work_folder
 from specbeam.lab.train.trees import Trees
 from specbeam.models import OWN_ROUNDINGS
 
@@ -29,7 +27,7 @@ class Lessons:
 
     Attributes:
         files: files of trees to learn from.
-        held_out: trees of other prompts, to check with.
+        held_out: trees of other prompts, for checks.
     """
 
     files: list[Path]
@@ -44,7 +42,7 @@ def drawn_lessons(
     At most 512 prompts, or a tenth, are held out.
 
     Args:
-        seed: of the choice of prompts that are held out.
+        seed: seed of the choice of held-out prompts.
         report: called with "drawing", the number of prompts done, and of all.
 
     Raises:
@@ -60,7 +58,7 @@ def drawn_lessons(
         if not path.exists():
             trees = drawn_trees(pair, held_out, draws)
             if trees.size == 0:
-                raise BadPrompt(f"none of the {len(held_out)} prompts that are held out can be continued by the target")
+                raise BadPrompt(f"the target can continue none of the {len(held_out)} held-out prompts")
             trees.save(path)
         keep_options(folder, options)
         files = []
@@ -75,21 +73,22 @@ def drawn_lessons(
 def lesson_options(pair: Pair, prompts: Sequence[Prompt], draws: DrawPlan, seed: int) -> dict[str, Any]:
     """Return the settings that the trees of prompts depend on."""
     engine = pair.forgetful_target.engine
+    plain = [prompt if isinstance(prompt, str) else [int(token) for token in prompt] for prompt in prompts]
     return {
         "target": f"{type(pair.target_model).__name__} {weights_key(pair.target_model)}, {engine}",
-        "prompts": f"{len(prompts)}, {_digest(prompts)}",
+        "prompts": f"{len(prompts)}, {digest(plain)}",
         "seed": int(seed),
-        **{f"draws.{name}": value for name, value in asdict(draws).items()},
+        **prefixed("draws", draws),
     }
 
 
 def warn_of_rounding(pair: Pair) -> None:
-    """Warn if training reads other weights of a target than the ones it is run with."""
+    """Warn if the target runs with rounded weights, which training does not read."""
     engine = pair.forgetful_target.engine
     if engine in OWN_ROUNDINGS:
         warnings.warn(
-            f"the target runs with weights rounded to {engine}, but training reads the unrounded ones: "
-            "drafts may fit worse; load the target without quantize to train for the model itself",
+            f"the target runs with weights rounded to {engine}, but training uses the unrounded weights, so drafts may fit "
+            "worse; load the target without quantize to train for the unrounded model",
             stacklevel=3,
         )
 
@@ -99,14 +98,14 @@ def check_prompts(prompts: Sequence[Prompt]) -> None:
     distinct = len(_distinct(prompts))
     if distinct < 2:
         raise BadSetting(
-            f"there are {distinct} distinct prompts; there must be at least 2, one to learn from, one to check with"
+            f"there are {distinct} distinct prompts; training needs at least 2, one to learn from and one to check with"
         )
 
 
 def split(prompts: Sequence[Prompt], seed: int) -> tuple[list[Prompt], list[Prompt]]:
-    """Return the prompts to learn from and those to check with, at most a tenth, shuffled.
+    """Return the prompts to learn from, and the prompts to check with, at most a tenth; both shuffled.
 
-    A prompt that occurs several times counts once, so that none is on both sides.
+    Repeated prompts count once, so that no prompt is on both sides.
     """
     distinct = _distinct(prompts)
     order = np.random.default_rng(seed).permutation(len(distinct))
@@ -115,14 +114,8 @@ def split(prompts: Sequence[Prompt], seed: int) -> tuple[list[Prompt], list[Prom
 
 
 def _distinct(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return each prompt once, in the order in which they come first."""
+    """Return each prompt once, in order of first occurrence."""
     first: dict[Any, Prompt] = {}
     for prompt in prompts:
         first.setdefault(prompt if isinstance(prompt, str) else tuple(prompt), prompt)
     return list(first.values())
-
-
-def _digest(prompts: Sequence[Prompt]) -> str:
-    """Return a hash of the prompts, in their order."""
-    texts = [prompt if isinstance(prompt, str) else [int(token) for token in prompt] for prompt in prompts]
-    return hashlib.blake2b(json.dumps(texts).encode(), digest_size=8).hexdigest()

@@ -13,8 +13,8 @@ class Lesson(NamedTuple):
     """The drafts of a head on a batch of trees."""
 
     drafts: list[DraftRows]  # by depth, see `Head.drafts`
-    other: Float[Tensor, ""] | None = None  # a loss of the head's own; None: it has none
-    share: float = 0.0  # of `other` in the whole loss; that of the drafts has the rest
+    other: Float[Tensor, ""] | None = None  # the head's own loss, if it has one
+    share: float = 0.0  # share of `other` in the whole loss; the loss of the drafts has the rest
 
 
 def overlap(
@@ -26,15 +26,15 @@ def overlap(
     """Return the overlap of each draft law q with the target's law p, and the cross-entropy of q to p in nats.
 
     The overlap is the sum over tokens of min(p, q), the odds that a token drawn from q is accepted; one minus it is the
-    total variation. Tokens of which p is not known count as one, so the overlap is an upper bound of the true one, by at
-    most their probability, and the cross-entropy a lower bound.
+    total variation. All tokens with unknown p count as a single token, so the overlap is an upper bound, by at most their
+    probability, and the cross-entropy a lower bound.
 
     Args:
         logits: logits of the draft.
         ids: the tokens whose probability under the target is known, distinct in each row.
         logp: their log-probabilities.
-        known: which of them are in the draft's vocabulary, at the places `ids`; the others have probability 0 in the draft,
-            and the cross-entropy leaves them out. None: all.
+        known: whether each of these tokens is in the draft's vocabulary, at the place in `ids`; others have probability 0 in
+            the draft, and are left out of the cross-entropy. None: all are.
     """
     logq = logits.float().log_softmax(-1).gather(-1, ids)
     p = logp.exp()
@@ -61,9 +61,9 @@ def draft_loss(
         accepted: the overlap of each pair of laws.
         surprise: the cross-entropy of each.
         weights: how much each law counts.
-        variation: the share of total variation, in [0, 1]; cross-entropy has the rest. Total variation is what speed depends
-            on, but its slope is zero in tokens of which q has too much already and small where q is small, so it learns
-            slowly by itself. It counts four times, so that its slopes are about as large as cross-entropy's.
+        variation: the share of total variation, in [0, 1]; cross-entropy has the rest. Speed depends on total variation, but
+            its gradient is zero at tokens with too large q, and small at tokens with small q, so it learns slowly alone. It
+            is multiplied by 4, so that its gradients are about as large as those of cross-entropy.
     """
     each = (1 - variation) * surprise + variation * 4 * (1 - accepted)
     return (each * weights).sum() / weights.sum()

@@ -1,4 +1,4 @@
-"""Medusa heads that are to be trained, and their files, in Medusa's own format."""
+"""New Medusa heads, and their files in Medusa's own format."""
 
 import json
 from pathlib import Path
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def new_medusa(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, " draft_vocab"] | None) -> Medusa:
-    """Return new Medusa heads, one for each depth, which at first give the target's law of the token before.
+    """Return new Medusa heads, one for each depth, which at first give the target's law of the next token.
 
-    They know all tokens: their format has no place for a vocabulary of their own.
+    They know all tokens: their format has no separate vocabulary.
     """
     width = int(target.config.get_text_config().hidden_size)
     head = Medusa(FeatureSizes(width, plan.draft_vocab, plan.draft_vocab, plan.depth), plan.layers)

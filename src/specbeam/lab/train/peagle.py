@@ -1,4 +1,4 @@
-"""P-EAGLE heads that are to be trained, and their files, in speculators' format."""
+"""New P-EAGLE heads, and their files in speculators' format."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def new_peagle(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, " draft_vocab"] | None) -> MaskTrunk:
     """Return a new P-EAGLE head as wide as the target, whose blocks have `plan.depth` rows.
 
-    Its embedding is the target's and stays so; the matrix that makes logits begins as the target's rows of its tokens. What
-    mask rows read in place of a feature begins at random, and passes the same norms.
+    Its embedding is the target's and is not trained; its output matrix begins as the target's rows of its tokens. The vector
+    that mask rows read in place of a feature begins at random, and passes the same norms.
     """
     sizes = layer_sizes(target, plan)
     shape = TrunkShape(
@@ -41,7 +41,7 @@ def new_peagle(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, 
 
 
 def save_peagle(head: Head, target: "PreTrainedModel", plan: HeadPlan, folder: Path) -> None:
-    """Write a P-EAGLE head in speculators' format; all flags are stated, as readers differ in their defaults."""
+    """Write a P-EAGLE head in speculators' format; all flags are written, because readers differ in their defaults."""
     assert isinstance(head, MaskTrunk)
     config: dict[str, Any] = {
         **eagle3_config(head, target, plan, "peagle", "PEagleDraftModel"),

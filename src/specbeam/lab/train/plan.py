@@ -1,10 +1,10 @@
-"""The plan of a head that is to be trained: its size, and how deep drafts it learns."""
+"""The plan of a head to be trained: its sizes, and the depth of its drafts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from specbeam.doors import is_integer, require
+from specbeam.doors import HeadKind, is_integer, require
 from specbeam.engines import lacks_taps, layers_of
 from specbeam.errors import BadSetting
 from specbeam.models.heads import READ_OUTS
@@ -21,23 +21,23 @@ class HeadPlan:
     """The shape of a head to be trained.
 
     Args:
-        taps: the hidden states of the target that it reads: numbers of the layers that they enter, the number of layers for
-            what leaves the last; see `Needs.taps`.
-        draft_vocab: number of tokens that it gives odds to, the likeliest of the target's.
+        taps: the hidden states of the target that it reads, as numbers of the layers that they enter; the number of layers
+            is the output of the last one; see `Needs.taps`.
+        draft_vocab: size of its vocabulary, the target's likeliest tokens.
         inner: size of the gated inner layer.
         layers: number of layers.
-        depth: number of drafts one below the other that the head learns to make.
-        rank: of the matrices that make a draft of a block depend on the token above.
-        decay: how much each depth counts in the loss, as a share of the one before.
-        variation: the share of total variation in the loss, in [0, 1]; cross-entropy has the rest.
+        depth: depth of the drafts that the head learns to make.
+        rank: rank of the matrices that make a draft of a block depend on the token above.
+        decay: weight of each depth in the loss, relative to the depth before.
+        variation: share of total variation in the loss, in [0, 1]; cross-entropy has the rest.
         prefix: number of soft prompts in each layer.
-        enters: the layer at which rows enter that are made of states there.
+        enters: the layer at which rows made of hidden states enter.
         regression: weight of the error of estimated hidden states, relative to the error of laws.
         read_out: of Chimera heads: "own", a matrix of all tokens for each depth, or "shared", a map for each depth and one
             matrix of tokens; see `ChimeraShape`.
-        shown: of SpecDiff heads: the share of blocks that are learnt with some of their drafts shown, for drafts in several
-            steps, in [0, 1); the others are learnt with none.
-        exit_layer: number of the target's layers that run before an exit layer; None: the number that promises most.
+        shown: of SpecDiff heads: the share of blocks, in [0, 1), that are trained with some of their drafts shown, for
+            drafts in several steps; the others are trained with none.
+        exit_layer: number of the target's layers before an exit layer; None: the most promising number.
     """
 
     taps: tuple[int, ...]
@@ -78,14 +78,14 @@ def planned(target: "PreTrainedModel", usual: Mapping[str, Any], asked: Mapping[
     """Return a plan for a target.
 
     Args:
-        usual: what differs from the usual plan for a kind of head.
+        usual: defaults of the kind of head.
         asked: values that override the defaults; None: the default.
 
-    Raises `BadSetting` if there is no such option, if one is wrong, or if the target does not have the taps.
+    Raises `BadSetting` if an option is unknown or invalid, or if the target does not have the taps.
     """
     known = {field.name for field in fields(HeadPlan)}
     if strange := [name for name in asked if name not in known]:
-        raise BadSetting(f"{strange[0]} is not an option of a head; these are: {', '.join(sorted(known))}")
+        raise BadSetting(f"{strange[0]} is not an option of a head; the options are {', '.join(sorted(known))}")
     vocab = int(target.get_output_embeddings().weight.shape[0])
     width = int(target.config.get_text_config().hidden_size)
     layers = len(layers_of(target))
@@ -98,17 +98,31 @@ def planned(target: "PreTrainedModel", usual: Mapping[str, Any], asked: Mapping[
     if why := lacks_taps(target, plan.taps):
         raise BadSetting(f"taps is {plan.taps}; {why}")
     if plan.exit_layer is not None and plan.exit_layer >= layers:
-        raise BadSetting(
-            f"exit_layer is {plan.exit_layer}; the target has {layers} layers, of which some have to be left"
-        )
+        raise BadSetting(f"exit_layer is {plan.exit_layer}; it must be below {layers}, the target's number of layers")
     if "enters" in chosen and plan.enters >= layers:
         raise BadSetting(f"enters is {plan.enters}; {type(target).__name__} has {layers} layers, counted from 0")
     return replace(plan, draft_vocab=min(plan.draft_vocab, vocab))
 
 
+def plan_of_kind(target: "PreTrainedModel", kind: HeadKind, asked: Mapping[str, Any] | None, name: str) -> HeadPlan:
+    """Return a plan for a head of a kind.
+
+    Args:
+        asked: see `planned`.
+        name: name of heads of this kind in messages.
+
+    Raises `BadSetting` as `planned` does, and for an option that the kind does not take.
+    """
+    given = {option: value for option, value in (asked or {}).items() if value is not None}
+    plan = planned(target, kind.usual, given)
+    if ignored := [option for option in given if option not in (*kind.takes, "variation")]:
+        raise BadSetting(f"{ignored[0]} is {given[ignored[0]]!r}, but {name} do not use it; leave it out")
+    return plan
+
+
 def usual_taps(layers: int) -> tuple[int, ...]:
     """Return the hidden states that heads read by default: after the first layers, in the middle, and before the last ones.
 
-    A target with few layers has fewer, distinct ones.
+    A target with few layers has fewer taps, each once.
     """
     return tuple(sorted({min(2, layers), layers // 2, max(layers - 3, 0)}))

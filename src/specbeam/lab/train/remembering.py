@@ -1,4 +1,4 @@
-"""The loop that trains a memory (HMT), through segments, with a state on disk that a killed run goes on from."""
+"""The loop that trains a memory (HMT) through segments, with a state on disk from which a killed run resumes."""
 
 import math
 import time
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from specbeam.doors import is_integer, require
 from specbeam.errors import BadSetting, one_of
-from specbeam.lab.train.fitting import rate_factor
+from specbeam.lab.train.fitting import rate_factor, set_rates, take_step
 from specbeam.lab.train.state import STATE_S, keep_state, resume_from, write_curve
 from specbeam.models.memory import MemoryPlan, Recall, SegmentReader
 
@@ -43,22 +43,22 @@ class MemoryDocument(NamedTuple):
 
 @dataclass(frozen=True)
 class MemorySchedule:
-    """How long and how hard to train a memory.
+    """Duration and rates of the training of a memory.
 
     Args:
-        stages: (segments, steps) one after the other: the number of segments of a text, and the number of steps with such.
-        previous_steps: steps before these, with two segments of which the second sees the memory of the first (RMT): the
-            first stage of the paper.
+        stages: pairs (segments, steps), one after the other: the number of segments of a text, and the number of steps.
+        previous_steps: number of steps before the stages, with two segments of which the second sees the memory of the
+            first (RMT): the first stage of the paper.
         batch: number of texts of a step.
-        rate: learning rate of the model; a frozen one has none.
+        rate: learning rate of the model; none for a frozen model.
         memory_rate: learning rate of the memory's own weights.
-        frozen: leave the model as it is, and train the memory's own weights alone.
-        loss_on: "all": all tokens. "last": tokens of the last segment of a text.
+        frozen: train the memory's own weights only.
+        loss_on: tokens of the loss: "all", or "last" for the last segment of each text.
         depth: number of segments that gradients go through; None: all of a text.
-        warm: the part of all steps in which rates rise.
-        decay: the part of all steps, at the end, in which rates fall to zero.
-        check_every: steps between two checks on held-out texts.
-        seed: the same seed gives the same texts and the same first weights.
+        warm: share of all steps in which rates rise.
+        decay: share of all steps, at the end, in which rates fall to zero.
+        check_every: number of steps between two checks on held-out texts.
+        seed: the same seed gives the same texts and the same initial weights.
     """
 
     stages: tuple[tuple[int, int], ...] = ((2, 200), (4, 300))
@@ -92,9 +92,7 @@ class MemorySchedule:
         require(is_count, "previous_steps", self.previous_steps, "an integer of at least 0")
         require(self.rate > 0, "rate", self.rate, "above 0")
         if self.frozen and self.rate != RATE:
-            raise BadSetting(
-                f"rate is {self.rate}, and a frozen model does not learn; leave it out, or give memory_rate"
-            )
+            raise BadSetting(f"rate is {self.rate}, but the model is frozen; leave it out, or give memory_rate")
         require(self.memory_rate > 0, "memory_rate", self.memory_rate, "above 0")
         one_of("loss_on", self.loss_on, get_args(LossOn))
         is_depth = self.depth is None or (is_integer(self.depth) and self.depth >= 1)
@@ -120,21 +118,21 @@ class MemorySchedule:
         raise IndexError(f"there is no step {step}")
 
     def rate_factor(self, part: float) -> float:
-        """Return what rates are multiplied with after this part of all steps: they rise, stay, and fall to zero."""
+        """See the function `rate_factor`."""
         return rate_factor(part, self.warm, self.decay)
 
 
 @dataclass(frozen=True)
 class MemoryPoint:
-    """A point of the curve of training. Held-out figures are means over tokens, in nats."""
+    """A point of the training curve. Held-out figures are means over tokens, in nats."""
 
     step: int
-    seconds: float  # of training so far, all runs of a resumed training together
+    seconds: float  # of training so far, summed over all runs
     loss: float  # mean since the point before; NaN at the first
     held_out: float  # surprise of a token
-    later: float  # the same, of tokens after the ones that make the segment's query
-    forgetful: float  # surprise of a token if nothing is recalled, by the same weights
-    answers: float  # share of answers of which each token is the likeliest; NaN without answers
+    later: float  # the same, of tokens after those that make the segment's query
+    forgetful: float  # surprise of a token without recall, by the same weights
+    answers: float  # share of answers whose tokens are all the likeliest; NaN without answers
 
 
 class MemoryTraining:
@@ -143,7 +141,7 @@ class MemoryTraining:
     Args:
         documents: texts for training.
         held_out: texts for checks.
-        folder: where the state is kept.
+        folder: folder of the state.
     """
 
     def __init__(
@@ -175,7 +173,7 @@ class MemoryTraining:
         self.curve: list[MemoryPoint] = []
 
     def run(self) -> Iterator[int]:
-        """Train to the end; yield the number of steps after each. The state is kept each minute and at each check."""
+        """Train to the end; yield the number of steps after each. The state is saved each minute and at each check."""
         if not self.curve:
             self._add_point()
         kept = time.monotonic()
@@ -201,14 +199,11 @@ class MemoryTraining:
         if self.step < schedule.previous_steps:
             plan = MemoryPlan(plan.segment, plan.sensory, plan.memories, plan.share, "previous", plan.query)
         factor = schedule.rate_factor((self.step + 0.5) / schedule.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = factor * group["peak"]
+        set_rates([self.optimizer], factor)
         reader = SegmentReader(self.model, self.recall, plan, schedule.depth)
         self.losses.append(learn_texts(reader, texts, schedule.loss_on, self.device))
         learnt = [weight for group in self.optimizer.param_groups for weight in group["params"]]
-        nn.utils.clip_grad_norm_(learnt, 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        take_step([self.optimizer], learnt)
         self.step += 1
 
     def _add_point(self) -> None:
@@ -219,7 +214,7 @@ class MemoryTraining:
         write_curve(self.folder, self.curve)
 
     def keep(self) -> None:
-        """Write the state to disk: a whole file, or the one before stays."""
+        """Write the state to disk, atomically."""
         state = {
             "recall": self.recall.state_dict(),
             "model": None if self.schedule.frozen else self.model.state_dict(),

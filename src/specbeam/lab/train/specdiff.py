@@ -1,11 +1,9 @@
-"""SpecDiff heads to be trained, their files, in specbeam's format, and their additional loss.
+"""New SpecDiff heads, which are denoisers of masked diffusion (arXiv 2408.05636), and their additional loss.
 
-They are denoisers of masked diffusion (arXiv 2408.05636). Of the blocks of a lesson, one part is learnt with all drafts
-masked, as for drafts in one step, by the target's laws. In each block of the other part a random share of the drafts is
-masked, and these are learnt by the tokens that the target drew.
+A part of the blocks is learned with all drafts masked, as for drafts in one step, from the target's laws. In each other
+block a random share of the drafts is masked and learned from the tokens that the target drew.
 """
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,16 +12,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from specbeam.lab.train.dspark import mask_of
-from specbeam.lab.train.eagle3 import first_weights, layer_sizes, own_embedding, own_head
-from specbeam.lab.train.head_files import target_rope, write_head
+from specbeam.lab.train.eagle3 import first_weights, layer_sizes, own_embedding, shared_head
+from specbeam.lab.train.head_files import target_rope
 from specbeam.lab.train.losses import Lesson
 from specbeam.lab.train.plan import HeadPlan
-from specbeam.models.heads import NO_TOKEN, BlockShape, Denoiser, Head, Rotary, ScoredTrees, own_config
+from specbeam.models.heads import NO_TOKEN, BlockShape, Denoiser, Head, Rotary, ScoredTrees
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LARGEST = 10.0  # weight of a masked draft: blocks of which hardly any is masked would count beyond measure
+LARGEST = 10.0  # weight of a masked draft; without a limit, blocks with few masked drafts would dominate
 
 
 def new_specdiff(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, " draft_vocab"] | None) -> Denoiser:
@@ -42,20 +40,12 @@ def new_specdiff(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor
         first_row=1,
         draft_vocab=plan.draft_vocab,
     )
-    logits = own_head(target, tokens)
-    logits.weight.requires_grad_(tokens is not None)
+    logits = shared_head(target, tokens)
     head = Denoiser(shape, Rotary(sizes, *target_rope(target)), own_embedding(target), logits, tokens)
     first_weights(head)
     unused = torch.tensor(mask_of(target), device=head.embed_tokens.weight.device)
     head.mask_embedding.data = head.embed_tokens(unused).detach().clone()
     return head
-
-
-def save_specdiff(head: Head, target: "PreTrainedModel", plan: HeadPlan, folder: Path) -> None:
-    """Write a SpecDiff head in specbeam's format, without the target's weights."""
-    assert isinstance(head, Denoiser)
-    leaves_out = ("embed_tokens.",) if head.tokens is not None else ("embed_tokens.", "lm_head.")
-    write_head(head, own_config("specdiff", head, target), folder, target, leaves_out)
 
 
 def masked_lesson(head: Head, trees: ScoredTrees, learnt: Bool[Tensor, "rows length"], plan: HeadPlan) -> Lesson:

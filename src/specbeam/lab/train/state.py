@@ -1,4 +1,4 @@
-"""The state of a training on disk, from which a killed one resumes, and its learning curve."""
+"""The state of a training on disk, from which a killed run resumes, and its curve."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -17,19 +17,19 @@ STATE = "state.pt"
 
 
 def keep_state(folder: Path, state: dict[str, Any]) -> None:
-    """Write the state of a training: a whole file, or the one before stays."""
+    """Write the state of a training, atomically."""
     with whole(folder / STATE) as part, part.open("wb") as file:
         torch.save(state, file)
 
 
 def resume_from(folder: Path, device: torch.device, restore: Callable[[dict[str, Any]], None]) -> bool:
-    """Pass the state on disk to `restore`. Returns False without one; raises `BadSetting` if it is broken."""
+    """Pass the state on disk to `restore`. Returns False without a state; raises `BadSetting` if it is broken."""
     path = folder / STATE
     if not path.exists():
         return False
 
     def restore_whole() -> None:
-        with ZipFile(path) as records:  # torch does not look at the sums that it writes
+        with ZipFile(path) as records:  # torch does not check its checksums
             broken = records.testzip()
         if broken is not None:
             raise ValueError(f"the record {broken} is damaged")
@@ -40,6 +40,6 @@ def resume_from(folder: Path, device: torch.device, restore: Callable[[dict[str,
 
 
 def write_curve(folder: Path, points: Sequence[Any]) -> None:
-    """Write the curve of a training, a line of JSON for each point, which is a dataclass."""
+    """Write the curve of a training, a line of JSON per point (a dataclass)."""
     lines = [as_json(asdict(point)) for point in points]
     write_whole(folder / "curve.jsonl", ("\n".join(lines) + "\n").encode())

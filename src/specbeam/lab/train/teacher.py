@@ -1,4 +1,4 @@
-"""A target's hidden states on trees of tokens, which heads draft from."""
+"""A target's hidden states on trees of tokens, from which heads draft."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,7 @@ def hidden_states(
 
             handles.append(layers[-1].register_forward_hook(keep_output))
     try:
-        # Heads read unrounded states in drafting, too.
+        # As in drafting, heads read unrounded states.
         with torch.autocast(batch.tokens.device.type, enabled=False):
             last = model.base_model(
                 input_ids=batch.tokens,

@@ -1,4 +1,4 @@
-"""Trees of tokens that a target drew, with the target's law at each node that has children; kept in files of many trees."""
+"""Trees of tokens that a target drew, with the target's law at each node that has children, in files of many trees."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +16,8 @@ Read = TypeVar("Read")
 class Trees(NamedTuple):
     """Many trees in flat arrays. A tree is its prompt, which is a chain, and the beams that grew below it.
 
-    The nodes of a tree stand side by side, parents before children. A node that the target drew children of has a weight,
-    which is their number, and a law: the probabilities of the target's likeliest tokens at temperature 1.
+    The nodes of a tree are contiguous, parents before children. A node with children has a weight, the number of draws below
+    it, and a law: the probabilities of the target's likeliest tokens at temperature 1.
     """
 
     starts: Int64[np.ndarray, " trees+1"]  # the first node of each tree, and the number of nodes
@@ -39,7 +39,7 @@ class Trees(NamedTuple):
         return np.diff(self.starts)
 
     def first(self, trees: int) -> "Trees":
-        """Return the first trees alone; their laws stay where they are."""
+        """Return the first trees, with all laws."""
         starts = self.starts[: trees + 1]
         nodes = slice(0, int(starts[-1]))
         return self._replace(
@@ -51,13 +51,13 @@ class Trees(NamedTuple):
         )
 
     def save(self, path: Path) -> None:
-        """Write a file that is either whole or not there."""
+        """Write a file, atomically."""
         with whole(path) as part, part.open("wb") as file:
             np.savez(file, **self._asdict())
 
     @classmethod
     def read(cls, path: Path) -> "Trees":
-        """Read a file that `save` wrote. Raises `BadSetting` if it holds something else."""
+        """Read a file that `save` wrote. Raises `BadSetting` for any other file."""
 
         def arrays_of_file() -> "Trees":
             with np.load(path) as arrays:
@@ -67,7 +67,7 @@ class Trees(NamedTuple):
 
     @staticmethod
     def count(path: Path) -> int:
-        """Return the number of trees in a file, without reading them. Raises `BadSetting` if it holds something else."""
+        """Return the number of trees in a file, without reading them. Raises `BadSetting` for any other file."""
 
         def count_of_file() -> int:
             with np.load(path) as arrays:
@@ -77,15 +77,15 @@ class Trees(NamedTuple):
 
 
 def read_or_refuse(path: Path, read: Callable[[], Read]) -> Read:
-    """Return what `read` reads of a file of a training; raise `BadSetting`, which names the file, if it is broken."""
+    """Return the result of `read`, which reads a file of a training. Raises `BadSetting` if it is broken."""
     try:
         return read()
-    except Exception as error:  # what readers of archives and pickles raise of broken bytes is not to be listed
+    except Exception as error:  # readers of archives and pickles raise all kinds of errors for broken bytes
         raise BadSetting(f"{path} is broken ({type(error).__name__}: {error}); delete it, or the folder") from error
 
 
 class TreeBeingDrawn:
-    """One tree while the target draws it.
+    """A tree that the target is drawing.
 
     Args:
         prompt: the tokens of the prompt, at least one.
@@ -102,7 +102,7 @@ class TreeBeingDrawn:
         self.logp: list[np.ndarray] = []
 
     def add_law(self, beam: int, ids: np.ndarray, logp: np.ndarray) -> None:
-        """Note the law of the target at a live beam."""
+        """Store the law of the target at a live beam."""
         self.law_of[self.live[beam]] = len(self.ids)
         self.ids.append(ids)
         self.logp.append(logp)
