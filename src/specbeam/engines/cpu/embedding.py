@@ -71,14 +71,19 @@ def _widen_bfloat16(table: Array, token: int, out: Array) -> None:
 
 
 def _widen_float16(table: Array, token: int, out: Array) -> None:
-    row = table[token].view(np.uint16)
+    widen_halves(table[token].view(np.uint16), out)
+
+
+@compiled
+def widen_halves(halves: Array, out: Array) -> None:
+    """Write float16 numbers, given by their bits, uint16[n], to out, float32[n]: exactly, without float16 instructions."""
     bits = out.view(np.uint32)
-    for place in range(len(row)):
-        bits[place] = (np.uint32(row[place]) & np.uint32(0x7FFF)) << np.uint32(13)
-    for place in range(len(row)):
+    for place in range(len(halves)):
+        bits[place] = (np.uint32(halves[place]) & np.uint32(0x7FFF)) << np.uint32(13)
+    for place in range(len(halves)):
         out[place] *= FLOAT16_SCALE
-    for place in range(len(row)):
-        bits[place] |= (np.uint32(row[place]) & np.uint32(0x8000)) << np.uint32(16)
+    for place in range(len(halves)):
+        bits[place] |= (np.uint32(halves[place]) & np.uint32(0x8000)) << np.uint32(16)
 
 
 if compiling.AVAILABLE:

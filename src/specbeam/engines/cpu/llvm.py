@@ -8,6 +8,7 @@ from specbeam.core.compiling.compiler import AVAILABLE
 
 if AVAILABLE:
     from llvmlite import ir
+    from numba import types
 
     INDEX = ir.IntType(64)
     WORD = ir.IntType(32)
@@ -179,3 +180,11 @@ def places_in(context: Any, builder: Any, signature: Any, args: Any, starts: Any
         data = context.make_array(signature.args[number])(context, builder, args[number]).data
         pointers.append(builder.gep(data, [start]))
     return pointers
+
+
+def numbers_in(context: Any, builder: Any, kind: Any, numbers: Any) -> list[Any]:
+    """Return the registers of a tuple of integers, of 64 bits each."""
+    found = []
+    for place, one in enumerate(kind.types):
+        found.append(context.cast(builder, builder.extract_value(numbers, place), one, types.int64))
+    return found

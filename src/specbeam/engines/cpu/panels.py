@@ -29,6 +29,7 @@ from specbeam.core.compiling.threads import allowed_threads
 from specbeam.core.compiling.uncounted import chosen_without_counts, compiled_without_counts
 from specbeam.engines.arrays import AnyArray, Dense, Panels
 from specbeam.engines.cpu import tiles
+from specbeam.engines.cpu.embedding import widen_halves
 from specbeam.engines.cpu.laying import lay_out_bytes, lay_out_groups, lay_out_words
 from specbeam.engines.cpu.nibbles import nibbles_as_float32, rounded_nibbles, write_nibbles
 from specbeam.engines.cpu.rounding import BYTES_PER_WORD, GROUP, ZERO, rounded_row
@@ -36,24 +37,20 @@ from specbeam.engines.cpu.shares import (
     COLUMNS,
     COUNT,
     DEPTH,
-    FORMS,
-    FUNCTION,
     LENGTH,
     OUT,
     PACKED,
     PANELS,
     ROWS,
-    SHARES,
     SIZE,
     THREADS,
-    WORDS,
-    finish,
-    publish,
+    has_form,
+    memory_of,
+    part_of,
+    share_out,
     shares_of,
-    take,
-    wait_for_all,
 )
-from specbeam.engines.cpu.sums import FLOAT16_SCALE, MOST, STEP, WIDTH, write_sums
+from specbeam.engines.cpu.sums import MOST, STEP, WIDTH, Places, write_sums
 
 if compiling.AVAILABLE:
     from numba import types
@@ -312,14 +309,8 @@ def _as_float32(panel: Array, depth: int) -> Array:
 
 def _halves_as_float32(panel: Array, depth: int) -> Array:
     halves = panel.view(np.uint16)
-    words = np.empty(len(halves), dtype=np.uint32)
-    found = words.view(np.float32)
-    for place in range(len(halves)):
-        words[place] = (np.uint32(halves[place]) & np.uint32(0x7FFF)) << np.uint32(13)
-    for place in range(len(halves)):
-        found[place] *= FLOAT16_SCALE
-    for place in range(len(halves)):
-        words[place] |= (np.uint32(halves[place]) & np.uint32(0x8000)) << np.uint32(16)
+    found = np.empty(len(halves), dtype=np.float32)
+    widen_halves(halves, found)
     return found
 
 
@@ -368,10 +359,10 @@ def _multiply_panel_in_parts(
     later_stride = (WIDTH + count - 1) // count if count > 1 else 0
     for part in range(count):
         start = part * rows // count
-        write_sums(
-            (part + 1) * rows // count - start, flat, panel * words, WIDTH, transposed, start * each, result,
-            start * columns + panel * WIDTH, columns, depth, (panel + 1) * words + part * words // count, later_stride,
-        )  # fmt: skip
+        goal = start * columns + panel * WIDTH
+        later = (panel + 1) * words + part * words // count
+        places = Places(panel * words, WIDTH, start * each, 0, goal, columns, depth, later, later_stride)
+        write_sums((part + 1) * rows // count - start, flat, transposed, result, places)
 
 
 @compiled
@@ -384,10 +375,9 @@ def _multiply_unpacked(panels: Array, panel: int, transposed: Array, rows: int, 
     numbers = unpacked(panels[panel], depth)
     for part in range(count):
         start = part * rows // count
-        write_sums(
-            (part + 1) * rows // count - start, numbers, 0, WIDTH, transposed, start * each, result,
-            start * columns + panel * WIDTH, columns, depth, 0, 0,
-        )  # fmt: skip
+        goal = start * columns + panel * WIDTH
+        places = Places(0, WIDTH, start * each, 0, goal, columns, depth, 0, 0)
+        write_sums((part + 1) * rows // count - start, numbers, transposed, result, places)
 
 
 def _begin_nothing(packed: Array, panels: Array) -> None:
@@ -427,19 +417,11 @@ def _multiply_some(panels: Array, first: int, stop: int, packed: Array, rows: in
 
 
 @compiled
-def _multiply_share(team: Array, share: int, panels: Array, packed: Array, rows: int, depth: int, out: Array) -> None:
-    count = len(panels)
-    each = team[SHARES]
-    _multiply_some(panels, share * count // each, (share + 1) * count // each, packed, rows, depth, out)
-
-
-@compiled
 def _multiply_with_team(x: Array, panels: Array, out: Array, address: int) -> None:
     """Do `multiply` by the products of these panels, with the team whose memory is at this address."""
-    team = carray(pointer_to(address), (WORDS,), np.int64)
+    team = memory_of(address)
     rows, depth = x.shape
     packed = packed_rows(x, panels)
-    team[FUNCTION] = team[FORMS + form_of(panels)]
     team[PANELS] = panels.ctypes.data
     team[COUNT] = panels.shape[0]
     team[SIZE] = panels.shape[1]
@@ -449,20 +431,8 @@ def _multiply_with_team(x: Array, panels: Array, out: Array, address: int) -> No
     team[DEPTH] = depth
     team[OUT] = out.ctypes.data
     team[COLUMNS] = out.shape[1]
-    _share_out(team, panels, packed, rows, depth, out)
-
-
-@compiled
-def _share_out(team: Array, panels: Array, packed: Array, rows: int, depth: int, out: Array) -> None:
-    """Do the product that the memory of the team describes, with helpers. The caller keeps the arrays until then."""
     shares = shares_of(len(panels), panels.itemsize * panels.shape[1], team[THREADS])
-    publish(team, shares)
-    share = take(team)
-    while share >= 0:
-        _multiply_share(team, share, panels, packed, rows, depth, out)
-        finish(team)
-        share = take(team)
-    wait_for_all(team, shares)
+    share_out(address, form_of(panels), shares, packed)
 
 
 def _share_function(kind: Any, of_rows: Any) -> Any:
@@ -474,11 +444,12 @@ def _share_function(kind: Any, of_rows: Any) -> Any:
     """
 
     def do_share(address: int, share: int) -> None:
-        team = carray(pointer_to(address), (WORDS,), np.int64)
+        team = memory_of(address)
         panels = carray(pointer_to(team[PANELS]), (team[COUNT], team[SIZE]), kind)
         packed = carray(pointer_to(team[PACKED]), (team[LENGTH],), of_rows)
         out = carray(pointer_to(team[OUT]), (team[ROWS], team[COLUMNS]), np.float32)
-        _multiply_share(team, share, panels, packed, team[ROWS], team[DEPTH], out)
+        first, stop = part_of(team, share)
+        _multiply_some(panels, first, stop, packed, team[ROWS], team[DEPTH], out)
 
     source = _source_of(do_share)
     source.__name__ = f"do_share_{np.dtype(kind).name}"  # by which numba finds its code in memory and on disk
@@ -508,13 +479,6 @@ def _multiply(x: Array, panels: Array, out: Array, threads: int) -> None:
         _multiply_with_team(x, panels, out, threads)
     else:
         _multiply_alone(x, panels, out)
-
-
-@compiled
-def has_form(address: int, form: int) -> bool:
-    """Return whether the helpers of a team have learned a form."""
-    team = carray(pointer_to(address), (WORDS,), np.int64)
-    return bool(team[FORMS + form] != 0)
 
 
 @compiled

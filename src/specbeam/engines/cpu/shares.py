@@ -10,10 +10,12 @@ taken: both are read and counted up in one operation. The rest of the descriptio
 until all of its shares are done.
 """
 
+from typing import Any
+
 import numpy as np
 
 from specbeam.core import compiling
-from specbeam.core.compiling.atomics import add_shared, load_shared, pause, store_shared
+from specbeam.core.compiling.atomics import add_shared, carray, load_shared, pause, pointer_to, store_shared
 from specbeam.core.compiling.compiler import Array, compiled
 
 if compiling.AVAILABLE:
@@ -55,6 +57,18 @@ def shares_of(count: int, panel_bytes: int, threads: int) -> int:
 
 
 @compiled
+def memory_of(address: int) -> Array:
+    """Return the memory of the team at an address."""
+    return carray(pointer_to(address), (WORDS,), np.int64)
+
+
+@compiled
+def has_form(address: int, form: int) -> bool:
+    """Return whether the helpers of the team at an address have a function for the shares of a form."""
+    return bool(memory_of(address)[FORMS + form] != 0)
+
+
+@compiled
 def publish(team: Array, shares: int) -> None:
     """Let all threads take shares of the product that the memory of the team describes."""
     team[SHARES] = shares
@@ -80,11 +94,46 @@ def finish(team: Array) -> None:
 
 
 @compiled
-def wait_for_all(team: Array, shares: int) -> None:
-    """Wait until all shares are done."""
+def share_out(address: int, form: int, shares: int, kept: Any) -> None:
+    """Do the work that the memory of the team at an address describes, together with helpers.
+
+    Args:
+        form: number of the function that does a share.
+        kept: arrays of the caller that the memory refers to by address: numba frees an array after its last use.
+    """
+    team = memory_of(address)
+    team[FUNCTION] = team[FORMS + form]
+    publish(team, shares)
+    share = take(team)
+    while share >= 0:
+        call_at(team[FUNCTION], (address, share))
+        finish(team)
+        share = take(team)
     looks = 0
     while load_shared(team, DONE) < shares:
         looks = rest(team, looks)
+
+
+@compiled
+def part_of(team: Array, share: int) -> tuple[int, int]:
+    """Return the first of the panels or tasks in a share, and one past the last."""
+    count = team[COUNT]
+    shares = team[SHARES]
+    return share * count // shares, (share + 1) * count // shares
+
+
+@compiled
+def describe(call: Array, array: Array) -> None:
+    """Write the address and the shape of an array to a description, int64[1 + dimensions or more]."""
+    call[0] = array.ctypes.data
+    for axis in range(array.ndim):
+        call[1 + axis] = array.shape[axis]
+
+
+@compiled
+def described(call: Array, kind: Any) -> Array:
+    """Return the matrix of this dtype that was described; see `describe`."""
+    return carray(pointer_to(call[0]), (call[1], call[2]), kind)
 
 
 @compiled

@@ -4,8 +4,8 @@ The panel is streamed through registers, while the sums stay in other registers.
 that the result of a row does not depend on the other rows.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from specbeam.engines.cpu.llvm import (
     CodeWriter,
     Value,
     constant,
+    numbers_in,
     places_in,
     spread_out,
 )
@@ -52,6 +53,20 @@ _AHEAD = 32  # words of a column by which prefetching is ahead of the sums
 _STEPS_PER_NIBBLES = 8  # steps of depth in a word of numbers of 4 bits
 _LOWER = 0x0F0F0F0F  # the lower half of each byte
 FLOAT16_SCALE = np.float32(2.0**112)  # float32 exponents count from 127, those of float16 from 15
+
+
+class Places(NamedTuple):
+    """Where `write_sums` finds its numbers in flat arrays: indices of their first words, and strides in words."""
+
+    weights: Any  # index of the panel
+    stride: Any  # between steps of depth of the panel
+    x: Any
+    x_pitch: Any  # between rows of x, where these are not transposed
+    out: Any
+    out_stride: Any  # between rows of the result
+    depth: Any  # number of steps
+    later: Any  # index of what is prefetched
+    later_stride: Any  # between the lines that are prefetched
 
 
 class _Loop(CodeWriter):
@@ -304,10 +319,7 @@ class _LoopOfNibbles(_LoopOfBytes):
 if compiling.AVAILABLE:
 
     @intrinsic
-    def write_sums(
-        typing: Any, rows: Any, weights: Any, at: Any, stride: Any, x: Any, x_at: Any, out: Any, out_at: Any,
-        out_stride: Any, depth: Any, later_at: Any, later_stride: Any,
-    ) -> Any:  # fmt: skip
+    def write_sums(typing: Any, rows: Any, weights: Any, x: Any, out: Any, places: Any) -> Any:
         """Write the products of 1 to `MOST` rows with the columns of one panel to `out`.
 
         out[out_at + row * out_stride + column] = sum over steps of x[x_at + step * rows + row] *
@@ -321,51 +333,49 @@ if compiling.AVAILABLE:
         a column: the next panel is then in the cache when its turn comes.
         """
 
-        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            number, _, at, stride, _, x_at, _, out_at, out_stride, depth, later_at, later_stride = args
-            later_at = builder.sub(later_at, at)  # the pointer to the weights is that of this panel
-            weights, x, out = places_in(context, builder, signature, args, ((1, at), (4, x_at), (6, out_at)))
-            kind = signature.args[1].dtype
-            if kind in (types.int16, types.uint64):  # the registers are words in any case
-                weights = builder.bitcast(weights, WORD.as_pointer())
-            if kind == types.uint8:
-                weights = builder.bitcast(weights, HALF_WORD.as_pointer())
+        def loop_of(builder: Any, rows: int, kind: Any, places: Places) -> _Loop:
+            loop = _loop(builder, rows, kind)
+            # The pointer to the weights is that of this panel.
+            loop.later = (builder.sub(places.later, places.weights), places.later_stride)
+            return loop
 
-            def write(rows: int) -> None:
-                loop = _loop(builder, rows, kind)
-                loop.later = (later_at, later_stride)
-                loop.write(weights, stride, x, out, out_stride, depth)
-
-            _write_for_each(builder, number, write)
-            return context.get_dummy_value()
-
-        sizes = types.int64
-        return types.void(sizes, weights, sizes, sizes, x, sizes, out, sizes, sizes, sizes, sizes, sizes), code
+        return types.void(types.int64, weights, x, out, places), _code_of_sums(loop_of)
 
     @intrinsic
-    def write_row_sums(
-        typing: Any, rows: Any, weights: Any, at: Any, stride: Any, x: Any, x_at: Any, x_pitch: Any, out: Any, out_at: Any,
-        out_stride: Any, depth: Any,
-    ) -> Any:  # fmt: skip
-        """Write what `write_sums` writes, of rows of x that are not transposed: `x_pitch` apart.
+    def write_row_sums(typing: Any, rows: Any, weights: Any, x: Any, out: Any, places: Any) -> Any:
+        """Do `write_sums` for rows of x that are not transposed: `Places.x_pitch` apart.
 
         Weights are float32, or uint16, the bits of bfloat16 numbers.
         """
 
-        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            number, _, at, stride, _, x_at, x_pitch, _, out_at, out_stride, depth = args
-            weights, x, out = places_in(context, builder, signature, args, ((1, at), (4, x_at), (7, out_at)))
-            is_words = signature.args[1].dtype == types.uint16
+        def loop_of(builder: Any, rows: int, kind: Any, places: Places) -> _Loop:
+            loop = _LoopOfWords if kind == types.uint16 else _Loop
+            return loop(builder, rows, x_pitch=places.x_pitch)
 
-            def write(rows: int) -> None:
-                kind = _LoopOfWords if is_words else _Loop
-                kind(builder, rows, x_pitch=x_pitch).write(weights, stride, x, out, out_stride, depth)
+        return types.void(types.int64, weights, x, out, places), _code_of_sums(loop_of)
 
-            _write_for_each(builder, number, write)
-            return context.get_dummy_value()
 
-        sizes = types.int64
-        return types.void(sizes, weights, sizes, sizes, x, sizes, sizes, out, sizes, sizes, sizes), code
+def _code_of_sums(loop_of: Callable[[Any, int, Any, Places], _Loop]) -> Callable[..., Any]:
+    """Return the function that writes the code of `write_sums`, by the loops for numbers of rows and a dtype of weights."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        places = Places(*numbers_in(context, builder, signature.args[4], args[4]))
+        starts = ((1, places.weights), (2, places.x), (3, places.out))
+        weights, x, out = places_in(context, builder, signature, args, starts)
+        kind = signature.args[1].dtype
+        if kind in (types.int16, types.uint64):  # the registers are words in any case
+            weights = builder.bitcast(weights, WORD.as_pointer())
+        if kind == types.uint8:
+            weights = builder.bitcast(weights, HALF_WORD.as_pointer())
+
+        def write(rows: int) -> None:
+            loop = loop_of(builder, rows, kind, places)
+            loop.write(weights, places.stride, x, out, places.out_stride, places.depth)
+
+        _write_for_each(builder, args[0], write)
+        return context.get_dummy_value()
+
+    return code
 
 
 def _write_for_each(builder: Any, number: Any, write: Any) -> None:

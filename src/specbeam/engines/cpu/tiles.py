@@ -14,14 +14,14 @@ import ctypes
 import os
 import platform
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from specbeam.core import compiling
 from specbeam.core.compiling.compiler import Array, compiled
 from specbeam.core.compiling.uncounted import compiled_without_counts
-from specbeam.engines.cpu.llvm import TO_FIRST_CACHE, CodeWriter, Value, places_in, spread_out
+from specbeam.engines.cpu.llvm import TO_FIRST_CACHE, CodeWriter, Value, numbers_in, places_in, spread_out
 from specbeam.engines.cpu.rounding import BYTES_PER_WORD, rounded_row
 from specbeam.engines.cpu.sums import WIDTH
 
@@ -53,6 +53,18 @@ else:
     write_tile_sums: Any = None  # never called without numba
     begin_tiles: Any = None
     release_tiles: Any = None
+
+
+class BlockPlaces(NamedTuple):
+    """Where `write_tile_sums` finds its numbers in flat arrays: indices of their first words, and sizes."""
+
+    weights: Any  # index of the panel
+    words: Any  # of a column
+    x: Any  # index of the block
+    rows: Any  # of a block
+    scales: Any  # index, in x, of the scales of these rows, if they are bytes
+    out: Any  # index of the result
+    columns: Any  # of the result
 
 
 def _permitted() -> bool:
@@ -188,10 +200,7 @@ class _PanelOfBytes(_Panel):
 if compiling.AVAILABLE:
 
     @intrinsic
-    def write_tile_sums(
-        typing: Any, weights: Any, at: Any, words: Any, x: Any, x_at: Any, rows: Any, both: Any, scales_at: Any, out: Any,
-        out_at: Any, columns: Any,
-    ) -> Any:  # fmt: skip
+    def write_tile_sums(typing: Any, weights: Any, x: Any, out: Any, both: Any, places: Any) -> Any:
         """Write the products of a block of rows of x with one panel to `out`; if `both`, of the next block too.
 
         out[out_at + row * columns + column] = sum over depth of x times the panel that begins at weights[at]
@@ -206,14 +215,15 @@ if compiling.AVAILABLE:
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             kinds = signature.args
-            starts = ((0, args[1]), (3, args[4]), (3, args[7]), (8, args[9]))
+            where = BlockPlaces(*numbers_in(context, builder, kinds[4], args[4]))
+            starts = ((0, where.weights), (1, where.x), (1, where.scales), (2, where.out))
             weights, x, scales, out = places_in(context, builder, signature, args, starts)
             kind = _PanelOfBytes if kinds[0].dtype == types.int32 else _Panel
-            panel = kind(builder, (weights, x, scales, out), (args[2], args[5]))
-            pitch = (Value(builder, args[10]) * 4).register
-            left = Value(builder, args[2]) % _WORDS
+            panel = kind(builder, (weights, x, scales, out), (where.words, where.rows))
+            pitch = (Value(builder, where.columns) * 4).register
+            left = Value(builder, where.words) % _WORDS
             with builder.if_else(left < 1) as (fills, leaves):
-                with fills, builder.if_else(args[6]) as (two, one):
+                with fills, builder.if_else(args[3]) as (two, one):
                     with two:
                         panel.write(2, (4, 5), 6, None, pitch)
                     with one:
@@ -222,8 +232,7 @@ if compiling.AVAILABLE:
                     panel.write(1, (2,), 3, (5, 6), pitch)
             return context.get_dummy_value()
 
-        sizes = types.int64
-        return types.void(weights, sizes, sizes, x, sizes, sizes, types.boolean, sizes, out, sizes, sizes), code
+        return types.void(weights, x, out, types.boolean, places), code
 
     @intrinsic
     def begin_tiles(typing: Any, shape: Any) -> Any:
@@ -348,11 +357,11 @@ def _multiply_blocks(
     while block < stop:
         start = _start(block, each, rows)
         both = words % _WORDS == 0 and block + 1 < stop and _start(block + 1, each, rows) == start + each
-        write_tile_sums(
-            weights.reshape(-1), panel * weights.shape[1], words, packed,
-            _SHAPE + block * block_words, each, both, scales_at + block * each, result,
-            start * columns + panel * WIDTH, columns,
-        )  # fmt: skip
+        first = _SHAPE + block * block_words
+        goal = start * columns + panel * WIDTH
+        scales = scales_at + block * each
+        places = BlockPlaces(panel * weights.shape[1], words, first, each, scales, goal, columns)
+        write_tile_sums(weights.reshape(-1), packed, result, both, places)
         block += 2 if both else 1
 
 

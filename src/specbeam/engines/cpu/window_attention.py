@@ -16,28 +16,26 @@ import numpy as np
 from specbeam.core.compiling.atomics import carray, pointer_to
 from specbeam.core.compiling.compiler import Array, compiled
 from specbeam.core.compiling.uncounted import compiled_without_counts
-from specbeam.engines.cpu.attention import ATTENTION_FORM_OF
+from specbeam.engines.cpu.attention import ATTENTION_FORM_OF, SHARES_EACH
 from specbeam.engines.cpu.odds import write_odds
-from specbeam.engines.cpu.panels import has_form, part_count
+from specbeam.engines.cpu.panels import part_count
 from specbeam.engines.cpu.shares import (
     COUNT,
-    FORMS,
-    FUNCTION,
     PANELS,
-    SHARES,
     THREADS,
-    WORDS,
-    finish,
-    publish,
-    take,
-    wait_for_all,
+    describe,
+    described,
+    has_form,
+    memory_of,
+    part_of,
+    share_out,
 )
-from specbeam.engines.cpu.sums import STEP, WIDTH, write_sums
+from specbeam.engines.cpu.sums import STEP, WIDTH, Places, write_sums
 
-FORM = max(ATTENTION_FORM_OF.values()) + 1  # its number in the memory of a team, after the forms of attention to caches
-_SHARES_EACH = 4  # of tasks for each thread
-# Places in the description of a call, int64[`_FIELDS`].
-_QKV, _ROWS, _COLUMNS, _ENDS, _WINDOWS, _OUT, _WIDE, _HEADS, _SIZE, _SCALE, _FIELDS = range(11)
+FORM = max(ATTENTION_FORM_OF.values()) + 1  # number in the memory of a team, after the forms of attention to caches
+# Places in the description of a call, int64[`_FIELDS`]: the address and the shape of each array, and numbers.
+_QKV, _ENDS, _OUT = range(0, 9, 3)
+_HEADS, _SIZE, _SCALE, _FIELDS = range(9, 13)
 
 
 class Windows(NamedTuple):
@@ -119,7 +117,8 @@ def _attend_block(room: WindowRoom, frames: int, size: int) -> None:
     for part in range(parts):
         start = part * frames // parts
         count = (part + 1) * frames // parts - start
-        write_sums(count, room.queries, 0, WIDTH, room.keys, start * size, flat, start * WIDTH, WIDTH, size, 0, 0)
+        places = Places(0, WIDTH, start * size, 0, start * WIDTH, WIDTH, size, 0, 0)
+        write_sums(count, room.queries, room.keys, flat, places)
     write_odds(room.scores, frames, room.total)
     deep = _in_steps(frames)
     flat[frames * WIDTH : deep * WIDTH] = np.float32(0)
@@ -128,7 +127,8 @@ def _attend_block(room: WindowRoom, frames: int, size: int) -> None:
     for part in range(parts):
         start = part * size // parts
         count = (part + 1) * size // parts - start
-        write_sums(count, flat, 0, WIDTH, room.values, start * deep, mixed, start * WIDTH, WIDTH, deep, 0, 0)
+        places = Places(0, WIDTH, start * deep, 0, start * WIDTH, WIDTH, deep, 0, 0)
+        write_sums(count, flat, room.values, mixed, places)
 
 
 @compiled_without_counts
@@ -207,51 +207,28 @@ def attend_within(work: Windows, threads: int) -> None:
 @compiled
 def _attend_with_team(work: Windows, tasks: int, address: int) -> None:
     """Do all tasks of `attend_within`, with the team whose memory is at this address."""
-    team = carray(pointer_to(address), (WORDS,), np.int64)
+    team = memory_of(address)
     scales = np.array([work.scale])
     call = np.empty(_FIELDS, dtype=np.int64)
-    call[_QKV] = work.qkv.ctypes.data
-    call[_ROWS] = work.qkv.shape[0]
-    call[_COLUMNS] = work.qkv.shape[1]
-    call[_ENDS] = work.ends.ctypes.data
-    call[_WINDOWS] = len(work.ends)
-    call[_OUT] = work.out.ctypes.data
-    call[_WIDE] = work.out.shape[1]
+    describe(call[_QKV:], work.qkv)
+    describe(call[_ENDS:], work.ends)
+    describe(call[_OUT:], work.out)
     call[_HEADS] = work.heads
     call[_SIZE] = work.size
     call[_SCALE] = scales.ctypes.data
-    team[FUNCTION] = team[FORMS + FORM]
     team[PANELS] = call.ctypes.data
     team[COUNT] = tasks
-    _share_tasks(team, call, scales, work, tasks)
-
-
-@compiled
-def _share_tasks(team: Array, call: Array, scales: Array, work: Windows, tasks: int) -> None:
-    """Do the tasks that `call` describes, together with helpers. The caller keeps all arrays until then.
-
-    They are arguments for that reason alone; see `attention._share_tasks`.
-    """
-    shares = min(team[THREADS] * _SHARES_EACH, tasks)
-    publish(team, shares)
-    share = take(team)
-    while share >= 0:
-        _do_tasks(share * tasks // shares, (share + 1) * tasks // shares, work)
-        finish(team)
-        share = take(team)
-    wait_for_all(team, shares)
+    share_out(address, FORM, min(team[THREADS] * SHARES_EACH, tasks), (call, scales))
 
 
 @compiled
 def do_window_share(address: int, share: int) -> None:
     """Do a share of the attention that the memory of a team describes."""
-    team = carray(pointer_to(address), (WORDS,), np.int64)
+    team = memory_of(address)
     call = carray(pointer_to(team[PANELS]), (_FIELDS,), np.int64)
-    qkv = carray(pointer_to(call[_QKV]), (call[_ROWS], call[_COLUMNS]), np.float32)
-    ends = carray(pointer_to(call[_ENDS]), (call[_WINDOWS],), np.int64)
-    out = carray(pointer_to(call[_OUT]), (call[_ROWS], call[_WIDE]), np.float32)
+    ends = carray(pointer_to(call[_ENDS]), (call[_ENDS + 1],), np.int64)
     scales = carray(pointer_to(call[_SCALE]), (1,), np.float32)
-    tasks = team[COUNT]
-    shares = team[SHARES]
-    work = Windows(qkv, ends, call[_HEADS], call[_SIZE], scales[0], out)
-    _do_tasks(share * tasks // shares, (share + 1) * tasks // shares, work)
+    qkv = described(call[_QKV:], np.float32)
+    out = described(call[_OUT:], np.float32)
+    begin, end = part_of(team, share)
+    _do_tasks(begin, end, Windows(qkv, ends, call[_HEADS], call[_SIZE], scales[0], out))
