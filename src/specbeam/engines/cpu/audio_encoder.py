@@ -10,9 +10,9 @@ from jaxtyping import Float, Float32, Int64
 from torch import nn
 
 from specbeam.engines.arrays import Features, Integers, OwnStates, States
-from specbeam.engines.cpu.decoder import CompiledDecoder, kind_of_panels, numbers_of, panels_of
+from specbeam.engines.cpu.decoder import CompiledDecoder, kind_of_panels, panels_of
 from specbeam.engines.cpu.encoder import CompiledEncoder
-from specbeam.engines.cpu.extras import GELU, Extras
+from specbeam.engines.cpu.extras import GELU, Extras, numbers_of
 from specbeam.engines.cpu.layers import activate, add_bias
 from specbeam.engines.cpu.panels import multiply, steps_in
 from specbeam.engines.cpu.sums import WIDTH
@@ -34,7 +34,7 @@ def misfit_of_convolutions(encoder: Any) -> str:
     for name, stride in zip(("conv1", "conv2"), STRIDES, strict=True):
         found = getattr(encoder, name, None)
         if type(found) is not nn.Conv1d or found.padding_mode != "zeros":
-            return f"its module {name} is no plain convolution of one dimension"
+            return f"its module {name} is not a plain one-dimensional convolution"
         shape = found.kernel_size, found.stride, found.padding, found.dilation, found.groups
         if shape != ((KERNEL,), (stride,), (1,), (1,), 1):
             return f"its convolution {name} has another kernel, stride, padding, dilation or number of groups"
@@ -74,12 +74,12 @@ class Convolution:
         width = padded.shape[1]
         count = (len(padded) - KERNEL) // self.stride + 1
         step = padded.itemsize
-        beside = np.lib.stride_tricks.as_strided(
+        neighbours = np.lib.stride_tricks.as_strided(
             padded, (count, KERNEL * width), (self.stride * width * step, step), writeable=False
         )
         made = np.zeros((count + 2, self.columns), dtype=np.float32)
         for first in range(0, count, ROWS_TOGETHER):
-            some = beside[first : first + ROWS_TOGETHER].copy()
+            some = neighbours[first : first + ROWS_TOGETHER].copy()
             both = np.empty((len(some), len(self.panels) * WIDTH), dtype=np.float32)
             multiply(some, self.panels, both, threads)
             add_bias(both, self.bias)

@@ -286,8 +286,8 @@ def _nodes_in_both(seen: Forest, forest: Forest) -> Int64[np.ndarray, " both"]:
     is_in_order = bool((kept < size).all() and (kept[1:] > kept[:-1]).all())
     if not is_in_order or not _begin_alike(seen, forest, roots):
         raise BadForest(
-            f"the first layers have seen {size} nodes of this turn, and those of them that are in the forest of "
-            f"{forest.size} do not come first in it, in the same order"
+            f"the first layers have seen {size} nodes of this turn; a forest of {forest.size} nodes must begin with the "
+            "ones that it keeps, in the same order"
         )
     return kept
 

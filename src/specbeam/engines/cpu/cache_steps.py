@@ -20,7 +20,7 @@ from specbeam.engines.cpu.early import (
     rename_early,
     take_back_drafts,
 )
-from specbeam.engines.cpu.embedding import look_up
+from specbeam.engines.cpu.embedding import look_up_rows
 from specbeam.engines.cpu.layers import normalise, shape_logits
 from specbeam.engines.cpu.rows import KeyValues, LayerRows, OwnRows, Stack, Taps
 from specbeam.engines.cpu.sources import Sources, layers_of_sources
@@ -75,6 +75,12 @@ class CacheArrays(NamedTuple):
 
 
 @compiled
+def extent_of(trie: Trie) -> int:
+    """Return the number of slots that rows read: up to the last slot in use, rounded up to whole blocks."""
+    return -(-trie.counts[EXTENT] // BLOCK) * BLOCK
+
+
+@compiled
 def _pass_rows(cache: CacheArrays, positions: Array, slots: Array, seen: Array, sources: Sources) -> LayerRows:
     """Return the rows of a pass of one session.
 
@@ -83,7 +89,7 @@ def _pass_rows(cache: CacheArrays, positions: Array, slots: Array, seen: Array, 
     """
     trie = cache.trie
     windows = cache.windows
-    extent = -(-trie.counts[EXTENT] // BLOCK) * BLOCK
+    extent = extent_of(trie)
     visible = np.zeros((len(windows), len(positions), extent), dtype=np.bool_)
     for kind in range(len(windows)):
         for number in range(len(positions)):
@@ -128,8 +134,8 @@ def _embedded(cache: CacheArrays, count: int) -> Array:
     if len(model.read_as) > 0:
         tokens = model.read_as[tokens]
     x = np.empty((count, model.embedding.shape[1]), dtype=np.float32)
+    look_up_rows(model.embedding, tokens, x)
     for row in range(count):
-        look_up(model.embedding, tokens[row], x[row])
         for place in range(x.shape[1]):
             x[row, place] *= model.embedding_scale
     if len(model.places) > 0:
@@ -323,9 +329,24 @@ def cache_runs_layers(cache: CacheArrays, nodes: int) -> bool:
 
 @has_pending.of(CacheArrays)
 @compiled
-def cache_has_pending(cache: CacheArrays) -> bool:
-    """Return whether any node is pending; see `has_pending`."""
+def has_pending_nodes(cache: Any) -> bool:
+    """Return whether the trie of a cache has pending nodes; see `has_pending`."""
     return cache.trie.counts[SIZE] > cache.trie.counts[STORED]
+
+
+@compiled
+def has_trie_room(trie: Trie, states: Array, fresh: int, beams: int, listed: int) -> bool:
+    """Return whether a trie has room for a turn of `fresh` new forest nodes after which at most `beams` beams live.
+
+    Args:
+        states: an array by local node that needs room for the nodes, too.
+        listed: number of further local nodes that may be listed as forest nodes.
+    """
+    counts = trie.counts
+    size = counts[SIZE] + fresh + beams
+    slots = counts[HELD] + counts[SIZE] - counts[STORED] + fresh + 1
+    rows = min(trie.nodes.shape[1], len(trie.seen), len(states))
+    return size <= rows and counts[KNOWN] + fresh + beams + listed <= len(trie.local) and slots <= len(trie.used)
 
 
 @has_room_for.of(CacheArrays)
@@ -333,14 +354,11 @@ def cache_has_pending(cache: CacheArrays) -> bool:
 def has_room(cache: CacheArrays, fresh: int, beams: int) -> bool:
     """Return whether the cache has room for a turn of `fresh` new forest nodes after which at most `beams` beams live."""
     trie = cache.trie
-    counts = trie.counts
-    size = counts[SIZE] + fresh + beams
-    slots = counts[HELD] + counts[SIZE] - counts[STORED] + fresh + 1
-    rows = min(trie.nodes.shape[1], len(trie.seen), len(cache.outputs))
-    pending = counts[SIZE] - counts[STORED]
-    known = counts[KNOWN] + fresh + beams + (0 if cache.part == ALL else pending)  # see `take_back_drafts`
-    fits = size <= rows and known <= len(trie.local) and slots <= len(trie.used)
-    return fits and has_early_room(cache.early, trie, size, pending + fresh)
+    size = trie.counts[SIZE] + fresh + beams
+    pending = trie.counts[SIZE] - trie.counts[STORED]
+    listed = 0 if cache.part == ALL else pending  # see `take_back_drafts`
+    has_nodes = has_trie_room(trie, cache.outputs, fresh, beams, listed)
+    return has_nodes and has_early_room(cache.early, trie, size, pending + fresh)
 
 
 @settle_target.of(CacheArrays)

@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from specbeam.core import compiling
 from specbeam.core.compiling.compiler import Array, address_of, borrowed
 from specbeam.engines import families
-from specbeam.engines.arrays import Floats, Integers, LogitRows, States, Tapped, Vector, WindowSizes
+from specbeam.engines.arrays import Integers, LogitRows, States, Tapped, Vector, WindowSizes
 from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.cache import CpuCache
 from specbeam.engines.cpu.cache_steps import ALL, CacheArrays
 from specbeam.engines.cpu.cache_words import WORDS, KeptAs
 from specbeam.engines.cpu.early import ExitLayer, ExitWeights
 from specbeam.engines.cpu.embedding import embedded_rows, table_of
-from specbeam.engines.cpu.extras import extras_of
+from specbeam.engines.cpu.extras import extras_of, numbers_of, stacked
 from specbeam.engines.cpu.layers import (
     NO_ATTENTION,
     NO_INNER,
@@ -583,9 +583,6 @@ def weights_of(
     by_matrix = kinds if isinstance(kinds, Kinds) else Kinds(kinds, kinds, kinds, kinds)
     parts = [parts_of(layer, of) for layer in layers]
 
-    def stacked(name: str) -> np.ndarray:
-        return np.stack([numbers_of(getattr(one, name)) for one in parts])
-
     def panels(name: str) -> np.ndarray:
         found = [getattr(one, name) for one in parts]
         matrices = [_matrices_of(one) for one in found]
@@ -602,10 +599,10 @@ def weights_of(
     qkv = panels_of([one.qkv for one in parts], by_matrix.qkv, files, partial(rows_in_order, of=of))
 
     return Weights(
-        before_attention=stacked("before_attention"),
-        before_inner=stacked("before_inner"),
-        bias=stacked("qkv_bias"),
-        head_norms=stacked("head_norms"),
+        before_attention=stacked(parts, "before_attention"),
+        before_inner=stacked(parts, "before_inner"),
+        bias=stacked(parts, "qkv_bias"),
+        head_norms=stacked(parts, "head_norms"),
         qkv=qkv,
         out=panels("out"),
         gate_up=panels_of_inner("up"),
@@ -617,18 +614,14 @@ def weights_of(
 
 
 def _cross_weights(parts: list[CrossParts], kind: Kind, files: MappedFiles) -> CrossWeights:
-    """Return the weights of the sublayers of layers that look at a source, with matrices in panels of a kind."""
-
-    def stacked(name: str) -> np.ndarray:
-        return np.stack([numbers_of(getattr(one, name)) for one in parts])
-
+    """Return the weights of the cross-attention sublayers, with matrices in panels of a kind."""
     return CrossWeights(
-        before=stacked("before"),
-        after=stacked("after"),
+        before=stacked(parts, "before"),
+        after=stacked(parts, "after"),
         query=panels_of([[one.query] for one in parts], kind, files),
-        query_bias=stacked("query_bias"),
+        query_bias=stacked(parts, "query_bias"),
         out=panels_of([[one.out] for one in parts], kind, files),
-        out_bias=stacked("out_bias"),
+        out_bias=stacked(parts, "out_bias"),
     )
 
 
@@ -644,11 +637,6 @@ def _routers_of(parts: list[LayerParts]) -> Float32[np.ndarray, "layers panels w
     return panels_of([[one] for one in routers], "float32")
 
 
-def numbers_of(weight: Tensor) -> Floats:
-    """Return a weight as a contiguous array, without a copy if it is contiguous and float32."""
-    return weight.detach().contiguous().float().numpy()
-
-
 def angles_of(rotary: Any, positions: int) -> Float32[np.ndarray, "2 positions pairs"]:
     """Return the cosine and the sine of each rotary pair's angle at each position."""
     return numbers_of(families.angles_of(rotary, positions, torch.device("cpu")))
@@ -662,7 +650,7 @@ def angles_of_model(model: "PreTrainedModel", of: Architecture) -> Float32[np.nd
 def misfit(model: "PreTrainedModel", rounding: Rounding | None) -> str:
     """Return the reason why the compiled forward cannot run a model, its matrices rounded or not; "" if it can."""
     if model.device.type != "cpu" or model.dtype not in _WORDS:
-        return f"it is in {model.dtype} on {model.device}, and it is for float32, bfloat16 and float16 on a CPU"
+        return f"it is in {model.dtype} on {model.device}; the compiled forward takes float32, bfloat16 and float16 on a CPU"
     return misfit_of_shape(model, rounding)
 
 
@@ -674,7 +662,7 @@ def misfit_of_shape(model: "PreTrainedModel", rounding: Rounding | None) -> str:
         return "numba is older than 0.63, or switched off (SPECBEAM_KERNELS=off)"
     family = family_of(model)
     if rounding is not None and family is not None and family.mixture:
-        return f"its experts are not rounded to {rounding} here"
+        return f"experts cannot be rounded to {rounding}"
     return misfit_of_family(model) or _misfit_of_sizes(model, rounding)
 
 

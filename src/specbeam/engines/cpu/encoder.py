@@ -20,10 +20,10 @@ from specbeam.engines.cpu.decoder import (
     kind_of_panels,
     kinds_of_panels,
     misfit_of_depths,
-    numbers_of,
     weights_of,
 )
 from specbeam.engines.cpu.embedding import embedded_rows, table_of
+from specbeam.engines.cpu.extras import numbers_of
 from specbeam.engines.cpu.layers import all_layers, normalise
 from specbeam.engines.cpu.panels import steps_in
 from specbeam.engines.cpu.rows import KeyValues, LayerRows, Stack, Taps

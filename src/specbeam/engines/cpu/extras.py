@@ -1,12 +1,15 @@
 """Optional parts of layers: the same compiled layers run all families, and find here the parts that only some have."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from specbeam.core.compiling.compiler import Array, borrowed, borrowed_views
 from specbeam.core.steps import open_step
-from specbeam.engines.families import Activation, Architecture, LayerParts
+from specbeam.engines.arrays import Floats
+from specbeam.engines.families import Activation, Architecture, CrossParts, LayerParts
 
 SILU, GELU_TANH, GELU, RELU = range(4)
 _NUMBER_OF: dict[Activation, int] = {"silu": SILU, "gelu tanh": GELU_TANH, "gelu": GELU, "relu": RELU}
@@ -39,22 +42,28 @@ class Extras(NamedTuple):
     router: Array  # float32[layers, panels, words]: by which rows choose their experts; of no panels without experts
     experts: int  # number of them; their matrices follow each other in the panels of a layer. 0: there are none
     chosen: int  # experts of a row
-    divides: bool  # whether the weights of these are divided by their sum
+    divides: bool  # whether the weights of the chosen experts are divided by their sum
+
+
+def numbers_of(weight: Tensor) -> Floats:
+    """Return a weight as a contiguous array, without a copy if it is contiguous and float32."""
+    return weight.detach().contiguous().float().numpy()
+
+
+def stacked(parts: Sequence[LayerParts] | Sequence[CrossParts], name: str) -> Floats:
+    """Return a weight of all layers, stacked."""
+    return np.stack([numbers_of(getattr(one, name)) for one in parts])
 
 
 def extras_of(parts: list[LayerParts], of: Architecture, router: Array) -> Extras:
-    """Return the extras of layers, given the weights of each, and the panels by which rows choose their experts."""
-
-    def stacked(name: str) -> np.ndarray:
-        return np.stack([getattr(one, name).detach().contiguous().float().numpy() for one in parts])
-
+    """Return the extras of layers, given the weights of each layer and the panels of the routers."""
     return Extras(
-        after_attention=stacked("after_attention"),
-        after_inner=stacked("after_inner"),
-        wide_norms=stacked("wide_norms"),
-        out_bias=stacked("out_bias"),
-        up_bias=stacked("up_bias"),
-        down_bias=stacked("down_bias"),
+        after_attention=stacked(parts, "after_attention"),
+        after_inner=stacked(parts, "after_inner"),
+        wide_norms=stacked(parts, "wide_norms"),
+        out_bias=stacked(parts, "out_bias"),
+        up_bias=stacked(parts, "up_bias"),
+        down_bias=stacked(parts, "down_bias"),
         scales=np.array(of.scales, dtype=np.float32),
         ropes=np.array(of.ropes, dtype=np.int64),
         biases=_biases_of(of, len(parts)),
@@ -74,7 +83,7 @@ def extras_of(parts: list[LayerParts], of: Architecture, router: Array) -> Extra
 def _biases_of(of: Architecture, layers: int) -> np.ndarray:
     if not of.biases:
         return np.zeros((layers, of.heads, 0), dtype=np.float32)
-    return np.stack([one.detach().contiguous().float().numpy() for one in of.biases])
+    return np.stack([numbers_of(one) for one in of.biases])
 
 
 _extras = borrowed_views(Extras)

@@ -21,8 +21,9 @@ from specbeam.core.passes import (
     settle_draft,
 )
 from specbeam.core.steps import borrowed, verb
-from specbeam.engines.cpu.cache_steps import CacheArrays
+from specbeam.engines.cpu.cache_steps import CacheArrays, extent_of, has_pending_nodes, has_trie_room
 from specbeam.engines.cpu.layers import (
+    add_bias,
     all_layers,
     layer_room,
     normalise,
@@ -38,8 +39,6 @@ from specbeam.engines.cpu.sources import no_distances, no_sources
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.kv.steps import (
     BLOCK,
-    EXTENT,
-    HELD,
     KNOWN,
     SIZE,
     STORED,
@@ -80,6 +79,7 @@ class TrunkModel(NamedTuple):
 
     features: FeatureWeights
     embedding: Array  # float32[vocab, embed]
+    rows: int  # of a block: 0, a trunk makes no blocks
     pairs: int  # ATTENTION, PROJECTION or NORMED_PROJECTION
     swaps: bool  # see `TrunkShape.swaps`
     norms_residual: bool
@@ -176,9 +176,7 @@ def make_features(weights: FeatureWeights, eps: float, states: Array, threads: i
     out = np.empty((len(rows), len(weights.matrix) * WIDTH), dtype=np.float32)
     if len(rows) > 0:
         multiply(rows, weights.matrix, out, threads)
-    for row in range(len(out)):
-        for place in range(len(weights.bias)):
-            out[row, place] += weights.bias[place]
+    add_bias(out, weights.bias)
     features = out[:, : weights.width].copy()
     if len(weights.norm_after) > 0:
         normalise(features, weights.norm_after, eps, features)
@@ -217,9 +215,7 @@ def pair_layers(x: Array, model: TrunkModel, feed: PairFeed, sessions: Array, ca
     else:
         joined = np.empty((count, len(model.join) * WIDTH), dtype=np.float32)
         multiply(both, model.join, joined, threads)
-        for row in range(count):
-            for place in range(len(model.join_bias)):
-                joined[row, place] += model.join_bias[place]
+        add_bias(joined, model.join_bias)
         x[:] = joined[:, :width]
         read = room.normed
         if model.pairs == PROJECTION:
@@ -336,7 +332,7 @@ def begin_pairs(cache: HeadArrays, count: int) -> PairFeed:
         given[row] = cache.states[above]
         if model.feeds_normed:
             normalise_row(given[row], model.last_norm, model.eps, given[row])
-    extent = -(-trie.counts[EXTENT] // BLOCK) * BLOCK
+    extent = extent_of(trie)
     seen = np.empty((1, count, extent), dtype=np.bool_)
     seen[0] = trie.seen[start:stop, :extent]
     return PairFeed(trie.nodes[0][start:stop].copy(), given, trie.nodes[2][start:stop].copy(), slots, seen)
@@ -441,7 +437,7 @@ def _make_blocks(cache: HeadArrays, roots: Array) -> None:
     count = (blocks.made[0] - first) * model.rows
     if count == 0:
         return
-    extent = -(-trie.counts[EXTENT] // BLOCK) * BLOCK
+    extent = extent_of(trie)
     seen = np.zeros((1, count, extent + -(-count // BLOCK) * BLOCK), dtype=np.bool_)
     x = np.empty((count, model.embedding.shape[1]), dtype=np.float32)
     positions = np.empty(count, dtype=np.int64)
@@ -468,42 +464,20 @@ def _make_blocks(cache: HeadArrays, roots: Array) -> None:
 @has_room_for.of(HeadArrays)
 @compiled
 def head_has_room(cache: HeadArrays, fresh: int, beams: int) -> bool:
-    """Return whether the cache has room for a turn of `fresh` new forest nodes after which at most `beams` beams live."""
-    trie = cache.trie
-    counts = trie.counts
-    size = counts[SIZE] + fresh + beams
-    slots = counts[HELD] + counts[SIZE] - counts[STORED] + fresh + 1
-    rows = min(trie.nodes.shape[1], len(trie.seen), len(cache.features))
-    fits = size <= rows and counts[KNOWN] + fresh + beams <= len(trie.local) and slots <= len(trie.used)
-    return fits and (counts[KNOWN] + fresh) * block_size(cache.model) <= len(cache.blocks.base)
+    """Return whether the cache has room for a turn; see `has_trie_room`."""
+    blocks = cache.trie.counts[KNOWN] + fresh
+    has_blocks = blocks * cache.model.rows <= len(cache.blocks.base)
+    return has_trie_room(cache.trie, cache.features, fresh, beams, 0) and has_blocks
 
 
-@verb(0)
-@compiled
-def block_size(model: Any) -> int:
-    """Return the number of rows of a block; 0 for a trunk."""
-    return 0
-
-
-@block_size.of(BlockModel)
-@compiled
-def rows_of_block(model: BlockModel) -> int:
-    """Return the number of rows of a block."""
-    return model.rows
-
-
-@has_pending.of(HeadArrays)
-@compiled
-def head_has_pending(cache: HeadArrays) -> bool:
-    """Return whether any row is pending; see `has_pending`."""
-    return cache.trie.counts[SIZE] > cache.trie.counts[STORED]
+has_pending.of(HeadArrays)(has_pending_nodes)
 
 
 @blocks_made.of(HeadArrays)
 @compiled
 def blocks_of_head(cache: HeadArrays) -> int:
     """Return the number of blocks of a block head; see `blocks_made`."""
-    return cache.blocks.made[0] if block_size(cache.model) > 0 else EACH
+    return cache.blocks.made[0] if cache.model.rows > 0 else EACH
 
 
 @compiled

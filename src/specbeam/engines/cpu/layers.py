@@ -129,9 +129,7 @@ def _silu(x: Array, powers: Array, falling: Array, out: Array) -> None:
     """Write x / (1 + exp(-x)) to `out`; `powers` and `falling` are overwritten."""
     for place in range(len(x)):
         falling[place] = -x[place]
-    exponential(falling, powers)
-    for place in range(len(x)):
-        out[place] = x[place] / (_F1 + falling[place])
+    _write_gated(x, powers, falling, out)
 
 
 @compiled_without_counts
@@ -139,6 +137,12 @@ def _gelu_tanh(x: Array, powers: Array, falling: Array, out: Array) -> None:
     """Write x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3) to `out`, which is x / (1 + exp(-2 u))."""
     for place in range(len(x)):
         falling[place] = _GELU_SCALE * (x[place] + _GELU_CUBE * x[place] * x[place] * x[place])
+    _write_gated(x, powers, falling, out)
+
+
+@compiled_without_counts
+def _write_gated(x: Array, powers: Array, falling: Array, out: Array) -> None:
+    """Write x / (1 + exp(falling)) to `out`; `falling` is overwritten."""
     exponential(falling, powers)
     for place in range(len(x)):
         out[place] = x[place] / (_F1 + falling[place])
@@ -190,7 +194,7 @@ class LayerRoom(NamedTuple):
     """Arrays that layers write into, with a row for each row of the pass, and the threads that help."""
 
     normed: Array  # float32[rows, hidden]: input of attention or of the inner layer
-    beside: Array  # the same: input of an inner layer that runs parallel to attention; else of no rows
+    parallel: Array  # the same: input of an inner layer that runs parallel to attention; otherwise no rows
     qkv: Array
     mixed: Array  # float32[rows, heads * size]
     out: Array
@@ -285,7 +289,7 @@ def run_layer(
     """
     weights = stack.weights
     if weights.extras.parallel:
-        normalise(x, weights.before_inner[layer], stack.eps, room.beside)
+        normalise(x, weights.before_inner[layer], stack.eps, room.parallel)
     run_attention(x, h, stack, layer, rows, look, cache, room)
     run_inner(x, weights, layer, stack.eps, room)
 
@@ -337,7 +341,7 @@ def run_inner(x: Array, weights: Any, layer: int, eps: float, room: LayerRoom) -
     threads = room.threads
     reads = room.normed
     if extras.parallel:
-        reads = room.beside
+        reads = room.parallel
     else:
         normalise(x, weights.before_inner[layer], eps, reads)
     if extras.experts > 0:
@@ -475,7 +479,7 @@ def all_layers(
         _keep_taps(x, taps.layers, layer, taps.states)
         kind = kinds[layer] % NO_ATTENTION
         if weights.extras.parallel:
-            normalise(x, weights.before_inner[layer], stack.eps, room.beside)
+            normalise(x, weights.before_inner[layer], stack.eps, room.parallel)
         if kinds[layer] & NO_ATTENTION == 0:
             normalise(x, weights.before_attention[layer], stack.eps, room.normed)
             look = Look(rows.sessions, rows.seen[kind], reach[kind], rows.back)

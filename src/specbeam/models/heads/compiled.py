@@ -18,12 +18,8 @@ from specbeam.core.forest import Forest, unknown_nodes
 from specbeam.core.passes import SettledTurn
 from specbeam.core.records import FINAL, Turn
 from specbeam.engines.cpu import tiles
-from specbeam.engines.cpu.decoder import (
-    TILED_FROM,
-    angles_of,
-    numbers_of,
-    weights_of,
-)
+from specbeam.engines.cpu.decoder import TILED_FROM, angles_of, weights_of
+from specbeam.engines.cpu.extras import numbers_of
 from specbeam.engines.cpu.head_steps import (
     ATTENTION,
     NO_NORM,
@@ -38,7 +34,6 @@ from specbeam.engines.cpu.head_steps import (
     PairFeed,
     TrunkModel,
     begin_pairs,
-    block_size,
     context_layers,
     entered,
     extend_head_cache,
@@ -183,7 +178,7 @@ class CompiledHead:
     @contextmanager
     def arrays_for_steps(self, cache: CompiledCache, fresh: int, more: int = 0) -> Iterator[HeadArrays]:
         """Yield a session's cache as arrays for steps, with room for `fresh` new forest nodes and `more` further ones."""
-        block = block_size(self.model)
+        block = self.model.rows
         cache.make_room(fresh, more, block)
         positions = int(cache.trie.positions.max()) + fresh + more + block + 2
         if positions > self.model.angles.shape[2]:
@@ -373,13 +368,10 @@ def _weights_in(head: Any) -> tuple[list[Any], Kind, bool]:
     return [*head.layers], kind, tiled
 
 
-def _norm_of(module: Any) -> np.ndarray:
-    weight = getattr(module, "weight", None)
+def _numbers_in(module: Any, name: str = "weight") -> np.ndarray:
+    """Return a weight of a module; no numbers if it has none."""
+    weight = getattr(module, name, None)
     return _NONE if weight is None else numbers_of(weight)
-
-
-def _bias_of(linear: nn.Linear) -> np.ndarray:
-    return _NONE if linear.bias is None else numbers_of(linear.bias)
 
 
 def _architecture_of(sizes: LayerSizes, layers: int) -> Architecture:
@@ -399,7 +391,7 @@ def _common_parts(head: Any, vocab: int, tiled: bool) -> dict[str, Any]:
         "angles": angles_of(head.rotary.angles, SHORT)[None],
         "eps": float(head.shape.sizes.eps),
         "heads": head.shape.sizes.heads,
-        "last_norm": _norm_of(head.norm),
+        "last_norm": _numbers_in(head.norm),
         "head": in_panels(numbers_of(matrix), _kind_of([matrix], tiled)),
         "tokens": _NO_TOKENS if head.tokens is None else head.tokens.cpu().numpy().astype(np.int64),
         "vocab": vocab,
@@ -416,9 +408,9 @@ def _trunk_model(head: PairTrunk, vocab: int) -> TrunkModel:
     fc = in_panels(numbers_of(known.fc.weight), kind)
     norm = _NONE
     if shape.norms_features == "all":
-        norm = _norm_of(known.input_norm)
+        norm = _numbers_in(known.input_norm)
     if shape.norms_features == "each":
-        norm = np.concatenate([_norm_of(one) for one in known.fc_norm])
+        norm = np.concatenate([_numbers_in(one) for one in known.fc_norm])
     features = FeatureWeights(
         reads_final=FINAL in shape.taps,
         norms=_NORMS[shape.norms_features] if reads_pairs else NO_NORM,
@@ -426,23 +418,24 @@ def _trunk_model(head: PairTrunk, vocab: int) -> TrunkModel:
         each=shape.target_width,
         matrix=fc if reads_pairs else _no_panels(kind),
         width=shape.sizes.width,
-        bias=_bias_of(known.fc) if reads_pairs else _NONE,
+        bias=_numbers_in(known.fc, "bias") if reads_pairs else _NONE,
         norm_after=_NONE,
     )
     embedding_norm = _NONE
     feature_norm = _NONE
     if reads_pairs:
-        embedding_norm = _norm_of(layers[0].input_layernorm)
-        feature_norm = _norm_of(layers[0].hidden_norm)
+        embedding_norm = _numbers_in(layers[0].input_layernorm)
+        feature_norm = _numbers_in(layers[0].hidden_norm)
     if shape.pairs == "normed projection":
-        embedding_norm = _norm_of(known.enorm)
-        feature_norm = _norm_of(known.hnorm)
+        embedding_norm = _numbers_in(known.enorm)
+        feature_norm = _numbers_in(known.hnorm)
     first = weights_of(layers[:1], kind, _architecture_of(shape.sizes, 1))
     others = layers_of_weights(first, 0, 0)
     if len(layers) > 1:
         others = weights_of(layers[1:], kind, _architecture_of(shape.sizes, len(layers) - 1))
     return TrunkModel(
         features=features,
+        rows=0,
         pairs=_PAIRS[shape.pairs],
         swaps=bool(shape.swaps) and not reads_pairs,
         norms_residual=bool(shape.norms_residual),
@@ -450,7 +443,7 @@ def _trunk_model(head: PairTrunk, vocab: int) -> TrunkModel:
         embedding_norm=embedding_norm,
         feature_norm=feature_norm,
         join=_no_panels(kind) if reads_pairs else fc,
-        join_bias=_NONE if reads_pairs else _bias_of(known.fc),
+        join_bias=_NONE if reads_pairs else _numbers_in(known.fc, "bias"),
         first=first,
         others=others,
         kinds=np.zeros(len(layers) - 1, dtype=np.int64),
@@ -472,7 +465,7 @@ def _block_model(head: BlockHead, vocab: int) -> BlockModel:
         matrix=in_panels(numbers_of(known.fc.weight), kind),
         width=shape.sizes.width,
         bias=_NONE,
-        norm_after=_norm_of(known.hidden_norm),
+        norm_after=_numbers_in(known.hidden_norm),
     )
     rows = np.zeros((1, 0), dtype=np.float32)
     correction = _no_panels(kind)
