@@ -28,6 +28,7 @@ from specbeam.models.heads.correction import (
 from specbeam.models.heads.head import (
     DraftRows,
     LayeredHead,
+    capped,
     described_rope,
     described_taps,
     described_views,
@@ -249,9 +250,7 @@ class BlockHead(LayeredHead):
         base: Tensor = self.lm_head(rows[..., : shape.sizes.width])
         if shape.logit_scale != 1:
             base = base * shape.logit_scale
-        if shape.logit_cap:
-            base = torch.tanh(base / shape.logit_cap) * shape.logit_cap
-        return self.correction(BlockNodes(far, rows, tokens, states, base))
+        return self.correction(BlockNodes(far, rows, tokens, states, capped(base, shape.logit_cap)))
 
     def confidence(self, rows: Rows, tokens: PerRow) -> Odds | None:
         """Return the logits of the odds that the drafts below these tokens are accepted; None if there are none."""

@@ -28,9 +28,9 @@ from specbeam.engines.kv.masks import Masks
 from specbeam.models.early_layers import last_norm, with_exit
 from specbeam.models.heads.arrays import PerNode, Rows
 from specbeam.models.heads.files import HeadFiles
-from specbeam.models.heads.head import DraftRows, Head, wanted_below
+from specbeam.models.heads.head import DraftRows, Head, capped, wanted_below
 from specbeam.models.heads.lm import HeadLM, TimedPrompt
-from specbeam.models.heads.reading import filled
+from specbeam.models.heads.reading import check_target, filled
 from specbeam.models.heads.trees import ScoredTrees
 from specbeam.models.huggingface import CacheForSteps, EachNeeds, Forests, HuggingFaceLM, OnTargetsCache, Sessions
 from specbeam.models.made_up import made_up_prompt
@@ -108,8 +108,7 @@ class ExitHead(Head):
             normed, head.weight.detach().to(normed.dtype), None if bias is None else bias.detach().to(normed.dtype)
         )
         rows = rows / getattr(self.target.config, "logits_scaling", 1.0)
-        cap = getattr(self.target.config, "final_logit_softcapping", None)
-        return rows if cap is None else torch.tanh(rows / cap) * cap
+        return capped(rows, getattr(self.target.config, "final_logit_softcapping", None))
 
     @torch.no_grad()
     def _what_reaches_it(self, trees: ScoredTrees) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -165,19 +164,12 @@ def exit_config(head: ExitHead) -> dict[str, Any]:
 def read_exit(files: HeadFiles) -> ExitHead:
     """Return an exit head. Raises `BadHead` if it cannot be read, or is for a target of another shape."""
     after = files.fields.whole("exit_layer")
-    stated = files.fields.required("target")
     try:
         head = ExitHead(files.target, after)
     except NotSupported as error:
         raise BadHead(f"{files.where} is an exit head, and {error}") from error
-    expected = exit_config(head)["target"]
-    for name, value in expected.items():
-        if stated.values.get(name) != value:
-            raise stated.bad(
-                name,
-                f"that of the target, {value!r}: an exit layer stands between layers of the very model that it was trained "
-                "for",
-            )
+    why = "an exit layer stands between layers of the very model that it was trained for"
+    check_target(files, exit_config(head)["target"], why)
     return filled(head, files)
 
 

@@ -21,7 +21,7 @@ from specbeam.engines.eligibility import layers_of
 from specbeam.engines.kv.masks import Masks
 from specbeam.engines.kv.trie import AHEAD
 from specbeam.models.heads.arrays import AnchorRows, Anchors, Columns, PerNode, Rows
-from specbeam.models.heads.head import DraftRows, Head, wanted_below
+from specbeam.models.heads.head import DraftRows, Head, capped, wanted_below
 from specbeam.models.heads.trees import ScoredTrees
 
 if TYPE_CHECKING:
@@ -115,8 +115,7 @@ def logits_of(target: "PreTrainedModel", states: Rows) -> Float[Tensor, "rows vo
     matrix = target.get_output_embeddings()
     with _frozen(matrix):
         logits: Tensor = matrix(states)
-    most = getattr(target.config.get_text_config(), "final_logit_softcapping", None)
-    return logits if most is None else torch.tanh(logits / most) * most
+    return capped(logits, getattr(target.config.get_text_config(), "final_logit_softcapping", None))
 
 
 class StoredTrees:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from specbeam.core.records import FINAL
 from specbeam.models.heads.arrays import Logits, Odds, PerNode, PerRow, Rows, TargetStates, TokenMap
@@ -135,6 +135,11 @@ class LayeredHead(Head):
         rope = self.rotary.rope
         if rope["rope_theta"] != BASE:
             yield f"positions of base {BASE:g}", self.changed({**rope, "rope_theta": BASE})
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Return logits whose absolute values a hyperbolic tangent keeps below `cap`; None or 0: unchanged."""
+    return torch.tanh(logits / cap) * cap if cap else logits
 
 
 def moved_taps(taps: tuple[int, ...], offset: int, layers: int) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """A head as a draft model: it scores the forests of drafters from the hidden states that the target has had."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -178,6 +178,19 @@ class HeadLM:
         """Return arrays of the host, joined, on the head's device."""
         return torch.from_numpy(np.concatenate(arrays)).to(self.device)
 
+    def in_groups(self, numbers: AnyNodes, columns: int, logits_of: Callable[[int, Nodes], Logits]) -> Logits:
+        """Return the logits of nodes, in float32, made for all nodes of the same number at once.
+
+        Args:
+            numbers: of the nodes.
+            logits_of: returns the logits of some nodes, given their number and their places in `numbers`.
+        """
+        rows = torch.zeros(len(numbers), columns, device=self.device)
+        for number in np.unique(numbers):
+            here = np.flatnonzero(numbers == number)
+            rows[self.on_device([here])] = logits_of(int(number), here).float()
+        return rows
+
     @torch.inference_mode()
     def extend(self, sessions: Sessions, forests: Forests, needs: EachNeeds = None) -> list[Scored]:
         """See `LM.extend`. Sessions that are not ready get uniform logits."""
@@ -343,13 +356,12 @@ class ModulesLM(HeadLM):
             numbers: of the module that makes them, by node.
         """
         modules = self.head.modules_in_a_row
-        rows = torch.zeros(nodes.shape[1], modules[0].shape.draft_vocab, device=self.device)
-        for number in np.unique(numbers):
-            here = np.flatnonzero(numbers == number)
+
+        def logits_of(number: int, here: Nodes) -> Logits:
             own = cache.caches[number]
-            made = modules[number].logits(own.states[own.on_device(nodes[number, here])])
-            rows[own.on_device(here)] = made.to(rows.dtype)
-        return rows
+            return modules[number].logits(own.states[own.on_device(nodes[number, here])])
+
+        return self.in_groups(numbers, modules[0].shape.draft_vocab, logits_of)
 
     def _run(self, number: int, caches: list[ModulesCache]) -> None:
         """Run a module over all nodes of each session that have something to read in it, and hand its states on."""
@@ -434,15 +446,14 @@ class ChimeraLM(TrunkLM):
 
     def read_out(self, cache: PairCache, nodes: Nodes) -> Logits:
         """See `TrunkLM.read_out`: by the feature of the nearest scored node above each, and by how far above it is."""
-        made = torch.zeros(len(nodes), self.head.shape.draft_vocab, device=self.device)
         scored = np.array([cache.scored_above(node) for node in nodes.tolist()], dtype=np.int64).reshape(-1, 2)
         above, distances = scored.T
-        for far in np.unique(distances):
-            rows = np.flatnonzero(distances == far)
-            features = cache.features[cache.on_device(above[rows])]
-            states = cache.states[cache.on_device(nodes[rows])]
-            made[cache.on_device(rows)] = self.head.logits(int(far), features, states).float()
-        return made
+
+        def logits_of(far: int, here: Nodes) -> Logits:
+            features = cache.features[cache.on_device(above[here])]
+            return self.head.logits(far, features, cache.states[cache.on_device(nodes[here])])
+
+        return self.in_groups(distances, self.head.shape.draft_vocab, logits_of)
 
 
 class BlockNode(NamedTuple):

@@ -67,14 +67,24 @@ def _count(files: HeadFiles, pattern: str) -> int:
     return max((int(found[1]) + 1 for name in files.tensors if (found := re.match(pattern, name))), default=0)
 
 
+def _counts(files: HeadFiles, kind: str, first: str) -> tuple[int, int]:
+    """Return the number of heads, and of their residual layers, for which there are tensors; `BadHead` if there are none.
+
+    Args:
+        kind: of the heads, for the error.
+        first: the name of their first tensor in files, for the error.
+    """
+    depth = _count(files, r"blocks\.(\d+)\.")
+    if depth == 0:
+        raise BadHead(f"{files.where} holds no {kind} heads: there is no tensor {first}")
+    return depth, _count(files, r"blocks\.0\.(\d+)\.")
+
+
 def _medusa(files: HeadFiles) -> Medusa:
     """Read Medusa heads. Published configurations state fewer heads than their files hold: the tensors count."""
     _check_count(files.fields, "medusa_num_heads")
     _rename(files, MEDUSA_NAMES)
-    depth = _count(files, r"blocks\.(\d+)\.")
-    layers = _count(files, r"blocks\.0\.(\d+)\.")
-    if depth == 0:
-        raise BadHead(f"{files.where} holds no Medusa heads: there is no tensor 0.0.linear.weight")
+    depth, layers = _counts(files, "Medusa", "0.0.linear.weight")
     shares_matrix = not files.has("matrices.0.weight")
     if not shares_matrix:
         return filled(Medusa(_sizes(files, depth), layers), files)
@@ -98,10 +108,7 @@ def _hydra(files: HeadFiles) -> Hydra:
         )
     _check_count(fields, "hydra_num_heads")
     _rename(files, HYDRA_NAMES)
-    depth = _count(files, r"blocks\.(\d+)\.")
-    layers = _count(files, r"blocks\.0\.(\d+)\.")
-    if depth == 0:
-        raise BadHead(f"{files.where} holds no Hydra heads: there is no tensor hydra_mlp.0.0.linear.weight")
+    depth, layers = _counts(files, "Hydra", "hydra_mlp.0.0.linear.weight")
     sizes = _sizes(files, depth)
     head = Hydra(sizes, layers, embedding_of(files, sizes.width))
     return filled(head, files)

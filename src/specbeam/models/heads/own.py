@@ -22,6 +22,7 @@ from specbeam.models.heads.reading import (
     MOST_ROWS,
     check_layers,
     check_taps,
+    check_target,
     embedding_of,
     filled,
     own_head,
@@ -99,14 +100,11 @@ def read_own(files: HeadFiles) -> Head:
 def _read_extra_rows(kind: str, files: HeadFiles) -> ExtraHead:
     """Return a head that is extra rows in the target's pass."""
     top = files.fields
-    stated = top.required("target")
     target = files.target
     config = target.config.get_text_config()
     layers = config.num_hidden_layers
     expected = {"model_type": config.model_type, "width": files.width, "layers": layers}
-    for name, value in expected.items():
-        if stated.values.get(name) != value:
-            raise stated.bad(name, f"that of the target, {value!r}: the head was learnt in its passes")
+    check_target(files, expected, "the head was learnt in its passes")
     depth = top.whole("depth", most=MOST_ROWS)
     head: ExtraHead
     if kind == "bita":

@@ -6,6 +6,7 @@ tried on words of the target itself: how much of the head's law for the next tok
 
 import warnings
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,20 +48,12 @@ class ProbedText(NamedTuple):
     laws: Float[Tensor, "tokens vocab"]
 
 
-class _Owner:
-    """Stands in for the session that owns a cache."""
-
-    def __init__(self, prompt: list[int]) -> None:
-        self.prompt = prompt
-        self.state: dict[Any, Any] = {}
-
-
 def written_text(target: HuggingFaceLM, start: list[int], tokens: int = TOKENS) -> list[int]:
     """Return `start` with the target's continuation, its likeliest token each time."""
     text = [*start]
     tokens = min(tokens, target.max_positions or tokens)
     while len(text) < tokens:
-        owner = _Owner(text)
+        owner: Any = SimpleNamespace(prompt=text, state={})
         (scored,) = target.extend([owner], [Forest.rooted(text[-1:])])
         target.close(owner)
         text = [*text, int(scored.logits[0].argmax())]
@@ -75,7 +68,7 @@ def probed_text(target: HuggingFaceLM, text: list[int], taps: tuple[int, ...]) -
     """
     layers = tuple(sorted({tap for tap in taps if tap != FINAL}))
     needs = Needs(logits=True, hidden=FINAL in taps, taps=layers)
-    owner = _Owner(text[:1])
+    owner: Any = SimpleNamespace(prompt=text[:1], state={})
     chain = Forest.rooted(text[:1]).grown(text[1:-1], np.arange(len(text) - 2))
     (scored,) = target.extend([owner], [chain], [needs])
     # Copies may be read where gradients are wanted, and after the cache is closed.

@@ -191,6 +191,18 @@ def check_taps(files: HeadFiles, taps: tuple[int, ...], how: str) -> None:
         raise BadHead(f"{files.where} reads what enters layers {taps} ({how}); {why}: is it for another target?")
 
 
+def check_target(files: HeadFiles, expected: Mapping[str, Any], why: str) -> None:
+    """Raise `BadHead` unless the configuration states these fields of the target that the head was trained for.
+
+    Args:
+        why: the reason why they must be equal, for the error.
+    """
+    stated = files.fields.required("target")
+    for name, value in expected.items():
+        if stated.values.get(name) != value:
+            raise stated.bad(name, f"that of the target, {value!r}: {why}")
+
+
 def mask_token(fields: Fields, names: tuple[str, ...], vocab: int) -> int:
     """Return the token whose embedding mask rows read. Raises `BadHead` if none is stated, or the embedding has none.
 
