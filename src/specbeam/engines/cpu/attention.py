@@ -1,7 +1,7 @@
-"""Attention of rows to the caches of their sessions, alone or with a team of threads.
+"""Attention of rows to the KV caches of their sessions, on one thread or shared with a team of threads.
 
-A task is a part of the queries that read one key-value head of a session. Tasks share nothing that they write, and each is
-done by one thread, in the order of a single one: so the numbers are the same with any number of threads.
+A task is a part of the queries that read one key-value head of a session. Tasks write to separate places, and one thread
+does each of them in a fixed order, so the number of threads does not change the results.
 """
 
 from collections.abc import Callable
@@ -49,10 +49,10 @@ _FIELDS = 56
 
 @compiled_without_counts
 def largest(x: Array, scratch: Array) -> np.float32:
-    """Return the maximum of float32[n], by integers that have the order of the numbers; NaN if any is a positive NaN.
+    """Return the maximum of float32[n], compared as integers in the same order; NaN if any number is a positive NaN.
 
     Args:
-        scratch: int32[n], n > 0, of which the first number is overwritten.
+        scratch: int32[n], n > 0; its first number is overwritten.
     """
     _, high = extremes(x.view(np.int32))
     scratch[0] = rank_of(high)
@@ -62,7 +62,7 @@ def largest(x: Array, scratch: Array) -> np.float32:
 
 @compiled_without_counts
 def softmax(scores: Array, seen: Array, powers: Array) -> None:
-    """Replace scores, float32[slots], by their softmax over the slots that are seen; the others get 0.
+    """Replace scores, float32[slots], by their softmax over the visible slots; the other slots get 0.
 
     The number of slots must be a multiple of `WIDTH`. `powers`, int32[slots], is overwritten.
     """
@@ -84,9 +84,7 @@ def softmax(scores: Array, seen: Array, powers: Array) -> None:
 def _gather_queries(
     q: Array, first: int, start: int, stop: int, kv: int, group: int, scale: np.float32, out: Array
 ) -> None:
-    """Write the queries start .. stop of one kv head, scaled, to `out`, float32[queries, size].
-
-    Queries of a row follow each other.
+    """Write the queries start .. stop of one kv head, scaled, to `out`, float32[queries, size], row by row.
 
     Args:
         first: row of the first query of the session.
@@ -109,19 +107,19 @@ def _extent_of(first: int, start: int, stop: int, group: int, reach: Array) -> i
 
 
 class Scoring(NamedTuple):
-    """The numbers by which scores are made."""
+    """Scale, bound and biases of attention scores."""
 
     group: int  # query heads per kv head
     scale: np.float32  # factor of scores
-    cap: np.float32  # bound of the size of scores, see `cap_scores`; 0: none
-    biases: Array  # float32[heads, distances], see `add_biases`; of no distances: none
+    cap: np.float32  # bound of the absolute value of scores, see `cap_scores`; 0: none
+    biases: Array  # float32[heads, distances], see `add_biases`; no distances: no biases
 
 
 class AttentionWork(NamedTuple):
     """The attention of rows to the caches of their sessions in one layer."""
 
     q: Array  # float32[rows, ...]; head h is in columns h * size .. (h + 1) * size
-    cache: KeyValues  # of the layer; see engines/cpu/cache_words.py for the types of their numbers
+    cache: KeyValues  # of the layer; see engines/cpu/cache_words.py for the dtypes
     look: Look
     scoring: Scoring
     out: Array  # float32[rows, heads * size], written
@@ -137,10 +135,10 @@ def task_count(sessions: Array, kv_heads: int, group: int) -> int:
 
 
 class TaskRoom(NamedTuple):
-    """Arrays that the tasks of attention write into one after the other."""
+    """Scratch arrays of a thread, overwritten by each task of attention."""
 
     scaled: Array  # float32[MOST, size]: the queries of a task
-    scores: Array  # float32[MOST, slots], of whole panels
+    scores: Array  # float32[MOST, slots], whole panels
     mixed: Array  # float32[MOST, width]
     powers: Array  # int32[slots]
     spare: Array  # float32[slots] if scores have a cap
@@ -162,7 +160,7 @@ def _do_tasks(begin: int, end: int, work: AttentionWork) -> None:
 
 @compiled_without_counts
 def _do_tasks_in(room: TaskRoom, begin: int, end: int, work: AttentionWork) -> None:
-    """Do the tasks begin .. end of `attend` in a room that has been made."""
+    """Do the tasks begin .. end of `attend`, in scratch arrays of the caller."""
     sessions = work.look.sessions
     kv_heads = work.cache.keys.shape[1]
     task = 0
@@ -273,7 +271,7 @@ def _attend_with_team(work: AttentionWork, tasks: int, address: int, form: int) 
 
 
 def _share_function(kind: Any) -> Callable[[int, int], None]:
-    """Return the compiled function that does a share of the attention that the memory of a team describes.
+    """Return the compiled function for a share of the attention that the memory of a team describes.
 
     Args:
         kind: dtype of keys and values.
@@ -302,9 +300,7 @@ def _share_function(kind: Any) -> Callable[[int, int], None]:
         begin, end = part_of(team, share)
         _do_tasks(begin, end, AttentionWork(q, cache, look, scoring, out))
 
-    do_share.__name__ = (
-        f"do_attention_share_{np.dtype(kind).name}"  # by which numba finds its code in memory and on disk
-    )
+    do_share.__name__ = f"do_attention_share_{np.dtype(kind).name}"  # by which numba caches its code
     do_share.__qualname__ = do_share.__name__
     return compiled(do_share)
 
@@ -317,8 +313,8 @@ def add_biases(scores: Array, biases: Array, back: Array) -> None:
     """Add to scores, float32[slots], the bias of each slot's distance.
 
     Args:
-        biases: float32[distances], by number of positions back; the last is that of all that are further back.
-        back: int32[slots or more]; slots with a negative distance are not looked at.
+        biases: float32[distances], by number of positions back; the last one is for all greater distances, too.
+        back: int32[slots or more]; slots with a negative distance are masked anyway.
     """
     most = len(biases) - 1
     for slot in range(len(scores)):

@@ -1,4 +1,4 @@
-"""The encoder of audio by the compiled layers: two convolutions make rows of a window's features, which layers then read."""
+"""The compiled encoder of audio: two convolutions turn the features of a window into rows, which the layers read."""
 
 import copy
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ from specbeam.engines.source import Source
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-KERNEL = 3  # neighbouring rows that a convolution reads for each of its own
-STRIDES = (1, 2)  # rows between the starts of neighbouring outputs of the first and the second convolution
+KERNEL = 3  # neighbouring rows that a convolution reads for each output row
+STRIDES = (1, 2)  # of the first and the second convolution, in rows
 
 
 def misfit_of_convolutions(encoder: Any) -> str:
@@ -44,15 +44,15 @@ def misfit_of_convolutions(encoder: Any) -> str:
 
 
 class Convolution:
-    """A convolution over rows, followed by GELU, as one product of neighbouring rows, side by side, with a matrix.
+    """A convolution over rows followed by GELU: one product of concatenated neighbouring rows and a matrix.
 
     Its weights are never rounded: they are few, and all later layers read its output.
 
     Args:
-        module: that of transformers.
-        extras: of layers; the settings of the inner layer are replaced.
+        module: transformers' convolution.
+        extras: of the encoder's layers; the settings of the inner layer are replaced.
         tiled: see `kind_of_panels`.
-        files: mapped files, released once they were laid out.
+        files: mapped files, released after the weights are laid out.
     """
 
     def __init__(self, module: Any, extras: Extras, tiled: bool, files: MappedFiles) -> None:
@@ -66,7 +66,7 @@ class Convolution:
     def made_of(
         self, padded: Float32[np.ndarray, "rows width"], threads: int
     ) -> Float32[np.ndarray, "made_rows columns"]:
-        """Return the output of the convolution, with a row of zeros at either end, as `padded` has them.
+        """Return the output of the convolution, with a row of zeros at either end, as in `padded`.
 
         Args:
             threads: see `panels.multiply`.
@@ -88,9 +88,9 @@ class Convolution:
 
 
 class AudioEncoder(CompiledEncoder):
-    """The encoder of windows of audio; see `CompiledEncoder`. Windows of another length are left to transformers' encoder.
+    """The encoder of windows of audio; see `CompiledEncoder`. transformers' encoder reads windows of other lengths.
 
-    Its convolutions stay as they are where the matrices of its layers are rounded.
+    Its convolutions keep their type when the matrices of its layers are rounded.
     """
 
     def __init__(self, model: "PreTrainedModel", decoder: CompiledDecoder) -> None:
@@ -111,7 +111,7 @@ class AudioEncoder(CompiledEncoder):
     def forward(self, input_features: torch.Tensor) -> tuple[Float[torch.Tensor, "windows frames hidden"]]:
         """Return the states of windows, given their features, float[windows, channels, frames].
 
-        Raises `ValueError` if the windows are not as long as the model's.
+        Raises `ValueError` if the windows are not of the model's length.
         """
         if input_features.shape[1:] != self.shape:
             return (self.module(input_features=input_features)[0],)
@@ -131,7 +131,7 @@ class AudioEncoder(CompiledEncoder):
         return inputs.shape[1] // STRIDES[1]
 
     def states_by_transformers(self, inputs: Features) -> Float[torch.Tensor, "rows hidden"]:
-        """See `CompiledEncoder`; a short window has the model's first positions."""
+        """See `CompiledEncoder`; a short window gets the model's first positions."""
         whole = self.module_in_float32()
         short: Any = copy.deepcopy(whole, {id(weight): weight for weight in whole.parameters()})
         rows = self.rows_of(inputs)

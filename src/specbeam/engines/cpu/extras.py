@@ -1,4 +1,4 @@
-"""Optional parts of layers: the same compiled layers run all families, and find here the parts that only some have."""
+"""Optional parts of layers: the compiled layers run all families, and this record holds the parts that only some have."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,14 +17,13 @@ _NUMBER_OF: dict[Activation, int] = {"silu": SILU, "gelu tanh": GELU_TANH, "gelu
 
 @borrowed
 class Extras(NamedTuple):
-    """Parts of layers besides matrices and the norms in front of sublayers; missing ones are arrays without columns.
+    """Parts of layers other than matrices and the norms before sublayers; a missing part is an array without columns.
 
-    Settings that all layers share are plain numbers: a branch on one costs nothing compared with a product.
+    Settings that all layers share are plain numbers: branching on them costs nothing compared with a product.
     """
 
-    after_attention: (
-        Array  # float32[layers, ...]: weight of the norm of attention's output, or of the sum; see `Weights`
-    )
+    # float32[layers, ...]: weight of the norm of attention's output, or of the sum; see `Weights`
+    after_attention: Array
     after_inner: Array  # float32[layers, ...]: of the inner layer's output, or of the sum
     wide_norms: Array  # float32[layers, (heads + kv_heads) * size]: of all queries, and of all keys of a row
     out_bias: Array  # float32[layers, hidden]
@@ -37,10 +36,10 @@ class Extras(NamedTuple):
     residual: np.float32  # factor of a sublayer's output
     activation: int  # SILU, GELU_TANH, GELU or RELU
     gated: bool  # whether the inner layer has a gate
-    parallel: bool  # whether the inner layer has the input of attention
-    norm_of_sum: bool  # whether norms behind a sublayer are of the sum with its input
-    router: Array  # float32[layers, panels, words]: by which rows choose their experts; of no panels without experts
-    experts: int  # number of them; their matrices follow each other in the panels of a layer. 0: there are none
+    parallel: bool  # whether the inner layer reads the input of attention instead of its output
+    norm_of_sum: bool  # whether norms after a sublayer are of the sum with its input
+    router: Array  # float32[layers, panels, words]: the matrix that scores experts; no panels without experts
+    experts: int  # their number; their matrices follow each other in the panels of a layer. 0: there are none
     chosen: int  # experts of a row
     divides: bool  # whether the weights of the chosen experts are divided by their sum
 

@@ -1,13 +1,12 @@
-"""The split of a product into shares of its panels, which threads take one after the other.
+"""Shares of a product or of attention, which the threads of a team take one after the other.
 
-The caller takes shares like every thread, and waits only for shares in progress. So a suspended
-thread delays no other, and a product costs no barrier: helpers look for shares in memory, and
-are not woken. Each panel is multiplied by one thread, in the order of a single one, so the numbers are the same with any
-number of threads.
+The caller takes shares like every other thread, and waits only for shares in progress. So a suspended thread delays no other
+one, and a product costs no barrier: helpers poll for shares instead of being woken. Each panel is multiplied by one thread,
+in the same order as without helpers, so the number of threads does not change the results.
 
-The memory of a team is int64[`WORDS`]. Its ticket holds the numbers of shares of the present product and of shares
-taken: both are read and counted up in one operation. The rest of the description is written before the ticket, and stays
-until all of its shares are done.
+The memory of a team is int64[`WORDS`]. Its ticket counts the shares of the present work and the shares taken, so that one
+atomic operation reads and increments both. The rest of the description is written before the ticket and is valid until all
+shares are done.
 """
 
 from typing import Any
@@ -24,8 +23,8 @@ if compiling.AVAILABLE:
 # Places in the memory of a team. Numbers that different threads change lie in different lines of a cache.
 TICKET = 0
 DONE = 8  # shares of the present product that are done
-OPEN = 16  # helpers look for shares while it is not 0
-HELPED = 17  # shares that helpers have done so far
+OPEN = 16  # helpers poll for shares while it is not 0
+HELPED = 17  # number of shares done by helpers so far
 FUNCTION = 24  # address of the function that does a share of the present product
 PANELS = 25  # address of its panels, their number, and numbers of a panel
 COUNT = 26
@@ -38,20 +37,20 @@ OUT = 32  # address of the result, and its columns
 COLUMNS = 33
 SHARES = 34
 THREADS = 40  # that the team has
-YIELD = 41  # address of the C function that lets other threads run; 0: there is none
+YIELD = 41  # address of the C function that yields the processor to other threads; 0: none
 FORMS = 48  # addresses of the functions that do shares, by the kind of panels
 WORDS = 64
 
 _HALF = 32  # bits of a ticket that count the shares that are taken
 _TAKEN = (1 << _HALF) - 1
-_SPINS = 2000  # looks at a number before other threads may run in between
+_SPINS = 2000  # polls of a number before yielding to other threads
 _SHARES_EACH = 8  # of a product for each thread
 _LEAST_BYTES = 1 << 16  # of the panels in a share
 
 
 @compiled
 def shares_of(count: int, panel_bytes: int, threads: int) -> int:
-    """Return into how many shares panels are split."""
+    """Return the number of shares of a product."""
     least = max(_LEAST_BYTES // panel_bytes, 1)
     return max(min(threads * _SHARES_EACH, count // least), 1)
 
@@ -138,7 +137,7 @@ def described(call: Array, kind: Any) -> Array:
 
 @compiled
 def rest(team: Array, looks: int) -> int:
-    """Let time pass between two looks at a number; return how many looks there were."""
+    """Pause between two polls of a number; return the number of polls so far."""
     if looks < _SPINS or team[YIELD] == 0:
         pause()
     else:
@@ -162,7 +161,7 @@ def help_team(team: Array, address: int) -> None:
 
 
 def new_memory() -> np.ndarray:
-    """Return the memory of a new team, from a line of the processor's cache on."""
+    """Return the memory of a new team, aligned to cache lines."""
     room = np.zeros(WORDS + 8, dtype=np.int64)
     start = -room.ctypes.data % 64 // 8
     return room[start : start + WORDS]

@@ -1,13 +1,13 @@
 """LLVM code for numba: products of sixteen rows at a time with the tile registers of Intel's AMX.
 
-A tile holds 16 rows of 64 bytes. One instruction adds to 16 x 16 sums the products of 16 rows of x with 16 columns of the
-matrix over 32 steps of depth, all in bfloat16: sixteen times the work of a vector instruction. A float32 is exactly the sum
-of three bfloat16. So three such instructions multiply float32 rows with a matrix of bfloat16, and the result differs only by
-the order of the sums and by terms below 1e-33, as tiles take denormals as zero. An infinity becomes NaN. The panels of
-bfloat16 already have the layout of tiles: a word holds the two steps of a column that are multiplied together.
+A tile holds 16 rows of 64 bytes. One instruction adds the products of 16 rows of x with 16 columns of the matrix, over 32
+steps of depth in bfloat16, to 16 x 16 sums: sixteen times the work of a vector instruction. A float32 is exactly the sum of
+three bfloat16, so three such instructions multiply float32 rows with a bfloat16 matrix. The result differs from that of
+vectors only by the order of the sums and by terms below 1e-33, as tiles treat denormals as zero; infinities become NaN.
+Panels of bfloat16 already have the layout of tiles: a word holds the two steps of a column that are multiplied together.
 
-Of bytes, another instruction takes 64 steps of depth and adds up integers. So the products of a matrix rounded to 8 bits are
-the same numbers as without tiles.
+Another instruction multiplies bytes over 64 steps of depth and adds up integers, so the products of a matrix rounded to 8
+bits are the same with and without tiles.
 """
 
 import ctypes
@@ -31,8 +31,8 @@ BYTES = 64
 _WORDS = BYTES // 4
 _TILE_WORDS = ROWS * _WORDS
 PARTS = 3  # of a float32: three bfloat16 hold all of its 24 bits
-_SHAPE = 16  # words of the configuration that sets the shapes of the tiles
-# of Linux: the number of the system call arch_prctl, its ARCH_REQ_XCOMP_PERM, and the state component of the tiles
+_SHAPE = 16  # words of the configuration of tile shapes
+# Linux: the number of the system call arch_prctl, its ARCH_REQ_XCOMP_PERM, and the state component of tiles
 _ARCH_PRCTL = 158
 _ASK_FOR_STATE = 0x1023
 _TILE_DATA = 18
@@ -68,7 +68,7 @@ class BlockPlaces(NamedTuple):
 
 
 def _permitted() -> bool:
-    """Ask Linux for permission to use tiles, as they enlarge the state of a thread; return whether it is given."""
+    """Ask Linux for permission to use tiles, which enlarge the state of a thread; return whether it is granted."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return False
     return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ASK_FOR_STATE, _TILE_DATA) == 0
@@ -86,12 +86,12 @@ class _Tiles(CodeWriter):
     """A writer of instructions on tiles."""
 
     def on_tiles(self, name: str, *given: Any) -> None:
-        """Write an instruction; integers among its operands are numbers of tiles."""
+        """Write an instruction; integer operands are numbers of tiles."""
         operands = [ir.Constant(ir.IntType(8), one) if isinstance(one, int) else one for one in given]
         self.call(f"llvm.x86.{name}", ir.VoidType(), *operands)
 
     def load_tile(self, number: int, array: Any, word: Value, pitch: Value) -> None:
-        """Load a tile from an array of words, from index `word` on, with rows `pitch` bytes apart."""
+        """Load a tile from an array of words, starting at index `word`, with rows `pitch` bytes apart."""
         self.on_tiles("tileloadd64", number, self.place(array, word, ir.IntType(8)), pitch.register)
 
     def store_tile(self, number: int, array: Any, word: Value, pitch: Value) -> None:
@@ -101,8 +101,8 @@ class _Tiles(CodeWriter):
 class _Panel(_Tiles):
     """A writer of the code for the products of a panel with one block of rows of x, or with two; see `write_tile_sums`.
 
-    The use of the tiles, if the depth fills whole ones: 0 to 3 are sums (two for each block), 4 and 5 are x, 6 and 7 are
-    columns. Otherwise 0 and 1 are sums, 2 is x, 3 and 4 are columns; 5 is x, and 6 and 7 are columns, for the rest of the
+    Use of the tiles if the depth is a multiple of theirs: 0 to 3 are sums (two for each block), 4 and 5 are x, 6 and 7 are
+    columns. Otherwise 0 and 1 are sums, 2 is x, 3 and 4 are columns; 5 is x, and 6 and 7 are columns for the rest of the
     depth.
     """
 
@@ -122,7 +122,7 @@ class _Panel(_Tiles):
         Args:
             x: numbers of the tiles of x, one for each block.
             columns: number of the first of two tiles of columns.
-            rest: the tile of x, and the first tile of columns, for the depth that does not fill a tile; None: there is none.
+            rest: the tile of x and the first tile of columns for the depth beyond whole tiles; None: there is none.
             pitch: bytes of a row of `out`.
         """
         b = self.builder
@@ -138,7 +138,7 @@ class _Panel(_Tiles):
         self._finish(blocks, Value(b, pitch))
 
     def _finish(self, blocks: int, pitch: Value) -> None:
-        """Write the code that stores the sums in `out`: they are the results."""
+        """Write the code that stores the sums in `out`."""
         for tile in range(2 * blocks):
             block, side = divmod(tile, 2)
             row = self.rows * block * (pitch // 4)
@@ -162,7 +162,7 @@ class _Panel(_Tiles):
 
 
 class _PanelOfBytes(_Panel):
-    """A `_Panel` of int8, for rows of uint8: the sums are integers, of which float32 are made in the end.
+    """A `_Panel` of int8, for rows of uint8: the sums are integers, converted to float32 at the end.
 
     The columns are followed by their scales, and by the contribution of the offset of x to their sums.
     """
@@ -171,9 +171,9 @@ class _PanelOfBytes(_Panel):
     product = "tdpbusd"
 
     def _finish(self, blocks: int, pitch: Value) -> None:
-        """Write the code that makes results of the sums, which stay next to each other until then.
+        """Write the code that converts the sums to results, in a contiguous buffer.
 
-        Rows of `out` may lie so far apart that all of them have the same few places in the processor's first cache.
+        Rows of `out` may be a distance apart that maps all of them to the same few sets of the first-level cache.
         """
         b = self.builder
         columns = self.words * WIDTH
@@ -203,14 +203,12 @@ if compiling.AVAILABLE:
     def write_tile_sums(typing: Any, weights: Any, x: Any, out: Any, both: Any, places: Any) -> Any:
         """Write the products of a block of rows of x with one panel to `out`; if `both`, of the next block too.
 
-        out[out_at + row * columns + column] = sum over depth of x times the panel that begins at weights[at]
+        out[out + row * columns + column] = sum over depth of x times the panel that begins at weights[weights], with the
+        numbers in `places`, see `BlockPlaces`.
 
         Args:
             weights: uint32, two bfloat16 in each; or int32, four int8 in each, with the scales and offsets of the columns.
-            words: of a column.
-            x: float32 in three parts of bfloat16, from x_at on, [blocks, parts, rows, words of the depth]; or uint8 in one.
-            rows: of a block.
-            scales_at: where in x the scales of these rows begin, if they are bytes.
+            x: float32 in three parts of bfloat16, [blocks, parts, rows, words of the depth]; or uint8 in one.
         """
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -236,7 +234,7 @@ if compiling.AVAILABLE:
 
     @intrinsic
     def begin_tiles(typing: Any, shape: Any) -> Any:
-        """Configure the shapes of the tiles, by the 64 bytes that the array `shape` begins with."""
+        """Configure the shapes of the tiles with the first 64 bytes of the array `shape`."""
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -247,7 +245,7 @@ if compiling.AVAILABLE:
 
     @intrinsic
     def release_tiles(typing: Any) -> Any:
-        """Release the tiles, so that the operating system need not save them when it switches threads."""
+        """Release the tiles, so that the operating system does not save them when it switches threads."""
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             _Tiles(builder).on_tiles("tilerelease")
@@ -258,9 +256,9 @@ if compiling.AVAILABLE:
 
 @compiled_without_counts
 def blocks(rows: int) -> tuple[int, int]:
-    """Return the number of blocks into which rows are cut, and the number of rows of each.
+    """Return the number of blocks of rows, and the number of rows of each.
 
-    The last block may begin before the end of the block before it.
+    The last block may overlap the block before it.
     """
     count = (rows + ROWS - 1) // ROWS
     return count, (rows + count - 1) // count
@@ -268,7 +266,7 @@ def blocks(rows: int) -> tuple[int, int]:
 
 @compiled
 def piece_count(rows: int) -> int:
-    """Return the number of pieces into which rows are cut: two blocks each, which are multiplied together."""
+    """Return the number of pieces of rows: two blocks each, which are multiplied together."""
     count, _ = blocks(rows)
     return (count + 1) // 2
 
@@ -280,11 +278,11 @@ def _start(block: int, each: int, rows: int) -> int:
 
 @compiled
 def _room(rows: int, words: int, row_words: int) -> Array:
-    """Return room for rows packed for tiles, preceded by the configuration of the tiles (see `_Panel`).
+    """Return room for rows packed for tiles, after the configuration of the tiles (see `_Panel`).
 
     Args:
         words: of the depth.
-        row_words: words of a row with all that goes with it.
+        row_words: words of a packed row, with its scale.
     """
     count, each = blocks(rows)
     size = _SHAPE + count * each * row_words
@@ -309,7 +307,7 @@ def _room(rows: int, words: int, row_words: int) -> Array:
 
 @compiled
 def packed_rows(x: Array, panels: Array) -> Array:
-    """Return float32 rows in three parts of bfloat16, whose sum is exact, in the layout that `write_tile_sums` takes."""
+    """Return float32 rows split exactly into three bfloat16 parts, in the layout of `write_tile_sums`."""
     rows, depth = x.shape
     words = depth // 2
     (count, each) = blocks(rows)
@@ -386,7 +384,7 @@ def packed_bytes(x: Array, panels: Array) -> Array:
 
 @compiled_without_counts
 def _pack_bytes(x: Array, packed: Array) -> None:
-    """Write what `packed_bytes` returns behind the configuration of the tiles."""
+    """Write the rows and scales of `packed_bytes` after the configuration of the tiles."""
     rows, depth = x.shape
     words = depth // BYTES_PER_WORD
     (count, each) = blocks(rows)

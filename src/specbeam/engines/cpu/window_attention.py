@@ -1,12 +1,12 @@
-"""Attention of the rows of long windows to all rows of their window, alone or with a team of threads.
+"""Attention of all rows of long windows to each other, on one thread or shared with a team of threads.
 
-Every row looks at every other, so nothing is masked, and the rows of a window are its keys, too. Queries are taken `WIDTH`
-at a time, side by side in registers: their scores of all keys are one product, with keys as its rows; softmax goes down the
-keys for all of these queries at once; and mixing values is a second product, with the dimensions of values as its rows. Only
-the scores of these queries are ever there, float32[frames, WIDTH], in the processor's cache.
+No row is masked, and the rows of a window are its keys, too. A block of `WIDTH` queries lies side by side in registers.
+Their scores for all keys are one product, whose rows are the keys. Softmax runs over the keys for all of them at once.
+Mixing the values is a second product, whose rows are the dimensions of the values. Only the scores of one block are in
+memory, float32[frames, WIDTH], and stay in the processor's cache.
 
-A task is such a block of queries of one head. Tasks share nothing that they write, and each is done by one thread: so the
-numbers are the same with any number of threads, and whatever other windows are in the pass.
+A task is a block of queries of one head. Tasks write to separate places, and one thread does each of them, so neither the
+number of threads nor other windows of the pass change the results.
 """
 
 from typing import NamedTuple
@@ -50,14 +50,14 @@ class Windows(NamedTuple):
 
 
 class WindowRoom(NamedTuple):
-    """Arrays that the tasks of a thread write into one after the other."""
+    """Scratch arrays of a thread, overwritten by each of its tasks."""
 
     queries: Array  # float32[size * WIDTH]: step by step, the queries of a task side by side
     keys: Array  # float32[frames * size] of a head, in the parts that `write_sums` takes
-    values: Array  # the same, of more frames if `STEP` does not divide them
-    scores: Array  # float32[frames, WIDTH], or odds
+    values: Array  # the same, with the frames rounded up to a multiple of `STEP`
+    scores: Array  # float32[frames, WIDTH]: scores, then exponentials
     mixed: Array  # float32[size, WIDTH]
-    total: Array  # float32[WIDTH]: the sum of the odds of each query
+    total: Array  # float32[WIDTH]: the sum of the exponentials of each query
 
 
 @compiled_without_counts
@@ -111,7 +111,7 @@ def _gather_queries(
 
 @compiled_without_counts
 def _attend_block(room: WindowRoom, frames: int, size: int) -> None:
-    """Mix the values of `room` by the odds of its queries, not yet divided by their sums, into `room.mixed`."""
+    """Write the mixed values of the queries to `room.mixed`, not yet divided by the sums in `room.total`."""
     parts = part_count(frames)
     flat = room.scores.reshape(-1)
     for part in range(parts):
@@ -133,7 +133,7 @@ def _attend_block(room: WindowRoom, frames: int, size: int) -> None:
 
 @compiled_without_counts
 def _do_tasks_in(room: WindowRoom, begin: int, end: int, work: Windows) -> None:
-    """Do the tasks begin .. end of `attend_within` in a room that has been made."""
+    """Do the tasks begin .. end of `attend_within`, in scratch arrays of the caller."""
     qkv = work.qkv
     heads = work.heads
     size = work.size

@@ -1,4 +1,4 @@
-"""Layers of encoders of long windows: parts of `layers` with the attention of `window_attention`."""
+"""Layers of encoders of long windows: the parts of `layers`, with the attention of `window_attention`."""
 
 import numpy as np
 
@@ -9,14 +9,14 @@ from specbeam.engines.cpu.rows import Stack
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.cpu.window_attention import Windows, attend_within
 
-# Rows that are multiplied together. A product looks at all of them for each panel, so they should stay in the processor's
-# cache; and it reads each panel once for all of them, so they should not be few.
+# Rows in a product. It reads all of them for each panel, so they should fit the processor's cache, and it reads each panel
+# once for all of them, so there should be many.
 ROWS_TOGETHER = 96
 
 
 @compiled
 def all_window_layers(x: Array, stack: Stack, positions: Array, ends: Array, threads: int) -> None:
-    """Run the layers one after the other on x, float32[rows, hidden], in place: each row looks at all of its window.
+    """Run the layers one after the other on x, float32[rows, hidden], in place: each row attends to its whole window.
 
     Args:
         stack: layers with as many heads of keys as of queries, and no biases or caps of scores.
@@ -46,7 +46,7 @@ def all_window_layers(x: Array, stack: Stack, positions: Array, ends: Array, thr
 
 @compiled
 def _finish_layer(x: Array, mixed: Array, stack: Stack, layer: int, room: LayerRoom) -> None:
-    """Finish a layer for some rows, given their mixed values: output matrix and inner layer."""
+    """Run the output matrix of attention and the inner layer of a layer on some rows, given their mixed values."""
     weights = stack.weights
     extras = weights.extras
     multiply(mixed, weights.out[layer], room.out, room.threads)
