@@ -95,8 +95,8 @@ def read_block(files: HeadFiles) -> BlockHead:
     )
     if shape.correction == "selector" and (shape.draft_vocab != vocab or shape.inner > vocab):
         raise BadHead(
-            f"{files.where}: draft_vocab_size is {shape.draft_vocab} and selector_top_k {shape.inner}; DFlash2 heads "
-            f"know all {vocab} tokens of the target, and choose among as many at most"
+            f"{files.where}: draft_vocab_size is {shape.draft_vocab} and selector_top_k {shape.inner}; DFlash2 heads must "
+            f"have all {vocab} tokens of the target, and choose among at most {vocab}"
         )
     embedding, head, tokens = token_parts(files, shape.draft_vocab, sizes.width)
     mask = mask_token(_holder(fields, nested, "mask_token_id"), ("mask_token_id",), embedding.weight.shape[0])
@@ -114,7 +114,7 @@ def _check_fields(fields: Fields, nested: Fields) -> None:
                 )
     scale = _holder(fields, nested, "input_embedding_scale")
     if scale.number("input_embedding_scale", 1.0) != 1:
-        raise scale.bad("input_embedding_scale", "1: writers differ in what else scales embeddings")
+        raise scale.bad("input_embedding_scale", "1: writers disagree on how embeddings are scaled")
 
 
 def _holder(fields: Fields, nested: Fields, name: str) -> Fields:
@@ -202,7 +202,9 @@ def _views(fields: Fields, core: Fields, layers: int, rows: int) -> tuple[View, 
         is_causal = fields.flag("is_causal", default=False)
         views = tuple(view._replace(is_causal=is_causal) for view in views or (View(),) * layers)
     if any(0 < view.within < rows for view in views):
-        raise core.bad("sliding_window", f"at least block_size, {rows}: writers differ in what a smaller one is")
+        raise core.bad(
+            "sliding_window", f"at least block_size, {rows}: writers disagree on the meaning of smaller windows"
+        )
     return views
 
 
@@ -212,13 +214,11 @@ def read_block_taps(files: HeadFiles) -> tuple[tuple[int, ...], str]:
     nested = fields.inner("dflash_config")
     name = "aux_hidden_state_layer_ids"
     if inputs := fields.wholes(name):
-        return inputs, f"{name}: what enters these layers"
+        return inputs, f"{name}: the inputs of these layers"
     name = "target_layer_ids"
     if outputs := fields.wholes(name, least=-1) or nested.wholes(name, least=-1):
-        return tuple(one + 1 for one in outputs), f"{name}: what leaves the layers before these"
-    raise BadHead(
-        f"{files.where}: config.json does not say which layers' hidden states the head reads (target_layer_ids)"
-    )
+        return tuple(one + 1 for one in outputs), f"{name}: the outputs of the layers before these"
+    raise BadHead(f"{files.where}: config.json lacks target_layer_ids, the layers whose hidden states the head reads")
 
 
 def _is_anchored(fields: Fields) -> bool:

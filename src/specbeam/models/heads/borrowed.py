@@ -128,7 +128,7 @@ class Borrowed:
         self.name = type(target).__name__
         theirs = getattr(target.get_decoder(), "rotary_emb", None)
         if theirs is None or getattr(self.layers[0], "input_layernorm", None) is None:
-            raise BadHead(f"{where} has modules with layers as in {self.name}, which are not known")
+            raise BadHead(f"{where} has modules with layers as in {self.name}, which are not supported")
         made = copy.deepcopy(theirs) if config is None else type(theirs)(self.config)
         self.rotary = BorrowedRotary(made.to(target.get_input_embeddings().weight.device), self.config)
 
@@ -162,8 +162,8 @@ class Borrowed:
         for name, tensor in found.items():
             if tensor.shape != expected[name].shape:
                 raise BadHead(
-                    f"{self.where}: {name} is {[*tensor.shape]}, and {[*expected[name].shape]} was expected: the layers of "
-                    f"{self.name} have it so"
+                    f"{self.where}: {name} is {[*tensor.shape]}, and {[*expected[name].shape]} was expected, as in the "
+                    f"layers of {self.name}"
                 )
             dtype = like.dtype if name in parameters else expected[name].dtype
             found[name] = tensor.to(like.device, dtype)
@@ -214,7 +214,7 @@ class Borrowed:
             raise BadHead(f"{self.where}: {error}, which heads cannot compute") from error
         if asked != [3]:
             raise BadHead(
-                f"{self.where}: the layers of {self.name} ask {len(asked)} times for attention by rows; once was expected"
+                f"{self.where}: the layers of {self.name} call attention by rows {len(asked)} times; once was expected"
             )
 
 

@@ -319,7 +319,7 @@ def lacks_compiled_form(head: Head, vocab: int, types: tuple[torch.dtype, ...] =
     if not compiling.AVAILABLE:
         return "numba is missing"
     if type(head) not in (PairTrunk, BlockHead):
-        return f"compiled layers are for EAGLE, DFlash and DSpark heads, and this is a {type(head).__name__}"
+        return f"compiled layers run EAGLE, DFlash and DSpark heads, and this is a {type(head).__name__}"
     weights = list(head.parameters())
     if any(weight.dtype not in types or weight.device.type != "cpu" for weight in weights):
         return "its weights are not in float32 on a CPU"
@@ -327,13 +327,13 @@ def lacks_compiled_form(head: Head, vocab: int, types: tuple[torch.dtype, ...] =
         return "its modules have hooks"
     known: Any = head
     if type(known.embed_tokens) is not nn.Embedding or type(known.lm_head) is not nn.Linear:
-        return "its embedding or its last matrix is of another kind"
+        return "its embedding or its output matrix is of another kind"
     if known.lm_head.bias is not None:
-        return "its last matrix has a bias"
+        return "its output matrix has a bias"
     if type(known.rotary) is not Rotary:
         return "its layers are of the target's own kind"
     if any(view.within or view.is_causal for view in known.shape.views):
-        return "its rows do not look at all that is above them, or at all rows of their block"
+        return "its rows do not attend to everything above them, or not to all rows of their block"
     if known.rotary.rope.get("rope_type", "default") not in FIXED_ROPES:
         return "its positions depend on the length of the text"
     if isinstance(head, PairTrunk) and (head.shape.sampling or head.shape.alignment):
@@ -344,11 +344,11 @@ def lacks_compiled_form(head: Head, vocab: int, types: tuple[torch.dtype, ...] =
         return "it mixes neighbouring rows, or changes the size of its logits"
     mask = head.mask if isinstance(head, BlockHead) else 0
     if known.embed_tokens.weight.shape[0] < max(vocab, mask + 1):
-        return "it has no embedding of some tokens"
+        return "its embedding lacks some tokens"
     sizes: LayerSizes = known.rotary.sizes
     depths = (sizes.width, known.embed_tokens.weight.shape[1], sizes.inner, sizes.head_size, head.states_size)
     if any(depth % STEP for depth in depths):
-        return f"its sizes are no multiples of {STEP}"
+        return f"its sizes are not multiples of {STEP}"
     return ""
 
 

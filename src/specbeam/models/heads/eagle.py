@@ -165,22 +165,22 @@ def read_taps(fields: Fields, target: "PreTrainedModel", count: int) -> tuple[tu
     name = "eagle_aux_hidden_state_layer_ids"
     named = fields.wholes(name)
     if named and fields.has("speculators_model_type"):
-        return named, f"{name}: what enters these layers"
+        return named, f"{name}: the inputs of these layers"
     after = fields.wholes("target_layer_ids", least=-1)
     nested = fields.inner("eagle_config").wholes(name, least=-1)
     if not after and nested == default:
-        return default, f"eagle_config.{name}: what enters these layers, as the default of all writers"
+        return default, f"eagle_config.{name}: the inputs of these layers, the default of all writers"
     if found := after or nested or named:
         stated = name
         if after:
             stated = "target_layer_ids"
         elif nested:
             stated = f"eagle_config.{name}"
-        return tuple(one + 1 for one in found), f"{stated}: what leaves the layers before these"
+        return tuple(one + 1 for one in found), f"{stated}: the outputs of the layers before these"
     if count in (0, 3):
         return default, "the default of all writers"
     raise BadHead(
-        f"{fields.where} reads {count} hidden states, and its config.json does not say which layers they enter ({name})"
+        f"{fields.where} reads {count} hidden states, and its config.json does not state their layers ({name})"
     )
 
 

@@ -75,7 +75,7 @@ class ExitHead(Head):
         return {
             "kind": f"EESD: an exit layer behind the target's first {self.after} of {len(layers_of(self.target))} layers",
             "layers": "1, like those of the target, with a norm of its own",
-            "reads": f"what leaves layer {self.after - 1}, of the node itself, also of drafts",
+            "reads": f"the output of layer {self.after - 1} at the node itself, also at drafts",
         }
 
     def exited(self) -> "PreTrainedModel":
@@ -253,6 +253,6 @@ def how_it_runs(head: ExitHead, target: HuggingFaceLM) -> str:
     if isinstance(target.runner, PackedPasses):
         return "on the target's own cache: its first layers run once"
     return (
-        f"as a model of its own: engine {target.engine!r} runs all layers of the target at once, so the first {head.after} "
+        f"as a separate model: engine {target.engine!r} runs all layers of the target at once, so the first {head.after} "
         "are computed twice, and their keys and values stored twice"
     )

@@ -115,7 +115,7 @@ def read_files(source: "str | Path | nn.Module", target: Any = None) -> HeadFile
     if isinstance(source, nn.Module):
         config = getattr(source, "config", None)
         if config is None:
-            raise BadHead(f"{type(source).__name__} has no config, so it is not known what kind of head it is")
+            raise BadHead(f"{type(source).__name__} has no config, so its kind of head is unknown")
         described = config.to_dict() if hasattr(config, "to_dict") else dict(vars(config))
         tensors = {name: tensor.detach() for name, tensor in source.state_dict().items()}
         return HeadFiles(type(source).__name__, described, tensors, target)
@@ -134,7 +134,7 @@ def folder_of(source: "str | Path", patterns: Sequence[str] = ("*.json", *TENSOR
         return folder
     from huggingface_hub import snapshot_download
 
-    with reading(f"{source} is no folder, and no repository that can be fetched", MissingFile):
+    with reading(f"{source} is neither a folder nor a repository that can be fetched", MissingFile):
         return Path(snapshot_download(str(source), allow_patterns=list(patterns)))
 
 

@@ -157,9 +157,9 @@ def moved_taps(taps: tuple[int, ...], offset: int, layers: int) -> tuple[int, ..
 def described_taps(taps: tuple[int, ...]) -> str:
     """Return a description of the hidden states that a head reads."""
     layers = ", ".join(str(tap) for tap in taps if tap != FINAL)
-    read = [f"what enters layers {layers}"] if layers else []
+    read = [f"the inputs of layers {layers}"] if layers else []
     if FINAL in taps:
-        read.append("what the target's head reads")
+        read.append("the input of the target's head")
     return ", ".join(read)
 
 

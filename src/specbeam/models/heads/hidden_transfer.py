@@ -44,7 +44,7 @@ class HiddenTransfer(ExtraHead):
         return {
             "kind": "HiddenTransfer: states made of states, in the target's own pass",
             "drafts": str(self.depth),
-            "reads": f"what enters layer {self.layer}, and enters there",
+            "reads": f"the input of layer {self.layer}, where its rows enter",
             **self.described_ranks,
         }
 

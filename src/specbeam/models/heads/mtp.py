@@ -207,8 +207,8 @@ def _tensor(files: HeadFiles, name: str, *shape: int) -> Tensor:
     found = files.tensors[name]
     if fault := fault_of(found):
         raise BadHead(
-            f"{files.where}: {name} {fault}; modules of rounded weights cannot be read, nor such that are not finite: "
-            "convert them to bfloat16, or download them again"
+            f"{files.where}: {name} {fault}; modules of rounded or non-finite weights cannot be read: convert them to "
+            "bfloat16, or download them again"
         )
     if shape and tuple(found.shape) != shape:
         raise BadHead(f"{files.where}: {name} is {[*found.shape]}, and {[*shape]} was expected")
@@ -248,9 +248,9 @@ def _own_files(target: "PreTrainedModel") -> tuple[HeadFiles, Naming, list[Modul
     known = ", ".join(NAMINGS).replace("{number of layers}", str(layers))
     message = f"{where} holds no modules of multi-token prediction: none of its tensors is {known}"
     if stated is not None:
-        message += f", though config.json says {stated[0]} {stated[1]}: were they lost in a conversion?"
+        message += f", though config.json states {stated[0]} {stated[1]}: were they lost in a conversion?"
     if strange := sorted(name for name in stored if "mtp" in name):
-        message += f"; {strange[0]} is of no form that is known"
+        message += f"; the name {strange[0]} is unknown"
     raise BadHead(f"{message}; {_INSTEAD}")
 
 

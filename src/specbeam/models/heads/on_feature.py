@@ -103,8 +103,8 @@ def _hydra(files: HeadFiles) -> Hydra:
     is_grounded = fields.flag("grounded_heads", default=True)
     if kind != "mlp" or not is_grounded:
         raise BadHead(
-            f"{files.where}: hydra_head_arch is {kind!r}, grounded_heads {is_grounded} in config.json; Hydra heads of the "
-            "kind 'mlp' that are grounded can be read"
+            f"{files.where}: hydra_head_arch is {kind!r}, grounded_heads {is_grounded} in config.json; only grounded Hydra "
+            "heads of the kind 'mlp' can be read"
         )
     _check_count(fields, "hydra_num_heads")
     _rename(files, HYDRA_NAMES)
@@ -141,7 +141,7 @@ def _check_depth(files: HeadFiles, depth: int) -> None:
     """Raise `BadHead` unless there are tensors of as many heads as are stated."""
     found = _count(files, r"emb\.(\d+)\.")
     if found != depth:
-        raise files.fields.bad("n_predict", f"{found}, the number of heads that there are tensors of")
+        raise files.fields.bad("n_predict", f"{found}, the number of heads with tensors")
 
 
 def _redrafter(files: HeadFiles) -> ReDrafter:

@@ -104,7 +104,7 @@ def _read_extra_rows(kind: str, files: HeadFiles) -> ExtraHead:
     config = target.config.get_text_config()
     layers = config.num_hidden_layers
     expected = {"model_type": config.model_type, "width": files.width, "layers": layers}
-    check_target(files, expected, "the head was learnt in its passes")
+    check_target(files, expected, "the head was trained in its passes")
     depth = top.whole("depth", most=MOST_ROWS)
     head: ExtraHead
     if kind == "bita":
@@ -132,7 +132,7 @@ def _check_shape(files: HeadFiles, name: str, shape: tuple[int, ...]) -> None:
 def _ranks(top: Fields) -> tuple[tuple[float, ...], ...]:
     """Return the mean odds of a head's likeliest tokens. Raises `BadHead` if they are not odds."""
     ranks = top.values.get("ranks") or []
-    expected = "a table of odds, from 0 to 1"
+    expected = "a table of probabilities, from 0 to 1"
     try:
         found = tuple(tuple(float(odds) for odds in row) for row in ranks)
     except (TypeError, ValueError) as error:
@@ -154,7 +154,7 @@ def _trunk(files: HeadFiles, sizes: LayerSizes) -> PairTrunk:
         raise given.bad("norms_features", "'no', 'all' or 'each'")
     count = files.size("fc.weight", 1) // shape.target_width if shape.pairs == "attention" else 1
     if len(shape.taps) != count:
-        raise given.bad("taps", f"a list of {count} numbers: so many hidden states are read")
+        raise given.bad("taps", f"a list of {count} numbers, one for each hidden state that the head reads")
     _check_layers(files, sizes, shape.layers)
     if shape.sampling:
         files.check_size("feature_sampling.up_proj.weight", 0, shape.sampling, "shape.sampling")
@@ -224,7 +224,7 @@ def _check_layers(files: HeadFiles, sizes: LayerSizes, layers: int) -> None:
     check_layers(files, files.fields.inner("sizes"), sizes, {name: name for name in FIELD_NAMES})
     stored = stored_layers(files)
     if stored != layers:
-        raise files.fields.inner("shape").bad("layers", f"{stored}, the number of layers that there are tensors of")
+        raise files.fields.inner("shape").bad("layers", f"{stored}, the number of layers with tensors")
 
 
 def _made(kind: "type[_Made]", given: Fields, known: Mapping[str, Any]) -> "_Made":
@@ -236,7 +236,7 @@ def _made(kind: "type[_Made]", given: Fields, known: Mapping[str, Any]) -> "_Mad
     names = {one.name: one for one in fields(kind)}
     readable = names.keys() - known.keys()
     if strange := sorted(given.values.keys() - readable):
-        raise BadHead(f"{given.where}: {given.inside.rstrip('.')} has fields that are not known: {', '.join(strange)}")
+        raise BadHead(f"{given.where}: {given.inside.rstrip('.')} has unknown fields: {', '.join(strange)}")
     found = dict(known)
     for name, one in names.items():
         if name in readable:

@@ -145,13 +145,13 @@ def probed(head: Head, target: HuggingFaceLM, start: list[int]) -> Probed:
         found, best, changes = other, fit, (*changes, name)
     if changes:
         warnings.warn(
-            f"the head is read with {', '.join(changes)}, against its files: on words of the target {best.score:.2f} of its "
-            f"law lies on the target's so, and {documented.score:.2f} as its files say",
+            f"the head is read with {', '.join(changes)}, against its files: its overlap with the target's law is "
+            f"{best.score:.2f} then, and {documented.score:.2f} as its files say",
             stacklevel=2,
         )
     elif best.score < POOR:
         warnings.warn(
-            f"the head hardly fits the target: {best.score:.2f} of its law lies on the target's; is it for another one?",
+            f"the head hardly fits the target: the overlap of their laws is {best.score:.2f}; is it for another target?",
             stacklevel=2,
         )
     return Probed(found, documented, best, changes, tried)

@@ -129,7 +129,7 @@ def _read(files: HeadFiles) -> Head:
     raise BadHead(
         f"{files.where} is a head of kind {kind!r}, which cannot be read; "
         "EAGLE-1, 2, 3, HASS, P-EAGLE, MTP, DFlash, DSpark, Medusa, Hydra, MLP speculator and ReDrafter heads can, and "
-        "those that specbeam trains"
+        "heads trained by specbeam"
     )
 
 
@@ -151,4 +151,4 @@ def head_model(head: Head, target: HuggingFaceLM) -> LM:
     for kind, model in kinds.items():
         if isinstance(head, kind):
             return model(head, target.vocab, engine="widened" if is_widened else "auto")
-    raise NotSupported(f"{type(head).__name__} is no kind of head that drafts")
+    raise NotSupported(f"there is no draft model for heads of type {type(head).__name__}")

@@ -67,7 +67,7 @@ def check_layers(files: HeadFiles, core: Fields, sizes: LayerSizes, names: Mappi
     if sizes.heads % sizes.kv_heads:
         raise core.bad(names["kv_heads"], f"a divisor of {names['heads']}, {sizes.heads}")
     if sizes.head_size % 2:
-        raise core.bad(names["head_size"], f"even, and it is {sizes.head_size}")
+        raise core.bad(names["head_size"], f"even, found {sizes.head_size}")
     fields = {
         "self_attn.o_proj": names["width"],
         "self_attn.q_proj": f"{names['head_size']} and {names['heads']}",
@@ -167,9 +167,11 @@ def rotary_of(
         frequencies: Any = rotary.angles.inv_freq
         is_sound = all(one.isfinite().all() for one in angles) and bool((frequencies > 0).all())
     except Exception as error:  # transformers does not document the parameters that it accepts
-        raise core.bad(name, f"what transformers takes for such positions ({type(error).__name__}: {error})") from error
+        raise core.bad(
+            name, f"valid for transformers' positions of this type ({type(error).__name__}: {error})"
+        ) from error
     if not is_sound:
-        raise core.bad(name, "such that all columns turn, by finite angles")
+        raise core.bad(name, "parameters that rotate all columns by finite angles")
     return rotary
 
 
@@ -184,11 +186,11 @@ def check_taps(files: HeadFiles, taps: tuple[int, ...], how: str) -> None:
     states = files.size("fc.weight", 1)
     width = files.width
     if states % width:
-        raise BadHead(f"{files.where} reads rows of {states} numbers, no multiple of the target's width of {width}")
+        raise BadHead(f"{files.where} reads rows of {states} numbers, not a multiple of the target's width of {width}")
     if len(taps) * width != states:
         raise BadHead(f"{files.where} reads {states // width} hidden states, and {len(taps)} are named: {taps} ({how})")
     if why := lacks_taps(files.target, tuple(tap for tap in taps if tap != FINAL)):
-        raise BadHead(f"{files.where} reads what enters layers {taps} ({how}); {why}: is it for another target?")
+        raise BadHead(f"{files.where} reads the inputs of layers {taps} ({how}); {why}: is it for another target?")
 
 
 def check_target(files: HeadFiles, expected: Mapping[str, Any], why: str) -> None:

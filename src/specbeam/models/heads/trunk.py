@@ -181,7 +181,7 @@ class PairTrunk(LayeredHead):
     def described(self) -> dict[str, str]:
         shape = self.shape
         kinds = {"attention": "EAGLE-3", "projection": "EAGLE-1, EAGLE-2 or HASS", "normed projection": "MTP"}
-        norms = {"no": "not normed", "all": "normed together", "each": "each normed by itself"}
+        norms = {"no": "not normed", "all": "normed together", "each": "normed separately"}
         reads = {
             "reads": f"{described_taps(shape.taps)}, {norms[shape.norms_features]}",
             "attention is added to": "the normed feature" if shape.norms_residual else "the feature",

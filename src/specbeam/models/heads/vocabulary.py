@@ -27,7 +27,7 @@ def read_tokens(files: HeadFiles, count: int) -> TokenMap:
         raise BadHead(f"{files.where} has logits for {count} tokens, and the target has {vocab}")
     if differences is None:
         if count < vocab:
-            raise BadHead(f"{files.where} has logits for {count} of {vocab} tokens, and no map d2t that says for which")
+            raise BadHead(f"{files.where} has logits for {count} of {vocab} tokens, and no map d2t of these tokens")
         return None
     if len(differences) != count:
         raise BadHead(f"{files.where}: d2t has {len(differences)} entries, and the head has {count} tokens")
@@ -39,9 +39,7 @@ def read_tokens(files: HeadFiles, count: int) -> TokenMap:
     if marks is not None:
         _check_is_same(files, tokens, marks.bool().cpu(), vocab)
     elif count < vocab and not differences.any():
-        raise BadHead(
-            f"{files.where}: d2t is all zero, which says that the head knows the first {count} tokens: is it lost?"
-        )
+        raise BadHead(f"{files.where}: d2t is all zero, which means the first {count} tokens: is the map lost?")
     return None if count == vocab else tokens
 
 
@@ -51,7 +49,7 @@ def _taken(files: HeadFiles, name: str) -> Int64[Tensor, " n"] | None:
         return None
     found = files.take(name)
     if found.is_floating_point() or found.is_complex():
-        raise BadHead(f"{files.where}: {name} is stored as {found.dtype}; it must hold whole numbers")
+        raise BadHead(f"{files.where}: {name} is stored as {found.dtype}; it must hold integers")
     return found.long()
 
 
