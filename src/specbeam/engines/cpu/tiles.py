@@ -282,7 +282,7 @@ def _room(rows: int, words: int, row_words: int) -> Array:
 
     Args:
         words: of the depth.
-        row_words: words of a packed row, with its scale.
+        row_words: words of a packed row, its scale included.
     """
     count, each = blocks(rows)
     size = _SHAPE + count * each * row_words

@@ -13,7 +13,7 @@ from specbeam.models.heads.reading import embedding_of, filled
 from specbeam.models.heads.recurrent import Hydra, MLPSpeculator, ReDrafter
 
 MOST_HEADS = 1024
-# (pattern of names in a file, the name here); the first that fits is taken
+# (pattern of names in a file, the name here); the first matching pattern counts
 MEDUSA_NAMES = [
     (r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.(.*)", r"blocks.\1.\2.linear.\3"),
     (r"(?:medusa_heads?\.)?(\d+)\.\d+\.weight", r"matrices.\1.weight"),
@@ -30,7 +30,7 @@ REDRAFTER_NAMES = [(r"lm_head\.(.*)", r"network.\1")]
 
 
 def kind_on_feature(config: Mapping[str, Any]) -> str | None:
-    """Return which kind of head on one feature files with this configuration hold; None: no such kind."""
+    """Return the kind of head on one feature by a configuration; None if it is another kind."""
     model_type = config.get("model_type")
     if "medusa_num_heads" in config or model_type == "medusa":
         return "medusa"
@@ -52,7 +52,7 @@ def _sizes(files: HeadFiles, depth: int) -> FeatureSizes:
 
 
 def _rename(files: HeadFiles, names: list[tuple[str, str]]) -> None:
-    """Give the tensors the names that they have here; tensors that no pattern fits keep theirs."""
+    """Rename tensors to the names here; names that no pattern matches stay."""
     files.tensors = {_renamed(name, names): tensor for name, tensor in files.tensors.items()}
 
 
@@ -81,7 +81,7 @@ def _counts(files: HeadFiles, kind: str, first: str) -> tuple[int, int]:
 
 
 def _medusa(files: HeadFiles) -> Medusa:
-    """Read Medusa heads. Published configurations state fewer heads than their files hold: the tensors count."""
+    """Read Medusa heads. Published configurations state fewer heads than their files hold, so tensors determine it."""
     _check_count(files.fields, "medusa_num_heads")
     _rename(files, MEDUSA_NAMES)
     depth, layers = _counts(files, "Medusa", "0.0.linear.weight")
@@ -93,7 +93,7 @@ def _medusa(files: HeadFiles) -> Medusa:
 
 
 def _check_count(fields: Fields, name: str) -> None:
-    """Raise `BadHead` if a number of heads is none; it is not read, because the tensors count."""
+    """Raise `BadHead` for an invalid number of heads; it is not used, because the tensors determine the number."""
     fields.whole(name, 1, most=MOST_HEADS)
 
 
@@ -127,7 +127,7 @@ def _mlp_speculator(files: HeadFiles) -> MLPSpeculator:
     if not is_tied:
         _check_depth(files, depth)
     head = MLPSpeculator(sizes, inner, fields.flag("scale_input", default=False))
-    if is_tied:  # files may hold the weights that are shared once, or for each head
+    if is_tied:  # files hold shared weights once, or for each head
         for name, _ in head.named_parameters():
             part, number, rest = name.split(".", 2)
             reads_state = part == "proj" and number != "0"  # the first projection reads the feature
@@ -138,7 +138,7 @@ def _mlp_speculator(files: HeadFiles) -> MLPSpeculator:
 
 
 def _check_depth(files: HeadFiles, depth: int) -> None:
-    """Raise `BadHead` unless there are tensors of as many heads as are stated."""
+    """Raise `BadHead` unless there are tensors of the stated number of heads."""
     found = _count(files, r"emb\.(\d+)\.")
     if found != depth:
         raise files.fields.bad("n_predict", f"{found}, the number of heads with tensors")

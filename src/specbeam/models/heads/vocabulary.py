@@ -1,4 +1,4 @@
-"""The tokens of heads with a vocabulary of their own."""
+"""The tokens of heads with their own vocabulary."""
 
 import torch
 from jaxtyping import Int64
@@ -12,8 +12,8 @@ from specbeam.models.heads.files import HeadFiles
 def read_tokens(files: HeadFiles, count: int) -> TokenMap:
     """Return the target's token for each of the head's, from the maps `d2t` and `t2d`; None if they are the same.
 
-    `d2t` holds the difference of the two. With a wrong map a head would silently draft other tokens than it was trained for,
-    so maps that are not plausible are refused.
+    `d2t` holds the difference of both numbers. With a wrong map a head would silently draft wrong tokens, so implausible
+    maps are refused.
 
     Args:
         count: number of the head's tokens.
@@ -44,7 +44,7 @@ def read_tokens(files: HeadFiles, count: int) -> TokenMap:
 
 
 def _taken(files: HeadFiles, name: str) -> Int64[Tensor, " n"] | None:
-    """Return a map as whole numbers; None if there is none. Raises `BadHead` if it holds others."""
+    """Return a map as integers; None if there is none. Raises `BadHead` for other types."""
     if not files.has(name):
         return None
     found = files.take(name)
