@@ -13,9 +13,8 @@ from specbeam.engines.arrays import Features, Integers, OwnStates, States
 from specbeam.engines.cpu.decoder import CompiledDecoder, kind_of_panels, panels_of
 from specbeam.engines.cpu.encoder import CompiledEncoder
 from specbeam.engines.cpu.extras import GELU, Extras, numbers_of
-from specbeam.engines.cpu.layers import activate, add_bias
-from specbeam.engines.cpu.panels import multiply, steps_in
-from specbeam.engines.cpu.sums import WIDTH
+from specbeam.engines.cpu.layers import activate, projected
+from specbeam.engines.cpu.panels import steps_in
 from specbeam.engines.cpu.team import TEAM
 from specbeam.engines.cpu.window_attention import FORM, do_window_share
 from specbeam.engines.cpu.window_layers import ROWS_TOGETHER, all_window_layers
@@ -80,9 +79,7 @@ class Convolution:
         made = np.zeros((count + 2, self.columns), dtype=np.float32)
         for first in range(0, count, ROWS_TOGETHER):
             some = neighbours[first : first + ROWS_TOGETHER].copy()
-            both = np.empty((len(some), len(self.panels) * WIDTH), dtype=np.float32)
-            multiply(some, self.panels, both, threads)
-            add_bias(both, self.bias)
+            both = projected(some, self.panels, self.bias, threads)
             activate(both, self.columns, self.extras, made[1 + first : 1 + first + len(some)])
         return made
 

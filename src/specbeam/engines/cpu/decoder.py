@@ -32,14 +32,14 @@ from specbeam.engines.cpu.extras import extras_of, numbers_of, stacked
 from specbeam.engines.cpu.layers import (
     NO_ATTENTION,
     NO_INNER,
-    add_bias,
     all_layers,
     normalise,
+    projected,
     score_rows,
     shape_logits,
 )
 from specbeam.engines.cpu.nibbles import write_nibbles
-from specbeam.engines.cpu.panels import Kind, empty_panels, fits_bfloat16, multiply, steps_in, write_panels
+from specbeam.engines.cpu.panels import Kind, empty_panels, fits_bfloat16, steps_in, write_panels
 from specbeam.engines.cpu.rows import KeyValues, LayerRows, Stack, Taps
 from specbeam.engines.cpu.sources import Sources, layers_of_sources, no_distances, no_sources
 from specbeam.engines.cpu.sums import WIDTH
@@ -204,7 +204,7 @@ class CompiledDecoder:
         self.last_norm = numbers_of(norm_at(body, family.final_norm, family))
         self.head = panels_of([_head_parts(head.weight, self.vocab)], kind, files)[0]
         if self.threads > 1:
-            for panels in (self.head, self.weights.qkv, self.weights.out, self.weights.gate_up, self.weights.down):
+            for panels in (self.head, *self.weights.matrices):
                 TEAM.learn(panels)
         self.names = architecture.names
         self.kinds = np.array([self.names.index(name) for name in architecture.kinds])
@@ -388,8 +388,7 @@ class CompiledDecoder:
     @property
     def bytes_read(self) -> int:
         """Bytes of the matrices that a pass reads."""
-        weights = self.weights
-        return sum(panels.nbytes for panels in (self.head, weights.qkv, weights.out, weights.gate_up, weights.down))
+        return sum(panels.nbytes for panels in (self.head, *self.weights.matrices))
 
     @cached_property
     def _no_exit(self) -> ExitWeights:
@@ -461,10 +460,8 @@ class SourceReader:
 
     def read(self, states: Float32[np.ndarray, "frames hidden"]) -> Float32[np.ndarray, "frames columns"]:
         """Return the keys, then the values of all heads, layer by layer, given the states of a source."""
-        found = np.empty((len(states), len(self.panels) * WIDTH), dtype=np.float32)
         with TEAM.threads(self.threads) as threads:
-            multiply(states, self.panels, found, threads)
-        add_bias(found, self.bias)
+            found = projected(states, self.panels, self.bias, threads)
         return found[:, : self.columns]
 
 

@@ -110,7 +110,7 @@ class CompiledEncoder(nn.Module, ABC):
         self.weights = weights
         self.architecture = of
         if self.threads > 1:
-            for panels in (weights.qkv, weights.out, weights.gate_up, weights.down):
+            for panels in weights.matrices:
                 TEAM.learn(panels)
 
     def get_input_embeddings(self) -> Any:

@@ -23,17 +23,16 @@ from specbeam.core.passes import (
 from specbeam.core.steps import borrowed, verb
 from specbeam.engines.cpu.cache_steps import CacheArrays, extent_of, has_pending_nodes, has_trie_room
 from specbeam.engines.cpu.layers import (
-    add_bias,
     all_layers,
     layer_room,
     normalise,
     normalise_row,
+    projected,
     reach_of,
     run_layer,
     store_keys_and_values,
     write_qkv,
 )
-from specbeam.engines.cpu.panels import multiply
 from specbeam.engines.cpu.rows import KeyValues, LayerRows, Look, Stack, Taps
 from specbeam.engines.cpu.sources import no_distances, no_sources
 from specbeam.engines.cpu.sums import WIDTH
@@ -173,11 +172,7 @@ def make_features(weights: FeatureWeights, eps: float, states: Array, threads: i
                 normalise_row(states[row][start:stop], weights.norm[start:stop], eps, rows[row][start:stop])
     if len(weights.matrix) == 0:
         return rows
-    out = np.empty((len(rows), len(weights.matrix) * WIDTH), dtype=np.float32)
-    if len(rows) > 0:
-        multiply(rows, weights.matrix, out, threads)
-    add_bias(out, weights.bias)
-    features = out[:, : weights.width].copy()
+    features = projected(rows, weights.matrix, weights.bias, threads)[:, : weights.width].copy()
     if len(weights.norm_after) > 0:
         normalise(features, weights.norm_after, eps, features)
     return features
@@ -213,10 +208,7 @@ def pair_layers(x: Array, model: TrunkModel, feed: PairFeed, sessions: Array, ca
         if model.norms_residual:
             x[:] = both[:, after : after + width]
     else:
-        joined = np.empty((count, len(model.join) * WIDTH), dtype=np.float32)
-        multiply(both, model.join, joined, threads)
-        add_bias(joined, model.join_bias)
-        x[:] = joined[:, :width]
+        x[:] = projected(both, model.join, model.join_bias, threads)[:, :width]
         read = room.normed
         if model.pairs == PROJECTION:
             read[:] = x
@@ -394,9 +386,7 @@ def block_rows(model: BlockModel, cache: HeadArrays, nodes: Array) -> Array:
         read = np.empty((len(nodes), rank), dtype=np.float32)
         for place in range(len(nodes)):
             read[place] = model.correction_rows[trie.nodes[0, nodes[place]]]
-        added = np.empty((len(nodes), len(model.correction) * WIDTH), dtype=np.float32)
-        multiply(read, model.correction, added, cache.threads)
-        logits += added
+        logits += projected(read, model.correction, np.empty(0, dtype=np.float32), cache.threads)
     return of_all_tokens(model, logits)
 
 

@@ -251,6 +251,16 @@ def add_bias(x: Array, bias: Array) -> None:
                 x[row, place] += bias[place]
 
 
+@compiled
+def projected(x: Array, panels: Array, bias: Array, threads: int) -> Array:
+    """Return the product of rows with a matrix in panels, plus a bias, which may be empty; columns are padded."""
+    out = np.empty((len(x), len(panels) * WIDTH), dtype=np.float32)
+    if len(x) > 0:
+        multiply(x, panels, out, threads)
+    add_bias(out, bias)
+    return out
+
+
 @compiled_without_counts
 def _norm_all_heads(qkv: Array, queries: int, norms: Array, eps: float) -> None:
     """Replace all queries of a row by one RMSNorm, and all keys by another.
@@ -306,7 +316,15 @@ def run_attention(
     store_keys_and_values(room.qkv, stack.heads, rows.sessions, rows.slots, cache)
     scoring = Scoring(stack.heads // stack.kv_heads, extras.scales[layer], extras.cap, extras.biases[layer])
     attend(room.qkv, cache, look, scoring, room.mixed, threads)
-    multiply(room.mixed, weights.out[layer], room.out, threads)
+    add_mixed(x, room.mixed, stack, layer, room)
+
+
+@compiled
+def add_mixed(x: Array, mixed: Array, stack: Stack, layer: int, room: LayerRoom) -> None:
+    """Add the output of attention to x, in place, given the mixed values."""
+    weights = stack.weights
+    extras = weights.extras
+    multiply(mixed, weights.out[layer], room.out, room.threads)
     add_sublayer(x, room.out, extras.out_bias[layer], extras.after_attention[layer], stack.eps, extras)
 
 

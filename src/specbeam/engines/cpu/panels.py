@@ -321,6 +321,13 @@ def part_count(rows: int) -> int:
 
 
 @compiled
+def part_of_rows(part: int, parts: int, rows: int) -> tuple[int, int]:
+    """Return the first row of a part, and its number of rows; see `part_count`."""
+    start = part * rows // parts
+    return start, (part + 1) * rows // parts - start
+
+
+@compiled
 def _transposed_parts(x: Array, panels: Array) -> Array:
     """Return all rows, transposed part by part."""
     rows, depth = x.shape
@@ -328,8 +335,8 @@ def _transposed_parts(x: Array, panels: Array) -> Array:
     transposed = scratch_for(panels, rows, depth)
     each = len(transposed) // rows  # words of a row
     for part in range(count):
-        start = part * rows // count
-        write_transposed(x, start, (part + 1) * rows // count - start, transposed[start * each :])
+        start, here = part_of_rows(part, count, rows)
+        write_transposed(x, start, here, transposed[start * each :])
     return transposed
 
 
@@ -358,11 +365,11 @@ def _multiply_panel_in_parts(
     result = out.reshape(-1)
     later_stride = (WIDTH + count - 1) // count if count > 1 else 0
     for part in range(count):
-        start = part * rows // count
+        start, here = part_of_rows(part, count, rows)
         goal = start * columns + panel * WIDTH
         later = (panel + 1) * words + part * words // count
         places = Places(panel * words, WIDTH, start * each, 0, goal, columns, depth, later, later_stride)
-        write_sums((part + 1) * rows // count - start, flat, transposed, result, places)
+        write_sums(here, flat, transposed, result, places)
 
 
 @compiled
@@ -374,10 +381,10 @@ def _multiply_unpacked(panels: Array, panel: int, transposed: Array, rows: int, 
     result = out.reshape(-1)
     numbers = unpacked(panels[panel], depth)
     for part in range(count):
-        start = part * rows // count
+        start, here = part_of_rows(part, count, rows)
         goal = start * columns + panel * WIDTH
         places = Places(0, WIDTH, start * each, 0, goal, columns, depth, 0, 0)
-        write_sums((part + 1) * rows // count - start, numbers, transposed, result, places)
+        write_sums(here, numbers, transposed, result, places)
 
 
 def _begin_nothing(packed: Array, panels: Array) -> None:

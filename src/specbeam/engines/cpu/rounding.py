@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Float32, Int8
 
 from specbeam.core.compiling.compiler import Array, compiled
+from specbeam.core.compiling.uncounted import compiled_without_counts
 from specbeam.engines.arrays import Dense
 
 BYTES_PER_WORD = 4
@@ -48,19 +49,27 @@ def _round_columns_in_groups(matrix: Array, numbers: Array, scales: Array) -> No
         round_column_in_groups(matrix[column], numbers[column], scales[column])
 
 
+@compiled_without_counts
+def _largest_bits(bits: Array) -> np.int32:
+    """Return the bits of the maximum of |x| and `LEAST`, given the bits of x, int32[n].
+
+    Without signs, bits are in the order of the numbers, and vector instructions compare integers.
+    """
+    top = np.int32(_LEAST_BITS)
+    for step in range(len(bits)):
+        size = np.int32(bits[step] & _WITHOUT_SIGN)
+        top = size if size > top else top
+    return top
+
+
 @compiled
 def round_column(source: Array, numbers: Array) -> float:
     """Write a column, float32[depth], rounded to int8, to `numbers`, and return its scale.
 
     The scale is a 127th of the largest absolute number; numbers are rounded to the nearest multiple of it.
     """
-    bits = source.view(np.int32)
-    top = np.int32(_LEAST_BITS)
-    for step in range(len(bits)):
-        size = np.int32(bits[step] & _WITHOUT_SIGN)
-        top = size if size > top else top
     found = np.empty(1, dtype=np.int32)
-    found[0] = top
+    found[0] = _largest_bits(source.view(np.int32))
     scale = found.view(np.float32)[0] / np.float32(LARGEST)
     shifted = np.empty(len(source), dtype=np.float32)
     for step in range(len(source)):
@@ -123,13 +132,7 @@ def rounded_row(source: Array, numbers: Array) -> float:
     Each number is rounded to the nearest multiple of the scale, ties to even, and `ZERO` is added. The scale of a row with
     NaN is NaN.
     """
-    bits = source.view(np.int32)
-    top = np.int32(_LEAST_BITS)
-    # Without signs, bits are in the order of the numbers, and vector instructions compare integers.
-    for step in range(len(bits)):
-        size = np.int32(bits[step] & _WITHOUT_SIGN)
-        top = size if size > top else top
-    largest: Any = np.int32(top).view(np.float32)
+    largest: Any = np.int32(_largest_bits(source.view(np.int32))).view(np.float32)
     factor = np.float32(LARGEST) / largest
     for step in range(len(source)):
         shifted = np.float32(source[step] * factor + _LAST_BIT_IS_1)

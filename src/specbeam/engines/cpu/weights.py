@@ -40,6 +40,11 @@ class Weights(NamedTuple):
     extras: Extras
     cross: CrossWeights
 
+    @property
+    def matrices(self) -> tuple[Array, Array, Array, Array]:
+        """The panels of all matrices except cross-attention's."""
+        return self.qkv, self.out, self.gate_up, self.down
+
 
 _weights = borrowed_views(Weights)
 _cross_weights = borrowed_views(CrossWeights)

@@ -18,7 +18,7 @@ from specbeam.core.compiling.compiler import Array, compiled
 from specbeam.core.compiling.uncounted import compiled_without_counts
 from specbeam.engines.cpu.attention import ATTENTION_FORM_OF, SHARES_EACH
 from specbeam.engines.cpu.odds import write_odds
-from specbeam.engines.cpu.panels import part_count
+from specbeam.engines.cpu.panels import part_count, part_of_rows
 from specbeam.engines.cpu.shares import (
     COUNT,
     PANELS,
@@ -70,8 +70,7 @@ def _gather_keys(qkv: Array, first: int, frames: int, column: int, size: int, ke
     """Write the keys of a head to `keys`: part by part, each with a row for each dimension."""
     parts = part_count(frames)
     for part in range(parts):
-        start = part * frames // parts
-        count = (part + 1) * frames // parts - start
+        start, count = part_of_rows(part, parts, frames)
         for row in range(count):
             source = qkv[first + start + row]
             for place in range(size):
@@ -84,8 +83,7 @@ def _gather_values(qkv: Array, first: int, frames: int, column: int, size: int, 
     deep = _in_steps(frames)
     parts = part_count(size)
     for part in range(parts):
-        start = part * size // parts
-        count = (part + 1) * size // parts - start
+        start, count = part_of_rows(part, parts, size)
         for frame in range(frames):
             source = qkv[first + frame]
             for row in range(count):
@@ -115,8 +113,7 @@ def _attend_block(room: WindowRoom, frames: int, size: int) -> None:
     parts = part_count(frames)
     flat = room.scores.reshape(-1)
     for part in range(parts):
-        start = part * frames // parts
-        count = (part + 1) * frames // parts - start
+        start, count = part_of_rows(part, parts, frames)
         places = Places(0, WIDTH, start * size, 0, start * WIDTH, WIDTH, size, 0, 0)
         write_sums(count, room.queries, room.keys, flat, places)
     write_odds(room.scores, frames, room.total)
@@ -125,8 +122,7 @@ def _attend_block(room: WindowRoom, frames: int, size: int) -> None:
     mixed = room.mixed.reshape(-1)
     parts = part_count(size)
     for part in range(parts):
-        start = part * size // parts
-        count = (part + 1) * size // parts - start
+        start, count = part_of_rows(part, parts, size)
         places = Places(0, WIDTH, start * deep, 0, start * WIDTH, WIDTH, deep, 0, 0)
         write_sums(count, flat, room.values, mixed, places)
 

@@ -3,8 +3,7 @@
 import numpy as np
 
 from specbeam.core.compiling.compiler import Array, compiled
-from specbeam.engines.cpu.layers import LayerRoom, add_sublayer, layer_room, normalise, run_inner, write_qkv
-from specbeam.engines.cpu.panels import multiply
+from specbeam.engines.cpu.layers import add_mixed, layer_room, normalise, run_inner, write_qkv
 from specbeam.engines.cpu.rows import Stack
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.cpu.window_attention import Windows, attend_within
@@ -41,14 +40,6 @@ def all_window_layers(x: Array, stack: Stack, positions: Array, ends: Array, thr
         for first in range(0, count, ROWS_TOGETHER):
             stop = min(first + ROWS_TOGETHER, count)
             own = room if stop - first == len(room.normed) else last_room
-            _finish_layer(x[first:stop], mixed[first:stop], stack, layer, own)
-
-
-@compiled
-def _finish_layer(x: Array, mixed: Array, stack: Stack, layer: int, room: LayerRoom) -> None:
-    """Run the output matrix of attention and the inner layer of a layer on some rows, given their mixed values."""
-    weights = stack.weights
-    extras = weights.extras
-    multiply(mixed, weights.out[layer], room.out, room.threads)
-    add_sublayer(x, room.out, extras.out_bias[layer], extras.after_attention[layer], stack.eps, extras)
-    run_inner(x, weights, layer, stack.eps, room)
+            some = x[first:stop]
+            add_mixed(some, mixed[first:stop], stack, layer, own)
+            run_inner(some, weights, layer, stack.eps, own)

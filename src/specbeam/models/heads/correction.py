@@ -74,17 +74,15 @@ class Markov(Correction):
         return Corrected(nodes.base + self.markov_w2(read), nodes.states)
 
 
-class RecurrentMarkov(Correction):
+class RecurrentMarkov(Markov):
     """A low-rank matrix applied to the output of a recurrent network over tokens and rows from the root on (DSpark, "rnn").
 
     If mask rows draft, the network reads the root and its row before the first draft.
     """
 
     def __init__(self, vocab: int, draft_vocab: int, width: int, rank: int) -> None:
-        super().__init__()
+        super().__init__(vocab, draft_vocab, width, rank)
         self.state_size = rank
-        self.markov_w1 = nn.Embedding(vocab, rank)
-        self.markov_w2 = nn.Linear(rank, draft_vocab, bias=False)
         self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
 
     def start(self, rows: Rows, tokens: PerRow, above: PerRow) -> States:

@@ -43,9 +43,9 @@ class HeadFiles:
     def take(self, name: str, *shape: int) -> Tensor:
         """Take a tensor. Raises `BadHead` if it is missing, has another shape than stated, or is not finite."""
         found = self._found(name)
+        if shape:
+            self.check_shape(name, shape)
         del self.tensors[name]
-        if shape and tuple(found.shape) != shape:
-            raise BadHead(f"{self.where}: {name} is {[*found.shape]}, and {[*shape]} was expected by its config.json")
         if name not in MAPS and (fault := fault_of(found)):
             raise BadHead(f"{self.where}: {name} {fault}; the weights of a head must be finite floats")
         self.taken.add(name)
@@ -84,6 +84,12 @@ class HeadFiles:
         if found.ndim != 2:
             raise BadHead(f"{self.where}: {name} is {[*found.shape]}; it must be a matrix")
         return found.shape[axis]
+
+    def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise `BadHead` if a tensor has another shape than stated."""
+        found = self.tensors.get(name)
+        if found is not None and tuple(found.shape) != shape:
+            raise BadHead(f"{self.where}: {name} is {[*found.shape]}, and {[*shape]} was expected by its config.json")
 
     def check_size(self, name: str, axis: int, stated: int, by: str) -> None:
         """Raise `BadHead` unless a matrix has the stated number of rows (axis 0) or columns (axis 1).

@@ -159,17 +159,25 @@ class Attention(nn.Module):
 
 
 class Gated(nn.Module):
-    """The gated inner layer of a Llama."""
+    """The gated inner layer of a Llama.
 
-    def __init__(self, width: int, inner: int) -> None:
+    Args:
+        gate: size of the input of the gate; None: the width.
+    """
+
+    def __init__(self, width: int, inner: int, gate: int | None = None) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.gate_proj = nn.Linear(width if gate is None else gate, inner, bias=False)
         self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Rows) -> Rows:
         """Return the output of the inner layer, to be added to rows."""
-        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.gated(x, x)
+
+    def gated(self, gate: Float[Tensor, "*rows gate"], x: Rows) -> Rows:
+        """Return the output for rows, given the input of the gate."""
+        return self.down_proj(functional.silu(self.gate_proj(gate)) * self.up_proj(x))
 
 
 class DecoderLayer(nn.Module):

@@ -111,7 +111,7 @@ def _read_extra_rows(kind: str, files: HeadFiles) -> ExtraHead:
         kv_heads = top.whole("kv_heads")
         prefix = top.whole("prefix", least=0, most=MOST_ROWS)
         shape = (layers, kv_heads, prefix, top.whole("head_size"))
-        _check_shape(files, "keys", shape)
+        files.check_shape("keys", shape)  # before a head of this shape is made
         head = Bita(target, depth, shape, files.width)
     else:
         layer = top.whole("enters")
@@ -120,13 +120,6 @@ def _read_extra_rows(kind: str, files: HeadFiles) -> ExtraHead:
         head = HiddenTransfer(target, depth, layer, files.width)
     head.ranks = _ranks(top)
     return filled(head, files)
-
-
-def _check_shape(files: HeadFiles, name: str, shape: tuple[int, ...]) -> None:
-    """Raise `BadHead` if a tensor has another shape than stated, before a head of the stated shape is made."""
-    found = files.tensors.get(name)
-    if found is not None and tuple(found.shape) != shape:
-        raise BadHead(f"{files.where}: {name} is {[*found.shape]}, and {[*shape]} was expected by its config.json")
 
 
 def _ranks(top: Fields) -> tuple[tuple[float, ...], ...]:

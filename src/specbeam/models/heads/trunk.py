@@ -23,7 +23,7 @@ from specbeam.models.heads.head import (
     described_taps,
     described_views,
 )
-from specbeam.models.heads.layers import Attend, DecoderLayer, LayerSizes, Norm, PairLayer, Rotary, View
+from specbeam.models.heads.layers import Attend, DecoderLayer, Gated, LayerSizes, Norm, PairLayer, Rotary, View
 from specbeam.models.heads.trees import ScoredTrees
 from specbeam.models.heads.unroll import drafted_rows
 
@@ -72,19 +72,17 @@ class TrunkShape:
     views: tuple[View, ...] = ()
 
 
-class FeatureSampling(nn.Module):
+class FeatureSampling(Gated):
     """A change of features by the token drawn after them: a feature alone does not determine the token (FSPAD)."""
 
     def __init__(self, embed: int, width: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(embed, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
+        super().__init__(width, inner, embed)
 
-    def forward(self, embedded: Float[Tensor, "*rows embed"], features: Rows) -> Rows:
+    def forward(  # type: ignore[override]
+        self, embedded: Float[Tensor, "*rows embed"], features: Rows
+    ) -> Rows:
         """Return the features, changed by the tokens."""
-        gated = nn.functional.silu(self.gate_proj(embedded)) * self.up_proj(features)
-        return features + self.down_proj(gated)
+        return features + self.gated(embedded, features)
 
 
 class Alignment(nn.Module):
