@@ -29,7 +29,7 @@ from specbeam.engines.cpu.shares import (
     part_of,
     share_out,
 )
-from specbeam.engines.cpu.sums import MOST, WIDTH, Places, write_row_sums
+from specbeam.engines.cpu.sums import MOST, WIDTH, PanelPlaces, write_row_sums
 
 _F0 = np.float32(0)
 _F1 = np.float32(1)
@@ -205,7 +205,7 @@ def _do_task(room: TaskRoom, work: AttentionWork, cache: int, kv: int, first: in
     _gather_queries(work.q, first, start, stop, kv, group, work.scoring.scale, scaled)
     for panel in range(extent // WIDTH):
         start_of_panel = (head_at * panels + panel) * size * WIDTH
-        places = Places(start_of_panel, WIDTH, 0, size, panel * WIDTH, most, size, 0, 0)
+        places = PanelPlaces(start_of_panel, WIDTH, 0, size, panel * WIDTH, most, size, 0, 0)
         write_row_sums(count, keys.reshape(-1), scaled.reshape(-1), flat_scores, places)
     if biases.shape[1] > 0:
         for query in range(count):
@@ -218,7 +218,7 @@ def _do_task(room: TaskRoom, work: AttentionWork, cache: int, kv: int, first: in
         softmax(scores[query, :extent], look.seen[first + (start + query) // group], room.powers)
     for panel in range(width // WIDTH):
         column = panel * WIDTH
-        places = Places(head_at * height * width + column, width, 0, most, column, width, extent, 0, 0)
+        places = PanelPlaces(head_at * height * width + column, width, 0, most, column, width, extent, 0, 0)
         write_row_sums(count, values.reshape(-1), flat_scores, mixed.reshape(-1), places)
     for query in range(count):
         row = first + (start + query) // group

@@ -50,7 +50,7 @@ from specbeam.engines.cpu.shares import (
     share_out,
     shares_of,
 )
-from specbeam.engines.cpu.sums import MOST, STEP, WIDTH, Places, write_sums
+from specbeam.engines.cpu.sums import MOST, STEP, WIDTH, PanelPlaces, write_sums
 
 if compiling.AVAILABLE:
     from numba import types
@@ -368,7 +368,7 @@ def _multiply_panel_in_parts(
         start, here = part_of_rows(part, count, rows)
         goal = start * columns + panel * WIDTH
         later = (panel + 1) * words + part * words // count
-        places = Places(panel * words, WIDTH, start * each, 0, goal, columns, depth, later, later_stride)
+        places = PanelPlaces(panel * words, WIDTH, start * each, 0, goal, columns, depth, later, later_stride)
         write_sums(here, flat, transposed, result, places)
 
 
@@ -383,7 +383,7 @@ def _multiply_unpacked(panels: Array, panel: int, transposed: Array, rows: int, 
     for part in range(count):
         start, here = part_of_rows(part, count, rows)
         goal = start * columns + panel * WIDTH
-        places = Places(0, WIDTH, start * each, 0, goal, columns, depth, 0, 0)
+        places = PanelPlaces(0, WIDTH, start * each, 0, goal, columns, depth, 0, 0)
         write_sums(here, numbers, transposed, result, places)
 
 

@@ -55,7 +55,7 @@ _LOWER = 0x0F0F0F0F  # the lower half of each byte
 FLOAT16_SCALE = np.float32(2.0**112)  # float32 exponents count from 127, those of float16 from 15
 
 
-class Places(NamedTuple):
+class PanelPlaces(NamedTuple):
     """Where `write_sums` finds its numbers in flat arrays: indices of their first words, and strides in words."""
 
     weights: Any  # index of the panel
@@ -76,7 +76,7 @@ class _Loop(CodeWriter):
         steps_per_word: steps of depth in a word of the panel: 1 for float32; 2 for bfloat16, the earlier step in the lower
             half.
         x_pitch: words between two rows of x, whose steps follow each other; None: the rows of x are transposed.
-        later: index and stride of the words that are prefetched, see `Places`; None: nothing is prefetched for later.
+        later: index and stride of the words that are prefetched, see `PanelPlaces`; None: nothing is prefetched for later.
     """
 
     later: tuple[Any, Any] | None = None
@@ -91,7 +91,7 @@ class _Loop(CodeWriter):
         self.words = ir.VectorType(WORD, LANES)
 
     def write(self, weights: Any, stride: Any, x: Any, out: Any, out_stride: Any, depth: Any) -> None:
-        """Write the code at the builder's position, and leave the builder after the loop. For the arguments see `Places`."""
+        """Write the code at the builder's position, and leave the builder after the loop; see `PanelPlaces`."""
         self.weights = weights
         self.x = x
         self.stride = Value(self.builder, stride)
@@ -323,7 +323,7 @@ if compiling.AVAILABLE:
         """Write the products of 1 to `MOST` rows with the columns of one panel to `out`.
 
         out[out + row * out_stride + column] = sum over steps of x[x + step * rows + row] *
-        weights[weights + step * stride + column], with the numbers in `places`, see `Places`.
+        weights[weights + step * stride + column], with the numbers in `places`, see `PanelPlaces`.
 
         Weights are float32; uint32 with two bfloat16 each; uint8, two for a float16; uint64 with sixteen 4-bit numbers each,
         see engines/cpu/nibbles.py; int32 with four int8 each, and x int32; or int16 with four 4-bit numbers each, and x
@@ -333,7 +333,7 @@ if compiling.AVAILABLE:
         a column, so that the next panel is already in the cache.
         """
 
-        def loop_of(builder: Any, rows: int, kind: Any, places: Places) -> _Loop:
+        def loop_of(builder: Any, rows: int, kind: Any, places: PanelPlaces) -> _Loop:
             loop = _loop(builder, rows, kind)
             # The pointer to the weights is that of this panel.
             loop.later = (builder.sub(places.later, places.weights), places.later_stride)
@@ -343,23 +343,23 @@ if compiling.AVAILABLE:
 
     @intrinsic
     def write_row_sums(typing: Any, rows: Any, weights: Any, x: Any, out: Any, places: Any) -> Any:
-        """Do `write_sums` for rows of x that are not transposed: `Places.x_pitch` apart.
+        """Do `write_sums` for rows of x that are not transposed: `PanelPlaces.x_pitch` apart.
 
         Weights are float32, or uint16, the bits of bfloat16 numbers.
         """
 
-        def loop_of(builder: Any, rows: int, kind: Any, places: Places) -> _Loop:
+        def loop_of(builder: Any, rows: int, kind: Any, places: PanelPlaces) -> _Loop:
             loop = _LoopOfWords if kind == types.uint16 else _Loop
             return loop(builder, rows, x_pitch=places.x_pitch)
 
         return types.void(types.int64, weights, x, out, places), _code_of_sums(loop_of)
 
 
-def _code_of_sums(loop_of: Callable[[Any, int, Any, Places], _Loop]) -> Callable[..., Any]:
+def _code_of_sums(loop_of: Callable[[Any, int, Any, PanelPlaces], _Loop]) -> Callable[..., Any]:
     """Return the function that writes the code of `write_sums`, by the loops for numbers of rows and a dtype of weights."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        places = Places(*numbers_in(context, builder, signature.args[4], args[4]))
+        places = PanelPlaces(*numbers_in(context, builder, signature.args[4], args[4]))
         starts = ((1, places.weights), (2, places.x), (3, places.out))
         weights, x, out = places_in(context, builder, signature, args, starts)
         kind = signature.args[1].dtype

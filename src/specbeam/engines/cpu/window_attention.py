@@ -30,7 +30,7 @@ from specbeam.engines.cpu.shares import (
     part_of,
     share_out,
 )
-from specbeam.engines.cpu.sums import STEP, WIDTH, Places, write_sums
+from specbeam.engines.cpu.sums import STEP, WIDTH, PanelPlaces, write_sums
 
 FORM = max(ATTENTION_FORM_OF.values()) + 1  # number in the memory of a team, after the forms of attention to caches
 # Places in the description of a call, int64[`_FIELDS`]: the address and the shape of each array, and numbers.
@@ -114,7 +114,7 @@ def _attend_block(room: WindowRoom, frames: int, size: int) -> None:
     flat = room.scores.reshape(-1)
     for part in range(parts):
         start, count = part_of_rows(part, parts, frames)
-        places = Places(0, WIDTH, start * size, 0, start * WIDTH, WIDTH, size, 0, 0)
+        places = PanelPlaces(0, WIDTH, start * size, 0, start * WIDTH, WIDTH, size, 0, 0)
         write_sums(count, room.queries, room.keys, flat, places)
     write_odds(room.scores, frames, room.total)
     deep = _in_steps(frames)
@@ -123,7 +123,7 @@ def _attend_block(room: WindowRoom, frames: int, size: int) -> None:
     parts = part_count(size)
     for part in range(parts):
         start, count = part_of_rows(part, parts, size)
-        places = Places(0, WIDTH, start * deep, 0, start * WIDTH, WIDTH, deep, 0, 0)
+        places = PanelPlaces(0, WIDTH, start * deep, 0, start * WIDTH, WIDTH, deep, 0, 0)
         write_sums(count, flat, room.values, mixed, places)
 
 
