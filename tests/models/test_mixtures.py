@@ -89,7 +89,7 @@ def test_beam_search_finds_the_tokens_of_transformers(name):
 
 
 def test_experts_are_not_rounded():
-    with pytest.raises(NotSupported, match="its experts are not rounded to int8 here"):
+    with pytest.raises(NotSupported, match="experts cannot be rounded to int8"):
         HuggingFaceLM(tiny("mixtral"), engine="int8")
 
 

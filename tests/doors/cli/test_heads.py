@@ -60,7 +60,13 @@ def shown(*arguments):
 def test_it_shows_what_was_read_and_what_was_tried(target):
     found = shown(str(GOLDEN / "two_layers"))
     assert target == ["tiny"]  # what the files of the head name
-    for part in ("EAGLE-3", "what enters layers 2, 4, 5", "rotated, base 500000", "20 of 32", "as stated in its files"):
+    for part in (
+        "EAGLE-3",
+        "the inputs of layers 2, 4, 5",
+        "rotated, base 500000",
+        "20 of 32",
+        "as stated in its files",
+    ):
         assert part in found
     assert "positions of base 10000" in found
 
@@ -110,7 +116,7 @@ def test_heads_in_our_own_format_are_described(kind, told, target, tmp_path):
     ("kind", "parts"),
     [
         ("bita", ["BiTA: mask tokens", "5 soft prompts", "0.50, 0.25, by depth"]),
-        ("hidden_transfer", ["what enters layer 7"]),
+        ("hidden_transfer", ["the input of layer 7"]),
     ],
 )
 def test_heads_in_the_targets_own_pass_are_described(kind, parts, target, tmp_path):

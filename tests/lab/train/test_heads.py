@@ -357,7 +357,7 @@ def test_only_the_heads_own_weights_are_learnt(kind, pair, small_files, drawn, t
     [
         ({"specbeam_head": "other"}, "specbeam_head is 'other' in config.json; it must be one of fspad, chimera"),
         ({"sizes": None}, "config.json has no sizes"),
-        ({"shape": {"pairs": "projection", "colour": 1}}, "shape has fields that are not known: colour"),
+        ({"shape": {"pairs": "projection", "colour": 1}}, "shape has unknown fields: colour"),
         ({"positions": None}, "config.json has no positions"),
     ],
 )
@@ -375,7 +375,7 @@ def test_a_broken_head_of_our_own_format_is_refused_by_name(pair, small_files, d
         ("chimera", {"read_out": "none"}, "shape.read_out is 'none' in config.json; it must be one of shared, own"),
         ("chimera", {"read_out": "own"}, r"shape.depth is 4 in config.json; it must be the number of tensors matrices"),
         ("chimera", {"depth": None}, "config.json has no shape.depth"),
-        ("chimera", {"colour": 1}, "shape has fields that are not known: colour"),
+        ("chimera", {"colour": 1}, "shape has unknown fields: colour"),
         ("chimera", {"depth": 9}, r"shape.depth is 9 in config.json; it must be the number of tensors maps"),
         ("specdiff", {"first_row": 2}, "shape.first_row is 2 in config.json; it must be 1 in SpecDiff heads"),
         ("specdiff", {"logit_cap": 1.0}, r"shape.logit_cap is 1\.0 in config.json; it must be 0\.0 in SpecDiff heads"),

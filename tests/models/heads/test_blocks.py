@@ -258,7 +258,7 @@ def test_the_names_and_fields_of_other_writers_are_read_too(target, tmp_path):
         ("dflash", {"config": {"transformer_layer_config": "x"}}, "transformer_layer_config is 'x' in config.json; it must be"),
         ("dflash", {"config": {"aux_hidden_state_layer_ids": "abc"}}, "aux_hidden_state_layer_ids is 'abc' .* a list of int"),
         ("dflash", {"config": {"mask_token_id": 99}}, "mask_token_id is 99; the target has 32 tokens"),
-        ("dflash", {"without": ["aux_hidden_state_layer_ids"]}, "does not say which layers"),
+        ("dflash", {"without": ["aux_hidden_state_layer_ids"]}, "lacks target_layer_ids"),
         ("dflash", {"config": {"aux_hidden_state_layer_ids": [2, 4]}}, "reads 3 hidden states, and 2 are named"),
         ("dflash", {"config": {"aux_hidden_state_layer_ids": [2, 4, 9]}}, "8 layers, so taps are numbers from 0 to 8"),
         ("dflash", {"without": ["hidden_norm.weight"]}, "no tensor hidden_norm.weight"),

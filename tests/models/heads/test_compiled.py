@@ -149,7 +149,7 @@ def test_heads_that_compiled_layers_cannot_run_are_run_by_torch():
         "modules of FSPAD": lambda engine: TrunkLM(trunk_of(model, "fspad"), VOCAB, engine),
         "its correction is of kind 'gated'": lambda engine: BlockLM(block_of(model, "gated"), VOCAB, engine),
         "its correction is of kind 'rnn'": lambda engine: BlockLM(block_of(model, "recurrent"), VOCAB, engine),
-        "its rows do not look at all": lambda engine: BlockLM(block_of(model, "windows from the root"), VOCAB, engine),
+        "its rows do not attend": lambda engine: BlockLM(block_of(model, "windows from the root"), VOCAB, engine),
         "positions depend on the length": lambda engine: TrunkLM(
             trunk_of(model, "eagle3").changed({"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}),
             VOCAB,

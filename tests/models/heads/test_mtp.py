@@ -615,7 +615,7 @@ def test_stated_modules_that_are_missing_are_named(tmp_path):
     ):
         read_head("mtp", loaded(tmp_path))
     tensors = stored(tmp_path) | {"model.mtp_block.0.norm.weight": torch.ones(16)}
-    with pytest.raises(BadHead, match=r"model\.mtp_block\.0\.norm\.weight is of no form that is known"):
+    with pytest.raises(BadHead, match=r"the name model\.mtp_block\.0\.norm\.weight is unknown"):
         read_head("mtp", written(tmp_path, tensors))
 
 

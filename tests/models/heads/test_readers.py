@@ -148,7 +148,7 @@ def test_hidden_states_are_numbered_in_two_ways(target):
     for nested, taps in (([2, 4, 5], (2, 4, 5)), ([1, 3, 4], (2, 4, 5)), ([0, 3, 6], (1, 4, 7))):
         assert taps_of({"eagle_config": {"eagle_aux_hidden_state_layer_ids": nested}}) == taps
     assert taps_of({}) == (2, 4, 5)
-    with pytest.raises(BadHead, match="does not say which layers they enter"):
+    with pytest.raises(BadHead, match="does not state their layers"):
         taps_of({}, 5)
 
 
@@ -177,7 +177,7 @@ MAP = load_file(GOLDEN / "two_layers" / "model.safetensors")["d2t"]
         ({"tensors": {"norm.weight": torch.ones(7)}}, r"norm.weight is \[7\], and \[16\] was expected"),
         ({"tensors": {"layers.0.extra.weight": torch.ones(7)}}, "tensors that are not known: layers.0.extra.weight"),
         ({"tensors": {"layers.0.kv_a_proj_with_mqa.weight": torch.ones(7)}}, "latent attention"),
-        ({"tensors": {"fc.weight": torch.ones(16, 40)}}, "no multiple of the target's width of 16"),
+        ({"tensors": {"fc.weight": torch.ones(16, 40)}}, "not a multiple of the target's width of 16"),
         ({"tensors": {"fc.weight": torch.ones(16, 32)}}, "reads 2 hidden states, and 3 are named"),
         ({"config": {"norm_before_residual": "yes"}}, "norm_before_residual is 'yes' in config.json"),
         ({"config": {"draft_vocab_size": "many"}}, "draft_vocab_size is 'many'"),

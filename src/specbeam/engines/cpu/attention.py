@@ -1,7 +1,7 @@
-"""Attention of rows to the caches of their sessions, alone or with a team of threads.
+"""Attention of rows to the KV caches of their sessions, on one thread or shared with a team of threads.
 
-A task is a part of the queries that read one key-value head of a session. Tasks share nothing that they write, and each is
-done by one thread, in the order of a single one: so the numbers are the same with any number of threads.
+A task is a part of the queries that read one key-value head of a session. Tasks write to separate places, and one thread
+does each of them in a fixed order, so the number of threads does not change the results.
 """
 
 from collections.abc import Callable
@@ -16,29 +16,27 @@ from specbeam.core.compiling.ordered_sums import sum_of
 from specbeam.core.compiling.sums import extremes, rank_of
 from specbeam.core.compiling.uncounted import compiled_without_counts
 from specbeam.engines.cpu.curves import cap_scores, exponential
-from specbeam.engines.cpu.panels import FORM_OF, has_form, part_count
+from specbeam.engines.cpu.panels import FORM_OF, part_count
 from specbeam.engines.cpu.rows import KeyValues, Look
 from specbeam.engines.cpu.shares import (
     COUNT,
-    FORMS,
-    FUNCTION,
     PANELS,
-    SHARES,
     THREADS,
-    WORDS,
-    finish,
-    publish,
-    take,
-    wait_for_all,
+    describe,
+    described,
+    has_form,
+    memory_of,
+    part_of,
+    share_out,
 )
-from specbeam.engines.cpu.sums import MOST, WIDTH, write_row_sums
+from specbeam.engines.cpu.sums import MOST, WIDTH, PanelPlaces, write_row_sums
 
 _F0 = np.float32(0)
 _F1 = np.float32(1)
 _UNSEEN = np.float32(-1e30)
-_SHARED_FROM = 200_000  # products of queries with keys, from which on they are shared among threads
-_SHARES_EACH = 4  # of tasks for each thread
-# The numbers of the forms of attention in the memory of a team, after the forms of products, by dtype of keys and values.
+_SHARED_FROM = 200_000  # products of queries and keys from which threads share the tasks
+SHARES_EACH = 4  # of tasks for each thread
+# Numbers of the forms of attention in the memory of a team, after the forms of products, by dtype of keys and values.
 _OF_FLOATS = len(FORM_OF)
 _OF_WORDS = _OF_FLOATS + 1
 ATTENTION_FORM_OF = {"float32": _OF_FLOATS, "uint16": _OF_WORDS}
@@ -51,10 +49,10 @@ _FIELDS = 56
 
 @compiled_without_counts
 def largest(x: Array, scratch: Array) -> np.float32:
-    """Return the maximum of float32[n], by integers that have the order of the numbers; NaN if any is a positive NaN.
+    """Return the maximum of float32[n], compared as integers in the same order; NaN if any number is a positive NaN.
 
     Args:
-        scratch: int32[n], n > 0, of which the first number is overwritten.
+        scratch: int32[n], n > 0; its first number is overwritten.
     """
     _, high = extremes(x.view(np.int32))
     scratch[0] = rank_of(high)
@@ -64,7 +62,7 @@ def largest(x: Array, scratch: Array) -> np.float32:
 
 @compiled_without_counts
 def softmax(scores: Array, seen: Array, powers: Array) -> None:
-    """Replace scores, float32[slots], by their softmax over the slots that are seen; the others get 0.
+    """Replace scores, float32[slots], by their softmax over the visible slots; the other slots get 0.
 
     The number of slots must be a multiple of `WIDTH`. `powers`, int32[slots], is overwritten.
     """
@@ -86,9 +84,7 @@ def softmax(scores: Array, seen: Array, powers: Array) -> None:
 def _gather_queries(
     q: Array, first: int, start: int, stop: int, kv: int, group: int, scale: np.float32, out: Array
 ) -> None:
-    """Write the queries start .. stop of one kv head, scaled, to `out`, float32[queries, size].
-
-    Queries of a row follow each other.
+    """Write the queries start .. stop of one kv head, scaled, to `out`, float32[queries, size], row by row.
 
     Args:
         first: row of the first query of the session.
@@ -111,19 +107,19 @@ def _extent_of(first: int, start: int, stop: int, group: int, reach: Array) -> i
 
 
 class Scoring(NamedTuple):
-    """The numbers by which scores are made."""
+    """Scale, bound and biases of attention scores."""
 
     group: int  # query heads per kv head
     scale: np.float32  # factor of scores
-    cap: np.float32  # bound of the size of scores, see `cap_scores`; 0: none
-    biases: Array  # float32[heads, distances], see `add_biases`; of no distances: none
+    cap: np.float32  # bound of the absolute value of scores, see `cap_scores`; 0: none
+    biases: Array  # float32[heads, distances], see `add_biases`; no distances: no biases
 
 
 class AttentionWork(NamedTuple):
     """The attention of rows to the caches of their sessions in one layer."""
 
     q: Array  # float32[rows, ...]; head h is in columns h * size .. (h + 1) * size
-    cache: KeyValues  # of the layer; see engines/cpu/cache_words.py for the types of their numbers
+    cache: KeyValues  # of the layer; see engines/cpu/cache_words.py for the dtypes
     look: Look
     scoring: Scoring
     out: Array  # float32[rows, heads * size], written
@@ -139,10 +135,10 @@ def task_count(sessions: Array, kv_heads: int, group: int) -> int:
 
 
 class TaskRoom(NamedTuple):
-    """Arrays that the tasks of attention write into one after the other."""
+    """Scratch arrays of a thread, overwritten by each task of attention."""
 
     scaled: Array  # float32[MOST, size]: the queries of a task
-    scores: Array  # float32[MOST, slots], of whole panels
+    scores: Array  # float32[MOST, slots], whole panels
     mixed: Array  # float32[MOST, width]
     powers: Array  # int32[slots]
     spare: Array  # float32[slots] if scores have a cap
@@ -164,7 +160,7 @@ def _do_tasks(begin: int, end: int, work: AttentionWork) -> None:
 
 @compiled_without_counts
 def _do_tasks_in(room: TaskRoom, begin: int, end: int, work: AttentionWork) -> None:
-    """Do the tasks begin .. end of `attend` in a room that has been made."""
+    """Do the tasks begin .. end of `attend`, in scratch arrays of the caller."""
     sessions = work.look.sessions
     kv_heads = work.cache.keys.shape[1]
     task = 0
@@ -208,19 +204,9 @@ def _do_task(room: TaskRoom, work: AttentionWork, cache: int, kv: int, first: in
     extent = _extent_of(first, start, stop, group, look.reach)
     _gather_queries(work.q, first, start, stop, kv, group, work.scoring.scale, scaled)
     for panel in range(extent // WIDTH):
-        write_row_sums(
-            count,
-            keys.reshape(-1),
-            (head_at * panels + panel) * size * WIDTH,
-            WIDTH,
-            scaled.reshape(-1),
-            0,
-            size,
-            flat_scores,
-            panel * WIDTH,
-            most,
-            size,
-        )
+        start_of_panel = (head_at * panels + panel) * size * WIDTH
+        places = PanelPlaces(start_of_panel, WIDTH, 0, size, panel * WIDTH, most, size, 0, 0)
+        write_row_sums(count, keys.reshape(-1), scaled.reshape(-1), flat_scores, places)
     if biases.shape[1] > 0:
         for query in range(count):
             row = first + (start + query) // group
@@ -231,19 +217,9 @@ def _do_task(room: TaskRoom, work: AttentionWork, cache: int, kv: int, first: in
     for query in range(count):
         softmax(scores[query, :extent], look.seen[first + (start + query) // group], room.powers)
     for panel in range(width // WIDTH):
-        write_row_sums(
-            count,
-            values.reshape(-1),
-            head_at * height * width + panel * WIDTH,
-            width,
-            flat_scores,
-            0,
-            most,
-            mixed.reshape(-1),
-            panel * WIDTH,
-            width,
-            extent,
-        )
+        column = panel * WIDTH
+        places = PanelPlaces(head_at * height * width + column, width, 0, most, column, width, extent, 0, 0)
+        write_row_sums(count, values.reshape(-1), flat_scores, mixed.reshape(-1), places)
     for query in range(count):
         row = first + (start + query) // group
         head = kv * group + (start + query) % group
@@ -275,89 +251,56 @@ def _form_of(keys: Array) -> int:
 @compiled
 def _attend_with_team(work: AttentionWork, tasks: int, address: int, form: int) -> None:
     """Do all tasks of `attend`, with the team whose memory is at this address."""
-    team = carray(pointer_to(address), (WORDS,), np.int64)
+    team = memory_of(address)
     scales = np.array([work.scoring.scale, work.scoring.cap])
     call = np.empty(_FIELDS, dtype=np.int64)
-    _describe(call[_Q:], work.q)
-    _describe(call[_KEYS:], work.cache.keys)
-    _describe(call[_VALUES:], work.cache.values)
-    _describe(call[_SESSIONS:], work.look.sessions)
-    _describe(call[_SEEN:], work.look.seen)
-    _describe(call[_REACH:], work.look.reach)
-    _describe(call[_BACK:], work.look.back)
-    _describe(call[_BIASES:], work.scoring.biases)
-    _describe(call[_OUT:], work.out)
+    describe(call[_Q:], work.q)
+    describe(call[_KEYS:], work.cache.keys)
+    describe(call[_VALUES:], work.cache.values)
+    describe(call[_SESSIONS:], work.look.sessions)
+    describe(call[_SEEN:], work.look.seen)
+    describe(call[_REACH:], work.look.reach)
+    describe(call[_BACK:], work.look.back)
+    describe(call[_BIASES:], work.scoring.biases)
+    describe(call[_OUT:], work.out)
     call[_GROUP] = work.scoring.group
     call[_SCALES] = scales.ctypes.data
-    team[FUNCTION] = team[FORMS + form]
     team[PANELS] = call.ctypes.data
     team[COUNT] = tasks
-    _share_tasks(team, call, scales, work, tasks)
-
-
-@compiled
-def _share_tasks(team: Array, call: Array, scales: Array, work: AttentionWork, tasks: int) -> None:
-    """Do the tasks that `call` describes, together with helpers. The caller keeps all arrays until then.
-
-    They are arguments for that reason alone: numba frees an array after the last line that names it, and the team reads
-    addresses.
-    """
-    shares = min(team[THREADS] * _SHARES_EACH, tasks)
-    publish(team, shares)
-    share = take(team)
-    while share >= 0:
-        _do_tasks(share * tasks // shares, (share + 1) * tasks // shares, work)
-        finish(team)
-        share = take(team)
-    wait_for_all(team, shares)
-
-
-@compiled
-def _describe(call: Array, array: Array) -> None:
-    call[0] = array.ctypes.data
-    for axis in range(array.ndim):
-        call[1 + axis] = array.shape[axis]
-
-
-@compiled
-def _two(call: Array, place: int) -> tuple[int, int]:
-    return call[place + 1], call[place + 2]
+    share_out(address, form, min(team[THREADS] * SHARES_EACH, tasks), (call, scales))
 
 
 def _share_function(kind: Any) -> Callable[[int, int], None]:
-    """Return the compiled function that does a share of the attention that the memory of a team describes.
+    """Return the compiled function for a share of the attention that the memory of a team describes.
 
     Args:
         kind: dtype of keys and values.
     """
 
     def do_share(address: int, share: int) -> None:
-        team = carray(pointer_to(address), (WORDS,), np.int64)
+        team = memory_of(address)
         call = carray(pointer_to(team[PANELS]), (_FIELDS,), np.int64)
-        of_keys = (*_two(call, _KEYS), *_two(call, _KEYS + 2), call[_KEYS + 5])
+        keys = call[_KEYS:]
+        values = call[_VALUES:]
+        reach = call[_REACH:]
         cache = KeyValues(
-            carray(pointer_to(call[_KEYS]), of_keys, kind),
-            carray(pointer_to(call[_VALUES]), (*_two(call, _VALUES), *_two(call, _VALUES + 2)), kind),
+            carray(pointer_to(keys[0]), (keys[1], keys[2], keys[3], keys[4], keys[5]), kind),
+            carray(pointer_to(values[0]), (values[1], values[2], values[3], values[4]), kind),
         )
         look = Look(
-            carray(pointer_to(call[_SESSIONS]), _two(call, _SESSIONS), np.int64),
-            carray(pointer_to(call[_SEEN]), _two(call, _SEEN), np.bool_),
-            carray(pointer_to(call[_REACH]), (call[_REACH + 1],), np.int64),
-            carray(pointer_to(call[_BACK]), _two(call, _BACK), np.int32),
+            described(call[_SESSIONS:], np.int64),
+            described(call[_SEEN:], np.bool_),
+            carray(pointer_to(reach[0]), (reach[1],), np.int64),
+            described(call[_BACK:], np.int32),
         )
-        biases = carray(pointer_to(call[_BIASES]), _two(call, _BIASES), np.float32)
         scales = carray(pointer_to(call[_SCALES]), (2,), np.float32)
-        scoring = Scoring(call[_GROUP], scales[0], scales[1], biases)
-        q = carray(pointer_to(call[_Q]), _two(call, _Q), np.float32)
-        out = carray(pointer_to(call[_OUT]), _two(call, _OUT), np.float32)
-        tasks = team[COUNT]
-        shares = team[SHARES]
-        work = AttentionWork(q, cache, look, scoring, out)
-        _do_tasks(share * tasks // shares, (share + 1) * tasks // shares, work)
+        scoring = Scoring(call[_GROUP], scales[0], scales[1], described(call[_BIASES:], np.float32))
+        q = described(call[_Q:], np.float32)
+        out = described(call[_OUT:], np.float32)
+        begin, end = part_of(team, share)
+        _do_tasks(begin, end, AttentionWork(q, cache, look, scoring, out))
 
-    do_share.__name__ = (
-        f"do_attention_share_{np.dtype(kind).name}"  # by which numba finds its code in memory and on disk
-    )
+    do_share.__name__ = f"do_attention_share_{np.dtype(kind).name}"  # by which numba caches its code
     do_share.__qualname__ = do_share.__name__
     return compiled(do_share)
 
@@ -370,8 +313,8 @@ def add_biases(scores: Array, biases: Array, back: Array) -> None:
     """Add to scores, float32[slots], the bias of each slot's distance.
 
     Args:
-        biases: float32[distances], by number of positions back; the last is that of all that are further back.
-        back: int32[slots or more]; slots with a negative distance are not looked at.
+        biases: float32[distances], by number of positions back; the last one is for all greater distances, too.
+        back: int32[slots or more]; slots with a negative distance are masked anyway.
     """
     most = len(biases) - 1
     for slot in range(len(scores)):

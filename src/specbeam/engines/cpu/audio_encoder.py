@@ -1,4 +1,4 @@
-"""The encoder of audio by the compiled layers: two convolutions make rows of a window's features, which layers then read."""
+"""The compiled encoder of audio: two convolutions turn the features of a window into rows, which the layers read."""
 
 import copy
 from collections.abc import Sequence
@@ -10,12 +10,11 @@ from jaxtyping import Float, Float32, Int64
 from torch import nn
 
 from specbeam.engines.arrays import Features, Integers, OwnStates, States
-from specbeam.engines.cpu.decoder import CompiledDecoder, kind_of_panels, numbers_of, panels_of
+from specbeam.engines.cpu.decoder import CompiledDecoder, kind_of_panels, panels_of
 from specbeam.engines.cpu.encoder import CompiledEncoder
-from specbeam.engines.cpu.extras import GELU, Extras
-from specbeam.engines.cpu.layers import activate, add_bias
-from specbeam.engines.cpu.panels import multiply, steps_in
-from specbeam.engines.cpu.sums import WIDTH
+from specbeam.engines.cpu.extras import GELU, Extras, numbers_of
+from specbeam.engines.cpu.layers import activate, projected
+from specbeam.engines.cpu.panels import steps_in
 from specbeam.engines.cpu.team import TEAM
 from specbeam.engines.cpu.window_attention import FORM, do_window_share
 from specbeam.engines.cpu.window_layers import ROWS_TOGETHER, all_window_layers
@@ -25,8 +24,8 @@ from specbeam.engines.source import Source
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-KERNEL = 3  # neighbouring rows that a convolution reads for each of its own
-STRIDES = (1, 2)  # rows between the starts of neighbouring outputs of the first and the second convolution
+KERNEL = 3  # neighbouring rows that a convolution reads for each output row
+STRIDES = (1, 2)  # of the first and the second convolution, in rows
 
 
 def misfit_of_convolutions(encoder: Any) -> str:
@@ -34,7 +33,7 @@ def misfit_of_convolutions(encoder: Any) -> str:
     for name, stride in zip(("conv1", "conv2"), STRIDES, strict=True):
         found = getattr(encoder, name, None)
         if type(found) is not nn.Conv1d or found.padding_mode != "zeros":
-            return f"its module {name} is no plain convolution of one dimension"
+            return f"its module {name} is not a plain one-dimensional convolution"
         shape = found.kernel_size, found.stride, found.padding, found.dilation, found.groups
         if shape != ((KERNEL,), (stride,), (1,), (1,), 1):
             return f"its convolution {name} has another kernel, stride, padding, dilation or number of groups"
@@ -44,15 +43,15 @@ def misfit_of_convolutions(encoder: Any) -> str:
 
 
 class Convolution:
-    """A convolution over rows, followed by GELU, as one product of neighbouring rows, side by side, with a matrix.
+    """A convolution over rows followed by GELU: one product of concatenated neighbouring rows and a matrix.
 
     Its weights are never rounded: they are few, and all later layers read its output.
 
     Args:
-        module: that of transformers.
-        extras: of layers; the settings of the inner layer are replaced.
+        module: transformers' convolution.
+        extras: of the encoder's layers; the settings of the inner layer are replaced.
         tiled: see `kind_of_panels`.
-        files: mapped files, released once they were laid out.
+        files: mapped files, released after the weights are laid out.
     """
 
     def __init__(self, module: Any, extras: Extras, tiled: bool, files: MappedFiles) -> None:
@@ -66,7 +65,7 @@ class Convolution:
     def made_of(
         self, padded: Float32[np.ndarray, "rows width"], threads: int
     ) -> Float32[np.ndarray, "made_rows columns"]:
-        """Return the output of the convolution, with a row of zeros at either end, as `padded` has them.
+        """Return the output of the convolution, with a row of zeros at either end, as in `padded`.
 
         Args:
             threads: see `panels.multiply`.
@@ -74,23 +73,21 @@ class Convolution:
         width = padded.shape[1]
         count = (len(padded) - KERNEL) // self.stride + 1
         step = padded.itemsize
-        beside = np.lib.stride_tricks.as_strided(
+        neighbours = np.lib.stride_tricks.as_strided(
             padded, (count, KERNEL * width), (self.stride * width * step, step), writeable=False
         )
         made = np.zeros((count + 2, self.columns), dtype=np.float32)
         for first in range(0, count, ROWS_TOGETHER):
-            some = beside[first : first + ROWS_TOGETHER].copy()
-            both = np.empty((len(some), len(self.panels) * WIDTH), dtype=np.float32)
-            multiply(some, self.panels, both, threads)
-            add_bias(both, self.bias)
+            some = neighbours[first : first + ROWS_TOGETHER].copy()
+            both = projected(some, self.panels, self.bias, threads)
             activate(both, self.columns, self.extras, made[1 + first : 1 + first + len(some)])
         return made
 
 
 class AudioEncoder(CompiledEncoder):
-    """The encoder of windows of audio; see `CompiledEncoder`. Windows of another length are left to transformers' encoder.
+    """The encoder of windows of audio; see `CompiledEncoder`. transformers' encoder reads windows of other lengths.
 
-    Its convolutions stay as they are where the matrices of its layers are rounded.
+    Its convolutions keep their type when the matrices of its layers are rounded.
     """
 
     def __init__(self, model: "PreTrainedModel", decoder: CompiledDecoder) -> None:
@@ -111,7 +108,7 @@ class AudioEncoder(CompiledEncoder):
     def forward(self, input_features: torch.Tensor) -> tuple[Float[torch.Tensor, "windows frames hidden"]]:
         """Return the states of windows, given their features, float[windows, channels, frames].
 
-        Raises `ValueError` if the windows are not as long as the model's.
+        Raises `ValueError` if the windows are not of the model's length.
         """
         if input_features.shape[1:] != self.shape:
             return (self.module(input_features=input_features)[0],)
@@ -131,7 +128,7 @@ class AudioEncoder(CompiledEncoder):
         return inputs.shape[1] // STRIDES[1]
 
     def states_by_transformers(self, inputs: Features) -> Float[torch.Tensor, "rows hidden"]:
-        """See `CompiledEncoder`; a short window has the model's first positions."""
+        """See `CompiledEncoder`; a short window gets the model's first positions."""
         whole = self.module_in_float32()
         short: Any = copy.deepcopy(whole, {id(weight): weight for weight in whole.parameters()})
         rows = self.rows_of(inputs)

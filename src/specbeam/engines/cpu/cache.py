@@ -24,17 +24,17 @@ from specbeam.engines.kv.member import RowMember
 from specbeam.engines.kv.steps import BLOCK
 from specbeam.engines.kv.trie import Feed, KVTrie, widened
 
-# Tokens of a short text with the drafts of a turn. There is room for them from the start, as growing costs more.
+# Tokens of a short text with the drafts of a turn; caches start with room for them, as growing is slower.
 SHORT = 4 * BLOCK
 
 
 class CpuCache(RowMember):
     """A session's cache for the compiled forward.
 
-    The forward returns hidden states, from which logits are computed when they are wanted: as these are few numbers per row,
-    they are kept for every stored node.
+    The forward returns hidden states, and logits are computed from them on request: a hidden state is small, so the cache
+    keeps one for every stored node.
 
-    If the first layers are run ahead of the others, `early` has their output, see `engines/cpu/early.py`.
+    If the first layers are run ahead of the others, `early` holds their output, see `engines/cpu/early.py`.
 
     Attributes:
         answered: number of forest nodes whose logits were handed out in this turn.
@@ -42,8 +42,8 @@ class CpuCache(RowMember):
         taps: float32[room, taps * hidden], the states that enter the layers of `needs.taps`, by stored local node.
         early: nodes that only the first layers have seen, with the output of these layers.
         answered_early: number of forest nodes whose output of the first layers was handed out in this turn.
-        unfinished_prompt: for each pass of the first layers that the others have not followed yet, the first local node that
-            it stored and its number of nodes before the first root.
+        unfinished_prompt: for each pass of the first layers that still lacks the pass of the other layers, its first stored
+            local node and its number of nodes before the first root.
     """
 
     def __init__(self, row: int, prompt: list[int], hidden: int, trie: KVTrie | None = None) -> None:
@@ -57,16 +57,16 @@ class CpuCache(RowMember):
         self.unfinished_prompt: list[tuple[int, int]] = []
 
     def scratch(self, trie: KVTrie) -> "CpuCache":
-        """Return a cache with a trie of its own in the same row of the store, for passes that leave no trace here.
+        """Return a cache with its own trie in the same row of the store, for passes that leave this cache unchanged.
 
         Args:
-            trie: one that gives out slots that are free here; see `KVTrie.scratch` and `KVTrie.before`.
+            trie: uses slots that are free in this cache; see `KVTrie.scratch` and `KVTrie.before`.
         """
         return CpuCache(self.row, self.prompt, self.outputs.shape[1], trie)
 
     @property
     def is_for_steps(self) -> bool:
-        """Whether a step can run its passes: it looks tokens up, and runs layers that are run ahead in steps, too."""
+        """Whether compiled steps can run the passes: all inputs are tokens, and no run ahead has to keep prompt states."""
         return self.vectors is None and self.extra_inputs is None and not (self.needs.prompt and self.runs_ahead)
 
     @property
@@ -76,12 +76,12 @@ class CpuCache(RowMember):
 
     @property
     def has_exit(self) -> bool:
-        """Whether an exit layer drafts behind the first layers."""
+        """Whether an exit layer drafts after the first layers."""
         return self.needs.exit_layer is not None
 
     @property
     def unfinished(self) -> int:
-        """The number of stored nodes that only the first layers have seen; they are the newest ones."""
+        """The number of stored nodes that only the first layers have seen: the newest ones."""
         return int(self.early.counts[UNFINISHED])
 
     @property
@@ -171,19 +171,18 @@ class CpuCache(RowMember):
         return Feed(no_tokens, waiting.positions[:count], waiting.slots[:count], waiting.seen[:count], stored)
 
     def answer_early(self, forest: Forest) -> States:
-        """Return the states behind the logits of early drafts, for forest nodes that were not handed out and are not known.
+        """Return the states that make the logits of early drafts for new forest nodes; mark all nodes as handed out.
 
-        That is the output of the exit layer if there is one, else of the first layers. All nodes are then marked as handed
-        out.
+        They are the output of the exit layer if there is one, otherwise of the first layers.
         """
         wanted = self.trie.local[unknown_nodes(self.answered_early, self.trie.known, forest.known.nodes)]
         self.answered_early = self.trie.known
         return (self.early.exited if self.has_exit else self.early.outputs)[wanted]
 
     def fit(self, forest: Forest) -> None:
-        """Take back nodes that the first layers have seen in this turn and a forest lacks, and free their slots.
+        """Take back nodes that the first layers have seen in this turn and the forest lacks, and free their slots.
 
-        Raises `BadForest` if the forest holds nodes that they have seen after others that they have not.
+        Raises `BadForest` if the nodes that the first layers have seen do not come first in the forest, in the same order.
         """
         if self.unfinished == 0:
             return
@@ -210,7 +209,7 @@ class CpuCache(RowMember):
         return Forest(trie.tokens[trie.local], parents)
 
     def _rename(self, former: Int64[np.ndarray, " left"]) -> None:
-        """Keep the outputs of the local nodes that remain, given the number that each had before."""
+        """Keep the outputs of the remaining local nodes, given their former numbers."""
         self.make_rows()
         stored = self.trie.stored
         for rows in (self.outputs, self.taps):
@@ -223,16 +222,13 @@ class CpuCache(RowMember):
         slots = waiting.slots[:count].copy()
         for before, after in zip(source.tolist(), goal.tolist(), strict=True):
             waiting.slots[:count][slots == before] = after
-        known = source < waiting.seen.shape[1]  # slots that the trie got later are seen by none of these nodes
+        known = source < waiting.seen.shape[1]  # these nodes do not see slots that the trie got later
         columns = waiting.seen[:count, source[known]]
         waiting.seen[:count, source[known]] = False
         waiting.seen[:count, goal[known]] = columns
 
     def answer(self, forest: Forest) -> Integers:
-        """Return the local nodes of the forest nodes that were not handed out yet and are not known.
-
-        All nodes are then marked as handed out.
-        """
+        """Return the local nodes of new forest nodes, neither handed out nor known, and mark all nodes as handed out."""
         wanted = unknown_nodes(self.answered, self.trie.known, forest.known.nodes)
         self.answered = self.trie.known
         return self.trie.local[wanted]
@@ -248,13 +244,13 @@ class CpuCache(RowMember):
 
 @dataclass(frozen=True)
 class Drafting:
-    """A session's cache for the layers that are run ahead, whose rows are for drafts."""
+    """A session's cache as the layers that are run ahead see it: their rows are for drafts."""
 
     cache: CpuCache
 
     @property
     def trie(self) -> KVTrie:
-        """The trie of the session, which both passes of a node share."""
+        """The session's trie, shared by both passes of a node."""
         return self.cache.trie
 
     @property
@@ -264,9 +260,9 @@ class Drafting:
 
 
 def _nodes_in_both(seen: Forest, forest: Forest) -> Int64[np.ndarray, " both"]:
-    """Return the nodes of `seen` that are in a forest, too, ascending; these must come first in it, in the same order.
+    """Return the nodes of `seen` that are also in a forest, ascending.
 
-    Raises `BadForest` if they do not.
+    Raises `BadForest` unless they come first in the forest, in the same order.
     """
     size = seen.size
     if forest.size >= size and _begin_alike(seen, forest, size):
@@ -280,14 +276,14 @@ def _nodes_in_both(seen: Forest, forest: Forest) -> Int64[np.ndarray, " both"]:
     names = [*range(roots)]
     for parent, token in zip(forest.parents[roots:].tolist(), forest.tokens[roots:].tolist(), strict=True):
         above = names[parent] if 0 <= parent < len(names) else size
-        names.append(places.get((above, token), size))  # `size` stands for a node that they have not seen
+        names.append(places.get((above, token), size))  # `size`: an unseen node
     kept = np.array(names)
     kept = kept[: int(np.count_nonzero(kept < size))]
     is_in_order = bool((kept < size).all() and (kept[1:] > kept[:-1]).all())
     if not is_in_order or not _begin_alike(seen, forest, roots):
         raise BadForest(
-            f"the first layers have seen {size} nodes of this turn, and those of them that are in the forest of "
-            f"{forest.size} do not come first in it, in the same order"
+            f"the first layers have seen {size} nodes of this turn; a forest of {forest.size} nodes must begin with the "
+            "ones that it keeps, in the same order"
         )
     return kept
 

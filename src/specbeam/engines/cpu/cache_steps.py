@@ -1,4 +1,4 @@
-"""Steps on a session's cache in a compiled model: a whole pass in one call, settling a turn, and taking one back."""
+"""Steps on a session's cache in a compiled model: run a whole pass in one call, settle a turn, take a turn back."""
 
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from specbeam.engines.cpu.early import (
     rename_early,
     take_back_drafts,
 )
-from specbeam.engines.cpu.embedding import look_up
+from specbeam.engines.cpu.embedding import look_up_rows
 from specbeam.engines.cpu.layers import normalise, shape_logits
 from specbeam.engines.cpu.rows import KeyValues, LayerRows, OwnRows, Stack, Taps
 from specbeam.engines.cpu.sources import Sources, layers_of_sources
@@ -43,21 +43,21 @@ if AVAILABLE:
     from specbeam.core.compiling.compiler import call_at
 
 
-# Which layers the passes on a cache run: all of them; those that are run ahead, for drafts; the others, after those that are
-# run ahead have seen all nodes. The last two are on the same arrays.
+# The layers that the passes on a cache run: all layers; the first layers, ahead, for drafts; or the other layers, after the
+# first layers have seen all nodes. FIRST and LAST share their arrays.
 ALL, FIRST, LAST = range(3)
 
 
 @borrowed
 class CacheArrays(NamedTuple):
-    """A session's cache in a compiled model, as steps take it, with room for all that they are going to store."""
+    """A session's cache in a compiled model as arrays for steps, with room for everything that they store."""
 
     trie: Trie
     outputs: Array  # float32[nodes, hidden]: the output of the last layer by stored local node
     tapped: Array  # float32[nodes, taps * hidden]: input of the layers `taps`, by stored local node
     taps: Array  # int64[taps], see `Needs.taps`
     model: Any  # `decoder.Model`
-    windows: Array  # int64[kinds]: tokens that each kind of layer looks at, the row's own included; 0: all
+    windows: Array  # int64[kinds]: attention window of each kind of layer in tokens, the row's own included; 0: none
     keys: Array  # of all layers, see `KeyValues`
     values: Array
     store_row: int  # the session's row of the store
@@ -69,9 +69,15 @@ class CacheArrays(NamedTuple):
     exit: ExitWeights
     early: EarlyNodes
     sources: Sources  # of the model; the session reads the first of `Sources.rows`
-    # float32[n, vocab]: the logits of the nodes that the next call of `extend_cache` wants, made by a pass that several
-    # sessions share, see `open_pass`; of no rows: it runs a pass itself
+    # float32[n, vocab]: the logits that the next call of `extend_cache` returns, computed by a pass of several sessions, see
+    # `open_pass`; no rows: `extend_cache` runs a pass itself
     given: Array
+
+
+@compiled
+def extent_of(trie: Trie) -> int:
+    """Return the number of slots that rows read: up to the last slot in use, rounded up to whole blocks."""
+    return -(-trie.counts[EXTENT] // BLOCK) * BLOCK
 
 
 @compiled
@@ -83,7 +89,7 @@ def _pass_rows(cache: CacheArrays, positions: Array, slots: Array, seen: Array, 
     """
     trie = cache.trie
     windows = cache.windows
-    extent = -(-trie.counts[EXTENT] // BLOCK) * BLOCK
+    extent = extent_of(trie)
     visible = np.zeros((len(windows), len(positions), extent), dtype=np.bool_)
     for kind in range(len(windows)):
         for number in range(len(positions)):
@@ -102,7 +108,7 @@ def _pass_rows(cache: CacheArrays, positions: Array, slots: Array, seen: Array, 
 
 @compiled
 def _feed(cache: CacheArrays, sources: Sources) -> LayerRows:
-    """Give slots to all pending nodes, and return them as the rows of a pass through layers that read these sources."""
+    """Assign slots to all pending nodes, and return them as the rows of a pass through layers that read these sources."""
     trie = cache.trie
     start = trie.counts[STORED]
     stop = trie.counts[SIZE]
@@ -128,8 +134,8 @@ def _embedded(cache: CacheArrays, count: int) -> Array:
     if len(model.read_as) > 0:
         tokens = model.read_as[tokens]
     x = np.empty((count, model.embedding.shape[1]), dtype=np.float32)
+    look_up_rows(model.embedding, tokens, x)
     for row in range(count):
-        look_up(model.embedding, tokens[row], x[row])
         for place in range(x.shape[1]):
             x[row, place] *= model.embedding_scale
     if len(model.places) > 0:
@@ -161,7 +167,7 @@ def _run(
 
 @compiled
 def _store(cache: CacheArrays) -> None:
-    """Run all layers on all pending nodes, and write down their outputs."""
+    """Run all layers on all pending nodes, and store the outputs."""
     rows = _feed(cache, cache.sources)
     model = cache.model
     x = _embedded(cache, len(rows.slots))
@@ -185,7 +191,7 @@ def _run_range(cache: CacheArrays, x: Array, rows: LayerRows, first: int, stop: 
 
 @compiled
 def _store_early(cache: CacheArrays) -> None:
-    """Run the first layers on all pending nodes, and write down their outputs."""
+    """Run the first layers on all pending nodes, and store the outputs."""
     count = cache.first_layers
     rows = _feed(cache, layers_of_sources(cache.sources, 0, count))
     x = _embedded(cache, len(rows.slots))
@@ -210,7 +216,7 @@ def _run_exit(cache: CacheArrays) -> None:
 
 @compiled
 def _finish(cache: CacheArrays) -> None:
-    """Run the other layers on the nodes that only the first layers have seen, and write down their outputs."""
+    """Run the other layers on the nodes that only the first layers have seen, and store the outputs."""
     trie = cache.trie
     early = cache.early
     first = cache.first_layers
@@ -228,7 +234,7 @@ def _finish(cache: CacheArrays) -> None:
 
 @compiled
 def _store_first_and_others(cache: CacheArrays) -> None:
-    """Store all pending nodes in the first layers; for a draft run the exit layer, for the target the other layers."""
+    """Run the first layers on all pending nodes; then the exit layer for a draft, or the other layers for the target."""
     early = cache.early
     if cache.trie.counts[SIZE] > cache.trie.counts[STORED]:
         _store_early(cache)
@@ -246,11 +252,11 @@ def _store_first_and_others(cache: CacheArrays) -> None:
 def extend_cache(cache: CacheArrays, tokens: Array, parents: Array, wanted: Array) -> Array:
     """Do `LM.extend` for one session: store the forest and all pending nodes, return the logits of the `wanted` nodes.
 
-    Raises `IndexError` for tokens and positions that the model does not have.
+    Raises `IndexError` for tokens and positions outside the model's range.
 
     Args:
-        tokens, parents: int64[nodes] of the forest. If the target has the other layers of a cache, it must hold all nodes
-            that the first layers have seen in this turn, see `keep_given`.
+        tokens, parents: int64[nodes] of the forest. With `part` LAST the forest must hold all nodes that the first layers
+            have seen in this turn, see `keep_given`.
         wanted: int64[n], nodes of the forest.
     """
     trie = cache.trie
@@ -279,12 +285,12 @@ def extend_cache(cache: CacheArrays, tokens: Array, parents: Array, wanted: Arra
 
 @compiled
 def open_pass(cache: CacheArrays, tokens: Array, parents: Array) -> tuple[Array, OwnRows]:
-    """Store a forest and all pending nodes as rows of a pass that several sessions share, which has yet to be run.
+    """Enter a forest, and return its nodes and all pending ones as rows of a pass that several sessions share.
 
-    Returns the first layer's input of these rows, float32[rows, hidden], and the rows. Their keys and values, and
-    `cache.outputs`, are to be written by the caller, who runs the pass.
+    Returns the first layer's input of these rows, float32[rows, hidden], and the rows. The caller runs the pass, which
+    stores keys and values, and writes `cache.outputs`.
 
-    Raises `IndexError` for tokens and positions that the model does not have.
+    Raises `IndexError` for tokens and positions outside the model's range.
 
     Args:
         tokens, parents: int64[nodes] of the forest.
@@ -304,7 +310,7 @@ def open_pass(cache: CacheArrays, tokens: Array, parents: Array) -> tuple[Array,
 @keep_only.of(CacheArrays)
 @compiled
 def keep_given(cache: CacheArrays, nodes: Array) -> None:
-    """Take back the nodes that the first layers have seen in this turn and the target is not given; see `keep_only`."""
+    """Take back the nodes that the first layers have seen in this turn and the target does not score; see `keep_only`."""
     if cache.part != LAST or cache.early.counts[UNFINISHED] == 0:
         return
     known = cache.trie.counts[KNOWN]
@@ -316,31 +322,43 @@ def keep_given(cache: CacheArrays, nodes: Array) -> None:
 @runs_layers.of(CacheArrays)
 @compiled
 def cache_runs_layers(cache: CacheArrays, nodes: int) -> bool:
-    """Return whether nodes are pending or new, or were seen by the first layers alone; see `runs_layers`."""
+    """Return whether nodes are new, pending, or seen only by the first layers; see `runs_layers`."""
     counts = cache.trie.counts
     return counts[SIZE] > counts[STORED] or nodes > counts[KNOWN] or cache.early.counts[UNFINISHED] > 0
 
 
 @has_pending.of(CacheArrays)
 @compiled
-def cache_has_pending(cache: CacheArrays) -> bool:
-    """Return whether any node is pending; see `has_pending`."""
+def has_pending_nodes(cache: Any) -> bool:
+    """Return whether the trie of a cache has pending nodes; see `has_pending`."""
     return cache.trie.counts[SIZE] > cache.trie.counts[STORED]
+
+
+@compiled
+def has_trie_room(trie: Trie, states: Array, fresh: int, beams: int, listed: int) -> bool:
+    """Return whether a trie has room for a turn of `fresh` new forest nodes after which at most `beams` beams live.
+
+    Args:
+        states: an array by local node that needs room for the nodes, too.
+        listed: number of further local nodes that may be listed as forest nodes.
+    """
+    counts = trie.counts
+    size = counts[SIZE] + fresh + beams
+    slots = counts[HELD] + counts[SIZE] - counts[STORED] + fresh + 1
+    rows = min(trie.nodes.shape[1], len(trie.seen), len(states))
+    return size <= rows and counts[KNOWN] + fresh + beams + listed <= len(trie.local) and slots <= len(trie.used)
 
 
 @has_room_for.of(CacheArrays)
 @compiled
 def has_room(cache: CacheArrays, fresh: int, beams: int) -> bool:
-    """Return whether the cache has room for a turn of `fresh` new forest nodes after which at most `beams` beams live."""
+    """Return whether the cache has room for a turn; see `has_trie_room`."""
     trie = cache.trie
-    counts = trie.counts
-    size = counts[SIZE] + fresh + beams
-    slots = counts[HELD] + counts[SIZE] - counts[STORED] + fresh + 1
-    rows = min(trie.nodes.shape[1], len(trie.seen), len(cache.outputs))
-    pending = counts[SIZE] - counts[STORED]
-    known = counts[KNOWN] + fresh + beams + (0 if cache.part == ALL else pending)  # see `take_back_drafts`
-    fits = size <= rows and known <= len(trie.local) and slots <= len(trie.used)
-    return fits and has_early_room(cache.early, trie, size, pending + fresh)
+    size = trie.counts[SIZE] + fresh + beams
+    pending = trie.counts[SIZE] - trie.counts[STORED]
+    listed = 0 if cache.part == ALL else pending  # see `take_back_drafts`
+    has_nodes = has_trie_room(trie, cache.outputs, fresh, beams, listed)
+    return has_nodes and has_early_room(cache.early, trie, size, pending + fresh)
 
 
 @settle_target.of(CacheArrays)
@@ -350,11 +368,11 @@ def settle_cache(
 ) -> None:
     """Do `LM.settle` for one session: keep the paths to the surviving beams and to kept nodes, free the rest.
 
-    There must be room. The cache that drafts with the first layers is settled as that of the target.
+    There must be room. A cache with `part` FIRST is settled with the target's, whose arrays it shares.
 
     Args:
         tree: tokens and parents of the turn's forest.
-        nodes, tokens, parents: int64[beams] of the survivors: forest node (-1 if it was no draft), token, parent node.
+        nodes, tokens, parents: int64[beams] of the survivors: forest node (-1: not a draft), token, parent node.
         kept: int64[n], see `Verdict.kept`.
     """
     if cache.part == FIRST:
@@ -384,8 +402,8 @@ def _keep(cache: CacheArrays, leaves: Array) -> None:
 
 @compiled
 def _follow(cache: CacheArrays, former: Array) -> None:
-    """Keep the outputs and tapped states of the stored nodes that remain, given the number that each node had before."""
-    for node in range(cache.trie.counts[STORED]):  # in place, as the number of a node never grows
+    """Keep the outputs and tapped states of the remaining stored nodes, given their former numbers."""
+    for node in range(cache.trie.counts[STORED]):  # in place: the number of a node never grows
         if former[node] != node:
             copy_numbers(cache.outputs[node], cache.outputs[former[node]])
             copy_numbers(cache.tapped[node], cache.tapped[former[node]])

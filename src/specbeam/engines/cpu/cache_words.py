@@ -1,7 +1,7 @@
-"""The numbers that keys and values are kept as: float32, or rounded to bfloat16, which takes half the memory.
+"""Types of stored keys and values: float32, or bfloat16 in half the memory.
 
-Rounded, every row reads every key and value as it is stored, its own included. So the output of a row does not depend on
-the pass that stored them, and the law is that of the model with rounded keys and values.
+With bfloat16, every row reads rounded keys and values, its own included. So the output of a row does not depend on the pass
+that stored them, and the law is that of the model with rounded keys and values.
 """
 
 import inspect
@@ -18,13 +18,13 @@ if compiling.AVAILABLE:
     from specbeam.core.compiling.compiler import chosen_for
 
 KVType = Literal["float32", "bfloat16"]
-# The dtype of their arrays: of bits, if numpy lacks the type.
+# The dtype of the arrays; numpy lacks bfloat16, so uint16 holds its bits.
 WORDS: dict[KVType, Any] = {"float32": np.float32, "bfloat16": np.uint16}
 
 
 @compiled_only
 def as_kept(rows: Array, cache: Array) -> Array:
-    """Return float32 rows as numbers of the type of a cache: the rows themselves, or the bits of the nearest bfloat16."""
+    """Return float32 rows in the dtype of a cache: unchanged, or the bits of the nearest bfloat16 numbers."""
 
 
 def _unchanged(rows: Array, cache: Array) -> Array:
@@ -33,7 +33,7 @@ def _unchanged(rows: Array, cache: Array) -> Array:
 
 @compiled
 def _in_bfloat16(rows: Array) -> Array:
-    """Return the bits of the nearest bfloat16 numbers, uint16, of contiguous float32 rows; a half goes to the even one."""
+    """Return the bits, uint16, of the bfloat16 numbers nearest to contiguous float32 rows; ties go to the even number."""
     bits = rows.reshape(-1).view(np.uint32)
     found = np.empty(len(bits), dtype=np.uint16)
     for place in range(len(bits)):

@@ -1,4 +1,4 @@
-"""Functions of each number of an array that attention and inner layers are made of: exp and tanh."""
+"""Elementwise functions of attention and inner layers: exp and tanh."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from specbeam.core.compiling.uncounted import compiled_without_counts
 
 _F1 = np.float32(1)
 LOG2E = np.float32(1.4426950408889634)
-LN2_HEAD = np.float32(0.693359375)  # has few bits, so that its multiples are exact
+LN2_HEAD = np.float32(0.693359375)  # few bits, so that its multiples are exact
 LN2_REST = np.float32(-2.12194440e-4)
 _HALF, LEAST, _MOST = (np.float32(n) for n in (0.5, -87, 87))
 _TANH_3, _TANH_5, _TANH_7, _TANH_9 = (np.float32(n) for n in (-1 / 3, 2 / 15, -17 / 315, 62 / 2835))
@@ -18,7 +18,7 @@ _TANH_NEAR = np.float32(0.0625)  # numbers with a smaller square are near 0
 
 @compiled_without_counts
 def exponential(x: Array, powers: Array) -> None:
-    """Replace x, float32[n], by exp(x), with a relative error below 2e-7; x is cut to -87 .. 87 first.
+    """Replace x, float32[n], by exp(x), with a relative error below 2e-7; x is clipped to -87 .. 87.
 
     Args:
         powers: int32[n], overwritten.
@@ -39,7 +39,7 @@ def exponential(x: Array, powers: Array) -> None:
 def tanh(x: Array, powers: Array, scratch: Array) -> None:
     """Replace x, float32[n], by its hyperbolic tangent, with a relative error below 1e-6.
 
-    Near 0, where 1 - exp(-2 |x|) has few digits, by the first terms of its series.
+    Near 0, where 1 - exp(-2 |x|) loses digits, it uses the first terms of the series.
 
     Args:
         powers: int32[n or more], and `scratch`, float32[n or more], are overwritten.

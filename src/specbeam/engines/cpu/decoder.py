@@ -1,7 +1,7 @@
 """The compiled forward of models on a CPU, which reads the weights in panels; engines/families.py lists the models.
 
-The rows of all sessions are in one pass without padding; each row attends to its own session's cache. The results equal
-the model's own forward up to rounding; `load` compares both on a token tree.
+One pass holds the rows of all sessions without padding; each row attends to its own session's cache. The results equal
+transformers' forward up to rounding; `load` compares both on a token tree.
 """
 
 import copy
@@ -21,25 +21,25 @@ from torch import Tensor, nn
 from specbeam.core import compiling
 from specbeam.core.compiling.compiler import Array, address_of, borrowed
 from specbeam.engines import families
-from specbeam.engines.arrays import Floats, Integers, LogitRows, States, Tapped, Vector, WindowSizes
+from specbeam.engines.arrays import Integers, LogitRows, States, Tapped, Vector, WindowSizes
 from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.cache import CpuCache
 from specbeam.engines.cpu.cache_steps import ALL, CacheArrays
 from specbeam.engines.cpu.cache_words import WORDS, KVType
 from specbeam.engines.cpu.early import ExitLayer, ExitWeights
 from specbeam.engines.cpu.embedding import embedded_rows, table_of
-from specbeam.engines.cpu.extras import extras_of
+from specbeam.engines.cpu.extras import extras_of, numbers_of, stacked
 from specbeam.engines.cpu.layers import (
     NO_ATTENTION,
     NO_INNER,
-    add_bias,
     all_layers,
     normalise,
+    projected,
     score_rows,
     shape_logits,
 )
 from specbeam.engines.cpu.nibbles import write_nibbles
-from specbeam.engines.cpu.panels import Kind, empty_panels, fits_bfloat16, multiply, steps_in, write_panels
+from specbeam.engines.cpu.panels import Kind, empty_panels, fits_bfloat16, steps_in, write_panels
 from specbeam.engines.cpu.rows import KeyValues, LayerRows, Stack, Taps
 from specbeam.engines.cpu.sources import Sources, layers_of_sources, no_distances, no_sources
 from specbeam.engines.cpu.sums import WIDTH
@@ -76,14 +76,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# Parameters from which on unrounded matrices use tiles. A smaller model is in the processor's caches, where vector
-# instructions multiply a few rows faster than tiles do; of rounded matrices `multiply` chooses by the number of rows.
+# Parameters from which unrounded matrices use tiles. A smaller model fits the processor's caches, where vector instructions
+# multiply a few rows faster than tiles. For rounded matrices `multiply` chooses by the number of rows.
 TILED_FROM = 30_000_000
 
 Rounding = Literal["int8", "int4"]
-_NO_LIMIT = 1 << 40  # positions of a model that looks at distances alone
+_NO_LIMIT = 1 << 40  # positions of a model that uses distances only
 _WORDS = (torch.float32, torch.bfloat16, torch.float16)  # the types that panels keep
-# The types whose bits are laid out in panels of a kind without a detour by float32.
+# The types whose bits are laid out in panels of a kind without conversion to float32.
 _TYPE_IN_WORDS: dict[Kind, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "tiles": torch.bfloat16,
@@ -109,9 +109,9 @@ class Model(NamedTuple):
 
     embedding: Array  # float32, uint16 or int16[vocab, hidden], see `table_of`
     embedding_scale: np.float32  # factor of embeddings of tokens
-    places: Array  # float32[positions, hidden], which are added to embeddings; of no positions if they are rotary
-    unplaced: int  # a token that gets no place, or a number that no token has
-    first_norm: Array  # in front of the first layer, see `Weights`; of no numbers if there is none
+    places: Array  # float32[positions, hidden], added to embeddings; no positions: they are rotary
+    unplaced: int  # a token without a position embedding, or a number that is not a token
+    first_norm: Array  # before the first layer, see `Weights`
     weights: Weights
     angles: Array  # float32[tables, 2, positions, pairs], see `Stack`
     eps: float
@@ -120,10 +120,10 @@ class Model(NamedTuple):
     last_norm: Array  # see `Weights`
     head: Array  # in panels
     vocab: int
-    read_as: Array  # int64[vocab]: the row of `embedding` of each token; of no numbers: the row of its number
+    read_as: Array  # int64[vocab]: the row of `embedding` of each token; no numbers: the row of the token's number
     logits_divisor: np.float32  # see `layers.shape_logits`
     logits_cap: np.float32
-    logits_bias: Array  # float32[vocab], or of no numbers
+    logits_bias: Array  # float32[vocab], or no numbers
 
 
 _NO_DISTANCES = no_distances()
@@ -139,13 +139,13 @@ class Rows:
     positions: Integers
     slots: Integers
     sessions: Int64[np.ndarray, "sessions 3"]  # row of the store, first row, last row + 1
-    seen: dict[str, Bool[np.ndarray, "n slots"]]  # which slots each row may look at, by kind of layer
-    back: Int32[np.ndarray, "_ _"] = field(default_factory=no_distances)  # see `attention.attend`; of all rows, or none
+    seen: dict[str, Bool[np.ndarray, "n slots"]]  # which slots each row attends to, by kind of layer
+    back: Int32[np.ndarray, "_ _"] = field(default_factory=no_distances)  # see `Look.back`; of all rows, or none
     sources: Sources = field(default_factory=no_sources)  # of the sessions
 
     def only(self, which: Bool[np.ndarray, " n"]) -> "Rows":
         """Return some of the rows."""
-        before = np.concatenate([[0], np.cumsum(which)])  # number of them before each row
+        before = np.concatenate([[0], np.cumsum(which)])  # number of kept rows before each row
         sessions = np.column_stack([self.sessions[:, 0], before[self.sessions[:, 1:]]])
         seen = {kind: shown[which] for kind, shown in self.seen.items()}
         back = self.back[which] if len(self.back) else self.back
@@ -156,18 +156,18 @@ _NO_VECTORS: Mapping[int, Vector] = {}
 
 
 class CompiledDecoder:
-    """The compiled forward of one model, which `misfit` has no reason against.
+    """The compiled forward of a model for which `misfit` returns "".
 
     Args:
-        rounding: type of all matrices but the embedding, which makes it another model: "int8" weights are read in a
-            quarter of the time of float32, "int4" weights in a seventh. None: they stay as they are.
-        shared: the tokens of a target that the model is given, and drafts; None: its own.
+        rounding: type of all matrices except the embedding; rounding makes another model. "int8" weights are read in a
+            quarter of the time of float32, "int4" weights in a seventh. None: matrices keep their type.
+        shared: the target's tokens, which the model reads and drafts; None: its own tokens.
 
     Attributes:
-        kv: type of stored keys and values; to be set before there is a store.
+        kv: type of stored keys and values; set it before `store` is called.
     """
 
-    takes_steps = True  # compiled steps can run it
+    takes_steps = True  # compiled steps can run this forward
 
     def __init__(
         self, model: "PreTrainedModel", rounding: Rounding | None = None, shared: SharedTokens | None = None
@@ -191,7 +191,7 @@ class CompiledDecoder:
         self.vocab = head.weight.shape[0] if shared is None else shared.vocab
         self.embedding = table_of(embedding.weight)
         self.embedding_scale = np.float32(own_scale(embedding))
-        self.vector_scale = np.float32(numbers.embedding)  # of embeddings that are given
+        self.vector_scale = np.float32(numbers.embedding)  # of input embeddings
         self.places = numbers_of(places_of(body, architecture))
         self.first_norm = numbers_of(norm_at(body, family.first_norm, family))
         self.angles = angles_of_model(model, architecture)
@@ -204,7 +204,7 @@ class CompiledDecoder:
         self.last_norm = numbers_of(norm_at(body, family.final_norm, family))
         self.head = panels_of([_head_parts(head.weight, self.vocab)], kind, files)[0]
         if self.threads > 1:
-            for panels in (self.head, self.weights.qkv, self.weights.out, self.weights.gate_up, self.weights.down):
+            for panels in (self.head, *self.weights.matrices):
                 TEAM.learn(panels)
         self.names = architecture.names
         self.kinds = np.array([self.names.index(name) for name in architecture.kinds])
@@ -229,21 +229,21 @@ class CompiledDecoder:
         )
 
     def store(self) -> PanelStore:
-        """Return a new store for the keys and values of this model."""
+        """Return a new store for keys and values of this model."""
         words = np.dtype(WORDS[self.kv])
         if self.threads > 1:
             TEAM.learn_attention(words)
         return PanelStore(len(self.kinds), self.kv_heads, self.size, WIDTH, words)
 
     def skipping(self, attention: Sequence[int], inner: Sequence[int]) -> "CompiledDecoder":
-        """Return this forward without the attention and without the inner layer of some layers.
+        """Return a forward with the same weights that skips the attention and the inner layer of some layers.
 
-        It shares the weights. Skipped sublayers change no hidden state, and store no keys and values.
+        Skipped sublayers leave hidden states unchanged, and store no keys and values.
         """
         kinds = self.kinds.copy()
         kinds[list(attention)] |= NO_ATTENTION
         kinds[list(inner)] |= NO_INNER
-        _ = self.addresses  # found once, for all that is copied
+        _ = self.addresses  # computed before copying, so that all copies share them
         fewer = copy.copy(self)
         fewer.kinds = kinds
         fewer.model = self.model._replace(kinds=kinds)
@@ -260,16 +260,16 @@ class CompiledDecoder:
     ) -> tuple[States, Tapped]:
         """Run layers on all rows, and store their keys and values.
 
-        Returns the output of the last of these layers, and the inputs of the layers `taps`, side by side. `logits` takes the
+        Returns the output of the last of these layers, and the inputs of the layers `taps`, concatenated. `logits` takes the
         output of the model's last layer.
 
         Args:
-            vectors: embeddings by row, of the rows whose token is negative.
+            vectors: embeddings by row, for the rows whose token is negative.
             layers: which layers to run; only their keys and values are stored.
-            states: the output of the layer before these for all rows; None: the embeddings of the tokens.
-            taps: numbers of layers, counted from the first that is run; see `Needs.taps`.
+            states: the input of the first of these layers; None: the embeddings of the tokens.
+            taps: numbers of layers, counted from the first one that runs; see `Needs.taps`.
 
-        Raises `IndexError` for tokens and positions that the model does not have: the layers would read beyond its arrays.
+        Raises `IndexError` for unknown tokens and positions: the layers would read beyond the model's arrays.
         """
         if rows.positions.max() >= self.angles.shape[2]:
             raise IndexError(f"position {rows.positions.max()} is beyond the model's {self.angles.shape[2]}")
@@ -318,14 +318,14 @@ class CompiledDecoder:
         self._run(x, rows, self.weights, self.kinds, _in_store(store, slice(None)))
 
     def exit_layer(self, layer: nn.Module, norm: Any, after: int, place: int) -> ExitLayer:
-        """Return a layer of the model's own shape as its exit layer.
+        """Return a layer of the same shape as the model's as an exit layer.
 
-        Its matrices have the type of the model's: rounded to bfloat16, float16, 8 bits or 4, if these are. Its norms
-        are rounded to bfloat16 or float16 with them.
+        Its matrices get the type of the model's: bfloat16, float16, 8 or 4 bits. With 16-bit matrices its norms are rounded,
+        too.
 
         Args:
-            layer: the layer, of the class of the model's layers.
-            norm: the norm behind it.
+            layer: of the class of the model's layers.
+            norm: the norm after it.
             after: number of layers that run before it.
             place: its layer in the store.
         """
@@ -341,7 +341,7 @@ class CompiledDecoder:
         )
 
     def _embedded(self, rows: Rows, vectors: Mapping[int, Vector]) -> States:
-        """Return the input of the first layer; raise `IndexError` if a token is negative and its row is not in `vectors`."""
+        """Return the input of the first layer; raise `IndexError` for negative tokens whose rows `vectors` lacks."""
         negative = rows.tokens < 0
         if negative.any() and {*np.flatnonzero(negative).tolist()} != {*vectors}:
             raise IndexError("a token is beyond those of the model")
@@ -365,7 +365,7 @@ class CompiledDecoder:
         part: int,
         sources: Sources = _NO_SOURCES,
     ) -> Iterator[CacheArrays]:
-        """Yield a session's cache as arrays for steps. There must be room in the cache and the store.
+        """Yield a session's cache as arrays for steps. The cache and the store must have room.
 
         Args:
             windows, part, sources: see `CacheArrays`.
@@ -379,7 +379,7 @@ class CompiledDecoder:
             )  # fmt: skip
 
     def _exit_of(self, cache: CpuCache) -> ExitWeights:
-        """Return the exit layer of a session, as steps read it."""
+        """Return the exit layer of a session in the form that steps read."""
         layer: ExitLayer | None = cache.needs.exit_layer
         if layer is None:
             return self._no_exit
@@ -387,21 +387,20 @@ class CompiledDecoder:
 
     @property
     def bytes_read(self) -> int:
-        """The number of bytes of the matrices that a pass reads."""
-        weights = self.weights
-        return sum(panels.nbytes for panels in (self.head, weights.qkv, weights.out, weights.gate_up, weights.down))
+        """Bytes of the matrices that a pass reads."""
+        return sum(panels.nbytes for panels in (self.head, *self.weights.matrices))
 
     @cached_property
     def _no_exit(self) -> ExitWeights:
-        """The exit layer of models without one: drafts are read out by the norm of the model."""
+        """The stand-in for a missing exit layer: logits of drafts use the model's last norm."""
         none = layers_of_weights(self.weights, 0, 0)
         return ExitWeights(none, self.last_norm, self.kinds[:0], -1)
 
     def logits(self, x: States, norm: Float32[np.ndarray, " weight"] | None = None) -> LogitRows:
-        """Return the logits of rows, given the output of the last layer for them.
+        """Return the logits of rows, given the output of the last layer.
 
         Args:
-            norm: the weight of the norm in front of the head, see `Weights`; None: that of the model.
+            norm: the weight of the norm before the head, see `Weights`; None: the model's last norm.
         """
         logits = np.empty((len(x), self.vocab), dtype=np.float32)
         if len(x):
@@ -418,7 +417,7 @@ class CompiledDecoder:
 
     @property
     def _no_sources(self) -> Sources:
-        """Empty sources, with keys and values of the type of stored ones."""
+        """Empty sources, with keys and values in the stored type."""
         if not self.architecture.family.cross:
             return _NO_SOURCES
         words = WORDS[self.kv]
@@ -428,7 +427,7 @@ class CompiledDecoder:
 
     @cached_property
     def addresses(self) -> tuple[int, int]:
-        """The addresses of `all_layers` and `score_rows`, in their forms for the types of this model's arrays."""
+        """The addresses of `all_layers` and `score_rows`, compiled for the types of this model's arrays."""
         floats = np.zeros((1, 1), dtype=np.float32)
         numbers = np.zeros(1, dtype=np.int64)
         seen = np.zeros((1, 1, 1), dtype=bool)
@@ -445,9 +444,9 @@ def _in_store(store: PanelStore, layers: slice) -> KeyValues:
 
 
 class SourceReader:
-    """The matrices of a decoder that make keys and values of sources, in all layers at once.
+    """The matrices of a decoder that make keys and values of sources, for all layers at once.
 
-    They are kept, or rounded, as the decoder's other matrices.
+    They have the type of the decoder's other matrices.
     """
 
     def __init__(self, model: "PreTrainedModel", decoder: CompiledDecoder) -> None:
@@ -460,20 +459,18 @@ class SourceReader:
         self.threads = decoder.threads
 
     def read(self, states: Float32[np.ndarray, "frames hidden"]) -> Float32[np.ndarray, "frames columns"]:
-        """Return keys and then values of all heads, layer by layer, given the states of a source."""
-        found = np.empty((len(states), len(self.panels) * WIDTH), dtype=np.float32)
+        """Return the keys, then the values of all heads, layer by layer, given the states of a source."""
         with TEAM.threads(self.threads) as threads:
-            multiply(states, self.panels, found, threads)
-        add_bias(found, self.bias)
+            found = projected(states, self.panels, self.bias, threads)
         return found[:, : self.columns]
 
 
 def kind_of_panels(weights: list[Tensor], rounding: Rounding | None, tiled: bool, files: MappedFiles) -> Kind:
-    """Return the kind of panels that holds matrices exactly, or as `rounding` says, and is read soonest.
+    """Return the smallest kind of panels that holds matrices exactly, or rounded by `rounding`.
 
     Args:
         tiled: whether tiles are used.
-        files: mapped files, released once they were looked at.
+        files: mapped files, released after the weights are read.
     """
     if rounding == "int4":
         return "int4"
@@ -493,11 +490,11 @@ def kind_of_panels(weights: list[Tensor], rounding: Rounding | None, tiled: bool
 
 
 def kinds_of_panels(parts: LayerParts, kind: Kind) -> Kinds:
-    """Return the kinds of panels of the matrices of layers: weights of 4 bits stay as files hold them, unless rounded anew.
+    """Return the kinds of panels of the matrices of layers: packed 4-bit weights of files stay packed unless rounded again.
 
     Args:
         parts: of the first layer.
-        kind: of matrices that are not packed.
+        kind: of the other matrices.
     """
 
     def kind_of(first: Matrix) -> Kind:
@@ -515,9 +512,9 @@ def panels_of(
     """Return matrices in panels of a kind.
 
     Args:
-        matrices: of one shape; each consists of parts, float[columns, depth], one after the other.
-        files: mapped files, released once they were laid out.
-        ordered: returns a tensor with its columns in another order; a copy is there while its matrix is laid out.
+        matrices: all of one shape; each consists of parts, float[columns, depth], one after the other.
+        files: mapped files, released after the weights are laid out.
+        ordered: reorders the columns of a part; a copy exists while its matrix is laid out.
     """
     columns = sum(len(part) for part in matrices[0])
     depth = matrices[0][0].shape[1]
@@ -545,7 +542,7 @@ def _weights_of_columns(matrix: Grouped, first: int, stop: int) -> Float32[np.nd
 
 
 def _pieces_of(parts: Sequence[Tensor], first: int, stop: int) -> list[Tensor]:
-    """Return the pieces of some columns of a matrix, one of each of its parts."""
+    """Return the columns first .. stop of a matrix as pieces of its parts."""
     starts = accumulate((len(part) for part in parts), initial=0)
     pieces = [
         part.detach()[max(first - start, 0) : max(stop - start, 0)] for part, start in zip(parts, starts, strict=False)
@@ -554,7 +551,7 @@ def _pieces_of(parts: Sequence[Tensor], first: int, stop: int) -> list[Tensor]:
 
 
 def _columns_of(parts: Sequence[Tensor], kind: Kind, first: int, stop: int) -> Shaped[np.ndarray, "some depth"]:
-    """Return some columns of a matrix, as `write_panels` takes them: without a copy if one part holds them so."""
+    """Return the columns first .. stop of a matrix for `write_panels`, without a copy if one part has the right type."""
     pieces = _pieces_of(parts, first, stop)
     if all(piece.dtype == _TYPE_IN_WORDS.get(kind) for piece in pieces):
         found = [piece.view(torch.int16).numpy().view(np.uint16) for piece in pieces]
@@ -564,7 +561,7 @@ def _columns_of(parts: Sequence[Tensor], kind: Kind, first: int, stop: int) -> S
 
 
 def _head_parts(rows: Tensor, vocab: int) -> list[Matrix]:
-    """Return the rows of a head for the first `vocab` tokens: a view of those there are, and zeros for those it lacks."""
+    """Return the rows of a head for the first `vocab` tokens as parts: a view, and zeros for missing tokens."""
     missing = vocab - len(rows)
     return [rows[:vocab]] if missing <= 0 else [rows, rows.new_zeros(missing, rows.shape[1])]
 
@@ -575,16 +572,13 @@ def weights_of(
     """Return the weights of these layers, with matrices in panels.
 
     Args:
-        layers: of a transformers model, or of a draft head, whose modules have the names of a Llama's; at least one.
+        layers: of a transformers model, or of a draft head with the module names of a Llama; at least one.
         kinds: of all panels, or by matrix.
         of: their architecture.
-        files: mapped files, released once they were laid out.
+        files: mapped files, released after the weights are laid out.
     """
     by_matrix = kinds if isinstance(kinds, Kinds) else Kinds(kinds, kinds, kinds, kinds)
     parts = [parts_of(layer, of) for layer in layers]
-
-    def stacked(name: str) -> np.ndarray:
-        return np.stack([numbers_of(getattr(one, name)) for one in parts])
 
     def panels(name: str) -> np.ndarray:
         found = [getattr(one, name) for one in parts]
@@ -602,10 +596,10 @@ def weights_of(
     qkv = panels_of([one.qkv for one in parts], by_matrix.qkv, files, partial(rows_in_order, of=of))
 
     return Weights(
-        before_attention=stacked("before_attention"),
-        before_inner=stacked("before_inner"),
-        bias=stacked("qkv_bias"),
-        head_norms=stacked("head_norms"),
+        before_attention=stacked(parts, "before_attention"),
+        before_inner=stacked(parts, "before_inner"),
+        bias=stacked(parts, "qkv_bias"),
+        head_norms=stacked(parts, "head_norms"),
         qkv=qkv,
         out=panels("out"),
         gate_up=panels_of_inner("up"),
@@ -617,18 +611,14 @@ def weights_of(
 
 
 def _cross_weights(parts: list[CrossParts], kind: Kind, files: MappedFiles) -> CrossWeights:
-    """Return the weights of the sublayers of layers that look at a source, with matrices in panels of a kind."""
-
-    def stacked(name: str) -> np.ndarray:
-        return np.stack([numbers_of(getattr(one, name)) for one in parts])
-
+    """Return the weights of the cross-attention sublayers, with matrices in panels of a kind."""
     return CrossWeights(
-        before=stacked("before"),
-        after=stacked("after"),
+        before=stacked(parts, "before"),
+        after=stacked(parts, "after"),
         query=panels_of([[one.query] for one in parts], kind, files),
-        query_bias=stacked("query_bias"),
+        query_bias=stacked(parts, "query_bias"),
         out=panels_of([[one.out] for one in parts], kind, files),
-        out_bias=stacked("out_bias"),
+        out_bias=stacked(parts, "out_bias"),
     )
 
 
@@ -637,20 +627,15 @@ def _matrices_of(found: Matrix | list[Matrix]) -> list[Matrix]:
 
 
 def _routers_of(parts: list[LayerParts]) -> Float32[np.ndarray, "layers panels words"]:
-    """Return the matrices by which rows choose experts, in float32 panels, whatever all others are in."""
+    """Return the routers of experts in float32 panels, whatever the kind of the other matrices."""
     routers = [one.router for one in parts]
     if len(routers[0]) == 0:
         return np.zeros((len(parts), 0, 0), dtype=np.float32)
     return panels_of([[one] for one in routers], "float32")
 
 
-def numbers_of(weight: Tensor) -> Floats:
-    """Return a weight as a contiguous array, without a copy if it is contiguous and float32."""
-    return weight.detach().contiguous().float().numpy()
-
-
 def angles_of(rotary: Any, positions: int) -> Float32[np.ndarray, "2 positions pairs"]:
-    """Return the cosine and the sine of each rotary pair's angle at each position."""
+    """Return the cosines and sines of the angles of all rotary pairs at each position."""
     return numbers_of(families.angles_of(rotary, positions, torch.device("cpu")))
 
 
@@ -660,21 +645,21 @@ def angles_of_model(model: "PreTrainedModel", of: Architecture) -> Float32[np.nd
 
 
 def misfit(model: "PreTrainedModel", rounding: Rounding | None) -> str:
-    """Return the reason why the compiled forward cannot run a model, its matrices rounded or not; "" if it can."""
+    """Return the reason why the compiled forward cannot run a model with this rounding; "" if it can."""
     if model.device.type != "cpu" or model.dtype not in _WORDS:
-        return f"it is in {model.dtype} on {model.device}, and it is for float32, bfloat16 and float16 on a CPU"
+        return f"it is in {model.dtype} on {model.device}; the compiled forward takes float32, bfloat16 and float16 on a CPU"
     return misfit_of_shape(model, rounding)
 
 
 def misfit_of_shape(model: "PreTrainedModel", rounding: Rounding | None) -> str:
-    """Do `misfit` for a model without looking at its weights, which may not be there yet."""
+    """Do `misfit` for a model whose weights may not be loaded yet: look at its configuration only."""
     if not compiling.AVAILABLE:
         if find_spec("numba") is None:
             return "numba is missing (pip install 'numba>=0.63')"
         return "numba is older than 0.63, or switched off (SPECBEAM_KERNELS=off)"
     family = family_of(model)
     if rounding is not None and family is not None and family.mixture:
-        return f"its experts are not rounded to {rounding} here"
+        return f"experts cannot be rounded to {rounding}"
     return misfit_of_family(model) or _misfit_of_sizes(model, rounding)
 
 
@@ -685,10 +670,10 @@ def _misfit_of_sizes(model: "PreTrainedModel", rounding: Rounding | None) -> str
 
 
 def misfit_of_depths(model: "PreTrainedModel", of: Architecture, unit: int) -> str:
-    """Return the reason why matrices of layers of an architecture are not as deep as panels are; "" if they are.
+    """Return the reason why the depths of the layers' matrices do not fit panels; "" if they do.
 
     Args:
-        unit: number that must divide the depths.
+        unit: must divide the depths.
     """
     first = layers_in(model, of.family)[0]
     inner = _matrices_of(parts_of(first, of).down)[0].shape[1]

@@ -1,7 +1,7 @@
-"""Nodes that only the first layers of a model have seen, in a session's cache, and the steps that change them.
+"""Nodes in a session's cache that only the first layers of a model have seen, and the steps that change them.
 
 If the first layers are run ahead of the others (see `LiveLayers`, `ExitLM`), a node goes through two passes: the first
-layers see it when it is drafted, the others when the target judges it. An exit layer runs between the two.
+layers run when it is drafted, the other layers when the target scores it. An exit layer runs between the two.
 """
 
 from dataclasses import dataclass
@@ -15,19 +15,19 @@ from specbeam.core.compiling.copies import copy_numbers, copy_rows
 from specbeam.engines.kv.steps import KNOWN, SIZE, STORED, Trie, prune
 
 UNFINISHED, WAITING, FIRST_ROWS, EXIT_ROWS, LAST_ROWS = range(5)  # indices of `EarlyNodes.counts`
-MOST_WAITING = 64  # nodes that wait for the exit layer where nothing is drafted for long
+MOST_WAITING = 64  # nodes that may wait for the exit layer when nothing is drafted for long
 
 
 @borrowed
 class Waiting(NamedTuple):
-    """Nodes that the first layers have seen and the exit layer has not, such as the last layer of a draft.
+    """Nodes that wait for the exit layer after the first layers, such as the last layer of a draft.
 
-    Most of them are refused. Survivors go through the exit layer together with the next draft. The arrays have
+    Most of them are rejected. Survivors go through the exit layer together with the next draft. The arrays have
     spare room; the number of nodes is in `EarlyNodes.counts`.
     """
 
     nodes: (
-        Array  # int64[room]: the stored local node of each; -1 if it has no number any more, as it is above the others
+        Array  # int64[room]: the stored local node of each; -1 for nodes above the roots, which have lost their numbers
     )
     slots: Array  # int64[room]
     positions: Array  # int64[room]
@@ -37,10 +37,10 @@ class Waiting(NamedTuple):
 
 @borrowed
 class EarlyNodes(NamedTuple):
-    """The nodes of a cache between their two passes; arrays have no rows where no layer is run ahead."""
+    """The nodes of a cache between their two passes; the arrays have no rows if no layers are run ahead."""
 
-    # int64[5]: the number of stored nodes that the other layers have not seen (UNFINISHED), which are the newest ones, and
-    # of those that wait for the exit layer (WAITING); the number of rows that the first layers (FIRST_ROWS), the exit layer
+    # int64[5]: the number of stored nodes that the other layers have not seen (UNFINISHED), the newest ones, and of nodes
+    # that wait for the exit layer (WAITING); the number of rows that the first layers (FIRST_ROWS), the exit layer
     # (EXIT_ROWS) and the other layers (LAST_ROWS) have computed so far
     counts: Array
     slots: Array  # int64[nodes]: the slot of each stored local node that the first layers have seen
@@ -51,7 +51,7 @@ class EarlyNodes(NamedTuple):
 
 @borrowed
 class ExitWeights(NamedTuple):
-    """An exit layer as compiled layers read it; where there is none, it has no kinds."""
+    """An exit layer in the form that compiled layers read; no kinds: there is none."""
 
     weights: Any  # `Weights` of one layer
     norm: Array  # float32[hidden]: the weight of the norm in front of the head, for drafts
@@ -61,10 +61,9 @@ class ExitWeights(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ExitLayer:
-    """A layer that reads the output of the first layers of a model. The head of the model makes logits of its normed output.
+    """A layer on the output of the first layers of a model; the model's head makes logits from its normed output.
 
-    Its keys and values are in the same slots as the model's, in a layer of their own, so each token that the model
-    stores has one row more.
+    Its keys and values use the same slots as the model's, in an additional layer of the store.
 
     Attributes:
         after: the number of layers that run before it.
@@ -82,7 +81,7 @@ class ExitLayer:
 
 
 def no_early_nodes(hidden: int) -> EarlyNodes:
-    """Return room for no nodes."""
+    """Return the arrays of a cache without such nodes."""
     numbers = np.zeros(0, dtype=np.int64)
     states = np.zeros((0, hidden), dtype=np.float32)
     waiting = Waiting(numbers, numbers, numbers, np.zeros((0, 0), dtype=np.bool_), states)
@@ -91,7 +90,7 @@ def no_early_nodes(hidden: int) -> EarlyNodes:
 
 @compiled
 def keep_early(early: EarlyNodes, trie: Trie, rows: Array, slots: Array, has_exit: bool) -> None:
-    """Store the first layers' output for the newest nodes, as unfinished, and let these wait for the exit layer.
+    """Store the first layers' output for the newest nodes, mark them as unfinished, and queue them for the exit layer.
 
     Args:
         rows: float32[n, hidden].
@@ -121,7 +120,7 @@ def keep_early(early: EarlyNodes, trie: Trie, rows: Array, slots: Array, has_exi
 
 @compiled
 def keep_exits(early: EarlyNodes, rows: Array) -> None:
-    """Keep the output of the exit layer for all nodes that waited for it; then none does."""
+    """Store the output of the exit layer for all nodes that waited for it."""
     for row in range(len(rows)):
         node = early.waiting.nodes[row]
         if node >= 0:
@@ -139,14 +138,14 @@ def finish_early(early: EarlyNodes) -> None:
 
 @compiled
 def rename_early(early: EarlyNodes, trie: Trie, former: Array) -> None:
-    """Follow a trie that has dropped nodes: keep the states of nodes that remain, and of slots that are still in use.
+    """Follow a trie that has dropped nodes: keep the states of the remaining nodes, and of slots still in use.
 
     Args:
-        former: the number that each remaining local node had before, ascending.
+        former: the former number of each remaining local node, ascending.
     """
     if len(early.outputs) == 0:
         return
-    for node in range(trie.counts[STORED]):  # in place, as the number of a node never grows
+    for node in range(trie.counts[STORED]):  # in place: the number of a node never grows
         before = former[node]
         if before != node:
             early.slots[node] = early.slots[before]
@@ -172,14 +171,14 @@ def rename_early(early: EarlyNodes, trie: Trie, former: Array) -> None:
 
 @compiled
 def take_back_drafts(early: EarlyNodes, trie: Trie, nodes: Array) -> Array:
-    """Take back all nodes of this turn's forest but some, and free their slots; the forest then holds these alone.
+    """Take back the nodes of this turn's forest except `nodes`, and free their slots.
 
-    Unfinished nodes before the first root keep their numbers, too. `trie.local` must have room for all of them.
+    Unfinished nodes before the first root stay, too. `trie.local` must have room for all of them.
 
     Args:
-        nodes: int64[n], forest nodes that stay, ascending: the roots, and no node without its parent.
+        nodes: int64[n], forest nodes that stay, ascending: the roots, and further nodes with their parents.
 
-    Returns the number that each remaining local node had before.
+    Returns the former number of each remaining local node.
     """
     counts = trie.counts
     stored = counts[STORED]
@@ -197,7 +196,7 @@ def take_back_drafts(early: EarlyNodes, trie: Trie, nodes: Array) -> Array:
 
 @compiled
 def has_early_room(early: EarlyNodes, trie: Trie, size: int, fresh: int) -> bool:
-    """Return whether there is room for `size` local nodes, and for `fresh` more that wait for the exit layer."""
+    """Return whether there is room for `size` local nodes, and for `fresh` more nodes that wait for the exit layer."""
     if len(early.outputs) == 0:
         return True
     waits = len(early.exited) == 0 or early.counts[WAITING] + fresh <= len(early.waiting.nodes)

@@ -1,4 +1,4 @@
-"""Tables of embeddings in the type that they were read in, whose rows become float32 as they are looked up."""
+"""Embedding tables in the type of the checkpoint; lookups convert rows to float32."""
 
 import inspect
 from typing import Any
@@ -19,16 +19,16 @@ if compiling.AVAILABLE:
 
     from specbeam.core.compiling.compiler import chosen_for
 
-# Stand-ins for types that numpy or numba lacks: integers of their size.
+# Integers of the same size, for types that numpy or numba lacks.
 _BITS = {torch.bfloat16: np.uint16, torch.float16: np.int16}
 
 Table = Shaped[np.ndarray, "vocab hidden"]
 
 
 def table_of(weight: Tensor) -> Table:
-    """Return a table of embeddings, without a copy if it is contiguous.
+    """Return an embedding table, without a copy if it is contiguous.
 
-    It is float32, or uint16, the bits of bfloat16 numbers, or int16, those of float16 numbers.
+    It is float32; or uint16, the bits of bfloat16 numbers; or int16, the bits of float16 numbers.
     """
     rows = weight.detach().contiguous()
     if rows.dtype in _BITS:
@@ -49,7 +49,7 @@ def look_up_rows(table: Array, tokens: Array, out: Array) -> None:
 
 
 def embedded_rows(table: Table, tokens: Integers) -> States:
-    """Return the embeddings of tokens as float32; raise `IndexError` if the table has no such token."""
+    """Return the embeddings of tokens as float32; raise `IndexError` for tokens outside the table."""
     if table.dtype == np.float32:
         return table.take(tokens, 0)
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < len(table):
@@ -71,14 +71,19 @@ def _widen_bfloat16(table: Array, token: int, out: Array) -> None:
 
 
 def _widen_float16(table: Array, token: int, out: Array) -> None:
-    row = table[token].view(np.uint16)
+    widen_halves(table[token].view(np.uint16), out)
+
+
+@compiled
+def widen_halves(halves: Array, out: Array) -> None:
+    """Write float16 numbers, given by their bits, uint16[n], to out, float32[n]: exactly, without float16 instructions."""
     bits = out.view(np.uint32)
-    for place in range(len(row)):
-        bits[place] = (np.uint32(row[place]) & np.uint32(0x7FFF)) << np.uint32(13)
-    for place in range(len(row)):
+    for place in range(len(halves)):
+        bits[place] = (np.uint32(halves[place]) & np.uint32(0x7FFF)) << np.uint32(13)
+    for place in range(len(halves)):
         out[place] *= FLOAT16_SCALE
-    for place in range(len(row)):
-        bits[place] |= (np.uint32(row[place]) & np.uint32(0x8000)) << np.uint32(16)
+    for place in range(len(halves)):
+        bits[place] |= (np.uint32(halves[place]) & np.uint32(0x8000)) << np.uint32(16)
 
 
 if compiling.AVAILABLE:

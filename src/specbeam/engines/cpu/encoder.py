@@ -1,4 +1,4 @@
-"""The encoder of a model by the compiled layers: the rows of a source look at each other both ways."""
+"""The compiled encoder of a model: all rows of a source attend to each other."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -20,10 +20,10 @@ from specbeam.engines.cpu.decoder import (
     kind_of_panels,
     kinds_of_panels,
     misfit_of_depths,
-    numbers_of,
     weights_of,
 )
 from specbeam.engines.cpu.embedding import embedded_rows, table_of
+from specbeam.engines.cpu.extras import numbers_of
 from specbeam.engines.cpu.layers import all_layers, normalise
 from specbeam.engines.cpu.panels import steps_in
 from specbeam.engines.cpu.rows import KeyValues, LayerRows, Stack, Taps
@@ -51,7 +51,7 @@ from specbeam.engines.source import Source, grouped, in_line
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Rows from which on a pass gains nothing by further sources: the weights are read for enough of them.
+# Rows of a pass above which further sources save no time: reading the weights no longer dominates.
 TOGETHER = 256
 _NO_DISTANCES = no_distances()
 _NO_SOURCES = no_sources()
@@ -71,18 +71,18 @@ def _family_of_encoder(model: "PreTrainedModel") -> ModelFamily:
 
 
 class CompiledEncoder(nn.Module, ABC):
-    """The encoder of a model that `misfit` has no reason against, in place of transformers', and called as that is.
+    """The encoder of a model for which `misfit` returns "", called like transformers' encoder.
 
-    Where the decoder's matrices are rounded, to 8 or to 4 bits, the encoder's are rounded to 8 bits: every token of the
-    text reads its output. The states of a source do not depend on other sources in its pass.
+    If the decoder's matrices are rounded, to 8 or to 4 bits, the encoder's are rounded to 8 bits: every token of the
+    text reads its output. The states of a source do not depend on other sources in the pass.
 
     Args:
         decoder: the compiled decoder of the same model.
 
     Attributes:
         module: transformers' encoder, for sources that this one does not support.
-        rounding: of its matrices; None: they are as they were.
-        places: float32[positions, hidden], embeddings of positions; without positions: none.
+        rounding: of its matrices; None: they keep their type.
+        places: float32[positions, hidden], embeddings of positions; no positions: the model has none.
     """
 
     def __init__(self, model: "PreTrainedModel", decoder: CompiledDecoder) -> None:
@@ -110,25 +110,25 @@ class CompiledEncoder(nn.Module, ABC):
         self.weights = weights
         self.architecture = of
         if self.threads > 1:
-            for panels in (weights.qkv, weights.out, weights.gate_up, weights.down):
+            for panels in weights.matrices:
                 TEAM.learn(panels)
 
     def get_input_embeddings(self) -> Any:
-        """Return the embeddings of tokens, as transformers' encoder does."""
+        """Return the token embedding, like transformers' encoder."""
         module: Any = self.module
         return module.get_input_embeddings()
 
     @abstractmethod
     def inputs_of(self, source: Source) -> AnyArray | None:
-        """Return the inputs of a source for `read`; None if transformers' encoder reads it."""
+        """Return the inputs of a source for `read`; None if transformers' encoder has to read it."""
 
     @abstractmethod
     def rows_of(self, inputs: AnyArray) -> int:
-        """Return the number of rows that the inputs of a source are read as, known before they are read."""
+        """Return the number of rows of a source in a pass, given its inputs."""
 
     @abstractmethod
     def entering(self, sources: Sequence[AnyArray]) -> list[OwnStates]:
-        """Return the first layer's input of sources, given their inputs."""
+        """Return the input of the first layer for each source, given the inputs of the sources."""
 
     @abstractmethod
     def run_layers(
@@ -149,32 +149,32 @@ class CompiledEncoder(nn.Module, ABC):
         """Return the states of a source by transformers' encoder in float32, given its inputs."""
 
     def stack(self, weights: Weights) -> Stack:
-        """Return layers of this encoder as compiled layers take them."""
+        """Return layers of this encoder in the form that compiled layers take."""
         return Stack(weights, self.angles, self.eps, self.heads, self.heads, self.size)
 
     def module_in_float32(self) -> Any:
-        """Return transformers' encoder computing in float32, as the compiled layers do: a copy if it has another type."""
+        """Return transformers' encoder in float32, like the compiled layers: a copy if it has another type."""
         is_in_float32 = all(weight.dtype == torch.float32 for weight in self.module.parameters())
         return self.module if is_in_float32 else copy.deepcopy(self.module).float()
 
     @torch.inference_mode()
     def error_on(self, inputs: AnyArray) -> float:
-        """Return the largest difference of the states of a source from transformers', as a share of their spread."""
+        """Return the largest difference from transformers' states of a source, relative to their standard deviation."""
         expected = self.states_by_transformers(inputs)
         (found,) = self.read([inputs])
         return float((torch.from_numpy(found) - expected).abs().max() / expected.std().clamp_min(1e-6))
 
     def read_together(self, sources: Sequence[Source]) -> None:
-        """Store the states of sources that this encoder has not read yet: several short ones are read in one pass.
+        """Store the states of sources that this encoder has not read yet, several short sources in one pass.
 
-        Later sources fill up the last pass.
+        Sources that come later in the queue fill up the last pass.
         """
         asked = {*sources}
         for group in grouped(self._unread(sources, asked), asked, TOGETHER):
             self._read_group(group)
 
     def _unread(self, sources: Sequence[Source], asked: Collection[Source]) -> Iterator[tuple[Source, int]]:
-        """Yield sources, and those after them, that this encoder has not read yet, with their numbers of rows."""
+        """Yield unread sources, and unread sources after them in the queue, with their numbers of rows."""
         for source in in_line(sources, TOGETHER):
             if self in source.states:
                 continue
@@ -187,10 +187,10 @@ class CompiledEncoder(nn.Module, ABC):
     def _read_group(self, group: list[Source]) -> None:
         states = self.read([inputs for source in group if (inputs := self.inputs_of(source)) is not None])
         for source, one in zip(group, states, strict=True):
-            source.states[self] = torch.from_numpy(one.copy())[None]  # without those of the others
+            source.states[self] = torch.from_numpy(one.copy())[None]  # a copy does not keep the whole pass in memory
 
     def read(self, sources: Sequence[AnyArray]) -> list[OwnStates]:
-        """Return the states of sources, given their inputs, in one pass over all their rows."""
+        """Return the states of sources, given their inputs, by one pass over all rows."""
         each = self.entering(sources)
         x = np.concatenate(each)
         lengths = np.array([len(rows) for rows in each])
@@ -203,8 +203,7 @@ class CompiledEncoder(nn.Module, ABC):
 class TextEncoder(CompiledEncoder):
     """The encoder of texts; see `CompiledEncoder`.
 
-    Transformers' reads sources that hold padding where positions are counted without it, or are longer than the positions
-    that are known here.
+    transformers' encoder reads sources with padding if positions skip padding, and sources longer than the position table.
     """
 
     def __init__(self, model: "PreTrainedModel", decoder: CompiledDecoder) -> None:
@@ -217,7 +216,7 @@ class TextEncoder(CompiledEncoder):
         self.unplaced = unplaced_in(body, family)
         self.first_norm = numbers_of(norm_at(body, family.first_norm, family))
         self.layers = [layers_of_weights(self.weights, number, number + 1) for number in range(len(self.weights.qkv))]
-        # Where the biases of distance 0 are, see `families.biases_by_distance`; -1: there are none.
+        # Column of the biases of distance 0, see `families.biases_by_distance`; -1: no biases.
         biases = self.architecture.biases
         self.middle = biases[0].shape[1] // 2 if biases else -1
         self.all_layers = Repeated(all_layers, slice(0))
@@ -227,7 +226,7 @@ class TextEncoder(CompiledEncoder):
     def forward(self, input_ids: torch.Tensor) -> tuple[Float[torch.Tensor, "1 length hidden"]]:
         """Return the states of one source, given its tokens, int64[1, length].
 
-        Raises `IndexError` for tokens that the model does not have.
+        Raises `IndexError` for tokens outside the model's vocabulary.
         """
         tokens = input_ids[0].numpy()
         if not self.knows(tokens):
@@ -236,7 +235,7 @@ class TextEncoder(CompiledEncoder):
         return (torch.from_numpy(states)[None],)
 
     def knows(self, tokens: TokenIds) -> bool:
-        """Return whether all positions of a source are known, without asking transformers."""
+        """Return whether the position table covers all positions of a source."""
         if len(self.places) == 0:
             return True
         return len(tokens) <= len(self.places) and not (tokens == self.unplaced).any()
@@ -279,7 +278,7 @@ class TextEncoder(CompiledEncoder):
         back = _NO_DISTANCES
         if self.middle >= 0:
             back = (places[:, None] - slots[None] + self.middle).astype(np.int32)
-        # Layers store their keys and values one after the other in the same place.
+        # All layers store their keys and values in the same place, one after the other.
         width = -(-self.size // WIDTH) * WIDTH
         keys = np.zeros((1, len(lengths), self.heads, panels, self.size, WIDTH), dtype=np.float32)
         values = np.zeros((1, len(lengths), self.heads, panels * WIDTH, width), dtype=np.float32)

@@ -1,12 +1,15 @@
-"""Optional parts of layers: the same compiled layers run all families, and find here the parts that only some have."""
+"""Optional parts of layers: the compiled layers run all families, and this record holds the parts that only some have."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from specbeam.core.compiling.compiler import Array, borrowed, borrowed_views
 from specbeam.core.steps import open_step
-from specbeam.engines.families import Activation, Architecture, LayerParts
+from specbeam.engines.arrays import Floats
+from specbeam.engines.families import Activation, Architecture, CrossParts, LayerParts
 
 SILU, GELU_TANH, GELU, RELU = range(4)
 _NUMBER_OF: dict[Activation, int] = {"silu": SILU, "gelu tanh": GELU_TANH, "gelu": GELU, "relu": RELU}
@@ -14,14 +17,13 @@ _NUMBER_OF: dict[Activation, int] = {"silu": SILU, "gelu tanh": GELU_TANH, "gelu
 
 @borrowed
 class Extras(NamedTuple):
-    """Parts of layers besides matrices and the norms in front of sublayers; missing ones are arrays without columns.
+    """Parts of layers other than matrices and the norms before sublayers; a missing part is an array without columns.
 
-    Settings that all layers share are plain numbers: a branch on one costs nothing compared with a product.
+    Settings that all layers share are plain numbers: branching on them costs nothing compared with a product.
     """
 
-    after_attention: (
-        Array  # float32[layers, ...]: weight of the norm of attention's output, or of the sum; see `Weights`
-    )
+    # float32[layers, ...]: weight of the norm of attention's output, or of the sum; see `Weights`
+    after_attention: Array
     after_inner: Array  # float32[layers, ...]: of the inner layer's output, or of the sum
     wide_norms: Array  # float32[layers, (heads + kv_heads) * size]: of all queries, and of all keys of a row
     out_bias: Array  # float32[layers, hidden]
@@ -34,27 +36,33 @@ class Extras(NamedTuple):
     residual: np.float32  # factor of a sublayer's output
     activation: int  # SILU, GELU_TANH, GELU or RELU
     gated: bool  # whether the inner layer has a gate
-    parallel: bool  # whether the inner layer has the input of attention
-    norm_of_sum: bool  # whether norms behind a sublayer are of the sum with its input
-    router: Array  # float32[layers, panels, words]: by which rows choose their experts; of no panels without experts
-    experts: int  # number of them; their matrices follow each other in the panels of a layer. 0: there are none
+    parallel: bool  # whether the inner layer reads the input of attention instead of its output
+    norm_of_sum: bool  # whether norms after a sublayer are of the sum with its input
+    router: Array  # float32[layers, panels, words]: the matrix that scores experts; no panels without experts
+    experts: int  # their number; their matrices follow each other in the panels of a layer. 0: there are none
     chosen: int  # experts of a row
-    divides: bool  # whether the weights of these are divided by their sum
+    divides: bool  # whether the weights of the chosen experts are divided by their sum
+
+
+def numbers_of(weight: Tensor) -> Floats:
+    """Return a weight as a contiguous array, without a copy if it is contiguous and float32."""
+    return weight.detach().contiguous().float().numpy()
+
+
+def stacked(parts: Sequence[LayerParts] | Sequence[CrossParts], name: str) -> Floats:
+    """Return a weight of all layers, stacked."""
+    return np.stack([numbers_of(getattr(one, name)) for one in parts])
 
 
 def extras_of(parts: list[LayerParts], of: Architecture, router: Array) -> Extras:
-    """Return the extras of layers, given the weights of each, and the panels by which rows choose their experts."""
-
-    def stacked(name: str) -> np.ndarray:
-        return np.stack([getattr(one, name).detach().contiguous().float().numpy() for one in parts])
-
+    """Return the extras of layers, given the weights of each layer and the panels of the routers."""
     return Extras(
-        after_attention=stacked("after_attention"),
-        after_inner=stacked("after_inner"),
-        wide_norms=stacked("wide_norms"),
-        out_bias=stacked("out_bias"),
-        up_bias=stacked("up_bias"),
-        down_bias=stacked("down_bias"),
+        after_attention=stacked(parts, "after_attention"),
+        after_inner=stacked(parts, "after_inner"),
+        wide_norms=stacked(parts, "wide_norms"),
+        out_bias=stacked(parts, "out_bias"),
+        up_bias=stacked(parts, "up_bias"),
+        down_bias=stacked(parts, "down_bias"),
         scales=np.array(of.scales, dtype=np.float32),
         ropes=np.array(of.ropes, dtype=np.int64),
         biases=_biases_of(of, len(parts)),
@@ -74,7 +82,7 @@ def extras_of(parts: list[LayerParts], of: Architecture, router: Array) -> Extra
 def _biases_of(of: Architecture, layers: int) -> np.ndarray:
     if not of.biases:
         return np.zeros((layers, of.heads, 0), dtype=np.float32)
-    return np.stack([one.detach().contiguous().float().numpy() for one in of.biases])
+    return np.stack([numbers_of(one) for one in of.biases])
 
 
 _extras = borrowed_views(Extras)

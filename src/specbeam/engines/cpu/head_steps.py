@@ -1,8 +1,8 @@
-"""Steps on a session's cache in a compiled draft head: its rows, settling a turn, and taking one back.
+"""Steps on a session's cache in a compiled draft head: compute rows, settle a turn, take a turn back.
 
-A head keeps a trie of nodes with features made of the target's hidden states. Its layers are the compiled ones of
-engines/cpu/layers.py. There are two kinds: a pair trunk (heads/trunk.py) has a row for each node, which reads the feature of
-the node above; a block head (heads/block.py) makes the rows of a whole block below a node that the target has not scored.
+The cache is a trie of nodes with features made from the target's hidden states; engines/cpu/layers.py runs the layers. There
+are two kinds of heads: a pair trunk (heads/trunk.py) has a row for each node, which reads the feature of the node above; a
+block head (heads/block.py) makes the rows of a whole block below a node that the target has not scored.
 """
 
 from typing import Any, NamedTuple
@@ -21,25 +21,23 @@ from specbeam.core.passes import (
     settle_draft,
 )
 from specbeam.core.steps import borrowed, verb
-from specbeam.engines.cpu.cache_steps import CacheArrays
+from specbeam.engines.cpu.cache_steps import CacheArrays, extent_of, has_pending_nodes, has_trie_room
 from specbeam.engines.cpu.layers import (
     all_layers,
     layer_room,
     normalise,
     normalise_row,
+    projected,
     reach_of,
     run_layer,
     store_keys_and_values,
     write_qkv,
 )
-from specbeam.engines.cpu.panels import multiply
 from specbeam.engines.cpu.rows import KeyValues, LayerRows, Look, Stack, Taps
 from specbeam.engines.cpu.sources import no_distances, no_sources
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.kv.steps import (
     BLOCK,
-    EXTENT,
-    HELD,
     KNOWN,
     SIZE,
     STORED,
@@ -53,56 +51,57 @@ from specbeam.engines.kv.steps import (
 if AVAILABLE:
     from specbeam.core.compiling.compiler import call_at
 
-CHUNK = 512  # rows of a prompt that are run at once
-ATTENTION, PROJECTION, NORMED_PROJECTION = range(
-    3
-)  # how a pair trunk joins features and embeddings, see `TrunkShape.pairs`
-NO_NORM, NORM_OF_ALL, NORM_OF_EACH = range(3)  # how the target's hidden states are normed before they make a feature
+CHUNK = 512  # rows of a prompt in a pass
+# How a pair trunk joins features and embeddings, see `TrunkShape.pairs`.
+ATTENTION, PROJECTION, NORMED_PROJECTION = range(3)
+# Which of the target's hidden states are normed together before they make a feature.
+NO_NORM, NORM_OF_ALL, NORM_OF_EACH = range(3)
 
 
 @borrowed
 class FeatureWeights(NamedTuple):
-    """Weights for features of the target's concatenated hidden states: norms, and perhaps a matrix."""
+    """The weights that make features from the target's concatenated hidden states: norms, and an optional matrix."""
 
     reads_final: bool  # whether the first of the states is the last hidden state after the final norm
     norms: int  # NO_NORM, NORM_OF_ALL or NORM_OF_EACH
     norm: Array  # float32[states]
     each: int  # size of each hidden state
-    matrix: Array  # in panels; none if the states are the feature
+    matrix: Array  # in panels; no panels: the states are the feature
     width: int  # of a feature
-    bias: Array  # float32[width], or of no numbers
-    norm_after: Array  # float32[width], or of no numbers
+    bias: Array  # float32[width], or no numbers
+    norm_after: Array  # float32[width], or no numbers
 
 
 @borrowed
 class TrunkModel(NamedTuple):
-    """A pair trunk, as compiled layers read it."""
+    """A pair trunk in the form that compiled layers read."""
 
     features: FeatureWeights
     embedding: Array  # float32[vocab, embed]
+    rows: int  # of a block: 0, a trunk makes no blocks
     pairs: int  # ATTENTION, PROJECTION or NORMED_PROJECTION
     swaps: bool  # see `TrunkShape.swaps`
     norms_residual: bool
     feeds_normed: bool
-    embedding_norm: Array  # float32[embed], or of no numbers
-    feature_norm: Array  # float32[width], or of no numbers
+    embedding_norm: Array  # float32[embed], or no numbers
+    feature_norm: Array  # float32[width], or no numbers
     join: Array  # the matrix of a projection, in panels
-    join_bias: Array  # float32[width], or of no numbers
+    join_bias: Array  # float32[width], or no numbers
     first: Any  # `Weights` of the first layer
     others: Any  # of the other layers
     kinds: Array  # int64[other layers]: zeros
     angles: Array
     eps: float
     heads: int
-    last_norm: Array  # float32[width], or of no numbers
+    last_norm: Array  # float32[width], or no numbers
     head: Array  # in panels
-    tokens: Array  # int64[draft_vocab]: the target's token for each of the head's; of no numbers if they are the same
+    tokens: Array  # int64[draft_vocab]: the target's token for each of the head's; no numbers: the same tokens
     vocab: int
 
 
 @borrowed
 class BlockModel(NamedTuple):
-    """A block head, as compiled layers read it."""
+    """A block head in the form that compiled layers read."""
 
     features: FeatureWeights
     embedding: Array  # float32[vocab, width]
@@ -116,7 +115,7 @@ class BlockModel(NamedTuple):
     heads: int
     last_norm: Array  # float32[width]
     head: Array  # in panels
-    correction_rows: Array  # float32[vocab, rank]; no rank if the token above a draft does not count
+    correction_rows: Array  # float32[vocab, rank]; rank 0: no correction by the token above a draft
     correction: Array  # in panels
     tokens: Array
     vocab: int
@@ -124,7 +123,7 @@ class BlockModel(NamedTuple):
 
 @borrowed
 class Blocks(NamedTuple):
-    """The blocks of a turn: logits before the correction by the token above."""
+    """The blocks of a turn: their logits before the correction by the token above."""
 
     at: Array  # int64[nodes]: the number of the block below each local node; -1: none
     made: Array  # int64[1]: number of blocks
@@ -133,12 +132,12 @@ class Blocks(NamedTuple):
 
 @borrowed
 class HeadArrays(NamedTuple):
-    """A session's cache in a compiled head, as steps take it, with room for all that they are going to store."""
+    """A session's cache in a compiled head as arrays for steps, with room for everything that they store."""
 
     trie: Trie
     features: Array  # float32[nodes, width]: of the local nodes that the target has scored
     is_scored: Array  # bool[nodes]
-    states: Array  # float32[nodes, width]: the rows of a trunk, by stored local node; of no width for a block head
+    states: Array  # float32[nodes, width]: the rows of a trunk by stored local node; width 0 for a block head
     blocks: Blocks  # of a block head
     model: Any  # TrunkModel or BlockModel
     keys: Array  # of all layers, see `attention.attend`
@@ -151,7 +150,7 @@ class HeadArrays(NamedTuple):
 
 
 class PairFeed(NamedTuple):
-    """The rows of a session that a pass of a trunk computes."""
+    """The inputs of a pass of a trunk: rows of one session or of several."""
 
     tokens: Array  # int64[rows]
     given: Array  # float32[rows, width]: features of the nodes above
@@ -162,7 +161,7 @@ class PairFeed(NamedTuple):
 
 @compiled
 def make_features(weights: FeatureWeights, eps: float, states: Array, threads: int) -> Array:
-    """Return the features that a head makes of the target's hidden states, float32[rows, states] -> float32[rows, width]."""
+    """Return a head's features from the target's hidden states: float32[rows, states] -> float32[rows, width]."""
     rows = states
     if weights.norms != NO_NORM:
         rows = np.empty_like(states)
@@ -173,13 +172,7 @@ def make_features(weights: FeatureWeights, eps: float, states: Array, threads: i
                 normalise_row(states[row][start:stop], weights.norm[start:stop], eps, rows[row][start:stop])
     if len(weights.matrix) == 0:
         return rows
-    out = np.empty((len(rows), len(weights.matrix) * WIDTH), dtype=np.float32)
-    if len(rows) > 0:
-        multiply(rows, weights.matrix, out, threads)
-    for row in range(len(out)):
-        for place in range(len(weights.bias)):
-            out[row, place] += weights.bias[place]
-    features = out[:, : weights.width].copy()
+    features = projected(rows, weights.matrix, weights.bias, threads)[:, : weights.width].copy()
     if len(weights.norm_after) > 0:
         normalise(features, weights.norm_after, eps, features)
     return features
@@ -215,12 +208,7 @@ def pair_layers(x: Array, model: TrunkModel, feed: PairFeed, sessions: Array, ca
         if model.norms_residual:
             x[:] = both[:, after : after + width]
     else:
-        joined = np.empty((count, len(model.join) * WIDTH), dtype=np.float32)
-        multiply(both, model.join, joined, threads)
-        for row in range(count):
-            for place in range(len(model.join_bias)):
-                joined[row, place] += model.join_bias[place]
-        x[:] = joined[:, :width]
+        x[:] = projected(both, model.join, model.join_bias, threads)[:, :width]
         read = room.normed
         if model.pairs == PROJECTION:
             read[:] = x
@@ -245,7 +233,7 @@ def run_all(x: Array, stack: Stack, rows: LayerRows, kinds: Array, cache: KeyVal
 def context_layers(
     features: Array, model: BlockModel, positions: Array, sessions: Array, slots: Array, cache: KeyValues, threads: int
 ) -> None:
-    """Store the keys and values of scored nodes in the layers of a block head, all of which read the same features."""
+    """Store the keys and values of scored nodes in all layers of a block head, which read the same features."""
     _, _, kv_heads, _, size, _ = cache.keys.shape
     stack = Stack(model.weights, model.angles, model.eps, model.heads, kv_heads, size)
     qkv = np.empty((len(features), model.weights.qkv.shape[1] * WIDTH), dtype=np.float32)
@@ -278,13 +266,13 @@ def entered(cache: HeadArrays, tokens: Array, parents: Array, wanted: Array) -> 
 
 @verb(0, has_body=False)
 def head_rows(model: Any, cache: HeadArrays, nodes: Array) -> Array:
-    """Return the logits of local nodes, by the kind of the head."""
+    """Return the logits of local nodes; each kind of head has its own step."""
 
 
 @head_rows.of(TrunkModel)
 @compiled
 def trunk_rows(model: TrunkModel, cache: HeadArrays, nodes: Array) -> Array:
-    """Run all rows of a trunk that have something to read, and return the logits of local nodes."""
+    """Compute all pending rows of a trunk whose input is known, and return the logits of local nodes."""
     count = pairs_ready(cache)
     while count > 0:
         feed = begin_pairs(cache, count)
@@ -301,9 +289,9 @@ def trunk_rows(model: TrunkModel, cache: HeadArrays, nodes: Array) -> Array:
 
 @compiled
 def pairs_ready(cache: HeadArrays) -> int:
-    """Return the number of next pending rows of a trunk that have something to read, at most `CHUNK`.
+    """Return the number of next pending rows of a trunk whose input is known, at most `CHUNK`.
 
-    That is the target's feature of the node above, or the head's own state there.
+    The input is the target's feature of the node above, or the head's own state there.
     """
     trie = cache.trie
     start = trie.counts[STORED]
@@ -319,7 +307,7 @@ def pairs_ready(cache: HeadArrays) -> int:
 
 @compiled
 def begin_pairs(cache: HeadArrays, count: int) -> PairFeed:
-    """Give slots to the next `count` pending rows of a trunk, and return the inputs of their pass."""
+    """Assign slots to the next `count` pending rows of a trunk, and return the inputs of their pass."""
     trie = cache.trie
     model = cache.model
     start = trie.counts[STORED]
@@ -336,7 +324,7 @@ def begin_pairs(cache: HeadArrays, count: int) -> PairFeed:
         given[row] = cache.states[above]
         if model.feeds_normed:
             normalise_row(given[row], model.last_norm, model.eps, given[row])
-    extent = -(-trie.counts[EXTENT] // BLOCK) * BLOCK
+    extent = extent_of(trie)
     seen = np.empty((1, count, extent), dtype=np.bool_)
     seen[0] = trie.seen[start:stop, :extent]
     return PairFeed(trie.nodes[0][start:stop].copy(), given, trie.nodes[2][start:stop].copy(), slots, seen)
@@ -344,14 +332,14 @@ def begin_pairs(cache: HeadArrays, count: int) -> PairFeed:
 
 @compiled
 def finish_pairs(cache: HeadArrays, x: Array) -> None:
-    """Keep the states of the rows of a trunk that were stored last."""
+    """Store the states of the newest stored rows of a trunk."""
     stored = cache.trie.counts[STORED]
     cache.states[stored - len(x) : stored] = x
 
 
 @compiled
 def scored(cache: HeadArrays, x: Array) -> Array:
-    """Return the head's own logits of rows, float32[rows, columns], whose columns are padded."""
+    """Return the logits of the head's own tokens for rows, float32[rows, columns], with padded columns."""
     model = cache.model
     logits = np.empty((len(x), len(model.head) * WIDTH), dtype=np.float32)
     if len(x) > 0:
@@ -375,7 +363,7 @@ def of_all_tokens(model: Any, logits: Array) -> Array:
 @head_rows.of(BlockModel)
 @compiled
 def block_rows(model: BlockModel, cache: HeadArrays, nodes: Array) -> Array:
-    """Return the logits of local nodes, after making the blocks that are missing."""
+    """Make the missing blocks, and return the logits of local nodes."""
     trie = cache.trie
     blocks = cache.blocks
     _store_context(cache)
@@ -398,15 +386,13 @@ def block_rows(model: BlockModel, cache: HeadArrays, nodes: Array) -> Array:
         read = np.empty((len(nodes), rank), dtype=np.float32)
         for place in range(len(nodes)):
             read[place] = model.correction_rows[trie.nodes[0, nodes[place]]]
-        added = np.empty((len(nodes), len(model.correction) * WIDTH), dtype=np.float32)
-        multiply(read, model.correction, added, cache.threads)
-        logits += added
+        logits += projected(read, model.correction, np.empty(0, dtype=np.float32), cache.threads)
     return of_all_tokens(model, logits)
 
 
 @compiled
 def _store_context(cache: HeadArrays) -> None:
-    """Store the keys and values of pending nodes up to the first that the target has not scored."""
+    """Store the keys and values of pending nodes, up to the first one that the target has not scored."""
     trie = cache.trie
     while True:
         start = trie.counts[STORED]
@@ -426,9 +412,9 @@ def _store_context(cache: HeadArrays) -> None:
 
 @compiled
 def _make_blocks(cache: HeadArrays, roots: Array) -> None:
-    """Make the blocks below these local nodes that are not there yet, in one pass.
+    """Make the missing blocks below these local nodes, in one pass.
 
-    The keys and values of their rows are in slots after those of the trie, which nothing reads afterwards.
+    The keys and values of their rows go into slots after those of the trie, which are not read again.
     """
     trie = cache.trie
     model = cache.model
@@ -441,13 +427,13 @@ def _make_blocks(cache: HeadArrays, roots: Array) -> None:
     count = (blocks.made[0] - first) * model.rows
     if count == 0:
         return
-    extent = -(-trie.counts[EXTENT] // BLOCK) * BLOCK
+    extent = extent_of(trie)
     seen = np.zeros((1, count, extent + -(-count // BLOCK) * BLOCK), dtype=np.bool_)
     x = np.empty((count, model.embedding.shape[1]), dtype=np.float32)
     positions = np.empty(count, dtype=np.int64)
     for root in roots:
         start = (blocks.at[root] - first) * model.rows
-        if start < 0:  # it was there before
+        if start < 0:  # an earlier pass has made it
             continue
         for place in range(model.rows):
             row = start + place
@@ -468,42 +454,20 @@ def _make_blocks(cache: HeadArrays, roots: Array) -> None:
 @has_room_for.of(HeadArrays)
 @compiled
 def head_has_room(cache: HeadArrays, fresh: int, beams: int) -> bool:
-    """Return whether the cache has room for a turn of `fresh` new forest nodes after which at most `beams` beams live."""
-    trie = cache.trie
-    counts = trie.counts
-    size = counts[SIZE] + fresh + beams
-    slots = counts[HELD] + counts[SIZE] - counts[STORED] + fresh + 1
-    rows = min(trie.nodes.shape[1], len(trie.seen), len(cache.features))
-    fits = size <= rows and counts[KNOWN] + fresh + beams <= len(trie.local) and slots <= len(trie.used)
-    return fits and (counts[KNOWN] + fresh) * block_size(cache.model) <= len(cache.blocks.base)
+    """Return whether the cache has room for a turn; see `has_trie_room`."""
+    blocks = cache.trie.counts[KNOWN] + fresh
+    has_blocks = blocks * cache.model.rows <= len(cache.blocks.base)
+    return has_trie_room(cache.trie, cache.features, fresh, beams, 0) and has_blocks
 
 
-@verb(0)
-@compiled
-def block_size(model: Any) -> int:
-    """Return the number of rows of a block; 0 for a trunk."""
-    return 0
-
-
-@block_size.of(BlockModel)
-@compiled
-def rows_of_block(model: BlockModel) -> int:
-    """Return the number of rows of a block."""
-    return model.rows
-
-
-@has_pending.of(HeadArrays)
-@compiled
-def head_has_pending(cache: HeadArrays) -> bool:
-    """Return whether any row is pending; see `has_pending`."""
-    return cache.trie.counts[SIZE] > cache.trie.counts[STORED]
+has_pending.of(HeadArrays)(has_pending_nodes)
 
 
 @blocks_made.of(HeadArrays)
 @compiled
 def blocks_of_head(cache: HeadArrays) -> int:
     """Return the number of blocks of a block head; see `blocks_made`."""
-    return cache.blocks.made[0] if block_size(cache.model) > 0 else EACH
+    return cache.blocks.made[0] if cache.model.rows > 0 else EACH
 
 
 @compiled
@@ -511,7 +475,7 @@ def states_of(cache: CacheArrays, nodes: Array, reads_final: bool) -> Array:
     """Return the concatenated hidden states of forest nodes that the target has stored: the inputs of a head.
 
     Args:
-        reads_final: whether the first of them is the last hidden state after the final norm.
+        reads_final: whether the last hidden state after the final norm comes first.
     """
     hidden = cache.outputs.shape[1] if reads_final else 0
     states = np.empty((len(nodes), hidden + cache.tapped.shape[1]), dtype=np.float32)
@@ -527,12 +491,11 @@ def states_of(cache: CacheArrays, nodes: Array, reads_final: bool) -> Array:
 def settle_head_cache(cache: HeadArrays, turn: SettledTurn, scored_nodes: Array, states: Array) -> None:
     """Do `LM.settle` for one session: keep the paths to the surviving beams and to kept nodes, free the rest.
 
-    Rows that were computed from the head's own states are for the drafts of one turn: they are taken back first. There must
-    be room.
+    Rows computed from the head's own states serve the drafts of one turn only, and are taken back first. There must be room.
 
     Args:
         scored_nodes: int64[n], the nodes of the head's forest that the target has scored in this turn.
-        states: its hidden states there.
+        states: the target's hidden states there.
     """
     trie = cache.trie
     model = cache.model
@@ -551,7 +514,7 @@ def settle_head_cache(cache: HeadArrays, turn: SettledTurn, scored_nodes: Array,
 @settle_draft.of(HeadArrays)
 @compiled
 def settle_head(draft: HeadArrays, target: CacheArrays, turn: SettledTurn) -> None:
-    """Settle a head by the target's hidden states of the nodes that it scored; see `settle_draft`."""
+    """Settle a head with the target's hidden states of the nodes that the target scored; see `settle_draft`."""
     states = states_of(target, turn.scored, draft.model.features.reads_final)
     settle_head_cache(draft, turn, turn.names[turn.scored], states)
 
@@ -559,7 +522,7 @@ def settle_head(draft: HeadArrays, target: CacheArrays, turn: SettledTurn) -> No
 @rewind.of(HeadArrays)
 @compiled
 def rewind_head_cache(cache: HeadArrays, nodes: int) -> None:
-    """Take back all nodes of this turn's forest but the first `nodes`."""
+    """Take back all nodes of this turn's forest except the first `nodes`."""
     if cache.trie.counts[KNOWN] > nodes:
         _keep(cache, cache.trie.local[:nodes].copy())
 
@@ -568,7 +531,7 @@ def rewind_head_cache(cache: HeadArrays, nodes: int) -> None:
 def _keep(cache: HeadArrays, leaves: Array) -> None:
     """Keep the paths to these local nodes, with their features and states; forget all blocks."""
     former = prune(cache.trie, leaves)
-    for node in range(len(former)):  # in place, as the number of a node never grows
+    for node in range(len(former)):  # in place: the number of a node never grows
         before = former[node]
         if before != node:
             cache.features[node] = cache.features[before]

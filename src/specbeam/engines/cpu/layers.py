@@ -1,10 +1,10 @@
 """The compiled layers of a model: norms, rotary positions, attention, the inner layer.
 
-There is one body for all families (engines/families.py): further parts of a family are in `Extras`, tested outside of
-loops over numbers.
+One implementation serves all families (engines/families.py); `Extras` holds the optional parts of a family, and branches on
+them are outside of loops over numbers.
 
-A row gets the same numbers, to the last bit, whatever other rows are in the pass: each sum is added up in an order that the
-source fixes, and no option lets the compiler change that order or the rounding.
+A row's results are the same to the last bit whatever other rows are in the pass: the source fixes the order of each sum, and
+no option lets the compiler change that order or the rounding.
 """
 
 from typing import Any, NamedTuple
@@ -50,7 +50,7 @@ def normalise_row(x: Array, weight: Array, eps: float, out: Array) -> None:
     """Write the norm of x, float32[n], contiguous, to `out`, which may be x.
 
     Args:
-        weight: float32[n] of an RMSNorm; float32[2 * n], weight and bias of a LayerNorm; of no numbers: x stays as it is.
+        weight: float32[n] of an RMSNorm; float32[2 * n], weight and bias, of a LayerNorm; no numbers: x is copied.
     """
     if len(weight) == len(x):
         square = sum_of_squares(x)
@@ -81,7 +81,7 @@ def rotate(x: Array, first: int, heads: int, size: int, angles: Array, positions
     """Apply rotary positions, in place, to `heads` heads of x from column `first` on.
 
     Args:
-        angles: float32[2, positions, pairs], cosines and sines; numbers behind the first `pairs` pairs of a head stay.
+        angles: float32[2, positions, pairs], cosines and sines; columns after the first `pairs` pairs of a head stay.
     """
     half = angles.shape[2]
     for row in range(len(x)):
@@ -100,7 +100,7 @@ def rotate(x: Array, first: int, heads: int, size: int, angles: Array, positions
 
 @compiled
 def activate(both: Array, inner: int, extras: Extras, out: Array) -> None:
-    """Write the activation of the first `inner` columns of `both` to `out`; with a gate, times the next `inner` columns."""
+    """Write the activation of the first `inner` columns of `both` to `out`; if gated, times the next `inner` columns."""
     powers = np.empty(inner, dtype=np.int32)
     scratch = np.empty(inner, dtype=np.float32)
     _activate_rows(both, inner, extras, out, powers, scratch)
@@ -129,9 +129,7 @@ def _silu(x: Array, powers: Array, falling: Array, out: Array) -> None:
     """Write x / (1 + exp(-x)) to `out`; `powers` and `falling` are overwritten."""
     for place in range(len(x)):
         falling[place] = -x[place]
-    exponential(falling, powers)
-    for place in range(len(x)):
-        out[place] = x[place] / (_F1 + falling[place])
+    _write_gated(x, powers, falling, out)
 
 
 @compiled_without_counts
@@ -139,6 +137,12 @@ def _gelu_tanh(x: Array, powers: Array, falling: Array, out: Array) -> None:
     """Write x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3) to `out`, which is x / (1 + exp(-2 u))."""
     for place in range(len(x)):
         falling[place] = _GELU_SCALE * (x[place] + _GELU_CUBE * x[place] * x[place] * x[place])
+    _write_gated(x, powers, falling, out)
+
+
+@compiled_without_counts
+def _write_gated(x: Array, powers: Array, falling: Array, out: Array) -> None:
+    """Write x / (1 + exp(falling)) to `out`; `falling` is overwritten."""
     exponential(falling, powers)
     for place in range(len(x)):
         out[place] = x[place] / (_F1 + falling[place])
@@ -146,7 +150,7 @@ def _gelu_tanh(x: Array, powers: Array, falling: Array, out: Array) -> None:
 
 @compiled_without_counts
 def _gelu(x: Array, powers: Array, falling: Array, out: Array) -> None:
-    """Write x times the odds of a normal number below x to `out`; its error is below 2e-7 times the size of x."""
+    """Write x times the normal distribution function of x to `out`; the error is below 2e-7 |x|."""
     for place in range(len(x)):
         falling[place] = -_HALF * x[place] * x[place]
     exponential(falling, powers)
@@ -170,7 +174,7 @@ def store_keys_and_values(qkv: Array, heads: int, sessions: Array, slots: Array,
 
 @compiled_without_counts
 def _store_kept(kept: Array, heads: int, sessions: Array, slots: Array, keys: Array, values: Array) -> None:
-    """Do `store_keys_and_values`, given numbers of the type of the store."""
+    """Do `store_keys_and_values` for numbers of the store's type."""
     kv_heads = keys.shape[1]
     size = keys.shape[3]
     for session in range(len(sessions)):
@@ -179,7 +183,7 @@ def _store_kept(kept: Array, heads: int, sessions: Array, slots: Array, keys: Ar
             k = (heads + kv) * size
             v = (heads + kv_heads + kv) * size
             panels = keys[cache, kv]
-            for place in range(size):  # neighbouring slots share a line of the processor's cache
+            for place in range(size):  # neighbouring slots share a cache line
                 for row in range(first, last):
                     panels[slots[row] // WIDTH, place, slots[row] % WIDTH] = kept[row, k + place]
             for row in range(first, last):
@@ -187,22 +191,22 @@ def _store_kept(kept: Array, heads: int, sessions: Array, slots: Array, keys: Ar
 
 
 class LayerRoom(NamedTuple):
-    """Arrays that layers write into, with a row for each row of the pass, and the threads that help."""
+    """Scratch arrays of layers, with a row for each row of the pass, and the threads that help."""
 
     normed: Array  # float32[rows, hidden]: input of attention or of the inner layer
-    beside: Array  # the same: input of an inner layer that runs parallel to attention; else of no rows
+    parallel: Array  # the same: input of an inner layer that runs parallel to attention; otherwise no rows
     qkv: Array
     mixed: Array  # float32[rows, heads * size]
     out: Array
     both: Array
     wide: Array  # float32[rows, inner]
-    queries: Array  # float32[rows, columns]: queries to a source; of no columns without sources
+    queries: Array  # float32[rows, columns]: queries of cross-attention; no columns without it
     threads: int  # see `panels.multiply`
 
 
 @compiled
 def layer_room(count: int, hidden: int, stack: Stack, threads: int) -> LayerRoom:
-    """Return room for passes of `count` rows through layers."""
+    """Return scratch arrays for passes of `count` rows."""
     weights = stack.weights
     return LayerRoom(
         np.empty((count, hidden), dtype=np.float32),
@@ -240,20 +244,30 @@ def write_qkv(h: Array, stack: Stack, layer: int, positions: Array, qkv: Array, 
 
 @compiled_without_counts
 def add_bias(x: Array, bias: Array) -> None:
-    """Add a bias, which may have no numbers, to the first columns of each row of x."""
+    """Add a bias, which may be empty, to the first columns of each row of x."""
     if len(bias) > 0:
         for row in range(len(x)):
             for place in range(len(bias)):
                 x[row, place] += bias[place]
 
 
+@compiled
+def projected(x: Array, panels: Array, bias: Array, threads: int) -> Array:
+    """Return the product of rows with a matrix in panels, plus a bias, which may be empty; columns are padded."""
+    out = np.empty((len(x), len(panels) * WIDTH), dtype=np.float32)
+    if len(x) > 0:
+        multiply(x, panels, out, threads)
+    add_bias(out, bias)
+    return out
+
+
 @compiled_without_counts
 def _norm_all_heads(qkv: Array, queries: int, norms: Array, eps: float) -> None:
-    """Replace all queries of a row by their RMSNorm, and all its keys by theirs.
+    """Replace all queries of a row by one RMSNorm, and all keys by another.
 
     Args:
         queries: number of columns of the queries.
-        norms: the weights of both, one after the other.
+        norms: the weights of both norms, concatenated.
     """
     for row in range(len(qkv)):
         for start, stop in ((0, queries), (queries, len(norms))):
@@ -263,7 +277,7 @@ def _norm_all_heads(qkv: Array, queries: int, norms: Array, eps: float) -> None:
 
 @compiled_without_counts
 def _norm_heads(qkv: Array, heads: int, kv_heads: int, size: int, norms: Array, eps: float) -> None:
-    """Replace the queries and the keys of each head by their RMSNorm; `norms` are the weights, float32[2, size]."""
+    """Replace the queries and the keys of each head by their RMSNorms with the weights `norms`, float32[2, size]."""
     for row in range(len(qkv)):
         for head in range(heads + kv_heads):
             one = qkv[row][head * size : (head + 1) * size]
@@ -274,18 +288,18 @@ def _norm_heads(qkv: Array, heads: int, kv_heads: int, size: int, norms: Array, 
 def run_layer(
     x: Array, h: Array, stack: Stack, layer: int, rows: LayerRows, look: Look, cache: KeyValues, room: LayerRoom
 ) -> None:
-    """Run one layer that looks at no source on x, float32[rows, hidden], in place, and store keys and values.
+    """Run one layer without cross-attention on x, float32[rows, hidden], in place, and store keys and values.
 
     Args:
         h: normed input of attention; it may be `room.normed`.
         layer: its number in the stack.
-        look: the slots that the rows look at in this layer.
+        look: the slots that the rows attend to in this layer.
         cache: keys and values of the layer.
         room: see `layer_room`.
     """
     weights = stack.weights
     if weights.extras.parallel:
-        normalise(x, weights.before_inner[layer], stack.eps, room.beside)
+        normalise(x, weights.before_inner[layer], stack.eps, room.parallel)
     run_attention(x, h, stack, layer, rows, look, cache, room)
     run_inner(x, weights, layer, stack.eps, room)
 
@@ -302,17 +316,25 @@ def run_attention(
     store_keys_and_values(room.qkv, stack.heads, rows.sessions, rows.slots, cache)
     scoring = Scoring(stack.heads // stack.kv_heads, extras.scales[layer], extras.cap, extras.biases[layer])
     attend(room.qkv, cache, look, scoring, room.mixed, threads)
-    multiply(room.mixed, weights.out[layer], room.out, threads)
+    add_mixed(x, room.mixed, stack, layer, room)
+
+
+@compiled
+def add_mixed(x: Array, mixed: Array, stack: Stack, layer: int, room: LayerRoom) -> None:
+    """Add the output of attention to x, in place, given the mixed values."""
+    weights = stack.weights
+    extras = weights.extras
+    multiply(mixed, weights.out[layer], room.out, room.threads)
     add_sublayer(x, room.out, extras.out_bias[layer], extras.after_attention[layer], stack.eps, extras)
 
 
 @compiled
 def run_cross(x: Array, stack: Stack, layer: int, cache: KeyValues, look: Look, room: LayerRoom) -> None:
-    """Run the sublayer of one layer that looks at sources on x, in place.
+    """Run the cross-attention of one layer on x, in place.
 
     Args:
         cache: keys and values of the sources in this layer.
-        look: the frames that the rows look at.
+        look: the frames that the rows attend to.
     """
     weights = stack.weights
     extras = weights.extras
@@ -329,15 +351,12 @@ def run_cross(x: Array, stack: Stack, layer: int, cache: KeyValues, look: Look, 
 
 @compiled
 def run_inner(x: Array, weights: Any, layer: int, eps: float, room: LayerRoom) -> None:
-    """Run the inner layer of one layer on x, in place; see `run_layer`.
-
-    If it does not wait for attention, it reads `room.beside`.
-    """
+    """Run the inner layer of one layer on x, in place; see `run_layer`. Parallel to attention it reads `room.parallel`."""
     extras = weights.extras
     threads = room.threads
     reads = room.normed
     if extras.parallel:
-        reads = room.beside
+        reads = room.parallel
     else:
         normalise(x, weights.before_inner[layer], eps, reads)
     if extras.experts > 0:
@@ -354,8 +373,8 @@ def run_inner(x: Array, weights: Any, layer: int, eps: float, room: LayerRoom) -
 def run_experts(reads: Array, weights: Any, layer: int, room: LayerRoom) -> None:
     """Write the weighted sum of the outputs of each row's experts to `room.out`.
 
-    Each expert multiplies the rows that chose it side by side. The sum of a row goes over its own experts, from the first
-    on, whatever other rows have chosen.
+    Each expert multiplies all rows that chose it in one product. The sum of a row runs over its own experts in ascending
+    order, whatever other rows have chosen.
     """
     extras = weights.extras
     threads = room.threads
@@ -397,12 +416,12 @@ def run_experts(reads: Array, weights: Any, layer: int, room: LayerRoom) -> None
 def choose_experts(reads: Array, router: Array, chosen: int, divides: bool, shares: Array) -> None:
     """Write the weights of the experts that each row chooses to `shares`, float32[rows, experts] of zeros.
 
-    A row chooses the experts that its softmax over all of them has most odds for, of equal ones the first.
+    A row chooses the experts with the largest probability in its softmax over all of them; ties go to the first expert.
 
     Args:
         router: the matrix of scores in panels.
-        chosen: experts of a row.
-        divides: whether the odds of these are divided by their sum.
+        chosen: number of experts of a row.
+        divides: whether the probabilities of the chosen experts are divided by their sum.
     """
     experts = shares.shape[1]
     scores = np.empty((len(reads), len(router) * WIDTH), dtype=np.float32)
@@ -433,8 +452,8 @@ def choose_experts(reads: Array, router: Array, chosen: int, divides: bool, shar
 def _score_experts(reads: Array, router: Array, scores: Array) -> None:
     """Write the products of rows and the router's panels to `scores`, float32[rows, columns of the panels].
 
-    In place of `multiply`, which would be compiled for numbers of this type in every model, as experts are in all layers'
-    code. Sums go over the depth in order, and are written every fourth step.
+    `multiply` would be compiled for float32 panels in every model, because the code of all layers includes experts. Sums run
+    over the depth in order, and are written every fourth step.
     """
     for row in range(len(reads)):
         for panel in range(len(router)):
@@ -462,8 +481,8 @@ def all_layers(
     """Run layers one after the other on x, float32[rows, hidden], in place, and store keys and values.
 
     Args:
-        kinds: int64[layers]: the kind of each layer; with NO_ATTENTION or NO_INNER added if that part of it is left out,
-            and then changes nothing and stores nothing.
+        kinds: int64[layers]: the kind of each layer, plus NO_ATTENTION or NO_INNER if that sublayer is skipped: it then
+            changes and stores nothing.
         cache: keys and values of these layers.
     """
     count, hidden = x.shape
@@ -475,7 +494,7 @@ def all_layers(
         _keep_taps(x, taps.layers, layer, taps.states)
         kind = kinds[layer] % NO_ATTENTION
         if weights.extras.parallel:
-            normalise(x, weights.before_inner[layer], stack.eps, room.beside)
+            normalise(x, weights.before_inner[layer], stack.eps, room.parallel)
         if kinds[layer] & NO_ATTENTION == 0:
             normalise(x, weights.before_attention[layer], stack.eps, room.normed)
             look = Look(rows.sessions, rows.seen[kind], reach[kind], rows.back)
@@ -491,7 +510,7 @@ def all_layers(
 
 @compiled
 def look_at_sources(rows: LayerRows, count: int) -> Look:
-    """Return the frames of sources that the rows of a pass look at: all of the source that their session reads.
+    """Return the frames that the rows of a pass attend to: all frames of their session's source.
 
     Args:
         count: number of rows of the pass.
@@ -522,7 +541,7 @@ def _keep_taps(x: Array, taps: Array, layer: int, tapped: Array) -> None:
 
 @compiled
 def reach_of(seen: Array) -> Array:
-    """Return one past the last slot that each row looks at, int64[kinds, rows]."""
+    """Return one past the last slot that each row attends to, int64[kinds, rows]."""
     kinds, rows, slots = seen.shape
     reach = np.zeros((kinds, rows), dtype=np.int64)
     for kind in range(kinds):
@@ -540,8 +559,8 @@ def score_rows(x: Array, weight: Array, eps: float, head: Array, logits: Array, 
 
     Args:
         x: float32[rows, hidden], the output of the last layer.
-        weight: of the final norm, see `normalise_row`; of no numbers if there is none.
-        head: the head's matrix in panels; the columns of zeros after the last of the logits may have no place in them.
+        weight: of the final norm, see `normalise_row`.
+        head: the head's matrix in panels; `logits` may lack the padding columns of the last panel.
     """
     h = x
     if len(weight) > 0:
@@ -557,7 +576,7 @@ def score_rows(x: Array, weight: Array, eps: float, head: Array, logits: Array, 
 
 @compiled
 def shape_logits(logits: Array, divisor: np.float32, cap: np.float32, bias: Array) -> None:
-    """Divide logits by `divisor`, cap their size, see `cap_scores`, and add a bias; 1, 0 and no numbers change nothing."""
+    """Divide logits by `divisor`, cap them, see `cap_scores`, and add a bias; 1, 0 and an empty bias change nothing."""
     if divisor != 1:
         for row in range(len(logits)):
             for place in range(logits.shape[1]):
@@ -575,10 +594,10 @@ def add_sublayer(x: Array, more: Array, bias: Array, norm: Array, eps: float, ex
     """Add the output of a sublayer, float32[rows, hidden or more columns], to x in place.
 
     Args:
-        more: overwritten if it has a bias or a norm.
-        bias: float32[hidden] that is added to it; or of no numbers.
+        more: the output; overwritten if there is a bias or a norm.
+        bias: float32[hidden], added to the output; or no numbers.
         norm: of the output, or of the sum, see `normalise_row`.
-        extras: of its layers: whether the norm is of the sum, and the factor of the normed output.
+        extras: whether the norm is of the sum, and the factor of the normed output.
     """
     add_bias(more, bias)
     if len(norm) > 0 and not extras.norm_of_sum:

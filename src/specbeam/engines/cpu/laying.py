@@ -1,7 +1,7 @@
-"""Laying matrices out in panels: loops that read each weight once, panel by panel, in pieces that stay in the cache.
+"""The layout of matrices in panels: compiled loops that read each weight once, panel by panel, in pieces that fit the cache.
 
-They are compiled because numpy takes several passes over a matrix to round it, and reads one word of each column in turn to
-transpose it, which is slow where the columns come from memory: here they are read one after the other.
+numpy would round a matrix in several passes over memory, and transpose it by reading one word of each column in turn, which
+is slow; these loops read the columns one after the other.
 """
 
 import numpy as np
@@ -12,20 +12,20 @@ from specbeam.engines.cpu.embedding import look_up
 from specbeam.engines.cpu.rounding import BYTES_PER_WORD, GROUP, ZERO, round_column, round_column_in_groups
 from specbeam.engines.cpu.sums import WIDTH
 
-_BLOCK = 16  # words of a column that are moved together: a line of the cache, of words of 4 bytes
+_BLOCK = 16  # words of a column that are moved together: a cache line of 4-byte words
 _EARLIER = np.uint64(0xFFFFFFFF)
 _LATER = np.uint64(0xFFFFFFFF00000000)
-_APART = 16  # words between columns that are moved together; otherwise they may have the same place in the cache
+_APART = 16  # words between columns, so that columns moved together do not share a cache set
 _STEPS = 8  # steps of depth in a word of numbers of 4 bits
 _LOWER = np.int32(0x0F0F0F0F)  # the lower half of each byte
-_WITHOUT_SIGN = np.int32(0x08080808)  # makes numbers of 4 bits larger by 8: then none is negative
+_WITHOUT_SIGN = np.int32(0x08080808)  # adds 8 to signed numbers of 4 bits, so that they become unsigned
 
 
 @compiled
 def _transpose_words(source: Array, goal: Array) -> None:
     """Write the first words of each column, words[WIDTH, n or more], to words[n, WIDTH]; all words have four bytes.
 
-    Two words of two columns are moved by two loads and two stores. Each column must have an even number of words.
+    Each step moves two words of two columns by two loads and two stores. Columns must have an even number of words.
     """
     words = len(goal)
     pairs = source.view(np.uint64)
@@ -45,17 +45,17 @@ def _transpose_words(source: Array, goal: Array) -> None:
 
 @compiled
 def _room_for(words: int) -> Array:
-    """Return room for the columns of a panel, int32[WIDTH, words or more], of which each begins at a place of its own."""
+    """Return room for the columns of a panel, int32[WIDTH, words or more]; see `_APART`."""
     return np.zeros((WIDTH, words + words % 2 + _APART), dtype=np.int32)
 
 
 @compiled
 def lay_out_words(matrix: Array, panels: Array) -> None:
-    """Write the panels of a matrix of words as they are.
+    """Write the panels of a matrix of words without rounding.
 
     Args:
-        matrix: int32[columns, words]. Columns that panels have beyond it are zeros.
-        panels: int32[panels, words], written: of each column the first word, then the second one, ...
+        matrix: int32[columns, words]. Missing columns of the last panel become zeros.
+        panels: int32[panels, words], written: the first word of each column, then the second one, ...
     """
     columns, words = matrix.shape
     room = _room_for(words)
@@ -71,7 +71,7 @@ def lay_out_words(matrix: Array, panels: Array) -> None:
 
 @compiled
 def _read_column(matrix: Array, place: int, row: Array) -> None:
-    """Write a column of a matrix to a row, float32[depth]; one that only the panels have is zeros."""
+    """Write a column of a matrix to a row, float32[depth]; zeros if the matrix lacks it."""
     if place < len(matrix):
         look_up(matrix, place, row)
     else:
@@ -85,7 +85,7 @@ def lay_out_bytes(matrix: Array, panels: Array) -> None:
     A panel has four steps of depth in each word, then the scales of its columns, then 128 times their sums.
 
     Args:
-        matrix: float32[columns, depth], or uint16, the bits of bfloat16 numbers. Columns that panels have beyond it are
+        matrix: float32[columns, depth], or uint16, the bits of bfloat16 numbers. Missing columns of the last panel become
             zeros.
     """
     depth = matrix.shape[1]
@@ -112,10 +112,10 @@ def lay_out_bytes(matrix: Array, panels: Array) -> None:
 def lay_out_groups(matrix: Array, panels: Array) -> None:
     """Round a matrix to 4 bits in groups and write its panels, int32[panels, words].
 
-    A panel has for each group its words, of eight steps of depth each, and then the scales, two in a word. The numbers are 8
-    larger, so that none is negative. Of the eight steps in a word, the first four are in the lower halves of its bytes. A
-    scale is the upper half of its bits, as the others are 0. The first half of a panel's columns has the lower
-    halves of the words.
+    A group in a panel has its words, of eight steps of depth each, and then the scales, two in a word. Numbers are stored
+    plus 8, without a sign; the first four of the eight steps are in the lower halves of the bytes. Only the upper 16 bits of
+    a scale are stored, as the others are 0: in the lower halves of the words for the first half of a panel's columns, in the
+    upper halves for the second half.
 
     Args:
         matrix: as in `lay_out_bytes`.

@@ -1,4 +1,4 @@
-"""Writers of LLVM code: registers with the operators of Python, arrays, and loops that carry registers."""
+"""Writers of LLVM code: registers with Python operators, access to arrays, and loops that carry registers."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,6 +8,7 @@ from specbeam.core.compiling.compiler import AVAILABLE
 
 if AVAILABLE:
     from llvmlite import ir
+    from numba import types
 
     INDEX = ir.IntType(64)
     WORD = ir.IntType(32)
@@ -19,7 +20,7 @@ TO_SECOND_CACHE = 2
 
 
 class Value:
-    """A register. Operators write the instruction for its type, and take integers for constants of this type."""
+    """A register. Operators write the instruction for its type; integer operands become constants of this type."""
 
     def __init__(self, builder: Any, register: Any) -> None:
         self.builder = builder
@@ -51,7 +52,7 @@ class Value:
         return self._with("shl", other)
 
     def __rshift__(self, other: "Value | int") -> "Value":
-        """Shift bits to the right, and zeros in."""
+        """Shift bits to the right, and fill with zeros."""
         return self._with("lshr", other)
 
     def __lt__(self, other: "Value | int") -> Any:
@@ -88,7 +89,7 @@ class Loop:
 
     Attributes:
         at: its counter.
-        carried: registers at the start of a round; the writer of the body replaces them by those at its end.
+        carried: registers at the start of a round; the writer of the body replaces them by the values at its end.
     """
 
     def __init__(self, at: Value, carried: list[Value]) -> None:
@@ -107,25 +108,25 @@ class CodeWriter:
         return constant(self.builder, INDEX, number)
 
     def place(self, array: Any, index: Value, kind: Any) -> Any:
-        """Return a pointer to a register of a type, from an index of an array on."""
+        """Return a pointer of a register type to an index of an array."""
         return self.builder.bitcast(self.builder.gep(array, [index.register]), kind.as_pointer())
 
     def loaded(self, array: Any, index: Value, kind: Any) -> Value:
-        """Load a register of a type, from an index of an array on."""
+        """Load a register of a type from an array, starting at an index."""
         return Value(self.builder, self.builder.load(self.place(array, index, kind), align=4))
 
     def store(self, value: Value, array: Any, index: Value) -> None:
-        """Store a register from an index of an array on."""
+        """Store a register in an array, starting at an index."""
         self.builder.store(value.register, self.place(array, index, value.kind), align=4)
 
     def prefetch(self, array: Any, index: Value, cache: int) -> None:
-        """Read the line of an index of an array into one of the processor's caches."""
+        """Prefetch the cache line of an index of an array into one of the processor's caches."""
         options = [ir.Constant(WORD, number) for number in (0, cache, 1)]
         line = self.builder.bitcast(self.builder.gep(array, [index.register]), BYTES)
         self.call("llvm.prefetch.p0", ir.VoidType(), line, *options)
 
     def call(self, name: str, result: Any, *given: Any) -> Any:
-        """Call a function of LLVM by its name; return a register of type `result`."""
+        """Call an LLVM function by name; return a register of type `result`."""
         kinds = [one.type for one in given]
         known = self.builder.module.globals.get(name)
         function = known or ir.Function(self.builder.module, ir.FunctionType(result, kinds), name)
@@ -138,10 +139,10 @@ class CodeWriter:
 
     @contextmanager
     def rounds(self, stop: Value, step: int, carried: Sequence[Value] = ()) -> Iterator[Loop]:
-        """Write a loop from 0 to `stop` in steps, around what is written in this context: at least one round.
+        """Write a loop from 0 to `stop` in steps, at least one round; its body is the code written in this context.
 
         Args:
-            carried: registers at the start of the first round; afterwards `Loop.carried` are those at the end of the last.
+            carried: registers at the start of the first round; after the context `Loop.carried` holds their final values.
         """
         b = self.builder
         before = b.block
@@ -173,9 +174,17 @@ def spread_out(builder: Any, number: Value, lanes: int) -> Value:
 
 
 def places_in(context: Any, builder: Any, signature: Any, args: Any, starts: Any) -> list[Any]:
-    """Return pointers into arrays, given the number of each among the arguments, and the index of a word in it."""
+    """Return pointers into arrays, given pairs of an argument's number and an index into this array."""
     pointers = []
     for number, start in starts:
         data = context.make_array(signature.args[number])(context, builder, args[number]).data
         pointers.append(builder.gep(data, [start]))
     return pointers
+
+
+def numbers_in(context: Any, builder: Any, kind: Any, numbers: Any) -> list[Any]:
+    """Return the registers of a tuple of integers, of 64 bits each."""
+    found = []
+    for place, one in enumerate(kind.types):
+        found.append(context.cast(builder, builder.extract_value(numbers, place), one, types.int64))
+    return found

@@ -1,10 +1,10 @@
-"""Panels of whole numbers of 4 bits with a scale and a zero point for each group, which stand for exact float32 weights.
+"""Panels of 4-bit integers with a scale and a zero point for each group, which represent exact float32 weights.
 
-Rows are not rounded: as a panel is read, each number becomes (number - zero point) * scale in a register, which float32
-holds exactly, and products equal those of float32 panels to the last bit. A weight takes 5 bits.
+Rows are not rounded: while a panel is read, each number becomes (number - zero point) * scale in a register. float32 holds
+it exactly, so products equal those of float32 panels to the last bit. A weight takes 5 bits.
 
-A panel is a sequence of groups of `GROUP` steps of depth, and a group four words for each column, see `Grouped.words`, and a
-fifth: the upper 19 bits of the float32 scale, which are all of a float16 or bfloat16 number, and then the zero point.
+A panel is a sequence of groups of `GROUP` steps of depth. A group has four words for each column, see `Grouped.words`, and a
+fifth one: the upper 19 bits of the float32 scale, enough for a float16 or bfloat16 number, and then the zero point.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ WORDS = GROUP // PER_WORD  # of a group in a column
 
 
 def fits_scales(scales: Float32[np.ndarray, "groups columns"]) -> bool:
-    """Return whether panels hold these scales exactly: float16 and bfloat16 numbers they do."""
+    """Return whether panels hold these scales exactly, as they do float16 and bfloat16 numbers."""
     return not bool((np.ascontiguousarray(scales).view(np.uint32) & np.uint32(OF_ZERO)).any())
 
 
@@ -33,7 +33,7 @@ def rounded_nibbles(matrix: Dense) -> Grouped:
 
 
 def write_nibbles(panels: Panels, matrix: Grouped) -> None:
-    """Lay a matrix out in its panels, which are written as int32, with columns of zeros up to a multiple of `WIDTH`."""
+    """Write the panels of a matrix, int32, padded with columns of zeros to a multiple of `WIDTH`."""
     count = len(panels)
     missing = count * WIDTH - matrix.words.shape[1]
     fine = Grouped(*(np.pad(part, ((0, 0), (0, missing))) for part in matrix.in_groups_of(GROUP)))

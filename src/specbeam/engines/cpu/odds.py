@@ -1,6 +1,6 @@
-"""LLVM code for numba: the odds of queries that lie side by side, given their scores of all keys, one key after the other.
+"""LLVM code for numba: softmax numerators of `WIDTH` queries side by side, given their scores, key after key.
 
-Each query has a lane of its own, so nothing is added up across lanes, and the sum of a query goes over the keys in order.
+Each query has its own lane, so no sum crosses lanes, and the sum of a query runs over the keys in order.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ class _Odds(CodeWriter):
     """A writer of the LLVM code; see `write_odds`."""
 
     def write(self, scores: Any, count: Any, totals: Any) -> None:
-        """Write the loop that finds the largest scores, and the one that makes odds of them and adds these up."""
+        """Write a loop that finds the largest scores, and one that replaces scores by exponentials and sums them up."""
         b = self.builder
         keys = Value(b, count)
         first = self._lanes(scores, self.index(0))
@@ -78,7 +78,7 @@ if compiling.AVAILABLE:
         """Replace the scores of `WIDTH` queries by exp(score - largest score of the query), and write the sums of these.
 
         Args:
-            scores: float32[keys, WIDTH], contiguous; of the first `count` keys, at least one, the others are left alone.
+            scores: float32[keys, WIDTH], contiguous; only the first `count` keys, at least one, are read and replaced.
             totals: float32[WIDTH], written.
         """
 

@@ -1,17 +1,17 @@
 """Products of a few rows with a large matrix, in the time that it takes to read the matrix.
 
-With libraries a float32 product of a few rows, from between two and eight rows on, takes twice as long as that of one row.
-Here a matrix is laid out once in panels of a few columns. A panel is streamed through registers, while the sums of up to
-`MOST` rows stay in other registers (engines/cpu/sums.py).
+In libraries a float32 product of a few rows, from two to eight depending on the library, takes twice as long as that of one
+row. Here a matrix is laid out once in panels of a few columns. A panel is streamed through registers, while the sums of up
+to `MOST` rows stay in other registers (engines/cpu/sums.py).
 
-Weights that bfloat16 represents exactly, as in most checkpoints, are stored in it: they are read in half the time, with
-the same products. Float16 checkpoints are stored in float16. If the processor has tile registers, sixteen rows are
-multiplied at once (engines/cpu/tiles.py), which pays for matrices that are too large for its caches. Weights rounded to 8
-bits are read in a quarter of the time; weights of 4 bits, in groups with a scale each, in a seventh. Then each row of
-x is rounded to 8 bits, relative to its own largest number, so that a row takes a quarter of the arithmetic. Numbers of 4
-bits that others have made stand for exact weights, and rows are not rounded (engines/cpu/nibbles.py).
+Weights that bfloat16 represents exactly, as in most checkpoints, are stored in bfloat16: they are read in half the time,
+and the products are the same. float16 checkpoints are stored in float16. With tile registers, sixteen rows are multiplied
+at once (engines/cpu/tiles.py), which pays for matrices too large for the processor's caches. Weights rounded to 8 bits are
+read in a quarter of the time; weights of 4 bits, in groups with a scale each, in a seventh. For these each row of x is
+rounded to 8 bits, relative to its own largest number, which takes a quarter of the arithmetic. 4-bit weights of quantised
+checkpoints are exact, and rows are not rounded (engines/cpu/nibbles.py).
 
-The functions above `_source_of` stand for several compiled forms: numba chooses one by the dtype of the panels.
+The functions above `_source_of` only declare what they do: numba chooses a compiled form by the dtype of the panels.
 """
 
 import inspect
@@ -29,6 +29,7 @@ from specbeam.core.compiling.threads import allowed_threads
 from specbeam.core.compiling.uncounted import chosen_without_counts, compiled_without_counts
 from specbeam.engines.arrays import AnyArray, Dense, Panels
 from specbeam.engines.cpu import tiles
+from specbeam.engines.cpu.embedding import widen_halves
 from specbeam.engines.cpu.laying import lay_out_bytes, lay_out_groups, lay_out_words
 from specbeam.engines.cpu.nibbles import nibbles_as_float32, rounded_nibbles, write_nibbles
 from specbeam.engines.cpu.rounding import BYTES_PER_WORD, GROUP, ZERO, rounded_row
@@ -36,24 +37,20 @@ from specbeam.engines.cpu.shares import (
     COLUMNS,
     COUNT,
     DEPTH,
-    FORMS,
-    FUNCTION,
     LENGTH,
     OUT,
     PACKED,
     PANELS,
     ROWS,
-    SHARES,
     SIZE,
     THREADS,
-    WORDS,
-    finish,
-    publish,
+    has_form,
+    memory_of,
+    part_of,
+    share_out,
     shares_of,
-    take,
-    wait_for_all,
 )
-from specbeam.engines.cpu.sums import FLOAT16_SCALE, MOST, STEP, WIDTH, write_sums
+from specbeam.engines.cpu.sums import MOST, STEP, WIDTH, PanelPlaces, write_sums
 
 if compiling.AVAILABLE:
     from numba import types
@@ -62,10 +59,10 @@ if compiling.AVAILABLE:
 
 LINE = 64  # bytes of a cache line
 SIGN_OF_NIBBLES = 8  # offset of numbers of 4 bits in panels, where they have no sign
-_UNPACKED_FROM = 16  # parts of rows; from here on the bfloat16 of a panel are unpacked once, not for each part
-_HELD_BYTES = 1 << 20  # of panels that stay in a processor's cache while the pieces of many rows go by
-_TILES_FROM = 6  # rows of bytes; fewer are multiplied by vectors as soon, and no tile has to be filled
-_SHARED_FROM = 300_000  # numbers of the dtype of the panels, from which on they are shared among threads
+_UNPACKED_FROM = 16  # parts of rows from which a panel is unpacked to float32 once, and not for each part
+_HELD_BYTES = 1 << 20  # of panels that stay in a processor's cache while the pieces of many rows are multiplied
+_TILES_FROM = 6  # rows of bytes from which tiles are faster than vectors
+_SHARED_FROM = 300_000  # size of the panels from which threads share a product
 
 _LAID_OUT_TOGETHER = 1 << 22  # numbers of a matrix that are laid out at a time
 
@@ -80,8 +77,8 @@ class Words(NamedTuple):
     read_as: Any  # dtype of the panels, by which numba chooses the compiled form of a product
     steps: int  # of depth that are written together
     words: int  # that these take in a column
-    after: int = 0  # words that follow each column
-    halves: int = 0  # numbers of 16 bits that follow these steps in each column, two columns in a word
+    after: int = 0  # further words of a column, after all steps
+    halves: int = 0  # 16-bit numbers of a column after these steps, two columns in a word
 
     def of_panel(self, depth: int) -> int:
         """Return the number of words that are written for a panel."""
@@ -103,7 +100,7 @@ _WORDS: dict[Kind, Words] = {
 
 @compiled_only
 def packed_rows(x: Array, panels: Array) -> Array:
-    """Return x[rows, depth] in the layout that `multiply_panel` takes: that of tiles, or transposed part by part."""
+    """Return x[rows, depth] in the layout that `multiply_panel` takes: for tiles, or transposed part by part."""
 
 
 @compiled_only
@@ -118,7 +115,7 @@ def end_products(panels: Array) -> None:
 
 @compiled_only
 def piece_count(panels: Array, rows: int) -> Any:
-    """Return into how many pieces rows are cut, each of which fits into the processor's cache along with some panels."""
+    """Return the number of pieces of rows; a piece fits the processor's cache along with some panels."""
 
 
 @compiled_only
@@ -130,9 +127,9 @@ def multiply_panel(panels: Array, panel: int, packed: Array, rows: int, depth: i
 def write_transposed(x: Array, start: int, rows: int, transposed: Array) -> None:
     """Write `rows` rows of x, float32[all rows, depth], from `start` on, to `transposed` as [depth, rows].
 
-    If `transposed` is int32, numbers are rounded to uint8 around 128, four steps of depth in a word, and the scale of each
-    row follows after all of them. If it is uint32, they are int8, and after the scales there is -8 times the sum of the
-    numbers for each group and row.
+    If `transposed` is int32, numbers are rounded to uint8 around 128, four steps of depth in a word, followed by the scale
+    of each row. If it is uint32, they are int8, and after the scales comes -8 times the sum of the numbers for each group
+    and row.
     """
 
 
@@ -143,7 +140,7 @@ def scratch_for(panels: Array, rows: int, depth: int) -> Array:
 
 @compiled_only
 def for_few_rows(panels: Array) -> Array:
-    """Return the panels for products of fewer rows than `_TILES_FROM`: bytes are then multiplied by vectors, not tiles."""
+    """Return the panels for products of fewer rows than `_TILES_FROM`: vectors multiply bytes then, not tiles."""
 
 
 @compiled_only
@@ -157,7 +154,7 @@ def form_of(panels: Array) -> Any:
 
 
 def _source_of(function: Any) -> Any:
-    """Return the function without the type checks that tests wrap it into, as numba needs its source."""
+    """Return the source of a function, which numba needs: tests wrap functions into type checks."""
     return inspect.unwrap(function)
 
 
@@ -168,7 +165,7 @@ if compiling.AVAILABLE:
         types.int8: (tiles.packed_bytes, tiles.multiply_panel_of_bytes),
     }
 
-    _ROUNDED = (types.int32, types.int16)  # whose rows are rounded too, and multiplied by vectors
+    _ROUNDED = (types.int32, types.int16)  # rounded panels that vectors multiply; rows are rounded, too
 
     @chosen_for(packed_rows)
     def _compiled_packed_rows(x: Any, panels: Any) -> Any:
@@ -312,21 +309,22 @@ def _as_float32(panel: Array, depth: int) -> Array:
 
 def _halves_as_float32(panel: Array, depth: int) -> Array:
     halves = panel.view(np.uint16)
-    words = np.empty(len(halves), dtype=np.uint32)
-    found = words.view(np.float32)
-    for place in range(len(halves)):
-        words[place] = (np.uint32(halves[place]) & np.uint32(0x7FFF)) << np.uint32(13)
-    for place in range(len(halves)):
-        found[place] *= FLOAT16_SCALE
-    for place in range(len(halves)):
-        words[place] |= (np.uint32(halves[place]) & np.uint32(0x8000)) << np.uint32(16)
+    found = np.empty(len(halves), dtype=np.float32)
+    widen_halves(halves, found)
     return found
 
 
 @compiled
 def part_count(rows: int) -> int:
-    """Return the number of parts, of nearly equal size and at most `MOST` rows, into which rows are cut."""
+    """Return the number of parts of rows: parts are of nearly equal size, at most `MOST` rows."""
     return (rows + MOST - 1) // MOST
+
+
+@compiled
+def part_of_rows(part: int, parts: int, rows: int) -> tuple[int, int]:
+    """Return the first row of a part, and its number of rows; see `part_count`."""
+    start = part * rows // parts
+    return start, (part + 1) * rows // parts - start
 
 
 @compiled
@@ -337,14 +335,14 @@ def _transposed_parts(x: Array, panels: Array) -> Array:
     transposed = scratch_for(panels, rows, depth)
     each = len(transposed) // rows  # words of a row
     for part in range(count):
-        start = part * rows // count
-        write_transposed(x, start, (part + 1) * rows // count - start, transposed[start * each :])
+        start, here = part_of_rows(part, count, rows)
+        write_transposed(x, start, here, transposed[start * each :])
     return transposed
 
 
 @compiled
 def _one_piece(rows: int) -> int:
-    """Return 1: rows that were transposed part by part are not cut."""
+    """Return 1: transposed rows are not cut into pieces."""
     return 1
 
 
@@ -352,9 +350,9 @@ def _one_piece(rows: int) -> int:
 def _multiply_panel_in_parts(
     panels: Array, panel: int, transposed: Array, rows: int, depth: int, out: Array, piece: int
 ) -> None:
-    """Do `multiply_panel` for all rows, which were transposed part by part.
+    """Do `multiply_panel` for all rows, transposed part by part.
 
-    While a part is multiplied, its share of the next panel is read into the processor's cache.
+    While a part is multiplied, a share of the next panel is prefetched.
     """
     count = part_count(rows)
     if count >= _UNPACKED_FROM:
@@ -367,11 +365,11 @@ def _multiply_panel_in_parts(
     result = out.reshape(-1)
     later_stride = (WIDTH + count - 1) // count if count > 1 else 0
     for part in range(count):
-        start = part * rows // count
-        write_sums(
-            (part + 1) * rows // count - start, flat, panel * words, WIDTH, transposed, start * each, result,
-            start * columns + panel * WIDTH, columns, depth, (panel + 1) * words + part * words // count, later_stride,
-        )  # fmt: skip
+        start, here = part_of_rows(part, count, rows)
+        goal = start * columns + panel * WIDTH
+        later = (panel + 1) * words + part * words // count
+        places = PanelPlaces(panel * words, WIDTH, start * each, 0, goal, columns, depth, later, later_stride)
+        write_sums(here, flat, transposed, result, places)
 
 
 @compiled
@@ -383,11 +381,10 @@ def _multiply_unpacked(panels: Array, panel: int, transposed: Array, rows: int, 
     result = out.reshape(-1)
     numbers = unpacked(panels[panel], depth)
     for part in range(count):
-        start = part * rows // count
-        write_sums(
-            (part + 1) * rows // count - start, numbers, 0, WIDTH, transposed, start * each, result,
-            start * columns + panel * WIDTH, columns, depth, 0, 0,
-        )  # fmt: skip
+        start, here = part_of_rows(part, count, rows)
+        goal = start * columns + panel * WIDTH
+        places = PanelPlaces(0, WIDTH, start * each, 0, goal, columns, depth, 0, 0)
+        write_sums(here, numbers, transposed, result, places)
 
 
 def _begin_nothing(packed: Array, panels: Array) -> None:
@@ -427,19 +424,11 @@ def _multiply_some(panels: Array, first: int, stop: int, packed: Array, rows: in
 
 
 @compiled
-def _multiply_share(team: Array, share: int, panels: Array, packed: Array, rows: int, depth: int, out: Array) -> None:
-    count = len(panels)
-    each = team[SHARES]
-    _multiply_some(panels, share * count // each, (share + 1) * count // each, packed, rows, depth, out)
-
-
-@compiled
 def _multiply_with_team(x: Array, panels: Array, out: Array, address: int) -> None:
     """Do `multiply` by the products of these panels, with the team whose memory is at this address."""
-    team = carray(pointer_to(address), (WORDS,), np.int64)
+    team = memory_of(address)
     rows, depth = x.shape
     packed = packed_rows(x, panels)
-    team[FUNCTION] = team[FORMS + form_of(panels)]
     team[PANELS] = panels.ctypes.data
     team[COUNT] = panels.shape[0]
     team[SIZE] = panels.shape[1]
@@ -449,24 +438,12 @@ def _multiply_with_team(x: Array, panels: Array, out: Array, address: int) -> No
     team[DEPTH] = depth
     team[OUT] = out.ctypes.data
     team[COLUMNS] = out.shape[1]
-    _share_out(team, panels, packed, rows, depth, out)
-
-
-@compiled
-def _share_out(team: Array, panels: Array, packed: Array, rows: int, depth: int, out: Array) -> None:
-    """Do the product that the memory of the team describes, with helpers. The caller keeps the arrays until then."""
     shares = shares_of(len(panels), panels.itemsize * panels.shape[1], team[THREADS])
-    publish(team, shares)
-    share = take(team)
-    while share >= 0:
-        _multiply_share(team, share, panels, packed, rows, depth, out)
-        finish(team)
-        share = take(team)
-    wait_for_all(team, shares)
+    share_out(address, form_of(panels), shares, packed)
 
 
 def _share_function(kind: Any, of_rows: Any) -> Any:
-    """Return the compiled function that does a share of the product that the memory of a team describes.
+    """Return the compiled function for a share of the product that the memory of a team describes.
 
     Args:
         kind: dtype of the panels.
@@ -474,19 +451,20 @@ def _share_function(kind: Any, of_rows: Any) -> Any:
     """
 
     def do_share(address: int, share: int) -> None:
-        team = carray(pointer_to(address), (WORDS,), np.int64)
+        team = memory_of(address)
         panels = carray(pointer_to(team[PANELS]), (team[COUNT], team[SIZE]), kind)
         packed = carray(pointer_to(team[PACKED]), (team[LENGTH],), of_rows)
         out = carray(pointer_to(team[OUT]), (team[ROWS], team[COLUMNS]), np.float32)
-        _multiply_share(team, share, panels, packed, team[ROWS], team[DEPTH], out)
+        first, stop = part_of(team, share)
+        _multiply_some(panels, first, stop, packed, team[ROWS], team[DEPTH], out)
 
     source = _source_of(do_share)
-    source.__name__ = f"do_share_{np.dtype(kind).name}"  # by which numba finds its code in memory and on disk
+    source.__name__ = f"do_share_{np.dtype(kind).name}"  # by which numba caches its code
     source.__qualname__ = source.__name__
     return compiled(source)
 
 
-# Each dtype of panels, and that of the rows which they are multiplied with.
+# The dtype of packed rows for each dtype of panels.
 _ROWS_FOR = {
     np.float32: np.float32,
     np.uint32: np.float32,
@@ -511,17 +489,10 @@ def _multiply(x: Array, panels: Array, out: Array, threads: int) -> None:
 
 
 @compiled
-def has_form(address: int, form: int) -> bool:
-    """Return whether the helpers of a team have learned a form."""
-    team = carray(pointer_to(address), (WORDS,), np.int64)
-    return bool(team[FORMS + form] != 0)
-
-
-@compiled
 def multiply(x: Array, panels: Array, out: Array, threads: int) -> None:
     """Write x[rows, depth] @ matrix to the first columns of `out`, given the `panels` of the matrix.
 
-    It has `WIDTH` columns for each panel, or more, which are left alone.
+    `out` has `WIDTH` columns for each panel; further columns are left unchanged.
 
     Args:
         threads: 1, or the address of the memory of a team (engines/cpu/team.py), which then helps.
@@ -533,7 +504,7 @@ def multiply(x: Array, panels: Array, out: Array, threads: int) -> None:
 
 
 def fits_bfloat16(matrix: Dense) -> bool:
-    """Return whether bfloat16 represents every number exactly, and the depth is even, so that two steps share a word."""
+    """Return whether bfloat16 represents all numbers exactly, and the depth is even, so that two steps can share a word."""
     columns, depth = matrix.shape
     if depth % 2:
         return False
@@ -543,7 +514,7 @@ def fits_bfloat16(matrix: Dense) -> bool:
 
 
 def in_panels(matrix: Dense, kind: Kind = "float32") -> Panels:
-    """Return a matrix as the panels that `multiply` takes, with columns of zeros up to a multiple of `WIDTH`.
+    """Return a matrix in panels for `multiply`, padded with columns of zeros to a multiple of `WIDTH`.
 
     Args:
         kind: "float32"; "bfloat16", two steps of depth in each uint32, for numbers that bfloat16 represents exactly;
@@ -552,9 +523,9 @@ def in_panels(matrix: Dense, kind: Kind = "float32") -> Panels:
             rounded matrix (`round_column`), four steps of depth in each int32, followed by the scales and 128 times the sums
             of the columns; "int8 tiles", the same as int8, for tile registers; "int4", a matrix rounded in groups
             (`rounded_groups`), eight steps of depth in a word, as int16, see `lay_out_groups`; "nibbles", the same
-            numbers and scales as uint64, which stand for weights that rows are multiplied with unrounded.
+            numbers and scales as uint64, for products with unrounded rows.
 
-    Raises `ValueError` if the depth is no multiple of `STEP`, for int4 and nibbles of `GROUP`.
+    Raises `ValueError` if the depth is not a multiple of `steps_in(kind)`.
     """
     columns, depth = matrix.shape
     (panels,) = empty_panels(1, columns, depth, kind)
@@ -563,7 +534,7 @@ def in_panels(matrix: Dense, kind: Kind = "float32") -> Panels:
 
 
 def empty_panels(matrices: int, columns: int, depth: int, kind: Kind) -> Shaped[np.ndarray, "matrices panels words"]:
-    """Return room for the panels of matrices of one shape, from a line of the processor's cache on; see `in_panels`."""
+    """Return room for the panels of matrices of one shape, aligned to cache lines; see `in_panels`."""
     unit = steps_in(kind)
     if depth % unit:
         raise ValueError(f"the depth of a matrix in panels must be a multiple of {unit}, found {depth}")
@@ -581,14 +552,14 @@ def write_panels(
     kind: Kind,
     done: Callable[[int, int], None] = lambda first, stop: None,
 ) -> None:
-    """Lay a matrix out in its panels, some columns at a time, so that nothing else takes much memory.
+    """Lay a matrix out in its panels, some columns at a time to save memory.
 
-    Large matrices are laid out by as many threads as compiled code may use, which call `columns_of` and `done`.
+    As many threads as compiled code may use lay out a large matrix; they call `columns_of` and `done`.
 
     Args:
         panels: written; see `empty_panels`.
-        columns_of: returns the columns first .. stop of the matrix: float32; of kinds of two bytes also uint16, their bits;
-            of rounded kinds also uint16, the bits of bfloat16 numbers.
+        columns_of: returns the columns first .. stop of the matrix: float32; for two-byte kinds also uint16, their bits;
+            for rounded kinds also uint16, the bits of bfloat16 numbers.
         done: called with first and stop when these columns are laid out.
     """
     each = max(_LAID_OUT_TOGETHER // (depth * WIDTH * allowed_threads()), 1)
@@ -614,7 +585,7 @@ def write_panels(
 
 
 def _lay_out(panels: Panels, matrix: Shaped[np.ndarray, "columns depth"], kind: Kind) -> None:
-    """Write whole panels; see `write_panels`. The matrix may have fewer columns than they do: the others are zeros."""
+    """Write whole panels; see `write_panels`. Columns that the matrix lacks become zeros."""
     if kind == "int4":
         lay_out_groups(matrix, panels)
         return
@@ -643,12 +614,12 @@ def _lay_out_halves(panels: Panels, matrix: Shaped[np.ndarray, "columns depth"])
 
 
 def steps_in(kind: Kind) -> int:
-    """Return the number that must divide the depth of a matrix in panels of a kind."""
+    """Return the divisor of the depths of matrices in panels of a kind."""
     return GROUP if kind in ("int4", "nibbles") else STEP
 
 
 def empty_in_lines(shape: tuple[int, ...], dtype: Any) -> AnyArray:
-    """Return room that begins at a line of the processor's cache: otherwise each register is read from two lines."""
+    """Return room aligned to cache lines: otherwise each register would be read from two lines."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     room = np.empty(size + LINE, dtype=np.uint8)
     start = -room.ctypes.data % LINE

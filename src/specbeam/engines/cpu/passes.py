@@ -1,4 +1,4 @@
-"""Passes of the compiled forward, in which the rows of all sessions follow each other without padding."""
+"""Passes of the compiled forward over the rows of all sessions, one after the other, without padding."""
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
 
 
 class PackedPasses:
-    """The passes of a model whose layers can be run in ranges: by the compiled forward, or by that of `engines/by_layer.py`.
+    """The passes of a model whose layers can run in ranges: by the compiled forward, or by `engines/by_layer.py`.
 
-    With the compiled forward a single session is served by one step (`extend_cache`).
+    With the compiled forward one compiled step, `extend_cache`, serves a single session.
 
     Args:
         decoder: a `CompiledDecoder` or a `LayerDecoder`.
         caches: the caches of all sessions in each row of the store.
     """
 
-    most_rows_in_steps = 1 << 30  # rows of a pass that steps run: no limit here
+    most_rows_in_steps = 1 << 30  # of a pass in compiled steps: no limit
 
     def __init__(self, model: "PreTrainedModel", decoder: Any, caches: list[CpuCache]) -> None:
         self.model = model
@@ -62,14 +62,14 @@ class PackedPasses:
         return CpuCache(row, prompt, self.decoder.embedding.shape[1])
 
     def store_kv_as(self, kv: KVType) -> None:
-        """Keep keys and values as these numbers from now on; nothing may be stored yet."""
+        """Store keys and values in this type from now on; nothing may be stored yet."""
         self.decoder.kv = kv
         self.store = self.decoder.store()
 
     def skipping(self, attention: Sequence[int], inner: Sequence[int]) -> "PackedPasses":
-        """Return passes without some sublayers, on the same store; see `CompiledDecoder.skipping`.
+        """Return passes that skip some sublayers, on the same store; see `CompiledDecoder.skipping`.
 
-        They are for scratch caches (`CpuCache.scratch`): their keys and values are wrong for the whole model.
+        Use them with scratch caches (`CpuCache.scratch`): their keys and values are wrong for the whole model.
         """
         fewer = copy.copy(self)
         fewer.decoder = self.decoder.skipping(attention, inner)
@@ -83,11 +83,11 @@ class PackedPasses:
         return bool(self.decoder.takes_steps)
 
     def refuses_extra_rows(self, inputs: ExtraInputs) -> str:
-        """Return the reason why these passes cannot take these inputs of extra rows; "" if they can."""
+        """Return the reason why these passes cannot run these extra rows; "" if they can."""
         return lacks_taps(self.model, (inputs.layer,))
 
     def refuses(self, context: object) -> str:
-        """Return the reason why these passes cannot take a context: they take none."""
+        """Return the reason why these passes refuse a context: they take tokens only."""
         return "the compiled forward takes no context besides tokens: HuggingFaceLM(model, engine='plain') does"
 
     def lacks(self, needs: Needs) -> str:
@@ -101,7 +101,7 @@ class PackedPasses:
         return lacks_taps(self.model, needs.taps)
 
     def extend(self, caches: list[CpuCache], forests: Sequence[Forest]) -> list[Scored]:
-        """Store all pending nodes and the new nodes of these forests; return the rows that were not handed out yet."""
+        """Store all pending nodes and the new nodes of these forests; return the rows of new nodes."""
         for cache, forest in zip(caches, forests, strict=True):
             cache.fit(forest)
         if self.takes_steps and len(caches) == 1 and caches[0].is_for_steps:
@@ -120,15 +120,15 @@ class PackedPasses:
         return [self._hand_out(*results) for results in zip(caches, each, nodes, strict=True)]
 
     def _hand_out(self, cache: CpuCache, logits: Logits, nodes: Nodes) -> Scored:
-        """Return the rows as the parts of a session need them, with hidden states if these are needed; see `hand_out`.
+        """Return the rows with what the parts of a session need, hidden states included; see `hand_out`.
 
         Args:
-            nodes: the stored local nodes that the rows are of.
+            nodes: the stored local node of each row.
         """
         return hand_out(cache, logits, *([self._states(cache, nodes)] if cache.needs.states else []))
 
     def _states(self, cache: CpuCache, nodes: Nodes | slice) -> torch.Tensor:
-        """Return the hidden states of stored local nodes that the parts of a session need, see `Needs.columns`."""
+        """Return the needed hidden states of stored local nodes, see `Needs.columns`."""
         columns = [cache.taps[nodes]]
         if FINAL in cache.needs.columns:
             columns.insert(0, self.decoder.normed(cache.outputs[nodes]))
@@ -191,10 +191,10 @@ class PackedPasses:
                 cache.unfinished_prompt = []
 
     def extend_early(self, caches: list[CpuCache], forests: Sequence[Forest]) -> list[Scored]:
-        """Run only the first layers on new nodes; return the logits of nodes not handed out yet, from these layers' output.
+        """Run only the first layers on new nodes; return their logits, made from the output of these layers.
 
-        Sessions with an exit layer have it run behind the first layers, and their logits are made of its output. All
-        sessions must have the same exit layer, or none. `finish` later runs the other layers on the same slots.
+        If there is an exit layer, it runs after the first layers, and logits are made from its output. All sessions must
+        have the same exit layer, or none. `finish` later runs the other layers on the same slots.
         """
         if self.takes_steps and len(caches) == 1 and caches[0].is_for_steps:
             return [self._extend_early_by_step(caches[0], forests[0])]
@@ -209,9 +209,9 @@ class PackedPasses:
         return [Scored(part) for part in torch.from_numpy(logits).split([len(outputs) for outputs in rows])]
 
     def exit_layer(self, layer: nn.Module, norm: nn.Module, after: int) -> ExitLayer:
-        """Return a layer behind the first `after` layers as an exit layer of the model, with room in the store.
+        """Return a layer after the first `after` layers as an exit layer of the model, with room in the store.
 
-        The room is new, or of an exit layer that is no longer used.
+        The room is new, or reused from an exit layer that no longer exists.
         """
         free = [place for place, known in self.exit_layers.items() if known() is None]
         made = self.decoder.exit_layer(layer, norm, after, free[0] if free else self.store.add_layer())
@@ -231,13 +231,13 @@ class PackedPasses:
         states: States | None = None,
         taps: Sequence[int] = (),
     ) -> list[tuple[Float32[np.ndarray, "rows hidden"], Float32[np.ndarray, "rows tapped"]]]:
-        """Run layers on the feeds of these caches; return the states that leave the last of these, for each feed.
+        """Run layers on the feeds of these caches; return the output of the last layer for each feed.
 
-        With them come the inputs of the layers `taps`, side by side, for each feed.
+        With it come the inputs of the layers `taps`, concatenated, for each feed.
 
         Args:
-            layers: the layers that are run, or an exit layer.
-            states: the states that enter the first of them, for all feeds; None: the embeddings of the tokens.
+            layers: the layers to run, or an exit layer.
+            states: the input of the first of them, for all feeds; None: the embeddings of the tokens.
             taps: see `CompiledDecoder.forward`.
         """
         tries = [cache.trie for cache in caches]
@@ -278,7 +278,7 @@ class PackedPasses:
         return [(found[start:end], tapped[start:end]) for start, end in pairwise(starts)]
 
     def _with_context(self, rows: Rows, caches: list[CpuCache], feeds: list[Feed]) -> Rows:
-        """Return the rows of a pass with the sources that they look at."""
+        """Return the rows of a pass with the sources that they attend to."""
         return rows
 
     def _run_layers(
@@ -291,13 +291,13 @@ class PackedPasses:
         states: States | None,
         taps: Sequence[int],
     ) -> tuple[States, Tapped]:
-        """Do `CompiledDecoder.forward` where some rows enter at an inner layer; they have zeros before it.
+        """Do `CompiledDecoder.forward` where some rows enter at an inner layer; their states before it are zeros.
 
         Args:
-            entering: these rows.
+            entering: the rows that enter at an inner layer.
             entries: the first layer of each row.
-            vectors: embeddings by row, of the rows that enter at the first layer and whose token is negative.
-            states: the states that enter the first of these layers; None: the embeddings of the tokens.
+            vectors: embeddings by row, for the rows that enter at the first layer and whose token is negative.
+            states: the input of the first of these layers; None: the embeddings of the tokens.
         """
         hidden = self.decoder.embedding.shape[1]
         tapped = np.zeros((len(entries), len(taps), hidden), dtype=np.float32)
@@ -343,11 +343,11 @@ class PackedPasses:
     def extend_together(self, arrays: Sequence[CacheArrays], starts: Sequence[Start]) -> list[CacheArrays | IndexError]:
         """Store the first nodes of a turn's forests, for several sessions, by one pass of all layers.
 
-        Returns the caches with the logits of the nodes whose rows are not known, which `extend_cache` hands out; in place of
-        one the `IndexError` that its tokens or positions raise, which the model does not have.
+        Returns the caches with the logits of new nodes, which `extend_cache` hands out; for a session with unknown tokens or
+        positions an `IndexError` instead.
 
         Args:
-            arrays: the caches of the sessions, whose passes run all layers; with room for these nodes.
+            arrays: the caches of the sessions, with room for these nodes; their passes must run all layers.
         """
         found: list[CacheArrays | IndexError] = [*arrays]
         places = []
@@ -370,7 +370,7 @@ class PackedPasses:
         starts: Sequence[Start],
         opened: Sequence[tuple[OwnStates, OwnRows]],
     ) -> list[CacheArrays]:
-        """Run the pass of `extend_together`, given what `open_pass` has returned for each of these caches."""
+        """Run the pass of `extend_together`, given the results of `open_pass` for these caches."""
         counts = [len(x) for x, _ in opened]
         ends = [*accumulate(counts, initial=0)]
         x = np.concatenate([x for x, _ in opened])
@@ -396,7 +396,7 @@ class PackedPasses:
         """Return a context with the cache as arrays for steps, which may add up to `fresh` new nodes.
 
         Args:
-            drafts: whether passes are for a draft, by the layers that are run ahead.
+            drafts: whether the passes draft, by the layers that are run ahead.
         """
         cache.make_room(fresh)
         self.store.reserve(len(self.caches), cache.trie.capacity)
@@ -406,7 +406,7 @@ class PackedPasses:
         return self.decoder.arrays_for_steps(cache, self.store, self.windows, part, *self._context_for_steps(cache))
 
     def are_current(self, cache: CpuCache, arrays: CacheArrays) -> bool:
-        """Return whether arrays are as `arrays_for_steps` would return them now, for a session on one thread."""
+        """Return whether `arrays_for_steps` would return the same arrays now, for a session on one thread."""
         is_where_it_was = (
             arrays.trie is cache.trie.arrays
             and arrays.outputs is cache.outputs
@@ -417,7 +417,7 @@ class PackedPasses:
         return is_where_it_was and is_alone and not cache.runs_ahead and self._looks_at(cache, arrays)
 
     def has_moved(self, arrays: CacheArrays) -> bool:
-        """Return whether the store, or that of sources, was reallocated since these arrays were taken."""
+        """Return whether the store of tokens or of sources was reallocated since these arrays were taken."""
         sources = getattr(self, "cross", None)
         if sources is not None and arrays.sources.keys is not sources.keys:
             return True
@@ -427,22 +427,22 @@ class PackedPasses:
         return arrays[0].sources
 
     def _looks_at(self, cache: CpuCache, arrays: CacheArrays) -> bool:
-        """Return whether arrays have the sources of a session, see `_context_for_steps`."""
+        """Return whether arrays hold the current source of a session, see `_context_for_steps`."""
         return True
 
     def _context_for_steps(self, cache: CpuCache) -> tuple[Any, ...]:
-        """Return the sources of a session, as `CompiledDecoder.arrays_for_steps` takes them."""
+        """Return the sources of a session as further arguments of `CompiledDecoder.arrays_for_steps`."""
         return ()
 
     @contextmanager
     def scratch_for_steps(self, cache: CpuCache, more: int) -> Iterator[ScratchArrays]:
-        """Yield a scratch cache of a session as arrays for steps, for passes that leave no trace in `cache`.
+        """Yield a scratch cache of a session as arrays for steps, for passes that leave `cache` unchanged.
 
-        Valid until the session is given more room.
+        Valid until the session's arrays grow.
 
         Args:
-            cache: with room for all that the steps add to it, in the same row of the store.
-            more: the number of nodes that there is room for besides.
+            cache: in the same row of the store, with room for everything that the steps add to it.
+            more: room for further nodes in the scratch cache.
         """
         scratch = cache.scratch(cache.trie.room_for_scratch(more))
         scratch.make_rows()
@@ -466,7 +466,7 @@ def _joined_rows(each: Sequence[OwnRows], sessions: Int64[np.ndarray, "sessions 
 
 
 def _by_exit_layer(caches: list[CpuCache]) -> dict[ExitLayer, list[CpuCache]]:
-    """Return the caches with nodes that wait for their exit layer, grouped by this layer."""
+    """Return the caches with nodes that wait for an exit layer, grouped by exit layer."""
     groups: dict[ExitLayer, list[CpuCache]] = {}
     for cache in caches:
         if cache.waiting:
@@ -475,7 +475,7 @@ def _by_exit_layer(caches: list[CpuCache]) -> dict[ExitLayer, list[CpuCache]]:
 
 
 def _by_layers(caches: Iterable[CpuCache]) -> dict[int, list[CpuCache]]:
-    """Return the caches grouped by the number of layers that are run ahead of the others."""
+    """Return the caches grouped by the number of layers that run ahead."""
     groups: dict[int, list[CpuCache]] = {}
     for cache in caches:
         assert cache.early_layers is not None

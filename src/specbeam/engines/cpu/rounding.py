@@ -1,4 +1,4 @@
-"""Numbers rounded to 8 or 4 bits: the columns of a matrix once, the rows that it is multiplied with in each product."""
+"""Rounding to 8 or 4 bits: of the columns of a matrix once, of rows in each product."""
 
 from typing import Any
 
@@ -6,22 +6,23 @@ import numpy as np
 from jaxtyping import Float32, Int8
 
 from specbeam.core.compiling.compiler import Array, compiled
+from specbeam.core.compiling.uncounted import compiled_without_counts
 from specbeam.engines.arrays import Dense
 
 BYTES_PER_WORD = 4
-# The byte that stands for 0 in a row: instructions multiply unsigned bytes of rows with signed ones of columns.
+# The byte that represents 0 in a row: instructions multiply unsigned bytes of rows with signed bytes of columns.
 ZERO = 128
 LARGEST = 127
-LEAST = 1e-30  # the least scale times `LARGEST`, so that rows and columns of zeros stay zeros
+LEAST = 1e-30  # smallest scale times `LARGEST`, so that rows and columns of zeros stay zeros
 GROUP = 32  # steps of depth that share a scale where numbers have 4 bits
-LOWEST = -8  # of the whole numbers of 4 bits; the largest is 7
+LOWEST = -8  # 4-bit integer; the largest is 7
 # The bits of a float32 that hold a scale of float16 or bfloat16, and the remaining bits, for a zero point.
 OF_SCALE = 0xFFFFE000
 OF_ZERO = 0x1FFF
 
-# A number added to it is rounded to a whole number, which is in the lowest bits of the sum.
+# Adding this number rounds to an integer, which is then in the lowest bits of the sum.
 _LAST_BIT_IS_1 = np.float32(1.5 * 2**23)
-_BITS_OF_ZERO = _LAST_BIT_IS_1.view(np.int32)  # of the sum of 0 and that
+_BITS_OF_ZERO = _LAST_BIT_IS_1.view(np.int32)  # of this number plus 0
 _SIGN = np.int32(-(2**31))
 _WITHOUT_SIGN = np.int32(0x7FFFFFFF)
 _LEAST_BITS = np.float32(LEAST).view(np.int32)
@@ -30,10 +31,10 @@ _LEAST_BITS = np.float32(LEAST).view(np.int32)
 def rounded_groups(
     matrix: Dense,
 ) -> tuple[Int8[np.ndarray, "columns depth"], Float32[np.ndarray, "columns groups"]]:
-    """Return a matrix rounded to whole numbers of 4 bits, -8 to 7, and a scale for each `GROUP` numbers of a column.
+    """Return a matrix rounded to 4-bit integers, -8 to 7, and a scale for each `GROUP` numbers of a column.
 
-    The number of a group that is farthest from 0 becomes -8, so that its scale has the other sign; scales are bfloat16
-    numbers. The depth must be a multiple of `GROUP`.
+    The number of a group farthest from 0 becomes -8, so the scale has the opposite sign; scales are bfloat16 numbers. The
+    depth must be a multiple of `GROUP`.
     """
     columns, depth = matrix.shape
     numbers = np.empty((columns, depth), dtype=np.int8)
@@ -48,19 +49,27 @@ def _round_columns_in_groups(matrix: Array, numbers: Array, scales: Array) -> No
         round_column_in_groups(matrix[column], numbers[column], scales[column])
 
 
+@compiled_without_counts
+def _largest_bits(bits: Array) -> np.int32:
+    """Return the bits of the maximum of |x| and `LEAST`, given the bits of x, int32[n].
+
+    Without signs, bits are in the order of the numbers, and vector instructions compare integers.
+    """
+    top = np.int32(_LEAST_BITS)
+    for step in range(len(bits)):
+        size = np.int32(bits[step] & _WITHOUT_SIGN)
+        top = size if size > top else top
+    return top
+
+
 @compiled
 def round_column(source: Array, numbers: Array) -> float:
     """Write a column, float32[depth], rounded to int8, to `numbers`, and return its scale.
 
     The scale is a 127th of the largest absolute number; numbers are rounded to the nearest multiple of it.
     """
-    bits = source.view(np.int32)
-    top = np.int32(_LEAST_BITS)
-    for step in range(len(bits)):
-        size = np.int32(bits[step] & _WITHOUT_SIGN)
-        top = size if size > top else top
     found = np.empty(1, dtype=np.int32)
-    found[0] = top
+    found[0] = _largest_bits(source.view(np.int32))
     scale = found.view(np.float32)[0] / np.float32(LARGEST)
     shifted = np.empty(len(source), dtype=np.float32)
     for step in range(len(source)):
@@ -88,7 +97,7 @@ def round_column_in_groups(source: Array, numbers: Array, scales: Array) -> None
     lowest = np.int32(LOWEST)
     for group in range(len(scales)):
         first = group * GROUP
-        # The bits of numbers that are not negative have the order of the numbers, and all other bits are less than 0.
+        # As integers, the bits of nonnegative numbers are in the order of the numbers; the bits of others are negative.
         above = np.int32(_SIGN)
         below = np.int32(_SIGN)
         for step in range(GROUP):
@@ -97,7 +106,7 @@ def round_column_in_groups(source: Array, numbers: Array, scales: Array) -> None
             above = number_bits if number_bits > above else above
             below = turned if turned > below else below
         farthest[0] = above if above > below else below ^ _SIGN
-        if above == below:  # both signs have it: the first of them counts
+        if above == below:  # tie between both signs: the first one counts
             place = first
             while (bits[place] & _WITHOUT_SIGN) != above:
                 place += 1
@@ -118,18 +127,12 @@ def round_column_in_groups(source: Array, numbers: Array, scales: Array) -> None
 
 @compiled
 def rounded_row(source: Array, numbers: Array) -> float:
-    """Write a row, float32[depth], to `numbers`, uint8[depth], and return its scale: a 127th of its largest number.
+    """Write a row, float32[depth], rounded to `numbers`, uint8[depth], and return its scale: a 127th of its maximum |x|.
 
-    Each number is rounded to the nearest multiple of the scale, a half to the even one, and `ZERO` is added. The scale of a
-    row that holds NaN is NaN.
+    Each number is rounded to the nearest multiple of the scale, ties to even, and `ZERO` is added. The scale of a row with
+    NaN is NaN.
     """
-    bits = source.view(np.int32)
-    top = np.int32(_LEAST_BITS)
-    # Without signs, bits have the order of the numbers, and integers are compared by vector instructions.
-    for step in range(len(bits)):
-        size = np.int32(bits[step] & _WITHOUT_SIGN)
-        top = size if size > top else top
-    largest: Any = np.int32(top).view(np.float32)
+    largest: Any = np.int32(_largest_bits(source.view(np.int32))).view(np.float32)
     factor = np.float32(LARGEST) / largest
     for step in range(len(source)):
         shifted = np.float32(source[step] * factor + _LAST_BIT_IS_1)

@@ -1,4 +1,4 @@
-"""The records that compiled layers take: the layers that run, the rows of a pass, and where keys and values are stored."""
+"""The records that compiled layers take: layers, the rows of a pass, and the buffers of keys and values."""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +7,7 @@ from specbeam.engines.cpu.sources import Sources
 
 
 class Stack(NamedTuple):
-    """Layers of one model, and the numbers that all of them share."""
+    """Layers of one model, and the numbers that they share."""
 
     weights: Any  # `Weights`
     angles: Array  # float32[tables, 2, positions, pairs]: tables for `layers.rotate`
@@ -23,9 +23,9 @@ class LayerRows(NamedTuple):
     positions: Array  # int64[rows]: in the text
     slots: Array  # int64[rows]: for keys and values
     sessions: Array  # int64[sessions, 3]: row of the store, first row, last row + 1
-    seen: Array  # bool[kinds, rows, slots]: which slots each row looks at, in layers of each kind
-    back: Array  # int32[rows, slots], see `Look`; of no rows if layers do not ask for it
-    sources: Sources  # of layers that look at a source
+    seen: Array  # bool[kinds, rows, slots]: which slots each row attends to, in layers of each kind
+    back: Array  # int32[rows, slots], see `Look`; no rows if layers have no biases
+    sources: Sources  # of layers with cross-attention
 
 
 class OwnRows(NamedTuple):
@@ -38,26 +38,25 @@ class OwnRows(NamedTuple):
 
 
 class KeyValues(NamedTuple):
-    """Buffers of keys and values: of all layers, or without the first dimension of one."""
+    """Buffers of keys and values of all layers, or of one layer without the first dimension."""
 
-    keys: (
-        Array  # float32 or uint16[layers, caches, kv heads, panels, size, WIDTH], one panel for WIDTH slots; contiguous
-    )
-    values: Array  # the same numbers[layers, caches, kv heads, slots, width], contiguous
+    # float32 or uint16[layers, caches, kv heads, panels, size, WIDTH], one panel for WIDTH slots; contiguous
+    keys: Array
+    values: Array  # the same dtype[layers, caches, kv heads, slots, width], contiguous
 
 
 class Taps(NamedTuple):
-    """Hidden states that a pass writes down between layers."""
+    """Hidden states between layers that a pass writes."""
 
-    # int64[taps]: layers whose input is written, counted from the first that runs; their number: the output of the last
+    # int64[taps]: layers whose input is written, counted from the first that runs; their number means the last output
     layers: Array
     states: Array  # float32[rows, taps * hidden], written
 
 
 class Look(NamedTuple):
-    """The slots that rows look at in one layer."""
+    """The slots that rows attend to in one layer."""
 
     sessions: Array  # see `LayerRows`
     seen: Array  # bool[rows, slots]
-    reach: Array  # int64[rows]: one past the last slot that each row looks at
-    back: Array  # int32[rows, slots]: how many positions before each row the token of each slot is; needed with biases
+    reach: Array  # int64[rows]: one past the last slot that each row attends to
+    back: Array  # int32[rows, slots]: distance in positions from each row back to the token of each slot, for biases

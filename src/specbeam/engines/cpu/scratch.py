@@ -1,7 +1,7 @@
-"""Scratch caches: passes on slots that are free in the cache of a text, which begin anew in each turn.
+"""Scratch caches: passes on slots that are free in the cache of a text, which restart in each turn.
 
-Drafts by the target without some of its sublayers read keys and values of the whole target, and store others that
-are wrong for it. No node of the text ever sees these slots, and the target's own pass fills them again.
+Drafts by the target with skipped sublayers read the keys and values of the whole target, and store keys and values that are
+wrong for it. No node of the text ever sees these slots, and the target's own pass overwrites them.
 """
 
 from typing import NamedTuple
@@ -18,16 +18,16 @@ BEGUN, ROWS = range(2)  # indices into `ScratchArrays.numbers`
 
 @borrowed
 class ScratchArrays(NamedTuple):
-    """A scratch cache of a session, as steps take it."""
+    """A scratch cache of a session as arrays for steps."""
 
-    own: CacheArrays  # of its passes
-    trie: Trie  # of the text; at the first pass of a turn its arrays are copied
-    numbers: Array  # int64[2]: 1 once a turn has begun; the number of rows that were computed
+    own: CacheArrays  # of the passes on free slots
+    trie: Trie  # of the text; the first pass of a turn copies its arrays
+    numbers: Array  # int64[2]: 1 after a turn has begun; the number of computed rows
 
 
 @compiled
 def stored_among(trie: Trie, wanted: Array) -> Array:
-    """Return the wanted forest nodes that are stored already, and so have to be run again."""
+    """Return the wanted forest nodes that are already stored, and so must run again."""
     again = np.empty(len(wanted), dtype=np.int64)
     count = 0
     for node in wanted:
@@ -40,7 +40,7 @@ def stored_among(trie: Trie, wanted: Array) -> Array:
 @extend.of(ScratchArrays)
 @compiled
 def extend_scratch(cache: ScratchArrays, tokens: Array, parents: Array, wanted: Array) -> Array:
-    """Do what `extend_cache` does; the first pass of a turn begins where the text is."""
+    """Do `extend_cache`; the first pass of a turn starts from the cache of the text."""
     own = cache.own.trie
     numbers = cache.numbers
     if numbers[BEGUN] == 0:
@@ -56,7 +56,7 @@ def extend_scratch(cache: ScratchArrays, tokens: Array, parents: Array, wanted: 
 @has_room_for.of(ScratchArrays)
 @compiled
 def scratch_has_room(cache: ScratchArrays, fresh: int, beams: int) -> bool:
-    """Return whether there is room for a turn's `fresh` new nodes, and for all roots a second time."""
+    """Return whether there is room for `fresh` new nodes of a turn, and for a second copy of all roots."""
     counts = cache.trie.counts
     own = cache.own.trie
     again = counts[KNOWN]
@@ -69,12 +69,12 @@ def scratch_has_room(cache: ScratchArrays, fresh: int, beams: int) -> bool:
 @rewind.of(ScratchArrays)
 @compiled
 def forget_scratch(cache: ScratchArrays, nodes: int) -> None:
-    """Forget all nodes that were stored in this turn; `nodes` does not matter."""
+    """Forget all nodes of this turn, whatever `nodes`."""
     cache.numbers[BEGUN] = 0
 
 
 @settle_draft.of(ScratchArrays)
 @compiled
 def settle_scratch(draft: ScratchArrays, target: CacheArrays, turn: SettledTurn) -> None:
-    """Forget all nodes that were stored in this turn: the target's pass has stored the survivors."""
+    """Forget all nodes of this turn: the target's pass has stored the survivors."""
     forget_scratch(draft, 0)

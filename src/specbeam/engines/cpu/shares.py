@@ -1,19 +1,20 @@
-"""The split of a product into shares of its panels, which threads take one after the other.
+"""Shares of a product or of attention, which the threads of a team take one after the other.
 
-The caller takes shares like every thread, and waits only for shares in progress. So a suspended
-thread delays no other, and a product costs no barrier: helpers look for shares in memory, and
-are not woken. Each panel is multiplied by one thread, in the order of a single one, so the numbers are the same with any
-number of threads.
+The caller takes shares like every other thread, and waits only for shares in progress. So a suspended thread delays no other
+one, and a product costs no barrier: helpers poll for shares instead of being woken. Each panel is multiplied by one thread,
+in the same order as without helpers, so the number of threads does not change the results.
 
-The memory of a team is int64[`WORDS`]. Its ticket holds the numbers of shares of the present product and of shares
-taken: both are read and counted up in one operation. The rest of the description is written before the ticket, and stays
-until all of its shares are done.
+The memory of a team is int64[`WORDS`]. Its ticket counts the shares of the present work and the shares taken, so that one
+atomic operation reads and increments both. The rest of the description is written before the ticket and is valid until all
+shares are done.
 """
+
+from typing import Any
 
 import numpy as np
 
 from specbeam.core import compiling
-from specbeam.core.compiling.atomics import add_shared, load_shared, pause, store_shared
+from specbeam.core.compiling.atomics import add_shared, carray, load_shared, pause, pointer_to, store_shared
 from specbeam.core.compiling.compiler import Array, compiled
 
 if compiling.AVAILABLE:
@@ -22,8 +23,8 @@ if compiling.AVAILABLE:
 # Places in the memory of a team. Numbers that different threads change lie in different lines of a cache.
 TICKET = 0
 DONE = 8  # shares of the present product that are done
-OPEN = 16  # helpers look for shares while it is not 0
-HELPED = 17  # shares that helpers have done so far
+OPEN = 16  # helpers poll for shares while it is not 0
+HELPED = 17  # number of shares done by helpers so far
 FUNCTION = 24  # address of the function that does a share of the present product
 PANELS = 25  # address of its panels, their number, and numbers of a panel
 COUNT = 26
@@ -36,22 +37,34 @@ OUT = 32  # address of the result, and its columns
 COLUMNS = 33
 SHARES = 34
 THREADS = 40  # that the team has
-YIELD = 41  # address of the C function that lets other threads run; 0: there is none
+YIELD = 41  # address of the C function that yields the processor to other threads; 0: none
 FORMS = 48  # addresses of the functions that do shares, by the kind of panels
 WORDS = 64
 
 _HALF = 32  # bits of a ticket that count the shares that are taken
 _TAKEN = (1 << _HALF) - 1
-_SPINS = 2000  # looks at a number before other threads may run in between
+_SPINS = 2000  # polls of a number before yielding to other threads
 _SHARES_EACH = 8  # of a product for each thread
 _LEAST_BYTES = 1 << 16  # of the panels in a share
 
 
 @compiled
 def shares_of(count: int, panel_bytes: int, threads: int) -> int:
-    """Return into how many shares panels are split."""
+    """Return the number of shares of a product."""
     least = max(_LEAST_BYTES // panel_bytes, 1)
     return max(min(threads * _SHARES_EACH, count // least), 1)
+
+
+@compiled
+def memory_of(address: int) -> Array:
+    """Return the memory of the team at an address."""
+    return carray(pointer_to(address), (WORDS,), np.int64)
+
+
+@compiled
+def has_form(address: int, form: int) -> bool:
+    """Return whether the helpers of the team at an address have a function for the shares of a form."""
+    return bool(memory_of(address)[FORMS + form] != 0)
 
 
 @compiled
@@ -80,16 +93,51 @@ def finish(team: Array) -> None:
 
 
 @compiled
-def wait_for_all(team: Array, shares: int) -> None:
-    """Wait until all shares are done."""
+def share_out(address: int, form: int, shares: int, kept: Any) -> None:
+    """Do the work that the memory of the team at an address describes, together with helpers.
+
+    Args:
+        form: number of the function that does a share.
+        kept: arrays of the caller that the memory refers to by address: numba frees an array after its last use.
+    """
+    team = memory_of(address)
+    team[FUNCTION] = team[FORMS + form]
+    publish(team, shares)
+    share = take(team)
+    while share >= 0:
+        call_at(team[FUNCTION], (address, share))
+        finish(team)
+        share = take(team)
     looks = 0
     while load_shared(team, DONE) < shares:
         looks = rest(team, looks)
 
 
 @compiled
+def part_of(team: Array, share: int) -> tuple[int, int]:
+    """Return the first of the panels or tasks in a share, and one past the last."""
+    count = team[COUNT]
+    shares = team[SHARES]
+    return share * count // shares, (share + 1) * count // shares
+
+
+@compiled
+def describe(call: Array, array: Array) -> None:
+    """Write the address and the shape of an array to a description, int64[1 + dimensions or more]."""
+    call[0] = array.ctypes.data
+    for axis in range(array.ndim):
+        call[1 + axis] = array.shape[axis]
+
+
+@compiled
+def described(call: Array, kind: Any) -> Array:
+    """Return the matrix of this dtype that was described; see `describe`."""
+    return carray(pointer_to(call[0]), (call[1], call[2]), kind)
+
+
+@compiled
 def rest(team: Array, looks: int) -> int:
-    """Let time pass between two looks at a number; return how many looks there were."""
+    """Pause between two polls of a number; return the number of polls so far."""
     if looks < _SPINS or team[YIELD] == 0:
         pause()
     else:
@@ -113,7 +161,7 @@ def help_team(team: Array, address: int) -> None:
 
 
 def new_memory() -> np.ndarray:
-    """Return the memory of a new team, from a line of the processor's cache on."""
+    """Return the memory of a new team, aligned to cache lines."""
     room = np.zeros(WORDS + 8, dtype=np.int64)
     start = -room.ctypes.data % 64 // 8
     return room[start : start + WORDS]

@@ -1,4 +1,4 @@
-"""Passes of the compiled forward of decoders that look at a source."""
+"""Passes of the compiled forward of decoders with cross-attention."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class CompiledSourcePasses(ReadsSources, PackedPasses):
-    """The passes of a model whose decoder looks at a source, by the compiled forward; see `ReadsSources`."""
+    """The passes of the compiled forward of a decoder with cross-attention; see `ReadsSources`."""
 
     cross: CrossPanels
     decoder: CompiledDecoder
@@ -68,21 +68,21 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
             self._read_group(group, encoder)
 
     def _read_but_not_stored(self, sources: Sequence[Source], encoder: Any) -> Iterator[tuple[Source, int]]:
-        """Yield sources, and those after them, whose keys and values are still to be made, with their numbers of frames."""
+        """Yield sources, and sources after them in the queue, that lack keys and values, with their numbers of frames."""
         held = {source for source, _ in self.readers}
         for source in in_line(sources, TOGETHER):
             if source not in held and self not in source.ahead and encoder in source.states:
                 yield source, source.states[encoder].shape[1]
 
     def _read_group(self, group: list[Source], encoder: Any) -> None:
-        """Make keys and values of several sources by one product; a single source waits until it is stored."""
+        """Compute the keys and values of several sources by one product; a single source is computed when it is stored."""
         if len(group) < 2:
             return
         each = [_rows_of(source.states[encoder]) for source in group]
         read = self.reader.read(np.concatenate(each))
         ends = np.cumsum([len(rows) for rows in each])
         for source, own in zip(group, np.split(read, ends[:-1]), strict=True):
-            source.ahead[self] = own.copy()  # without those of the others
+            source.ahead[self] = own.copy()  # a copy does not keep the whole product in memory
 
     def misfit_of_encoder(self) -> str:
         why = misfit(self.model)

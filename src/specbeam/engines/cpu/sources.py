@@ -1,4 +1,4 @@
-"""Sources as compiled layers read them: keys and values, stored once for all rows that look at them."""
+"""Sources in the form that compiled layers read: keys and values, stored once for all rows that attend to them."""
 
 from typing import NamedTuple
 
@@ -8,17 +8,17 @@ from specbeam.core.compiling.compiler import Array, compiled
 
 
 class Sources(NamedTuple):
-    """The keys and values of sources, laid out as `attention.attend` reads, and which each session of a pass reads."""
+    """The keys and values of sources, in the layout of `attention.attend`, and the source of each session of a pass."""
 
     keys: Array  # float32 or uint16[layers, sources, heads, panels, size, WIDTH], see engines/cpu/cache_words.py
     values: Array  # the same numbers[layers, sources, heads, frames, width]
-    lengths: Array  # int64[sources]: frames of each; those behind them are not looked at
+    lengths: Array  # int64[sources]: number of frames of each; later frames are padding
     rows: Array  # int64[sessions]: the source of each session of a pass
 
 
 @compiled
 def no_sources() -> Sources:
-    """Return the sources of a model that reads none."""
+    """Return the sources of a model without cross-attention."""
     nothing = np.zeros((0, 0, 0, 0, 0, 0), dtype=np.float32)
     numbers = np.zeros(0, dtype=np.int64)
     return Sources(nothing, np.zeros((0, 0, 0, 0, 0), dtype=np.float32), numbers, numbers)
@@ -26,11 +26,11 @@ def no_sources() -> Sources:
 
 @compiled
 def no_distances() -> Array:
-    """Return how far back slots are for a model whose attention does not ask for it."""
+    """Return the distances of slots for a model whose attention needs none, see `Look.back`."""
     return np.zeros((0, 0), dtype=np.int32)
 
 
 @compiled
 def layers_of_sources(sources: Sources, first: int, stop: int) -> Sources:
-    """Return the sources as the layers first .. stop read them, as views."""
+    """Return the keys and values of sources in the layers first .. stop, as views."""
     return Sources(sources.keys[first:stop], sources.values[first:stop], sources.lengths, sources.rows)

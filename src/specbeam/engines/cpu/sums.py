@@ -1,11 +1,11 @@
-"""LLVM code for numba: the products of a few rows with a panel of a matrix.
+"""LLVM code for numba: products of a few rows with a panel of a matrix.
 
-The panel is streamed through registers, while the sums stay in other registers. Every sum goes over the depth in order, so
-that the result of a row does not depend on the other rows.
+The panel is streamed through registers, while the sums stay in other registers. Every sum runs over the depth in order, so
+the result of a row does not depend on the other rows.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from specbeam.engines.cpu.llvm import (
     CodeWriter,
     Value,
     constant,
+    numbers_in,
     places_in,
     spread_out,
 )
@@ -36,7 +37,7 @@ if compiling.AVAILABLE:
     elif "avx2" in features():
         LANES = 8
     MOST = 6 if LANES == 8 else 12  # rows at a time, whose sums fit in the registers
-    # Whether one instruction multiplies four pairs of bytes in each lane and adds the products up.
+    # Whether one instruction multiplies four pairs of bytes in each lane and adds up the products.
     DOTS_BYTES = {16: "avx512vnni", 8: "avxvnni"}.get(LANES) in features()
 else:
     LANES = 16
@@ -48,20 +49,34 @@ else:
 ACROSS = 2  # registers across a panel
 WIDTH = ACROSS * LANES  # columns of a panel
 STEP = 4  # steps of depth in a round of the loop, at least; every depth is a multiple of it
-_AHEAD = 32  # words of a column by which prefetching is ahead of the sums
+_AHEAD = 32  # prefetch distance in words of a column
 _STEPS_PER_NIBBLES = 8  # steps of depth in a word of numbers of 4 bits
 _LOWER = 0x0F0F0F0F  # the lower half of each byte
 FLOAT16_SCALE = np.float32(2.0**112)  # float32 exponents count from 127, those of float16 from 15
 
 
+class PanelPlaces(NamedTuple):
+    """Where `write_sums` finds its numbers in flat arrays: indices of their first words, and strides in words."""
+
+    weights: Any  # index of the panel
+    stride: Any  # between steps of depth of the panel
+    x: Any
+    x_pitch: Any  # between rows of x, where these are not transposed
+    out: Any
+    out_stride: Any  # between rows of the result
+    depth: Any  # number of steps
+    later: Any  # index of what is prefetched
+    later_stride: Any  # between the lines that are prefetched
+
+
 class _Loop(CodeWriter):
-    """A writer of the code that computes the products of a fixed number of rows with one panel.
+    """A writer of the code for the products of a fixed number of rows with one panel.
 
     Args:
         steps_per_word: steps of depth in a word of the panel: 1 for float32; 2 for bfloat16, the earlier step in the lower
             half.
         x_pitch: words between two rows of x, whose steps follow each other; None: the rows of x are transposed.
-        later: what `write_sums` calls `later_at` and `later_stride`; None: nothing is prefetched for later.
+        later: index and stride of the words that are prefetched, see `PanelPlaces`; None: nothing is prefetched for later.
     """
 
     later: tuple[Any, Any] | None = None
@@ -76,7 +91,7 @@ class _Loop(CodeWriter):
         self.words = ir.VectorType(WORD, LANES)
 
     def write(self, weights: Any, stride: Any, x: Any, out: Any, out_stride: Any, depth: Any) -> None:
-        """Write the code at the builder's position, and leave the builder after the loop. For arguments see `write_sums`."""
+        """Write the code at the builder's position, and leave the builder after the loop; see `PanelPlaces`."""
         self.weights = weights
         self.x = x
         self.stride = Value(self.builder, stride)
@@ -120,7 +135,7 @@ class _Loop(CodeWriter):
         return Value(self.builder, self.x_pitch) * row + step
 
     def _spread(self, index: Value, kind: Any = None) -> Value:
-        """Return a word of x in all lanes, as a number of type `kind`; None: of the type of x."""
+        """Return a word of x in all lanes, as a number of type `kind`; None: the type of x."""
         number = self.loaded(self.x, index, kind or self.x.type.pointee)
         return spread_out(self.builder, number, LANES)
 
@@ -133,7 +148,7 @@ class _Loop(CodeWriter):
         return sums
 
     def _panel_at(self, first: Value, kind: Any) -> list[Value]:
-        """Load registers across the panel, and prefetch those `_AHEAD` steps of depth later."""
+        """Load registers across the panel, and prefetch the registers `_AHEAD` steps of depth later."""
         skipped = self.stride * _AHEAD
         found = []
         for across in range(ACROSS):
@@ -148,7 +163,7 @@ class _Loop(CodeWriter):
     def _prefetch_later(self, word: Value) -> None:
         """Prefetch a line of the next panel while a word of this one is multiplied.
 
-        The sums of few rows take no longer than reading their panel does, which leaves no time to read another one.
+        With few rows, computing takes no longer than reading the panel, which leaves no time to read another panel.
         """
         if self.later is not None and self.rows > MOST // 2:
             start, stride = (Value(self.builder, one) for one in self.later)
@@ -159,12 +174,12 @@ class _Loop(CodeWriter):
 
 
 class _LoopOfHalves(_Loop):
-    """A `_Loop` for panels of float16, which become float32 as they are loaded."""
+    """A `_Loop` for panels of float16, converted to float32 as they are loaded."""
 
     def _columns_of(self, word: Value) -> list[list[Value]]:
         b = self.builder
         loaded = self._panel_at(word * self.stride, ir.VectorType(HALF_WORD, LANES))
-        if LANES > 4:  # one instruction does it
+        if LANES > 4:  # one instruction converts them
             halves = ir.VectorType(ir.HalfType(), LANES)
             return [[Value(b, b.fpext(bits.seen_as(halves).register, self.vector)) for bits in loaded]]
         scale = constant(b, self.vector, float(FLOAT16_SCALE))
@@ -179,7 +194,7 @@ class _LoopOfHalves(_Loop):
 
 
 class _LoopOfWords(_Loop):
-    """A `_Loop` for panels with a bfloat16 in each two bytes, such as keys and values of a cache in bfloat16."""
+    """A `_Loop` for bfloat16 numbers in two bytes each, such as keys and values of a cache."""
 
     def _columns_of(self, word: Value) -> list[list[Value]]:
         b = self.builder
@@ -189,10 +204,10 @@ class _LoopOfWords(_Loop):
 
 
 class _LoopOfWeights(_Loop):
-    """A `_Loop` for panels of numbers of 4 bits that stand for exact float32 weights; see engines/cpu/nibbles.py.
+    """A `_Loop` for panels of 4-bit numbers that represent exact float32 weights; see engines/cpu/nibbles.py.
 
-    A weight is number * scale - zero point * scale, in one operation that rounds once. Each of these products has few enough
-    bits, and so has the weight, so that none of them is rounded at all.
+    A weight is number * scale - zero point * scale, in one operation that rounds once. Both products and the weight have so
+    few bits that float32 holds them exactly.
     """
 
     def _columns_of(self, word: Value) -> Iterator[list[Value]]:
@@ -212,9 +227,9 @@ class _LoopOfWeights(_Loop):
 
 
 class _LoopOfBytes(_Loop):
-    """A `_Loop` for panels with four int8 in a word and rows with four uint8 in a word, which are summed as integers.
+    """A `_Loop` for panels with four int8 in a word and rows with four uint8 in a word, summed as integers.
 
-    So the result is the same number on every machine. In the panel the columns are followed by their scales, and by the
+    So the result is the same on every machine. In the panel the columns are followed by their scales, and by the
     contribution of the offset of x, 128, to their sums. x is followed by the scales of its rows.
     """
 
@@ -256,13 +271,13 @@ class _LoopOfBytes(_Loop):
 
 
 class _LoopOfNibbles(_LoopOfBytes):
-    """A `_LoopOfBytes` for panels with eight numbers of 4 bits in a word, in groups that have a scale for each column.
+    """A `_LoopOfBytes` for panels with eight 4-bit numbers in a word, in groups with a scale for each column.
 
-    Here the numbers of the panel are without a sign, 8 too large, and those of x are signed. The sum of a group is a whole
-    number. Only then it is multiplied by the scale, and added to those before. After the words of a group there is one word
-    for each two columns: its lower half is the scale of a column in the first half of the panel, a bfloat16, and its upper
-    half that of one in the second. After the scales of the rows of x there is, for each group and row, the correction for
-    the 8.
+    The numbers of the panel are unsigned, 8 too large, and those of x are signed. The sum of a group is an integer; it is
+    then multiplied by the scale and added to the sums of earlier groups. After the words of a group comes one word for each
+    two columns: its lower half is the scale, a bfloat16, of a column in the first half of the panel, its upper half the
+    scale of one in the second half. After the scales of the rows of x comes the correction for the 8, for each group and
+    row.
     """
 
     def _results(self) -> list[Value]:
@@ -304,72 +319,67 @@ class _LoopOfNibbles(_LoopOfBytes):
 if compiling.AVAILABLE:
 
     @intrinsic
-    def write_sums(
-        typing: Any, rows: Any, weights: Any, at: Any, stride: Any, x: Any, x_at: Any, out: Any, out_at: Any,
-        out_stride: Any, depth: Any, later_at: Any, later_stride: Any,
-    ) -> Any:  # fmt: skip
+    def write_sums(typing: Any, rows: Any, weights: Any, x: Any, out: Any, places: Any) -> Any:
         """Write the products of 1 to `MOST` rows with the columns of one panel to `out`.
 
-        out[out_at + row * out_stride + column] = sum over steps of x[x_at + step * rows + row] *
-        weights[at + step * stride + column]
+        out[out + row * out_stride + column] = sum over steps of x[x + step * rows + row] *
+        weights[weights + step * stride + column], with the numbers in `places`, see `PanelPlaces`.
 
-        Weights are float32; or uint32 with two bfloat16 each; or uint8, of which two are a float16; or uint64 with sixteen
-        numbers of 4 bits each, see engines/cpu/nibbles.py; or int32 with four int8 each, and x int32; or int16 with four
-        numbers of 4 bits each, and x uint32; both as `panels.write_transposed` makes them.
+        Weights are float32; uint32 with two bfloat16 each; uint8, two for a float16; uint64 with sixteen 4-bit numbers each,
+        see engines/cpu/nibbles.py; int32 with four int8 each, and x int32; or int16 with four 4-bit numbers each, and x
+        uint32; the last two as `panels.write_transposed` makes them.
 
-        Of more than half of `MOST` rows, the line of weights[later_at + word * later_stride] is prefetched for each word of
-        a column: the next panel is then in the cache when its turn comes.
+        With more than half of `MOST` rows, the line of weights[later + word * later_stride] is prefetched for each word of
+        a column, so that the next panel is already in the cache.
         """
 
-        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            number, _, at, stride, _, x_at, _, out_at, out_stride, depth, later_at, later_stride = args
-            later_at = builder.sub(later_at, at)  # the pointer to the weights is that of this panel
-            weights, x, out = places_in(context, builder, signature, args, ((1, at), (4, x_at), (6, out_at)))
-            kind = signature.args[1].dtype
-            if kind in (types.int16, types.uint64):  # the registers are words in any case
-                weights = builder.bitcast(weights, WORD.as_pointer())
-            if kind == types.uint8:
-                weights = builder.bitcast(weights, HALF_WORD.as_pointer())
+        def loop_of(builder: Any, rows: int, kind: Any, places: PanelPlaces) -> _Loop:
+            loop = _loop(builder, rows, kind)
+            # The pointer to the weights is that of this panel.
+            loop.later = (builder.sub(places.later, places.weights), places.later_stride)
+            return loop
 
-            def write(rows: int) -> None:
-                loop = _loop(builder, rows, kind)
-                loop.later = (later_at, later_stride)
-                loop.write(weights, stride, x, out, out_stride, depth)
-
-            _write_for_each(builder, number, write)
-            return context.get_dummy_value()
-
-        sizes = types.int64
-        return types.void(sizes, weights, sizes, sizes, x, sizes, out, sizes, sizes, sizes, sizes, sizes), code
+        return types.void(types.int64, weights, x, out, places), _code_of_sums(loop_of)
 
     @intrinsic
-    def write_row_sums(
-        typing: Any, rows: Any, weights: Any, at: Any, stride: Any, x: Any, x_at: Any, x_pitch: Any, out: Any, out_at: Any,
-        out_stride: Any, depth: Any,
-    ) -> Any:  # fmt: skip
-        """Write what `write_sums` writes, of rows of x that are not transposed: `x_pitch` apart.
+    def write_row_sums(typing: Any, rows: Any, weights: Any, x: Any, out: Any, places: Any) -> Any:
+        """Do `write_sums` for rows of x that are not transposed: `PanelPlaces.x_pitch` apart.
 
         Weights are float32, or uint16, the bits of bfloat16 numbers.
         """
 
-        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            number, _, at, stride, _, x_at, x_pitch, _, out_at, out_stride, depth = args
-            weights, x, out = places_in(context, builder, signature, args, ((1, at), (4, x_at), (7, out_at)))
-            is_words = signature.args[1].dtype == types.uint16
+        def loop_of(builder: Any, rows: int, kind: Any, places: PanelPlaces) -> _Loop:
+            loop = _LoopOfWords if kind == types.uint16 else _Loop
+            return loop(builder, rows, x_pitch=places.x_pitch)
 
-            def write(rows: int) -> None:
-                kind = _LoopOfWords if is_words else _Loop
-                kind(builder, rows, x_pitch=x_pitch).write(weights, stride, x, out, out_stride, depth)
+        return types.void(types.int64, weights, x, out, places), _code_of_sums(loop_of)
 
-            _write_for_each(builder, number, write)
-            return context.get_dummy_value()
 
-        sizes = types.int64
-        return types.void(sizes, weights, sizes, sizes, x, sizes, sizes, out, sizes, sizes, sizes), code
+def _code_of_sums(loop_of: Callable[[Any, int, Any, PanelPlaces], _Loop]) -> Callable[..., Any]:
+    """Return the function that writes the code of `write_sums`, by the loops for numbers of rows and a dtype of weights."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        places = PanelPlaces(*numbers_in(context, builder, signature.args[4], args[4]))
+        starts = ((1, places.weights), (2, places.x), (3, places.out))
+        weights, x, out = places_in(context, builder, signature, args, starts)
+        kind = signature.args[1].dtype
+        if kind in (types.int16, types.uint64):  # the registers are words in any case
+            weights = builder.bitcast(weights, WORD.as_pointer())
+        if kind == types.uint8:
+            weights = builder.bitcast(weights, HALF_WORD.as_pointer())
+
+        def write(rows: int) -> None:
+            loop = loop_of(builder, rows, kind, places)
+            loop.write(weights, places.stride, x, out, places.out_stride, places.depth)
+
+        _write_for_each(builder, args[0], write)
+        return context.get_dummy_value()
+
+    return code
 
 
 def _write_for_each(builder: Any, number: Any, write: Any) -> None:
-    """Write the code that chooses by `number`, 1 to `MOST`, among what `write` writes for each number of rows."""
+    """Write a switch on `number`, 1 to `MOST`, between the code that `write` writes for each number of rows."""
     end = builder.append_basic_block("end")
     choice = builder.switch(number, end)
     for rows in range(1, MOST + 1):
@@ -382,7 +392,7 @@ def _write_for_each(builder: Any, number: Any, write: Any) -> None:
 
 
 def _loop(builder: Any, rows: int, kind: Any) -> _Loop:
-    """Return the writer of the code for panels of a numba dtype."""
+    """Return the code writer for panels of a numba dtype."""
     loop, steps_per_word = {
         types.float32: (_Loop, 1),
         types.uint32: (_Loop, 2),

@@ -15,13 +15,13 @@ from specbeam.engines.cpu import shares
 from specbeam.engines.cpu.attention import ATTENTION_FORM_OF, attention_functions
 from specbeam.engines.cpu.panels import FORM_OF, share_functions
 
-# Weights from which on other threads help: they look for shares all the time, and products of smaller models are over too
-# soon for it to pay.
+# Weights from which other threads help: they poll for shares all the time, and products of smaller models are too short for
+# this to pay.
 HELPED_FROM = 30_000_000
 
 
 def threads_for(weights: int) -> int:
-    """Return the most threads for a model with this number of weights."""
+    """Return the maximum number of threads for a model with this number of weights."""
     return most_threads() if weights >= HELPED_FROM else 1
 
 
@@ -36,16 +36,16 @@ class Team:
         self._begin()
 
     def begin_anew(self) -> None:
-        """Start without helpers in a forked process: the threads of its parent, who may hold the lock, do not run in it.
+        """Start without helpers in a forked process: the parent's threads, which may hold the lock, do not run in it.
 
-        A caller in `threads` during a fork keeps the former memory, and does all shares by itself.
+        A caller in `threads` during a fork keeps the former memory, and does all shares itself.
         """
         forms = self.memory[shares.FORMS :].copy()
         self._begin()
         self.memory[shares.FORMS :] = forms
 
     def _begin(self) -> None:
-        self._alone = threading.RLock()  # a team serves one caller at a time, who may run two models
+        self._alone = threading.RLock()  # a team serves one caller at a time, which may run two models
         self.memory = shares.new_memory()
         self.address = self.memory.ctypes.data
         self.memory[shares.YIELD] = _address_of_yield()
@@ -53,33 +53,33 @@ class Team:
         self.depth = 0
 
     def learn(self, panels: np.ndarray) -> None:
-        """Share products with panels of this kind: compile the helpers' function, or load it from disk."""
+        """Let helpers share products with panels of this kind: compile their function, or load it from disk."""
         for dtype in {panels.dtype, np.dtype(np.int32) if panels.dtype == np.int8 else panels.dtype}:
             self.learn_function(FORM_OF[dtype.name], share_functions[dtype.name])
 
     def learn_attention(self, words: np.dtype) -> None:
-        """Make attention to caches of these numbers be shared, in the same way."""
+        """Let helpers share attention to caches of this dtype."""
         self.learn_function(ATTENTION_FORM_OF[words.name], attention_functions[words.name])
 
     def learn_function(self, form: int, function: Any) -> None:
-        """Let helpers call a compiled function for shares of a form, with the address of the memory and a share's number."""
+        """Let helpers call a compiled function for shares of a form, with the memory's address and the share's number."""
         if self.memory[shares.FORMS + form] == 0:
             self.memory[shares.FORMS + form] = address_of(function, 0, 0)
 
     @contextmanager
     def threads(self, most: int) -> Iterator[int]:
-        """Yield the argument `threads` of compiled code: 1, or the address of the team, whose helpers are awake meanwhile.
+        """Yield the argument `threads` of compiled code: 1, or the address of the team, whose helpers run in this context.
 
         Args:
-            most: number of threads, within `allowed_threads`. With more than one, other callers wait until this
-                context is left.
+            most: maximum number of threads, within `allowed_threads`. With more than one, other callers wait until this
+                context ends.
         """
         count = min(allowed_threads(), most)
         if count == 1:
             yield 1
             return
         with self._alone:
-            memory = self.memory  # which stays alive in here, also if this process forks meanwhile
+            memory = self.memory  # stays alive in this context, even if this process forks
             self.depth += 1
             try:
                 if self.depth == 1:
@@ -92,14 +92,14 @@ class Team:
                     memory[shares.OPEN] = 0
 
     def _open(self, count: int) -> None:
-        """Wake the helpers, and start missing ones, as far as the system lets this process have threads."""
+        """Start missing helpers, as many as the system allows, and wake all of them."""
         while len(self.wakers) < count - 1:
             waker = threading.Event()
             name = f"specbeam-{len(self.wakers) + 1}"
             thread = threading.Thread(target=_help, args=(self.memory, waker), name=name, daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # the system gives no more threads: the others do the shares
+            except RuntimeError:  # no more threads: the others do the shares
                 break
             self.wakers.append(waker)
         helpers = self.wakers[: count - 1]
@@ -110,7 +110,7 @@ class Team:
 
 
 def _help(memory: np.ndarray, waker: threading.Event) -> None:
-    """Help whenever the team is open."""
+    """Do shares whenever the team is open."""
     address = memory.ctypes.data
     while True:
         waker.wait()
@@ -119,7 +119,7 @@ def _help(memory: np.ndarray, waker: threading.Event) -> None:
 
 
 def _address_of_yield() -> int:
-    """Return the address of the C function that lets other threads run; 0 if it is unknown."""
+    """Return the address of the C function that yields the processor to other threads; 0 if there is none."""
     function: Any = getattr(ctypes.CDLL(None), "sched_yield", None) if os.name == "posix" else None
     return 0 if function is None else int(ctypes.cast(function, ctypes.c_void_p).value or 0)
 

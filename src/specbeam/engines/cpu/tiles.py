@@ -1,27 +1,27 @@
 """LLVM code for numba: products of sixteen rows at a time with the tile registers of Intel's AMX.
 
-A tile holds 16 rows of 64 bytes. One instruction adds to 16 x 16 sums the products of 16 rows of x with 16 columns of the
-matrix over 32 steps of depth, all in bfloat16: sixteen times the work of a vector instruction. A float32 is exactly the sum
-of three bfloat16. So three such instructions multiply float32 rows with a matrix of bfloat16, and the result differs only by
-the order of the sums and by terms below 1e-33, as tiles take denormals as zero. An infinity becomes NaN. The panels of
-bfloat16 already have the layout of tiles: a word holds the two steps of a column that are multiplied together.
+A tile holds 16 rows of 64 bytes. One instruction adds the products of 16 rows of x with 16 columns of the matrix, over 32
+steps of depth in bfloat16, to 16 x 16 sums: sixteen times the work of a vector instruction. A float32 is exactly the sum of
+three bfloat16, so three such instructions multiply float32 rows with a bfloat16 matrix. The result differs from that of
+vectors only by the order of the sums and by terms below 1e-33, as tiles treat denormals as zero; infinities become NaN.
+Panels of bfloat16 already have the layout of tiles: a word holds the two steps of a column that are multiplied together.
 
-Of bytes, another instruction takes 64 steps of depth and adds up integers. So the products of a matrix rounded to 8 bits are
-the same numbers as without tiles.
+Another instruction multiplies bytes over 64 steps of depth and adds up integers, so the products of a matrix rounded to 8
+bits are the same with and without tiles.
 """
 
 import ctypes
 import os
 import platform
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from specbeam.core import compiling
 from specbeam.core.compiling.compiler import Array, compiled
 from specbeam.core.compiling.uncounted import compiled_without_counts
-from specbeam.engines.cpu.llvm import TO_FIRST_CACHE, CodeWriter, Value, places_in, spread_out
+from specbeam.engines.cpu.llvm import TO_FIRST_CACHE, CodeWriter, Value, numbers_in, places_in, spread_out
 from specbeam.engines.cpu.rounding import BYTES_PER_WORD, rounded_row
 from specbeam.engines.cpu.sums import WIDTH
 
@@ -31,8 +31,8 @@ BYTES = 64
 _WORDS = BYTES // 4
 _TILE_WORDS = ROWS * _WORDS
 PARTS = 3  # of a float32: three bfloat16 hold all of its 24 bits
-_SHAPE = 16  # words of the configuration that sets the shapes of the tiles
-# of Linux: the number of the system call arch_prctl, its ARCH_REQ_XCOMP_PERM, and the state component of the tiles
+_SHAPE = 16  # words of the configuration of tile shapes
+# Linux: the number of the system call arch_prctl, its ARCH_REQ_XCOMP_PERM, and the state component of tiles
 _ARCH_PRCTL = 158
 _ASK_FOR_STATE = 0x1023
 _TILE_DATA = 18
@@ -55,8 +55,20 @@ else:
     release_tiles: Any = None
 
 
+class BlockPlaces(NamedTuple):
+    """Where `write_tile_sums` finds its numbers in flat arrays: indices of their first words, and sizes."""
+
+    weights: Any  # index of the panel
+    words: Any  # of a column
+    x: Any  # index of the block
+    rows: Any  # of a block
+    scales: Any  # index, in x, of the scales of these rows, if they are bytes
+    out: Any  # index of the result
+    columns: Any  # of the result
+
+
 def _permitted() -> bool:
-    """Ask Linux for permission to use tiles, as they enlarge the state of a thread; return whether it is given."""
+    """Ask Linux for permission to use tiles, which enlarge the state of a thread; return whether it is granted."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return False
     return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ASK_FOR_STATE, _TILE_DATA) == 0
@@ -74,12 +86,12 @@ class _Tiles(CodeWriter):
     """A writer of instructions on tiles."""
 
     def on_tiles(self, name: str, *given: Any) -> None:
-        """Write an instruction; integers among its operands are numbers of tiles."""
+        """Write an instruction; integer operands are numbers of tiles."""
         operands = [ir.Constant(ir.IntType(8), one) if isinstance(one, int) else one for one in given]
         self.call(f"llvm.x86.{name}", ir.VoidType(), *operands)
 
     def load_tile(self, number: int, array: Any, word: Value, pitch: Value) -> None:
-        """Load a tile from an array of words, from index `word` on, with rows `pitch` bytes apart."""
+        """Load a tile from an array of words, starting at index `word`, with rows `pitch` bytes apart."""
         self.on_tiles("tileloadd64", number, self.place(array, word, ir.IntType(8)), pitch.register)
 
     def store_tile(self, number: int, array: Any, word: Value, pitch: Value) -> None:
@@ -89,8 +101,8 @@ class _Tiles(CodeWriter):
 class _Panel(_Tiles):
     """A writer of the code for the products of a panel with one block of rows of x, or with two; see `write_tile_sums`.
 
-    The use of the tiles, if the depth fills whole ones: 0 to 3 are sums (two for each block), 4 and 5 are x, 6 and 7 are
-    columns. Otherwise 0 and 1 are sums, 2 is x, 3 and 4 are columns; 5 is x, and 6 and 7 are columns, for the rest of the
+    Use of the tiles if the depth is a multiple of theirs: 0 to 3 are sums (two for each block), 4 and 5 are x, 6 and 7 are
+    columns. Otherwise 0 and 1 are sums, 2 is x, 3 and 4 are columns; 5 is x, and 6 and 7 are columns for the rest of the
     depth.
     """
 
@@ -110,7 +122,7 @@ class _Panel(_Tiles):
         Args:
             x: numbers of the tiles of x, one for each block.
             columns: number of the first of two tiles of columns.
-            rest: the tile of x, and the first tile of columns, for the depth that does not fill a tile; None: there is none.
+            rest: the tile of x and the first tile of columns for the depth beyond whole tiles; None: there is none.
             pitch: bytes of a row of `out`.
         """
         b = self.builder
@@ -126,7 +138,7 @@ class _Panel(_Tiles):
         self._finish(blocks, Value(b, pitch))
 
     def _finish(self, blocks: int, pitch: Value) -> None:
-        """Write the code that stores the sums in `out`: they are the results."""
+        """Write the code that stores the sums in `out`."""
         for tile in range(2 * blocks):
             block, side = divmod(tile, 2)
             row = self.rows * block * (pitch // 4)
@@ -150,7 +162,7 @@ class _Panel(_Tiles):
 
 
 class _PanelOfBytes(_Panel):
-    """A `_Panel` of int8, for rows of uint8: the sums are integers, of which float32 are made in the end.
+    """A `_Panel` of int8, for rows of uint8: the sums are integers, converted to float32 at the end.
 
     The columns are followed by their scales, and by the contribution of the offset of x to their sums.
     """
@@ -159,9 +171,9 @@ class _PanelOfBytes(_Panel):
     product = "tdpbusd"
 
     def _finish(self, blocks: int, pitch: Value) -> None:
-        """Write the code that makes results of the sums, which stay next to each other until then.
+        """Write the code that converts the sums to results, in a contiguous buffer.
 
-        Rows of `out` may lie so far apart that all of them have the same few places in the processor's first cache.
+        Rows of `out` may be a distance apart that maps all of them to the same few sets of the first-level cache.
         """
         b = self.builder
         columns = self.words * WIDTH
@@ -188,32 +200,28 @@ class _PanelOfBytes(_Panel):
 if compiling.AVAILABLE:
 
     @intrinsic
-    def write_tile_sums(
-        typing: Any, weights: Any, at: Any, words: Any, x: Any, x_at: Any, rows: Any, both: Any, scales_at: Any, out: Any,
-        out_at: Any, columns: Any,
-    ) -> Any:  # fmt: skip
+    def write_tile_sums(typing: Any, weights: Any, x: Any, out: Any, both: Any, places: Any) -> Any:
         """Write the products of a block of rows of x with one panel to `out`; if `both`, of the next block too.
 
-        out[out_at + row * columns + column] = sum over depth of x times the panel that begins at weights[at]
+        out[out + row * columns + column] = sum over depth of x times the panel that begins at weights[weights], with the
+        numbers in `places`, see `BlockPlaces`.
 
         Args:
             weights: uint32, two bfloat16 in each; or int32, four int8 in each, with the scales and offsets of the columns.
-            words: of a column.
-            x: float32 in three parts of bfloat16, from x_at on, [blocks, parts, rows, words of the depth]; or uint8 in one.
-            rows: of a block.
-            scales_at: where in x the scales of these rows begin, if they are bytes.
+            x: float32 in three parts of bfloat16, [blocks, parts, rows, words of the depth]; or uint8 in one.
         """
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             kinds = signature.args
-            starts = ((0, args[1]), (3, args[4]), (3, args[7]), (8, args[9]))
+            where = BlockPlaces(*numbers_in(context, builder, kinds[4], args[4]))
+            starts = ((0, where.weights), (1, where.x), (1, where.scales), (2, where.out))
             weights, x, scales, out = places_in(context, builder, signature, args, starts)
             kind = _PanelOfBytes if kinds[0].dtype == types.int32 else _Panel
-            panel = kind(builder, (weights, x, scales, out), (args[2], args[5]))
-            pitch = (Value(builder, args[10]) * 4).register
-            left = Value(builder, args[2]) % _WORDS
+            panel = kind(builder, (weights, x, scales, out), (where.words, where.rows))
+            pitch = (Value(builder, where.columns) * 4).register
+            left = Value(builder, where.words) % _WORDS
             with builder.if_else(left < 1) as (fills, leaves):
-                with fills, builder.if_else(args[6]) as (two, one):
+                with fills, builder.if_else(args[3]) as (two, one):
                     with two:
                         panel.write(2, (4, 5), 6, None, pitch)
                     with one:
@@ -222,12 +230,11 @@ if compiling.AVAILABLE:
                     panel.write(1, (2,), 3, (5, 6), pitch)
             return context.get_dummy_value()
 
-        sizes = types.int64
-        return types.void(weights, sizes, sizes, x, sizes, sizes, types.boolean, sizes, out, sizes, sizes), code
+        return types.void(weights, x, out, types.boolean, places), code
 
     @intrinsic
     def begin_tiles(typing: Any, shape: Any) -> Any:
-        """Configure the shapes of the tiles, by the 64 bytes that the array `shape` begins with."""
+        """Configure the shapes of the tiles with the first 64 bytes of the array `shape`."""
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -238,7 +245,7 @@ if compiling.AVAILABLE:
 
     @intrinsic
     def release_tiles(typing: Any) -> Any:
-        """Release the tiles, so that the operating system need not save them when it switches threads."""
+        """Release the tiles, so that the operating system does not save them when it switches threads."""
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             _Tiles(builder).on_tiles("tilerelease")
@@ -249,9 +256,9 @@ if compiling.AVAILABLE:
 
 @compiled_without_counts
 def blocks(rows: int) -> tuple[int, int]:
-    """Return the number of blocks into which rows are cut, and the number of rows of each.
+    """Return the number of blocks of rows, and the number of rows of each.
 
-    The last block may begin before the end of the block before it.
+    The last block may overlap the block before it.
     """
     count = (rows + ROWS - 1) // ROWS
     return count, (rows + count - 1) // count
@@ -259,7 +266,7 @@ def blocks(rows: int) -> tuple[int, int]:
 
 @compiled
 def piece_count(rows: int) -> int:
-    """Return the number of pieces into which rows are cut: two blocks each, which are multiplied together."""
+    """Return the number of pieces of rows: two blocks each, which are multiplied together."""
     count, _ = blocks(rows)
     return (count + 1) // 2
 
@@ -271,11 +278,11 @@ def _start(block: int, each: int, rows: int) -> int:
 
 @compiled
 def _room(rows: int, words: int, row_words: int) -> Array:
-    """Return room for rows packed for tiles, preceded by the configuration of the tiles (see `_Panel`).
+    """Return room for rows packed for tiles, after the configuration of the tiles (see `_Panel`).
 
     Args:
         words: of the depth.
-        row_words: words of a row with all that goes with it.
+        row_words: words of a packed row, its scale included.
     """
     count, each = blocks(rows)
     size = _SHAPE + count * each * row_words
@@ -300,7 +307,7 @@ def _room(rows: int, words: int, row_words: int) -> Array:
 
 @compiled
 def packed_rows(x: Array, panels: Array) -> Array:
-    """Return float32 rows in three parts of bfloat16, whose sum is exact, in the layout that `write_tile_sums` takes."""
+    """Return float32 rows split exactly into three bfloat16 parts, in the layout of `write_tile_sums`."""
     rows, depth = x.shape
     words = depth // 2
     (count, each) = blocks(rows)
@@ -348,11 +355,11 @@ def _multiply_blocks(
     while block < stop:
         start = _start(block, each, rows)
         both = words % _WORDS == 0 and block + 1 < stop and _start(block + 1, each, rows) == start + each
-        write_tile_sums(
-            weights.reshape(-1), panel * weights.shape[1], words, packed,
-            _SHAPE + block * block_words, each, both, scales_at + block * each, result,
-            start * columns + panel * WIDTH, columns,
-        )  # fmt: skip
+        first = _SHAPE + block * block_words
+        goal = start * columns + panel * WIDTH
+        scales = scales_at + block * each
+        places = BlockPlaces(panel * weights.shape[1], words, first, each, scales, goal, columns)
+        write_tile_sums(weights.reshape(-1), packed, result, both, places)
         block += 2 if both else 1
 
 
@@ -377,7 +384,7 @@ def packed_bytes(x: Array, panels: Array) -> Array:
 
 @compiled_without_counts
 def _pack_bytes(x: Array, packed: Array) -> None:
-    """Write what `packed_bytes` returns behind the configuration of the tiles."""
+    """Write the rows and scales of `packed_bytes` after the configuration of the tiles."""
     rows, depth = x.shape
     words = depth // BYTES_PER_WORD
     (count, each) = blocks(rows)

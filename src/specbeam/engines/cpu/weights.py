@@ -9,10 +9,10 @@ from specbeam.engines.cpu.extras import Extras, layers_of_extras
 
 @borrowed
 class CrossWeights(NamedTuple):
-    """The weights of the sublayers that look at a source, stacked as in `Weights`; of no panels where layers have none."""
+    """The weights of the cross-attention sublayers, stacked as in `Weights`; no panels if the layers have none."""
 
-    before: Array  # float32[layers, ...]: weights of the norm before it
-    after: Array  # float32[layers, ...]: of the norm behind it, see `Extras.norm_of_sum`
+    before: Array  # float32[layers, ...]: weights of the norm before the sublayer
+    after: Array  # float32[layers, ...]: of the norm after it, see `Extras.norm_of_sum`
     query: Array  # in panels
     query_bias: Array  # float32[layers, heads * size], or of no columns
     out: Array  # in panels
@@ -21,10 +21,10 @@ class CrossWeights(NamedTuple):
 
 @borrowed
 class Weights(NamedTuple):
-    """The weights of all layers, stacked. Matrices are in panels; matrices that read the same rows are joined to one.
+    """The weights of all layers, stacked. Matrices are in panels; matrices that read the same rows are joined.
 
-    The weight of a norm is that of an RMSNorm, float32[hidden]; of a LayerNorm it is the weight and then the bias,
-    float32[2 * hidden]; where there is no norm it has no numbers.
+    The weight of an RMSNorm is float32[hidden]; of a LayerNorm float32[2 * hidden], the weight and then the bias; of a
+    missing norm float32[0].
     """
 
     before_attention: Array  # float32[layers, ...]: weights of the norm before attention
@@ -39,6 +39,11 @@ class Weights(NamedTuple):
     inner: int  # columns of the inner layer
     extras: Extras
     cross: CrossWeights
+
+    @property
+    def matrices(self) -> tuple[Array, Array, Array, Array]:
+        """The panels of all matrices except cross-attention's."""
+        return self.qkv, self.out, self.gate_up, self.down
 
 
 _weights = borrowed_views(Weights)

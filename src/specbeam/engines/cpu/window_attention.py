@@ -1,12 +1,12 @@
-"""Attention of the rows of long windows to all rows of their window, alone or with a team of threads.
+"""Attention of all rows of long windows to each other, on one thread or shared with a team of threads.
 
-Every row looks at every other, so nothing is masked, and the rows of a window are its keys, too. Queries are taken `WIDTH`
-at a time, side by side in registers: their scores of all keys are one product, with keys as its rows; softmax goes down the
-keys for all of these queries at once; and mixing values is a second product, with the dimensions of values as its rows. Only
-the scores of these queries are ever there, float32[frames, WIDTH], in the processor's cache.
+No row is masked, and the rows of a window are its keys, too. A block of `WIDTH` queries lies side by side in registers.
+Their scores for all keys are one product, whose rows are the keys. Softmax runs over the keys for all of them at once.
+Mixing the values is a second product, whose rows are the dimensions of the values. Only the scores of one block are in
+memory, float32[frames, WIDTH], and stay in the processor's cache.
 
-A task is such a block of queries of one head. Tasks share nothing that they write, and each is done by one thread: so the
-numbers are the same with any number of threads, and whatever other windows are in the pass.
+A task is a block of queries of one head. Tasks write to separate places, and one thread does each of them, so neither the
+number of threads nor other windows of the pass change the results.
 """
 
 from typing import NamedTuple
@@ -16,28 +16,26 @@ import numpy as np
 from specbeam.core.compiling.atomics import carray, pointer_to
 from specbeam.core.compiling.compiler import Array, compiled
 from specbeam.core.compiling.uncounted import compiled_without_counts
-from specbeam.engines.cpu.attention import ATTENTION_FORM_OF
+from specbeam.engines.cpu.attention import ATTENTION_FORM_OF, SHARES_EACH
 from specbeam.engines.cpu.odds import write_odds
-from specbeam.engines.cpu.panels import has_form, part_count
+from specbeam.engines.cpu.panels import part_count, part_of_rows
 from specbeam.engines.cpu.shares import (
     COUNT,
-    FORMS,
-    FUNCTION,
     PANELS,
-    SHARES,
     THREADS,
-    WORDS,
-    finish,
-    publish,
-    take,
-    wait_for_all,
+    describe,
+    described,
+    has_form,
+    memory_of,
+    part_of,
+    share_out,
 )
-from specbeam.engines.cpu.sums import STEP, WIDTH, write_sums
+from specbeam.engines.cpu.sums import STEP, WIDTH, PanelPlaces, write_sums
 
-FORM = max(ATTENTION_FORM_OF.values()) + 1  # its number in the memory of a team, after the forms of attention to caches
-_SHARES_EACH = 4  # of tasks for each thread
-# Places in the description of a call, int64[`_FIELDS`].
-_QKV, _ROWS, _COLUMNS, _ENDS, _WINDOWS, _OUT, _WIDE, _HEADS, _SIZE, _SCALE, _FIELDS = range(11)
+FORM = max(ATTENTION_FORM_OF.values()) + 1  # number in the memory of a team, after the forms of attention to caches
+# Places in the description of a call, int64[`_FIELDS`]: the address and the shape of each array, and numbers.
+_QKV, _ENDS, _OUT = range(0, 9, 3)
+_HEADS, _SIZE, _SCALE, _FIELDS = range(9, 13)
 
 
 class Windows(NamedTuple):
@@ -52,14 +50,14 @@ class Windows(NamedTuple):
 
 
 class WindowRoom(NamedTuple):
-    """Arrays that the tasks of a thread write into one after the other."""
+    """Scratch arrays of a thread, overwritten by each of its tasks."""
 
     queries: Array  # float32[size * WIDTH]: step by step, the queries of a task side by side
     keys: Array  # float32[frames * size] of a head, in the parts that `write_sums` takes
-    values: Array  # the same, of more frames if `STEP` does not divide them
-    scores: Array  # float32[frames, WIDTH], or odds
+    values: Array  # the same, with the frames rounded up to a multiple of `STEP`
+    scores: Array  # float32[frames, WIDTH]: scores, then exponentials
     mixed: Array  # float32[size, WIDTH]
-    total: Array  # float32[WIDTH]: the sum of the odds of each query
+    total: Array  # float32[WIDTH]: the sum of the exponentials of each query
 
 
 @compiled_without_counts
@@ -72,8 +70,7 @@ def _gather_keys(qkv: Array, first: int, frames: int, column: int, size: int, ke
     """Write the keys of a head to `keys`: part by part, each with a row for each dimension."""
     parts = part_count(frames)
     for part in range(parts):
-        start = part * frames // parts
-        count = (part + 1) * frames // parts - start
+        start, count = part_of_rows(part, parts, frames)
         for row in range(count):
             source = qkv[first + start + row]
             for place in range(size):
@@ -86,8 +83,7 @@ def _gather_values(qkv: Array, first: int, frames: int, column: int, size: int, 
     deep = _in_steps(frames)
     parts = part_count(size)
     for part in range(parts):
-        start = part * size // parts
-        count = (part + 1) * size // parts - start
+        start, count = part_of_rows(part, parts, size)
         for frame in range(frames):
             source = qkv[first + frame]
             for row in range(count):
@@ -113,27 +109,27 @@ def _gather_queries(
 
 @compiled_without_counts
 def _attend_block(room: WindowRoom, frames: int, size: int) -> None:
-    """Mix the values of `room` by the odds of its queries, not yet divided by their sums, into `room.mixed`."""
+    """Write the mixed values of the queries to `room.mixed`, not yet divided by the sums in `room.total`."""
     parts = part_count(frames)
     flat = room.scores.reshape(-1)
     for part in range(parts):
-        start = part * frames // parts
-        count = (part + 1) * frames // parts - start
-        write_sums(count, room.queries, 0, WIDTH, room.keys, start * size, flat, start * WIDTH, WIDTH, size, 0, 0)
+        start, count = part_of_rows(part, parts, frames)
+        places = PanelPlaces(0, WIDTH, start * size, 0, start * WIDTH, WIDTH, size, 0, 0)
+        write_sums(count, room.queries, room.keys, flat, places)
     write_odds(room.scores, frames, room.total)
     deep = _in_steps(frames)
     flat[frames * WIDTH : deep * WIDTH] = np.float32(0)
     mixed = room.mixed.reshape(-1)
     parts = part_count(size)
     for part in range(parts):
-        start = part * size // parts
-        count = (part + 1) * size // parts - start
-        write_sums(count, flat, 0, WIDTH, room.values, start * deep, mixed, start * WIDTH, WIDTH, deep, 0, 0)
+        start, count = part_of_rows(part, parts, size)
+        places = PanelPlaces(0, WIDTH, start * deep, 0, start * WIDTH, WIDTH, deep, 0, 0)
+        write_sums(count, flat, room.values, mixed, places)
 
 
 @compiled_without_counts
 def _do_tasks_in(room: WindowRoom, begin: int, end: int, work: Windows) -> None:
-    """Do the tasks begin .. end of `attend_within` in a room that has been made."""
+    """Do the tasks begin .. end of `attend_within`, in scratch arrays of the caller."""
     qkv = work.qkv
     heads = work.heads
     size = work.size
@@ -207,51 +203,28 @@ def attend_within(work: Windows, threads: int) -> None:
 @compiled
 def _attend_with_team(work: Windows, tasks: int, address: int) -> None:
     """Do all tasks of `attend_within`, with the team whose memory is at this address."""
-    team = carray(pointer_to(address), (WORDS,), np.int64)
+    team = memory_of(address)
     scales = np.array([work.scale])
     call = np.empty(_FIELDS, dtype=np.int64)
-    call[_QKV] = work.qkv.ctypes.data
-    call[_ROWS] = work.qkv.shape[0]
-    call[_COLUMNS] = work.qkv.shape[1]
-    call[_ENDS] = work.ends.ctypes.data
-    call[_WINDOWS] = len(work.ends)
-    call[_OUT] = work.out.ctypes.data
-    call[_WIDE] = work.out.shape[1]
+    describe(call[_QKV:], work.qkv)
+    describe(call[_ENDS:], work.ends)
+    describe(call[_OUT:], work.out)
     call[_HEADS] = work.heads
     call[_SIZE] = work.size
     call[_SCALE] = scales.ctypes.data
-    team[FUNCTION] = team[FORMS + FORM]
     team[PANELS] = call.ctypes.data
     team[COUNT] = tasks
-    _share_tasks(team, call, scales, work, tasks)
-
-
-@compiled
-def _share_tasks(team: Array, call: Array, scales: Array, work: Windows, tasks: int) -> None:
-    """Do the tasks that `call` describes, together with helpers. The caller keeps all arrays until then.
-
-    They are arguments for that reason alone; see `attention._share_tasks`.
-    """
-    shares = min(team[THREADS] * _SHARES_EACH, tasks)
-    publish(team, shares)
-    share = take(team)
-    while share >= 0:
-        _do_tasks(share * tasks // shares, (share + 1) * tasks // shares, work)
-        finish(team)
-        share = take(team)
-    wait_for_all(team, shares)
+    share_out(address, FORM, min(team[THREADS] * SHARES_EACH, tasks), (call, scales))
 
 
 @compiled
 def do_window_share(address: int, share: int) -> None:
     """Do a share of the attention that the memory of a team describes."""
-    team = carray(pointer_to(address), (WORDS,), np.int64)
+    team = memory_of(address)
     call = carray(pointer_to(team[PANELS]), (_FIELDS,), np.int64)
-    qkv = carray(pointer_to(call[_QKV]), (call[_ROWS], call[_COLUMNS]), np.float32)
-    ends = carray(pointer_to(call[_ENDS]), (call[_WINDOWS],), np.int64)
-    out = carray(pointer_to(call[_OUT]), (call[_ROWS], call[_WIDE]), np.float32)
+    ends = carray(pointer_to(call[_ENDS]), (call[_ENDS + 1],), np.int64)
     scales = carray(pointer_to(call[_SCALE]), (1,), np.float32)
-    tasks = team[COUNT]
-    shares = team[SHARES]
-    work = Windows(qkv, ends, call[_HEADS], call[_SIZE], scales[0], out)
-    _do_tasks(share * tasks // shares, (share + 1) * tasks // shares, work)
+    qkv = described(call[_QKV:], np.float32)
+    out = described(call[_OUT:], np.float32)
+    begin, end = part_of(team, share)
+    _do_tasks(begin, end, Windows(qkv, ends, call[_HEADS], call[_SIZE], scales[0], out))

@@ -1,22 +1,21 @@
-"""Layers of encoders of long windows: parts of `layers` with the attention of `window_attention`."""
+"""Layers of encoders of long windows: the parts of `layers`, with the attention of `window_attention`."""
 
 import numpy as np
 
 from specbeam.core.compiling.compiler import Array, compiled
-from specbeam.engines.cpu.layers import LayerRoom, add_sublayer, layer_room, normalise, run_inner, write_qkv
-from specbeam.engines.cpu.panels import multiply
+from specbeam.engines.cpu.layers import add_mixed, layer_room, normalise, run_inner, write_qkv
 from specbeam.engines.cpu.rows import Stack
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.cpu.window_attention import Windows, attend_within
 
-# Rows that are multiplied together. A product looks at all of them for each panel, so they should stay in the processor's
-# cache; and it reads each panel once for all of them, so they should not be few.
+# Rows in a product. It reads all of them for each panel, so they should fit the processor's cache, and it reads each panel
+# once for all of them, so there should be many.
 ROWS_TOGETHER = 96
 
 
 @compiled
 def all_window_layers(x: Array, stack: Stack, positions: Array, ends: Array, threads: int) -> None:
-    """Run the layers one after the other on x, float32[rows, hidden], in place: each row looks at all of its window.
+    """Run the layers one after the other on x, float32[rows, hidden], in place: each row attends to its whole window.
 
     Args:
         stack: layers with as many heads of keys as of queries, and no biases or caps of scores.
@@ -41,14 +40,6 @@ def all_window_layers(x: Array, stack: Stack, positions: Array, ends: Array, thr
         for first in range(0, count, ROWS_TOGETHER):
             stop = min(first + ROWS_TOGETHER, count)
             own = room if stop - first == len(room.normed) else last_room
-            _finish_layer(x[first:stop], mixed[first:stop], stack, layer, own)
-
-
-@compiled
-def _finish_layer(x: Array, mixed: Array, stack: Stack, layer: int, room: LayerRoom) -> None:
-    """Finish a layer for some rows, given their mixed values: output matrix and inner layer."""
-    weights = stack.weights
-    extras = weights.extras
-    multiply(mixed, weights.out[layer], room.out, room.threads)
-    add_sublayer(x, room.out, extras.out_bias[layer], extras.after_attention[layer], stack.eps, extras)
-    run_inner(x, weights, layer, stack.eps, room)
+            some = x[first:stop]
+            add_mixed(some, mixed[first:stop], stack, layer, own)
+            run_inner(some, weights, layer, stack.eps, own)

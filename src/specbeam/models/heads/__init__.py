@@ -1,4 +1,4 @@
-"""Draft heads: small modules on the hidden states of a target, which draft for it. Their files, their shapes, their rows."""
+"""Draft heads: small modules that draft for a target from its hidden states; readers of their files, and draft models."""
 
 from specbeam.core.lazy import attached
 

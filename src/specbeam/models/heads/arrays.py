@@ -1,4 +1,4 @@
-"""Arrays of draft heads, each kind once. Axes of the same name are equal in a call; `*rows` are any number of axes."""
+"""Types of the arrays of draft heads. Axes of the same name are equal in a call; `*rows` are any number of axes."""
 
 import numpy as np
 from jaxtyping import Bool, Float, Int64
@@ -6,7 +6,7 @@ from torch import Tensor
 
 Rows = Float[Tensor, "*rows width"]  # hidden states, features or embeddings
 PerRow = Int64[Tensor, "*rows"]  # tokens or positions of rows
-TargetStates = Float[Tensor, "*rows states"]  # hidden states of the target, those of all taps side by side
+TargetStates = Float[Tensor, "*rows states"]  # hidden states of the target at all taps, concatenated
 Odds = Float[Tensor, "*rows"]
 States = Float[Tensor, "*rows state"]  # carried from draft to draft
 StatesAbove = Float[Tensor, "*rows above"]  # of the parents
@@ -16,7 +16,7 @@ Logits = Float[Tensor, "_ draft_vocab"]
 Blocks = Float[Tensor, "*rows each _"]  # rows of blocks
 TokenMap = Int64[Tensor, " draft_vocab"] | None  # the target's token for each of the head's; None: the same tokens
 
-# Trees of tokens, one in each row
+# Trees of tokens, one per row
 PerNode = Bool[Tensor, "trees length"]
 Columns = Int64[Tensor, "trees length"]  # a column for each node
 TreeRows = Float[Tensor, "trees length width"]
@@ -24,6 +24,6 @@ Anchors = Int64[Tensor, "trees anchors"]  # columns of nodes under which extra r
 AnchorRows = Float[Tensor, "trees anchors depth width"]
 
 # On the host
-Nodes = Int64[np.ndarray, " nodes"]  # numbers of nodes in a session's trie, or a number for each
-AnyNodes = Int64[np.ndarray, " _"]  # the same in lists, whose lengths differ
+Nodes = Int64[np.ndarray, " nodes"]  # numbers of nodes in a session's trie, or a number for each node
+AnyNodes = Int64[np.ndarray, " _"]  # the same, for lists of arrays of different lengths
 Flags = Bool[np.ndarray, " nodes"]

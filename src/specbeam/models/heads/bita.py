@@ -1,4 +1,4 @@
-"""BiTA: learnt mask embeddings, and a learnt prefix that only they see, in the target's own pass (arXiv 2401.12522)."""
+"""BiTA: learned mask embeddings in the target's own pass, with a learned prefix that only they see (arXiv 2401.12522)."""
 
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Bita(ExtraHead):
     """Soft prompts and mask embeddings.
 
-    The soft prompts are keys and values for each layer, which are not rotated and stand at no position.
+    The soft prompts are keys and values for each layer, without rotation and without a position.
 
     Args:
         depth: number of mask embeddings.

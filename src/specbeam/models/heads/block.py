@@ -1,9 +1,9 @@
-"""Block heads: one pass drafts a whole block below a decided token, from features of the target.
+"""Block heads: one pass drafts a whole block below a committed token, from features of the target.
 
-The first row of a block reads the embedding of its root, the first token that the target has not scored; the others read
-that of a mask token. All rows look at the features of the tokens above the root, and at each other. In DFlash heads this
-makes the laws of the drafts; in DSpark, Domino, DFlash2 and XPress heads these depend on the tokens above, too
-(heads/correction.py).
+The first row of a block reads the embedding of its root, the first token that the target has not scored; the other rows
+read the embedding of a mask token. All rows attend to the features of the tokens above the root, and to each other. In
+DFlash heads the rows determine the laws of the drafts; in DSpark, Domino, DFlash2 and XPress heads the laws also depend on
+the tokens above (heads/correction.py).
 """
 
 from collections.abc import Iterator
@@ -28,6 +28,7 @@ from specbeam.models.heads.correction import (
 from specbeam.models.heads.head import (
     DraftRows,
     LayeredHead,
+    capped,
     described_rope,
     described_taps,
     described_views,
@@ -43,25 +44,25 @@ class BlockShape:
     """The shape of a block head.
 
     Attributes:
-        sizes: of its layers.
-        layers: number of them.
+        sizes: of a layer.
+        layers: their number.
         taps: the hidden states of the target that make a feature, see `Needs.columns`.
-        target_width: of each of them.
+        target_width: size of a hidden state of the target.
         rows: number of rows of a block.
-        first_row: the row that gives the law of the first draft: 0, that of the root itself ("anchored"), or 1, the first
-            mask row.
-        draft_vocab: number of tokens that the head gives logits for.
+        first_row: the row that gives the law of the first draft: 0, the row of the root ("anchored"), or 1, the first mask
+            row.
+        draft_vocab: number of tokens of the head.
         correction: how the law of a draft depends on the tokens above it: "no", or one of `CORRECTIONS`.
-        rank: of the matrices of the correction; of a "prefix" the size of its network.
-        has_confidence: whether the head estimates how likely a draft is to be accepted.
-        confidence_reads_token: whether it reads the token above for that.
-        inner: size of the state of a "prefix", of the inner layer of a "refiner"; number of tokens of a "selector".
-        pure_drafts: number of drafts, one below the other, that a "prefix" does not correct.
-        local_rows: number of rows of a block that are mixed around attention and inner layers (DFlash2); 0: none are.
-        local_group: number of columns that are mixed alike.
-        logit_scale: factor of logits before they are corrected.
-        logit_cap: bound of their absolute values after that, by a hyperbolic tangent; 0: none.
-        views: how far back the rows of each layer look; (): at everything above, and at all rows of their block.
+        rank: of the matrices of the correction; the size of the network of a "prefix".
+        has_confidence: whether the head estimates the acceptance probability of a draft.
+        confidence_reads_token: whether this estimate reads the token above.
+        inner: size of the state of a "prefix" or of the inner layer of a "refiner"; number of tokens of a "selector".
+        pure_drafts: number of successive drafts that a "prefix" does not correct.
+        local_rows: number of rows of a block that are mixed around attention and inner layers (DFlash2); 0: none.
+        local_group: number of columns that share mixing weights.
+        logit_scale: factor of logits before the correction.
+        logit_cap: bound of their absolute values, by a hyperbolic tangent; 0: none.
+        views: which rows the rows of each layer attend to; (): everything above, and all rows of their block.
     """
 
     sizes: LayerSizes
@@ -85,11 +86,11 @@ class BlockShape:
 
     @property
     def depth(self) -> int:
-        """The number of drafts, one below the other, of a block."""
+        """The number of successive drafts of a block."""
         return self.rows - self.first_row
 
 
-# The corrections by name: the kind of head that has them, and the prefix of their tensors in files.
+# The corrections by name: their kind of head, and the prefix of their tensors in files.
 CORRECTIONS = {
     "vanilla": ("DSpark", "markov_head"),
     "gated": ("DSpark", "markov_head"),
@@ -120,25 +121,25 @@ def new_correction(shape: BlockShape, embedding: nn.Embedding) -> Correction:
 
 
 class Confidence(nn.Module):
-    """How likely a draft is to be accepted, as the logit of these odds."""
+    """An estimate of the acceptance probability of a draft."""
 
     def __init__(self, reads: int) -> None:
         super().__init__()
         self.proj = nn.Linear(reads, 1)
 
     def forward(self, x: Float[Tensor, "drafts reads"]) -> Odds:
-        """Return the logits of the odds."""
+        """Return the logits of acceptance probabilities."""
         return self.proj(x)[:, 0]
 
 
 class BlockHead(LayeredHead):
-    """A head of this kind, as a module whose tensors have the names of speculators' files.
+    """A block head; its tensors have the names of speculators' files.
 
     Equations (12) to (22) of the project's notes on heads; sources: DFlash and DFlash2 (z-lab/dflash), DSpark
     (deepseek-ai/DeepSpec), Domino (SpecForge), XPress (vllm-project/speculators).
 
     Args:
-        mask: the token whose embedding the rows after the first one read.
+        mask: the token whose embedding the mask rows read.
     """
 
     shape: BlockShape
@@ -172,7 +173,7 @@ class BlockHead(LayeredHead):
 
     @property
     def correction(self) -> Correction:
-        """How laws depend on the tokens above."""
+        """The correction of laws by the tokens above."""
         if self.shape.correction == "no":
             return self.plain
         return getattr(self, CORRECTIONS[self.shape.correction][1])
@@ -202,19 +203,19 @@ class BlockHead(LayeredHead):
         return [attention.keys_and_values(features, angles) for attention in attentions]
 
     def blocks(self, roots: PerRow, positions: PerRow, attend: Attend) -> Blocks:
-        """Return the rows of the blocks below roots, from which logits are made; see also `Correction.reads_mean`.
+        """Return the rows of the blocks below roots, which make the logits; see also `Correction.reads_mean`.
 
         Args:
             roots: the tokens of the roots.
             positions: of the roots.
-            attend: lets the rows of a block look at the nodes above their root, and at each other.
+            attend: lets the rows of a block attend to the nodes above their root, and to each other.
         """
         filled = torch.full((*roots.shape, self.shape.rows), self.mask, device=roots.device)
         filled[..., 0] = roots
         return self.rows_after_layers(self.embed_tokens(filled).to(self.fc.weight.dtype), positions, attend)
 
     def rows_after_layers(self, x: Blocks, positions: PerRow, attend: Attend) -> Blocks:
-        """Return the rows of blocks that the layers make of their first rows; see `blocks`."""
+        """Return the rows of blocks after all layers, given the input of the first layer; see `blocks`."""
         angles = self.rotary(positions[..., None] + torch.arange(x.shape[-2], device=x.device))
         for number, layer in enumerate(self.layers):
             x = layer(x, angles, number, attend)
@@ -224,7 +225,7 @@ class BlockHead(LayeredHead):
         return rows
 
     def first_states(self, rows: Rows, tokens: PerRow, above: PerRow) -> States:
-        """Return the states of the correction that roots get.
+        """Return the correction's states at roots.
 
         Args:
             rows: the first rows of their blocks.
@@ -237,24 +238,22 @@ class BlockHead(LayeredHead):
         return correction.start(rows, tokens, above)
 
     def corrected(self, far: int, rows: Rows, tokens: PerRow, states: States) -> Corrected:
-        """Return the logits below nodes, and the states that their children get.
+        """Return the logits below nodes, and the states for their children.
 
         Args:
-            far: how far the nodes are below the roots of their blocks.
-            rows: of the blocks at their depth.
+            far: depth of the nodes below the roots of their blocks.
+            rows: of the blocks at this depth.
             tokens: of the nodes.
-            states: that they get from above.
+            states: from the nodes' parents.
         """
         shape = self.shape
         base: Tensor = self.lm_head(rows[..., : shape.sizes.width])
         if shape.logit_scale != 1:
             base = base * shape.logit_scale
-        if shape.logit_cap:
-            base = torch.tanh(base / shape.logit_cap) * shape.logit_cap
-        return self.correction(BlockNodes(far, rows, tokens, states, base))
+        return self.correction(BlockNodes(far, rows, tokens, states, capped(base, shape.logit_cap)))
 
     def confidence(self, rows: Rows, tokens: PerRow) -> Odds | None:
-        """Return the logits of the odds that the drafts below these tokens are accepted; None if there are none."""
+        """Return the logits of the acceptance probabilities of drafts below these tokens; None without an estimate."""
         if not self.shape.has_confidence:
             return None
         rows = rows[..., : self.shape.sizes.width]
@@ -267,7 +266,7 @@ class BlockHead(LayeredHead):
         return self.drafts_in(self.blocks(trees.tokens, trees.depths, self.attend_in(trees)), trees, depth, wanted)
 
     def attend_in(self, trees: ScoredTrees) -> Attend:
-        """Return the attention of the rows of the blocks below all nodes of trees: to the nodes above, and to each other."""
+        """Return the attention of the rows of blocks below all nodes of trees: to the nodes above, and to each other."""
         features = self.features(trees.states_at(self.taps))
         return BlocksOnTrees(trees, self.shape.views, self.context(features, trees.depths)).attend
 
@@ -306,19 +305,19 @@ class BlockHead(LayeredHead):
         return found
 
     def other_readings(self, layers: int) -> Iterator[tuple[str, "BlockHead"]]:
-        """See `Head.other_readings`: the numbers of hidden states, positions, and which row drafts first."""
+        """See `Head.other_readings`: taps, base of the positions, attention in windows, and the row of the first draft."""
         shape = self.shape
         yield from self.with_moved_taps(layers)
         yield from self.with_usual_base()
         if any(view.within for view in shape.views):
             yield from self._other_views()
-        # A refiner is made for one of them.
+        # The tensors of a refiner fit one of them only.
         if shape.rows - (1 - shape.first_row) >= 1 and shape.correction != "refiner":
             name = "first mask row" if shape.first_row == 0 else "row of the root"
             yield f"the {name} for the first draft", self.changed(first_row=1 - shape.first_row)
 
     def _other_views(self) -> Iterator[tuple[str, "BlockHead"]]:
-        """Yield heads whose rows look at their block in another way, in layers with a window."""
+        """Yield heads with another attention within blocks in layers with a window."""
         for name, is_causal in (("all rows of their block", False), ("rows of their block before them", True)):
             views = tuple(view._replace(is_causal=is_causal) if view.within else view for view in self.shape.views)
             if views != self.shape.views:

@@ -1,7 +1,7 @@
 """Readers of block heads, as z-lab, SpecForge, DeepSpec and speculators store them: DFlash, DSpark, Domino, DFlash2, XPress.
 
-What a window is differs between writers. To speculators it is a number of positions before the root of a block, the same for
-all its rows; to SpecForge and z-lab it ends at each row.
+Writers define windows differently: in speculators a window is a number of positions before the root of a block, the same for
+all rows; in SpecForge and z-lab it ends at each row.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from specbeam.models.heads.reading import (
     views_of,
 )
 
-# Beginnings of names of tensors, and their names here.
+# Prefixes of tensor names in files, and the prefixes here.
 OTHER_NAMES = {
     "encoder.fc.": "fc.",
     "context_proj.": "fc.",
@@ -41,7 +41,7 @@ OTHER_NAMES = {
     "candidate_selector.predecessor_codebook.weight": "candidate_selector.predecessor_codebook",
     "candidate_selector.successor_codebook.weight": "candidate_selector.successor_codebook",
 }
-REFUSED_FIELDS = (  # of layers and laws that are not computed here: no writer documents them in full
+REFUSED_FIELDS = (  # of layers and laws that are not implemented: no writer documents them in full
     "use_swa",
     "use_gemma_norm",
     "attention_value_scale",
@@ -95,8 +95,8 @@ def read_block(files: HeadFiles) -> BlockHead:
     )
     if shape.correction == "selector" and (shape.draft_vocab != vocab or shape.inner > vocab):
         raise BadHead(
-            f"{files.where}: draft_vocab_size is {shape.draft_vocab} and selector_top_k {shape.inner}; DFlash2 heads "
-            f"know all {vocab} tokens of the target, and choose among as many at most"
+            f"{files.where}: draft_vocab_size is {shape.draft_vocab} and selector_top_k {shape.inner}; DFlash2 heads must "
+            f"have all {vocab} tokens of the target, and choose among at most {vocab}"
         )
     embedding, head, tokens = token_parts(files, shape.draft_vocab, sizes.width)
     mask = mask_token(_holder(fields, nested, "mask_token_id"), ("mask_token_id",), embedding.weight.shape[0])
@@ -105,7 +105,7 @@ def read_block(files: HeadFiles) -> BlockHead:
 
 
 def _check_fields(fields: Fields, nested: Fields) -> None:
-    """Raise `BadHead` if there are fields of layers and laws that are not computed here."""
+    """Raise `BadHead` if there are fields of layers and laws that are not implemented."""
     for name in REFUSED_FIELDS:
         for one in (fields, nested):
             if one.values.get(name):
@@ -114,16 +114,16 @@ def _check_fields(fields: Fields, nested: Fields) -> None:
                 )
     scale = _holder(fields, nested, "input_embedding_scale")
     if scale.number("input_embedding_scale", 1.0) != 1:
-        raise scale.bad("input_embedding_scale", "1: writers differ in what else scales embeddings")
+        raise scale.bad("input_embedding_scale", "1: writers disagree on how embeddings are scaled")
 
 
 def _holder(fields: Fields, nested: Fields, name: str) -> Fields:
-    """Return where a field is that writers put at the top or in `dflash_config`; the latter is meant if it is in both."""
+    """Return the fields that hold a field which writers put at the top or in `dflash_config`; the latter comes first."""
     return nested if nested.has(name) else fields
 
 
 def _correction(files: HeadFiles, nested: Fields, rows: int) -> dict[str, Any]:
-    """Return the fields of a shape for the correction by the tokens above. Its kind shows in the tensors.
+    """Return the fields of a shape for the correction by the tokens above; the tensors determine its kind.
 
     Args:
         rows: number of rows of a block.
@@ -184,7 +184,7 @@ def _local(files: HeadFiles, nested: Fields, width: int, rows: int) -> dict[str,
 
 
 def _views(fields: Fields, core: Fields, layers: int, rows: int) -> tuple[View, ...]:
-    """Return how far back the rows of each layer look; see `BlockShape.views`.
+    """Return the views of the layers; see `BlockShape.views`.
 
     Args:
         layers: number of layers.
@@ -202,27 +202,27 @@ def _views(fields: Fields, core: Fields, layers: int, rows: int) -> tuple[View, 
         is_causal = fields.flag("is_causal", default=False)
         views = tuple(view._replace(is_causal=is_causal) for view in views or (View(),) * layers)
     if any(0 < view.within < rows for view in views):
-        raise core.bad("sliding_window", f"at least block_size, {rows}: writers differ in what a smaller one is")
+        raise core.bad(
+            "sliding_window", f"at least block_size, {rows}: writers disagree on the meaning of smaller windows"
+        )
     return views
 
 
 def read_block_taps(files: HeadFiles) -> tuple[tuple[int, ...], str]:
-    """Return the hidden states that a block head reads, and how they were found: speculators numbers inputs of layers."""
+    """Return the hidden states that a block head reads, and where they are stated; speculators numbers inputs of layers."""
     fields = files.fields
     nested = fields.inner("dflash_config")
     name = "aux_hidden_state_layer_ids"
     if inputs := fields.wholes(name):
-        return inputs, f"{name}: what enters these layers"
+        return inputs, f"{name}: the inputs of these layers"
     name = "target_layer_ids"
     if outputs := fields.wholes(name, least=-1) or nested.wholes(name, least=-1):
-        return tuple(one + 1 for one in outputs), f"{name}: what leaves the layers before these"
-    raise BadHead(
-        f"{files.where}: config.json does not say which layers' hidden states the head reads (target_layer_ids)"
-    )
+        return tuple(one + 1 for one in outputs), f"{name}: the outputs of the layers before these"
+    raise BadHead(f"{files.where}: config.json lacks target_layer_ids, the layers whose hidden states the head reads")
 
 
 def _is_anchored(fields: Fields) -> bool:
-    """Return whether the row of the root drafts first: in DSpark heads and all of DeepSpec's, unless stated otherwise."""
+    """Return whether the row of the root makes the first draft: by default in DSpark heads and all heads of DeepSpec."""
     nested = fields.inner("dflash_config")
     if fields.has("speculators_model_type"):
         is_dspark = fields.text("speculators_model_type") == "dspark"

@@ -1,8 +1,8 @@
-"""Layers of transformers in a head: the target's own class of layer, run on any rows that a head chooses.
+"""Layers of transformers in a head: the target's own class of layer, run on rows that the head chooses.
 
 A module of multi-token prediction has a layer of the target's kind: with experts, gates, norms of queries and keys, or
-latent attention. transformers has the code for each. Its layers hand queries, keys and values to an attention function that
-is chosen by name; the one here leaves to the head which rows a row looks at (`Attend`).
+latent attention. transformers implements all of them. Its layers pass queries, keys and values to an attention function
+chosen by name; the function here lets the head choose which rows a row attends to (`Attend`).
 """
 
 import copy
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ATTENTION = "specbeam_head"  # the name of the attention function
-# Arguments of attention that change nothing here; any other one that is set changes the result.
+# Arguments of attention without an effect here; any other argument would change the result.
 _HARMLESS = ("dropout", "is_causal", "position_ids", "use_cache", "output_attentions", "cache_position")
 _EXPERT = re.compile(r"(.*experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 
@@ -44,7 +44,7 @@ def attention_of_rows(
     Args:
         attend, number: see `Attend`.
 
-    Raises `NotSupported` if the layer asks for something else, like a window, a cap or sinks.
+    Raises `NotSupported` if the layer sets further arguments, like a window, a cap or sinks.
     """
     unknown = {name: found for name, found in others.items() if found is not None and name not in _HARMLESS}
     if unknown or attend is None:
@@ -68,7 +68,7 @@ class BorrowedLayer(nn.Module):
 
     def forward(self, x: Rows, angles: Any, layer: int, attend: Attend) -> Rows:
         """Return the rows after the layer."""
-        angles = tuple(one.to(x.dtype) for one in angles)  # transformers' layers rotate in the type that they are given
+        angles = tuple(one.to(x.dtype) for one in angles)  # transformers' layers rotate in the type of their input
         if x.ndim == 3:
             return self._batch(x, angles, layer, attend)
 
@@ -105,13 +105,13 @@ class BorrowedRotary(Rotary):
 
 
 class Borrowed:
-    """The kind of layer that a target has, for modules of the same kind.
+    """The target's kind of layer, for modules of the same kind.
 
     Args:
         config: of the layers; None: the target's own.
-        where: name in errors of the files that the weights come from.
+        where: name of the files with the weights, for errors.
 
-    Raises `BadHead` if the target's layers are of no kind that can be run on rows.
+    Raises `BadHead` if the target's layers cannot run on chosen rows.
     """
 
     def __init__(self, target: "PreTrainedModel", where: str, config: Any = None) -> None:
@@ -128,13 +128,13 @@ class Borrowed:
         self.name = type(target).__name__
         theirs = getattr(target.get_decoder(), "rotary_emb", None)
         if theirs is None or getattr(self.layers[0], "input_layernorm", None) is None:
-            raise BadHead(f"{where} has modules with layers as in {self.name}, which are not known")
+            raise BadHead(f"{where} has modules with layers as in {self.name}, which are not supported")
         made = copy.deepcopy(theirs) if config is None else type(theirs)(self.config)
         self.rotary = BorrowedRotary(made.to(target.get_input_embeddings().weight.device), self.config)
 
     @property
     def sizes(self) -> LayerSizes:
-        """The sizes of the layers, as far as the configuration states them."""
+        """The sizes of the layers by their configuration."""
         config = self.config
         heads = int(config.num_attention_heads)
         return LayerSizes(
@@ -148,10 +148,10 @@ class Borrowed:
         )
 
     def layer(self, tensors: Mapping[str, Tensor], like: Tensor) -> BorrowedLayer:
-        """Return a layer with these weights, by the names that they have in checkpoints of the target.
+        """Return a layer with these weights, named as in checkpoints of the target.
 
         Args:
-            like: the weights get its type and place.
+            like: the weights get its type and device.
         """
         place, found = self._matching(tensors)
         assert self.layers is not None
@@ -162,8 +162,8 @@ class Borrowed:
         for name, tensor in found.items():
             if tensor.shape != expected[name].shape:
                 raise BadHead(
-                    f"{self.where}: {name} is {[*tensor.shape]}, and {[*expected[name].shape]} was expected: the layers of "
-                    f"{self.name} have it so"
+                    f"{self.where}: {name} is {[*tensor.shape]}, and {[*expected[name].shape]} was expected, as in the "
+                    f"layers of {self.name}"
                 )
             dtype = like.dtype if name in parameters else expected[name].dtype
             found[name] = tensor.to(like.device, dtype)
@@ -173,14 +173,14 @@ class Borrowed:
         return layer
 
     def norm(self, weight: Tensor, like: Tensor) -> nn.Module:
-        """Return a norm of the kind that the layers have; some add one to the weight."""
+        """Return a norm of the layers' kind; some kinds add one to the weight."""
         assert self.layers is not None
         norm: Any = copy.deepcopy(self.layers[0].input_layernorm)
         norm.weight = nn.Parameter(weight.to(like), requires_grad=False)
         return norm
 
     def _matching(self, tensors: Mapping[str, Tensor]) -> tuple[int, dict[str, Tensor]]:
-        """Return the number of the last layer of the target that has weights of just these names, and the weights."""
+        """Return the number of the last layer of the target with exactly these weight names, and the weights."""
         assert self.layers is not None
         for place in reversed(range(len(self.layers))):
             names = set(self.layers[place].state_dict())
@@ -198,7 +198,7 @@ class Borrowed:
         )
 
     def _check(self, layer: BorrowedLayer, like: Tensor) -> None:
-        """Raise `BadHead` unless a layer asks once for attention that can be computed here."""
+        """Raise `BadHead` unless a layer calls attention once, with supported arguments."""
         asked = []
 
         def attend(number: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -214,12 +214,12 @@ class Borrowed:
             raise BadHead(f"{self.where}: {error}, which heads cannot compute") from error
         if asked != [3]:
             raise BadHead(
-                f"{self.where}: the layers of {self.name} ask {len(asked)} times for attention by rows; once was expected"
+                f"{self.where}: the layers of {self.name} call attention by rows {len(asked)} times; once was expected"
             )
 
 
 def joined_experts(tensors: Mapping[str, Tensor], names: set[str]) -> dict[str, Tensor]:
-    """Return weights by name, with weights of single experts joined where transformers has one weight for all of them.
+    """Return weights by name, with the weights of single experts joined where transformers has one weight for all experts.
 
     Args:
         names: of the weights that transformers' layer has.

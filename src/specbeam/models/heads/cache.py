@@ -1,4 +1,4 @@
-"""Caches of heads, one for each session: a trie of nodes, their keys and values, and the target's features of them."""
+"""Caches of heads, one per session: a trie of nodes with their keys, values and features of the target."""
 
 from dataclasses import dataclass, replace
 
@@ -14,7 +14,7 @@ from specbeam.engines.kv.trie import Feed, KVTrie
 from specbeam.models.heads.arrays import Flags, Nodes, PerRow, Rows
 from specbeam.models.heads.layers import View, attended, view_of
 
-CHUNK = 512  # rows of a prompt that are run at once
+CHUNK = 512  # rows of a prompt in a pass
 Views = tuple[View, ...]
 
 
@@ -24,7 +24,7 @@ class NodeCache:
     Args:
         prompt: the tokens of the trie at first.
         first: features of the first local nodes, float[nodes, width]. Local node 0 is the empty path, before all tokens.
-        is_scored: which local nodes have such a feature.
+        is_scored: which local nodes have a feature.
     """
 
     def __init__(self, prompt: list[int], first: Rows, is_scored: Flags) -> None:
@@ -33,7 +33,7 @@ class NodeCache:
         self.features = first.new_zeros(len(is_scored), first.shape[1])
         self.features[torch.from_numpy(is_scored)] = first
         self.is_scored = is_scored
-        self.answered = 0  # number of forest nodes whose rows were asked for in this turn
+        self.answered = 0  # number of forest nodes whose rows were returned in this turn
 
     @property
     def peak(self) -> int:
@@ -45,7 +45,7 @@ class NodeCache:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.features.device)
 
     def enter(self, forest: Forest) -> Nodes:
-        """Add the new nodes of a forest; return the local nodes that are asked for: new ones whose rows are not known."""
+        """Add the new nodes of a forest; return the local nodes whose rows are wanted: new ones whose rows are not known."""
         self.trie.enter(forest)
         self.make_rows()
         wanted = unknown_nodes(self.answered, forest.size, forest.known.nodes)
@@ -63,7 +63,7 @@ class NodeCache:
         """Keep the rows that the surviving beams need.
 
         Args:
-            features: of the forest nodes that the target has scored in this turn, ascending; None: rows read something else.
+            features: of the forest nodes that the target has scored in this turn, ascending; None: rows do not read them.
         """
         forest = turn.forest
         kept = forest.parents[forest.known.nodes] >= 0
@@ -84,19 +84,19 @@ class NodeCache:
         self.is_scored[nodes] = True
 
     def note_scored(self, nodes: Nodes) -> None:
-        """Take note of the local nodes that the target has scored in this turn, in the order of its rows."""
+        """Handle the local nodes that the target has scored in this turn, in the order of its rows."""
 
     def rewind(self, nodes: int) -> None:
-        """Take back the rows of all nodes of this turn's forest but the first `nodes`."""
+        """Take back the rows of all nodes of this turn's forest except the first `nodes`."""
         if self.trie.known > nodes:
             self.keep(self.trie.rewind(nodes))
         self.answered = min(self.answered, nodes)
 
     def keep(self, former: Nodes) -> None:
-        """Keep the rows of the local nodes that remain.
+        """Keep the rows of the remaining local nodes.
 
         Args:
-            former: their numbers so far; -1 and numbers beyond the last one stand for nodes without rows.
+            former: their former numbers; -1 and numbers beyond the last one mark nodes without rows.
         """
         known = former < len(self.is_scored)
         at = np.where(known, former, 0)
@@ -108,13 +108,13 @@ class NodeCache:
         self.features = self.features[at]
 
     def store_scored(self) -> Feed:
-        """Give slots to the next pending nodes, at most `CHUNK`, up to the first that the target has not scored."""
+        """Assign slots to the next pending nodes, at most `CHUNK`, up to the first one that the target has not scored."""
         start = self.trie.stored
         is_scored = self.is_scored[start : start + CHUNK]
         return self.trie.feed(_count_before_false(is_scored))
 
     def scored_above(self, node: int) -> tuple[int, int]:
-        """Return the nearest scored node above a local node, and how far above that is."""
+        """Return the nearest scored node above a local node, and the distance to it."""
         parents = self.trie.parents
         above = int(parents[node])
         far = 1
@@ -127,7 +127,7 @@ class NodeCache:
         """Return which of the seen slots are in the window of a view.
 
         Args:
-            origins: positions that the windows count from.
+            origins: positions at which the windows end.
         """
         if not view.within:
             return seen
@@ -141,14 +141,14 @@ def with_more_rows(rows: Tensor, more: int) -> Tensor:
 
 
 def _count_before_false(flags: Flags) -> int:
-    """Return the number of flags before the first that is false."""
+    """Return the number of flags before the first false one."""
     return len(flags) if flags.all() else int(flags.argmin())
 
 
 class StoredRows:
     """The keys and values of the stored nodes of a session, by layer and slot.
 
-    The first rows that are stored in a layer determine their sizes and types.
+    The first rows stored in a layer determine its size and type.
     """
 
     def __init__(self, layers: int) -> None:
@@ -183,7 +183,7 @@ class StoredRows:
 
 @dataclass(frozen=True, eq=False)
 class PairRows:
-    """Rows of a session that a pass of the head computes."""
+    """Rows of a session in a pass of the head."""
 
     cache: "PairCache"
     nodes: Nodes  # local
@@ -192,17 +192,17 @@ class PairRows:
     features: Rows  # of the nodes above
     states: Rows  # the head's own, of the nodes above
     is_scored: Bool[Tensor, " rows"]  # whether the target has scored the node above, so that the row reads its feature
-    starts: Nodes  # positions that windows count from: of the first row of each row's draft
+    starts: Nodes  # positions at which windows end: of the first row of each row's draft
 
 
 class PairCache(NodeCache):
     """The rows of one session in a pair trunk.
 
-    Row v is that of the pair (feature of the node above v, token of v). The first token of a text has no row: it is the
-    empty path at the top of the trie, whose feature is known.
+    Row v reads the pair (feature of the node above v, token of v). The first token of a text has no row: it is the empty
+    path at the top of the trie, whose feature is known.
 
-    Rows that were computed from the head's own states are for the drafts of one turn. `settle` takes them back, so that
-    those which survive are computed again, from the features of the target.
+    Rows computed from the head's own states serve the drafts of one turn. `settle` takes them back, so that surviving nodes
+    get rows computed from the features of the target.
 
     Args:
         prompt: the tokens of the prompt.
@@ -217,7 +217,7 @@ class PairCache(NodeCache):
         self.stored = StoredRows(layers)
         self.views = views
         self.history = history
-        # By local node; the trie forgets what is above stored nodes. Texts repeat their first token before it.
+        # By local node, as the trie forgets the nodes above stored ones. Before its first token a text repeats it.
         padded = np.array([*prompt[:1] * (history - 1), *prompt])
         self.last_tokens = sliding_window_view(padded, history).copy()
 
@@ -227,7 +227,7 @@ class PairCache(NodeCache):
         self._note_tokens(len(self.last_tokens))
 
     def _note_tokens(self, first: int) -> None:
-        """Note the last tokens of the paths to local nodes, from `first` on; the nodes above them are known."""
+        """Set the last tokens of the paths to local nodes, from `first` on, by those of their parents."""
         trie = self.trie
         if self.history == 1 or trie.size <= first:
             return
@@ -239,7 +239,7 @@ class PairCache(NodeCache):
         self.last_tokens = found
 
     def keep(self, former: Nodes) -> None:
-        """See `NodeCache.keep`. New nodes, which come last, are noted."""
+        """See `NodeCache.keep`. New nodes come last, and get their last tokens."""
         if self.history > 1:
             known = former[former < len(self.last_tokens)]
             self.last_tokens = self.last_tokens[known]
@@ -251,7 +251,7 @@ class PairCache(NodeCache):
         self.states = self.states[at]
 
     def next_rows(self) -> PairRows | None:
-        """Give slots to the next pending nodes that have something to read, and return them; None if none is left."""
+        """Assign slots to the next pending nodes whose input is known, and return them; None if there are none."""
         start = self.trie.stored
         above = self.trie.parents[start : start + CHUNK]
         count = _count_before_false(self.is_scored[above] | (above < start))
@@ -262,7 +262,7 @@ class PairCache(NodeCache):
         return self.rows(np.arange(start, start + count), feed)
 
     def rows(self, nodes: Nodes, feed: Feed) -> PairRows:
-        """Return the rows of local nodes that have been given slots, with their inputs."""
+        """Return the rows of local nodes with assigned slots, and their inputs."""
         above = self.trie.parents[nodes]
         read = self.on_device(above)
         is_scored = self.on_device(self.is_scored[above])
@@ -271,7 +271,7 @@ class PairCache(NodeCache):
         return PairRows(self, nodes, feed, tokens, self.features[read], self.states[read], is_scored, starts)
 
     def _starts(self, nodes: Nodes) -> Nodes:
-        """Return, for local nodes, the position of the nearest on the path to each whose parent was scored."""
+        """Return for each local node the position of the nearest node on its path whose parent was scored."""
         parents = self.trie.parents
         at = nodes.copy()
         while len(below := np.flatnonzero(~self.is_scored[parents[at]] & (parents[at] > 0))):
@@ -279,7 +279,7 @@ class PairCache(NodeCache):
         return self.trie.positions[at]
 
     def attend(self, rows: PairRows, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Store keys and values of rows; return the values, mixed, that they look at: their own, and those above."""
+        """Store keys and values of rows; return the mixed values of the rows above them and of themselves."""
         feed = rows.feed
         self.stored.store(layer, feed.slots, keys, values)
         extent = self.trie.extent
@@ -296,18 +296,18 @@ class PairCache(NodeCache):
 class ModuleCache(PairCache):
     """The rows of one session in one of several modules in a row (see heads/modules.py).
 
-    The features of its nodes are the states of the module before. A node that has none above it, or too few nodes, has a
-    slot without a row, which nothing sees. It never has a row in this module, or gets it once the target has scored the
-    nodes above it, for drafts are entered anew when a turn is settled.
+    The features of its nodes are the states of the module before. A node without a feature above it, or with too few nodes
+    above, has a slot without a row, which no row sees. It gets a row after the target has scored the nodes above it, because
+    drafts are entered again when a turn is settled; or never, if there are too few nodes above.
 
-    The caches of all modules are given the same nodes, and forget different ones: nodes that a cache has not stored yet stay
-    in it. So nodes have names, numbers that are the same in all caches.
+    The caches of all modules get the same nodes, and drop different ones: a cache keeps nodes that it has not stored yet. So
+    nodes have names, numbers that are the same in all caches.
 
     Args:
         prompt: the tokens of the prompt.
         first: features for the first module, see `PairCache`; no rows for the others.
         number: of the module, from 0.
-        is_last: whether drafts deeper than there are modules get rows, too.
+        is_last: whether drafts deeper than the number of modules get rows, too.
     """
 
     def __init__(self, prompt: list[int], first: Rows, layers: int, number: int, is_last: bool) -> None:
@@ -323,7 +323,7 @@ class ModuleCache(PairCache):
         self.names = np.concatenate([self.names, self._new_names(len(self.is_scored) - len(self.names))])
 
     def keep(self, former: Nodes) -> None:
-        """See `NodeCache.keep`. Nodes without any row yet are survivors that were not drafted; all of them stay."""
+        """See `NodeCache.keep`. Nodes without a former number are survivors that were not drafted; they get names."""
         known = former < len(self.names)
         names = np.empty(len(former), dtype=np.int64)
         names[known] = self.names[former[known]]
@@ -337,12 +337,12 @@ class ModuleCache(PairCache):
         return np.arange(first, self.named)
 
     def local_of(self, names: Nodes) -> Nodes:
-        """Return the local nodes of these names; -1 for nodes that are not in the cache any more."""
+        """Return the local nodes of these names; -1 for nodes that have left the cache."""
         at = np.searchsorted(self.names, names).clip(max=len(self.names) - 1)
         return np.where(self.names[at] == names, at, -1)
 
     def next_rows(self) -> PairRows | None:
-        """See `PairCache.next_rows`. All nodes get slots, and those with something to read get rows."""
+        """See `PairCache.next_rows`. All nodes get slots; nodes whose input is known get rows."""
         trie = self.trie
         while trie.pending:
             start = trie.stored
@@ -358,7 +358,7 @@ class ModuleCache(PairCache):
         return None
 
     def _with_something_to_read(self, start: int) -> Flags:
-        """Return which of the next pending nodes have something to read, up to the first that has to wait for its parent."""
+        """Return which of the next pending nodes have a known input, up to the first one that waits for its parent."""
         above = self.trie.parents[start : start + CHUNK]
         is_deep = self.trie.positions[start : start + CHUNK] >= self.number
         reads_feature = is_deep & self.is_scored[above]
@@ -398,11 +398,11 @@ class ModulesCache:
 
     @property
     def answered(self) -> int:
-        """The number of forest nodes whose rows were asked for in this turn."""
+        """The number of forest nodes whose rows were returned in this turn."""
         return self.caches[0].answered
 
     def enter(self, forest: Forest) -> Int64[np.ndarray, "modules wanted"]:
-        """Add the new nodes of a forest; return the local nodes that are asked for, in the cache of each module."""
+        """Add the new nodes of a forest; return the local nodes whose rows are wanted, in the cache of each module."""
         return np.stack([cache.enter(forest) for cache in self.caches])
 
     def settle(self, turn: Turn, features: Rows) -> None:
@@ -413,12 +413,12 @@ class ModulesCache:
             cache.settle(turn, None)
 
     def rewind(self, nodes: int) -> None:
-        """Take back the rows of all nodes of this turn's forest but the first `nodes`."""
+        """Take back the rows of all nodes of this turn's forest except the first `nodes`."""
         for cache in self.caches:
             cache.rewind(nodes)
 
     def drafts_above(self, nodes: Nodes) -> Nodes:
-        """Return how many drafts, which the target has not scored, are above each of the first module's local nodes.
+        """Return the number of unscored drafts above each of the first module's local nodes.
 
         The module of this number makes the law below the node.
         """
@@ -433,7 +433,7 @@ class ModulesCache:
         return found
 
     def hand_on(self, number: int, nodes: Nodes, features: Rows) -> None:
-        """Give the features that the module `number` has made at local nodes to the next module, if there is one."""
+        """Pass the features that the module `number` has made at local nodes on to the next module, if there is one."""
         if number + 1 == len(self.caches):
             return
         cache = self.caches[number + 1]
@@ -443,23 +443,23 @@ class ModulesCache:
 
 
 class RootCache(NodeCache):
-    """A cache of a head that drafts a block of rows below each root: the nearest node above that was not scored.
+    """A cache of a head that drafts a block of rows below each root: the first node of a path that was not scored.
 
     The target has scored all stored nodes. A block lasts for one turn.
 
     Args:
         prompt: the tokens of the trie at first.
         first: features of the first local nodes.
-        is_scored: which local nodes have such a feature, see `NodeCache`.
-        views: how far back the rows of each layer look.
+        is_scored: which local nodes have a feature, see `NodeCache`.
+        views: of the layers.
     """
 
     def __init__(self, prompt: list[int], first: Rows, is_scored: Flags, layers: int, views: Views) -> None:
         super().__init__(prompt, first, is_scored)
         self.stored = StoredRows(layers)
         self.views = views
-        # Of this turn: float[rows, width] by the local node of the root, and the states of the head's correction that the
-        # children of local nodes get.
+        # Of this turn: float[rows, width] by the local node of the root; and by local node the states of the head's
+        # correction for its children.
         self.blocks: dict[int, Tensor] = {}
         self.carried: dict[int, Tensor] = {}
 
@@ -469,7 +469,7 @@ class RootCache(NodeCache):
         self.carried = {}
 
     def root_above(self, node: int) -> tuple[int, int]:
-        """Return the first local node on the path to `node` that the target has not scored, and how far above it is."""
+        """Return the first local node on the path to `node` that the target has not scored, and the distance to it."""
         parents = self.trie.parents
         far = 0
         while parents[node] >= self.trie.stored:
@@ -478,13 +478,13 @@ class RootCache(NodeCache):
         return node, far
 
     def next_feed(self) -> Feed:
-        """Give slots to the next pending nodes that the target has scored, and make room for their rows."""
+        """Assign slots to the next pending nodes that the target has scored, and make room for their rows."""
         feed = self.store_scored()
         self.stored.reserve(self.trie.capacity)
         return feed
 
     def seen_by_blocks(self, roots: Nodes, count: int, view: View) -> Bool[np.ndarray, "all seen"]:
-        """Return which rows the rows of blocks look at: slots of nodes above their root, and rows of all blocks.
+        """Return which rows the rows of blocks attend to: slots of nodes above their root, and rows of all blocks.
 
         Args:
             count: number of rows of a block.
@@ -504,11 +504,11 @@ class RootCache(NodeCache):
         return seen.reshape(blocks * count, -1)
 
     def attended_with(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, seen: np.ndarray) -> Tensor:
-        """Return the values, mixed, that queries look at: of stored rows, and of these.
+        """Return the mixed values of stored rows and of further rows.
 
         Args:
-            keys, values: of rows that are not stored.
-            seen: bool[queries, stored and these rows].
+            keys, values: of the further rows.
+            seen: bool[queries, stored and further rows].
         """
         stored_keys, stored_values = self.stored.first(layer, self.trie.extent)
         every_key = torch.cat([stored_keys, keys])
@@ -518,7 +518,7 @@ class RootCache(NodeCache):
 
 @dataclass(frozen=True, eq=False)
 class ContextRows:
-    """Nodes of a session that the target has scored, and whose keys and values a pass of the head computes."""
+    """Scored nodes of a session whose keys and values a pass of the head computes."""
 
     cache: "ContextCache"
     feed: Feed
@@ -526,7 +526,7 @@ class ContextRows:
 
 
 class ContextCache(RootCache):
-    """The cache of one session in a block head: keys and values of the features of scored nodes, and the blocks of a turn.
+    """The cache of one session in a block head: keys and values from the features of scored nodes, and blocks of a turn.
 
     Args:
         prompt: the tokens of the prompt.
@@ -539,7 +539,7 @@ class ContextCache(RootCache):
         super().__init__(prompt, first, (nodes > 0) & (nodes <= len(first)), layers, views)
 
     def to_correct(self, nodes: Nodes, carries: bool) -> dict[int, tuple[int, int]]:
-        """Return the nodes that a correction goes over to reach `nodes`: by local node its root, and how far above that is.
+        """Return the nodes that a correction visits to reach `nodes`: by local node its root, and the distance to it.
 
         Args:
             carries: whether a node needs the state of its parent.
@@ -557,7 +557,7 @@ class ContextCache(RootCache):
         return found
 
     def next_context(self) -> ContextRows | None:
-        """Give slots to the next pending nodes that the target has scored, and return them; None if none is left."""
+        """Assign slots to the next pending nodes that the target has scored, and return them; None if there are none."""
         start = self.trie.stored
         feed = self.next_feed()
         if len(feed) == 0:
@@ -565,9 +565,9 @@ class ContextCache(RootCache):
         return ContextRows(self, feed, self.features[start : start + len(feed)])
 
     def attend_blocks(self, roots: Nodes, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Return the values, mixed, that rows of blocks, float[blocks, rows, heads, size], look at.
+        """Return the mixed values for rows of blocks, float[blocks, rows, heads, size].
 
-        They look at the nodes above their root, and at the rows of their block.
+        The rows attend to the nodes above their root, and to the rows of their block.
         """
         count = queries.shape[1]
         seen = self.seen_by_blocks(roots, count, view_of(self.views, layer))
@@ -578,7 +578,7 @@ class ContextCache(RootCache):
 
 @dataclass(frozen=True, eq=False)
 class MaskRows:
-    """Rows of a session that a pass of the head computes: pairs of scored nodes, and below roots a pair and masks each."""
+    """Rows of a session in a pass of the head: pairs of scored nodes, and for each root its pair and mask rows."""
 
     cache: "MaskCache"
     feed: Feed  # of the scored nodes
@@ -589,8 +589,8 @@ class MaskRows:
 class MaskCache(RootCache):
     """The rows of one session in a pair trunk with mask rows.
 
-    Stored are the rows of pairs, as in a `PairCache`, of nodes that the target has scored. The block of a root is the row of
-    its own pair, and mask rows after it, each of which looks at those before.
+    It stores the rows of pairs, as a `PairCache` does, of nodes that the target has scored. The block of a root is the row
+    of its own pair and the mask rows after it; each row attends to the rows before it.
 
     Args:
         prompt: the tokens of the prompt.
@@ -603,19 +603,19 @@ class MaskCache(RootCache):
 
     @property
     def is_behind(self) -> bool:
-        """Whether there are scored nodes without a row."""
+        """Whether scored nodes lack rows."""
         trie = self.trie
         return trie.pending > 0 and bool(self.is_scored[trie.stored])
 
     def next_rows(self) -> tuple[Feed, Rows]:
-        """Give slots to the next pending nodes that the target has scored; return them, and the features that they read."""
+        """Assign slots to the next pending nodes that the target has scored; return them and the features that they read."""
         start = self.trie.stored
         feed = self.next_feed()
         above = self.trie.parents[start : start + len(feed)]
         return feed, self.features[self.on_device(above)]
 
     def attend(self, rows: MaskRows, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Store keys and values of scored nodes; return the values, mixed, that all rows look at.
+        """Store keys and values of scored nodes; return the mixed values for all rows.
 
         Rows of scored nodes come first, then rows of the blocks.
         """
@@ -634,17 +634,17 @@ class MaskCache(RootCache):
 
 
 class StateCache(NodeCache):
-    """The cache of one session in a head on one feature: features of scored nodes, and the states below them of a turn.
+    """The cache of one session in a head on one feature: features of scored nodes, and the states below them in a turn.
 
     Args:
-        prompt: the tokens of the prompt, of which only the last one is read.
-        first: no features: the target has not scored the last token yet.
+        prompt: the tokens of the prompt; only the last one is read.
+        first: no rows: the target has not scored the last token yet.
     """
 
     def __init__(self, prompt: list[int], first: Rows) -> None:
-        # The top of the trie stands for all before the last token; nothing is drafted there but to time a pass.
+        # The top of the trie represents all tokens before the last one; only timed passes draft from it.
         super().__init__(prompt[-1:], first.new_zeros(1, first.shape[1]), np.array([True, False]))
-        # Of this turn, by local node: the state there, and how far below a scored node it is.
+        # Of this turn, by local node: the state there, and the distance to the scored node above.
         self.states: dict[int, Tensor] = {}
         self.far: dict[int, int] = {}
 
@@ -654,7 +654,7 @@ class StateCache(NodeCache):
         self.far = {}
 
     def missing(self, nodes: Nodes) -> list[tuple[int, int]]:
-        """Return the local nodes on the paths to `nodes` that have no state yet, and how far below a scored node each is."""
+        """Return the local nodes on the paths to `nodes` without a state, and their distances to the scored nodes above."""
         parents = self.trie.parents
         found: dict[int, int] = {}
         for node in nodes.tolist():

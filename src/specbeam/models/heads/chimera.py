@@ -1,9 +1,9 @@
 """Chimera: rows that read the last three tokens and the features of all tokens above them (arXiv 2402.15758).
 
-Row v belongs to a node, as in a pair trunk, and stands twice in the context of the rows below it: by the feature of the node
-above v, and by what the last three tokens on the path to v are encoded to. Where the target has not scored the node above,
-the head's own state there stands for its feature. One layer looks at both, and makes a state that estimates the target's
-feature of v. Logits are read out of this state and the last feature of the target, by a matrix for each depth of a draft.
+Row v belongs to a node, as in a pair trunk, and has two entries in the context of the rows below it: the feature of the
+node above v, and the code of the last three tokens on the path to v. Where the target has not scored the node above, the
+head's own state there replaces its feature. One layer attends to both, and makes a state that estimates the target's
+feature of v. A matrix for each depth of a draft makes logits from this state and the last feature of the target.
 """
 
 from dataclasses import dataclass
@@ -32,10 +32,10 @@ class ChimeraShape:
 
     Attributes:
         sizes: of its layer, as wide as the target's hidden states.
-        depth: number of drafts, one below the other, that it has matrices for; deeper ones are read out by the last.
-        draft_vocab: number of tokens that the head gives logits for.
-        read_out: "own": a matrix of all tokens for each depth, as in the paper's code. "shared": a map to the width of the
-            target for each depth, and one matrix of all tokens behind it, which is the target's.
+        depth: number of successive drafts with a matrix of their own; deeper drafts use the last one.
+        draft_vocab: number of tokens of the head.
+        read_out: "own": an output matrix for each depth, as in the paper's code. "shared": a map to the width of the target
+            for each depth, followed by the target's output matrix.
     """
 
     sizes: LayerSizes
@@ -45,12 +45,12 @@ class ChimeraShape:
 
     @property
     def layers(self) -> int:
-        """The number of layers, one."""
+        """The number of layers: one."""
         return 1
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The hidden states that it reads: those that the target's head reads."""
+        """The hidden states that the head reads: the input of the target's head."""
         return (FINAL,)
 
     @property
@@ -60,7 +60,7 @@ class ChimeraShape:
 
 
 class Trigrams(nn.Module):
-    """The encoder of three tokens: a residual layer on their embeddings side by side, and a matrix to the head's width."""
+    """The encoder of three tokens: a residual layer on their concatenated embeddings, and a matrix to the head's width."""
 
     def __init__(self, embed: int, width: int) -> None:
         super().__init__()
@@ -68,14 +68,14 @@ class Trigrams(nn.Module):
         self.proj = nn.Linear(3 * embed, width, bias=False)
 
     def forward(self, embedded: Float[Tensor, "*rows three embed"]) -> Rows:
-        """Return the code of the tokens of each row."""
+        """Return the codes of the tokens of rows."""
         return self.proj(self.block(embedded.flatten(-2)))
 
 
 class ContextLayer(DecoderLayer):
-    """A decoder layer whose rows stand twice in the context: by a feature, and by the code of their tokens.
+    """A decoder layer whose rows have two entries in the context: a feature, and the code of their tokens.
 
-    Only the code looks at the context, and the layer's output is added to it.
+    Queries come from the code only, and the layer's output is added to it.
     """
 
     def forward(  # type: ignore[override]
@@ -89,7 +89,7 @@ class ContextLayer(DecoderLayer):
         """Return the rows after the layer.
 
         Args:
-            angles, angles_above: of the positions of the rows, and of the nodes above them, where the features stand.
+            angles, angles_above: of the positions of the rows, and of the nodes above them, the positions of the features.
         """
         normed = self.input_layernorm(codes)
         keys, values = self.self_attn.keys_and_values(normed, angles)
@@ -101,16 +101,16 @@ class ContextLayer(DecoderLayer):
 
 
 class Chimera(LayeredHead):
-    """A head of this kind.
+    """A Chimera head.
 
     Args:
         shape, rotary, embedding, tokens: see `LayeredHead`.
-        head: the matrix behind the maps of "shared" read-outs; None for "own" ones.
+        head: the output matrix of "shared" read-outs; None for "own" ones.
     """
 
     shape: ChimeraShape
     history = 3  # number of last tokens that a row reads
-    views: tuple[View, ...] = ()  # see `TrunkShape.views`: rows look at all that is above them
+    views: tuple[View, ...] = ()  # see `TrunkShape.views`: rows attend to everything above them
 
     def __init__(
         self,
@@ -155,13 +155,13 @@ class Chimera(LayeredHead):
             tokens: the last three on the path to each row, its own last.
             features: of the node above each row.
             positions: any numbers that grow by one from node to node; only differences count.
-            attend: lets rows look at the rows above them, and at themselves.
+            attend: lets rows attend to the rows above them, and to themselves.
         """
         codes = self.trigrams(self.embed_tokens(tokens).to(features.dtype))
         return self.layer(codes, features, self.rotary(positions), self.rotary(positions - 1), attend)
 
     def fed_back(self, x: Rows) -> Rows:
-        """Return the features that rows below read, from the states of rows that the target has not scored."""
+        """Return the features for rows below, from the states of rows that the target has not scored."""
         return x
 
     def logits(self, far: int, features: Rows, x: Rows) -> Logits:

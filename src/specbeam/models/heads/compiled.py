@@ -1,6 +1,6 @@
-"""Draft heads run by the compiled layers of the engine for CPUs (engines/cpu/head_steps.py), where they can be.
+"""Draft heads in the compiled layers of the CPU engine (engines/cpu/head_steps.py).
 
-Heads whose weights are elsewhere or in another type, and those with modules that no Llama has, are run by torch.
+torch runs heads with weights on another device or of another type, and heads with modules that a Llama lacks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,12 +18,8 @@ from specbeam.core.forest import Forest, unknown_nodes
 from specbeam.core.passes import SettledTurn
 from specbeam.core.records import FINAL, Turn
 from specbeam.engines.cpu import tiles
-from specbeam.engines.cpu.decoder import (
-    TILED_FROM,
-    angles_of,
-    numbers_of,
-    weights_of,
-)
+from specbeam.engines.cpu.decoder import TILED_FROM, angles_of, weights_of
+from specbeam.engines.cpu.extras import numbers_of
 from specbeam.engines.cpu.head_steps import (
     ATTENTION,
     NO_NORM,
@@ -38,7 +34,6 @@ from specbeam.engines.cpu.head_steps import (
     PairFeed,
     TrunkModel,
     begin_pairs,
-    block_size,
     context_layers,
     entered,
     extend_head_cache,
@@ -68,7 +63,7 @@ from specbeam.models.heads.head import Head
 from specbeam.models.heads.layers import LayerSizes, Rotary
 from specbeam.models.heads.trunk import PairTrunk
 
-SHORT = 4 * BLOCK  # tokens of a short text with the drafts of a turn, for which there is room from the start
+SHORT = 4 * BLOCK  # tokens of a short text with the drafts of a turn; caches start with room for them
 WORDS = (torch.float32, torch.bfloat16, torch.float16)  # types of weights that can become float32
 _NONE = np.zeros(0, dtype=np.float32)
 _NO_TOKENS = np.zeros(0, dtype=np.int64)
@@ -77,11 +72,11 @@ _NORMS = {"no": NO_NORM, "all": NORM_OF_ALL, "each": NORM_OF_EACH}
 
 
 class CompiledCache:
-    """What a compiled head keeps of one session; see `HeadArrays`.
+    """A session's cache in a compiled head; see `HeadArrays`.
 
     Attributes:
         row: the session's row of the store.
-        answered: number of forest nodes whose rows were handed out in this turn.
+        answered: number of forest nodes whose rows were returned in this turn.
     """
 
     def __init__(self, row: int, tokens: list[int], width: int, states: int, columns: int) -> None:
@@ -94,7 +89,7 @@ class CompiledCache:
         self.answered = 0
 
     def make_room(self, fresh: int, more: int, block: int) -> None:
-        """Make room for `fresh` new forest nodes, and for `more` further ones that are stored later.
+        """Make room for `fresh` new forest nodes, and for `more` nodes that are stored later.
 
         Args:
             block: number of rows of a block, 0 for a trunk.
@@ -117,16 +112,16 @@ class CompiledCache:
             self.blocks = self.blocks._replace(base=base)
 
     def finish_run(self, roots: int) -> None:
-        """Take over the `roots` roots from the arrays, after steps have settled the last turn of a run there."""
+        """Read the `roots` roots from the arrays, after steps have settled the last turn of a run."""
         self.trie.root_at = self.trie.local[:roots].copy()
         self.answered = 0
 
 
 class CompiledHead:
-    """A head whose rows compiled layers compute.
+    """A head in compiled layers.
 
     Args:
-        head: one that `lacks_compiled_form` has no reason against.
+        head: `lacks_compiled_form` must return "" for it.
         vocab: number of tokens of the target.
     """
 
@@ -146,7 +141,7 @@ class CompiledHead:
         if self.threads > 1:
             TEAM.learn(model.head)
             TEAM.learn(model.features.matrix)
-        self.rows = 0  # of the store that were given out
+        self.rows = 0  # of the store in use or free
         self.free_rows: list[int] = []
         self.addresses = self._addresses()
 
@@ -174,7 +169,7 @@ class CompiledHead:
         """Free the cache of a session.
 
         Args:
-            is_broken: whether it may hold NaN, which must not reach other sessions.
+            is_broken: whether it may hold NaN, which must not reach other sessions: its row is cleared.
         """
         if is_broken and cache.row < self.store.caches:
             self.store.clear_cache(cache.row)
@@ -182,8 +177,8 @@ class CompiledHead:
 
     @contextmanager
     def arrays_for_steps(self, cache: CompiledCache, fresh: int, more: int = 0) -> Iterator[HeadArrays]:
-        """Yield a session's cache as arrays for steps, with room for `fresh` new forest nodes and `more` further ones."""
-        block = block_size(self.model)
+        """Yield a session's cache as arrays for steps, with room for `fresh` new forest nodes and `more` later ones."""
+        block = self.model.rows
         cache.make_room(fresh, more, block)
         positions = int(cache.trie.positions.max()) + fresh + more + block + 2
         if positions > self.model.angles.shape[2]:
@@ -200,10 +195,7 @@ class CompiledHead:
     def extend(
         self, caches: Sequence[CompiledCache], forests: Sequence[Forest]
     ) -> tuple[list[Float32[np.ndarray, "_ vocab"]], int]:
-        """Return the logits of the nodes of each forest that were not handed out yet and are not known.
-
-        With them comes the number of passes that this took.
-        """
+        """Return the logits of the new nodes of each forest, and the number of passes."""
         wanted = [
             unknown_nodes(cache.answered, forest.size, forest.known.nodes)
             for cache, forest in zip(caches, forests, strict=True)
@@ -226,7 +218,7 @@ class CompiledHead:
     ) -> tuple[list[Float32[np.ndarray, "_ vocab"]], int]:
         """Do `extend` for several sessions of a trunk, whose rows share passes."""
         pairs = [*zip(caches, forests, strict=True)]
-        for cache, forest in pairs:  # first make room for all: it moves the arrays of the store
+        for cache, forest in pairs:  # make room for all sessions first, as this moves the arrays of the store
             with self.arrays_for_steps(cache, forest.size - cache.trie.known):
                 pass
         passes = 0
@@ -249,7 +241,7 @@ class CompiledHead:
         return np.split(of_all_tokens(self.model, logits), ends), passes
 
     def _run_together(self, busy: list[HeadArrays]) -> None:
-        """Compute the pending rows of several sessions in one pass."""
+        """Compute pending rows of several sessions in one pass."""
         feeds: list[PairFeed] = [begin_pairs(arrays, pairs_ready(arrays)) for arrays in busy]
         ends = np.cumsum([0, *(len(feed.tokens) for feed in feeds)])
         seen = np.zeros((1, ends[-1], max(feed.seen.shape[2] for feed in feeds)), dtype=bool)
@@ -265,7 +257,7 @@ class CompiledHead:
         ])  # fmt: skip
         x = np.empty((ends[-1], self.width), dtype=np.float32)
         first = busy[0]
-        model = cast(TrunkModel, self.model)  # blocks are drafted one session at a time
+        model = cast(TrunkModel, self.model)  # block heads run one session at a time
         pair_layers(x, model, joined, rows, KeyValues(first.keys, first.values), first.threads)
         for arrays, start, stop in zip(busy, ends, ends[1:], strict=False):
             finish_pairs(arrays, x[start:stop])
@@ -290,13 +282,13 @@ class CompiledHead:
         cache.finish_run(beams.size)
 
     def rewind(self, cache: CompiledCache, nodes: int) -> None:
-        """Take back the rows of all nodes of this turn's forest but the first `nodes`."""
+        """Take back the rows of all nodes of this turn's forest except the first `nodes`."""
         with self.arrays_for_steps(cache, 0) as arrays:
             rewind_head_cache(arrays, nodes)
         cache.answered = min(cache.answered, nodes)
 
     def _addresses(self) -> tuple[int, int, int]:
-        """Return the addresses in `HeadArrays`, in the forms for the types of this head's arrays."""
+        """Return the addresses in `HeadArrays`, compiled for the types of this head's arrays."""
         model = self.model
         floats = np.zeros((1, 1), dtype=np.float32)
         numbers = np.zeros(1, dtype=np.int64)
@@ -319,12 +311,12 @@ def lacks_compiled_form(head: Head, vocab: int, types: tuple[torch.dtype, ...] =
 
     Args:
         vocab: number of tokens of the target.
-        types: that its weights may be in; the layers compute in float32.
+        types: allowed for its weights; the layers compute in float32.
     """
     if not compiling.AVAILABLE:
         return "numba is missing"
     if type(head) not in (PairTrunk, BlockHead):
-        return f"compiled layers are for EAGLE, DFlash and DSpark heads, and this is a {type(head).__name__}"
+        return f"compiled layers run EAGLE, DFlash and DSpark heads, and this is a {type(head).__name__}"
     weights = list(head.parameters())
     if any(weight.dtype not in types or weight.device.type != "cpu" for weight in weights):
         return "its weights are not in float32 on a CPU"
@@ -332,13 +324,13 @@ def lacks_compiled_form(head: Head, vocab: int, types: tuple[torch.dtype, ...] =
         return "its modules have hooks"
     known: Any = head
     if type(known.embed_tokens) is not nn.Embedding or type(known.lm_head) is not nn.Linear:
-        return "its embedding or its last matrix is of another kind"
+        return "its embedding or its output matrix is of another kind"
     if known.lm_head.bias is not None:
-        return "its last matrix has a bias"
+        return "its output matrix has a bias"
     if type(known.rotary) is not Rotary:
         return "its layers are of the target's own kind"
     if any(view.within or view.is_causal for view in known.shape.views):
-        return "its rows do not look at all that is above them, or at all rows of their block"
+        return "its rows do not attend to everything above them, or not to all rows of their block"
     if known.rotary.rope.get("rope_type", "default") not in FIXED_ROPES:
         return "its positions depend on the length of the text"
     if isinstance(head, PairTrunk) and (head.shape.sampling or head.shape.alignment):
@@ -349,16 +341,16 @@ def lacks_compiled_form(head: Head, vocab: int, types: tuple[torch.dtype, ...] =
         return "it mixes neighbouring rows, or changes the size of its logits"
     mask = head.mask if isinstance(head, BlockHead) else 0
     if known.embed_tokens.weight.shape[0] < max(vocab, mask + 1):
-        return "it has no embedding of some tokens"
+        return "its embedding lacks some tokens"
     sizes: LayerSizes = known.rotary.sizes
     depths = (sizes.width, known.embed_tokens.weight.shape[1], sizes.inner, sizes.head_size, head.states_size)
     if any(depth % STEP for depth in depths):
-        return f"its sizes are no multiples of {STEP}"
+        return f"its sizes are not multiples of {STEP}"
     return ""
 
 
 def _kind_of(matrices: Sequence[torch.Tensor], tiled: bool) -> Kind:
-    """Return the kind of panels that hold these matrices exactly, and are read soonest."""
+    """Return the smallest kind of panels that holds these matrices exactly."""
     exact = all(fits_bfloat16(numbers_of(matrix)) for matrix in matrices)
     if not exact:
         return "float32"
@@ -366,20 +358,17 @@ def _kind_of(matrices: Sequence[torch.Tensor], tiled: bool) -> Kind:
 
 
 def _weights_in(head: Any) -> tuple[list[Any], Kind, bool]:
-    """Return the layers of a head, the kind of panels for the matrices in and before them, and whether tiles are used."""
+    """Return the layers of a head, the kind of panels for their matrices and `fc`, and whether tiles are used."""
     tiled = sum(weight.numel() for weight in head.parameters()) >= TILED_FROM and tiles.available()
     linears = [module for module in head.layers.modules() if isinstance(module, nn.Linear)]
     kind = _kind_of([head.fc.weight, *(linear.weight for linear in linears)], tiled)
     return [*head.layers], kind, tiled
 
 
-def _norm_of(module: Any) -> np.ndarray:
-    weight = getattr(module, "weight", None)
+def _numbers_in(module: Any, name: str = "weight") -> np.ndarray:
+    """Return a weight of a module; no numbers if it has none."""
+    weight = getattr(module, name, None)
     return _NONE if weight is None else numbers_of(weight)
-
-
-def _bias_of(linear: nn.Linear) -> np.ndarray:
-    return _NONE if linear.bias is None else numbers_of(linear.bias)
 
 
 def _architecture_of(sizes: LayerSizes, layers: int) -> Architecture:
@@ -392,14 +381,14 @@ def _no_panels(kind: Kind) -> np.ndarray:
 
 
 def _common_parts(head: Any, vocab: int, tiled: bool) -> dict[str, Any]:
-    """Return the arrays and numbers that trunks and block heads have in common."""
+    """Return the fields that `TrunkModel` and `BlockModel` share."""
     matrix = head.lm_head.weight
     return {
         "embedding": numbers_of(head.embed_tokens.weight),
         "angles": angles_of(head.rotary.angles, SHORT)[None],
         "eps": float(head.shape.sizes.eps),
         "heads": head.shape.sizes.heads,
-        "last_norm": _norm_of(head.norm),
+        "last_norm": _numbers_in(head.norm),
         "head": in_panels(numbers_of(matrix), _kind_of([matrix], tiled)),
         "tokens": _NO_TOKENS if head.tokens is None else head.tokens.cpu().numpy().astype(np.int64),
         "vocab": vocab,
@@ -408,7 +397,7 @@ def _common_parts(head: Any, vocab: int, tiled: bool) -> dict[str, Any]:
 
 @torch.inference_mode()
 def _trunk_model(head: PairTrunk, vocab: int) -> TrunkModel:
-    """Return the arrays of a trunk."""
+    """Return a trunk in the form that compiled layers read."""
     known: Any = head
     shape = head.shape
     layers, kind, tiled = _weights_in(head)
@@ -416,9 +405,9 @@ def _trunk_model(head: PairTrunk, vocab: int) -> TrunkModel:
     fc = in_panels(numbers_of(known.fc.weight), kind)
     norm = _NONE
     if shape.norms_features == "all":
-        norm = _norm_of(known.input_norm)
+        norm = _numbers_in(known.input_norm)
     if shape.norms_features == "each":
-        norm = np.concatenate([_norm_of(one) for one in known.fc_norm])
+        norm = np.concatenate([_numbers_in(one) for one in known.fc_norm])
     features = FeatureWeights(
         reads_final=FINAL in shape.taps,
         norms=_NORMS[shape.norms_features] if reads_pairs else NO_NORM,
@@ -426,23 +415,24 @@ def _trunk_model(head: PairTrunk, vocab: int) -> TrunkModel:
         each=shape.target_width,
         matrix=fc if reads_pairs else _no_panels(kind),
         width=shape.sizes.width,
-        bias=_bias_of(known.fc) if reads_pairs else _NONE,
+        bias=_numbers_in(known.fc, "bias") if reads_pairs else _NONE,
         norm_after=_NONE,
     )
     embedding_norm = _NONE
     feature_norm = _NONE
     if reads_pairs:
-        embedding_norm = _norm_of(layers[0].input_layernorm)
-        feature_norm = _norm_of(layers[0].hidden_norm)
+        embedding_norm = _numbers_in(layers[0].input_layernorm)
+        feature_norm = _numbers_in(layers[0].hidden_norm)
     if shape.pairs == "normed projection":
-        embedding_norm = _norm_of(known.enorm)
-        feature_norm = _norm_of(known.hnorm)
+        embedding_norm = _numbers_in(known.enorm)
+        feature_norm = _numbers_in(known.hnorm)
     first = weights_of(layers[:1], kind, _architecture_of(shape.sizes, 1))
     others = layers_of_weights(first, 0, 0)
     if len(layers) > 1:
         others = weights_of(layers[1:], kind, _architecture_of(shape.sizes, len(layers) - 1))
     return TrunkModel(
         features=features,
+        rows=0,
         pairs=_PAIRS[shape.pairs],
         swaps=bool(shape.swaps) and not reads_pairs,
         norms_residual=bool(shape.norms_residual),
@@ -450,7 +440,7 @@ def _trunk_model(head: PairTrunk, vocab: int) -> TrunkModel:
         embedding_norm=embedding_norm,
         feature_norm=feature_norm,
         join=_no_panels(kind) if reads_pairs else fc,
-        join_bias=_NONE if reads_pairs else _bias_of(known.fc),
+        join_bias=_NONE if reads_pairs else _numbers_in(known.fc, "bias"),
         first=first,
         others=others,
         kinds=np.zeros(len(layers) - 1, dtype=np.int64),
@@ -460,7 +450,7 @@ def _trunk_model(head: PairTrunk, vocab: int) -> TrunkModel:
 
 @torch.inference_mode()
 def _block_model(head: BlockHead, vocab: int) -> BlockModel:
-    """Return the arrays of a block head."""
+    """Return a block head in the form that compiled layers read."""
     known: Any = head
     shape = head.shape
     layers, kind, tiled = _weights_in(head)
@@ -472,7 +462,7 @@ def _block_model(head: BlockHead, vocab: int) -> BlockModel:
         matrix=in_panels(numbers_of(known.fc.weight), kind),
         width=shape.sizes.width,
         bias=_NONE,
-        norm_after=_norm_of(known.hidden_norm),
+        norm_after=_numbers_in(known.hidden_norm),
     )
     rows = np.zeros((1, 0), dtype=np.float32)
     correction = _no_panels(kind)

@@ -1,7 +1,7 @@
-"""How the law of a draft in a block depends on the tokens above it: DSpark, Domino, DFlash2 and XPress.
+"""Corrections of the laws of drafts in a block by the tokens above them: DSpark, Domino, DFlash2 and XPress.
 
-A pass makes a row for each depth of a block. A correction turns the logits of a row into logits of the tokens below one
-node, by the node's own token and by a state that is carried down from the root of the block, node by node.
+A pass makes a row for each depth of a block. A correction turns the logits of a row into logits of the tokens below a node,
+given the node's own token and a state that is passed down from the root of the block, node by node.
 """
 
 from typing import NamedTuple
@@ -15,35 +15,35 @@ from specbeam.models.heads.arrays import Logits, PerRow, Rows, States
 
 
 class BlockNodes(NamedTuple):
-    """Nodes of blocks, all of them equally far below their roots."""
+    """Nodes of blocks, all at the same depth below their roots."""
 
-    far: int  # how far
-    rows: Rows  # of the blocks at their depth
-    tokens: PerRow  # their own
-    states: States  # that they get from above
-    base: Logits  # the logits of the rows
+    far: int  # the depth
+    rows: Rows  # of the blocks at this depth
+    tokens: PerRow  # of the nodes
+    states: States  # from the nodes' parents
+    base: Logits  # of the rows
 
 
 class Corrected(NamedTuple):
-    """What a correction makes of nodes."""
+    """The results of a correction at nodes."""
 
     logits: Logits  # of the tokens below
-    states: States  # that their children get
+    states: States  # for the nodes' children
 
 
 class Correction(nn.Module):
     """A correction. This one adds nothing and carries no state (DFlash).
 
     Attributes:
-        state_size: of the state that is carried down.
-        reads_mean: whether rows come with the mean of all rows of their block next to them.
+        state_size: of the state that is passed down.
+        reads_mean: whether the mean of all rows of a block is appended to each of its rows.
     """
 
     state_size = 0
     reads_mean = False
 
     def start(self, rows: Rows, tokens: PerRow, above: PerRow) -> States:
-        """Return the states that roots get, where mask rows draft: the rows of the roots draft nothing then.
+        """Return the states of roots if mask rows draft; the rows of the roots draft nothing then.
 
         Args:
             rows: of the roots.
@@ -53,12 +53,12 @@ class Correction(nn.Module):
         return rows.new_zeros(len(rows), self.state_size)
 
     def forward(self, nodes: BlockNodes) -> Corrected:
-        """Return the logits below nodes, and the states that their children get."""
+        """Return the logits below nodes, and the states for their children."""
         return Corrected(nodes.base, nodes.states)
 
 
 class Markov(Correction):
-    """A matrix of low rank, by the node's own token, and with `is_gated` by the row too (DSpark)."""
+    """A low-rank matrix applied to the node's own token; with `is_gated` the row gates it (DSpark)."""
 
     def __init__(self, vocab: int, draft_vocab: int, width: int, rank: int, is_gated: bool = False) -> None:
         super().__init__()
@@ -74,17 +74,15 @@ class Markov(Correction):
         return Corrected(nodes.base + self.markov_w2(read), nodes.states)
 
 
-class RecurrentMarkov(Correction):
-    """A matrix of low rank, by the output of a recurrent network on the tokens and rows from the root on (DSpark, "rnn").
+class RecurrentMarkov(Markov):
+    """A low-rank matrix applied to the output of a recurrent network over tokens and rows from the root on (DSpark, "rnn").
 
-    Where mask rows draft, the network has read the root and its row before the first draft.
+    If mask rows draft, the network reads the root and its row before the first draft.
     """
 
     def __init__(self, vocab: int, draft_vocab: int, width: int, rank: int) -> None:
-        super().__init__()
+        super().__init__(vocab, draft_vocab, width, rank)
         self.state_size = rank
-        self.markov_w1 = nn.Embedding(vocab, rank)
-        self.markov_w2 = nn.Linear(rank, draft_vocab, bias=False)
         self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
 
     def start(self, rows: Rows, tokens: PerRow, above: PerRow) -> States:
@@ -103,13 +101,13 @@ class RecurrentMarkov(Correction):
 
 
 class PrefixGRU(Correction):
-    """A small network on the row and on the state of a gated recurrent unit over the tokens from the root on (Domino).
+    """A small network on the row and the state of a gated recurrent unit over the tokens from the root on (Domino).
 
     Args:
-        embedding: the target's, which the unit reads.
+        embedding: the target's, the input of the unit.
         inner: size of the network.
         state: size of the unit.
-        pure: number of drafts, one below the other, that are made without a correction.
+        pure: number of successive drafts without a correction.
     """
 
     def __init__(
@@ -118,7 +116,7 @@ class PrefixGRU(Correction):
         super().__init__()
         self.state_size = state
         self.pure = pure
-        self.embeddings = [embedding]  # in a list, so that it is not a weight of this module
+        self.embeddings = [embedding]  # in a list, so that it does not become a weight of this module
         self.prefix_gru = nn.GRU(embedding.weight.shape[1], state, batch_first=True, bias=False)
         self.embed_proj = nn.Sequential(
             nn.Linear(width + state, inner, bias=False), nn.SiLU(), nn.Linear(inner, draft_vocab, bias=False)
@@ -127,7 +125,7 @@ class PrefixGRU(Correction):
     def forward(self, nodes: BlockNodes) -> Corrected:
         embedding = self.embeddings[0]
         read = embedding(nodes.tokens).to(nodes.rows.dtype)
-        if len(read) == 0:  # which the unit does not take
+        if len(read) == 0:  # the unit refuses empty inputs
             return Corrected(nodes.base, nodes.states)
         made, _ = self.prefix_gru(read[:, None], nodes.states[None].contiguous())
         after = made[:, 0]
@@ -137,12 +135,12 @@ class PrefixGRU(Correction):
 
 
 class Selector(Correction):
-    """A choice among the likeliest tokens of a row, by a product of the node's token, the row and each of them (DFlash2).
+    """A choice among the likeliest tokens of a row, by a product of the node's token, the row and the candidate (DFlash2).
 
-    All other tokens have no odds.
+    All other tokens get probability 0.
 
     Args:
-        top: number of these tokens.
+        top: number of candidates.
     """
 
     def __init__(self, vocab: int, width: int, rank: int, top: int) -> None:
@@ -163,12 +161,12 @@ class Selector(Correction):
 class Refiner(Correction):
     """A small network over the rows and tokens of a block from its start on (XPress).
 
-    Engines run it several times over drafts that are guessed all at once. Here each node gets the law given the tokens above
-    it, in one go. The state is the input of each row above, side by side.
+    Engines run it several times over drafts that are guessed all at once. Here each node gets the exact law given the tokens
+    above it. The state is the concatenated inputs of the rows above.
 
     Args:
         rows: number of rows of a block.
-        inner: size of the network between its two matrices.
+        inner: size of the network's inner layer.
         first_row: see `BlockShape.first_row`.
     """
 
@@ -196,7 +194,7 @@ class Refiner(Correction):
         return functional.pad(put_in, (0, self.state_size - put_in.shape[-1]))
 
     def forward(self, nodes: BlockNodes) -> Corrected:
-        """See `Correction.forward`. Drafts deeper than the block have the input of its last row."""
+        """See `Correction.forward`. Drafts deeper than the block use the place of its last row."""
         rank, rows = self.mix_l.shape[:2]
         place = min(self.first_row + nodes.far, rows - 1)
         before = nodes.states.unflatten(-1, (rows, rank))
@@ -207,7 +205,7 @@ class Refiner(Correction):
         return Corrected(nodes.base + self.readout(refined), every.flatten(1))
 
     def _put_in(self, rows: Rows, tokens: PerRow) -> Float[Tensor, "nodes rank"]:
-        """Return the network's input for rows, with the means of their blocks, and for the tokens above their drafts."""
+        """Return the network's input from rows with the means of their blocks, and the tokens above their drafts."""
         own, mean = rows.chunk(2, -1)
         read = torch.cat([self.down_h(own), self.down_g(mean), self.token_embed(tokens)], -1)
         return self.in_proj(read)

@@ -1,11 +1,11 @@
 """Denoisers: block heads that draft by masked diffusion, in one step or in several (SpecDiff, arXiv 2408.05636).
 
-The drafts of a block are tokens or masks, and the head gives a law for each mask, given the tokens. With all of them masked,
-these laws are those of a draft in one step. Then each is fixed before any token is drawn: a product law, as that of DFlash.
-In several steps some masks become tokens, and the laws of the others are computed anew.
+The drafts of a block are tokens or masks, and the head gives a law for each mask, given the tokens. In one step all drafts
+are masks, and all laws are fixed before any token is drawn: a product law, as in DFlash. In several steps some masks become
+tokens, and the laws of the others are computed again.
 
-The paper drafts by a diffusion model of its own, which reads only tokens. Here the context is the target's features, as in
-block heads, so that the head can be small.
+The paper drafts with a separate diffusion model that reads only tokens. Here the context is the target's features, as in
+block heads, so the head can be small.
 """
 
 from collections.abc import Iterator
@@ -18,11 +18,11 @@ from specbeam.models.heads.arrays import Blocks, PerRow, TokenMap
 from specbeam.models.heads.block import BlockHead, BlockShape
 from specbeam.models.heads.layers import Attend, Rotary
 
-NO_TOKEN = -1  # as the mask of `BlockHead`: the mask is a row of the head, and not a token of the target
+NO_TOKEN = -1  # in place of `BlockHead`'s mask token: the mask is a row of the head, not a token of the target
 
 
 class Denoiser(BlockHead):
-    """A head of this kind: a block head whose mask has an embedding of its own, so that it is never drafted.
+    """A SpecDiff head: a block head whose mask has a learned embedding, so that it is never drafted.
 
     Args:
         shape, rotary, embedding, head, tokens: see `LayeredHead`.
@@ -46,7 +46,7 @@ class Denoiser(BlockHead):
         """Return the rows of the blocks below roots; see `BlockHead.blocks`.
 
         Args:
-            known: the drafts of each block, -1 for masks; None: all are masks.
+            known: the drafts of each block, -1 for masks; None: only masks.
         """
         if known is None:
             known = torch.full((*roots.shape, self.shape.depth), NO_TOKEN, device=roots.device)
@@ -56,5 +56,5 @@ class Denoiser(BlockHead):
         return self.rows_after_layers(x.to(self.fc.weight.dtype), positions, attend)
 
     def other_readings(self, layers: int) -> Iterator[tuple[str, BlockHead]]:
-        """See `Head.other_readings`: its files leave nothing open."""
+        """See `Head.other_readings`: its files leave no choice."""
         return iter(())

@@ -1,7 +1,7 @@
 """Readers of EAGLE heads: EAGLE-1, EAGLE-2 and HASS, EAGLE-3 as its five writers store it, and P-EAGLE.
 
-The writers differ in names, in defaults, and in how they number the hidden states that a head reads. A wrong reading changes
-no law, it only makes worse drafts.
+The writers use different names, defaults, and numbers for the hidden states that a head reads. A wrong reading changes no
+law; it only makes worse drafts.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -33,8 +33,8 @@ from specbeam.models.heads.trunk import PairTrunk, TrunkShape
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-REFUSED = ("kv_a_proj_with_mqa", "parallel_draft_heads")  # parts of names of heads that cannot be read
-MASK_ROWS = 8  # of a P-EAGLE block, the row of the pair included, where its files state none: as speculators trains it
+REFUSED = ("kv_a_proj_with_mqa", "parallel_draft_heads")  # parts of tensor names of unsupported heads
+MASK_ROWS = 8  # of a P-EAGLE block, the row of the pair included, if its files state no number: speculators' default
 
 
 def is_eagle3(config: Mapping[str, Any], names: Collection[str]) -> bool:
@@ -53,12 +53,12 @@ def is_peagle(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def is_eagle(names: Collection[str]) -> bool:
-    """Return whether files with these tensors hold an EAGLE-1, EAGLE-2 or HASS head: they are of one format."""
+    """Return whether files with these tensors hold an EAGLE-1, EAGLE-2 or HASS head, which share one format."""
     return "fc.weight" in names and "layers.0.self_attn.q_proj.weight" in names and "norm.weight" not in names
 
 
 def read_eagle(files: HeadFiles) -> PairTrunk:
-    """Return an EAGLE-1, EAGLE-2 or HASS head; they are of one format. Raises `BadHead` if it cannot be read."""
+    """Return an EAGLE-1, EAGLE-2 or HASS head. Raises `BadHead` if it cannot be read."""
     fields = files.fields
     width = files.width
     if fields.whole("hidden_size") != width:
@@ -66,7 +66,7 @@ def read_eagle(files: HeadFiles) -> PairTrunk:
     heads = fields.whole("num_attention_heads")
     if width % heads:
         raise fields.bad("num_attention_heads", f"a divisor of hidden_size, {width}")
-    # Heads of this kind are as wide as their share of the row, whatever else is stated.
+    # The head size of these heads is their share of the width, whatever the files state.
     core = Fields(files.where, {**files.config, "head_dim": width // heads})
     sizes = layer_sizes(files, core)
     has_bias = fields.flag("bias", default=files.has("fc.bias"))
@@ -96,7 +96,7 @@ def read_eagle3(files: HeadFiles) -> PairTrunk:
 def read_peagle(files: HeadFiles) -> MaskTrunk:
     """Return a P-EAGLE head; see `read_eagle3`.
 
-    Writers name the mask token in three ways, and store the learnt state of mask rows in one to three dimensions.
+    Writers have three names for the mask token, and store the learned state of mask rows in one to three dimensions.
     """
     shape, rotary, (embedding, head, tokens) = _parts_of(files, lambda size: View(size, from_row=True))
     vocab = embedding.weight.shape[0]
@@ -111,10 +111,10 @@ def read_peagle(files: HeadFiles) -> MaskTrunk:
 
 
 def _parts_of(files: HeadFiles, window: Callable[[int], View]) -> tuple[TrunkShape, Rotary, TokenParts]:
-    """Return the parts of an EAGLE-3 head, and take those tensors that are not weights of the trunk.
+    """Return the parts of an EAGLE-3 head, and take its tensors that are not weights of the trunk.
 
     Args:
-        window: the view for a window of a number of positions.
+        window: returns the view for a window of this size.
     """
     files.tensors = {name.replace("midlayer.", "layers.0."): one for name, one in files.tensors.items()}
     if known := [name for name in files.tensors if any(part in name for part in REFUSED)]:
@@ -142,9 +142,9 @@ def _parts_of(files: HeadFiles, window: Callable[[int], View]) -> tuple[TrunkSha
         joins_bias=files.has("fc.bias"),
         norms_features=_norms_of_features(files),
         norms_residual=fields.flag("norm_before_residual", default=False),
-        # SpecForge's field of the same name has another meaning: its heads feed back states before the norm.
+        # SpecForge's field has another meaning: its heads feed back states before the norm.
         feeds_normed=fields.flag("norm_output", default=False) and is_speculators,
-        # Others copy the fields of a target's windows, and train heads without any.
+        # Other writers copy the target's window fields, but train heads without windows.
         views=views_of(core, layers, window) if is_speculators else (),
     )
     rotary = rotary_of(core, sizes, rope_of(core))
@@ -152,10 +152,10 @@ def _parts_of(files: HeadFiles, window: Callable[[int], View]) -> tuple[TrunkSha
 
 
 def read_taps(fields: Fields, target: "PreTrainedModel", count: int) -> tuple[tuple[int, ...], str]:
-    """Return the hidden states that a head reads, and how they were found.
+    """Return the hidden states that a head reads, and where they are stated.
 
-    Some writers number the inputs of layers, and others the outputs. Where a field is used by both, the default of all
-    writers shows the numbering.
+    Some writers number the inputs of layers, others the outputs. If both use a field, the default of all writers reveals
+    the numbering.
 
     Args:
         count: number of hidden states.
@@ -165,27 +165,27 @@ def read_taps(fields: Fields, target: "PreTrainedModel", count: int) -> tuple[tu
     name = "eagle_aux_hidden_state_layer_ids"
     named = fields.wholes(name)
     if named and fields.has("speculators_model_type"):
-        return named, f"{name}: what enters these layers"
+        return named, f"{name}: the inputs of these layers"
     after = fields.wholes("target_layer_ids", least=-1)
     nested = fields.inner("eagle_config").wholes(name, least=-1)
     if not after and nested == default:
-        return default, f"eagle_config.{name}: what enters these layers, as the default of all writers"
+        return default, f"eagle_config.{name}: the inputs of these layers, the default of all writers"
     if found := after or nested or named:
         stated = name
         if after:
             stated = "target_layer_ids"
         elif nested:
             stated = f"eagle_config.{name}"
-        return tuple(one + 1 for one in found), f"{stated}: what leaves the layers before these"
+        return tuple(one + 1 for one in found), f"{stated}: the outputs of the layers before these"
     if count in (0, 3):
         return default, "the default of all writers"
     raise BadHead(
-        f"{fields.where} reads {count} hidden states, and its config.json does not say which layers they enter ({name})"
+        f"{fields.where} reads {count} hidden states, and its config.json does not state their layers ({name})"
     )
 
 
 def _norms_of_features(files: HeadFiles) -> str:
-    """Return how hidden states are normed before they become a feature, by the tensors; fields must not differ."""
+    """Return how hidden states are normed before they make a feature, by the tensors; fields must agree."""
     fields = files.fields
     found = "no"
     if files.has("fc_norm.0.weight"):
@@ -200,7 +200,7 @@ def _norms_of_features(files: HeadFiles) -> str:
 
 
 def _rope_of_eagle(fields: Fields) -> dict[str, Any]:
-    """Return the parameters of the positions of an EAGLE-1 head: its writer takes 10000 whenever they are scaled."""
+    """Return the parameters of the positions of an EAGLE-1 head: its writer uses base 10000 if they are scaled."""
     if not fields.has("rope_scaling"):
         return rope_of(fields)
     scaling = Fields(fields.where, {"rope_scaling": fields.values["rope_scaling"]})

@@ -1,7 +1,7 @@
-"""Exit heads: one trained layer behind the first layers of the target, whose head makes logits of it (EESD).
+"""Exit heads: one trained layer after the first layers of the target; the target's head makes logits of its output (EESD).
 
-The state that leaves the first layers is exact for drafts too, as they are layers of the target. So a row of the exit layer
-is never computed from guesses, and is kept where its node lives on.
+The output of the first layers is exact for drafts, too, as they are layers of the target. So a row of the exit layer is
+never computed from estimates, and is kept if its node survives.
 
 Source: EESD (arXiv 2406.03853).
 """
@@ -28,9 +28,9 @@ from specbeam.engines.kv.masks import Masks
 from specbeam.models.early_layers import last_norm, with_exit
 from specbeam.models.heads.arrays import PerNode, Rows
 from specbeam.models.heads.files import HeadFiles
-from specbeam.models.heads.head import DraftRows, Head, wanted_below
+from specbeam.models.heads.head import DraftRows, Head, capped, wanted_below
 from specbeam.models.heads.lm import HeadLM, TimedPrompt
-from specbeam.models.heads.reading import filled
+from specbeam.models.heads.reading import check_target, filled
 from specbeam.models.heads.trees import ScoredTrees
 from specbeam.models.huggingface import CacheForSteps, EachNeeds, Forests, HuggingFaceLM, OnTargetsCache, Sessions
 from specbeam.models.made_up import made_up_prompt
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 
 class ExitHead(Head):
-    """An exit layer with its norm, as copies of the target's last layer and norm at first.
+    """An exit layer with its norm, initialised as copies of the target's last layer and norm.
 
     Args:
-        target: the model whose first layers and head surround it; their weights are not the head's own.
+        target: the model whose first layers and head surround it; their weights do not belong to this head.
         after: number of layers that run before it.
     """
 
@@ -63,7 +63,7 @@ class ExitHead(Head):
                 vars(module)["layer_idx"] = after  # by which its keys and values are stored
         for weight in self.parameters():
             weight.requires_grad_(True)
-        self.shared = (target,)  # in a tuple, as the weights of a module inside would be the head's own
+        self.shared = (target,)  # in a tuple, so that its weights do not become the head's
 
     @property
     def target(self) -> "PreTrainedModel":
@@ -75,15 +75,15 @@ class ExitHead(Head):
         return {
             "kind": f"EESD: an exit layer behind the target's first {self.after} of {len(layers_of(self.target))} layers",
             "layers": "1, like those of the target, with a norm of its own",
-            "reads": f"what leaves layer {self.after - 1}, of the node itself, also of drafts",
+            "reads": f"the output of layer {self.after - 1} at the node itself, also at drafts",
         }
 
     def exited(self) -> "PreTrainedModel":
-        """Return the target's first layers, this layer and this norm as one model, with the target's head."""
+        """Return a model of the target's first layers, this layer, this norm, and the target's head."""
         return with_exit(self.target, self.after, self.layer, self.norm)
 
     def drafts(self, trees: ScoredTrees, depth: int, wanted: PerNode) -> list[DraftRows]:
-        """See `Head.drafts`: drafts of all depths have the same law, so only drafts one deep are returned."""
+        """See `Head.drafts`: drafts of all depths have the same law, so it returns drafts one deep only."""
         given, named = self._what_reaches_it(trees)
         states = given[0] if given else named.pop("hidden_states")
         left = self.layer(self._as_own(states), *map(self._as_own, given[1:]), **_each(self._as_own, named))
@@ -92,7 +92,7 @@ class ExitHead(Head):
         return [DraftRows(nodes, self._logits(states))]
 
     def _as_own(self, value: Any) -> Any:
-        """Return a tensor of floats in the type of the layer, without a gradient; anything else as it is."""
+        """Return a float tensor in the layer's type, without a gradient; anything else unchanged."""
         if isinstance(value, tuple):
             return tuple(self._as_own(one) for one in value)
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -108,12 +108,11 @@ class ExitHead(Head):
             normed, head.weight.detach().to(normed.dtype), None if bias is None else bias.detach().to(normed.dtype)
         )
         rows = rows / getattr(self.target.config, "logits_scaling", 1.0)
-        cap = getattr(self.target.config, "final_logit_softcapping", None)
-        return rows if cap is None else torch.tanh(rows / cap) * cap
+        return capped(rows, getattr(self.target.config, "final_logit_softcapping", None))
 
     @torch.no_grad()
     def _what_reaches_it(self, trees: ScoredTrees) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with which a pass over whole trees calls this layer, in the way of the target's family."""
+        """Return the arguments of this layer in a pass of the target over whole trees."""
         reached: list[Any] = []
 
         def keep(module: object, given: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -140,7 +139,7 @@ class ExitHead(Head):
 
 
 class _Reached(Exception):
-    """The exit layer is reached, and the pass is of no further use."""
+    """Ends a pass when it reaches the exit layer."""
 
 
 def _each(change: Any, named: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +147,7 @@ def _each(change: Any, named: dict[str, Any]) -> dict[str, Any]:
 
 
 def exit_config(head: ExitHead) -> dict[str, Any]:
-    """Return the fields of a configuration that describe an exit head and the target that it is for."""
+    """Return the configuration of an exit head: its place, and its target."""
     config = head.target.config.get_text_config()
     return {
         "exit_layer": head.after,
@@ -165,28 +164,21 @@ def exit_config(head: ExitHead) -> dict[str, Any]:
 def read_exit(files: HeadFiles) -> ExitHead:
     """Return an exit head. Raises `BadHead` if it cannot be read, or is for a target of another shape."""
     after = files.fields.whole("exit_layer")
-    stated = files.fields.required("target")
     try:
         head = ExitHead(files.target, after)
     except NotSupported as error:
         raise BadHead(f"{files.where} is an exit head, and {error}") from error
-    expected = exit_config(head)["target"]
-    for name, value in expected.items():
-        if stated.values.get(name) != value:
-            raise stated.bad(
-                name,
-                f"that of the target, {value!r}: an exit layer stands between layers of the very model that it was trained "
-                "for",
-            )
+    why = "an exit layer stands between layers of the very model that it was trained for"
+    check_target(files, exit_config(head)["target"], why)
     return filled(head, files)
 
 
 class ExitLM(OnTargetsCache, HeadLM):
-    """An exit head as a draft model, on the target's own KV cache: nothing is computed twice.
+    """An exit head as a draft model on the target's own KV cache: nothing is computed twice.
 
     A pass runs the target's first layers and the exit layer on new nodes. The target's pass then runs the other layers on
-    the same nodes. The keys and values of the exit layer are in the slots of the target's, so they are shared by beams, and
-    kept or dropped, as these are.
+    the same nodes. The keys and values of the exit layer are in the same slots as the target's, so beams share them, and
+    they are kept and dropped together.
 
     Args:
         head: the head.
@@ -244,10 +236,10 @@ class ExitLM(OnTargetsCache, HeadLM):
 
 
 def exit_model(head: ExitHead, target: HuggingFaceLM) -> "ExitLM | HuggingFaceLM":
-    """Return the draft model that an exit head is.
+    """Return an exit head as a draft model.
 
-    Where an engine runs ranges of layers, it drafts on the target's cache. Elsewhere it is a model of its own that
-    shares the weights, and computes the first layers a second time; `how_it_runs` says so.
+    If the engine runs ranges of layers, it drafts on the target's cache. Otherwise it is a separate model that shares the
+    weights, and computes the first layers a second time; `how_it_runs` describes which.
     """
     if isinstance(target.runner, PackedPasses):
         return ExitLM(head, target)
@@ -261,6 +253,6 @@ def how_it_runs(head: ExitHead, target: HuggingFaceLM) -> str:
     if isinstance(target.runner, PackedPasses):
         return "on the target's own cache: its first layers run once"
     return (
-        f"as a model of its own: engine {target.engine!r} runs all layers of the target at once, so the first {head.after} "
+        f"as a separate model: engine {target.engine!r} runs all layers of the target at once, so the first {head.after} "
         "are computed twice, and their keys and values stored twice"
     )

@@ -1,10 +1,10 @@
-"""Heads without layers of their own: extra rows in the target's pass, from which the next draft is read.
+"""Heads without layers of their own: extra rows in the target's pass, which give the laws of the next drafts.
 
-An extra row hangs under a node of the forest that the target scores. It sees the path to the node, the node, the extra
-rows between, and maybe a prefix that was learnt; no row of the text sees an extra row or the prefix. Extra row j under a
-node stands for a token j further on, so that its logits are a law of the token after that: the node itself gives the law of
-the next token, and extra row 1 that of the one after it, whatever the next one will be. So the law of a draft is a product
-law.
+An extra row hangs below a node of the forest that the target scores. It sees the path to the node, the node, the extra rows
+between, and possibly a learned prefix; no row of the text sees an extra row or the prefix. Extra row j below a node takes
+the place of a token j positions later, so its logits are a law of the token after that position: the node itself gives the
+law of the next token, and extra row 1 the law of the second one, whatever the first one will be. So the law of a draft is a
+product law.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from specbeam.engines.eligibility import layers_of
 from specbeam.engines.kv.masks import Masks
 from specbeam.engines.kv.trie import AHEAD
 from specbeam.models.heads.arrays import AnchorRows, Anchors, Columns, PerNode, Rows
-from specbeam.models.heads.head import DraftRows, Head, wanted_below
+from specbeam.models.heads.head import DraftRows, Head, capped, wanted_below
 from specbeam.models.heads.trees import ScoredTrees
 
 if TYPE_CHECKING:
@@ -29,27 +29,26 @@ if TYPE_CHECKING:
 
 
 class ExtraHead(Head):
-    """A head that is extra rows in the target's pass.
+    """A head that adds extra rows to the target's passes.
 
     Args:
-        target: the model in whose passes the rows are.
-        depth: number of extra rows under a node, one below the other: of drafts that there are laws for. Deeper ones get the
-            last law.
+        target: the model that runs the rows.
+        depth: number of extra rows below a node, and so of drafts with laws of their own; deeper drafts use the last law.
 
     Attributes:
-        ranks: for each depth, the mean odds under the target of the head's likeliest token, of the second, and so on, on
-            texts that it has not learnt from; empty if they were not measured.
+        ranks: for each depth, the mean probability under the target of the head's likeliest token, of the second, and so on,
+            on texts outside the training data; empty if not measured.
     """
 
     def __init__(self, target: "PreTrainedModel", depth: int) -> None:
         super().__init__()
-        self.target_of = (target,)  # in a tuple, so that its weights are not the head's
+        self.target_of = (target,)  # in a tuple, so that its weights do not become the head's
         self.depth = depth
         self.ranks: tuple[tuple[float, ...], ...] = ()
 
     @property
     def target(self) -> "PreTrainedModel":
-        """The model in whose passes the rows are."""
+        """The model that runs the rows."""
         return self.target_of[0]
 
     @property
@@ -59,18 +58,18 @@ class ExtraHead(Head):
 
     @property
     def described_ranks(self) -> dict[str, str]:
-        """The odds of its likeliest token by depth, in words; nothing if they were not measured."""
+        """A description of the probabilities of its likeliest token by depth; nothing if not measured."""
         odds = ", ".join(f"{row[0]:.2f}" for row in self.ranks if row)
         return {"its likeliest token is the target's next with odds of": f"{odds}, by depth"} if odds else {}
 
     def features(self, states: Rows) -> Rows:
-        """See `Head.features`: there are none."""
+        """See `Head.features`: the states themselves."""
         return states
 
     def rows(self, trees: ScoredTrees, anchors: Anchors, depth: int) -> AnchorRows:
-        """Return the target's last hidden states of `depth` extra rows under each of some nodes of trees.
+        """Return the target's last hidden states of `depth` extra rows below each of some nodes of trees.
 
-        Gradients flow only to the head's own weights.
+        Gradients reach only the head's own weights.
 
         Args:
             anchors: columns of the nodes.
@@ -101,7 +100,7 @@ class ExtraHead(Head):
 
 
 def _ancestors(trees: ScoredTrees, depth: int) -> list[Columns]:
-    """Return the columns of the parents of all nodes, of their parents, and so on; 0 for nodes that have none."""
+    """Return the columns of the parents of all nodes, of their parents, and so on; 0 for nodes without one."""
     above = trees.columns
     found = []
     for _ in range(depth):
@@ -111,19 +110,18 @@ def _ancestors(trees: ScoredTrees, depth: int) -> list[Columns]:
 
 
 def logits_of(target: "PreTrainedModel", states: Rows) -> Float[Tensor, "rows vocab"]:
-    """Return the logits that a target makes of its last hidden states; gradients flow only to these."""
+    """Return a target's logits from its last hidden states; gradients reach only these."""
     matrix = target.get_output_embeddings()
     with _frozen(matrix):
         logits: Tensor = matrix(states)
-    most = getattr(target.config.get_text_config(), "final_logit_softcapping", None)
-    return logits if most is None else torch.tanh(logits / most) * most
+    return capped(logits, getattr(target.config.get_text_config(), "final_logit_softcapping", None))
 
 
 class StoredTrees:
-    """Trees that a target has scored, and whose keys and values extra rows can look at.
+    """Trees scored by a target, whose keys and values extra rows attend to.
 
     Args:
-        tap: the layer whose incoming hidden states are kept, in `states`, float[rows, length, width]; None: none are.
+        tap: the layer whose inputs are kept in `states`, float[rows, length, width]; None: no inputs are kept.
         keys, values: of a prefix that extra rows see, by layer.
     """
 
@@ -160,9 +158,9 @@ class StoredTrees:
         """Return the target's last hidden states of extra rows.
 
         Args:
-            anchors: columns of the nodes that they hang under.
-            made: the input of the first of their layers.
-            layer: the number of that layer; 0: they are embeddings.
+            anchors: columns of the nodes above them.
+            made: the input of their first layer.
+            layer: the number of this layer; 0: the inputs are embeddings.
         """
         rows, count, depth, width = made.shape
         positions = self.trees.depths.gather(1, anchors)[..., None] + torch.arange(1, depth + 1, device=anchors.device)
@@ -185,7 +183,7 @@ class StoredTrees:
     def _seen(
         self, anchors: Anchors, positions: Int64[Tensor, "rows anchors depth"]
     ) -> tuple[Bool[Tensor, "rows extra slots"], Int64[Tensor, "rows slots"]]:
-        """Return which of prefix, tree and extra rows each extra row sees, and the positions of all of these."""
+        """Return which slots of prefix, tree and extra rows each extra row sees, and the positions of all slots."""
         rows, count = anchors.shape
         depth = positions.shape[-1]
         length = self.trees.tokens.shape[1]
@@ -201,7 +199,7 @@ class StoredTrees:
 
 
 class _TreeLayer(CacheLayerMixin):
-    """The keys and values of a layer: of a prefix that later rows see, then of trees."""
+    """The keys and values of a layer: first of a prefix that only later rows see, then of trees."""
 
     is_sliding = False
 
@@ -211,7 +209,7 @@ class _TreeLayer(CacheLayerMixin):
         self.number = number
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Take note of type and place."""
+        """Set type and device."""
         self.dtype = key_states.dtype
         self.device = key_states.device
         self.is_initialized = True
@@ -219,7 +217,7 @@ class _TreeLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Keep the keys and values of trees; return those of later rows with all others before them."""
+        """Keep the keys and values of trees; for later rows return prefix, trees and their own."""
         if not self.cache.is_full:
             self.lazy_initialization(key_states, value_states)
             self.keys = key_states
@@ -234,7 +232,7 @@ class _TreeLayer(CacheLayerMixin):
             parts.insert(0, prefix[self.number].to(own).expand(len(own), -1, -1, -1))
         return torch.cat(parts, 2)
 
-    # transformers derives masks and positions from these. Passes here bring their own, so the values do not matter.
+    # transformers derives masks and positions from these. Passes here have explicit ones, so the values do not matter.
     def get_seq_length(self) -> int:
         """Return 0."""
         return 0
@@ -261,17 +259,17 @@ class _TreeCache(Cache):
 
 
 def unrounded(like: Tensor) -> torch.autocast:
-    """Return a context in which the target runs in its own type, as it does in decoding, also if a training rounds.
+    """Return a context in which the target runs in its own type, as in decoding, even inside autocast.
 
     Args:
-        like: a tensor on its device.
+        like: a tensor on the target's device.
     """
     return torch.autocast(like.device.type, enabled=False)
 
 
 @contextmanager
 def hooked(model: "PreTrainedModel", layer: int | None, hook: Callable[..., Any]) -> Iterator[None]:
-    """Call a hook before each forward of a layer; None: of no layer."""
+    """Call a hook before each forward of a layer in this context; None: no hook."""
     if layer is None:
         yield
         return
@@ -284,7 +282,7 @@ def hooked(model: "PreTrainedModel", layer: int | None, hook: Callable[..., Any]
 
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
-    """Let forwards build no gradients of the model's own weights."""
+    """Turn off gradients of the model's own weights in this context."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     for weight in weights:
         weight.requires_grad_(False)

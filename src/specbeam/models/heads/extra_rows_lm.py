@@ -1,4 +1,4 @@
-"""A head that is extra rows in the target's pass, as a draft model."""
+"""Draft models of heads that add extra rows to the target's passes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,11 +20,11 @@ from specbeam.models.heads.lm import HeadLM, TimedPrompt
 
 
 class ExtraCache(NodeCache):
-    """The cache of one session: the logits of the extra rows under each live node that had some when it was scored.
+    """The cache of one session: the logits of the extra rows below each live node that had some when it was scored.
 
     Args:
-        prompt: the tokens of the prompt, of which only the last one is read.
-        device: where logits are.
+        prompt: the tokens of the prompt; only the last one is read.
+        device: of logits.
 
     Attributes:
         rows: float[rows, vocab] by local node.
@@ -32,7 +32,7 @@ class ExtraCache(NodeCache):
     """
 
     def __init__(self, prompt: list[int], device: torch.device) -> None:
-        # The top of the trie stands for all before the last token; nothing is drafted there but to time a pass.
+        # The top of the trie represents all tokens before the last one; only timed passes draft from it.
         super().__init__(prompt[-1:], torch.zeros(1, 0, device=device), np.array([True, False]))
         self.rows: dict[int, Tensor] = {}
         self.fresh: list[Tensor | None] = []
@@ -42,7 +42,7 @@ class ExtraCache(NodeCache):
         self.fresh = []
 
     def keep(self, former: Nodes) -> None:
-        """See `NodeCache.keep`. What is kept is copied, so that the rest of a pass can be freed."""
+        """See `NodeCache.keep`. Kept rows are copied, so that the rest of a pass can be freed."""
         self.rows = {
             node: self.rows[before].clone() for node, before in enumerate(former.tolist()) if before in self.rows
         }
@@ -50,27 +50,27 @@ class ExtraCache(NodeCache):
 
     @property
     def can_draft(self) -> bool:
-        """Whether there is anything to draft from below any root."""
+        """Whether there are logits to draft from below any root."""
         roots = self.trie.root_at.tolist()
         nearest = [root if self.is_scored[root] else self.scored_above(root)[0] for root in roots]
         return any(node in self.rows for node in nearest)
 
 
 class _Groups:
-    """A mark in the state of a session: the nodes that have extra rows in the present pass, and how many each has."""
+    """Key in a session's state of the nodes with extra rows in the current pass, and the number of rows of each."""
 
 
 class ExtraLM(HeadLM):
-    """A head that is extra rows in the target's pass, as a draft model: it hangs extra rows under the nodes of each forest.
+    """A head of extra rows as a draft model: it adds extra rows below the nodes of each forest.
 
-    Where a text goes on from a node that had none, there is nothing to draft from in the next turn.
+    If a text continues from a node without extra rows, the next turn has nothing to draft from.
 
     Args:
-        least: nodes get extra rows if the draft's odds of the path to them are at least this, where these odds are known;
-            0: all nodes do. Roots always get some.
+        least: nodes get extra rows if the draft's probability of the path to them is at least this, or unknown; 0: all nodes
+            do. Roots always get some.
 
     Attributes:
-        missed: number of turns that left nothing to draft from.
+        missed: number of turns after which there was nothing to draft from.
     """
 
     head: ExtraHead
@@ -86,7 +86,7 @@ class ExtraLM(HeadLM):
         self._variants: dict[float, ExtraLM] = {least: self}
 
     def choosing(self, least: float) -> "ExtraLM":
-        """Return the same draft model with another `least`."""
+        """Return this draft model with another `least`."""
         if least not in self._variants:
             variant = ExtraLM(self.head, self.vocab, least)
             variant._variants = self._variants
@@ -94,7 +94,7 @@ class ExtraLM(HeadLM):
         return self._variants[least]
 
     def is_ready(self, session: CacheOwner) -> bool:
-        """Return whether there is anything to draft from."""
+        """Return whether there are logits to draft from."""
         cache: ExtraCache | None = session.state.get(self)
         return cache is not None and cache.can_draft
 
@@ -113,10 +113,10 @@ class ExtraLM(HeadLM):
         return ExtraRows(LEARNT - kinds, np.where(kinds == 0, np.repeat(nodes, counts), above))
 
     def _chosen(self, session: Session, forest: Forest) -> Nodes:
-        """Return the nodes that get extra rows: the likely ones that no pass has scored yet."""
+        """Return the nodes that get extra rows: likely nodes that no pass has scored yet."""
         nodes = _scored(forest)
         cache: ExtraCache | None = session.state.get(self)
-        if cache is not None:  # beams that were drafts are roots that an earlier turn has scored
+        if cache is not None:  # roots that were drafts have been scored by an earlier turn
             before = np.flatnonzero(cache.is_scored[cache.trie.root_at])
             nodes = nodes[~np.isin(nodes, before)]
         if self.least == 0 or len(forest.logq) == 0:
@@ -130,7 +130,7 @@ class ExtraLM(HeadLM):
 
     @torch.inference_mode()
     def settle(self, session: CacheOwner, turn: Turn) -> None:
-        """Take the logits of the extra rows of a turn, and keep the rows that drafts below surviving beams read."""
+        """Store the logits of the extra rows of a turn, and keep the rows that drafts below surviving beams read."""
         if self not in session.state:
             session.state[self] = ExtraCache(session.prompt, self.device)
         cache: ExtraCache = session.state[self]
@@ -146,7 +146,7 @@ class ExtraLM(HeadLM):
         self.missed += len(cache.trie.root_at) > 0 and not cache.can_draft
 
     def logits(self, caches: list[Any], wanted: list[AnyNodes]) -> list[Logits]:
-        """See `HeadLM.logits`. Where the nearest scored node had no extra rows, no token has any odds."""
+        """See `HeadLM.logits`. If the nearest scored node had no extra rows, all logits are -inf."""
         self.passes += 1
         nothing = torch.full((self.vocab,), -torch.inf, device=self.device)
         found = []
@@ -162,9 +162,9 @@ class ExtraLM(HeadLM):
 
     @contextmanager
     def stored(self, length: int) -> Iterator[TimedPrompt]:
-        """Yield a made-up prompt on which the reading of drafts is timed, which does not depend on its length.
+        """Yield a made-up prompt to time the reading of logits, which does not depend on the length.
 
-        The time of the extra rows themselves is in the target's pass.
+        The extra rows themselves are part of the target's pass.
         """
         prompt = [7 % self.vocab]
         session: Any = SimpleNamespace(prompt=prompt, state={})
@@ -176,5 +176,5 @@ class ExtraLM(HeadLM):
 
 
 def _scored(forest: Forest) -> Nodes:
-    """Return the nodes of a forest that the target scores: those whose rows are not known."""
+    """Return the nodes of a forest that the target scores: the nodes whose rows are not known."""
     return unknown_nodes(0, forest.size, forest.known.nodes)

@@ -19,13 +19,13 @@ class FeatureSizes(NamedTuple):
     width: int  # of the target's hidden states
     vocab: int  # tokens of the target
     draft_vocab: int  # tokens that the head gives logits for
-    depth: int  # number of drafts, one below the other, that it has laws for; deeper ones get the last law
+    depth: int  # number of successive drafts with laws of their own; deeper drafts use the last law
 
 
 class FeatureHead(Head):
-    """A head that drafts from the feature of the nearest scored node above, and from the tokens on the way down from there.
+    """A head that drafts from the feature of the nearest scored node above and the tokens below that node.
 
-    A state is carried from node to node. It begins as the output of `start` for the feature.
+    It passes a state from node to node, which begins as the output of `start` for the feature.
     """
 
     def __init__(self, sizes: FeatureSizes) -> None:
@@ -34,7 +34,7 @@ class FeatureHead(Head):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """See `Head.taps`: what the target's head reads."""
+        """See `Head.taps`: the input of the target's head."""
         return (FINAL,)
 
     @property
@@ -77,7 +77,7 @@ class FeatureHead(Head):
 
 
 class Residual(nn.Module):
-    """A layer whose output is added to its input: x + silu(W x + b); with `shrinks`, the input passes a matrix as well."""
+    """A residual layer: x + silu(W x + b); with `shrinks`, the skip connection has a linear map as well."""
 
     def __init__(self, reads: int, width: int, shrinks: bool = False) -> None:
         super().__init__()

@@ -1,7 +1,6 @@
-"""The fields of a head's configuration, each read with a check.
+"""The fields of a head's configuration, checked as they are read.
 
-Configurations come from many writers, and may be broken. A field with an unusable value is refused by the name of the file
-and of the field, before anything is made from it.
+Configurations come from many writers, and may be broken. An error names the file and the field before the value is used.
 """
 
 import math
@@ -11,7 +10,7 @@ from typing import Any
 
 from specbeam.core.errors import BadHead
 
-MOST = 2**24  # that a size or a number of things may be, where nothing smaller is stated
+MOST = 2**24  # default upper bound of sizes and counts
 
 
 @dataclass(frozen=True)
@@ -19,9 +18,9 @@ class Fields:
     """Some fields of a configuration.
 
     Attributes:
-        where: name in errors of the head's files.
+        where: name of the head's files, for errors.
         values: the fields by name.
-        inside: names of the objects that they are in, each with a point after it.
+        inside: names of the enclosing objects, each followed by a dot.
     """
 
     where: str
@@ -29,17 +28,17 @@ class Fields:
     inside: str = ""
 
     def has(self, name: str) -> bool:
-        """Return whether a field is there, and not null."""
+        """Return whether a field is present and not null."""
         return self.values.get(name) is not None
 
     def bad(self, name: str, expected: str) -> BadHead:
-        """Return the error that a field has another value than expected."""
+        """Return the error for a field with an unexpected value."""
         return BadHead(
             f"{self.where}: {self.inside}{name} is {self.values.get(name)!r} in config.json; it must be {expected}"
         )
 
     def missing(self, name: str) -> BadHead:
-        """Return the error that a field is not there."""
+        """Return the error for a missing field."""
         return BadHead(f"{self.where}: config.json has no {self.inside}{name}")
 
     def _checked(self, name: str, default: Any, is_right: Callable[[Any], bool], expected: str) -> Any:
@@ -60,7 +59,7 @@ class Fields:
         """Return a finite number of at least 0.
 
         Args:
-            default: taken if it is missing or null; None: it must be there.
+            default: of a field that is missing or null; None: it must be present.
             most: the largest value allowed.
             may_be_0: whether 0 is allowed.
         """
@@ -76,7 +75,7 @@ class Fields:
         """Return an integer.
 
         Args:
-            default: taken if it is missing or null; None: it must be there.
+            default: of a field that is missing or null; None: it must be present.
             least, most: the range allowed.
         """
         expected = f"an integer of at least {least}"
@@ -125,7 +124,7 @@ def _is_number(found: Any) -> bool:
 
 
 def _is_whole(found: Any, least: int, most: int) -> bool:
-    """Return whether a value is an integer in a range, also if it is written as 4.0."""
+    """Return whether a value is an integer in a range; 4.0 is one, too."""
     return _is_number(found) and least <= found <= most and found == int(found)
 
 
@@ -139,7 +138,7 @@ def _list_of(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def listed(found: Any) -> tuple[str, ...]:
-    """Return the texts of a list, for looking at what files may hold; () if it is anything else."""
+    """Return the strings in a list; () for anything else than a list."""
     if not isinstance(found, list):
         return ()
     return tuple(one for one in found if isinstance(one, str))

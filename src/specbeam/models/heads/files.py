@@ -20,14 +20,14 @@ _LISTED = 6  # names that an error lists
 
 @dataclass(eq=False)
 class HeadFiles:
-    """A head as it is stored. Readers take tensors out of it by name, and check that none is left.
+    """A stored head. Readers take its tensors by name, and check that none is left.
 
     Attributes:
-        where: its name in errors.
+        where: its name, for errors.
         config: the content of its config.json.
-        tensors: by name, without those that were taken.
-        target: the model that it is read for.
-        taken: names of tensors that were taken.
+        tensors: by name, without the taken ones.
+        target: the model that the head drafts for.
+        taken: names of the taken tensors.
     """
 
     where: str
@@ -37,15 +37,15 @@ class HeadFiles:
     taken: set[str] = field(default_factory=set)
 
     def has(self, name: str) -> bool:
-        """Return whether there is a tensor of this name that was not taken."""
+        """Return whether there is a tensor of this name that is not taken."""
         return name in self.tensors
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """Take a tensor of this shape out. Raises `BadHead` if it is missing or has another shape."""
+        """Take a tensor. Raises `BadHead` if it is missing, has another shape than stated, or is not finite."""
         found = self._found(name)
+        if shape:
+            self.check_shape(name, shape)
         del self.tensors[name]
-        if shape and tuple(found.shape) != shape:
-            raise BadHead(f"{self.where}: {name} is {[*found.shape]}, and {[*shape]} was expected by its config.json")
         if name not in MAPS and (fault := fault_of(found)):
             raise BadHead(f"{self.where}: {name} {fault}; the weights of a head must be finite floats")
         self.taken.add(name)
@@ -57,7 +57,7 @@ class HeadFiles:
         return self.tensors[name]
 
     def check_all_taken(self) -> None:
-        """Raise `BadHead` if the files hold tensors that no reader has taken: the head is of another kind."""
+        """Raise `BadHead` if tensors are left over: the head is of another kind."""
         if self.tensors:
             raise BadHead(
                 f"{self.where} holds tensors that are not known: {_some(self.tensors)}; heads of this kind cannot be read"
@@ -65,7 +65,7 @@ class HeadFiles:
 
     @property
     def fields(self) -> Fields:
-        """The fields of its config.json, read with checks."""
+        """The fields of its config.json, for checked reading."""
         return Fields(self.where, self.config)
 
     @property
@@ -79,19 +79,25 @@ class HeadFiles:
         return int(self.target.get_output_embeddings().weight.shape[0])
 
     def size(self, name: str, axis: int) -> int:
-        """Return how many rows (axis 0) or columns (axis 1) a matrix has. Raises `BadHead` if there is no such matrix."""
+        """Return the number of rows (axis 0) or columns (axis 1) of a matrix. Raises `BadHead` if it is missing."""
         found = self._found(name)
         if found.ndim != 2:
             raise BadHead(f"{self.where}: {name} is {[*found.shape]}; it must be a matrix")
         return found.shape[axis]
 
-    def check_size(self, name: str, axis: int, stated: int, by: str) -> None:
-        """Raise `BadHead` unless a matrix has as many rows (axis 0) or columns (axis 1) as is stated.
+    def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise `BadHead` if a tensor has another shape than stated."""
+        found = self.tensors.get(name)
+        if found is not None and tuple(found.shape) != shape:
+            raise BadHead(f"{self.where}: {name} is {[*found.shape]}, and {[*shape]} was expected by its config.json")
 
-        Sizes are checked before a head of these sizes is made, which may not fit in memory.
+    def check_size(self, name: str, axis: int, stated: int, by: str) -> None:
+        """Raise `BadHead` unless a matrix has the stated number of rows (axis 0) or columns (axis 1).
+
+        Sizes are checked before a head is made, which might not fit in memory.
 
         Args:
-            by: the fields that state it.
+            by: the fields that state it, for the error.
         """
         found = self.size(name, axis)
         if found != stated:
@@ -115,7 +121,7 @@ def read_files(source: "str | Path | nn.Module", target: Any = None) -> HeadFile
     if isinstance(source, nn.Module):
         config = getattr(source, "config", None)
         if config is None:
-            raise BadHead(f"{type(source).__name__} has no config, so it is not known what kind of head it is")
+            raise BadHead(f"{type(source).__name__} has no config, so its kind of head is unknown")
         described = config.to_dict() if hasattr(config, "to_dict") else dict(vars(config))
         tensors = {name: tensor.detach() for name, tensor in source.state_dict().items()}
         return HeadFiles(type(source).__name__, described, tensors, target)
@@ -124,17 +130,17 @@ def read_files(source: "str | Path | nn.Module", target: Any = None) -> HeadFile
 
 
 def folder_of(source: "str | Path", patterns: Sequence[str] = ("*.json", *TENSOR_FILES)) -> Path:
-    """Return the folder of a head on disk; one of the hub is fetched. Raises `MissingFile` if there is none.
+    """Return the folder of a head; a head on the hub is fetched. Raises `MissingFile` if there is none.
 
     Args:
-        patterns: of the names of files that are fetched.
+        patterns: of the names of the files to fetch.
     """
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
     from huggingface_hub import snapshot_download
 
-    with reading(f"{source} is no folder, and no repository that can be fetched", MissingFile):
+    with reading(f"{source} is neither a folder nor a repository that can be fetched", MissingFile):
         return Path(snapshot_download(str(source), allow_patterns=list(patterns)))
 
 
@@ -147,7 +153,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def names_in(folder: Path) -> set[str]:
-    """Return the names of the tensors of a folder, without reading them; none if there are none that can be read."""
+    """Return the names of the tensors in a folder, without reading the tensors; empty if the files cannot be read."""
     try:
         return {*tensors_in(_files_in(folder))}
     except SpecbeamError:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from specbeam.core.records import FINAL
 from specbeam.models.heads.arrays import Logits, Odds, PerNode, PerRow, Rows, TargetStates, TokenMap
@@ -22,7 +22,7 @@ class DraftRows(NamedTuple):
 
     nodes: PerRow  # row * length + column, ascending
     logits: Logits  # of the tokens below
-    # Logits of the odds that a draft below is accepted, if the head has any.
+    # Logits of the acceptance probability of a draft below, if the head estimates them.
     confidence: Odds | None = None
     # Estimates of the target's last hidden states there.
     estimates: Rows | None = None
@@ -49,27 +49,27 @@ class Head(nn.Module):
 
     @property
     def described(self) -> dict[str, str]:
-        """The head's properties by name, for people."""
+        """Descriptions of the head's properties by name, for users."""
         raise NotImplementedError
 
     @property
     def states_size(self) -> int:
-        """The size of the target's hidden states at all taps together."""
+        """The total size of the target's hidden states at all taps."""
         return 0
 
     def features(self, states: TargetStates) -> Rows:
-        """Return the features of nodes that the target has scored, from its hidden states there."""
+        """Return the features of scored nodes, from the target's hidden states there."""
         raise NotImplementedError
 
     def drafts(self, trees: ScoredTrees, depth: int, wanted: PerNode) -> list[DraftRows]:
         """Return the drafts below the wanted nodes of scored trees, 1 to `depth` deep.
 
-        Gradients flow through it. A draft d deep needs d nodes above, so deeper drafts have fewer nodes.
+        It supports gradients. A draft d deep needs d nodes above, so deeper drafts have fewer nodes.
         """
         raise NotImplementedError
 
     def other_readings(self, layers: int) -> "Iterator[tuple[str, Head]]":
-        """Yield heads of the same weights that differ from this one in one thing that writers of heads disagree about.
+        """Yield heads with the same weights that differ in one property about which writers of heads disagree.
 
         Args:
             layers: number of layers of the target.
@@ -78,13 +78,13 @@ class Head(nn.Module):
 
 
 class LayeredHead(Head):
-    """A head with layers of its own, which read features made of hidden states of the target.
+    """A head with layers of its own, which read features made from hidden states of the target.
 
     Args:
         shape: has at least `taps`, `target_width` (the size of a hidden state) and `sizes` (of a layer).
         rotary: the rotation by positions.
-        embedding: float[vocab, width], of the target, or the head's own.
-        head: float[draft_vocab, width], the matrix that makes logits, likewise; None: there is no single one.
+        embedding: float[vocab, width], the target's or the head's own.
+        head: float[draft_vocab, width], the output matrix, likewise; None: there is no single one.
         tokens: see `Head.tokens`.
     """
 
@@ -111,7 +111,7 @@ class LayeredHead(Head):
         return len(self.taps) * self.shape.target_width
 
     def changed(self, rope: dict[str, Any] | None = None, **shape: Any) -> Any:
-        """Return a head that shares all weights with this one, and is read in another way.
+        """Return a head that shares all weights with this one, with another shape or other positions.
 
         Args:
             rope: the parameters of its positions; None: the same.
@@ -137,8 +137,13 @@ class LayeredHead(Head):
             yield f"positions of base {BASE:g}", self.changed({**rope, "rope_theta": BASE})
 
 
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Return logits whose absolute values a hyperbolic tangent keeps below `cap`; None or 0: unchanged."""
+    return torch.tanh(logits / cap) * cap if cap else logits
+
+
 def moved_taps(taps: tuple[int, ...], offset: int, layers: int) -> tuple[int, ...]:
-    """Return the hidden states `offset` layers from these; () if there are none. What the target's head reads stays.
+    """Return the hidden states `offset` layers away; () if there are none. The input of the target's head stays.
 
     Args:
         layers: number of layers of the target.
@@ -152,9 +157,9 @@ def moved_taps(taps: tuple[int, ...], offset: int, layers: int) -> tuple[int, ..
 def described_taps(taps: tuple[int, ...]) -> str:
     """Return a description of the hidden states that a head reads."""
     layers = ", ".join(str(tap) for tap in taps if tap != FINAL)
-    read = [f"what enters layers {layers}"] if layers else []
+    read = [f"the inputs of layers {layers}"] if layers else []
     if FINAL in taps:
-        read.append("what the target's head reads")
+        read.append("the input of the target's head")
     return ", ".join(read)
 
 
@@ -165,7 +170,7 @@ def described_rope(rope: Mapping[str, Any]) -> str:
 
 
 def described_views(views: Sequence[View]) -> dict[str, str]:
-    """Return a description of how far back the rows of layers look; nothing if all of them look everywhere."""
+    """Return a description of the views of layers; nothing if all rows attend to everything."""
     if not any(view.within or view.is_causal for view in views):
         return {}
     layers = []

@@ -1,6 +1,6 @@
-"""Hidden Transfer: linear maps make states of tokens to come from that of a token between two layers (arXiv 2404.12022).
+"""Hidden Transfer: linear maps turn a token's state between two layers into states of later tokens (arXiv 2404.12022).
 
-The paper's code is not public. Where its text leaves things open, this is our reading of it.
+The paper's code is not public; where its text leaves a choice, this is our reading.
 """
 
 from typing import TYPE_CHECKING
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class HiddenTransfer(ExtraHead):
-    """Linear maps, each of which begins as the identity.
+    """Linear maps, initialised as the identity.
 
     Args:
         depth: number of maps.
-        layer: the layer whose incoming hidden states they read, and at which the rows that they make enter.
+        layer: the layer whose inputs the maps read, and where their outputs enter.
         width: of hidden states.
     """
 
@@ -44,12 +44,12 @@ class HiddenTransfer(ExtraHead):
         return {
             "kind": "HiddenTransfer: states made of states, in the target's own pass",
             "drafts": str(self.depth),
-            "reads": f"what enters layer {self.layer}, and enters there",
+            "reads": f"the input of layer {self.layer}, where its rows enter",
             **self.described_ranks,
         }
 
     def make(self, states: Rows, kinds: PerRow) -> Rows:
-        """Return the states of extra rows of these kinds, from the states of the nodes that they hang under."""
+        """Return the states of extra rows of these kinds, from the states of the nodes above them."""
         made = torch.empty_like(states)
         for kind, one in enumerate(self.maps):
             places = (kinds == kind).nonzero()[:, 0]

@@ -1,6 +1,6 @@
 """The layers of heads: norms, attention over any rows, and gated inner layers.
 
-Modules have the names that checkpoints give their tensors. Attention leaves to its caller which rows a row looks at, so that
+Modules are named like the tensors of checkpoints. The caller of attention chooses which rows a row attends to, so that
 drafting in a tree and training on whole texts run the same layers.
 """
 
@@ -15,29 +15,28 @@ from torch.nn import functional
 
 from specbeam.models.heads.arrays import Angles, Blocks, Heads, PerRow, Rows
 
-# What attention of a layer does: takes the layer's number, rotated queries, float[... rows, heads, size], keys and values,
-# float[... rows, kv_heads, size], and returns float[... rows, heads, size].
+# The attention of a layer: takes the layer's number, rotated queries, float[... rows, heads, size], keys and values,
+# float[... rows, kv_heads, size]; returns the mixed values, float[... rows, heads, size].
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-BASE = 10000.0  # of the positions, where a file states none; the target's base is never used
+BASE = 10000.0  # default base of rotary positions; the target's base is never used
 
 
 class View(NamedTuple):
-    """How far back the rows of a layer look."""
+    """Which rows the rows of a layer attend to."""
 
-    # Positions: a row looks at those above that are fewer than this before where it counts from; 0: all.
-    within: int = 0
-    from_row: bool = False  # whether it counts from its own position, and not from the first row of its draft
-    is_causal: bool = False  # whether a row of a block looks at the rows of the block before it only
+    within: int = 0  # size of the window in positions; 0: no window
+    from_row: bool = False  # whether the window ends at the row itself, and not at the first row of its draft
+    is_causal: bool = False  # whether a row of a block attends only to the rows of the block before it
 
 
 def view_of(views: tuple[View, ...], layer: int) -> View:
-    """Return how far back the rows of a layer look: everywhere, if nothing is stated."""
+    """Return the view of a layer; without views, rows attend to everything."""
     return views[layer] if views else View()
 
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """The sizes of a decoder layer, and which weights it has.
+    """The sizes of a decoder layer, and its optional weights.
 
     Attributes:
         width: of the rows.
@@ -60,7 +59,7 @@ class LayerSizes:
     norms_heads: bool = False
 
     def rows(self) -> dict[str, int]:
-        """Return the number of rows of matrices of a layer, by the names of the matrices."""
+        """Return the numbers of rows of a layer's matrices by name."""
         return {
             "self_attn.o_proj": self.width,
             "self_attn.q_proj": self.heads * self.head_size,
@@ -70,7 +69,7 @@ class LayerSizes:
 
 
 class Norm(nn.Module):
-    """The root mean square norm with a weight, computed in float32."""
+    """RMSNorm with a weight, computed in float32."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -90,7 +89,7 @@ class Rotary(nn.Module):
     Args:
         sizes: of the layers.
         rope: `rope_parameters` in transformers: the type, the base `rope_theta`, and numbers of its scaling.
-        positions: number of positions that the head was trained with; some scalings look at it.
+        positions: number of positions in training; some scalings depend on it.
     """
 
     def __init__(self, sizes: LayerSizes, rope: dict[str, Any], positions: int = 2048) -> None:
@@ -128,7 +127,7 @@ def rotated(x: Heads, angles: Angles) -> Heads:
 
 
 class Attention(nn.Module):
-    """The attention of a layer, without the choice of rows that a row looks at."""
+    """The attention of a layer; its caller chooses which rows a row attends to."""
 
     def __init__(self, sizes: LayerSizes) -> None:
         super().__init__()
@@ -153,31 +152,39 @@ class Attention(nn.Module):
         return rotated(keys, angles), self.v_proj(x).unflatten(-1, shape)
 
     def forward(self, x: Float[Tensor, "*rows reads"], angles: Any, layer: int, attend: Attend) -> Rows:
-        """Return the output of attention, which is added to rows."""
+        """Return the output of attention, to be added to rows."""
         keys, values = self.keys_and_values(x, angles)
         mixed = attend(layer, self.queries(x, angles), keys, values)
         return self.o_proj(mixed.flatten(-2))
 
 
 class Gated(nn.Module):
-    """The gated inner layer of a Llama."""
+    """The gated inner layer of a Llama.
 
-    def __init__(self, width: int, inner: int) -> None:
+    Args:
+        gate: size of the input of the gate; None: the width.
+    """
+
+    def __init__(self, width: int, inner: int, gate: int | None = None) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.gate_proj = nn.Linear(width if gate is None else gate, inner, bias=False)
         self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Rows) -> Rows:
-        """Return the output of the inner layer, which is added to rows."""
-        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        """Return the output of the inner layer, to be added to rows."""
+        return self.gated(x, x)
+
+    def gated(self, gate: Float[Tensor, "*rows gate"], x: Rows) -> Rows:
+        """Return the output for rows, given the input of the gate."""
+        return self.down_proj(functional.silu(self.gate_proj(gate)) * self.up_proj(x))
 
 
 class DecoderLayer(nn.Module):
     """A layer of a Llama: attention and an inner layer, each on normed rows.
 
     Args:
-        has_first_norm: whether attention reads normed rows; the first layer of an EAGLE-1 head has no norm.
+        has_first_norm: whether attention reads normed rows; the first layer of an EAGLE-1 head has no such norm.
     """
 
     def __init__(self, sizes: LayerSizes, has_first_norm: bool = True) -> None:
@@ -197,12 +204,12 @@ class DecoderLayer(nn.Module):
 
 
 class LocalMixing(nn.Module):
-    """Two sums of neighbouring rows of a block, by weights that depend on the row: before a part of a layer, and after.
+    """Two weighted sums of neighbouring rows of a block, before and after a sublayer, with weights that depend on the row.
 
     Args:
         width: of the rows.
-        count: number of rows in a sum: a row itself, and those just before it in its block.
-        group: number of columns that share the weights that depend on the row.
+        count: number of rows in a sum: the row itself and the rows just before it in its block.
+        group: number of columns that share a row-dependent weight.
     """
 
     def __init__(self, width: int, count: int, group: int) -> None:
@@ -213,7 +220,7 @@ class LocalMixing(nn.Module):
         self.kernel_projection = nn.Linear(width, 2 * count * (width // group), bias=False)
 
     def weights(self, x: Blocks) -> Float[Tensor, "*blocks rows 2 count width"]:
-        """Return the weights of both sums, from the rows that the first of them adds up."""
+        """Return the weights of both sums, computed from the input rows of the first one."""
         changes = self.kernel_projection(x).unflatten(-1, (2, self.count, -1))
         return self.base_kernel + changes.repeat_interleave(self.group, -1)
 
@@ -227,7 +234,7 @@ class LocalMixing(nn.Module):
 
 
 class LocalLayer(DecoderLayer):
-    """A layer of a Llama, around whose parts neighbouring rows of a block are mixed (DFlash2).
+    """A layer of a Llama that mixes neighbouring rows of a block before and after each sublayer (DFlash2).
 
     Args:
         count, group: see `LocalMixing`.
@@ -251,11 +258,11 @@ class LocalLayer(DecoderLayer):
 
 
 class PairLayer(DecoderLayer):
-    """The first layer of an EAGLE-3 head: attention reads the embedding and the feature of a row side by side.
+    """The first layer of an EAGLE-3 head: attention reads the concatenated embedding and feature of a row.
 
     Args:
-        sizes: `reads` is twice the width.
-        norms_residual: whether attention is added to the normed feature, and not to the feature itself.
+        sizes: `reads` is the size of an embedding plus the width.
+        norms_residual: whether attention is added to the normed feature instead of the feature itself.
     """
 
     def __init__(self, sizes: LayerSizes, norms_residual: bool) -> None:
@@ -283,11 +290,11 @@ def attended(
     values: Float[Tensor, "*batch slots kv_heads value_sizes"],
     seen: Bool[Tensor, "*batch rows slots"],
 ) -> Float[Tensor, "*batch rows heads value_size"]:
-    """Return the values that rows look at, mixed.
+    """Return the mixed values of rows.
 
     Args:
-        keys, values: of a slot, or several of a slot side by side, each as long as a query.
-        seen: which slots each row looks at, at least one.
+        keys, values: of a slot; or several of a slot, concatenated, each as long as a query.
+        seen: which slots each row attends to, at least one.
     """
     each = keys.shape[-1] // queries.shape[-1]
     if each > 1:
@@ -308,5 +315,5 @@ def attended(
 def _apart(
     rows: Float[Tensor, "*batch slots kv_heads sizes"], each: int
 ) -> Float[Tensor, "*batch all_slots kv_heads size"]:
-    """Return keys or values of a slot, side by side, as keys or values of `each` slots, one after the other."""
+    """Return `each` concatenated keys or values of a slot as keys or values of `each` slots."""
     return rows.unflatten(-1, (each, -1)).movedim(-2, -3).flatten(-4, -3)

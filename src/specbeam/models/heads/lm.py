@@ -1,7 +1,7 @@
-"""A head as a draft model: it scores the forests of drafters from the hidden states that the target has had."""
+"""Heads as draft models: they score the forests of drafters from the target's hidden states."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -45,13 +45,13 @@ from specbeam.models.made_up import made_up_prompt, made_up_rows
 
 @dataclass(frozen=True)
 class TimedPrompt:
-    """A prompt in the cache of a head, on which its passes are timed."""
+    """A prompt in the cache of a head, to time its passes."""
 
     lm: "HeadLM"
     session: Any
 
     def pass_s(self, rows: int) -> float:
-        """Return the seconds of a pass over `rows` rows, which are taken back after it."""
+        """Return the seconds of a pass over `rows` rows, which are taken back afterwards."""
         root = Forest.rooted(self.session.prompt[-1:])
         forest = made_up_rows(root, rows, self.lm.vocab)
         began = time.perf_counter()
@@ -63,16 +63,15 @@ class TimedPrompt:
 
 
 class HeadLM:
-    """A head as a draft model (see `LM`), whatever its kind.
+    """A head as a draft model (see `LM`); each kind of head has a subclass.
 
-    In the first turn of a session the target has scored nothing yet, so there is nothing to draft from: the drafters leave
-    it out (`is_ready`).
+    In the first turn of a session the target has scored nothing yet, so there is nothing to draft from: drafters skip this
+    turn (`is_ready`).
 
     Args:
-        head: the head.
         vocab: number of tokens of the target.
-        engine: runs the head. "torch" calls its modules, "compiled" has compiled layers (heads/compiled.py), "auto"
-            takes these if it can, and "widened" does so for weights in bfloat16 and float16, too, as float32.
+        engine: "torch" calls the head's modules, "compiled" runs compiled layers (heads/compiled.py), "auto" runs compiled
+            layers if they support the head, and "widened" also converts bfloat16 and float16 weights to float32 for them.
 
     Attributes:
         needs_of_target: hidden states of the target that the head reads.
@@ -83,7 +82,7 @@ class HeadLM:
 
     keeps_nodes = True
     max_positions: int | None = None
-    # Whether the head reads the target's hidden states of the whole prompt, or only of its last token.
+    # Whether the head reads the target's hidden states of the whole prompt, and not only of its last token.
     reads_prompt = True
     drafts_blocks = False  # whether one pass drafts all layers of a turn
 
@@ -103,12 +102,12 @@ class HeadLM:
 
     @cached_property
     def compiled(self) -> CompiledHead:
-        """The head as compiled layers run it. Its weights are copied when it is first used."""
+        """The head in compiled layers; its weights are copied at the first use."""
         return CompiledHead(self.head, self.vocab)
 
     @property
     def weights(self) -> int:
-        """The number of the head's parameters, with those that it shares with the target."""
+        """The number of the head's parameters, including the ones shared with the target."""
         return sum(weight.numel() for weight in self.head.parameters())
 
     @property
@@ -118,23 +117,23 @@ class HeadLM:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether compiled code does all its heavy work, so that torch needs one thread."""
+        """Whether compiled code does all heavy work, so that torch needs only one thread."""
         return self.engine == "compiled"
 
     @property
     def supports_runs(self) -> bool:
-        """Whether compiled runs can take whole turns with this head; a class that scores in a way of its own cannot."""
+        """Whether compiled runs can run whole turns with this head: not if a subclass overrides `extend`."""
         return self.engine == "compiled" and type(self).extend is HeadLM.extend
 
     @contextmanager
     def cache_for_steps(
         self, session: CacheOwner, fresh: int, more: int = 0, needs: Needs = LOGITS
     ) -> Iterator[CacheForSteps | None]:
-        """Yield a session's cache as arrays for compiled steps that run the head themselves; None if they cannot.
+        """Yield a session's cache as arrays for compiled steps that run the head; None if they cannot.
 
         Args:
             fresh, more: see `HuggingFaceLM.cache_for_steps`.
-            needs: of each row; a head has only logits.
+            needs: of each row; a head provides only logits.
         """
         if not self.supports_runs or needs != LOGITS or not self.is_ready(session):
             yield None
@@ -150,7 +149,7 @@ class HeadLM:
         return cache_for_run(self, session, fresh + beams, more, needs) if is_possible else None
 
     def shares(self, session: CacheOwner) -> bool:
-        """Return whether other sessions store tokens in the same row of the store: never."""
+        """Return False: sessions never share a row of the store."""
         return False
 
     def finish_run(self, session: CacheOwner, passes: int, roots: int) -> None:
@@ -159,10 +158,10 @@ class HeadLM:
         session.state[self].finish_run(roots)
 
     def new_cache(self, prompt: list[int], features: Rows) -> Any:
-        """Return the cache of a new session for a head that torch runs.
+        """Return the cache of a new session for a head in torch.
 
         Args:
-            features: of the prompt's tokens but the last one; none if the head does not read the prompt.
+            features: of the prompt's tokens but the last one; no rows if the head does not read the prompt.
         """
         raise NotImplementedError
 
@@ -171,12 +170,25 @@ class HeadLM:
         raise NotImplementedError
 
     def is_ready(self, session: CacheOwner) -> bool:
-        """Return whether the head can draft for a session: its prompt was scored, and has no rows by embedding."""
+        """Return whether the head can draft for a session: its prompt was scored, and consists of tokens only."""
         return self in session.state and min(session.prompt) >= 0
 
     def on_device(self, arrays: Sequence[np.ndarray]) -> Tensor:
-        """Return arrays of the host, joined, on the head's device."""
+        """Return arrays of the host, concatenated, on the head's device."""
         return torch.from_numpy(np.concatenate(arrays)).to(self.device)
+
+    def in_groups(self, numbers: AnyNodes, columns: int, logits_of: Callable[[int, Nodes], Logits]) -> Logits:
+        """Return the logits of nodes, in float32, made for all nodes of the same number at once.
+
+        Args:
+            numbers: of the nodes.
+            logits_of: returns the logits of some nodes, given their number and their places in `numbers`.
+        """
+        rows = torch.zeros(len(numbers), columns, device=self.device)
+        for number in np.unique(numbers):
+            here = np.flatnonzero(numbers == number)
+            rows[self.on_device([here])] = logits_of(int(number), here).float()
+        return rows
 
     @torch.inference_mode()
     def extend(self, sessions: Sessions, forests: Forests, needs: EachNeeds = None) -> list[Scored]:
@@ -202,7 +214,7 @@ class HeadLM:
         return [self._of_all_tokens(known.float()) for known in self.logits(caches, wanted)]
 
     def _of_all_tokens(self, known: Logits) -> Float[Tensor, "rows vocab"]:
-        """Return logits of all tokens of the target: -inf for tokens that the head does not know."""
+        """Return logits of all tokens of the target: -inf for tokens that the head lacks."""
         tokens = self.head.tokens
         if tokens is None:
             return known
@@ -212,7 +224,7 @@ class HeadLM:
 
     @torch.inference_mode()
     def settle(self, session: CacheOwner, turn: Turn) -> None:
-        """Take the target's hidden states of a turn, and keep the rows that the surviving beams need."""
+        """Store the target's hidden states of a turn, and keep the rows that the surviving beams need."""
         if self not in session.state:
             session.state[self] = self._begun(session.prompt, turn.scored.prompt)
         cache = session.state[self]
@@ -228,16 +240,16 @@ class HeadLM:
         return self.new_cache(prompt, self._features(states))
 
     def _on_host(self, states: Tensor) -> Float32[np.ndarray, "rows states"]:
-        """Return hidden states of the target on the host; there may be no rows at all."""
+        """Return hidden states of the target on the host, also if there are no rows."""
         rows = states.to("cpu", torch.float32).reshape(-1, self.head.states_size)
         return np.ascontiguousarray(rows.numpy())
 
     def _features(self, states: Tensor) -> Rows:
-        """Return the features of rows of the target, from its hidden states; there may be no rows at all."""
+        """Return the features from hidden states of the target, also if there are no rows."""
         return self.head.features(states.to(self.device).reshape(-1, self.head.states_size))
 
     def take_back(self, session: CacheOwner, forest: Forest) -> None:
-        """Take back the rows of this turn beyond a forest."""
+        """Take back the rows of this turn that a forest lacks."""
         if self.engine == "compiled":
             self.compiled.rewind(session.state[self], forest.size)
         else:
@@ -245,7 +257,7 @@ class HeadLM:
 
     @contextmanager
     def stored(self, length: int) -> Iterator[TimedPrompt]:
-        """Yield a made-up prompt of `length` tokens, on which passes are timed."""
+        """Yield a made-up prompt of `length` tokens to time passes."""
         prompt = made_up_prompt(length, self.vocab)
         states = torch.zeros(length - 1 if self.reads_prompt else 0, self.head.states_size, device=self.device)
         session: Any = SimpleNamespace(prompt=prompt, state={})
@@ -267,7 +279,7 @@ class HeadLM:
 
 
 def attending(attends: Sequence[Attend], sizes: Sequence[int]) -> Attend:
-    """Return attention of rows of several sessions in one pass: each session's attends to its own rows.
+    """Return attention for rows of several sessions in one pass: each session's rows attend to its own cache.
 
     Args:
         attends: of each session.
@@ -291,7 +303,7 @@ class TrunkLM(HeadLM):
         return PairCache(prompt, features, head.shape.layers, head.views, head.history)
 
     def logits(self, caches: list[PairCache], wanted: list[AnyNodes]) -> list[Logits]:
-        """See `HeadLM.logits`: states are computed for all nodes that have something to read."""
+        """See `HeadLM.logits`: it computes the states of all nodes whose input is known."""
         while pending := [rows for cache in caches if (rows := cache.next_rows())]:
             run_rows(self.head, pending)
             self.passes += 1
@@ -304,7 +316,7 @@ class TrunkLM(HeadLM):
 
 
 def run_rows(trunk: PairTrunk | Chimera, rows: list[PairRows]) -> tuple[Tensor, ...]:
-    """Compute a trunk's states of some rows of each session, in one pass; store and return them."""
+    """Compute a trunk's states of rows of several sessions in one pass; store and return them."""
     sizes = [len(one.feed) for one in rows]
     tokens = torch.from_numpy(np.concatenate([one.tokens for one in rows])).to(trunk.device)
     positions = torch.from_numpy(np.concatenate([one.feed.positions for one in rows])).to(trunk.device)
@@ -320,7 +332,7 @@ def run_rows(trunk: PairTrunk | Chimera, rows: list[PairRows]) -> tuple[Tensor, 
 
 
 class ModulesLM(HeadLM):
-    """Modules in a row as a draft model. A module is run once there are drafts for it: one for each level of drafts."""
+    """Modules in a row as a draft model. Each module runs when there are drafts of its depth."""
 
     head: ModulesInARow
 
@@ -328,7 +340,7 @@ class ModulesLM(HeadLM):
         return ModulesCache(prompt, features, [module.shape.layers for module in self.head.modules_in_a_row])
 
     def logits(self, caches: list[ModulesCache], wanted: list[Int64[np.ndarray, "modules _"]]) -> list[Logits]:
-        """See `HeadLM.logits`: `wanted` has the local nodes in the cache of each module, int64[modules, nodes]."""
+        """See `HeadLM.logits`: `wanted` holds the local nodes in the cache of each module, int64[modules, nodes]."""
         last = len(self.head.modules_in_a_row) - 1
         numbers = [cache.drafts_above(nodes[0]).clip(max=last) for cache, nodes in zip(caches, wanted, strict=True)]
         deepest = max((int(each.max()) for each in numbers if len(each)), default=-1)
@@ -340,19 +352,18 @@ class ModulesLM(HeadLM):
         """Return the logits of a session at nodes.
 
         Args:
-            numbers: of the module that makes them, by node.
+            numbers: of the module that makes the logits, by node.
         """
         modules = self.head.modules_in_a_row
-        rows = torch.zeros(nodes.shape[1], modules[0].shape.draft_vocab, device=self.device)
-        for number in np.unique(numbers):
-            here = np.flatnonzero(numbers == number)
+
+        def logits_of(number: int, here: Nodes) -> Logits:
             own = cache.caches[number]
-            made = modules[number].logits(own.states[own.on_device(nodes[number, here])])
-            rows[own.on_device(here)] = made.to(rows.dtype)
-        return rows
+            return modules[number].logits(own.states[own.on_device(nodes[number, here])])
+
+        return self.in_groups(numbers, modules[0].shape.draft_vocab, logits_of)
 
     def _run(self, number: int, caches: list[ModulesCache]) -> None:
-        """Run a module over all nodes of each session that have something to read in it, and hand its states on."""
+        """Run a module on all nodes whose input it knows, and pass its states on to the next module."""
         module = self.head.modules_in_a_row[number]
         while pending := [(cache, rows) for cache in caches if (rows := cache.caches[number].next_rows())]:
             self.passes += 1
@@ -364,8 +375,8 @@ class ModulesLM(HeadLM):
 class MaskLM(HeadLM):
     """A pair trunk with mask rows as a draft model.
 
-    One pass makes the rows of the nodes that were scored since, and the blocks of all roots. Drafts deeper than a block get
-    the law of its last row.
+    One pass makes the rows of newly scored nodes and the blocks of all roots. Drafts deeper than a block use the law of its
+    last row.
     """
 
     head: MaskTrunk
@@ -376,7 +387,7 @@ class MaskLM(HeadLM):
         return MaskCache(prompt, features, shape.layers, shape.views)
 
     def logits(self, caches: list[MaskCache], wanted: list[AnyNodes]) -> list[Logits]:
-        """See `HeadLM.logits`: nodes at the same depth below a root have the same law."""
+        """See `HeadLM.logits`: nodes at the same depth below a root share a law."""
         no_roots = np.zeros(0, dtype=np.int64)
         fed = [cache.next_rows() for cache in caches]
         while any(cache.is_behind for cache in caches):
@@ -393,14 +404,14 @@ class MaskLM(HeadLM):
         return [self._at(cache, each) for cache, each in zip(caches, places, strict=True)]
 
     def _at(self, cache: MaskCache, places: list[tuple[int, int]]) -> Logits:
-        """Return the logits at nodes, given the root of each and how far above it is."""
+        """Return the logits at nodes, given the root of each and the distance to it."""
         if not places:
             return torch.zeros(0, self.head.shape.draft_vocab, device=self.device)
         last = self.head.rows - 1
         return self.head.logits(torch.stack([cache.blocks[root][min(far, last)] for root, far in places]))
 
     def _run(self, rows: list[MaskRows]) -> None:
-        """Compute the head's states of some rows of each session, in one pass, and store the blocks."""
+        """Compute the head's states of rows of several sessions in one pass, and store the blocks."""
         rows = [one for one in rows if len(one.feed) + len(one.roots)]
         if not rows:
             return
@@ -428,21 +439,20 @@ class MaskLM(HeadLM):
 
 
 class ChimeraLM(TrunkLM):
-    """A Chimera head as a draft model. Drafts deeper than its read-outs are read out by the last one."""
+    """A Chimera head as a draft model. Drafts deeper than its read-outs use the last one."""
 
     head: Chimera
 
     def read_out(self, cache: PairCache, nodes: Nodes) -> Logits:
-        """See `TrunkLM.read_out`: by the feature of the nearest scored node above each, and by how far above it is."""
-        made = torch.zeros(len(nodes), self.head.shape.draft_vocab, device=self.device)
+        """See `TrunkLM.read_out`: it also reads the nearest scored node above each node, and the distance to it."""
         scored = np.array([cache.scored_above(node) for node in nodes.tolist()], dtype=np.int64).reshape(-1, 2)
         above, distances = scored.T
-        for far in np.unique(distances):
-            rows = np.flatnonzero(distances == far)
-            features = cache.features[cache.on_device(above[rows])]
-            states = cache.states[cache.on_device(nodes[rows])]
-            made[cache.on_device(rows)] = self.head.logits(int(far), features, states).float()
-        return made
+
+        def logits_of(far: int, here: Nodes) -> Logits:
+            features = cache.features[cache.on_device(above[here])]
+            return self.head.logits(far, features, cache.states[cache.on_device(nodes[here])])
+
+        return self.in_groups(distances, self.head.shape.draft_vocab, logits_of)
 
 
 class BlockNode(NamedTuple):
@@ -452,7 +462,7 @@ class BlockNode(NamedTuple):
     cache: ContextCache
     node: int
     root: int
-    far: int  # how far below its root it is
+    far: int  # depth below its root
     token: int
     parent: int  # the local node above it
 
@@ -460,8 +470,8 @@ class BlockNode(NamedTuple):
 class BlockLM(HeadLM):
     """A block head as a draft model.
 
-    One pass makes the blocks of all roots of a turn; the laws of further nodes cost a row of the last matrix each, and the
-    step of a correction. Drafts deeper than a block have the last row of it.
+    One pass makes the blocks of all roots of a turn; each further node costs a row of the output matrix and a step of the
+    correction. Drafts deeper than a block use its last row.
     """
 
     head: BlockHead
@@ -498,7 +508,7 @@ class BlockLM(HeadLM):
         return found
 
     def _correct(self, nodes: list[BlockNode]) -> Logits:
-        """Return the logits at nodes, and store the states of their children; then all are equally far below their roots."""
+        """Return the logits at nodes, and store the states for their children; with a state all have the same depth."""
         shape = self.head.shape
         last = shape.rows - 1
         rows = torch.stack([one.cache.blocks[one.root][min(shape.first_row + one.far, last)] for one in nodes])
@@ -510,7 +520,7 @@ class BlockLM(HeadLM):
         return logits
 
     def _handed_down(self, nodes: list[BlockNode], tokens: PerRow) -> States:
-        """Return the states that a correction hands down to nodes, which are equally far below their roots."""
+        """Return the states that a correction passes to nodes of the same depth below their roots."""
         if self.head.correction.state_size == 0:
             return torch.zeros(len(nodes), 0, device=self.device)
         if nodes[0].far > 0:
@@ -521,7 +531,7 @@ class BlockLM(HeadLM):
         return self.head.first_states(first, tokens, torch.tensor(above, device=self.device))
 
     def store_context(self, caches: list[ContextCache]) -> None:
-        """Store the keys and values of all scored nodes that are not stored yet, each pass for all sessions."""
+        """Store the keys and values of all newly scored nodes, in passes over all sessions."""
         while pending := [rows for cache in caches if (rows := cache.next_context())]:
             positions = self.on_device([one.feed.positions for one in pending])
             by_layer = self.head.context(torch.cat([one.features for one in pending]), positions)
@@ -531,7 +541,7 @@ class BlockLM(HeadLM):
                     one.cache.stored.store(layer, one.feed.slots, own_keys, own_values)
 
     def _make_missing_blocks(self, caches: list[ContextCache], asked: list[BlockNode]) -> None:
-        """Make the blocks of the roots of nodes that are not there yet, in one pass."""
+        """Make the missing blocks of the roots of nodes, in one pass."""
         missing = []
         for number, cache in enumerate(caches):
             roots = {one.root for one in asked if one.number == number} - cache.blocks.keys()
@@ -558,24 +568,24 @@ class BlockLM(HeadLM):
 
 
 class DenoiserLM(BlockLM):
-    """A denoiser as a draft model: its blocks with all drafts unknown, or, for drafts in several steps, with some known."""
+    """A denoiser as a draft model, in one step with all drafts unknown, or in several steps with some of them known."""
 
     head: Denoiser
 
     @property
     def block_depth(self) -> int:
-        """The number of drafts, one below the other, of a block."""
+        """The number of successive drafts of a block."""
         return self.head.shape.depth
 
     @torch.inference_mode()
     def denoised(
         self, sessions: Sessions, forests: Forests, known: Sequence[Int64[np.ndarray, "_ _"]]
     ) -> list[Float[Tensor, "_ _ vocab"]]:
-        """Return logits of the drafts below the roots of forests, each given the drafts of its root that are known.
+        """Return logits of the drafts below the roots of forests, given the known drafts of each root.
 
         Args:
-            sessions: ready ones, see `is_ready`.
-            known: int64[roots, drafts] of each session, -1 where a draft is not known; at most `block_depth` drafts.
+            sessions: must be ready, see `is_ready`.
+            known: int64[roots, drafts] of each session, -1 for unknown drafts; at most `block_depth` drafts.
         """
         caches: list[ContextCache] = [session.state[self] for session in sessions]
         for cache, forest in zip(caches, forests, strict=True):
@@ -597,7 +607,7 @@ class DenoiserLM(BlockLM):
 
 
 class FeatureLM(HeadLM):
-    """A head on one feature as a draft model. Drafts deeper than its heads get the law of the last one."""
+    """A head on one feature as a draft model. Drafts deeper than its heads use the law of the last one."""
 
     head: FeatureHead
     reads_prompt = False
@@ -606,7 +616,7 @@ class FeatureLM(HeadLM):
         return StateCache(prompt, features)
 
     def logits(self, caches: list[StateCache], wanted: list[AnyNodes]) -> list[Logits]:
-        """See `HeadLM.logits`: states are carried down level by level, for all sessions at once."""
+        """See `HeadLM.logits`: states are passed down level by level, for all sessions at once."""
         levels: dict[int, list[tuple[StateCache, int]]] = {}
         for cache, nodes in zip(caches, wanted, strict=True):
             cache.store_scored()
@@ -629,7 +639,7 @@ class FeatureLM(HeadLM):
         return found
 
     def _step(self, far: int, nodes: list[tuple[StateCache, int]]) -> None:
-        """Carry states to local nodes that are `far` below a scored one."""
+        """Pass states down to local nodes that are `far` below a scored one."""
         self.passes += 1
         tokens = torch.tensor([int(cache.trie.tokens[node]) for cache, node in nodes], device=self.device)
         parents = [(cache, int(cache.trie.parents[node])) for cache, node in nodes]

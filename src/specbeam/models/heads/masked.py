@@ -1,8 +1,8 @@
 """Pair trunks that draft a whole block in one pass, by mask rows after the row of a pair (P-EAGLE).
 
-The first draft is that of a pair trunk. The row of each further draft reads a mask token and a learnt state in place of the
-token and the feature that are not known yet, and looks at the rows of pairs above and at the mask rows before it. So the law
-of a draft does not depend on the drafts above it: it is a product law.
+The first draft is that of a pair trunk. The row of each further draft reads a mask token and a learned state in place of the
+unknown token and feature, and attends to the rows of pairs above and the mask rows before it. So the law of a draft does not
+depend on the drafts above it: it is a product law.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from specbeam.models.heads.unroll import BlocksOnTrees
 
 
 class MaskTrunk(PairTrunk):
-    """A pair trunk with mask rows, as a module whose tensors have the names of speculators' files.
+    """A pair trunk with mask rows; its tensors have the names of speculators' files.
 
     Equation (11) of the project's notes on heads; source: P-EAGLE (vllm-project/speculators, SpecForge).
 
@@ -86,7 +86,7 @@ class MaskTrunk(PairTrunk):
         return found
 
     def other_readings(self, layers: int) -> Iterator[tuple[str, PairTrunk]]:
-        """See `Head.other_readings`: as of a pair trunk, but nothing is fed back."""
+        """See `Head.other_readings`: the readings of a pair trunk, except for its feedback, which is missing here."""
         for name, other in super().other_readings(layers):
             if other.shape.feeds_normed == self.shape.feeds_normed:
                 yield name, other

@@ -14,7 +14,7 @@ class Medusa(FeatureHead):
 
     Args:
         layers: number of residual layers of each head.
-        matrix: the matrix that makes logits, where all heads share the target's; None: each has one.
+        matrix: the target's output matrix if all heads share it; None: each head has one.
     """
 
     def __init__(self, sizes: FeatureSizes, layers: int, matrix: nn.Linear | None = None) -> None:
@@ -27,7 +27,7 @@ class Medusa(FeatureHead):
         self.matrices = nn.ModuleList(matrices)
 
     def step(self, far: int, states: StatesAbove, tokens: PerRow) -> States:
-        """See `FeatureHead.step`: the feature itself, whatever the tokens."""
+        """See `FeatureHead.step`: the state is always the feature."""
         return states
 
     def logits(self, far: int, states: States) -> Logits:

@@ -1,10 +1,9 @@
 """Modules of multi-token prediction in a row: each makes the drafts of one depth from the states of the one before it.
 
 Row v of module k belongs to a node with at least k + 1 nodes above it. It reads v's token, and the state of module k - 1 at
-the node above v; the first module reads the feature of the target there. So it is a function of the feature k + 1 nodes
-above and of the tokens since, and the module gives the law of the token below v where the target has scored that node and
-none after it. Below more drafts than there are modules the last module reads its own states, as a single
-trunk does.
+the node above v; the first module reads the target's feature there. So the row depends on the feature k + 1 nodes above and
+the tokens since, and the module gives the law of the token below v if the target has scored that node and no later one. For
+drafts deeper than the number of modules the last module reads its own states, like a single trunk.
 """
 
 from collections.abc import Iterator
@@ -22,8 +21,8 @@ class ModulesInARow(Head):
     """Several modules that draft one after the other (DeepSeek-V3, arXiv 2412.19437).
 
     Args:
-        modules: pair trunks that read alike. One may stand in all places (FastMTP, arXiv 2509.18362): then each depth has
-            rows of its own all the same.
+        modules: pair trunks with the same features. All may be the same module (FastMTP, arXiv 2509.18362), with separate
+            rows for each depth.
     """
 
     def __init__(self, modules: list[PairTrunk]) -> None:
@@ -32,12 +31,12 @@ class ModulesInARow(Head):
 
     @property
     def modules_in_a_row(self) -> list[PairTrunk]:
-        """The modules, beginning with the first draft's."""
+        """The modules, from that of the first draft on."""
         return [one for one in self.row if isinstance(one, PairTrunk)]
 
     @property
     def is_one(self) -> bool:
-        """Whether one module stands in all places."""
+        """Whether all modules are the same."""
         return len(set(self.modules_in_a_row)) == 1
 
     @property
@@ -66,7 +65,7 @@ class ModulesInARow(Head):
         return found
 
     def other_readings(self, layers: int) -> Iterator[tuple[str, Head]]:
-        """See `Head.other_readings`: those of the modules, all alike; and one module as engines run it."""
+        """See `Head.other_readings`: the same reading for all modules; or rows that all depths share, as in engines."""
         modules = self.modules_in_a_row
         if self.is_one:
             yield "rows that all drafts share", modules[0]

@@ -1,7 +1,7 @@
 """Readers of modules of multi-token prediction, from a target's own checkpoint or from speculators' "mtp" folders.
 
-transformers drops the modules when it loads a target, so they are read from the target's files. Writers differ in names and
-in the order of the parts that are projected; the layer inside is always of the target's kind (DeepSeek-V3, arXiv 2412.19437;
+transformers drops the modules when it loads a target, so they are read from the target's files. Writers use different names
+and a different order of the projected parts; the layer inside is always of the target's kind (DeepSeek-V3, arXiv 2412.19437;
 Qwen3-Next; MiMo, arXiv 2505.07608; FastMTP, arXiv 2509.18362).
 """
 
@@ -29,10 +29,10 @@ from specbeam.models.heads.trunk import BorrowedParts, PairTrunk, TrunkShape
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-OWN = "mtp"  # the draft that stands for the modules of the target's own checkpoint
+OWN = "mtp"  # the name of the draft of the target's own modules
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # fields for the number of modules
 _INSTEAD = f'leave draft="{OWN}" out, or give the folder of a draft: "./{OWN}" if it is called so'
-# The names of a writer, and the names here.
+# Tensor names of writers, and the names here.
 DEEPSEEK = {
     "enorm.weight": "enorm.weight",
     "hnorm.weight": "hnorm.weight",
@@ -62,8 +62,8 @@ class Naming:
     """How a writer stores modules.
 
     Attributes:
-        pattern: of the names of tensors: the number of the module, if it is in the name, and the rest.
-        names: of the parts that are not in the layer, and their names here.
+        pattern: of tensor names: the number of the module, if the name has one, and the rest.
+        names: of the tensors outside the layer, and their names here.
         swaps: whether the feature comes before the embedding in the projection.
     """
 
@@ -89,7 +89,7 @@ class ModuleTensors:
 
 
 def is_own_modules(source: object) -> bool:
-    """Return whether a draft stands for the target's own modules; a folder of the same name is "./mtp"."""
+    """Return whether a draft means the target's own modules; a folder of this name is "./mtp"."""
     return isinstance(source, str) and source == OWN
 
 
@@ -98,7 +98,7 @@ def read_own_modules(target: "PreTrainedModel") -> Head:
 
     Raises:
         MissingFile: the target has no files.
-        BadHead: they hold no modules, or such that cannot be read.
+        BadHead: they hold no modules, or unsupported ones.
     """
     files, naming, modules = _own_files(target)
     borrowed = Borrowed(target, files.where)
@@ -109,7 +109,7 @@ def read_own_modules(target: "PreTrainedModel") -> Head:
 def read_speculators_module(files: HeadFiles) -> Head:
     """Return the module of a folder in speculators' "mtp" format. Raises `BadHead` if it cannot be read.
 
-    It was trained to make each draft from rows of its own, so it stands in as many places as its file names drafts.
+    It was trained with separate rows for each depth, so it is used once for each draft that its configuration states.
     """
     from transformers import AutoConfig
 
@@ -135,7 +135,7 @@ def read_speculators_module(files: HeadFiles) -> Head:
 
 
 def modules_of(names: Iterable[str], naming: Naming, first: int = 0) -> list[ModuleTensors]:
-    """Return the tensors of each module whose names a writer gives; of a module that is left out, none.
+    """Return the tensors of each module by a writer's naming; a module missing in between has none.
 
     Args:
         first: the number of the first module.
@@ -184,7 +184,7 @@ def _module(files: HeadFiles, number: int, stored: ModuleTensors, naming: Naming
 
 
 def _around(files: HeadFiles, number: int, stored: ModuleTensors, naming: Naming) -> HeadFiles:
-    """Return the tensors around the layer of a module, by the names here. Raises `BadHead` if one is missing or unknown."""
+    """Return the tensors outside a module's layer by their names here. Raises `BadHead` if one is missing or unknown."""
     theirs = {ours: name for name, ours in naming.names.items()}
     own = HeadFiles(files.where, {}, {}, files.target)
     vector: tuple[int, ...] = (files.width,)
@@ -203,12 +203,12 @@ def _around(files: HeadFiles, number: int, stored: ModuleTensors, naming: Naming
 
 
 def _tensor(files: HeadFiles, name: str, *shape: int) -> Tensor:
-    """Return a tensor of the files, which other modules may share. Raises `BadHead` if it has another shape."""
+    """Return a tensor of the files, which modules may share. Raises `BadHead` if it is unusable or has another shape."""
     found = files.tensors[name]
     if fault := fault_of(found):
         raise BadHead(
-            f"{files.where}: {name} {fault}; modules of rounded weights cannot be read, nor such that are not finite: "
-            "convert them to bfloat16, or download them again"
+            f"{files.where}: {name} {fault}; modules of rounded or non-finite weights cannot be read: convert them to "
+            "bfloat16, or download them again"
         )
     if shape and tuple(found.shape) != shape:
         raise BadHead(f"{files.where}: {name} is {[*found.shape]}, and {[*shape]} was expected")
@@ -217,7 +217,7 @@ def _tensor(files: HeadFiles, name: str, *shape: int) -> Tensor:
 
 
 def _matrix_of(own: HeadFiles, shape: TrunkShape, embedding: Any) -> Any:
-    """Return the module that makes logits: the target's, unless the files have another one."""
+    """Return the output matrix: the target's, unless the files have a different one."""
     theirs = own.target.get_output_embeddings().weight
     if own.has("lm_head.weight"):
         stored = own.tensors["lm_head.weight"]
@@ -227,7 +227,7 @@ def _matrix_of(own: HeadFiles, shape: TrunkShape, embedding: Any) -> Any:
 
 
 def _own_files(target: "PreTrainedModel") -> tuple[HeadFiles, Naming, list[ModuleTensors]]:
-    """Return the tensors of the modules that a target's files hold, and how they are stored."""
+    """Return the files with a target's modules, their naming, and the tensor names of each module."""
     folder, stored = _stored_names(target)
     config = read_config(folder)
     where = str(getattr(target, "name_or_path", folder))
@@ -248,14 +248,14 @@ def _own_files(target: "PreTrainedModel") -> tuple[HeadFiles, Naming, list[Modul
     known = ", ".join(NAMINGS).replace("{number of layers}", str(layers))
     message = f"{where} holds no modules of multi-token prediction: none of its tensors is {known}"
     if stated is not None:
-        message += f", though config.json says {stated[0]} {stated[1]}: were they lost in a conversion?"
+        message += f", though config.json states {stated[0]} {stated[1]}: were they lost in a conversion?"
     if strange := sorted(name for name in stored if "mtp" in name):
-        message += f"; {strange[0]} is of no form that is known"
+        message += f"; the name {strange[0]} is unknown"
     raise BadHead(f"{message}; {_INSTEAD}")
 
 
 def _stated_modules(config: Mapping[str, Any]) -> tuple[str, int] | None:
-    """Return the field for the number of modules, and the number; None if there is no such field, or no module."""
+    """Return the field with the number of modules, and the number; None if no field states a positive number."""
     inner = config.get("text_config")
     places = [config, inner] if isinstance(inner, Mapping) else [config]
     for place in places:
@@ -267,7 +267,7 @@ def _stated_modules(config: Mapping[str, Any]) -> tuple[str, int] | None:
 
 
 def _stored_names(target: "PreTrainedModel") -> tuple[Path, dict[str, str]]:
-    """Return the folder of a target's files, and the file of each tensor in it."""
+    """Return the folder of a target's files, and the file of each tensor."""
     name = str(getattr(target, "name_or_path", "") or "")
     if not name:
         raise MissingFile(
@@ -285,7 +285,7 @@ def _stored_names(target: "PreTrainedModel") -> tuple[Path, dict[str, str]]:
 
 
 def _folder(name: str, *patterns: str) -> Path:
-    """Return the folder of a target, with the files of these patterns fetched if it is on the hub."""
+    """Return the folder of a target; from the hub, files of these patterns are fetched."""
     try:
         return folder_of(name, patterns)
     except MissingFile as error:

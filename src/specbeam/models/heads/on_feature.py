@@ -13,7 +13,7 @@ from specbeam.models.heads.reading import embedding_of, filled
 from specbeam.models.heads.recurrent import Hydra, MLPSpeculator, ReDrafter
 
 MOST_HEADS = 1024
-# (pattern of names in a file, the name here); the first that fits is taken
+# (pattern of names in a file, the name here); the first matching pattern counts
 MEDUSA_NAMES = [
     (r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.(.*)", r"blocks.\1.\2.linear.\3"),
     (r"(?:medusa_heads?\.)?(\d+)\.\d+\.weight", r"matrices.\1.weight"),
@@ -30,7 +30,7 @@ REDRAFTER_NAMES = [(r"lm_head\.(.*)", r"network.\1")]
 
 
 def kind_on_feature(config: Mapping[str, Any]) -> str | None:
-    """Return which kind of head on one feature files with this configuration hold; None: no such kind."""
+    """Return the kind of head on one feature by a configuration; None if it is another kind."""
     model_type = config.get("model_type")
     if "medusa_num_heads" in config or model_type == "medusa":
         return "medusa"
@@ -52,7 +52,7 @@ def _sizes(files: HeadFiles, depth: int) -> FeatureSizes:
 
 
 def _rename(files: HeadFiles, names: list[tuple[str, str]]) -> None:
-    """Give the tensors the names that they have here; tensors that no pattern fits keep theirs."""
+    """Rename tensors to the names here; names that no pattern matches stay."""
     files.tensors = {_renamed(name, names): tensor for name, tensor in files.tensors.items()}
 
 
@@ -67,14 +67,24 @@ def _count(files: HeadFiles, pattern: str) -> int:
     return max((int(found[1]) + 1 for name in files.tensors if (found := re.match(pattern, name))), default=0)
 
 
+def _counts(files: HeadFiles, kind: str, first: str) -> tuple[int, int]:
+    """Return the number of heads, and of their residual layers, for which there are tensors; `BadHead` if there are none.
+
+    Args:
+        kind: of the heads, for the error.
+        first: the name of their first tensor in files, for the error.
+    """
+    depth = _count(files, r"blocks\.(\d+)\.")
+    if depth == 0:
+        raise BadHead(f"{files.where} holds no {kind} heads: there is no tensor {first}")
+    return depth, _count(files, r"blocks\.0\.(\d+)\.")
+
+
 def _medusa(files: HeadFiles) -> Medusa:
-    """Read Medusa heads. Published configurations state fewer heads than their files hold: the tensors count."""
+    """Read Medusa heads. Published configurations state fewer heads than their files hold, so tensors determine it."""
     _check_count(files.fields, "medusa_num_heads")
     _rename(files, MEDUSA_NAMES)
-    depth = _count(files, r"blocks\.(\d+)\.")
-    layers = _count(files, r"blocks\.0\.(\d+)\.")
-    if depth == 0:
-        raise BadHead(f"{files.where} holds no Medusa heads: there is no tensor 0.0.linear.weight")
+    depth, layers = _counts(files, "Medusa", "0.0.linear.weight")
     shares_matrix = not files.has("matrices.0.weight")
     if not shares_matrix:
         return filled(Medusa(_sizes(files, depth), layers), files)
@@ -83,7 +93,7 @@ def _medusa(files: HeadFiles) -> Medusa:
 
 
 def _check_count(fields: Fields, name: str) -> None:
-    """Raise `BadHead` if a number of heads is none; it is not read, because the tensors count."""
+    """Raise `BadHead` for an invalid number of heads; it is not used, because the tensors determine the number."""
     fields.whole(name, 1, most=MOST_HEADS)
 
 
@@ -93,15 +103,12 @@ def _hydra(files: HeadFiles) -> Hydra:
     is_grounded = fields.flag("grounded_heads", default=True)
     if kind != "mlp" or not is_grounded:
         raise BadHead(
-            f"{files.where}: hydra_head_arch is {kind!r}, grounded_heads {is_grounded} in config.json; Hydra heads of the "
-            "kind 'mlp' that are grounded can be read"
+            f"{files.where}: hydra_head_arch is {kind!r}, grounded_heads {is_grounded} in config.json; only grounded Hydra "
+            "heads of the kind 'mlp' can be read"
         )
     _check_count(fields, "hydra_num_heads")
     _rename(files, HYDRA_NAMES)
-    depth = _count(files, r"blocks\.(\d+)\.")
-    layers = _count(files, r"blocks\.0\.(\d+)\.")
-    if depth == 0:
-        raise BadHead(f"{files.where} holds no Hydra heads: there is no tensor hydra_mlp.0.0.linear.weight")
+    depth, layers = _counts(files, "Hydra", "hydra_mlp.0.0.linear.weight")
     sizes = _sizes(files, depth)
     head = Hydra(sizes, layers, embedding_of(files, sizes.width))
     return filled(head, files)
@@ -120,7 +127,7 @@ def _mlp_speculator(files: HeadFiles) -> MLPSpeculator:
     if not is_tied:
         _check_depth(files, depth)
     head = MLPSpeculator(sizes, inner, fields.flag("scale_input", default=False))
-    if is_tied:  # files may hold the weights that are shared once, or for each head
+    if is_tied:  # files hold shared weights once, or for each head
         for name, _ in head.named_parameters():
             part, number, rest = name.split(".", 2)
             reads_state = part == "proj" and number != "0"  # the first projection reads the feature
@@ -131,10 +138,10 @@ def _mlp_speculator(files: HeadFiles) -> MLPSpeculator:
 
 
 def _check_depth(files: HeadFiles, depth: int) -> None:
-    """Raise `BadHead` unless there are tensors of as many heads as are stated."""
+    """Raise `BadHead` unless there are tensors of the stated number of heads."""
     found = _count(files, r"emb\.(\d+)\.")
     if found != depth:
-        raise files.fields.bad("n_predict", f"{found}, the number of heads that there are tensors of")
+        raise files.fields.bad("n_predict", f"{found}, the number of heads with tensors")
 
 
 def _redrafter(files: HeadFiles) -> ReDrafter:

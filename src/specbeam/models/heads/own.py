@@ -1,4 +1,4 @@
-"""The format of heads without a published one: weights, and a configuration with the fields of their shape."""
+"""The format of heads without a published format: weights, and a configuration with the fields of their shape."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, fields
@@ -22,6 +22,7 @@ from specbeam.models.heads.reading import (
     MOST_ROWS,
     check_layers,
     check_taps,
+    check_target,
     embedding_of,
     filled,
     own_head,
@@ -36,15 +37,15 @@ from specbeam.models.heads.vocabulary import read_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FIELD = "specbeam_head"  # names the kind
-EXTRA = ("bita", "hidden_transfer")  # kinds that are rows in the target's own pass
-EXIT = "eesd"  # the kind that is described by its place in the target
+FIELD = "specbeam_head"  # the field with the kind
+EXTRA = ("bita", "hidden_transfer")  # kinds of extra rows in the target's own pass
+EXIT = "eesd"  # the kind with an exit layer
 PAIRS = ("attention", "projection", "normed projection")
 _Made = TypeVar("_Made", LayerSizes, TrunkShape, ChimeraShape, BlockShape)
 
 
 def extra_rows_config(head: ExtraHead) -> dict[str, Any]:
-    """Return the configuration of a head that is extra rows in the target's pass."""
+    """Return the configuration of a head of extra rows."""
     target = head.target.config.get_text_config()
     of_target = {"model_type": target.model_type, "width": target.hidden_size, "layers": target.num_hidden_layers}
     config = {
@@ -97,23 +98,20 @@ def read_own(files: HeadFiles) -> Head:
 
 
 def _read_extra_rows(kind: str, files: HeadFiles) -> ExtraHead:
-    """Return a head that is extra rows in the target's pass."""
+    """Return a head of extra rows."""
     top = files.fields
-    stated = top.required("target")
     target = files.target
     config = target.config.get_text_config()
     layers = config.num_hidden_layers
     expected = {"model_type": config.model_type, "width": files.width, "layers": layers}
-    for name, value in expected.items():
-        if stated.values.get(name) != value:
-            raise stated.bad(name, f"that of the target, {value!r}: the head was learnt in its passes")
+    check_target(files, expected, "the head was trained in its passes")
     depth = top.whole("depth", most=MOST_ROWS)
     head: ExtraHead
     if kind == "bita":
         kv_heads = top.whole("kv_heads")
         prefix = top.whole("prefix", least=0, most=MOST_ROWS)
         shape = (layers, kv_heads, prefix, top.whole("head_size"))
-        _check_shape(files, "keys", shape)
+        files.check_shape("keys", shape)  # before a head of this shape is made
         head = Bita(target, depth, shape, files.width)
     else:
         layer = top.whole("enters")
@@ -124,17 +122,10 @@ def _read_extra_rows(kind: str, files: HeadFiles) -> ExtraHead:
     return filled(head, files)
 
 
-def _check_shape(files: HeadFiles, name: str, shape: tuple[int, ...]) -> None:
-    """Raise `BadHead` unless a tensor is there and has the shape that is stated, before anything so large is made."""
-    found = files.tensors.get(name)
-    if found is not None and tuple(found.shape) != shape:
-        raise BadHead(f"{files.where}: {name} is {[*found.shape]}, and {[*shape]} was expected by its config.json")
-
-
 def _ranks(top: Fields) -> tuple[tuple[float, ...], ...]:
-    """Return the mean odds of a head's likeliest tokens. Raises `BadHead` if they are not odds."""
+    """Return the mean probabilities of a head's likeliest tokens. Raises `BadHead` if they are not between 0 and 1."""
     ranks = top.values.get("ranks") or []
-    expected = "a table of odds, from 0 to 1"
+    expected = "a table of probabilities, from 0 to 1"
     try:
         found = tuple(tuple(float(odds) for odds in row) for row in ranks)
     except (TypeError, ValueError) as error:
@@ -156,7 +147,7 @@ def _trunk(files: HeadFiles, sizes: LayerSizes) -> PairTrunk:
         raise given.bad("norms_features", "'no', 'all' or 'each'")
     count = files.size("fc.weight", 1) // shape.target_width if shape.pairs == "attention" else 1
     if len(shape.taps) != count:
-        raise given.bad("taps", f"a list of {count} numbers: so many hidden states are read")
+        raise given.bad("taps", f"a list of {count} numbers, one for each hidden state that the head reads")
     _check_layers(files, sizes, shape.layers)
     if shape.sampling:
         files.check_size("feature_sampling.up_proj.weight", 0, shape.sampling, "shape.sampling")
@@ -222,23 +213,23 @@ def _check_width(files: HeadFiles, given: Fields, name: str, width: int) -> None
 
 
 def _check_layers(files: HeadFiles, sizes: LayerSizes, layers: int) -> None:
-    """Raise `BadHead` unless there are tensors of `layers` layers, of the stated sizes."""
+    """Raise `BadHead` unless the tensors have `layers` layers of the stated sizes."""
     check_layers(files, files.fields.inner("sizes"), sizes, {name: name for name in FIELD_NAMES})
     stored = stored_layers(files)
     if stored != layers:
-        raise files.fields.inner("shape").bad("layers", f"{stored}, the number of layers that there are tensors of")
+        raise files.fields.inner("shape").bad("layers", f"{stored}, the number of layers with tensors")
 
 
 def _made(kind: "type[_Made]", given: Fields, known: Mapping[str, Any]) -> "_Made":
-    """Return a record of this kind from the fields of the same names. Raises `BadHead` if one is not known, or wrong.
+    """Return a record of this kind from fields of the same names. Raises `BadHead` for unknown or invalid fields.
 
     Args:
-        known: fields that are not among those given.
+        known: further fields with their values.
     """
     names = {one.name: one for one in fields(kind)}
     readable = names.keys() - known.keys()
     if strange := sorted(given.values.keys() - readable):
-        raise BadHead(f"{given.where}: {given.inside.rstrip('.')} has fields that are not known: {', '.join(strange)}")
+        raise BadHead(f"{given.where}: {given.inside.rstrip('.')} has unknown fields: {', '.join(strange)}")
     found = dict(known)
     for name, one in names.items():
         if name in readable:
@@ -247,7 +238,7 @@ def _made(kind: "type[_Made]", given: Fields, known: Mapping[str, Any]) -> "_Mad
 
 
 def _field(given: Fields, name: str, kind: Any, default: Any) -> Any:
-    """Return a field of this type; the default if it is missing or null."""
+    """Return a field of this type, or the default if it is missing or null."""
     if kind is bool:
         return given.flag(name, bool(default))
     if kind is int:

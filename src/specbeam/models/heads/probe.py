@@ -1,11 +1,12 @@
-"""How well a head fits a target, and which reading of its files fits best.
+"""The fit of a head to a target, and the reading of its files that fits best.
 
-A wrong reading of a head changes no law, it only makes worse drafts, silently. So each reading that the files leave open is
-tried on words of the target itself: how much of the head's law for the next token lies on the target's.
+A wrong reading of a head changes no law; it only makes worse drafts, silently. So each reading that the files allow is tried
+on a text of the target itself: the measure is the overlap of the head's and the target's laws of the next token.
 """
 
 import warnings
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,16 +20,16 @@ from specbeam.models.heads.head import Head
 from specbeam.models.heads.trees import ScoredTrees, chain_of
 from specbeam.models.huggingface import HuggingFaceLM
 
-TOKENS = 128  # of the text that a head is tried on
-CLEARLY = 0.05  # overlap by which another reading has to be better than the documented one, to be taken
+TOKENS = 128  # of the text on which a head is tried
+CLEARLY = 0.05  # overlap by which a reading must exceed the documented one to replace it
 POOR = 0.2  # overlap below which a head hardly fits the target
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """How well a reading fits: the mean over a text of sum over tokens of min(p, q), for the first and the second draft.
+    """The fit of a reading: the mean over a text of the sum over tokens of min(p, q), for the first and the second draft.
 
-    This is the share of drafts that speculative sampling accepts.
+    This is the acceptance rate of speculative sampling.
     """
 
     first: float
@@ -41,26 +42,18 @@ class Overlap:
 
 
 class ProbedText(NamedTuple):
-    """A text of the target, without its last token, and the target's laws of the token behind each of its own."""
+    """A text of the target without its last token, and the target's law of the next token at each of its tokens."""
 
     trees: ScoredTrees
     laws: Float[Tensor, "tokens vocab"]
 
 
-class _Owner:
-    """Stands in for the session that owns a cache."""
-
-    def __init__(self, prompt: list[int]) -> None:
-        self.prompt = prompt
-        self.state: dict[Any, Any] = {}
-
-
 def written_text(target: HuggingFaceLM, start: list[int], tokens: int = TOKENS) -> list[int]:
-    """Return `start` with the target's continuation, its likeliest token each time."""
+    """Return `start` with the target's greedy continuation."""
     text = [*start]
     tokens = min(tokens, target.max_positions or tokens)
     while len(text) < tokens:
-        owner = _Owner(text)
+        owner: Any = SimpleNamespace(prompt=text, state={})
         (scored,) = target.extend([owner], [Forest.rooted(text[-1:])])
         target.close(owner)
         text = [*text, int(scored.logits[0].argmax())]
@@ -68,17 +61,17 @@ def written_text(target: HuggingFaceLM, start: list[int], tokens: int = TOKENS) 
 
 
 def probed_text(target: HuggingFaceLM, text: list[int], taps: tuple[int, ...]) -> ProbedText:
-    """Return a text with the target's laws, and with its hidden states at these taps, FINAL for those that its head reads.
+    """Return a text with the target's laws and its hidden states at these taps; FINAL is the input of its head.
 
-    A head without taps needs no hidden states, which not every engine hands out. The text is scored as a draft of one chain,
+    A head without taps needs no hidden states, which not every engine provides. The text is scored as a draft of one chain,
     so that the laws are the same as in decoding.
     """
     layers = tuple(sorted({tap for tap in taps if tap != FINAL}))
     needs = Needs(logits=True, hidden=FINAL in taps, taps=layers)
-    owner = _Owner(text[:1])
+    owner: Any = SimpleNamespace(prompt=text[:1], state={})
     chain = Forest.rooted(text[:1]).grown(text[1:-1], np.arange(len(text) - 2))
     (scored,) = target.extend([owner], [chain], [needs])
-    # Copies may be read where gradients are wanted, and after the cache is closed.
+    # Copies can be used with gradients, and after the cache is closed.
     laws = scored.logits.clone().float().softmax(-1)
     states = {}
     if needs.states:
@@ -91,7 +84,7 @@ def probed_text(target: HuggingFaceLM, text: list[int], taps: tuple[int, ...]) -
 
 @torch.inference_mode()
 def fit_of(head: Head, text: ProbedText) -> Overlap:
-    """Return how well a head fits the target that has made a text."""
+    """Return the fit of a head to the target of a text."""
     trees = text.trees.to(head.device)
     everywhere = torch.ones_like(trees.tokens, dtype=torch.bool)
     overlaps = []
@@ -125,10 +118,10 @@ class Probed:
 def probed(head: Head, target: HuggingFaceLM, start: list[int]) -> Probed:
     """Try other readings of a head on a text that the target writes, and return the one that fits best.
 
-    Another reading than the stated one is taken only if it is clearly better. Then, and if none fits, there is a warning.
+    Another reading replaces the stated one only if it is clearly better, with a warning. There is also one if none fits.
 
     Args:
-        start: the tokens that the text begins with.
+        start: the first tokens of the text.
     """
     layers = target.model.config.get_text_config().num_hidden_layers
     every = [head, *(one for _, one in head.other_readings(layers))]
@@ -152,13 +145,13 @@ def probed(head: Head, target: HuggingFaceLM, start: list[int]) -> Probed:
         found, best, changes = other, fit, (*changes, name)
     if changes:
         warnings.warn(
-            f"the head is read with {', '.join(changes)}, against its files: on words of the target {best.score:.2f} of its "
-            f"law lies on the target's so, and {documented.score:.2f} as its files say",
+            f"the head is read with {', '.join(changes)}, against its files: its overlap with the target's law is "
+            f"{best.score:.2f} then, and {documented.score:.2f} as its files say",
             stacklevel=2,
         )
     elif best.score < POOR:
         warnings.warn(
-            f"the head hardly fits the target: {best.score:.2f} of its law lies on the target's; is it for another one?",
+            f"the head hardly fits the target: the overlap of their laws is {best.score:.2f}; is it for another target?",
             stacklevel=2,
         )
     return Probed(found, documented, best, changes, tried)

@@ -1,4 +1,4 @@
-"""Draft heads as draft models: which kind of head files hold, and the reader for it."""
+"""Draft heads as draft models: the kind of head in files, its reader, and its draft model."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,7 +46,7 @@ HEAD_FIELDS = (FIELD, "speculators_model_type", "eagle_config", "dflash_config")
 
 
 def is_head(source: object) -> bool:
-    """Return whether a folder, hub id or module is a draft head, and not a language model of its own; "mtp" is one."""
+    """Return whether a folder, hub id or module is a draft head instead of a language model; "mtp" is one."""
     if is_own_modules(source):
         return True
     if isinstance(source, nn.Module):
@@ -65,14 +65,14 @@ def is_head(source: object) -> bool:
 
 
 def _is_of_head(config: Mapping[str, Any]) -> bool:
-    """Return whether a configuration describes a head, whatever tensors there are."""
+    """Return whether a configuration alone identifies a head."""
     return any(field in config for field in HEAD_FIELDS) or is_block(config) or kind_on_feature(config) is not None
 
 
 def _is_head_of_hub(name: str) -> bool:
     """Return whether a repository of the hub holds a head; False if it cannot be reached, or holds something else.
 
-    Heads without a field of their own are recognised by their tensors, which are fetched if there is only one layer.
+    Heads without a specific field are recognised by their tensors, which are fetched if there is only one layer.
     """
     from huggingface_hub import hf_hub_download
 
@@ -103,12 +103,12 @@ def read_head(source: "str | Path | nn.Module", target: "PreTrainedModel") -> He
         return _read(files)
     except SpecbeamError:
         raise
-    except Exception as error:  # fields are checked as they are read; tensors may be broken in ways not to be listed
+    except Exception as error:  # fields are checked as they are read; tensors may be broken in any way
         raise BadHead(f"{where} cannot be read: {type(error).__name__}: {error}; are its tensors broken?") from error
 
 
 def _read(files: HeadFiles) -> Head:
-    files.fields.texts("architectures")  # by these heads are recognised
+    files.fields.texts("architectures")  # these fields identify heads
     files.fields.text("speculators_model_type")
     files.fields.text("model_type")
     if FIELD in files.config:
@@ -129,26 +129,26 @@ def _read(files: HeadFiles) -> Head:
     raise BadHead(
         f"{files.where} is a head of kind {kind!r}, which cannot be read; "
         "EAGLE-1, 2, 3, HASS, P-EAGLE, MTP, DFlash, DSpark, Medusa, Hydra, MLP speculator and ReDrafter heads can, and "
-        "those that specbeam trains"
+        "heads trained by specbeam"
     )
 
 
 def head_model(head: Head, target: HuggingFaceLM) -> LM:
-    """Return the draft model that a head is for a target."""
+    """Return a head as a draft model for a target."""
     if isinstance(head, ExitHead):
         return exit_model(head, target)
     kinds: dict[type[Head], type[HeadLM]] = {
-        MaskTrunk: MaskLM,  # before the pair trunk that it is, too
+        MaskTrunk: MaskLM,  # before its base, the pair trunk
         PairTrunk: TrunkLM,
         ModulesInARow: ModulesLM,
         Chimera: ChimeraLM,
-        Denoiser: DenoiserLM,  # before block heads, one of which it is
+        Denoiser: DenoiserLM,  # before its base, the block head
         BlockHead: BlockLM,
         FeatureHead: FeatureLM,
         ExtraHead: ExtraLM,
     }
-    is_widened = is_mapped(target.model) and target.engine in COMPILED  # in float32, whatever its weights are in
+    is_widened = is_mapped(target.model) and target.engine in COMPILED  # to float32, whatever the type of its weights
     for kind, model in kinds.items():
         if isinstance(head, kind):
             return model(head, target.vocab, engine="widened" if is_widened else "auto")
-    raise NotSupported(f"{type(head).__name__} is no kind of head that drafts")
+    raise NotSupported(f"there is no draft model for heads of type {type(head).__name__}")

@@ -1,4 +1,4 @@
-"""Sizes, positions, embeddings and weights of heads, for the readers of all kinds of heads."""
+"""Readers of sizes, positions, embeddings and weights, shared by all kinds of heads."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -21,7 +21,7 @@ FULL = "full_attention"
 SLIDING = "sliding_attention"
 MOST_ROWS = 1024  # of a block
 MOST_BASE = 1e11  # of positions
-FIELD_NAMES = {  # of the sizes of a layer, as transformers calls them
+FIELD_NAMES = {  # transformers' names of the sizes of a layer
     "width": "hidden_size",
     "heads": "num_attention_heads",
     "kv_heads": "num_key_value_heads",
@@ -31,7 +31,7 @@ FIELD_NAMES = {  # of the sizes of a layer, as transformers calls them
 
 
 def layer_sizes(files: HeadFiles, core: Fields) -> LayerSizes:
-    """Return the sizes of a head's layers. Raises `BadHead` if the tensors of the first one do not have them.
+    """Return the sizes of a head's layers. Raises `BadHead` if the tensors of the first layer have other sizes.
 
     Args:
         core: the part of the configuration that describes them.
@@ -58,16 +58,16 @@ def layer_sizes(files: HeadFiles, core: Fields) -> LayerSizes:
 
 
 def check_layers(files: HeadFiles, core: Fields, sizes: LayerSizes, names: Mapping[str, str]) -> None:
-    """Raise `BadHead` unless the tensors of the first layer have these sizes, which go together.
+    """Raise `BadHead` unless these sizes are consistent, and the tensors of the first layer have them.
 
     Args:
         core: the fields that state them.
-        names: of the fields.
+        names: of the fields by size.
     """
     if sizes.heads % sizes.kv_heads:
         raise core.bad(names["kv_heads"], f"a divisor of {names['heads']}, {sizes.heads}")
     if sizes.head_size % 2:
-        raise core.bad(names["head_size"], f"even, and it is {sizes.head_size}")
+        raise core.bad(names["head_size"], f"even, found {sizes.head_size}")
     fields = {
         "self_attn.o_proj": names["width"],
         "self_attn.q_proj": f"{names['head_size']} and {names['heads']}",
@@ -79,7 +79,7 @@ def check_layers(files: HeadFiles, core: Fields, sizes: LayerSizes, names: Mappi
 
 
 def layer_count(files: HeadFiles, core: Fields, default: int | None = None) -> int:
-    """Return the number of a head's layers. Raises `BadHead` unless there are tensors of as many."""
+    """Return the number of a head's layers. Raises `BadHead` unless there are tensors of the stated number."""
     stated = core.whole("num_hidden_layers", default)
     stored = stored_layers(files)
     if stored != stated:
@@ -91,18 +91,18 @@ def layer_count(files: HeadFiles, core: Fields, default: int | None = None) -> i
 
 
 def stored_layers(files: HeadFiles) -> int:
-    """Return the number of layers that there are tensors of."""
+    """Return the number of layers with tensors."""
     return len({name.split(".")[1] for name in files.tensors if name.startswith("layers.")})
 
 
 def views_of(core: Fields, layers: int, window: Callable[[int], View]) -> tuple[View, ...]:
-    """Return how far back the rows of each layer look; () if all of them look at everything.
+    """Return the views of the layers; () if all rows attend to everything.
 
     Args:
-        window: the writer's view for a window of a number of positions.
+        window: returns the writer's view for a window of this size.
     """
     kinds = core.texts("layer_types")
-    if not kinds and core.flag("use_sliding_window", default=False):  # as transformers has it for a Qwen
+    if not kinds and core.flag("use_sliding_window", default=False):  # as in transformers' Qwen
         full = min(core.whole("max_window_layers", 28, least=0), layers)
         kinds = (FULL,) * full + (SLIDING,) * (layers - full)
     if kinds and (len(kinds) != layers or not set(kinds) <= {FULL, SLIDING}):
@@ -117,7 +117,7 @@ def rope_of(core: Fields, name: str | None = None) -> dict[str, Any]:
     """Return the parameters of the positions.
 
     Args:
-        name: of the field that holds them; None: that of transformers 5, or of earlier versions.
+        name: of the field that holds them; None: the name in transformers 5, or in earlier versions.
     """
     outer = core.number("rope_theta", BASE, most=MOST_BASE, may_be_0=False)
     name = name or _rope_field(core)
@@ -152,7 +152,7 @@ def rotary_of(
     name: str | None = None,
     of_positions: str = "max_position_embeddings",
 ) -> Rotary:
-    """Return the rotation by positions. Raises `BadHead` if its parameters make none.
+    """Return the rotation by positions. Raises `BadHead` if its parameters are invalid.
 
     Args:
         rope: the parameters.
@@ -167,35 +167,49 @@ def rotary_of(
         frequencies: Any = rotary.angles.inv_freq
         is_sound = all(one.isfinite().all() for one in angles) and bool((frequencies > 0).all())
     except Exception as error:  # transformers does not document the parameters that it accepts
-        raise core.bad(name, f"what transformers takes for such positions ({type(error).__name__}: {error})") from error
+        raise core.bad(
+            name, f"valid for transformers' positions of this type ({type(error).__name__}: {error})"
+        ) from error
     if not is_sound:
-        raise core.bad(name, "such that all columns turn, by finite angles")
+        raise core.bad(name, "parameters that rotate all columns by finite angles")
     return rotary
 
 
 def check_taps(files: HeadFiles, taps: tuple[int, ...], how: str) -> None:
-    """Raise `BadHead` unless the target has these hidden states, and they are as many as the head reads.
+    """Raise `BadHead` unless the target has these hidden states, and their number fits the head.
 
     Args:
-        how: how they were found, for the error.
+        how: where they are stated, for the error.
     """
     if not files.has("fc.weight"):
         raise BadHead(f"{files.where} has no tensor fc.weight, which makes features of the target's hidden states")
     states = files.size("fc.weight", 1)
     width = files.width
     if states % width:
-        raise BadHead(f"{files.where} reads rows of {states} numbers, no multiple of the target's width of {width}")
+        raise BadHead(f"{files.where} reads rows of {states} numbers, not a multiple of the target's width of {width}")
     if len(taps) * width != states:
         raise BadHead(f"{files.where} reads {states // width} hidden states, and {len(taps)} are named: {taps} ({how})")
     if why := lacks_taps(files.target, tuple(tap for tap in taps if tap != FINAL)):
-        raise BadHead(f"{files.where} reads what enters layers {taps} ({how}); {why}: is it for another target?")
+        raise BadHead(f"{files.where} reads the inputs of layers {taps} ({how}); {why}: is it for another target?")
+
+
+def check_target(files: HeadFiles, expected: Mapping[str, Any], why: str) -> None:
+    """Raise `BadHead` unless the configuration states these fields of the target that the head was trained for.
+
+    Args:
+        why: the reason why they must be equal, for the error.
+    """
+    stated = files.fields.required("target")
+    for name, value in expected.items():
+        if stated.values.get(name) != value:
+            raise stated.bad(name, f"that of the target, {value!r}: {why}")
 
 
 def mask_token(fields: Fields, names: tuple[str, ...], vocab: int) -> int:
-    """Return the token whose embedding mask rows read. Raises `BadHead` if none is stated, or the embedding has none.
+    """Return the token whose embedding mask rows read. Raises `BadHead` if none is stated, or the embedding lacks it.
 
     Args:
-        names: of the fields that may state it; the first one found does.
+        names: of the fields that may state it; the first one found counts.
         vocab: number of tokens of the embedding.
     """
     name = next(filter(fields.has, names), names[0])
@@ -214,7 +228,7 @@ class TokenParts(NamedTuple):
 
 
 def token_parts(files: HeadFiles, count: int, width: int) -> TokenParts:
-    """Return embedding, last matrix and tokens of a head with `count` tokens and rows of this width."""
+    """Return the embedding, output matrix and tokens of a head with `count` tokens and rows of this width."""
     embedding = embedding_of(files, width)
     head = own_head(files, count, width, embedding)
     return TokenParts(embedding, head, read_tokens(files, count))
@@ -237,7 +251,7 @@ def embedding_of(files: HeadFiles, width: int) -> Any:
 
 
 def own_head(files: HeadFiles, count: int, width: int, embedding: Any) -> Any:
-    """Return the module that makes the head's logits: its own matrix, its embedding if tied, or the target's."""
+    """Return the module with the output matrix: the head's own, its embedding if tied, or the target's."""
     linear = nn.Linear(width, count, bias=False, device="meta")
     if files.has("lm_head.weight"):
         files.check_size("lm_head.weight", 0, count, "draft_vocab_size or vocab_size")
@@ -259,11 +273,11 @@ def own_head(files: HeadFiles, count: int, width: int, embedding: Any) -> Any:
 
 
 def filled(head: HeadKind, files: HeadFiles, others: tuple[str, ...] = ()) -> HeadKind:
-    """Return a head with the tensors of files as its own weights, in the type and place of the target's embedding.
+    """Return a head with the tensors of files as its weights, in the type and on the device of the target's embedding.
 
     Args:
-        others: prefixes of names of further weights that are the target's. Its embedding (`embed_tokens`) and the matrix
-            that makes logits (`lm_head`) may be: they stay as and where they are.
+        others: prefixes of names of further weights that belong to the target. The embedding (`embed_tokens`) and the output
+            matrix (`lm_head`) may belong to it, too: all of these stay unchanged.
 
     Raises `BadHead` if a tensor is missing, does not fit, or is left over.
     """

@@ -1,4 +1,4 @@
-"""Heads that carry a state from draft to draft, beginning with one feature: Hydra, MLP speculators, ReDrafter."""
+"""Heads that pass a state from draft to draft, starting from one feature: Hydra, MLP speculators, ReDrafter."""
 
 import math
 
@@ -15,10 +15,10 @@ EPS = 1e-6  # of the norms of MLP speculators
 class Hydra(FeatureHead):
     """Medusa heads that also read the embeddings of the drafts above (arXiv 2402.05109); equation (24) of the notes.
 
-    The state is the feature, and behind it the embeddings of the tokens so far, with zeros for those to come.
+    The state is the feature followed by the embeddings of the tokens so far, padded with zeros.
 
     Args:
-        layers: number of residual layers of each head, the first of which joins feature and embeddings.
+        layers: number of residual layers of each head; the first one joins feature and embeddings.
         embedding: the target's.
     """
 
@@ -38,7 +38,7 @@ class Hydra(FeatureHead):
         return functional.pad(features, (0, self.sizes.depth * self.sizes.width))
 
     def step(self, far: int, states: StatesAbove, tokens: PerRow) -> States:
-        """See `FeatureHead.step`. Tokens deeper than the last head are not read."""
+        """See `FeatureHead.step`. Tokens deeper than the last head are ignored."""
         if far > self.sizes.depth:
             return states
         width = self.sizes.width
@@ -64,17 +64,17 @@ class Shift(nn.Module):
 
 
 def scaled(x: Rows) -> Rows:
-    """Return rows of root mean square 1."""
+    """Return rows scaled to root mean square 1."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
 
 
 class MLPSpeculator(FeatureHead):
-    """A state that each draft projects, shifts by its token's embedding, and norms; equation (25) of the notes.
+    """A state that each draft projects, adds its token's embedding to, and norms; equation (25) of the notes.
 
     Source: foundation-model-stack/fms-extras.
 
     Args:
-        inner: size of the state behind the first draft.
+        inner: size of the state after the first draft.
         scales_input: whether the feature is normed first.
     """
 
@@ -87,7 +87,7 @@ class MLPSpeculator(FeatureHead):
         self.proj = nn.ModuleList(nn.Linear(size, inner, bias=False) for size in reads)
         self.head = nn.ModuleList(nn.Linear(inner, sizes.draft_vocab, bias=False) for _ in range(depth))
         self.ln = nn.ModuleList(Shift(inner) for _ in range(depth))
-        # With these, the feature makes half of the last state's size.
+        # With these weights the feature contributes half of the norm of the last state.
         state_weight = 0.5 ** (0.5 / depth)
         self.token_weight = math.sqrt((1 - state_weight**2) * (inner / 2)) / state_weight
 
@@ -95,7 +95,7 @@ class MLPSpeculator(FeatureHead):
         return scaled(features) / 2**0.5 if self.scales_input else features
 
     def step(self, far: int, states: StatesAbove, tokens: PerRow) -> States:
-        """See `FeatureHead.step`. Drafts deeper than the last head leave the state as it is."""
+        """See `FeatureHead.step`. Drafts deeper than the last head leave the state unchanged."""
         if far > self.sizes.depth:
             return states
         at = far - 1
@@ -109,13 +109,13 @@ class MLPSpeculator(FeatureHead):
 class ReDrafter(FeatureHead):
     """One network for all depths, on the feature and a recurrent state (arXiv 2403.09919); equation (26) of the notes.
 
-    The release searches with it by beams of its own; here each node has the law that the network gives.
-    The state is the feature, and behind it the recurrent state.
+    The original release runs its own beam search; here each node has the law that the network gives.
+    The state is the feature followed by the recurrent state.
 
     Args:
         layers: number of residual layers.
         exit_size: of these layers.
-        is_recurrent: whether the state is a recurrent network's; else it is the sum of embeddings.
+        is_recurrent: whether the state comes from a recurrent network; otherwise it is the sum of embeddings.
         embedding: the target's.
     """
 

@@ -1,4 +1,4 @@
-"""Texts that a target has scored, or trees of them, with its hidden states: heads are tried on them, and learn from them."""
+"""Texts or token trees scored by a target, with its hidden states: for trying heads, and for training them."""
 
 from typing import NamedTuple
 
@@ -11,9 +11,9 @@ from specbeam.models.heads.arrays import Columns, TreeRows
 
 
 class ScoredTrees(NamedTuple):
-    """Some trees of tokens side by side, parents before children. Columns after the end of a tree are padding.
+    """A batch of token trees, parents before children. Columns after the end of a tree are padding.
 
-    The first token of a tree has no parent. A node of padding has none either, and nothing is its child.
+    The first token of a tree has no parent. A padding node has neither a parent nor children.
     """
 
     tokens: Columns
@@ -34,11 +34,11 @@ class ScoredTrees(NamedTuple):
         return torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
 
     def others_above(self) -> Bool[Tensor, "trees length length"]:
-        """Return which nodes are ancestors of each node, itself left out."""
+        """Return which nodes are ancestors of each node, excluding the node itself."""
         return self.sees & ~torch.eye(self.tokens.shape[1], dtype=torch.bool, device=self.tokens.device)
 
     def states_at(self, taps: tuple[int, ...]) -> Float[Tensor, "rows length columns"]:
-        """Return the hidden states at some taps, side by side."""
+        """Return the hidden states at some taps, concatenated."""
         return torch.cat([self.states[tap] for tap in taps], -1)
 
     def above(self, nodes: Columns) -> Columns:
@@ -46,7 +46,7 @@ class ScoredTrees(NamedTuple):
         return self.parents.gather(1, nodes).clamp_min(0)
 
     def last_tokens(self, count: int) -> Int64[Tensor, "rows length count"]:
-        """Return the last `count` tokens of the path to each node; shorter paths repeat their first token before it."""
+        """Return the last `count` tokens of the path to each node; shorter paths are padded with their first token."""
         nodes = self.columns
         columns: list[Tensor] = []
         for _ in range(count):

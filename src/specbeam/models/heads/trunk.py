@@ -23,7 +23,7 @@ from specbeam.models.heads.head import (
     described_taps,
     described_views,
 )
-from specbeam.models.heads.layers import Attend, DecoderLayer, LayerSizes, Norm, PairLayer, Rotary, View
+from specbeam.models.heads.layers import Attend, DecoderLayer, Gated, LayerSizes, Norm, PairLayer, Rotary, View
 from specbeam.models.heads.trees import ScoredTrees
 from specbeam.models.heads.unroll import drafted_rows
 
@@ -36,22 +36,22 @@ class TrunkShape:
         sizes: of a layer that reads rows of the head's width.
         layers: number of layers.
         taps: the hidden states of the target that make a feature, see `Needs.columns`.
-        target_width: of each of them.
-        pairs: how embedding and feature come together. "attention": the first layer's attention reads both (EAGLE-3).
+        target_width: size of a hidden state of the target.
+        pairs: how embedding and feature are joined. "attention": the first layer's attention reads both (EAGLE-3).
             "projection": one matrix joins them before the first layer (EAGLE-1, 2, HASS). "normed projection": the same,
             both normed (MTP).
         swaps: whether the feature comes before the embedding in the projection (MiMo).
         joins_bias: whether the matrix that makes features (EAGLE-3) or joins pairs (the others) has a bias.
-        norms_features: how the states of the target are normed before they are joined to a feature: "no", "all" together,
-            or "each" by itself.
+        norms_features: how the states of the target are normed before they make a feature: "no", "all" together, or "each"
+            separately.
         norms_residual: see `PairLayer`.
-        feeds_normed: whether the head's own state is normed before it is read as a feature.
-        norms_output: whether the head's rows are normed before the matrix that makes logits.
+        feeds_normed: whether the head's own state is normed before it is fed back as a feature.
+        norms_output: whether the head's rows are normed before the output matrix.
         sampling: inner size of the gate by which the next token changes the feature before they are joined (FSPAD); 0: none.
         alignment: inner size of a layer between states that are fed back and states that make logits (FSPAD); 0: none.
-        logit_gradient: the share of the logits' gradient that reaches the states, in training.
-        draft_vocab: number of tokens that the head gives logits for.
-        views: how far back the rows of each layer look; (): everywhere. Drafts see all rows of their own draft.
+        logit_gradient: the share of the logits' gradient that reaches the states in training.
+        draft_vocab: number of tokens of the head.
+        views: which rows the rows of each layer attend to; (): everything above. Drafts see all rows of their own draft.
     """
 
     sizes: LayerSizes
@@ -72,23 +72,21 @@ class TrunkShape:
     views: tuple[View, ...] = ()
 
 
-class FeatureSampling(nn.Module):
-    """A change of features by the token that was drawn after them: a feature does not determine the token (FSPAD)."""
+class FeatureSampling(Gated):
+    """A change of features by the token drawn after them: a feature alone does not determine the token (FSPAD)."""
 
     def __init__(self, embed: int, width: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(embed, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
+        super().__init__(width, inner, embed)
 
-    def forward(self, embedded: Float[Tensor, "*rows embed"], features: Rows) -> Rows:
+    def forward(  # type: ignore[override]
+        self, embedded: Float[Tensor, "*rows embed"], features: Rows
+    ) -> Rows:
         """Return the features, changed by the tokens."""
-        gated = nn.functional.silu(self.gate_proj(embedded)) * self.up_proj(features)
-        return features + self.down_proj(gated)
+        return features + self.gated(embedded, features)
 
 
 class Alignment(nn.Module):
-    """A layer from the states that estimate the target's to those that make logits (FSPAD)."""
+    """A layer between the states that estimate the target's and the states that make logits (FSPAD)."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -101,7 +99,7 @@ class Alignment(nn.Module):
 
 
 class BorrowedParts(NamedTuple):
-    """The parts of a trunk that are of a target's kind (see heads/borrowed.py), their weights included."""
+    """The parts of a trunk of a target's kind (see heads/borrowed.py), with their weights."""
 
     layer: nn.Module  # called as `DecoderLayer` is
     enorm: nn.Module  # of embeddings
@@ -110,14 +108,14 @@ class BorrowedParts(NamedTuple):
 
 
 class PairTrunk(LayeredHead):
-    """A head of this kind, as a module whose tensors have the names of speculators' EAGLE-3 files.
+    """A pair trunk; its tensors have the names of speculators' EAGLE-3 files.
 
     Equations (1) to (10) of the project's notes on heads; sources: EAGLE (arXiv 2401.15077), EAGLE-3 (arXiv 2503.01840),
     DeepSeek-V3 (arXiv 2412.19437).
 
     Args:
         shape, rotary, embedding, head, tokens: see `LayeredHead`.
-        borrowed: parts that stand in the place of those here; with "normed projection" only, and one layer.
+        borrowed: parts that replace those here; only with "normed projection" and one layer.
     """
 
     shape: TrunkShape
@@ -174,14 +172,14 @@ class PairTrunk(LayeredHead):
 
     @property
     def views(self) -> tuple[View, ...]:
-        """How far back the rows of each layer look, see `TrunkShape.views`."""
+        """See `TrunkShape.views`."""
         return self.shape.views
 
     @property
     def described(self) -> dict[str, str]:
         shape = self.shape
         kinds = {"attention": "EAGLE-3", "projection": "EAGLE-1, EAGLE-2 or HASS", "normed projection": "MTP"}
-        norms = {"no": "not normed", "all": "normed together", "each": "each normed by itself"}
+        norms = {"no": "not normed", "all": "normed together", "each": "normed separately"}
         reads = {
             "reads": f"{described_taps(shape.taps)}, {norms[shape.norms_features]}",
             "attention is added to": "the normed feature" if shape.norms_residual else "the feature",
@@ -206,7 +204,7 @@ class PairTrunk(LayeredHead):
         return found
 
     def features(self, states: TargetStates) -> Rows:
-        """Return the features of nodes that the target has scored, from its hidden states there."""
+        """Return the features of scored nodes, from the target's hidden states there."""
         shape = self.shape
         states = states.to(self.fc.weight.dtype)
         if shape.pairs != "attention":
@@ -225,7 +223,7 @@ class PairTrunk(LayeredHead):
             tokens: of each row.
             features: of the node above each row.
             positions: any numbers that grow by one from node to node; only differences count.
-            attend: lets rows look at the rows above them.
+            attend: lets rows attend to the rows above them.
         """
         embedded = self.embed_tokens(tokens).to(features.dtype)
         angles = self.rotary(positions)
@@ -239,7 +237,7 @@ class PairTrunk(LayeredHead):
         return x
 
     def _joined(self, embedded: Float[Tensor, "*rows embed"], features: Rows) -> Rows:
-        """Return the rows that the first layer reads, where a matrix joins embedding and feature."""
+        """Return the input of the first layer: embedding and feature, joined by a matrix."""
         if self.shape.sampling:
             features = self.feature_sampling(embedded, features)
         if self.shape.pairs == "normed projection":
@@ -249,26 +247,26 @@ class PairTrunk(LayeredHead):
         return self.fc(torch.cat(both, -1))
 
     def fed_back(self, x: Rows) -> Rows:
-        """Return the features that rows below read, from the states of rows that the target has not scored."""
+        """Return the features for rows below, from the states of rows that the target has not scored."""
         return self.norm(x) if self.shape.feeds_normed else x
 
     def logits(self, x: Rows) -> Float[Tensor, "*rows draft_vocab"]:
         """Return the logits of the next token, from the states of rows."""
         share = self.shape.logit_gradient
-        if share < 1:  # the same numbers, with less of their gradient
+        if share < 1:  # the same numbers with a smaller gradient
             x = share * x + (1 - share) * x.detach()
         if self.shape.alignment:
             x = self.alignment(x)
         return self.lm_head(self.norm(x))
 
     def other_readings(self, layers: int) -> Iterator[tuple[str, "PairTrunk"]]:
-        """See `Head.other_readings`: the numbers of hidden states, positions, residuals, and states that are fed back."""
+        """See `Head.other_readings`: taps, positions, residuals, and the states that are fed back."""
         shape = self.shape
         rope = self.rotary.rope
         yield from self.with_moved_taps(layers)
         if shape.pairs == "normed projection":
             yield from self._other_inputs(layers)
-        if not isinstance(self.rotary, BorrowedRotary):  # a target's own positions are not in doubt
+        if not isinstance(self.rotary, BorrowedRotary):  # a target's own positions are certain
             yield from self.with_usual_base()
             if rope["rope_type"] != "default":
                 plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}

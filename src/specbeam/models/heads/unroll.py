@@ -1,12 +1,12 @@
 """Heads on whole trees at once, several drafts deep: for training, and for finding out how a head was trained.
 
 The row of a node as a draft one deep reads the target's feature of the node above. As a draft s + 1 deep it reads the head's
-own state of the node above, as a draft s deep. It sees the rows one deep of what is above its s nearest ancestors, and of
-these the rows as drafts 2, 3, ... deep: what drafting would see from there (EAGLE-3's training-time test, arXiv 2503.01840,
-here on trees).
+own state of the node above as a draft s deep. It sees the depth-1 rows of the nodes above its s nearest ancestors, and the
+rows of these ancestors as drafts 2, 3, ... deep: the rows that drafting would see (EAGLE-3's training-time test, arXiv
+2503.01840, here on trees).
 
-Of modules in a row each makes the drafts of one depth. Its rows see only its own rows, and drafts deeper than there are
-modules are made by the last one, as by a single trunk.
+Of modules in a row each makes the drafts of one depth, and its rows see only its own rows. The last module also makes deeper
+drafts, like a single trunk.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
 
 
 class UnrolledRows:
-    """The keys and values of a trunk at all depths so far, by layer, and who looks at whom.
+    """The keys and values of a trunk at all depths so far by layer, and which rows see which.
 
     Args:
         layers: number of layers.
         views: see `TrunkShape.views`.
-        least: number of nodes above that a node needs to have a row.
+        least: number of nodes above a node that it needs for a row.
     """
 
     def __init__(self, trees: ScoredTrees, layers: int, views: tuple[View, ...] = (), least: int = 1) -> None:
         self.trees = trees
         self.views = views
         self.least = least
-        self.ancestors = [trees.columns]  # of each node, by how far above it they are
+        self.ancestors = [trees.columns]  # of each node, by their distance above it
         self.keys: list[list[Tensor]] = [[] for _ in range(layers)]
         self.values: list[list[Tensor]] = [[] for _ in range(layers)]
         self.seen = self._seen_by_layer()
 
     def deepen(self) -> None:
-        """Go on to drafts one deeper."""
+        """Continue with drafts one deeper."""
         self.ancestors.append(self.trees.above(self.ancestors[-1]))
         self.seen = self._seen_by_layer()
 
@@ -71,7 +71,7 @@ class UnrolledRows:
         return torch.cat([past, *(alike[ancestor] for ancestor in reversed(nearer))], -1)
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Add the keys and values of a depth; return the values, mixed, that its queries look at."""
+        """Add the keys and values of a depth; return the mixed values for its queries."""
         self.keys[layer].append(keys)
         self.values[layer].append(values)
         return attended(queries, torch.cat(self.keys[layer], 1), torch.cat(self.values[layer], 1), self.seen[layer])
@@ -80,10 +80,10 @@ class UnrolledRows:
 def unrolled(trunks: "Sequence[PairTrunk] | Sequence[Chimera]", trees: ScoredTrees, depth: int) -> list[TreeRows]:
     """Return the states of the nodes as drafts 1 to `depth` deep.
 
-    States of nodes with fewer nodes above them mean nothing.
+    States of nodes with fewer nodes above them are meaningless.
 
     Args:
-        trunks: one for the drafts of each depth; deeper drafts are made by the last.
+        trunks: one for the drafts of each depth; the last one also makes deeper drafts.
     """
     trunk = trunks[0]
     rows = UnrolledRows(trees, trunk.shape.layers, trunk.views)
@@ -105,7 +105,7 @@ def unrolled(trunks: "Sequence[PairTrunk] | Sequence[Chimera]", trees: ScoredTre
 def drafted_rows(
     trunks: "Sequence[PairTrunk] | Sequence[Chimera]", trees: ScoredTrees, depth: int, wanted: PerNode
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield the depth of drafts, 1 to `depth`, the wanted nodes that have such drafts, and their states; see `unrolled`."""
+    """Yield each depth of drafts, 1 to `depth`, the wanted nodes with drafts of this depth, and their states."""
     for deep, states in enumerate(unrolled(trunks, trees, depth), 1):
         nodes = wanted_below(trees, wanted, deep)
         yield deep, nodes, states.flatten(0, 1)[nodes]
@@ -115,9 +115,9 @@ class BlocksOnTrees:
     """Attention of the rows of the blocks below all nodes of trees: to the nodes above, and to the rows of the same block.
 
     Args:
-        views: how far back the rows of each layer look.
+        views: of the layers.
         context: keys and values of the nodes by layer; None: those of the first row of the block below each node. Then rows
-            see no later rows of their block, and not the first token of a text, which has no row.
+            see neither later rows of their block nor the first token of a text, which has no row.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class BlocksOnTrees:
             self.above &= (trees.depths > 0)[:, None]
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Return the values, mixed, that queries, float[trees, nodes, rows, heads, size], look at."""
+        """Return the mixed values for queries, float[trees, nodes, rows, heads, size]."""
         view = view_of(self.views, layer)
         rows = queries.shape[2]
         above_keys, above_values = self.context[layer] if self.context else (keys[:, :, 0], values[:, :, 0])

@@ -1,4 +1,4 @@
-"""The tokens of heads with a vocabulary of their own."""
+"""The tokens of heads with their own vocabulary."""
 
 import torch
 from jaxtyping import Int64
@@ -12,8 +12,8 @@ from specbeam.models.heads.files import HeadFiles
 def read_tokens(files: HeadFiles, count: int) -> TokenMap:
     """Return the target's token for each of the head's, from the maps `d2t` and `t2d`; None if they are the same.
 
-    `d2t` holds the difference of the two. With a wrong map a head would silently draft other tokens than it was trained for,
-    so maps that are not plausible are refused.
+    `d2t` holds the difference of both numbers. With a wrong map a head would silently draft wrong tokens, so implausible
+    maps are refused.
 
     Args:
         count: number of the head's tokens.
@@ -27,7 +27,7 @@ def read_tokens(files: HeadFiles, count: int) -> TokenMap:
         raise BadHead(f"{files.where} has logits for {count} tokens, and the target has {vocab}")
     if differences is None:
         if count < vocab:
-            raise BadHead(f"{files.where} has logits for {count} of {vocab} tokens, and no map d2t that says for which")
+            raise BadHead(f"{files.where} has logits for {count} of {vocab} tokens, and no map d2t of these tokens")
         return None
     if len(differences) != count:
         raise BadHead(f"{files.where}: d2t has {len(differences)} entries, and the head has {count} tokens")
@@ -39,19 +39,17 @@ def read_tokens(files: HeadFiles, count: int) -> TokenMap:
     if marks is not None:
         _check_is_same(files, tokens, marks.bool().cpu(), vocab)
     elif count < vocab and not differences.any():
-        raise BadHead(
-            f"{files.where}: d2t is all zero, which says that the head knows the first {count} tokens: is it lost?"
-        )
+        raise BadHead(f"{files.where}: d2t is all zero, which means the first {count} tokens: is the map lost?")
     return None if count == vocab else tokens
 
 
 def _taken(files: HeadFiles, name: str) -> Int64[Tensor, " n"] | None:
-    """Return a map as whole numbers; None if there is none. Raises `BadHead` if it holds others."""
+    """Return a map as integers; None if there is none. Raises `BadHead` for other types."""
     if not files.has(name):
         return None
     found = files.take(name)
     if found.is_floating_point() or found.is_complex():
-        raise BadHead(f"{files.where}: {name} is stored as {found.dtype}; it must hold whole numbers")
+        raise BadHead(f"{files.where}: {name} is stored as {found.dtype}; it must hold integers")
     return found.long()
 
 
