@@ -402,6 +402,12 @@ class Forest(NamedTuple):
 
 
 @step
+def with_groups(forest: Forest, groups: Siblings) -> Forest:
+    """Return the forest with these groups of siblings in place of its own."""
+    return Forest(forest.tokens, forest.parents, groups, forest.logq, forest.beams, forest.fronts, forest.known)
+
+
+@step
 def depths_of(parents: Array) -> Array:
     """Return the depth of each node, int64[nodes], 0 for a root. Parents must come before their children."""
     depths = np.zeros(len(parents), dtype=np.int64)

@@ -9,9 +9,12 @@ from scipy.stats import chisquare
 
 import specbeam as sb
 from specbeam.core.control.confidence import SureDraft
+from specbeam.core.control.fixed import FixedShape
 from specbeam.core.dice import Dice, Uniforms
 from specbeam.core.draft import by_steps
 from specbeam.core.draft import tree as tree_steps
+from specbeam.core.draft.best_first import BestFirst, BestFirstDraws
+from specbeam.core.draft.caterpillar import Caterpillar
 from specbeam.core.draft.children import Best, BestAndOne, Distinct, Draws, Independent
 from specbeam.core.draft.tree import Branching, FixedTree, TreeDrafter, grow_layer, grow_tree, start_tree
 from specbeam.core.draft.turns import nodes_of
@@ -19,11 +22,16 @@ from specbeam.core.forest import CHOSEN, DISTINCT, INDEPENDENT, Forest
 from specbeam.core.laws.edits import NO_EDITS
 from specbeam.core.laws.ranking import NO_TRUNCATION, Truncation
 from specbeam.core.laws.reduce import BROKEN, SOUND
+from specbeam.core.laws.warp import Warp
+from specbeam.core.limits import Limits
 from specbeam.core.records import Shape
+from specbeam.core.session import Parts, Session
+from specbeam.core.verify.walk import MatchRule
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.request import Request
 from specbeam.models import huggingface
 from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.table import TableLM
 from tests.oracles import children as oracle
 from tests.oracles.laws import log_softmax, warped
 from tests.support.exact import exact_law
@@ -352,6 +360,24 @@ class OwnChildren:
 
     def draw(self, q, count, dice):
         return [Draws([dice.pick(q) for _ in range(count)], q, replacement=True)]
+
+
+GROWN = {**GROWTHS, "caterpillar": Caterpillar(), "best first": BestFirst(3, 2), "best draws": BestFirstDraws()}
+
+
+@pytest.mark.parametrize("name", GROWN)
+def test_a_tree_grows_under_the_laws_of_a_warper_of_ones_own(name):
+    """One that changes nothing leaves the tree as it is."""
+    drafter = TreeDrafter(TableLM((0.4, 0.3, 0.2, 0.1)), GROWN[name])
+    forests = []
+    for others in ((), (lambda tokens, scores: scores,)):
+        parts = Parts(drafter, MatchRule(), FixedShape(2, 4), "")
+        session = Session([0], parts, Warp(others=others), Limits(9, (3,)), 7)
+        forests += drafter.draft([session], [Shape(2, 4)])
+        assert session.failure is None
+    plain, other = forests
+    assert plain.size > 2
+    assert_same_forests(other, plain, near=1e-6)
 
 
 @needs_numba

@@ -11,33 +11,27 @@ from specbeam.core.control.needs import no_node_odds
 from specbeam.core.control.stops import NO_STOP, StopSpec
 from specbeam.core.dice import pick
 from specbeam.core.draft.tree import (
-    NODES,
     ROOM,
     Complete,
-    bear,
-    close_group,
+    LayerDraws,
+    StatedLaws,
+    add_draws,
     condition_after,
-    draft_tree,
     finish_growth,
     grow_one_layer,
-    keep_tosses_of_tree,
     law_after,
-    learn_stop_of_tree,
     likeliest_places,
-    logq_of,
     most_draws,
-    room_for_children,
+    register_growth,
+    room_for_laws,
     start_growth,
-    state_law,
-    surest_of,
-    tosses_of_tree,
-    with_layer,
-    with_room_for_laws,
+    with_nodes,
 )
-from specbeam.core.draft.turns import Cut, draft_turn, keep_tosses, learn_from, nodes_of, tosses_of, uniforms_of
-from specbeam.core.forest import CHOSEN, DISTINCT, Forest, Siblings, depths_of, start_of
+from specbeam.core.draft.turns import Cut, nodes_of, uniforms_of
+from specbeam.core.forest import CHOSEN, Forest, Siblings, depths_of, start_of
 from specbeam.core.laws.ranking import Truncation, sorted_places
 from specbeam.core.laws.reduce import BROKEN, SOUND, exponentials
+from specbeam.core.laws.rows import token_at
 from specbeam.core.steps import Array, borrowed, open_step, step
 
 
@@ -113,7 +107,7 @@ def _considered(draft: BestFirstDraft, rows: Any, spec: BestFirstSpec) -> tuple[
         node = draft.front[number]
         law = law_after(rows, number, spec.truncation)
         for place in likeliest_places(law.logp, spec.top):
-            token = law.tokens[place] if len(law.tokens) > 0 else place
+            token = token_at(law, place)
             if is_end(token, spec.eos):
                 continue
             values[held] = draft.values[node] + law.logp[place]
@@ -193,7 +187,7 @@ def grow_best_first(draft: BestFirstDraft, rows: Any, spec: BestFirstSpec, dice:
     is_left[chosen] = False
     size = len(draft.forest.tokens)
     return BestFirstDraft(
-        _with_nodes(draft.forest, expanded),
+        with_nodes(draft.forest, expanded.tokens, expanded.parents, expanded.values),
         size + np.arange(len(chosen)),
         np.concatenate((draft.values, expanded.values)),
         draft.roots,
@@ -203,21 +197,6 @@ def grow_best_first(draft: BestFirstDraft, rows: Any, spec: BestFirstSpec, dice:
         draft.depth,
         draft.width,
     ), SOUND
-
-
-@step
-def _with_nodes(forest: Forest, more: Unexpanded) -> Forest:
-    """Return a forest with more nodes."""
-    before = forest.logq if len(forest.logq) > 0 else np.zeros(len(forest.tokens))
-    return Forest(
-        np.concatenate((forest.tokens, more.tokens)),
-        np.concatenate((forest.parents, more.parents)),
-        forest.siblings,
-        np.concatenate((before, more.values)),
-        forest.beams,
-        forest.fronts,
-        forest.known,
-    )
 
 
 @finish_growth.of(BestFirstSpec)
@@ -253,7 +232,8 @@ def finish_best_first(draft: BestFirstDraft, spec: BestFirstSpec) -> Cut:
         else:
             leaves[held] = best - inner
             held += 1
-    whole = _with_nodes(forest, _picked(waiting, leaves[:held]))
+    added = _picked(waiting, leaves[:held])
+    whole = with_nodes(forest, added.tokens, added.parents, added.values)
     names = np.concatenate((np.flatnonzero(is_kept), size + np.arange(held)))
     return Cut(chosen_forest(whole, names), whole, names, no_node_odds())
 
@@ -318,10 +298,7 @@ def most_best_nodes(drafts: BestFirstSpec, roots: int, depth: int, width: int) -
     return width + drafts.widest * max(depth - 1, 0)
 
 
-draft_turn.of(BestFirstSpec)(draft_tree)
-learn_from.of(BestFirstSpec)(learn_stop_of_tree)
-tosses_of.of(BestFirstSpec)(tosses_of_tree)
-keep_tosses.of(BestFirstSpec)(keep_tosses_of_tree)
+register_growth(BestFirstSpec)
 
 
 @dataclass(frozen=True)
@@ -367,18 +344,9 @@ class DrawsDraft(NamedTuple):
     front: Array  # int64[front]: nodes whose children are drawn next
     worths: Array  # float64[front]: their odds, with those of the beam, relative to the best beam
     roots: int
-    law_tokens: Array  # int64[capacity]: buffer whose used part is `Siblings.law_pairs`
-    law_odds: Array  # float64[capacity]
+    laws: StatedLaws
     surest: float  # largest draft probability of a draw of the newest layer; 1 if it has none
     width: int  # most nodes
-
-
-class WorthyDraws(NamedTuple):
-    """The draws of a layer, in the order in which they were drawn."""
-
-    numbers: Array  # int64[draws]: of the parent in the front
-    places: Array  # int64[draws]: of the token in the law of the parent
-    worths: Array  # float64[draws]
 
 
 @start_growth.of(DrawsSpec)
@@ -387,13 +355,14 @@ def start_draws(roots: Forest, spec: DrawsSpec, live: Beams, depth: int, width: 
     """Return a tree without layers; see `start_growth`."""
     count = len(roots.tokens)
     worths = np.exp(live.scores - live.scores.max())
-    room = np.empty(ROOM, dtype=np.int64)
-    return DrawsDraft(roots, np.arange(count), worths, count, room, np.empty(ROOM), 1.0, width)
+    return DrawsDraft(roots, np.arange(count), worths, count, room_for_laws(ROOM), 1.0, width)
 
 
 @step
-def _draw_worthiest(draft: DrawsDraft, law_ends: Array, odds: Array, spec: DrawsSpec, dice: Any) -> WorthyDraws:
-    """Draw where the next draw is worth most, while that is enough and the budget lasts.
+def _draw_worthiest(
+    draft: DrawsDraft, law_ends: Array, odds: Array, spec: DrawsSpec, dice: Any
+) -> tuple[LayerDraws, Array]:
+    """Draw where the next draw is worth most, while that is enough and the budget lasts; return also the worth of each draw.
 
     Args:
         law_ends: int64[front], the index after the law of each node in `odds`; a node with no way on has none.
@@ -423,15 +392,13 @@ def _draw_worthiest(draft: DrawsDraft, law_ends: Array, odds: Array, spec: Draws
         left[place] = 0.0
         next_worth[number] = worth * (1 - share)
         draws += 1
-    return WorthyDraws(numbers[:draws], places[:draws], worths[:draws])
+    return LayerDraws(numbers[:draws], places[:draws]), worths[:draws]
 
 
 @grow_one_layer.of(DrawsSpec)
 @step
 def grow_draws(draft: DrawsDraft, rows: Any, spec: DrawsSpec, dice: Any) -> tuple[DrawsDraft, int]:
     """Return a tree with one more layer of draws; see `grow_one_layer`."""
-    forest = draft.forest
-    size = len(forest.tokens)
     front = len(draft.front)
     law_ends = np.empty(front, dtype=np.int64)
     odds = np.empty(front * rows.shape[1])
@@ -445,37 +412,11 @@ def grow_draws(draft: DrawsDraft, rows: Any, spec: DrawsSpec, dice: Any) -> tupl
             copy_numbers(odds[end:], exponentials(law.logp))
             end += len(law.logp)
         law_ends[number] = end
-    drawn = _draw_worthiest(draft, law_ends, odds, spec, dice)
-    used = len(forest.siblings.law_odds)
-    law_tokens = draft.law_tokens
-    law_odds = draft.law_odds
-    draws = len(drawn.numbers)
-    born = room_for_children(draws, draws)
-    for number in range(front):
-        if not (drawn.numbers == number).any():
-            continue
-        node = draft.front[number]
-        law = law_after(rows, number, spec.truncation)
-        before = born.sizes[NODES]
-        for draw in range(draws):
-            if drawn.numbers[draw] == number:
-                place = drawn.places[draw]
-                token = law.tokens[place] if len(law.tokens) > 0 else place
-                logp = law.logp[place]
-                born.surest[0] = max(born.surest[0], np.exp(logp))
-                bear(born, before, size, node, token, logq_of(forest, node) + logp, draw, spec.eos)
-        if spec.greedy:
-            close_group(born, CHOSEN, node, used)
-        else:
-            law_tokens, law_odds = with_room_for_laws(law_tokens, law_odds, used + 2 * len(law.logp))
-            used = state_law(law, exponentials(law.logp), law_tokens, law_odds, used)
-            close_group(born, DISTINCT, node, used)
-    grown = with_layer(forest, born, law_tokens, law_odds, used, rows.shape[1])
-    nodes = born.sizes[NODES]
-    worths = drawn.worths[born.places[:nodes]]
-    surest = surest_of(born)
+    drawn, worths = _draw_worthiest(draft, law_ends, odds, spec, dice)
+    layer = add_draws(draft.forest, draft.front, rows, drawn, spec, draft.laws)
+    front_worths = worths[layer.draws]
     return DrawsDraft(
-        grown, size + np.arange(nodes), worths, draft.roots, law_tokens, law_odds, surest, draft.width
+        layer.forest, layer.front, front_worths, draft.roots, layer.laws, layer.surest, draft.width
     ), SOUND
 
 
@@ -497,10 +438,7 @@ def uniforms_of_draws(drafts: DrawsSpec, roots: int, depth: int, width: int) -> 
     return 3 * depth * width
 
 
-draft_turn.of(DrawsSpec)(draft_tree)
-learn_from.of(DrawsSpec)(learn_stop_of_tree)
-tosses_of.of(DrawsSpec)(tosses_of_tree)
-keep_tosses.of(DrawsSpec)(keep_tosses_of_tree)
+register_growth(DrawsSpec)
 
 
 @dataclass(frozen=True)

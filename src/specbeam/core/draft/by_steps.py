@@ -14,9 +14,7 @@ from specbeam.core.records import Shape
 from specbeam.core.session import Session
 
 
-def drafted_by_steps(
-    lm: Any, session: Session, shape: Shape, spec: Any, roots: Forest, counts_passes: bool = True
-) -> Cut | None:
+def drafted_by_steps(lm: Any, session: Session, shape: Shape, spec: Any, roots: Forest) -> Cut | None:
     """Return the draft of a session; None if steps cannot run the model, or Python has to see the rows.
 
     If the model returns no law, the session fails, and the draft that was made before is returned.
@@ -25,7 +23,6 @@ def drafted_by_steps(
         lm: the draft model.
         spec: the spec of the drafter.
         roots: the forest that the turn starts with.
-        counts_passes: whether the passes are counted as the draft's.
     """
     if shape.depth <= 0 or not session.warp.takes_raw_rows or not runs_in_steps(lm):
         return None
@@ -43,7 +40,7 @@ def drafted_by_steps(
                 spec, model.arrays, roots._replace(fronts=fronts), beams, session.texts, shape.depth, shape.width,
                 NO_EDITS, dice, spent,
             )  # fmt: skip
-    session.count.draft_passes += counts_passes * int(spent[0])
+    session.count.draft_passes += int(spent[0])
     if condition == BROKEN:
         with session.failing_alone("draft model: "):
             raise BrokenLaw("the model returned NaN or +inf logits; try float32, or look for overflow in the weights")

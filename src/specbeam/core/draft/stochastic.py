@@ -16,34 +16,26 @@ from specbeam.core.beams import Beams
 from specbeam.core.control.stops import NO_STOP, StopSpec
 from specbeam.core.dice import next_uniforms
 from specbeam.core.draft.tree import (
-    NODES,
     ROOM,
     Complete,
-    bear,
-    close_group,
+    LayerDraws,
+    StatedLaws,
+    add_draws,
     condition_after,
-    draft_tree,
     grow_one_layer,
-    keep_tosses_of_tree,
     law_after,
-    learn_stop_of_tree,
     likeliest_places,
-    logq_of,
     most_draws,
-    room_for_children,
+    register_growth,
+    room_for_laws,
     start_growth,
-    state_law,
-    surest_of,
-    tosses_of_tree,
-    with_layer,
-    with_room_for_laws,
 )
-from specbeam.core.draft.turns import draft_turn, keep_tosses, learn_from, tosses_of, uniforms_of
-from specbeam.core.forest import CHOSEN, DISTINCT, Forest
+from specbeam.core.draft.turns import uniforms_of
+from specbeam.core.forest import Forest
 from specbeam.core.laws.ranking import Truncation
-from specbeam.core.laws.reduce import BROKEN, SOUND, exponentials
+from specbeam.core.laws.reduce import BROKEN, SOUND
 from specbeam.core.noise import with_largest
-from specbeam.core.steps import Array, borrowed, open_step, step
+from specbeam.core.steps import Array, borrowed, step
 
 
 @borrowed
@@ -64,8 +56,7 @@ class StochasticDraft(NamedTuple):
     front: Array  # int64[front]: nodes whose children are drawn next
     paths: Array  # float64[front]: log-likelihood of the path to each, with that of its beam, relative to the best beam
     tops: Array  # float64[front]: perturbed log-likelihood of that path
-    law_tokens: Array  # int64[capacity]: buffer whose used part is `Siblings.law_pairs`
-    law_odds: Array  # float64[capacity]
+    laws: StatedLaws
     surest: float  # largest draft probability of a draw of the newest layer; 1 if it has none
     width: int  # number of sequences per layer
 
@@ -85,7 +76,7 @@ def start_stochastic(roots: Forest, spec: StochasticSpec, live: Beams, depth: in
     """Return a tree without layers; see `start_growth`."""
     scores = live.scores - live.scores.max()
     front = np.arange(len(roots.tokens))
-    return StochasticDraft(roots, front, scores, scores, np.empty(ROOM, dtype=np.int64), np.empty(ROOM), 1.0, width)
+    return StochasticDraft(roots, front, scores, scores, room_for_laws(ROOM), 1.0, width)
 
 
 @step
@@ -136,48 +127,13 @@ def grow_stochastic(draft: StochasticDraft, rows: Any, spec: StochasticSpec, dic
             places, values = perturbed(law.logp, path, draft.tops[number], u, width)
         for one in range(len(places)):
             _offer(best, values[one], number, places[one])
-    return _with_sequences(draft, rows, best, spec), SOUND
-
-
-@open_step
-def _with_sequences(draft: StochasticDraft, rows: Any, best: Sequences, spec: StochasticSpec) -> StochasticDraft:
-    """Return a tree with one more layer, the chosen sequences, in the order of their parents."""
-    forest = draft.forest
-    size = len(forest.tokens)
-    used = len(forest.siblings.law_odds)
-    law_tokens = draft.law_tokens
-    law_odds = draft.law_odds
     held = best.held[0]
-    born = room_for_children(held, held)
-    paths = np.empty(held)
-    for number in range(len(draft.front)):
-        if not (best.numbers[:held] == number).any():
-            continue
-        node = draft.front[number]
-        law = law_after(rows, number, spec.truncation)
-        before = born.sizes[NODES]
-        for rank in range(held):
-            if best.numbers[rank] != number:
-                continue
-            place = best.places[rank]
-            token = law.tokens[place] if len(law.tokens) > 0 else place
-            logp = law.logp[place]
-            paths[rank] = draft.paths[number] + logp
-            born.surest[0] = max(born.surest[0], np.exp(logp))
-            bear(born, before, size, node, token, logq_of(forest, node) + logp, rank, spec.eos)
-        if spec.greedy:
-            close_group(born, CHOSEN, node, used)
-        else:
-            law_tokens, law_odds = with_room_for_laws(law_tokens, law_odds, used + 2 * len(law.logp))
-            used = state_law(law, exponentials(law.logp), law_tokens, law_odds, used)
-            close_group(born, DISTINCT, node, used)
-    grown = with_layer(forest, born, law_tokens, law_odds, used, rows.shape[1])
-    nodes = born.sizes[NODES]
-    ranks = born.places[:nodes]
-    front = size + np.arange(nodes)
+    drawn = LayerDraws(best.numbers[:held], best.places[:held])
+    layer = add_draws(draft.forest, draft.front, rows, drawn, spec, draft.laws)
+    paths = draft.paths[drawn.numbers] + layer.logp
     return StochasticDraft(
-        grown, front, paths[ranks], best.values[ranks], law_tokens, law_odds, surest_of(born), draft.width
-    )
+        layer.forest, layer.front, paths[layer.draws], best.values[layer.draws], layer.laws, layer.surest, width
+    ), SOUND
 
 
 @step
@@ -238,10 +194,7 @@ def uniforms_of_sequences(drafts: StochasticSpec, roots: int, depth: int, width:
     return 0 if drafts.greedy or depth < 1 else (roots + (depth - 1) * width) * drafts.vocab
 
 
-draft_turn.of(StochasticSpec)(draft_tree)
-learn_from.of(StochasticSpec)(learn_stop_of_tree)
-tosses_of.of(StochasticSpec)(tosses_of_tree)
-keep_tosses.of(StochasticSpec)(keep_tosses_of_tree)
+register_growth(StochasticSpec)
 
 
 @dataclass(frozen=True)
