@@ -324,21 +324,21 @@ class Forest(NamedTuple):
         groups stay CHOSEN. If nodes are selected by their content, call `lost` on the result: that a group has kept all of
         its draws then depends on what they are, too.
         """
-        names = np.full(self.size + 1, -1, dtype=np.int64)  # the last entry renames -1 to itself
-        names[nodes] = np.arange(len(nodes))
+        node_map = np.full(self.size + 1, -1, dtype=np.int64)  # the last entry renames -1 to itself
+        node_map[nodes] = np.arange(len(nodes))
         groups = []
         for group in self.siblings.groups():
-            kept = (names[group.nodes] >= 0) | (group.nodes < 0)
+            kept = (node_map[group.nodes] >= 0) | (group.nodes < 0)
             is_chosen = group.kinds[0] == CHOSEN
-            if (names[group.parents] < 0).all() or (is_chosen and not kept.any()):
+            if (node_map[group.parents] < 0).all() or (is_chosen and not kept.any()):
                 continue
             whole = bool(kept.all())
             groups.append(
                 siblings(
                     int(group.kinds[0]) if whole or is_chosen else LOST,
-                    names[group.parents],
+                    node_map[group.parents],
                     group.tokens[kept],
-                    names[group.nodes[kept]],
+                    node_map[group.nodes[kept]],
                     group.rows[kept],
                     (group.law_pairs, group.law_odds) if whole else (_NO_NUMBERS, _NO_ODDS),
                     group.vocab,
@@ -346,11 +346,11 @@ class Forest(NamedTuple):
             )
         return Forest(
             tokens=self.tokens[nodes],
-            parents=names[self.parents[nodes]],
+            parents=node_map[self.parents[nodes]],
             siblings=joined(groups),
             logq=self.logq[nodes] if len(self.logq) else self.logq,
-            beams=names[self.beams][names[self.beams] >= 0],
-            known=KnownRows(names[self.known.nodes], self.known.rows),
+            beams=node_map[self.beams][node_map[self.beams] >= 0],
+            known=KnownRows(node_map[self.known.nodes], self.known.rows),
         )
 
     def lost(self) -> "Forest":
@@ -590,24 +590,24 @@ def forest_of_nodes(forest: Forest, nodes: Array) -> Forest:
         nodes: int64[n], ascending; all roots, all nodes with known rows, and no node without its parent. The groups must be
             SHARED.
     """
-    names = np.full(len(forest.tokens), -1, dtype=np.int64)
+    node_map = np.full(len(forest.tokens), -1, dtype=np.int64)
     for place in range(len(nodes)):
-        names[nodes[place]] = place
+        node_map[nodes[place]] = place
     parents = forest.parents[nodes]
     for place in range(len(nodes)):
         if parents[place] >= 0:
-            parents[place] = names[parents[place]]
+            parents[place] = node_map[parents[place]]
     groups = forest.siblings
     above = np.empty(len(groups.parents), dtype=np.int64)
     for place in range(len(above)):
-        above[place] = names[groups.parents[place]]
+        above[place] = node_map[groups.parents[place]]
     is_kept = np.zeros(len(groups.nodes), dtype=np.bool_)
     draw_ends = np.zeros(len(groups.kinds), dtype=np.int64)
     held = 0
     for group in range(len(groups.kinds)):
         start = start_of(groups.parent_ends, group)
         for draw in range(start_of(groups.draw_ends, group), groups.draw_ends[group]):
-            is_there = groups.nodes[draw] < 0 or names[groups.nodes[draw]] >= 0
+            is_there = groups.nodes[draw] < 0 or node_map[groups.nodes[draw]] >= 0
             is_kept[draw] = is_there and above[start + groups.rows[draw]] >= 0
             held += is_kept[draw]
         draw_ends[group] = held
@@ -615,12 +615,12 @@ def forest_of_nodes(forest: Forest, nodes: Array) -> Forest:
     renamed = groups.nodes[kept]
     for place in range(len(renamed)):
         if renamed[place] >= 0:
-            renamed[place] = names[renamed[place]]
+            renamed[place] = node_map[renamed[place]]
     fewer = Siblings(
         groups.kinds, above, groups.parent_ends, draw_ends, groups.rows[kept], groups.tokens[kept], renamed,
         groups.law_ends, groups.law_pairs, groups.law_odds, groups.vocab,
     )  # fmt: skip
-    known = KnownRows(names[forest.known.nodes], forest.known.rows)
+    known = KnownRows(node_map[forest.known.nodes], forest.known.rows)
     return Forest(forest.tokens[nodes], parents, fewer, forest.logq, forest.beams, forest.fronts, known)
 
 
@@ -661,7 +661,7 @@ def next_start(tokens: Array, parents: Array, rows: TurnRows, nodes: Array, newe
     """
     beams = len(nodes)
     size = beams + len(kept)
-    names = np.full(len(tokens), -1, dtype=np.int64)
+    node_map = np.full(len(tokens), -1, dtype=np.int64)
     next_tokens = np.empty(size, dtype=np.int64)
     next_parents = np.full(size, -1, dtype=np.int64)
     known = np.empty(size, dtype=np.int64)  # nodes of the next turn
@@ -670,15 +670,15 @@ def next_start(tokens: Array, parents: Array, rows: TurnRows, nodes: Array, newe
     for beam in range(beams):
         next_tokens[beam] = newest[beam]
         if nodes[beam] >= 0:
-            names[nodes[beam]] = beam
+            node_map[nodes[beam]] = beam
             known[count] = beam
             sources[count] = nodes[beam]
             count += 1
     for place in range(len(kept)):
         node = kept[place]
-        names[node] = beams + place
+        node_map[node] = beams + place
         next_tokens[beams + place] = tokens[node]
-        next_parents[beams + place] = names[parents[node]]
+        next_parents[beams + place] = node_map[parents[node]]
         known[count] = beams + place
         sources[count] = node
         count += 1

@@ -16,14 +16,14 @@ EACH = -1  # in place of the number of blocks, of models that run for each layer
 class SettledTurn(NamedTuple):
     """The facts about a turn that the cache of a draft model settles by; its forest may have held more nodes.
 
-    Node k of the forest that the target scored is node names[k] of the draft model's.
+    Node k of the forest that the target scored is node node_map[k] of the draft model's.
     """
 
     tokens: Array  # int64[nodes] of the draft model's forest
     parents: Array
     start: int  # number of nodes that it began with
     scored: Array  # int64[n]: the nodes of the target's forest that it computed rows of
-    names: Array
+    node_map: Array
     survivors: Array  # int64[beams]: node of the draft model's forest; -1 if it was no draft
     survivor_tokens: Array
     survivor_parents: Array

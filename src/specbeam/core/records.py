@@ -263,17 +263,17 @@ class Turn:
             return self.renamed
         return unknown_nodes(0, self.forest.size, self.forest.known.nodes)
 
-    def on(self, forest: Forest, names: Int64[np.ndarray, " nodes"]) -> "Turn":
-        """Return the same turn expressed on another forest, in which node k of this turn's forest is node ``names[k]``.
+    def on(self, forest: Forest, node_map: Int64[np.ndarray, " nodes"]) -> "Turn":
+        """Return the same turn expressed on another forest, in which node k of this turn's forest is node ``node_map[k]``.
 
         This is for a drafter whose model scored more nodes than the drafter passed on.
         """
         layers = self.verdict.layers
-        parents = names[layers.parents]
+        parents = node_map[layers.parents]
         nodes = forest.find(parents, layers.beams.tokens)
         renamed = layers._replace(parents=parents, beams=layers.beams._replace(nodes=nodes))
-        verdict = replace(self.verdict, layers=renamed, kept=names[self.verdict.kept])
-        return replace(self, forest=forest, verdict=verdict, renamed=names[self.scored_nodes])
+        verdict = replace(self.verdict, layers=renamed, kept=node_map[self.verdict.kept])
+        return replace(self, forest=forest, verdict=verdict, renamed=node_map[self.scored_nodes])
 
 
 @dataclass(frozen=True)

@@ -177,7 +177,7 @@ def take_turn(
     drafted, condition = draft_turn(spec.drafts, draft, begun, live, room.texts, depth, width, spec.edits, dice, spent)
     forest = drafted.forest
     if spec.drafting:
-        keep_only(target, drafted.names)
+        keep_only(target, drafted.node_map)
     passes = spent[0]
     spans[DRAFT_MODEL] = spent[1]
     spans[DRAFT] = cycles() - began - spent[1]
@@ -221,7 +221,7 @@ def settle_run_turn(target: Any, draft: Any, spec: RunSpec, turn: RunTurn, room:
     learn_from(spec.drafts, drafted, layers, turn.rows)
     if spec.drafting:
         whole = (drafted.whole.tokens, drafted.whole.parents)
-        whole_above = drafted.names[above]
+        whole_above = drafted.node_map[above]
         nodes = np.empty(len(above), dtype=np.int64)
         for beam in range(len(above)):
             nodes[beam] = find_child(whole[0], whole[1], whole_above[beam], survivors.tokens[beam])
@@ -229,7 +229,15 @@ def settle_run_turn(target: Any, draft: Any, spec: RunSpec, turn: RunTurn, room:
         begun = (forest.parents < 0).sum() + (forest.parents[known] >= 0).sum()
         fresh = unknown_nodes(0, len(forest.tokens), known)
         settled = SettledTurn(
-            whole[0], whole[1], begun, fresh, drafted.names, nodes, survivors.tokens, whole_above, drafted.names[kept]
+            whole[0],
+            whole[1],
+            begun,
+            fresh,
+            drafted.node_map,
+            nodes,
+            survivors.tokens,
+            whole_above,
+            drafted.node_map[kept],
         )
         settle_draft(draft, target, settled)
     settle_target(target, tree, survivors.nodes, survivors.tokens, above, kept)

@@ -82,7 +82,7 @@ def test_the_compiled_layers_of_a_growth_are_its_source(name):
                 assert [front for front, _ in seen] == [front for front, _ in expected]
                 assert [odds for _, odds in seen] == pytest.approx([odds for _, odds in expected])
                 assert_same_forests(done.forest, whole.forest, near=1e-5)
-                assert done.names.tolist() == whole.names.tolist()
+                assert done.node_map.tolist() == whole.node_map.tolist()
                 assert done.whole.tokens.tolist() == whole.whole.tokens.tolist()
                 assert uniforms == others
                 sizes.add(done.forest.size)

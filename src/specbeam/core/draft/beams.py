@@ -400,9 +400,9 @@ def thinned_by_budget(spec: Any, drafted: Drafted) -> Drafted:
     is_kept = np.ones(len(forest.tokens), dtype=np.bool_)
     is_kept[unworthy] = False
     kept = np.flatnonzero(is_kept)
-    names = np.cumsum(is_kept) - 1
+    node_map = np.cumsum(is_kept) - 1
     smaller = forest_of_nodes(forest, kept)
-    renamed = Beams(names[rest.nodes], rest.tokens, rest.scores, rest.counts, rest.keys)
+    renamed = Beams(node_map[rest.nodes], rest.tokens, rest.scores, rest.counts, rest.keys)
     return Drafted(smaller, renamed, core, odds_of_nodes(odds, forest, kept))
 
 
@@ -419,8 +419,8 @@ def cut_by_budget(spec: Any, drafted: Drafted) -> Cut:
     whole = drafted.forest
     if len(spec.budget.target_s) == 0:
         return uncut(whole)
-    names = worthy_nodes(spec.budget, whole, drafted.odds)
-    return Cut(forest_of_nodes(whole, names), whole, names, drafted.odds)
+    node_map = worthy_nodes(spec.budget, whole, drafted.odds)
+    return Cut(forest_of_nodes(whole, node_map), whole, node_map, drafted.odds)
 
 
 @step
@@ -495,7 +495,7 @@ def rows_of_layers(drafts: SharedLayers, beams: int, depth: int, width: int) -> 
 def learn_from_layers(drafts: Any, drafted: Cut, layers: Layers, rows: TurnRows) -> None:
     """Learn the odds of drafts from a turn; see `learn_from`."""
     if len(drafted.odds.live) > 0:
-        learn_odds(drafts.budget.odds, drafted.odds, drafted.whole, layers, drafted.names)
+        learn_odds(drafts.budget.odds, drafted.odds, drafted.whole, layers, drafted.node_map)
 
 
 @dataclass(frozen=True)
@@ -702,8 +702,8 @@ class BeamDrafter:
         """Keep in the draft model's cache what the surviving beams need, free the rest, and learn the odds of drafts."""
         done = session.state.pop((_Cut, self), None)
         if done is not None and len(done.odds.live):
-            learn_odds(budget_of(session).odds, done.odds, done.whole, turn.verdict.layers, done.names)
-            turn = turn.on(done.whole, done.names)
+            learn_odds(budget_of(session).odds, done.odds, done.whole, turn.verdict.layers, done.node_map)
+            turn = turn.on(done.whole, done.node_map)
         self.lm.settle(session, turn)
 
     def close(self, session: Session) -> None:

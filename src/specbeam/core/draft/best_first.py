@@ -234,27 +234,27 @@ def finish_best_first(draft: BestFirstDraft, spec: BestFirstSpec) -> Cut:
             held += 1
     added = _picked(waiting, leaves[:held])
     whole = with_nodes(forest, added.tokens, added.parents, added.values)
-    names = np.concatenate((np.flatnonzero(is_kept), size + np.arange(held)))
-    return Cut(chosen_forest(whole, names), whole, names, no_node_odds())
+    node_map = np.concatenate((np.flatnonzero(is_kept), size + np.arange(held)))
+    return Cut(chosen_forest(whole, node_map), whole, node_map, no_node_odds())
 
 
 @step
-def chosen_forest(whole: Forest, names: Array) -> Forest:
+def chosen_forest(whole: Forest, node_map: Array) -> Forest:
     """Return the forest of these nodes only, in which the children of each node are a CHOSEN group.
 
     Args:
         whole: a forest without groups.
-        names: int64[n], ascending; all roots, and no node without its parent.
+        node_map: int64[n], ascending; all roots, and no node without its parent.
     """
-    count = len(names)
+    count = len(node_map)
     places = np.full(len(whole.tokens), -1)
     for place in range(count):
-        places[names[place]] = place
+        places[node_map[place]] = place
     parents = np.empty(count, dtype=np.int64)
     for place in range(count):
-        above = whole.parents[names[place]]
+        above = whole.parents[node_map[place]]
         parents[place] = places[above] if above >= 0 else -1
-    tokens = whole.tokens[names]
+    tokens = whole.tokens[node_map]
     group_parents = np.empty(count, dtype=np.int64)
     draw_ends = np.empty(count, dtype=np.int64)
     draw_nodes = np.empty(count, dtype=np.int64)
@@ -276,7 +276,7 @@ def chosen_forest(whole: Forest, names: Array) -> Forest:
         np.zeros(draws, dtype=np.int64), tokens[draw_nodes[:draws]], draw_nodes[:draws],
         np.zeros(groups, dtype=np.int64), none.law_pairs, none.law_odds, none.vocab,
     )  # fmt: skip
-    logq = whole.logq[names] if len(whole.logq) > 0 else whole.logq
+    logq = whole.logq[node_map] if len(whole.logq) > 0 else whole.logq
     return Forest(tokens, parents, siblings, logq, whole.beams, whole.fronts, whole.known)
 
 

@@ -28,36 +28,36 @@ def united(forests: list[Forest]) -> tuple[Forest, list[Int64[np.ndarray, " _"]]
     whole = Forest.rooted(forests[0].tokens[:roots])
     renamings = []
     for forest in forests:
-        names = np.zeros(forest.size + 1, dtype=np.int64)
-        names[:roots] = range(roots)
-        names[-1] = -1
+        node_map = np.zeros(forest.size + 1, dtype=np.int64)
+        node_map[:roots] = range(roots)
+        node_map[-1] = -1
         for node in range(roots, forest.size):
-            parent = names[forest.parents[node]]
+            parent = node_map[forest.parents[node]]
             token = forest.tokens[node]
             known = int(whole.find(np.array([parent]), np.array([token]))[0])
-            names[node] = known if known >= 0 else whole.size
+            node_map[node] = known if known >= 0 else whole.size
             if known < 0:
                 whole = whole.grown([int(token)], [int(parent)])
-        whole = whole.grown([], [], groups=[_renamed(forest.siblings, names)])
-        renamings.append(names[:-1])
+        whole = whole.grown([], [], groups=[_renamed(forest.siblings, node_map)])
+        renamings.append(node_map[:-1])
     return whole, renamings
 
 
-def _renamed(groups: Siblings, names: Int64[np.ndarray, " nodes"]) -> Siblings:
-    """Return the groups with node `names[k]` in place of node k."""
-    return groups._replace(parents=names[groups.parents], nodes=names[groups.nodes])
+def _renamed(groups: Siblings, node_map: Int64[np.ndarray, " nodes"]) -> Siblings:
+    """Return the groups with node `node_map[k]` in place of node k."""
+    return groups._replace(parents=node_map[groups.parents], nodes=node_map[groups.nodes])
 
 
 def completed(
-    own: Forest, whole: Forest, names: Int64[np.ndarray, " own"]
+    own: Forest, whole: Forest, node_map: Int64[np.ndarray, " own"]
 ) -> tuple[Forest, Int64[np.ndarray, " whole"]]:
     """Return `own` with the nodes of `whole` that it lacks after its own, and the node in it of each node of `whole`.
 
     Args:
-        names: the node in `whole` of each node of `own`.
+        node_map: the node in `whole` of each node of `own`.
     """
     own_nodes = np.full(whole.size, -1, dtype=np.int64)
-    own_nodes[names] = np.arange(len(names))
+    own_nodes[node_map] = np.arange(len(node_map))
     for node in np.flatnonzero(own_nodes < 0).tolist():
         own_nodes[node] = own.size
         own = own.grown([int(whole.tokens[node])], [int(own_nodes[whole.parents[node]])])
@@ -100,8 +100,8 @@ class ManyDrafters:
             for drafter in self.drafters:
                 drafter.settle(session, turn)
             return
-        for drafter, forest, names in zip(self.drafters, own, renamings, strict=True):
-            drafter.settle(session, turn.on(*completed(forest, turn.forest, names)))
+        for drafter, forest, node_map in zip(self.drafters, own, renamings, strict=True):
+            drafter.settle(session, turn.on(*completed(forest, turn.forest, node_map)))
 
     def close(self, session: Session) -> None:
         session.state.pop(self, None)

@@ -807,9 +807,9 @@ class TreeDrafter:
 
         If it lacks nodes of the draft, the tree is kept until the turn is settled.
         """
-        if len(drafted.names) < drafted.whole.size:
+        if len(drafted.node_map) < drafted.whole.size:
             tree.forest = drafted.whole
-            tree.kept = drafted.names
+            tree.kept = drafted.node_map
             tree.session.state[self] = tree
         return drafted.forest
 
@@ -839,7 +839,7 @@ class TreeDrafter:
         if tree.draft is not None:
             done = finish_growth(tree.draft, self._spec_of_layers(tree.session))
             tree.forest = done.forest
-            if len(done.names) < done.whole.size:
+            if len(done.node_map) < done.whole.size:
                 return self._passed_on(tree, done)
         self.growth.finish(tree)
         if tree.kept is None:

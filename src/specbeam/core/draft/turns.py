@@ -17,7 +17,7 @@ class Cut(NamedTuple):
 
     forest: Forest  # of the nodes that the target scores or knows
     whole: Forest
-    names: Array  # int64[nodes of `forest`]: the same nodes in `whole`
+    node_map: Array  # int64[nodes of `forest`]: the same nodes in `whole`
     odds: NodeOdds  # of the nodes of `whole`; none if the draft is not cut
 
 

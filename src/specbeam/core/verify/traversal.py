@@ -59,7 +59,7 @@ class Path(NamedTuple):
     groups: Any  # int: the group of drafts on trial under it; -1 if none is left
     failed: Any  # int: number of draws of that group that have failed
     owed: Any  # float64[n]: the law of the next token, given what has failed; empty until drafts are tried
-    names: Any  # int64[n]: the tokens that `owed` is of; of no tokens: the whole vocabulary
+    tokens: Any  # int64[n]: the tokens that `owed` is of; of no tokens: the whole vocabulary
     own: Any  # float64[...]: what is left of the law of the group on trial
     on_wanted: Any  # float64[n]: the same where `owed` stands
 
@@ -82,7 +82,7 @@ def push(path: Path, node: int, draw: int, odds: float, group: int) -> None:
     path.groups.append(group)
     path.failed.append(0)
     path.owed.append(no_odds)
-    path.names.append(np.empty(0, dtype=np.int64))
+    path.tokens.append(np.empty(0, dtype=np.int64))
     path.own.append(no_odds)
     path.on_wanted.append(no_odds)
 
@@ -96,7 +96,7 @@ def pop(path: Path) -> None:
     path.groups.pop()
     path.failed.pop()
     path.owed.pop()
-    path.names.pop()
+    path.tokens.pop()
     path.own.pop()
     path.on_wanted.pop()
 
@@ -112,7 +112,7 @@ def owe(path: Path, rows: Any, spec: ClimbSpec) -> int:
     if condition == SOUND:
         law = greedy_law(row) if spec.greedy else law_at_row(rows, row, spec.truncation)
         path.owed[top] = exponentials(law.logp)
-        path.names[top] = law.tokens
+        path.tokens[top] = law.tokens
     return condition
 
 
@@ -120,7 +120,7 @@ def owe(path: Path, rows: Any, spec: ClimbSpec) -> int:
 def drafts_at(path: Path, groups: Siblings) -> Drafts:
     """Return the group on trial under the newest node, with what is left of its law."""
     top = len(path.nodes) - 1
-    drafts = drafts_under(groups, path.groups[top], RowLaw(path.names[top], path.owed[top], 0))
+    drafts = drafts_under(groups, path.groups[top], RowLaw(path.tokens[top], path.owed[top], 0))
     if path.failed[top] == 0:
         path.own[top] = drafts.own
         path.on_wanted[top] = drafts.on_wanted
@@ -234,7 +234,7 @@ def climb(
     if condition != SOUND:
         return emitted_layers(walk), condition
     place = pick(dice, path.owed[count])
-    token = path.names[count][place] if len(path.names[count]) > 0 else place
+    token = path.tokens[count][place] if len(path.tokens[count]) > 0 else place
     ends = (spec.stop.eos == token).any() and is_drafted(groups, under, last, token)
     emit_path(walk, rows, live, spec, length, np.full(1, token), np.full(1, -1), np.full(1, ends), evidence, eye)
     return emitted_layers(walk), SOUND
