@@ -355,14 +355,14 @@ def prolong_texts(texts: Texts, tokens: Array, parents: Array, above: Array, new
 
 
 def paths_to(
-    texts: Texts, head: Array, forest: Forest, nodes: Int64[np.ndarray, " n"]
+    texts: Texts, before: Array, forest: Forest, nodes: Int64[np.ndarray, " n"]
 ) -> Int64[np.ndarray, "n length"]:
-    """Return, for each node, `head` and all new tokens up to and including the node; all nodes must have the same depth."""
+    """Return, for each node, `before` and all new tokens up to and including the node; all nodes must have the same depth."""
     below = forest.below(nodes)
-    known = len(head) + int(texts.sizes[LENGTH])
+    known = len(before) + int(texts.sizes[LENGTH])
     paths = np.empty((len(nodes), known + below.shape[1]), dtype=np.int64)
-    paths[:, : len(head)] = head
-    paths[:, len(head) : known] = texts.tokens[forest.root_of(nodes), : texts.sizes[LENGTH]]
+    paths[:, : len(before)] = before
+    paths[:, len(before) : known] = texts.tokens[forest.root_of(nodes), : texts.sizes[LENGTH]]
     paths[:, known:] = below
     return paths
 

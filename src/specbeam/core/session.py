@@ -285,9 +285,9 @@ class Session:
     def pad(self, padding: list[int]) -> None:
         """Set what stands before the prompt in a padded batch: logits processors see it. Before the first turn."""
         named = [token for token in self.prompt if token >= 0]  # the others are given by embedding
-        self.head = np.array([*padding, *named], dtype=np.int64)
+        self.before = np.array([*padding, *named], dtype=np.int64)
         if self.warp.constraint is not None:
-            self.warp.constraint.prompt_length = len(self.head)
+            self.warp.constraint.prompt_length = len(self.before)
 
     @property
     def extra_inputs(self) -> ExtraInputs | None:
@@ -339,11 +339,11 @@ class Session:
 
     def new_tokens(self, forest: Forest, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, "n length"]:
         """Return the generated tokens up to and with each node; the nodes must be equally deep."""
-        return self.paths(forest, nodes)[:, len(self.head) :]
+        return self.paths(forest, nodes)[:, len(self.before) :]
 
     def paths(self, forest: Forest, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, "n length"]:
         """Return padding, prompt and generated tokens up to and with each node: what logits processors look at."""
-        return paths_to(self.texts, self.head, forest, nodes)
+        return paths_to(self.texts, self.before, forest, nodes)
 
     def permits(
         self, forest: Forest, nodes: Int64[np.ndarray, " n"], tokens: Int64[np.ndarray, " n"]

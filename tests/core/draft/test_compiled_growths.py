@@ -115,15 +115,15 @@ def test_compiled_chains_are_those_of_the_source(make):
     drafted = 0
     for _ in range(20):
         index, other = make(), make()
-        head = int(rng.integers(1, 20))
-        index.text[:head] = other.text[:head] = rng.integers(0, 4, head)
+        offset = int(rng.integers(1, 20))
+        index.text[:offset] = other.text[:offset] = rng.integers(0, 4, offset)
         roots = Forest.rooted([1, 2, 3])
         for settled in (0, 3, 9):
-            texts = texts_of(np.random.default_rng(head), settled, settled + 2)
-            spec = RetrievalSpec(index, head, EOS)
+            texts = texts_of(np.random.default_rng(offset), settled, settled + 2)
+            spec = RetrievalSpec(index, offset, EOS)
             found = hang_chains(roots, index.text, *find_chains(spec, texts, 5), EOS)
             with source_of_steps():
-                chains = find_chains(RetrievalSpec(other, head, EOS), texts, 5)
+                chains = find_chains(RetrievalSpec(other, offset, EOS), texts, 5)
                 expected = hang_chains(roots, other.text, *chains, EOS)
             assert_same_forests(found, expected)
             drafted += found.size - 3

@@ -21,11 +21,11 @@ def add_token(index: Any, token: int) -> None:
 
 
 @verb(0, has_body=False)
-def find_after(index: Any, head: int, texts: Texts, beam: int, depth: int) -> tuple[int, int]:  # type: ignore[empty-body]
+def find_after(index: Any, offset: int, texts: Texts, beam: int, depth: int) -> tuple[int, int]:  # type: ignore[empty-body]
     """Return the part of the text that followed an earlier occurrence of the last tokens of a beam: its start and stop.
 
     Args:
-        head: number of tokens of the text before its new tokens.
+        offset: number of tokens before the first new one.
         texts: the new tokens of the live beams; the index has read what all of them share.
         depth: the most tokens to return.
     """
@@ -38,18 +38,18 @@ def hashed(before: int, number: int) -> int:
 
 
 @step
-def read_text(index: Any, head: int, texts: Texts) -> None:
-    """Let an index read what it has not read yet: the rest of the head, and the new tokens that all live beams share."""
-    stop = min(head + texts.sizes[SETTLED], len(index.text))
+def read_text(index: Any, offset: int, texts: Texts) -> None:
+    """Add to an index the tokens that it lacks, up to the last new token that all live beams share."""
+    stop = min(offset + texts.sizes[SETTLED], len(index.text))
     for place in range(index.numbers[READ], stop):
-        token = index.text[place] if place < head else texts.tokens[0, place - head]
+        token = index.text[place] if place < offset else texts.tokens[0, place - offset]
         add_token(index, token)
 
 
 @step
-def token_of_beam(index: Any, head: int, texts: Texts, beam: int, place: int) -> int:
+def token_of_beam(index: Any, offset: int, texts: Texts, beam: int, place: int) -> int:
     """Return token `place` of the whole text of a beam."""
-    return index.text[place] if place < head else texts.tokens[beam, place - head]
+    return index.text[place] if place < offset else texts.tokens[beam, place - offset]
 
 
 @borrowed
@@ -119,15 +119,15 @@ def add_to_grams(index: GramIndex, token: int) -> None:
 
 @find_after.of(GramIndex)
 @step
-def find_after_grams(index: GramIndex, head: int, texts: Texts, beam: int, depth: int) -> tuple[int, int]:
+def find_after_grams(index: GramIndex, offset: int, texts: Texts, beam: int, depth: int) -> tuple[int, int]:
     """Return what followed the longest run that the text of a beam ends with; see `find_after`."""
-    length = head + texts.sizes[LENGTH]
+    length = offset + texts.sizes[LENGTH]
     longest = min(index.longest, length)
     run = np.empty(longest, dtype=np.int64)
     code = 0
     start = 0
     for size in range(1, longest + 1):
-        run[size - 1] = token_of_beam(index, head, texts, beam, length - size)
+        run[size - 1] = token_of_beam(index, offset, texts, beam, length - size)
         code = hashed(code, run[size - 1])
         slot = _slot_of_run(index, run, size, code)
         if index.places[slot] == 0:

@@ -111,8 +111,8 @@ class Retrieval:
         return None if session.warp.constraint is not None else self._spec(session)
 
     def _spec(self, session: Session) -> RetrievalSpec:
-        head = len(session.read) + len(session.prompt)
-        return RetrievalSpec(updated_index(self, session, self.make_index), head, session.limits.ending)
+        offset = len(session.read) + len(session.prompt)
+        return RetrievalSpec(updated_index(self, session, self.make_index), offset, session.limits.ending)
 
     def settle(self, session: Session, turn: Turn) -> None:
         """Do nothing: the text itself is the memory."""
@@ -131,8 +131,8 @@ def updated_index(owner: object, session: Session, make: Callable[[int], Any]) -
     index = session.state.get(owner)
     if index is None or len(index.text) < needed:
         index = session.state[owner] = make(2 * needed)
-        head = [*session.read, *session.prompt]
-        index.text[: len(head)] = head
+        before = [*session.read, *session.prompt]
+        index.text[: len(before)] = before
     return index
 
 

@@ -18,7 +18,7 @@ class RetrievalSpec(NamedTuple):
     """How chains are retrieved from the text."""
 
     index: Any  # a `GramIndex` or a `SuffixIndex`; it reads the text while the session goes on
-    head: int  # number of tokens before the new ones: those of a source that is read, and the prompt
+    offset: int  # number of tokens before the first new one: the source of an encoder-decoder, and the prompt
     eos: Array  # int64[ends]
 
 
@@ -26,12 +26,12 @@ class RetrievalSpec(NamedTuple):
 def find_chains(spec: RetrievalSpec, texts: Texts, depth: int) -> tuple[Array, Array]:
     """Return the continuation of each live beam, by its start and stop in the text of the index, int64[beams] each."""
     index = spec.index
-    read_text(index, spec.head, texts)
+    read_text(index, spec.offset, texts)
     beams = texts.sizes[BEAMS]
     starts = np.zeros(beams, dtype=np.int64)
     stops = np.zeros(beams, dtype=np.int64)
     for beam in range(beams):
-        starts[beam], stops[beam] = find_after(index, spec.head, texts, beam, depth)
+        starts[beam], stops[beam] = find_after(index, spec.offset, texts, beam, depth)
     return starts, stops
 
 

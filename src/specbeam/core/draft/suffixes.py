@@ -169,15 +169,15 @@ def add_to_suffixes(index: SuffixIndex, token: int) -> None:
 
 @find_after.of(SuffixIndex)
 @step
-def find_after_suffix(index: SuffixIndex, head: int, texts: Texts, beam: int, depth: int) -> tuple[int, int]:
+def find_after_suffix(index: SuffixIndex, offset: int, texts: Texts, beam: int, depth: int) -> tuple[int, int]:
     """Return what followed the longest suffix of a beam's text that occurred before; see `find_after`.
 
     The longer the match, the longer the draft.
     """
     state = index.numbers[STATE]
     matched = index.numbers[MATCHED]
-    for place in range(head + texts.sizes[SETTLED], head + texts.sizes[LENGTH]):
-        state, matched = _next_match(index, state, matched, token_of_beam(index, head, texts, beam, place))
+    for place in range(offset + texts.sizes[SETTLED], offset + texts.sizes[LENGTH]):
+        state, matched = _next_match(index, state, matched, token_of_beam(index, offset, texts, beam, place))
     if matched == 0:
         return 0, 0
     more = index.per_match * matched
