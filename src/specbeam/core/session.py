@@ -58,7 +58,7 @@ class Controller(Protocol):
         more(session, tree) -> bool: whether a draft goes on after a layer (control/confidence.py).
         needs: Needs: the parts of the target's rows that it reads in `turn.scored`.
         numbers(session): a record whose kind has the steps of control/planning.py. With it, many turns are one compiled run.
-        enter(session, beside) -> bool: called before the first turn of a session, with the number of sessions that decode
+        enter(session, batch_size) -> bool: called before the first turn of a session, with the number of sessions that decode
             together; whether it drafts at all. If not, its drafter is replaced by one that drafts nothing.
         remember(session): called when a session is over (control/needs.py).
     """
@@ -270,7 +270,7 @@ class Session:
         self.finished = Finished(np.zeros(0), np.zeros(1, dtype=np.int64))  # the normalised scores of those
         self.failure: SpecbeamError | None = None
         self.state: dict[Hashable, Any] = {}
-        self.beside = 1  # number of sessions in the current pass, itself included; set by the loop
+        self.batch_size = 1  # number of sessions in the current pass, itself included; set by the loop
         self.shape = Shape(0, 0)  # planned for the current turn; set by the loop
         self.context: Mapping[Any, Any] = {}
         self.read: list[int] = []

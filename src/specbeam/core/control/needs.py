@@ -590,7 +590,7 @@ class NodesByNeed:
             kind = self._kind(session)
             session.state[self] = Learning(kind, self.memory.begin(kind), self.memory.begin(kind))
         learning: Learning = session.state[self]
-        target_s, draft_s = self._seconds(session.beside)
+        target_s, draft_s = self._seconds(session.batch_size)
         return Budget(target_s, draft_s, self.host.turn_s, is_lazy, learning.odds)
 
     def thresholds(self) -> list[tuple[int, float, float]]:
