@@ -138,17 +138,17 @@ def law_of_rows(rows: TurnRows, live: Beams, spec: JudgeSpec) -> JointLaw:
 
 
 @verb(0)
-def look_at(eye: Any, law: JointLaw, live: Beams, choice: Choice, looked: int) -> None:
-    """Show Python the draws of a layer, which marks texts that ended; nothing is done if `eye` is None.
+def look_at(observer: Any, law: JointLaw, live: Beams, choice: Choice, looked: int) -> None:
+    """Show Python the draws of a layer, which marks texts that ended; nothing is done if `observer` is None.
 
     Args:
         looked: number of drafts that were examined.
     """
-    eye.look(law, live, choice, looked)
+    observer.look(law, live, choice, looked)
 
 
 @look_at.of(NoneType)
-def look_at_nothing(eye: None, law: JointLaw, live: Beams, choice: Choice, looked: int) -> None:
+def look_at_nothing(observer: None, law: JointLaw, live: Beams, choice: Choice, looked: int) -> None:
     """Do nothing: Python does not look at layers."""
     return
 
@@ -513,7 +513,7 @@ def count_sources(live: Beams, unknown: Beams, known: Array, sources: Array) -> 
 @step
 def judge(
     rows: Any, forest: Forest, live: Beams, spec: Any, widths: Any, length: int, finished: Finished,
-    dice: Any, evidence: Evidence, eye: Any,
+    dice: Any, evidence: Evidence, observer: Any,
 ) -> tuple[Layers, int]:  # fmt: skip
     """Judge the drafted layers until one has a beam that is no draft, then, or after the last one, stop.
 
@@ -529,7 +529,7 @@ def judge(
         length: number of tokens before the first layer.
         finished: scores of the beams that ended; those that end here are added.
         evidence: trials and first draws are noted in it, for audits.
-        eye: looks at each layer, see `look_at`.
+        observer: looks at each layer, see `look_at`.
     """
     drafted = most_layers(forest)
     most = candidate_count(spec.beams, len(spec.stop.eos))
@@ -553,13 +553,13 @@ def judge(
             choice, counts, looked = draw_layer(spec, law, live, forest, number, width, dice, evidence)
             if gathers(evidence):
                 note_first_draw(evidence, law, choice)
-            look_at(eye, law, live, choice, looked)
+            look_at(observer, law, live, choice, looked)
         else:
             width = width_of_known(widths, law, unknown)
             if width == UNDECIDED:
                 return first_layers(room, number), SOUND
             choice = draw_among_known(spec, law, live, width)
-            look_at(eye, law, live, choice, 0)
+            look_at(observer, law, live, choice, 0)
             if not is_decided(spec, choice, unknown, width, is_last):
                 return first_layers(room, number), SOUND
             counts = np.ones_like(choice.tokens)
@@ -601,7 +601,7 @@ class LawsInPython:
 
 
 @dataclass(eq=False)
-class Eye:
+class LayerObserver:
     """Looks at the layers of a turn: marks texts that a stop string ended, and remembers what pictures need."""
 
     session: Session
@@ -719,7 +719,7 @@ def judged_beams(
     draws = len(forest.siblings.tokens) + most * layers_at_most
     dice = session.dice.ready(2 * draws + spec.beams)
     evidence = no_evidence(session.audited and not session.warp.greedy)
-    eye = None
+    observer = None
     makes_laws = not session.warp.takes_raw_rows
     if makes_laws and session.warp.is_for_runs and not trace and not session.limits.stop_strings:
         edits = session.warp.edits(session.prompt)
@@ -728,9 +728,9 @@ def judged_beams(
             makes_laws = False
     is_custom = not is_for_steps(widths)
     if trace or session.limits.stop_strings:
-        eye = Eye(session, forest, trace, [])
-    given = (session.length, finished, dice, evidence, eye)
-    if eye is None and not makes_laws and not is_custom:
+        observer = LayerObserver(session, forest, trace, [])
+    given = (session.length, finished, dice, evidence, observer)
+    if observer is None and not makes_laws and not is_custom:
         layers, condition = judge(rows, forest, session.beams, spec, widths, *given)
     else:
         source = getattr(judge, "py_func", judge)
@@ -745,7 +745,7 @@ def judged_beams(
                 raise
             layers = dead_end()
     audit = Audit.of(evidence) if session.audited else None
-    trials = trials_of(eye.seen, forest, layers) if eye is not None and trace else ()
+    trials = trials_of(observer.seen, forest, layers) if observer is not None and trace else ()
     return Verdict(layers, trials, audit)
 
 

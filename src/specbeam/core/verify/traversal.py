@@ -195,7 +195,7 @@ def descend(
 @step
 def climb(
     rows: Any, forest: Forest, live: Beams, spec: ClimbSpec, widths: Any, length: int, finished: Any,
-    dice: Any, evidence: Evidence, eye: Any,
+    dice: Any, evidence: Evidence, observer: Any,
 ) -> tuple[Layers, int]:  # fmt: skip
     """Follow the first drafts down to a leaf and accept the whole path with its odds; if not, drop the leaf, and go on.
 
@@ -226,7 +226,7 @@ def climb(
     for place in range(count):
         tokens[place] = groups.tokens[path.draws[place + 1]]
         found[place] = path.nodes[place + 1]
-    going = emit_path(walk, rows, live, spec, length, tokens, found, np.ones(count, dtype=np.bool_), evidence, eye)
+    going = emit_path(walk, rows, live, spec, length, tokens, found, np.ones(count, dtype=np.bool_), evidence, observer)
     last = path.nodes[count]
     if not going or last < 0:
         return emitted_layers(walk), SOUND
@@ -236,7 +236,7 @@ def climb(
     place = pick(dice, path.owed[count])
     token = path.tokens[count][place] if len(path.tokens[count]) > 0 else place
     ends = (spec.stop.eos == token).any() and is_drafted(groups, under, last, token)
-    emit_path(walk, rows, live, spec, length, np.full(1, token), np.full(1, -1), np.full(1, ends), evidence, eye)
+    emit_path(walk, rows, live, spec, length, np.full(1, token), np.full(1, -1), np.full(1, ends), evidence, observer)
     return emitted_layers(walk), SOUND
 
 
@@ -244,10 +244,10 @@ def climb(
 @step
 def verify_climb(
     rows: TurnRows, forest: Forest, live: Beams, rule: ClimbSpec, widths: Any, length: int, finished: Finished, dice: Any,
-    evidence: Evidence, eye: Any,
+    evidence: Evidence, observer: Any,
 ) -> tuple[Layers, int]:  # fmt: skip
     """Judge a tree from its leaves; see `verify_turn`. All rows are fresh: one sequence knows none from before."""
-    return climb(rows.fresh, forest, live, rule, widths, length, finished, dice, evidence, eye)
+    return climb(rows.fresh, forest, live, rule, widths, length, finished, dice, evidence, observer)
 
 
 @dataclass(frozen=True)

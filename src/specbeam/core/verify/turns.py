@@ -11,7 +11,7 @@ from specbeam.core.steps import verb
 @verb(3, has_body=False)
 def verify_turn(  # type: ignore[empty-body]
     rows: Any, forest: Forest, live: Beams, rule: Any, widths: Any, length: int, finished: Finished, dice: Any,
-    evidence: Evidence, eye: Any,
+    evidence: Evidence, observer: Any,
 ) -> tuple[Layers, int]:  # fmt: skip
     """Return the layers that a turn decides, and SOUND; or DEAD or BROKEN if the target had no law to draw from.
 
@@ -25,7 +25,7 @@ def verify_turn(  # type: ignore[empty-body]
         finished: scores of the beams that ended; those that end here are added.
         dice: the uniforms of the session.
         evidence: trials and first draws are noted in it, for audits.
-        eye: looks at each layer in Python; None: nothing does.
+        observer: looks at each layer in Python; None: nothing does.
     """
 
 

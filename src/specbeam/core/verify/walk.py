@@ -105,13 +105,13 @@ def is_array_whole(rows: Array, truncation: Truncation) -> bool:
 
 
 @verb(0)
-def look_at_token(eye: Any, node: int, token: int) -> bool:
-    """Return whether Python, which sees each emitted token and its node, finds a stop string; False if `eye` is None."""
-    return bool(eye.look(node, token))
+def look_at_token(observer: Any, node: int, token: int) -> bool:
+    """Return whether Python, which sees each emitted token and its node, finds a stop string; False if `observer` is None."""
+    return bool(observer.look(node, token))
 
 
 @look_at_token.of(NoneType)
-def look_at_no_token(eye: None, node: int, token: int) -> bool:
+def look_at_no_token(observer: None, node: int, token: int) -> bool:
     """Return False: Python does not look at tokens."""
     return False
 
@@ -177,7 +177,7 @@ def emit_path(
     nodes: Array,
     drafted: Array,
     evidence: Evidence,
-    eye: Any,
+    observer: Any,
 ) -> bool:
     """Emit these tokens, one after the other, until the text ends. Returns whether it may go on.
 
@@ -191,7 +191,7 @@ def emit_path(
         row = row_at(rows, here)
         if gathers(evidence):
             note_token(evidence, law_at_row(rows, row, spec.truncation), tokens[place])
-        ended = is_end(tokens[place], spec.stop.eos) or look_at_token(eye, here, tokens[place])
+        ended = is_end(tokens[place], spec.stop.eos) or look_at_token(observer, here, tokens[place])
         logp = np.float64(row[tokens[place]]) - norm_of(row)
         emit(walk, live, logp, tokens[place], nodes[place], ended, drafted[place])
         if ended or length + walk.state[COUNT] >= spec.stop.most:
@@ -291,7 +291,7 @@ def drawn_token(walk: Emitted, rows: Any, row: Array, live: Beams, spec: WalkSpe
 @step
 def walk_down(
     rows: Any, forest: Forest, live: Beams, spec: WalkSpec, widths: Any, length: int, finished: Any, dice: Any,
-    evidence: Evidence, eye: Any,
+    evidence: Evidence, observer: Any,
 ) -> tuple[Layers, int]:  # fmt: skip
     """Walk down from the root until the text leaves the tree or ends.
 
@@ -305,7 +305,7 @@ def walk_down(
         widths, finished: of rules for beams; not looked at.
         length: number of tokens before the first.
         evidence: trials and tokens are noted in it, for audits.
-        eye: looks at each token, see `look_at_token`.
+        observer: looks at each token, see `look_at_token`.
     """
     groups = forest.siblings
     under = groups_by_node(groups, len(forest.tokens))
@@ -334,7 +334,7 @@ def walk_down(
             child = find_child(forest.tokens, forest.parents, node, token)
         if gathers(evidence):
             note_token(evidence, law_at_row(rows, row, spec.truncation), token)
-        ended = is_end(token, spec.stop.eos) or look_at_token(eye, node, token)
+        ended = is_end(token, spec.stop.eos) or look_at_token(observer, node, token)
         drafted = child >= 0 or (ended and is_drafted(groups, under, node, token))
         emit(walk, live, np.float64(row[token]) - norm, token, child, ended, drafted)
         going = child >= 0 and not ended and length + walk.state[COUNT] < spec.stop.most
@@ -345,10 +345,10 @@ def walk_down(
 @step
 def verify_walk(
     rows: TurnRows, forest: Forest, live: Beams, rule: WalkSpec, widths: Any, length: int, finished: Finished, dice: Any,
-    evidence: Evidence, eye: Any,
+    evidence: Evidence, observer: Any,
 ) -> tuple[Layers, int]:  # fmt: skip
     """Walk down from the root; see `verify_turn`. All rows are fresh: one sequence knows none from before."""
-    return walk_down(rows.fresh, forest, live, rule, widths, length, finished, dice, evidence, eye)
+    return walk_down(rows.fresh, forest, live, rule, widths, length, finished, dice, evidence, observer)
 
 
 @dataclass(eq=False)
@@ -378,7 +378,7 @@ class RowsInPython:
 
 
 @dataclass(eq=False)
-class TokenEye:
+class TokenObserver:
     """Looks at the tokens of a walk, for stop strings."""
 
     session: Session
@@ -397,7 +397,7 @@ class WalkInputs:
     rows: Any
     dice: Any
     evidence: Evidence
-    eye: TokenEye | None
+    observer: TokenObserver | None
 
     @classmethod
     def of(cls, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> "WalkInputs":
@@ -406,16 +406,16 @@ class WalkInputs:
         draws = len(forest.siblings.tokens)
         dice = session.dice.ready(2 * (draws + forest.size + 1))
         evidence = no_evidence(session.audited and not session.warp.greedy)
-        eye = None
+        observer = None
         if session.limits.stop_strings:
-            eye = TokenEye(session, forest)
+            observer = TokenObserver(session, forest)
         if session.warp.takes_raw_rows:
-            return cls(rows, dice, evidence, eye)
-        return cls(RowsInPython(session, forest, rows), dice, evidence, eye)
+            return cls(rows, dice, evidence, observer)
+        return cls(RowsInPython(session, forest, rows), dice, evidence, observer)
 
     def run(self, one: Callable[..., Any], *given: Any) -> Any:
         """Run a step, or its source."""
-        if self.eye is None and isinstance(self.rows, np.ndarray):
+        if self.observer is None and isinstance(self.rows, np.ndarray):
             return one(*given)
         return getattr(one, "py_func", one)(*given)
 
@@ -423,7 +423,7 @@ class WalkInputs:
         """Return what `walk_down`, or another step of its kind, makes of a turn."""
         given = (ONE_SEQUENCE, session.length, session.finished_with_room(1))
         found: tuple[Layers, int] = self.run(
-            walk, self.rows, forest, session.beams, spec, *given, self.dice, self.evidence, self.eye
+            walk, self.rows, forest, session.beams, spec, *given, self.dice, self.evidence, self.observer
         )
         return found
 
@@ -438,7 +438,7 @@ class WalkInputs:
         """Emit tokens that a rule has chosen in Python; see `emit_path`."""
         spec = WalkSpec(MATCH_BY_DICE, session.warp.greedy, session.warp.cut, session.limits.stop)
         path = (session.length, tokens, nodes, drafted)
-        return bool(self.run(emit_path, walk, self.rows, session.beams, spec, *path, self.evidence, self.eye))
+        return bool(self.run(emit_path, walk, self.rows, session.beams, spec, *path, self.evidence, self.observer))
 
     def audit(self, session: Session) -> Audit | None:
         """Return the audit of the session's turn; None if it is not audited."""
@@ -475,13 +475,13 @@ def verdict_by_step(
     if not isinstance(rows, np.ndarray):
         rows = np.stack([rows.at(node) for node in range(forest.size)])
     one = verify_turn.step_of(type(spec))
-    if inputs.eye is not None:
+    if inputs.observer is not None:
         one = getattr(one, "py_func", one)
     finished = session.finished_with_room(2 * forest.size + widths.most)
     before = int(finished.held[0])
     turn = turn_rows(rows, forest.size, forest.known)
     layers, condition = one(
-        turn, forest, session.beams, spec, widths, session.length, finished, inputs.dice, inputs.evidence, inputs.eye
+        turn, forest, session.beams, spec, widths, session.length, finished, inputs.dice, inputs.evidence, inputs.observer
     )
     finished.held[0] = before  # the session adds them when it moves on
     return Verdict(checked(layers, condition, session, scored), audit=inputs.audit(session))
