@@ -31,8 +31,8 @@ from specbeam.core.cycles import cycles
 from specbeam.core.draft.turns import Cut, draft_turn, keep_tosses, learn_from, nodes_of, tosses_of, uniforms_of
 from specbeam.core.forest import (
     Forest,
-    Fronts,
     KnownRows,
+    LayerRows,
     Siblings,
     Start,
     TurnRows,
@@ -97,7 +97,7 @@ class RunRoom(NamedTuple):
     ended: EndedTexts
     widths: Array  # int64[SPAN]: draws of each layer
     evidence: Evidence  # for audits
-    fronts: Array  # float32[rows, vocab]: rows that layers are drawn from
+    layer_rows: Array  # float32[rows, vocab]: rows that layers are drawn from
     # int64[11]: turns (DONE), passes as a session counts them and as the models do, draft nodes, layers with draws, and what
     # `RowCounts` holds
     numbers: Array
@@ -106,7 +106,7 @@ class RunRoom(NamedTuple):
 
 
 @step
-def begun_forest(start: Start, fronts: Array) -> Forest:
+def begun_forest(start: Start, layer_rows: Array) -> Forest:
     """Return the forest that a turn starts with, with room for the rows that layers are drawn from."""
     groups = Siblings(
         np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64),
@@ -114,7 +114,7 @@ def begun_forest(start: Start, fronts: Array) -> Forest:
         np.empty(0, dtype=np.int64), np.empty(0), 0,
     )  # fmt: skip
     none = np.empty(0, dtype=np.int64)
-    rows = Fronts(none, np.empty(0), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), fronts)
+    rows = LayerRows(none, np.empty(0), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), layer_rows)
     return Forest(start.tokens, start.parents, groups, np.empty(0), np.empty(0, dtype=np.int64), rows, start.known)
 
 
@@ -172,7 +172,7 @@ def take_turn(
     length = room.texts.sizes[LENGTH]
     known_rows = edited_rows(start.known.rows, start.known.nodes, start.tokens, start.parents, spec.edits)
     known = KnownRows(start.known.nodes, known_rows)
-    begun = begun_forest(Start(start.tokens, start.parents, known), room.fronts)
+    begun = begun_forest(Start(start.tokens, start.parents, known), room.layer_rows)
     began = cycles()
     drafted, condition = draft_turn(spec.drafts, draft, begun, live, room.texts, depth, width, spec.edits, dice, spent)
     forest = drafted.forest

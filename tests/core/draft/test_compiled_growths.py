@@ -45,11 +45,13 @@ def grown(spec, rows_of_layers, key):
     draft = start_growth(Forest.rooted([5, 6]), spec, live_beams(), DEPTH, WIDTH)
     seen = []
     for make_rows in rows_of_layers:
-        if len(draft.front) == 0:
+        if len(draft.frontier) == 0:
             break
-        draft, condition = grow_one_layer(draft, make_rows(len(draft.front)), spec, dice.ready(most_draws(draft, spec)))
+        draft, condition = grow_one_layer(
+            draft, make_rows(len(draft.frontier)), spec, dice.ready(most_draws(draft, spec))
+        )
         assert condition == SOUND
-        seen.append((draft.front.tolist(), float(draft.surest)))
+        seen.append((draft.frontier.tolist(), float(draft.surest)))
     done = finish_growth(draft, spec)
     return seen, done, dice.uniform((3,)).tolist()
 
@@ -97,7 +99,7 @@ def test_a_row_that_is_none_leaves_a_draft_as_it_was(name):
     draft = start_growth(Forest.rooted([5, 6]), spec, live_beams(), DEPTH, WIDTH)
     found, condition = grow_one_layer(draft, rows, spec, Dice(1).ready(99))
     assert condition == BROKEN
-    assert found.front.tolist() == [0, 1]
+    assert found.frontier.tolist() == [0, 1]
     assert found.forest.size == 2
 
 

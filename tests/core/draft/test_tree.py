@@ -153,7 +153,7 @@ def test_repeated_draws_share_a_node():
     assert forest.siblings.nodes.tolist() == [1, 1, 2]
     assert forest.siblings.kinds.tolist() == [INDEPENDENT]
     assert np.exp(forest.logq) == pytest.approx([1, 0.3, 0.5])
-    assert draft.front.tolist() == [1, 2]
+    assert draft.frontier.tolist() == [1, 2]
     assert dice.used[0] == 3
 
 
@@ -167,7 +167,7 @@ def test_children_take_the_places_of_their_topology_in_draw_order():
     draft, _ = grow_layer(start_tree(Forest.rooted([7]), 8), logits_of([0.5, 0.3, 0.2]), spec, dice)
     assert draft.forest.siblings.tokens.tolist() == [1, 2, 0]  # .6 of 1; .8 of .7; what is left
     assert draft.forest.siblings.nodes.tolist() == [1, -1, 2]
-    assert draft.front.tolist() == [1, 2]
+    assert draft.frontier.tolist() == [1, 2]
     draft, _ = grow_layer(draft, logits_of([0.5, 0.3, 0.2], [0.5, 0.3, 0.2]), spec, dice)
     forest = draft.forest
     assert [forest.path(node) for node in range(1, forest.size)] == [[1], [0], [1, 0]]
@@ -230,7 +230,7 @@ def test_the_compiled_layer_is_its_source(name, cut):
         found = expected = start_tree(Forest.rooted([5, 6]), 4)
         dice, other = Dice(key), Dice(key)
         for layer in range(3):
-            rows = rng.normal(0, 2, (len(found.front), 13)).astype(np.float32)
+            rows = rng.normal(0, 2, (len(found.frontier), 13)).astype(np.float32)
             rows[rng.random(rows.shape) < 0.2] = -np.inf
             if layer == 1 and key % 2:
                 rows[:1] = -np.inf  # no row is left where all draws ended
@@ -240,7 +240,7 @@ def test_the_compiled_layer_is_its_source(name, cut):
                 expected, same = grow_layer(expected, rows, spec, other.ready(count))
             assert condition == same == SOUND
             assert_same_forests(found.forest, expected.forest, near=1e-5)
-            assert found.front.tolist() == expected.front.tolist()
+            assert found.frontier.tolist() == expected.frontier.tolist()
             assert found.places.tolist() == expected.places.tolist()
         assert dice.uniform((3,)).tolist() == other.uniform((3,)).tolist()
 

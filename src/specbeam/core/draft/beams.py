@@ -31,10 +31,10 @@ from specbeam.core.forest import (
     Forest,
     Siblings,
     TurnRows,
-    add_front,
+    add_layer_rows,
     find_child,
     forest_of_nodes,
-    no_fronts,
+    no_layer_rows,
     nodes_without,
     rows_with_known,
 )
@@ -70,7 +70,7 @@ class SharedLayers(NamedTuple):
     widths: Any  # `Widths` of the target: what the draft model by itself would keep
     truncation: Truncation
     eos: Array  # int64[ends]
-    keeps_rows: bool  # whether `Forest.fronts` is stored, because widths are chosen by the laws of the draft
+    keeps_rows: bool  # whether `Forest.layer_rows` is stored, because widths are chosen by the laws of the draft
     # Whether drafts that the target has scored already come in addition to those that are wanted. Only where widths do not
     # look at drafts: which nodes are known depends on the noise of their layer, and the number of drafts would tell it.
     more_if_known: bool
@@ -101,8 +101,8 @@ class Drafted(NamedTuple):
     """A draft of beams while it grows."""
 
     forest: Forest
-    front: Beams  # the beams of the newest layer, without those that ended
-    core: Array  # bool[front]: whether the draft model by itself would have kept the beam
+    frontier: Beams  # the beams of the newest layer, without those that ended
+    core: Array  # bool[frontier]: whether the draft model by itself would have kept the beam
     odds: NodeOdds  # none if the draft is not cut
 
 
@@ -123,13 +123,13 @@ def going_on(scores: Array, ends: Array, beams: int) -> Array:
 
 
 @step
-def _chosen_as_search_does(law: JointLaw, front: Beams, core: Array, width: int, spec: SearchedLayers) -> Choice:
+def _chosen_as_search_does(law: JointLaw, frontier: Beams, core: Array, width: int, spec: SearchedLayers) -> Choice:
     """Return up to `width` pairs for transformers' beam modes, none of them an end; the core are those that would go on."""
     vocab = law.logits.shape[1]
-    keys = front.keys if spec.noisy else front.keys[:0]
+    keys = frontier.keys if spec.noisy else frontier.keys[:0]
     every = np.ones(len(core), dtype=np.bool_)
     candidate_pairs, own, _ = core_and_extra(law, keys, core, candidate_count(spec.core, len(spec.eos)), 0)
-    candidates = choice_of(law, front.keys, candidate_pairs, own, 0, spec.eos)
+    candidates = choice_of(law, frontier.keys, candidate_pairs, own, 0, spec.eos)
     best = candidate_pairs[going_on(candidates.scores, candidates.ends, min(spec.core, width))]
     wider, _, _ = core_and_extra(law, keys, every, width + len(spec.eos) * len(core), 0)
     pairs = np.empty(max(width, len(best)), dtype=np.int64)
@@ -145,7 +145,7 @@ def _chosen_as_search_does(law: JointLaw, front: Beams, core: Array, width: int,
         for place in range(held):
             if not (candidate_pairs == pairs[place]).any():
                 values[place] = -np.inf
-    return choice_of(law, front.keys, pairs[:held], values, len(best), spec.eos)
+    return choice_of(law, frontier.keys, pairs[:held], values, len(best), spec.eos)
 
 
 @step
@@ -200,7 +200,7 @@ def add_drafted_layer(
         kind, law_pairs, law_odds, vocab: of the new group, see `Siblings`.
     """
     forest = drafted.forest
-    front = drafted.front
+    frontier = drafted.frontier
     groups = forest.siblings
     size = len(forest.tokens)
     nodes = np.full(len(choice.tokens), -1, dtype=np.int64)
@@ -208,7 +208,7 @@ def add_drafted_layer(
     born = np.empty(len(going), dtype=np.int64)
     held = 0
     for place in going:
-        node = find_child(forest.tokens, forest.parents, front.nodes[choice.parents[place]], choice.tokens[place])
+        node = find_child(forest.tokens, forest.parents, frontier.nodes[choice.parents[place]], choice.tokens[place])
         if node < 0:
             node = size + held
             born[held] = place
@@ -217,8 +217,8 @@ def add_drafted_layer(
     born = born[:held]
     siblings = Siblings(
         np.append(groups.kinds, kind),
-        np.concatenate((groups.parents, front.nodes)),
-        np.append(groups.parent_ends, len(groups.parents) + len(front.nodes)),
+        np.concatenate((groups.parents, frontier.nodes)),
+        np.append(groups.parent_ends, len(groups.parents) + len(frontier.nodes)),
         np.append(groups.draw_ends, len(groups.tokens) + len(draws)),
         np.concatenate((groups.rows, choice.parents[draws])),
         np.concatenate((groups.tokens, choice.tokens[draws])),
@@ -230,11 +230,11 @@ def add_drafted_layer(
     )
     grown = Forest(
         np.concatenate((forest.tokens, choice.tokens[born])),
-        np.concatenate((forest.parents, front.nodes[choice.parents[born]])),
+        np.concatenate((forest.parents, frontier.nodes[choice.parents[born]])),
         siblings,
         forest.logq,
         forest.beams,
-        forest.fronts,
+        forest.layer_rows,
         forest.known,
     )
     newest = Beams(nodes[going], choice.tokens[going], choice.scores[going], counts[going], choice.keys[going])
@@ -243,7 +243,7 @@ def add_drafted_layer(
 
 @verb(0, has_body=False)
 def draft_layer(spec: Any, drafted: Drafted, law: JointLaw, width: int, dice: Any) -> Drafted:  # type: ignore[empty-body]
-    """Return a draft with one more layer, chosen or drawn from the law of its front, which must be SOUND.
+    """Return a draft with one more layer, chosen or drawn from the law of its frontier, which must be SOUND.
 
     Args:
         spec: the spec of the drafter, which says how layers are drafted.
@@ -261,7 +261,7 @@ def _add_choice(spec: Any, drafted: Drafted, choice: Choice, vocab: int, beams: 
     count = len(choice.tokens)
     every = np.arange(count)
     no_pairs = np.empty(0, dtype=np.int64)
-    front = drafted.front
+    frontier = drafted.frontier
     longer = add_drafted_layer(drafted, choice, every, np.ones_like(every), SHARED, no_pairs, np.empty(0), vocab)
     if len(spec.budget.target_s) == 0:
         return longer
@@ -271,9 +271,9 @@ def _add_choice(spec: Any, drafted: Drafted, choice: Choice, vocab: int, beams: 
     groups = longer.forest.siblings
     nodes = groups.nodes[len(groups.nodes) - count :]
     odds = with_layer_odds(
-        drafted.odds, spec.budget, longer.forest, front, choice.parents, choice.values, bounds, nodes, beams
+        drafted.odds, spec.budget, longer.forest, frontier, choice.parents, choice.values, bounds, nodes, beams
     )
-    return Drafted(longer.forest, longer.front, longer.core, odds)
+    return Drafted(longer.forest, longer.frontier, longer.core, odds)
 
 
 @step
@@ -289,7 +289,7 @@ def count_children(forest: Forest, nodes: Array) -> int:
 def with_fresh(choice: Choice, drafted: Drafted, fresh: int) -> Choice:
     """Return the first pairs of a choice: as many as hold `fresh` pairs that are no nodes of the forest yet."""
     forest = drafted.forest
-    nodes = drafted.front.nodes
+    nodes = drafted.frontier.nodes
     size = 0
     while size < len(choice.tokens):
         is_node = find_child(forest.tokens, forest.parents, nodes[choice.parents[size]], choice.tokens[size]) >= 0
@@ -313,17 +313,19 @@ def with_fresh(choice: Choice, drafted: Drafted, fresh: int) -> Choice:
 @step
 def draft_shared(spec: SharedLayers, drafted: Drafted, law: JointLaw, width: int, dice: Any) -> Drafted:
     """Return a draft with one more layer of best pairs, under shared noise if there is any; see `draft_layer`."""
-    front = drafted.front
+    frontier = drafted.frontier
     if spec.keeps_rows:
         forest = drafted.forest
-        fronts = add_front(forest.fronts, front.nodes, front.scores, front.counts, law.logits)
-        forest = Forest(forest.tokens, forest.parents, forest.siblings, forest.logq, forest.beams, fronts, forest.known)
-        drafted = Drafted(forest, front, drafted.core, drafted.odds)
+        layer_rows = add_layer_rows(forest.layer_rows, frontier.nodes, frontier.scores, frontier.counts, law.logits)
+        forest = Forest(
+            forest.tokens, forest.parents, forest.siblings, forest.logq, forest.beams, layer_rows, forest.known
+        )
+        drafted = Drafted(forest, frontier, drafted.core, drafted.odds)
     core = min(width_by_draft(spec.widths, law), width)
     more = 0
     if spec.more_if_known:
-        more = count_children(drafted.forest, front.nodes)
-    choice = choose(law, front.keys, spec.noisy, drafted.core, core, width + more, spec.eos)
+        more = count_children(drafted.forest, frontier.nodes)
+    choice = choose(law, frontier.keys, spec.noisy, drafted.core, core, width + more, spec.eos)
     if more > 0:
         choice = with_fresh(choice, drafted, width)
     return _add_choice(spec, drafted, choice, law.logits.shape[1], core)
@@ -333,8 +335,8 @@ def draft_shared(spec: SharedLayers, drafted: Drafted, law: JointLaw, width: int
 @step
 def draft_searched(spec: SearchedLayers, drafted: Drafted, law: JointLaw, width: int, dice: Any) -> Drafted:
     """Return a draft with one more layer for transformers' beam modes; see `draft_layer`."""
-    more = count_children(drafted.forest, drafted.front.nodes)
-    choice = _chosen_as_search_does(law, drafted.front, drafted.core, width + more, spec)
+    more = count_children(drafted.forest, drafted.frontier.nodes)
+    choice = _chosen_as_search_does(law, drafted.frontier, drafted.core, width + more, spec)
     if more > 0:
         choice = with_fresh(choice, drafted, width)
     return _add_choice(spec, drafted, choice, law.logits.shape[1], spec.core)
@@ -349,7 +351,7 @@ def draft_drawn(spec: DrawnLayers, drafted: Drafted, law: JointLaw, width: int, 
     count = width if spec.again else min(width, len(pairs))
     distinct, draws, counts = _first_places(draw_pairs(odds, count, spec.again, dice))
     values = np.full(len(distinct), np.nan)
-    choice = choice_of(law, drafted.front.keys, pairs[distinct], values, len(distinct), spec.eos)
+    choice = choice_of(law, drafted.frontier.keys, pairs[distinct], values, len(distinct), spec.eos)
     kind = INDEPENDENT if spec.again else DISTINCT
     return add_drafted_layer(drafted, choice, draws, counts, kind, pairs, odds, law.logits.shape[1])
 
@@ -374,9 +376,9 @@ def odds_of_roots(spec: Any, live: Beams, nodes: int) -> NodeOdds:
 
 @verb(0)
 def thinned(spec: Any, drafted: Drafted) -> Drafted:
-    """Return a draft without the nodes of its front that do not pay for a further layer; as it is, if it is not cut.
+    """Return a draft without the nodes of its frontier that do not pay for a further layer; as it is, if it is not cut.
 
-    If it should end, its nodes stay, and its front is empty.
+    If it should end, its nodes stay, and its frontier is empty.
     """
     return drafted
 
@@ -384,16 +386,16 @@ def thinned(spec: Any, drafted: Drafted) -> Drafted:
 @thinned.of(SharedLayers, SearchedLayers)
 @step
 def thinned_by_budget(spec: Any, drafted: Drafted) -> Drafted:
-    """Return a draft without the nodes of its front that its budget does not allow a further layer; see `thinned`."""
-    front = drafted.front
-    if len(spec.budget.target_s) == 0 or len(front.nodes) == 0:
+    """Return a draft without the nodes of its frontier that its budget does not allow a further layer; see `thinned`."""
+    frontier = drafted.frontier
+    if len(spec.budget.target_s) == 0 or len(frontier.nodes) == 0:
         return drafted
     forest = drafted.forest
     odds = drafted.odds
-    is_worthy = worthy_front(spec.budget, forest, odds, front.nodes)
-    rest = picked_beams(front, is_worthy)
+    is_worthy = worthy_front(spec.budget, forest, odds, frontier.nodes)
+    rest = picked_beams(frontier, is_worthy)
     core = drafted.core[is_worthy]
-    unworthy = front.nodes[~is_worthy]
+    unworthy = frontier.nodes[~is_worthy]
     is_root = len(unworthy) > 0 and forest.parents[unworthy[0]] < 0
     if len(rest.nodes) == 0 or len(unworthy) == 0 or is_root:
         return Drafted(forest, rest, core, odds)
@@ -425,7 +427,7 @@ def cut_by_budget(spec: Any, drafted: Drafted) -> Cut:
 
 @step
 def start_draft(live: Beams, roots: Forest, spec: Any) -> Drafted:
-    """Return a draft without layers, whose front is the live beams; `roots` is a forest that starts with a root per beam."""
+    """Return a draft without layers, whose frontier is the live beams; `roots` is a forest that starts with a root per beam."""
     odds = start_odds(spec, live, len(roots.tokens))
     return Drafted(roots, live, np.ones(len(live.tokens), dtype=np.bool_), odds)
 
@@ -454,17 +456,17 @@ def draft_layers(
     """
     for _ in range(depth):
         drafted = thinned(spec, drafted)
-        front = drafted.front
-        if len(front.tokens) == 0:
+        frontier = drafted.frontier
+        if len(frontier.tokens) == 0:
             break
         forest = drafted.forest
-        wanted = nodes_without(front.nodes, forest.known.nodes)
+        wanted = nodes_without(frontier.nodes, forest.known.nodes)
         own = forest.known.rows[:0]
         if len(wanted) > 0:
             own = run_pass(model, forest.tokens, forest.parents, wanted, spent)
             own = edited_rows(own, wanted, forest.tokens, forest.parents, edits)
-        rows = rows_with_known(front.nodes, forest.known, own)
-        law = joint_law(rows, front.scores, front.counts, spec.truncation)
+        rows = rows_with_known(frontier.nodes, forest.known, own)
+        law = joint_law(rows, frontier.scores, frontier.counts, spec.truncation)
         condition = condition_of(law)
         if condition != SOUND:
             return drafted, condition
@@ -535,39 +537,39 @@ class GrowingBeams:
         may_grow = self.layers < self.shape.depth and self.session.failure is None
         if may_grow:
             self.drafted = thinned(self.spec, self.drafted)
-        return may_grow and self.drafted.front.size > 0
+        return may_grow and self.drafted.frontier.size > 0
 
     @property
     def wants_rows(self) -> bool:
         """Whether the draft model has to score any beam of the newest layer: the rows of the others are the target's."""
         drafted = self.drafted
-        return bool(len(nodes_without(drafted.front.nodes, drafted.forest.known.nodes)))
+        return bool(len(nodes_without(drafted.frontier.nodes, drafted.forest.known.nodes)))
 
     def make_room(self, vocab: int, dtype: Any) -> None:
         """Before the first layer, allocate the rows that layers are drawn from, if the spec keeps them."""
         if isinstance(self.spec, SharedLayers) and self.spec.keeps_rows and self.layers == 0:
             rows = self.drafted.forest.roots + (self.shape.depth - 1) * self.shape.width
-            forest = self.drafted.forest._replace(fronts=no_fronts(rows, vocab, dtype))
+            forest = self.drafted.forest._replace(layer_rows=no_layer_rows(rows, vocab, dtype))
             self.drafted = self.drafted._replace(forest=forest)
 
     def grow(self, own: Rows) -> None:
-        """Add a layer. If the rows of the front give no law to draw from, the draft ends.
+        """Add a layer. If the rows of the frontier give no law to draw from, the draft ends.
 
         Args:
-            own: the draft model's logits of those beams of the front of which the target's are not known.
+            own: the draft model's logits of those beams of the frontier of which the target's are not known.
         """
         session = self.session
-        front = self.drafted.front
+        frontier = self.drafted.frontier
         known = self.drafted.forest.known
         rows = own
-        if len(own) < len(front.nodes):
-            rows = rows_with_known(front.nodes, known, own.astype(known.rows.dtype, copy=False))
+        if len(own) < len(frontier.nodes):
+            rows = rows_with_known(frontier.nodes, known, own.astype(known.rows.dtype, copy=False))
         self.make_room(rows.shape[1], rows.dtype)
         self.layers += 1
         try:
             forest = self.drafted.forest
-            rows = processed_rows(rows, session.warp, lambda: session.paths(forest, front.nodes))
-            law = law_of_beams(rows, front, session.warp)
+            rows = processed_rows(rows, session.warp, lambda: session.paths(forest, frontier.nodes))
+            law = law_of_beams(rows, frontier, session.warp)
         except (DeadEnd, BrokenProcessor):  # on a drafted path, which the target need not take
             self.end()
             return
@@ -576,7 +578,7 @@ class GrowingBeams:
 
     def end(self) -> None:
         """Draft no more layers."""
-        self.drafted = self.drafted._replace(front=self.drafted.front.pick(np.zeros(0, dtype=np.int64)))
+        self.drafted = self.drafted._replace(frontier=self.drafted.frontier.pick(np.zeros(0, dtype=np.int64)))
 
 
 class _Cut:

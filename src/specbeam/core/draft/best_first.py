@@ -61,11 +61,11 @@ class BestFirstDraft(NamedTuple):
     """A tree while it grows: of the expanded nodes alone."""
 
     forest: Forest
-    front: Array  # int64[front]: the nodes expanded last
+    frontier: Array  # int64[frontier]: the nodes expanded last
     values: Array  # float64[nodes]: log values; those of the roots are relative to the best beam
     roots: int
     waiting: Unexpanded
-    surest: float  # largest draft probability of an expanded node below the last front; 1 if there is none
+    surest: float  # largest draft probability of an expanded node below the last frontier; 1 if there is none
     layers: int  # number of layers so far
     depth: int  # most layers
     width: int  # most nodes
@@ -91,20 +91,20 @@ def _best_values(draft: BestFirstDraft, waiting: Unexpanded) -> Array:
 
 @open_step
 def _considered(draft: BestFirstDraft, rows: Any, spec: BestFirstSpec) -> tuple[Unexpanded, int]:
-    """Return the likeliest nodes to be below the front, and SOUND; or BROKEN if a row holds NaN or +inf."""
-    most = len(draft.front) * spec.top
+    """Return the likeliest nodes to be below the frontier, and SOUND; or BROKEN if a row holds NaN or +inf."""
+    most = len(draft.frontier) * spec.top
     values = np.empty(most)
     parents = np.empty(most, dtype=np.int64)
     tokens = np.empty(most, dtype=np.int64)
     logp = np.empty(most)
     held = 0
-    for number in range(len(draft.front)):
+    for number in range(len(draft.frontier)):
         condition = condition_after(rows, number)
         if condition == BROKEN:
             return Unexpanded(values[:0], parents[:0], tokens[:0], logp[:0]), BROKEN
         if condition != SOUND:
             continue
-        node = draft.front[number]
+        node = draft.frontier[number]
         law = law_after(rows, number, spec.truncation)
         for place in likeliest_places(law.logp, spec.top):
             token = token_at(law, place)
@@ -165,7 +165,7 @@ def _next_expanded(waiting: Unexpanded, first: int, count: int, least: float) ->
 @grow_one_layer.of(BestFirstSpec)
 @step
 def grow_best_first(draft: BestFirstDraft, rows: Any, spec: BestFirstSpec, dice: Any) -> tuple[BestFirstDraft, int]:
-    """Consider nodes below the front, and expand the best ones, unless that is not worth a pass; see `grow_one_layer`."""
+    """Consider nodes below the frontier, and expand the best ones, unless that is not worth a pass; see `grow_one_layer`."""
     fresh, condition = _considered(draft, rows, spec)
     if condition != SOUND:
         return draft, condition
@@ -277,7 +277,7 @@ def chosen_forest(whole: Forest, node_map: Array) -> Forest:
         np.zeros(groups, dtype=np.int64), none.law_pairs, none.law_odds, none.vocab,
     )  # fmt: skip
     logq = whole.logq[node_map] if len(whole.logq) > 0 else whole.logq
-    return Forest(tokens, parents, siblings, logq, whole.beams, whole.fronts, whole.known)
+    return Forest(tokens, parents, siblings, logq, whole.beams, whole.layer_rows, whole.known)
 
 
 @most_draws.of(BestFirstSpec)
@@ -341,8 +341,8 @@ class DrawsDraft(NamedTuple):
     """A tree while it grows by draws."""
 
     forest: Forest
-    front: Array  # int64[front]: nodes whose children are drawn next
-    worths: Array  # float64[front]: their odds, with those of the beam, relative to the best beam
+    frontier: Array  # int64[frontier]: nodes whose children are drawn next
+    worths: Array  # float64[frontier]: their odds, with those of the beam, relative to the best beam
     roots: int
     laws: StatedLaws
     surest: float  # largest draft probability of a draw of the newest layer; 1 if it has none
@@ -365,7 +365,7 @@ def _draw_worthiest(
     """Draw where the next draw is worth most, while that is enough and the budget lasts; return also the worth of each draw.
 
     Args:
-        law_ends: int64[front], the index after the law of each node in `odds`; a node with no way on has none.
+        law_ends: int64[frontier], the index after the law of each node in `odds`; a node with no way on has none.
         odds: float64[n], the laws; changed in place.
     """
     budget = draft.width - (len(draft.forest.tokens) - draft.roots)
@@ -399,11 +399,11 @@ def _draw_worthiest(
 @step
 def grow_draws(draft: DrawsDraft, rows: Any, spec: DrawsSpec, dice: Any) -> tuple[DrawsDraft, int]:
     """Return a tree with one more layer of draws; see `grow_one_layer`."""
-    front = len(draft.front)
-    law_ends = np.empty(front, dtype=np.int64)
-    odds = np.empty(front * rows.shape[1])
+    frontier = len(draft.frontier)
+    law_ends = np.empty(frontier, dtype=np.int64)
+    odds = np.empty(frontier * rows.shape[1])
     end = 0
-    for number in range(front):
+    for number in range(frontier):
         condition = condition_after(rows, number)
         if condition == BROKEN:
             return draft, BROKEN
@@ -413,10 +413,10 @@ def grow_draws(draft: DrawsDraft, rows: Any, spec: DrawsSpec, dice: Any) -> tupl
             end += len(law.logp)
         law_ends[number] = end
     drawn, worths = _draw_worthiest(draft, law_ends, odds, spec, dice)
-    layer = add_draws(draft.forest, draft.front, rows, drawn, spec, draft.laws)
-    front_worths = worths[layer.draws]
+    layer = add_draws(draft.forest, draft.frontier, rows, drawn, spec, draft.laws)
+    frontier_worths = worths[layer.draws]
     return DrawsDraft(
-        layer.forest, layer.front, front_worths, draft.roots, layer.laws, layer.surest, draft.width
+        layer.forest, layer.frontier, frontier_worths, draft.roots, layer.laws, layer.surest, draft.width
     ), SOUND
 
 

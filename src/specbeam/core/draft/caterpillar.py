@@ -59,7 +59,7 @@ class CaterpillarDraft(NamedTuple):
     """Chains while they grow, and the siblings of their tokens, which become nodes after the last layer."""
 
     forest: Forest  # of the chains alone
-    front: Array  # int64[front]: nodes whose children are drawn next
+    frontier: Array  # int64[frontier]: nodes whose children are drawn next
     parents: Array  # int64[groups]: the node above each group of siblings
     spine: Array  # int64[groups]: the node of its first draw; -1 if that is an end
     draw_ends: Array  # int64[groups]
@@ -76,8 +76,8 @@ class CaterpillarDraft(NamedTuple):
 def start_chains(roots: Forest, spec: CaterpillarSpec, live: Beams, depth: int, width: int) -> CaterpillarDraft:
     """Return chains without layers; see `start_growth`."""
     none = np.empty(0, dtype=np.int64)
-    front = np.arange(len(roots.tokens))
-    return CaterpillarDraft(roots, front, none, none, none, none, np.empty(0), none, room_for_laws(0), 0, 1.0)
+    frontier = np.arange(len(roots.tokens))
+    return CaterpillarDraft(roots, frontier, none, none, none, none, np.empty(0), none, room_for_laws(0), 0, 1.0)
 
 
 @step
@@ -112,23 +112,23 @@ def draw_family(logp: Array, odds: Array, spec: CaterpillarSpec, dice: Any) -> A
 @step
 def grow_chains(draft: CaterpillarDraft, rows: Any, spec: CaterpillarSpec, dice: Any) -> tuple[CaterpillarDraft, int]:
     """Return chains with one more layer; see `grow_one_layer`. A node after which everything is banned is a leaf."""
-    grown = _with_front(draft, np.empty(0, dtype=np.int64), -1.0)
-    for number in range(len(draft.front)):
+    grown = _with_frontier(draft, np.empty(0, dtype=np.int64), -1.0)
+    for number in range(len(draft.frontier)):
         condition = condition_after(rows, number)
         if condition == BROKEN:
             return draft, BROKEN
         if condition == SOUND:
             law = law_after(rows, number, spec.truncation)
-            grown = _with_family(grown, draft.front[number], law, spec, dice)
+            grown = _with_family(grown, draft.frontier[number], law, spec, dice)
     surest = grown.surest if grown.surest >= 0 else 1.0
-    return _with_front(grown, grown.front, surest), SOUND
+    return _with_frontier(grown, grown.frontier, surest), SOUND
 
 
 @step
-def _with_front(draft: CaterpillarDraft, front: Array, surest: float) -> CaterpillarDraft:
-    """Return the same chains with another front."""
+def _with_frontier(draft: CaterpillarDraft, frontier: Array, surest: float) -> CaterpillarDraft:
+    """Return the same chains with another frontier."""
     return CaterpillarDraft(
-        draft.forest, front, draft.parents, draft.spine, draft.draw_ends, draft.tokens, draft.logp, draft.law_ends,
+        draft.forest, frontier, draft.parents, draft.spine, draft.draw_ends, draft.tokens, draft.logp, draft.law_ends,
         draft.laws, draft.vocab, surest,
     )  # fmt: skip
 
@@ -144,13 +144,13 @@ def _with_family(
     tokens = law.tokens[places] if len(law.tokens) > 0 else places
     node = -1
     forest = draft.forest
-    front = draft.front
+    frontier = draft.frontier
     surest = draft.surest
     if not is_end(tokens[0], spec.eos):
         node = len(forest.tokens)
         logq = logq_of(forest, parent) + law.logp[first]
         forest = with_nodes(forest, tokens[:1], np.full(1, parent), np.full(1, logq))
-        front = np.append(front, node)
+        frontier = np.append(frontier, node)
         surest = max(surest, odds[first])
     stated = np.arange(len(odds)) if len(law.tokens) == 0 else law.tokens
     if spec.greedy:
@@ -159,7 +159,7 @@ def _with_family(
     laws = StatedLaws(np.concatenate((draft.laws.tokens, stated)), np.concatenate((draft.laws.odds, odds)))
     return CaterpillarDraft(
         forest,
-        front,
+        frontier,
         np.append(draft.parents, parent),
         np.append(draft.spine, node),
         np.append(draft.draw_ends, len(draft.tokens) + len(tokens)),
@@ -195,7 +195,7 @@ def finish_chains(draft: CaterpillarDraft, spec: CaterpillarSpec) -> Cut:
 @most_draws.of(CaterpillarSpec)
 def most_draws_of_chains(draft: CaterpillarDraft, spec: CaterpillarSpec) -> int:
     """Return the most draws of a layer: as many children as there may be of each node; see `most_draws`."""
-    return len(draft.front) * int(spec.counts.max())
+    return len(draft.frontier) * int(spec.counts.max())
 
 
 @nodes_of.of(CaterpillarSpec)

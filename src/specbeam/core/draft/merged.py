@@ -202,8 +202,8 @@ class Graph(Complete):
     def grow(self, tree: GrowingTree, layer: int, laws: list[RowLaw]) -> None:
         edges: dict[int, list[int]] = tree.memory.setdefault("edges", {root: [] for root in tree.roots})
         leaves: set[int] = tree.memory.setdefault("leaves", set())
-        front: list[int] = []
-        for node, law in zip(tree.front.tolist(), laws, strict=True):
+        frontier: list[int] = []
+        for node, law in zip(tree.frontier.tolist(), laws, strict=True):
             if node in leaves:
                 continue
             p = law.p
@@ -217,13 +217,13 @@ class Graph(Complete):
                     twin = tree.forest.size
                     tree.forest = tree.forest.grown([token], [node])
                     edges[twin] = []
-                    front.append(twin)
+                    frontier.append(twin)
                     if odds < self.least:
                         leaves.add(twin)
                 edges[node].append(twin)
-        tree.front = np.array(front, dtype=np.int64)
-        if all(node in leaves for node in front):
-            tree.front = tree.front[:0]
+        tree.frontier = np.array(frontier, dtype=np.int64)
+        if all(node in leaves for node in frontier):
+            tree.frontier = tree.frontier[:0]
 
     def _twin(self, tree: GrowingTree, edges: dict[int, list[int]], node: int, token: int) -> int | None:
         """Return an earlier node that this candidate repeats and that does not lead to `node`; None if there is none."""

@@ -283,7 +283,7 @@ def filled_forest(roots: Forest, filled: FilledTree) -> Forest:
         siblings,
         roots.logq,
         roots.beams,
-        roots.fronts,
+        roots.layer_rows,
         roots.known,
     )
 

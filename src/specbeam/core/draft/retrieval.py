@@ -90,7 +90,7 @@ def hang_chains(roots: Forest, tokens: Array, starts: Array, stops: Array, eos: 
         groups,
         roots.logq,
         roots.beams,
-        roots.fronts,
+        roots.layer_rows,
         roots.known,
     )
 

@@ -53,9 +53,11 @@ class StochasticDraft(NamedTuple):
     """A tree while it grows."""
 
     forest: Forest
-    front: Array  # int64[front]: nodes whose children are drawn next
-    paths: Array  # float64[front]: log-likelihood of the path to each, with that of its beam, relative to the best beam
-    tops: Array  # float64[front]: perturbed log-likelihood of that path
+    frontier: Array  # int64[frontier]: nodes whose children are drawn next
+    paths: (
+        Array  # float64[frontier]: log-likelihood of the path to each, with that of its beam, relative to the best beam
+    )
+    tops: Array  # float64[frontier]: perturbed log-likelihood of that path
     laws: StatedLaws
     surest: float  # largest draft probability of a draw of the newest layer; 1 if it has none
     width: int  # number of sequences per layer
@@ -65,7 +67,7 @@ class Sequences(NamedTuple):
     """The best sequences of a layer so far, by descending value; of equal values the first comes first."""
 
     values: Array  # float64[width]: perturbed log-likelihoods
-    numbers: Array  # int64[width]: of the parent in the front
+    numbers: Array  # int64[width]: of the parent in the frontier
     places: Array  # int64[width]: of the token in the law of the parent
     held: Array  # int64[1]: how many there are
 
@@ -75,8 +77,8 @@ class Sequences(NamedTuple):
 def start_stochastic(roots: Forest, spec: StochasticSpec, live: Beams, depth: int, width: int) -> StochasticDraft:
     """Return a tree without layers; see `start_growth`."""
     scores = live.scores - live.scores.max()
-    front = np.arange(len(roots.tokens))
-    return StochasticDraft(roots, front, scores, scores, room_for_laws(ROOM), 1.0, width)
+    frontier = np.arange(len(roots.tokens))
+    return StochasticDraft(roots, frontier, scores, scores, room_for_laws(ROOM), 1.0, width)
 
 
 @step
@@ -111,7 +113,7 @@ def grow_stochastic(draft: StochasticDraft, rows: Any, spec: StochasticSpec, dic
     best = Sequences(
         np.empty(width), np.empty(width, dtype=np.int64), np.empty(width, dtype=np.int64), np.zeros(1, dtype=np.int64)
     )
-    for number in range(len(draft.front)):
+    for number in range(len(draft.frontier)):
         condition = condition_after(rows, number)
         if condition == BROKEN:
             return draft, BROKEN
@@ -129,10 +131,10 @@ def grow_stochastic(draft: StochasticDraft, rows: Any, spec: StochasticSpec, dic
             _offer(best, values[one], number, places[one])
     held = best.held[0]
     drawn = LayerDraws(best.numbers[:held], best.places[:held])
-    layer = add_draws(draft.forest, draft.front, rows, drawn, spec, draft.laws)
+    layer = add_draws(draft.forest, draft.frontier, rows, drawn, spec, draft.laws)
     paths = draft.paths[drawn.numbers] + layer.logp
     return StochasticDraft(
-        layer.forest, layer.front, paths[layer.draws], best.values[layer.draws], layer.laws, layer.surest, width
+        layer.forest, layer.frontier, paths[layer.draws], best.values[layer.draws], layer.laws, layer.surest, width
     ), SOUND
 
 
@@ -184,8 +186,8 @@ def perturbed(logp: Array, path: float, top: float, u: Array, count: int) -> tup
 
 @most_draws.of(StochasticSpec)
 def most_draws_of_sequences(draft: StochasticDraft, spec: StochasticSpec) -> int:
-    """Return one uniform for each token after each node of the front; see `most_draws`."""
-    return 0 if spec.greedy else len(draft.front) * spec.vocab
+    """Return one uniform for each token after each node of the frontier; see `most_draws`."""
+    return 0 if spec.greedy else len(draft.frontier) * spec.vocab
 
 
 @uniforms_of.of(StochasticSpec)

@@ -103,8 +103,8 @@ class TreeDraft(NamedTuple):
     """A tree while it grows."""
 
     forest: Forest
-    front: Array  # int64[front]: nodes whose children are drawn next, in the order of the forest
-    places: Array  # int64[front]: their places in the topology
+    frontier: Array  # int64[frontier]: nodes whose children are drawn next, in the order of the forest
+    places: Array  # int64[frontier]: their places in the topology
     laws: StatedLaws
     surest: float  # largest draft probability of a draw of the newest layer; 1 if it has none
 
@@ -113,9 +113,9 @@ class TreeDraft(NamedTuple):
 def start_tree(roots: Forest, room: int) -> TreeDraft:
     """Return a tree without layers, with capacity for `room` probabilities of stated laws."""
     size = len(roots.tokens)
-    front = np.arange(size)
+    frontier = np.arange(size)
     places = np.zeros(size, dtype=np.int64)
-    return TreeDraft(roots, front, places, room_for_laws(room), 1.0)
+    return TreeDraft(roots, frontier, places, room_for_laws(room), 1.0)
 
 
 class Newborn(NamedTuple):
@@ -211,7 +211,7 @@ def likeliest_places(logp: Array, count: int) -> Array:
 
 @verb(0)
 def law_after(rows: Any, number: int, truncation: Truncation) -> RowLaw:
-    """Return the law of row `number` of a front, which is SOUND."""
+    """Return the law of row `number` of a frontier, which is SOUND."""
     found: RowLaw = rows.laws[number]
     return found
 
@@ -224,7 +224,7 @@ def law_after_array(rows: Array, number: int, truncation: Truncation) -> RowLaw:
 
 @verb(0)
 def condition_after(rows: Any, number: int) -> int:
-    """Return whether row `number` of a front is SOUND, DEAD or BROKEN."""
+    """Return whether row `number` of a frontier is SOUND, DEAD or BROKEN."""
     return DEAD if rows.laws[number] is None else SOUND
 
 
@@ -235,15 +235,15 @@ def condition_after_array(rows: Array, number: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class LawsOfFront:
-    """The laws after a front where Python makes them, in place of its rows; None after a node with no way on."""
+class FrontierLaws:
+    """The laws after a frontier where Python makes them, in place of its rows; None after a node with no way on."""
 
     laws: list[RowLaw | None]
     shape: tuple[int, int]  # of the rows
 
 
 class Parent(NamedTuple):
-    """A node of the front while its children are drawn."""
+    """A node of the frontier while its children are drawn."""
 
     node: int
     logq: float  # draft log-likelihood of its path
@@ -260,7 +260,7 @@ def grow_layer(draft: TreeDraft, rows: Any, spec: TreeSpec, dice: Any) -> tuple[
     A node after which everything is banned is a leaf.
 
     Args:
-        rows: float[front, vocab], logits of the front, after the processors; or a `LawsOfFront`.
+        rows: float[frontier, vocab], logits of the frontier, after the processors; or a `FrontierLaws`.
     """
     forest = draft.forest
     used = len(forest.siblings.law_odds)
@@ -268,10 +268,10 @@ def grow_layer(draft: TreeDraft, rows: Any, spec: TreeSpec, dice: Any) -> tuple[
     draws = 0
     for place in draft.places:
         draws += spec.counts[place]
-    born = room_for_children(len(forest.tokens), draws, 2 * len(draft.front))
+    born = room_for_children(len(forest.tokens), draws, 2 * len(draft.frontier))
     vocab = rows.shape[1]
-    for number in range(len(draft.front)):
-        node = draft.front[number]
+    for number in range(len(draft.frontier)):
+        node = draft.frontier[number]
         place = draft.places[number]
         count = spec.counts[place]
         if count == 0:
@@ -415,7 +415,7 @@ def with_nodes(forest: Forest, tokens: Array, parents: Array, logq: Array) -> Fo
         forest.siblings,
         np.concatenate((before, logq)),
         forest.beams,
-        forest.fronts,
+        forest.layer_rows,
         forest.known,
     )
 
@@ -449,9 +449,9 @@ def with_layer(forest: Forest, born: Newborn, laws: StatedLaws, used: int, vocab
 
 
 class LayerDraws(NamedTuple):
-    """The draws of a layer under all nodes of its front, in the order in which they were drawn."""
+    """The draws of a layer under all nodes of its frontier, in the order in which they were drawn."""
 
-    numbers: Array  # int64[draws]: of the parent in the front
+    numbers: Array  # int64[draws]: of the parent in the frontier
     places: Array  # int64[draws]: of the token in the law of the parent
 
 
@@ -459,7 +459,7 @@ class DrawnLayer(NamedTuple):
     """A forest with a new layer of draws."""
 
     forest: Forest
-    front: Array  # int64[nodes]: the new nodes
+    frontier: Array  # int64[nodes]: the new nodes
     draws: Array  # int64[nodes]: the draw that each of them is
     logp: Array  # float64[draws]: draft log-probabilities
     laws: StatedLaws
@@ -467,8 +467,8 @@ class DrawnLayer(NamedTuple):
 
 
 @open_step
-def add_draws(forest: Forest, front: Array, rows: Any, drawn: LayerDraws, spec: Any, laws: StatedLaws) -> DrawnLayer:
-    """Return a forest with one more layer, a group of draws under each node of the front that has any.
+def add_draws(forest: Forest, frontier: Array, rows: Any, drawn: LayerDraws, spec: Any, laws: StatedLaws) -> DrawnLayer:
+    """Return a forest with one more layer, a group of draws under each node of the frontier that has any.
 
     Args:
         rows: the argument of `grow_one_layer`.
@@ -478,10 +478,10 @@ def add_draws(forest: Forest, front: Array, rows: Any, drawn: LayerDraws, spec: 
     draws = len(drawn.numbers)
     born = room_for_children(len(forest.tokens), draws, draws)
     logp = np.empty(draws)
-    for number in range(len(front)):
+    for number in range(len(frontier)):
         if not (drawn.numbers == number).any():
             continue
-        node = front[number]
+        node = frontier[number]
         law = law_after(rows, number, spec.truncation)
         siblings_from = born.sizes[NODES]
         for draw in range(draws):
@@ -524,7 +524,7 @@ def grow_one_layer(draft: Any, rows: Array, spec: Any, dice: Any) -> tuple[Any, 
     """Return a draft with one more layer, and SOUND; or the same draft, and BROKEN if a row holds NaN or +inf.
 
     Args:
-        rows: float[front, vocab], logits of the front, after the processors.
+        rows: float[frontier, vocab], logits of the frontier, after the processors.
     """
 
 
@@ -569,7 +569,7 @@ def grow_layer_in_python(draft: TreeDraft, rows: Any, spec: OwnChildrenSpec, dic
     used = len(forest.siblings.law_odds)
     laws = with_room_for_laws(draft.laws, used + len(groups) * rows.shape[1])
     for number, law, family in families:
-        node = draft.front[number]
+        node = draft.frontier[number]
         place = draft.places[number]
         base = logq_of(forest, node)
         parent = Parent(node, base, spec.counts[place], spec.first[place], spec.apart, born.sizes[NODES])
@@ -603,7 +603,7 @@ def grow_tree(
     """
     begin_draft(spec.stops)
     for _ in range(depth):
-        if len(draft.front) == 0:
+        if len(draft.frontier) == 0:
             break
         forest = draft.forest
         wanted = np.arange(answered, len(forest.tokens))
@@ -613,7 +613,7 @@ def grow_tree(
         draft, condition = grow_one_layer(draft, rows, spec, dice)
         if condition != SOUND:
             return draft, condition
-        if len(draft.front) > 0 and not goes_on(spec.stops, draft.surest):
+        if len(draft.frontier) > 0 and not goes_on(spec.stops, draft.surest):
             break
     return draft, SOUND
 
@@ -663,7 +663,7 @@ class GrowingTree:
     session: Session
     shape: Shape
     forest: Forest
-    front: Int64[np.ndarray, " front"]  # nodes whose laws are computed next
+    frontier: Int64[np.ndarray, " frontier"]  # nodes whose laws are computed next
     draft: Any = None  # the draft of a growth in steps; None before its first layer
     memory: dict[str, Any] = field(default_factory=dict)  # what a growth in Python stores from layer to layer
     kept: Int64[np.ndarray, " kept"] | None = None  # nodes that are passed on; None: all
@@ -686,27 +686,29 @@ class GrowingTree:
         return dict(enumerate((scores - scores.max()).tolist()))
 
     def processed(self, rows: Rows) -> Rows:
-        """Return the rows of the front after the logits processors."""
-        return processed_rows(rows, self.session.warp, lambda: self.session.paths(self.forest, self.front))
+        """Return the rows of the frontier after the logits processors."""
+        return processed_rows(rows, self.session.warp, lambda: self.session.paths(self.forest, self.frontier))
 
     def laws(self, rows: Rows) -> list[RowLaw]:
-        """Cut the front to the nodes that may go on, and return their draft laws.
+        """Cut the frontier to the nodes that may go on, and return their draft laws.
 
         After an end token no law is computed, because logits processors need not support that. A node after which everything
         is banned is a leaf.
         """
         eos = self.session.limits.eos
-        front = self.front.tolist()
+        frontier = self.frontier.tolist()
         going = [
-            place for place, node in enumerate(front) if node in self.roots or int(self.forest.tokens[node]) not in eos
+            place
+            for place, node in enumerate(frontier)
+            if node in self.roots or int(self.forest.tokens[node]) not in eos
         ]
-        if len(going) < len(front):
-            self.front = self.front[going]
+        if len(going) < len(frontier):
+            self.frontier = self.frontier[going]
             rows = rows[going]
         laws = row_laws(self.processed(rows), self.session.warp)
         alive = [place for place, law in enumerate(laws) if law is not None]
         if len(alive) < len(laws):
-            self.front = self.front[alive]
+            self.frontier = self.frontier[alive]
         return [law for law in laws if law is not None]
 
 
@@ -725,7 +727,7 @@ class GrowthInPython(Growth, Protocol):
     """A growth that adds layers in Python."""
 
     def grow(self, tree: GrowingTree, layer: int, laws: list[RowLaw]) -> None:
-        """Add layer `layer`, from 0 on, by the draft laws of the front, and set `tree.front` to the next front."""
+        """Add layer `layer`, from 0 on, by the draft laws of the frontier, and set `tree.frontier` to the next frontier."""
 
 
 @dataclass(frozen=True)
@@ -767,7 +769,7 @@ class TreeDrafter:
                     try:
                         self._grow(tree, on_host(answer.logits))
                     except BrokenProcessor:  # on a drafted path, which the target need not take
-                        tree.front = tree.front[:0]
+                        tree.frontier = tree.frontier[:0]
                 tree.layers += 1
         return [self._finish(tree) for tree in trees]
 
@@ -779,7 +781,7 @@ class TreeDrafter:
         return None if isinstance(spec, OwnChildrenSpec) else spec
 
     def _spec_of_layers(self, session: Session) -> Any:
-        """Return the numbers by which steps add a layer, given the rows or laws of the front; None if Python adds it."""
+        """Return the numbers by which steps add a layer, given the rows or laws of the frontier; None if Python adds it."""
         if not hasattr(self.growth, "spec"):
             return None
         warp = session.warp
@@ -814,15 +816,15 @@ class TreeDrafter:
         return drafted.forest
 
     def _grow(self, tree: GrowingTree, rows: Rows) -> None:
-        """Add a layer by the logits of the front; empty the front if the controller ends the draft."""
+        """Add a layer by the logits of the frontier; empty the frontier if the controller ends the draft."""
         session = tree.session
         controller = session.parts.controller
         may_stop = _may_stop(type(controller))
         spec = self._spec_of_layers(session)
         confidence = self._grow_in_python(tree, rows, may_stop) if spec is None else _grow_by_steps(tree, rows, spec)
-        asks = may_stop and len(tree.front) > 0
+        asks = may_stop and len(tree.frontier) > 0
         if asks and not cast(Stopping, controller).more(session, tree.layers + 1, confidence):
-            tree.front = tree.front[:0]
+            tree.frontier = tree.frontier[:0]
 
     def _grow_in_python(self, tree: GrowingTree, rows: Rows, may_stop: bool) -> float:
         """Add a layer by the growth's `grow`; return the confidence of its draws, 1 if the controller cannot stop."""
@@ -830,7 +832,7 @@ class TreeDrafter:
         if not laws:
             return 1.0
         before = tree.forest
-        law_of = dict(zip(tree.front.tolist(), laws, strict=True))
+        law_of = dict(zip(tree.frontier.tolist(), laws, strict=True))
         cast(GrowthInPython, self.growth).grow(tree, tree.layers, laws)
         return _confidence(tree.forest, before, law_of) if may_stop else 1.0
 
@@ -862,11 +864,11 @@ class TreeDrafter:
 
     def _wants_layer(self, tree: GrowingTree) -> bool:
         """Return whether another layer is to be drafted."""
-        return tree.layers < tree.shape.depth and len(tree.front) > 0 and tree.session.failure is None
+        return tree.layers < tree.shape.depth and len(tree.frontier) > 0 and tree.session.failure is None
 
 
 def _grow_by_steps(tree: GrowingTree, rows: Rows, spec: Any) -> float:
-    """Add a layer by the steps of a spec, given the logits of the front; return the confidence of its draws."""
+    """Add a layer by the steps of a spec, given the logits of the frontier; return the confidence of its draws."""
     session = tree.session
     if tree.draft is None:
         tree.draft = start_growth(tree.forest, spec, session.beams, tree.shape.depth, tree.shape.width)
@@ -875,15 +877,15 @@ def _grow_by_steps(tree: GrowingTree, rows: Rows, spec: Any) -> float:
         dice = session.dice.ready(most_draws(tree.draft, spec))
     grow = grow_one_layer.step_of(type(spec))
     rows = tree.processed(rows)
-    front: Any = rows
+    frontier: Any = rows
     if session.warp.others and not session.warp.greedy:
-        front = LawsOfFront(row_laws(rows, session.warp), rows.shape)
+        frontier = FrontierLaws(row_laws(rows, session.warp), rows.shape)
         grow = getattr(grow, "py_func", grow)
-    tree.draft, condition = grow(tree.draft, front, spec, dice)
+    tree.draft, condition = grow(tree.draft, frontier, spec, dice)
     if condition == BROKEN:
         row_laws(rows, session.warp)  # raises `BrokenLaw`, which says what is wrong
     tree.forest = tree.draft.forest
-    tree.front = tree.draft.front
+    tree.frontier = tree.draft.frontier
     return float(tree.draft.surest)
 
 

@@ -481,7 +481,16 @@ def verdict_by_step(
     before = int(finished.held[0])
     turn = turn_rows(rows, forest.size, forest.known)
     layers, condition = one(
-        turn, forest, session.beams, spec, widths, session.length, finished, inputs.dice, inputs.evidence, inputs.observer
+        turn,
+        forest,
+        session.beams,
+        spec,
+        widths,
+        session.length,
+        finished,
+        inputs.dice,
+        inputs.evidence,
+        inputs.observer,
     )
     finished.held[0] = before  # the session adds them when it moves on
     return Verdict(checked(layers, condition, session, scored), audit=inputs.audit(session))
