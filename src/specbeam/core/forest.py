@@ -12,7 +12,7 @@ from specbeam.core.steps import Array, step
 
 INDEPENDENT, DISTINCT, CHOSEN, SHARED, LOST = range(5)  # kinds of siblings, see `Siblings`
 _HAVE_LAWS = (INDEPENDENT, DISTINCT, CHOSEN)
-MOST_KEPT = 64  # nodes that a turn hands on to the next one
+MOST_KEPT = 64  # most nodes that a turn keeps for the next one
 _NO_NUMBERS = np.zeros(0, dtype=np.int64)
 _NO_ODDS = np.zeros(0)
 
@@ -21,13 +21,13 @@ class Siblings(NamedTuple):
     """Groups of sibling draws, in draw order: draw_ends[k] is the index after the last draw of group k.
 
     A token tree has one group under each parent, or several that are tried one after the other; a layer of draft beams is
-    one group with several parents. A rule *tries* a draw if it accepts it with a probability that depends on the law that
-    the draw is from; it *matches* draws if the target draws by itself and the result is looked up among them. Which of the
-    two is possible depends on the kind of the group:
+    one group with several parents. A rule *tries* a draw if it accepts it with a probability that depends on the draw's law;
+    it *matches* draws if it draws from the target alone and looks the result up among them. The kind of the group decides
+    which of the two is possible:
 
     - INDEPENDENT, DISTINCT: drawn from the stated law, with or without replacement; they can be tried.
     - CHOSEN: chosen and not drawn, like the best tokens of a model; each is tried as a draw from a law with all mass on it.
-    - SHARED: the best pairs of the draft model under the noise that the target will use; they can be matched.
+    - SHARED: the best pairs of the draft model under the noise that the target uses, too; they can be matched.
     - LOST: of unknown law (pruned by content, merged, retrieved); they can be matched, not tried.
     """
 
@@ -35,7 +35,7 @@ class Siblings(NamedTuple):
     parents: Array  # int64[...]: the forest nodes that are the parents of each group
     parent_ends: Array  # int64[groups]: the index after the last parent of each group
     draw_ends: Array  # int64[groups]
-    rows: Array  # int64[draws]: which of its group's parents is the parent of each draw
+    rows: Array  # int64[draws]: the index of each draw's parent among the parents of its group
     tokens: Array  # int64[draws]
     nodes: Array  # int64[draws]: the forest node of the draw; -1 if the draw ends its beam and needs no node
     law_ends: Array  # int64[groups]: the index after the last probability of each group's law
@@ -125,7 +125,7 @@ def siblings(
         kind: INDEPENDENT, DISTINCT, CHOSEN, SHARED or LOST.
         parents: the forest nodes that are the parents of the group.
         tokens, nodes: of the draws, in draw order; node -1 for a draw without a node.
-        rows: int64[draws], which of the parents is the parent of each draw; None: the first.
+        rows: int64[draws], the index of each draw's parent among the parents; None: 0.
         law: `law_pairs` and `law_odds`, see `Siblings`.
         vocab: number of tokens in the vocabulary of the law.
     """
@@ -190,7 +190,7 @@ def _named_pairs(groups: Siblings) -> Array:
 
 
 class LayerRows(NamedTuple):
-    """The rows of logits that draft layers were drawn from: row_ends[k] is the index after the last row of layer k."""
+    """The logits that draft layers were drawn from: row_ends[k] is the index after the last row of layer k."""
 
     nodes: Array  # int64[rows]: the forest node of each row
     scores: Array  # float64[rows]: log-likelihood of the beam that ends at the node
@@ -200,13 +200,13 @@ class LayerRows(NamedTuple):
 
 
 def no_layer_rows(rows: int = 0, vocab: int = 0, dtype: Any = np.float32) -> LayerRows:
-    """Return the layer_rows of a draft without layers, with capacity for `rows` rows of logits."""
+    """Return the rows of a draft without layers, with capacity for `rows` rows of logits."""
     return LayerRows(_NO_NUMBERS, _NO_ODDS, _NO_NUMBERS, _NO_NUMBERS, np.empty((rows, vocab), dtype=dtype))
 
 
 @step
 def add_layer_rows(layer_rows: LayerRows, nodes: Array, scores: Array, counts: Array, rows: Array) -> LayerRows:
-    """Return the layer_rows with those of one more layer, whose logits `rows` are written into `layer_rows.logits`."""
+    """Return the rows with those of one more layer, whose logits `rows` are written into `layer_rows.logits`."""
     start = len(layer_rows.nodes)
     stop = start + len(nodes)
     copy_rows(layer_rows.logits[start:stop], rows)
@@ -220,10 +220,7 @@ def add_layer_rows(layer_rows: LayerRows, nodes: Array, scores: Array, counts: A
 
 
 class KnownRows(NamedTuple):
-    """The target's rows of logits, before the processors, that earlier turns computed for nodes that a turn starts with.
-
-    These are roots, and nodes below them that were drafted in earlier turns and are kept.
-    """
+    """The target's logits, before the processors, of nodes that earlier turns scored: roots, and kept nodes below them."""
 
     nodes: Array  # int64[known]: forest nodes, ascending
     rows: Array  # float[known, vocab]
@@ -319,10 +316,9 @@ class Forest(NamedTuple):
 
         Nodes with known rows must be among them, too.
 
-        A group that loses a draw becomes LOST: which draws are left depends on what they are, so they no longer have the
-        stated law. If it loses all of its draws, it stays without draws, so that no rule takes its parent for a leaf. CHOSEN
-        groups stay CHOSEN. If nodes are selected by their content, call `lost` on the result: that a group has kept all of
-        its draws then depends on what they are, too.
+        A group that loses a draw becomes LOST, because the selection may depend on the draws. If it loses all of its draws,
+        it stays as an empty group, so that no rule takes its parent for a leaf. CHOSEN groups stay CHOSEN. If nodes are
+        selected by their content, call `lost` on the result: even that a group has kept all of its draws depends on them.
         """
         node_map = np.full(self.size + 1, -1, dtype=np.int64)  # the last entry renames -1 to itself
         node_map[nodes] = np.arange(len(nodes))
@@ -376,7 +372,7 @@ class Forest(NamedTuple):
         return tokens[::-1]
 
     def root_of(self, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-        """Return the root above each node; a root itself for a root."""
+        """Return the root above each node; for a root the root itself."""
         above = nodes
         while (self.parents[above] >= 0).any():
             above = np.where(self.parents[above] >= 0, self.parents[above], above)
@@ -399,6 +395,25 @@ class Forest(NamedTuple):
         for place in range(len(parents)):
             children[place] = find_child(self.tokens, self.parents, parents[place], tokens[place])
         return children
+
+
+@step
+def groups_without_laws(kind: int, parents: Array, draw_ends: Array, tokens: Array, nodes: Array) -> Siblings:
+    """Return groups of draws that state no law, each under one parent; the arrays are those of `Siblings`."""
+    count = len(parents)
+    return Siblings(
+        np.full(count, kind),
+        parents,
+        np.arange(1, count + 1),
+        draw_ends,
+        np.zeros(len(tokens), dtype=np.int64),
+        tokens,
+        nodes,
+        np.zeros(count, dtype=np.int64),
+        np.empty(0, dtype=np.int64),
+        np.empty(0),
+        0,
+    )
 
 
 @step
@@ -427,7 +442,7 @@ def find_child(tokens: Array, parents: Array, parent: int, token: int) -> int:
 
 
 class GroupsUnder(NamedTuple):
-    """The groups of siblings under each node as linked lists, in the order in which the groups are tried."""
+    """The groups of siblings under each node as linked lists, in the order of their trials."""
 
     first: Array  # int64[nodes]: the first group under each node, -1 for none
     after: Array  # int64[groups]: the next group under the same node, -1 for none
@@ -483,7 +498,7 @@ def unknown_nodes(first: int, size: int, known: Array) -> Array:
 
 
 class TurnRows(NamedTuple):
-    """The target's rows of logits for all nodes of a forest: those that the turn's pass computed, and those known before."""
+    """The target's logits of all nodes of a forest: those that the turn's pass computed, and those known before."""
 
     fresh: Array  # float[fresh, vocab], of the other nodes, in order
     known: Array  # float[known, vocab], see `KnownRows`
@@ -492,7 +507,7 @@ class TurnRows(NamedTuple):
 
 @step
 def turn_rows(fresh: Array, nodes: int, known: KnownRows) -> TurnRows:
-    """Return the rows of all `nodes` nodes of a forest, of which those that are not known are in `fresh`."""
+    """Return the rows of all `nodes` nodes of a forest, given the rows `fresh` of the nodes that are not known."""
     places = np.empty(nodes, dtype=np.int64)
     held = 0
     for node in range(nodes):
@@ -520,7 +535,7 @@ def rows_of_nodes(rows: TurnRows, nodes: Array) -> Array:
 
 @step
 def rows_in_place(rows: TurnRows, nodes: Array) -> Array:
-    """Return what `rows_of_nodes` returns, in place if the pass computed them one after the other: not to be written to."""
+    """Return `rows_of_nodes`, as a view if the rows are adjacent in the pass's results; do not write to it."""
     first = rows.places[nodes[0]] if len(nodes) > 0 else -1
     follow = first >= 0
     for place in range(len(nodes)):
@@ -530,7 +545,7 @@ def rows_in_place(rows: TurnRows, nodes: Array) -> Array:
 
 @step
 def nodes_without(nodes: Array, known: Array) -> Array:
-    """Return those of the nodes that are not among `known`, which ascend; int64[n], in their order."""
+    """Return the nodes that are not among `known`, which ascend; int64[n], in their order."""
     found = np.empty(len(nodes), dtype=np.int64)
     held = 0
     for node in nodes:
@@ -543,7 +558,7 @@ def nodes_without(nodes: Array, known: Array) -> Array:
 
 @step
 def rows_with_known(nodes: Array, known: KnownRows, others: Array) -> Array:
-    """Return the rows of forest nodes, float[n, vocab], of which those that are not known are in `others`, in order."""
+    """Return the rows of forest nodes, float[n, vocab], given the rows `others` of those that are not known, in order."""
     if len(others) == len(nodes):
         return others
     vocab = max(others.shape[1], known.rows.shape[1])
@@ -561,12 +576,10 @@ def rows_with_known(nodes: Array, known: KnownRows, others: Array) -> Array:
 
 @step
 def kept_nodes(parents: Array, tops: Array) -> Array:
-    """Return the forest nodes that the next forest starts with: up to `MOST_KEPT` nodes below `tops`, int64[n], ascending.
-
-    Where there are more, nodes of small depth come first.
+    """Return up to `MOST_KEPT` nodes below `tops`, the shallowest first, as ascending int64[n]; the next forest keeps them.
 
     Args:
-        tops: int64[n], the forest nodes of the surviving beams; -1 for those that were no drafts.
+        tops: int64[n], the forest nodes of the surviving beams; -1 for beams that were not drafted.
     """
     below = nodes_below(parents, tops)
     if len(below) <= MOST_KEPT:
@@ -584,7 +597,7 @@ def kept_nodes(parents: Array, tops: Array) -> Array:
 
 @step
 def forest_of_nodes(forest: Forest, nodes: Array) -> Forest:
-    """Return the forest of these nodes only, with the groups of draws that have nodes among them, or need none.
+    """Return the forest of these nodes only, with the draws that have one of these nodes, or no node.
 
     Args:
         nodes: int64[n], ascending; all roots, all nodes with known rows, and no node without its parent. The groups must be
@@ -626,7 +639,7 @@ def forest_of_nodes(forest: Forest, nodes: Array) -> Forest:
 
 @step
 def nodes_below(parents: Array, tops: Array) -> Array:
-    """Return the forest nodes that have one of the nodes `tops` above them, int64[n], ascending; a top of -1 has none."""
+    """Return the forest nodes below the nodes `tops`, int64[n], ascending; there are none below a top of -1."""
     is_inside = np.zeros(len(parents), dtype=np.bool_)
     is_below = np.zeros(len(parents), dtype=np.bool_)
     for top in tops:
@@ -641,7 +654,7 @@ def nodes_below(parents: Array, tops: Array) -> Array:
 
 
 class Start(NamedTuple):
-    """What the forest of a turn starts with: the roots, then nodes that earlier turns drafted and scored."""
+    """The beginning of a turn's forest: the roots, then kept nodes of earlier turns."""
 
     tokens: Array  # int64[nodes], as in `Forest`
     parents: Array  # int64[nodes]
@@ -650,14 +663,14 @@ class Start(NamedTuple):
 
 @step
 def next_start(tokens: Array, parents: Array, rows: TurnRows, nodes: Array, newest: Array, kept: Array) -> Start:
-    """Return what the next turn starts with.
+    """Return the beginning of the next turn's forest.
 
     Args:
         tokens, parents: of the present forest.
         rows: of all of its nodes.
-        nodes: int64[beams], the forest node of each surviving beam; -1 if it was no draft.
+        nodes: int64[beams], the forest node of each surviving beam; -1 if it was not drafted.
         newest: int64[beams], the last token of each beam.
-        kept: int64[n], the forest nodes to keep, ascending; all of them below surviving beams, and none without its parent.
+        kept: int64[n], the forest nodes to keep, ascending, each below a surviving beam and with its parent.
     """
     beams = len(nodes)
     size = beams + len(kept)
@@ -687,6 +700,6 @@ def next_start(tokens: Array, parents: Array, rows: TurnRows, nodes: Array, newe
 
 @step
 def start_of_roots(tokens: Array, rows: Array) -> Start:
-    """Return the start of a turn of which nothing but the roots is kept; `rows` is an array of their rows' type."""
+    """Return the beginning of a forest of roots only, whose rows are not known; `rows` is an array of the rows' type."""
     above = np.full(len(tokens), -1, dtype=np.int64)
     return Start(tokens, above, KnownRows(np.empty(0, dtype=np.int64), rows[:0]))

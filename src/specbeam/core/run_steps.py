@@ -1,4 +1,4 @@
-"""The compiled loop: turns of one session from plan to settle, made of the steps that its parts and engines register."""
+"""The compiled loop: turns of one session from plan to settle, by the steps that its parts and engines register."""
 
 from typing import Any, NamedTuple
 
@@ -30,15 +30,16 @@ from specbeam.core.control.planning import learn_passed, plan_depth
 from specbeam.core.cycles import cycles
 from specbeam.core.draft.turns import Cut, draft_turn, keep_tosses, learn_from, nodes_of, tosses_of, uniforms_of
 from specbeam.core.forest import (
+    LOST,
     Forest,
     KnownRows,
     LayerRows,
-    Siblings,
     Start,
     TurnRows,
     depths_of,
     drafted_layers,
     find_child,
+    groups_without_laws,
     kept_nodes,
     next_start,
     start_of,
@@ -63,16 +64,16 @@ from specbeam.core.passes import (
 from specbeam.core.steps import Array, borrowed, step
 from specbeam.core.verify.turns import verify_turn
 
-PARTS = ("draft", "draft/model", "score/model", "verify", "settle")  # where the time goes
+PARTS = ("draft", "draft/model", "score/model", "verify", "settle")  # of the time of a turn
 DRAFT, DRAFT_MODEL, SCORE, VERIFY, SETTLE = range(5)
 # of `RunRoom.numbers`; the last five are the counts of `RowCounts`
 DONE, DRAFT_PASSES, SCORED, DRAFT_SCORED, DRAFTED, LAYERS, ROWS, SAVED, JUDGED, LAZY, FREE = range(11)
-LOOK = 3  # a condition besides SOUND, DEAD and BROKEN: Python has to check whether a stop string ended a text
+LOOK = 3  # a condition like SOUND, DEAD and BROKEN: Python has to check whether a stop string ended a text
 
 
 @borrowed
 class RunSpec(NamedTuple):
-    """How the turns of a session go."""
+    """The numbers by which the parts of a session take its turns."""
 
     plan: Any  # the numbers of the controller, which have a step `plan_depth`
     drafts: Any  # the spec of the drafter, which has a step `draft_turn`
@@ -82,15 +83,15 @@ class RunSpec(NamedTuple):
     stop: Stop
     edits: Edits
     moved: int  # address of a `Callback` that gets the live beams after each turn; 0: none
-    closing: Array  # bool[vocab]: tokens after which Python looks for stop strings; of no tokens: after none
+    closing: Array  # bool[vocab]: tokens after which Python looks for stop strings; empty: after none
     most_beams: int
     most_turns: int
-    keeps_nodes: bool  # whether nodes that a turn scored below its surviving beams are kept for the next turn
+    keeps_nodes: bool  # whether scored nodes below the surviving beams are kept for the next turn
 
 
 @borrowed
 class RunRoom(NamedTuple):
-    """What a run writes into."""
+    """The buffers that a run writes to."""
 
     texts: Texts
     finished: Finished
@@ -98,29 +99,25 @@ class RunRoom(NamedTuple):
     widths: Array  # int64[SPAN]: draws of each layer
     evidence: Evidence  # for audits
     layer_rows: Array  # float32[rows, vocab]: rows that layers are drawn from
-    # int64[11]: turns (DONE), passes as a session counts them and as the models do, draft nodes, layers with draws, and what
-    # `RowCounts` holds
+    # int64[11]: turns (DONE), passes as a session counts them and as the models do, draft nodes, layers with draws, and the
+    # fields of `RowCounts`
     numbers: Array
-    passed: Array  # int64[SPAN]: of the turns, how often the layer of each depth passed
+    passed: Array  # int64[SPAN]: how often the layer of each depth passed
     cycles: Array  # int64[5], by `PARTS`
 
 
 @step
 def begun_forest(start: Start, layer_rows: Array) -> Forest:
-    """Return the forest that a turn starts with, with room for the rows that layers are drawn from."""
-    groups = Siblings(
-        np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64),
-        np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64),
-        np.empty(0, dtype=np.int64), np.empty(0), 0,
-    )  # fmt: skip
+    """Return the forest that a turn starts with, with the buffer of the rows that layers are drawn from."""
     none = np.empty(0, dtype=np.int64)
-    rows = LayerRows(none, np.empty(0), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), layer_rows)
-    return Forest(start.tokens, start.parents, groups, np.empty(0), np.empty(0, dtype=np.int64), rows, start.known)
+    groups = groups_without_laws(LOST, none, none, none, none)
+    rows = LayerRows(none, np.empty(0), none, none, layer_rows)
+    return Forest(start.tokens, start.parents, groups, np.empty(0), none, rows, start.known)
 
 
 @step
 def _has_room(room: RunRoom, draws: int, layers: int, uniforms: int, dice: Any) -> bool:
-    """Return whether there is room for a turn that decides `layers` layers with `draws` draws in all."""
+    """Return whether the buffers have capacity for a turn of `layers` layers with `draws` draws in all."""
     length = room.texts.sizes[LENGTH] + layers
     ended = room.ended
     texts = ended.sizes[TEXTS] + draws
@@ -136,12 +133,12 @@ def _has_room(room: RunRoom, draws: int, layers: int, uniforms: int, dice: Any) 
 
 
 class RunTurn(NamedTuple):
-    """A turn of a run that was decided and not yet settled."""
+    """A turn of a run after its verdict, before it is settled."""
 
     draft: Cut
     rows: TurnRows  # before the edits
     layers: Layers
-    condition: int  # SOUND, or the turn has to be taken in Python; LOOK if only for its text
+    condition: int  # SOUND; otherwise the turn has to be taken in Python; LOOK: only to look for stop strings
     passes: int  # of the draft model
     layers_run: bool  # whether the pass of the target ran its layers
     spans: Array  # int64[5]: cycles, by `PARTS`; those of "settle" are added later
@@ -164,7 +161,7 @@ def take_turn(
     """Draft, score and verify one turn.
 
     Args:
-        start: what its forest starts with.
+        start: the beginning of its forest.
         depth, width: of the draft.
     """
     spans = np.zeros(len(PARTS), dtype=np.int64)
@@ -206,7 +203,7 @@ def take_turn(
 
 @step
 def settle_run_turn(target: Any, draft: Any, spec: RunSpec, turn: RunTurn, room: RunRoom) -> tuple[Beams, Start]:
-    """Move texts, caches and what is learnt to the end of a turn. Returns the live beams, and the start of the next turn."""
+    """Apply a turn to texts and caches, and let its parts learn. Returns the live beams, and the start of the next turn."""
     drafted = turn.draft
     forest = drafted.forest
     layers = turn.layers
@@ -254,7 +251,7 @@ def count_turn(room: RunRoom, turn: RunTurn, begun: int, was_waiting: bool) -> N
 
     Args:
         begun: number of nodes that its forest started with.
-        was_waiting: whether the draft model had anything to run before its first pass.
+        was_waiting: whether the first pass of the draft model ran its layers (`has_pending`).
     """
     numbers = room.numbers
     layers = turn.layers
@@ -283,13 +280,13 @@ def count_turn(room: RunRoom, turn: RunTurn, begun: int, was_waiting: bool) -> N
 def run_turns(
     target: Any, draft: Any, spec: RunSpec, live: Beams, start: Start, room: RunRoom, turns: int, dice: Any
 ) -> tuple[Beams, Start, int]:
-    """Run turns until the session is over, for a while, or until the next one does not fit or has no law.
+    """Run up to `spec.most_turns` turns, until the session is over or the next turn exceeds the buffers or has no law.
 
-    Returns the live beams, the start of the next turn, and SOUND; or BROKEN where the last turn was taken back and has to be
-    taken in Python, or LOOK where that is so for its text alone.
+    Returns the live beams, the start of the next turn, and SOUND; or, if the last turn was undone because Python has to take
+    it, BROKEN, or LOOK if Python only has to look for stop strings.
 
     Args:
-        target, draft: the session in its models; the target's own, if nothing is drafted.
+        target, draft: the session's caches in its models; both are the target's if there is no draft model.
         turns: number of turns so far.
     """
     stop = spec.stop
@@ -316,7 +313,7 @@ def run_turns(
         known = room.evidence.numbers.copy()
         was_waiting = has_pending(draft)
         turn = take_turn(target, draft, spec, live, start, room, depth, width, dice)
-        room.finished.held[0] = held  # settling adds them again, with their texts
+        room.finished.held[0] = held  # settling adds the scores again, with their texts
         if turn.condition != SOUND:
             dice.used[0] = used
             keep_tosses(spec.drafts, tosses)

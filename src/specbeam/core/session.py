@@ -175,8 +175,8 @@ class Parts:
         found = list({id(one): one for one in each if hasattr(one, "extra_rows")}.values())
         if len(found) > 1:
             raise BadSetting(
-                f"{' and '.join(type(one).__name__ for one in found)} add extra rows to the target's pass, which takes those "
-                "of one; draft with one of them"
+                f"{' and '.join(type(one).__name__ for one in found)} add extra rows to the target's pass, which takes "
+                "those of one; draft with one of them"
             )
         return found[0] if found else None
 
@@ -236,8 +236,8 @@ class Session:
         context: further inputs by model, passed to its engine as they are. For models of transformers these are keyword
             arguments of the forward, tensors with a first dimension of 1 (the states of an encoder).
         read: tokens of a source that the decoder also knows, so that drafts may copy from them.
-        vectors: inputs given as embeddings (soft prompts, images), by model, float[rows, size]: the token -1 - k of a prompt,
-            or of a drafter's extra rows, stands for row k.
+        vectors: inputs given as embeddings (soft prompts, images), by model, float[rows, size]: the token -1 - k of a
+            prompt, or of a drafter's extra rows, stands for row k.
         namespace: prompts of the same namespace may share stored prefixes; see `HuggingFaceLM.remember_prompts`.
         recalled: by model, the number of tokens of the prompt that were copied from earlier prompts.
     """

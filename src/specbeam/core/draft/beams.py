@@ -427,7 +427,7 @@ def cut_by_budget(spec: Any, drafted: Drafted) -> Cut:
 
 @step
 def start_draft(live: Beams, roots: Forest, spec: Any) -> Drafted:
-    """Return a draft without layers, whose frontier is the live beams; `roots` is a forest that starts with a root per beam."""
+    """Return a draft without layers, whose frontier is the live beams, the roots of the forest `roots`."""
     odds = start_odds(spec, live, len(roots.tokens))
     return Drafted(roots, live, np.ones(len(live.tokens), dtype=np.bool_), odds)
 

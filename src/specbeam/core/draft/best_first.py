@@ -28,7 +28,7 @@ from specbeam.core.draft.tree import (
     with_nodes,
 )
 from specbeam.core.draft.turns import Cut, nodes_of, uniforms_of
-from specbeam.core.forest import CHOSEN, Forest, Siblings, depths_of, start_of
+from specbeam.core.forest import CHOSEN, Forest, depths_of, groups_without_laws, start_of
 from specbeam.core.laws.ranking import Truncation, sorted_places
 from specbeam.core.laws.reduce import BROKEN, SOUND, exponentials
 from specbeam.core.laws.rows import token_at
@@ -270,12 +270,8 @@ def chosen_forest(whole: Forest, node_map: Array) -> Forest:
             group_parents[groups] = parent
             draw_ends[groups] = draws
             groups += 1
-    none = whole.siblings
-    siblings = Siblings(
-        np.full(groups, CHOSEN), group_parents[:groups], np.arange(1, groups + 1), draw_ends[:groups],
-        np.zeros(draws, dtype=np.int64), tokens[draw_nodes[:draws]], draw_nodes[:draws],
-        np.zeros(groups, dtype=np.int64), none.law_pairs, none.law_odds, none.vocab,
-    )  # fmt: skip
+    nodes = draw_nodes[:draws]
+    siblings = groups_without_laws(CHOSEN, group_parents[:groups], draw_ends[:groups], tokens[nodes], nodes)
     logq = whole.logq[node_map] if len(whole.logq) > 0 else whole.logq
     return Forest(tokens, parents, siblings, logq, whole.beams, whole.layer_rows, whole.known)
 

@@ -106,7 +106,7 @@ def is_array_whole(rows: Array, truncation: Truncation) -> bool:
 
 @verb(0)
 def look_at_token(observer: Any, node: int, token: int) -> bool:
-    """Return whether Python, which sees each emitted token and its node, finds a stop string; False if `observer` is None."""
+    """Return whether an observer in Python finds a stop string after this token; False if `observer` is None."""
     return bool(observer.look(node, token))
 
 
