@@ -289,6 +289,11 @@ class Session:
             self.warp.constraint.prompt_length = len(self.before)
 
     @property
+    def undrafted(self) -> Forest:
+        """The forest that the next turn begins with: the roots, and nodes that are kept from earlier turns."""
+        return Forest(self.start.tokens, self.start.parents, known=self.start.known)
+
+    @property
     def extra_inputs(self) -> ExtraInputs | None:
         """The inputs of the drafter's extra rows other than tokens; None if there are none."""
         return getattr(self.parts.extra_owner, "extra_inputs", None)

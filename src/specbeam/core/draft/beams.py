@@ -64,33 +64,33 @@ from specbeam.core.steps import Array, borrowed, step, verb
 
 @borrowed
 class SharedLayers(NamedTuple):
-    """How layers are drafted for shared noise: the best pairs of the draft law under the noise that the target will use."""
+    """How layers are drafted for shared noise: the best pairs of the draft law under the noise of the target."""
 
     noisy: bool  # False: temperature 0, where there is no noise
-    widths: Any  # `Widths` of the target: what the draft model by itself would keep
+    widths: Any  # the target's numbers for widths, by which the draft model would keep core pairs
     truncation: Truncation
     eos: Array  # int64[ends]
-    keeps_rows: bool  # whether `Forest.layer_rows` is stored, because widths are chosen by the laws of the draft
-    # Whether drafts that the target has scored already come in addition to those that are wanted. Only where widths do not
-    # look at drafts: which nodes are known depends on the noise of their layer, and the number of drafts would tell it.
+    keeps_rows: bool  # whether `Forest.layer_rows` is stored, because widths depend on the laws of the draft
+    # Whether pairs that the target has already scored come in addition to the width. Only if widths are independent of drafts:
+    # which nodes are known depends on the noise of their layer, so the number of drafts would reveal it.
     more_if_known: bool
-    budget: Budget  # by what the draft grows and is cut; only where widths do not look at drafts
+    budget: Budget  # by which the draft grows and is cut; only if widths are independent of drafts
 
 
 @borrowed
 class SearchedLayers(NamedTuple):
-    """How layers are drafted for transformers' beam modes: core pairs are those that would go on; ends are not drafted."""
+    """How layers are drafted for transformers' beam modes: core pairs are those that would go on; no ends are drafted."""
 
     noisy: bool  # False: temperature 0, where there is no noise
     core: int  # number of pairs that the draft model by itself would keep
     truncation: Truncation
     eos: Array
-    budget: Budget  # by what the draft grows and is cut
+    budget: Budget  # by which the draft grows and is cut
 
 
 @borrowed
 class DrawnLayers(NamedTuple):
-    """How layers are drafted for rules that try them: drawn by dice from the draft law, which is stated."""
+    """How layers are drafted for rules that try drafts: by dice, from the stated draft law."""
 
     again: bool  # whether draws are independent, with replacement
     truncation: Truncation
@@ -108,9 +108,9 @@ class Drafted(NamedTuple):
 
 @step
 def candidate_count(beams: int, ends: int) -> int:
-    """Return how many candidates suffice for `beams` of them to go on, even if each beam ends by each of `ends` end tokens.
+    """Return the number of candidates of transformers, at least 2 per beam.
 
-    This is the number that transformers takes: at least 2 per beam.
+    `beams` of them do not end, even if candidates end each beam by each of the `ends` end tokens.
     """
     return max(2, 1 + ends) * beams
 
@@ -124,7 +124,7 @@ def going_on(scores: Array, ends: Array, beams: int) -> Array:
 
 @step
 def _chosen_as_search_does(law: JointLaw, frontier: Beams, core: Array, width: int, spec: SearchedLayers) -> Choice:
-    """Return up to `width` pairs for transformers' beam modes, none of them an end; the core are those that would go on."""
+    """Return up to `width` pairs without ends for transformers' beam modes; the core are the pairs that would go on."""
     vocab = law.logits.shape[1]
     keys = frontier.keys if spec.noisy else frontier.keys[:0]
     every = np.ones(len(core), dtype=np.bool_)
@@ -141,7 +141,7 @@ def _chosen_as_search_does(law: JointLaw, frontier: Beams, core: Array, width: i
             pairs[held] = pair
             held += 1
     values = likelihoods_at(law, pairs[:held])
-    if spec.noisy:  # beyond the candidates, which the noise has chosen, no score counts
+    if spec.noisy:  # pairs beyond the candidates, which the noise has chosen, have no value
         for place in range(held):
             if not (candidate_pairs == pairs[place]).any():
                 values[place] = -np.inf
@@ -163,7 +163,7 @@ def draw_pairs(odds: Array, count: int, again: bool, dice: Any) -> Array:
 
 
 @step
-def _first_places(drawn: Array) -> tuple[Array, Array, Array]:
+def first_places(drawn: Array) -> tuple[Array, Array, Array]:
     """Return the distinct draws by first occurrence, the index in them of each draw, and how often each occurs."""
     distinct = np.empty(len(drawn), dtype=np.int64)
     which = np.empty(len(drawn), dtype=np.int64)
@@ -192,7 +192,7 @@ def add_drafted_layer(
     law_odds: Array,
     vocab: int,
 ) -> Drafted:
-    """Return a draft with one more layer; end tokens get no node, and nodes that the forest has already get no second one.
+    """Return a draft with one more layer. End tokens get no node, and drafts that are nodes already no second one.
 
     Args:
         draws: int64[draws], index of each draw among the pairs of the choice.
@@ -246,7 +246,7 @@ def draft_layer(spec: Any, drafted: Drafted, law: JointLaw, width: int, dice: An
     """Return a draft with one more layer, chosen or drawn from the law of its frontier, which must be SOUND.
 
     Args:
-        spec: the spec of the drafter, which says how layers are drafted.
+        spec: the spec of the drafter.
         width: number of draft beams in the layer.
     """
 
@@ -256,7 +256,7 @@ def _add_choice(spec: Any, drafted: Drafted, choice: Choice, vocab: int, beams: 
     """Return a draft with one more layer, whose draws are SHARED: they can be matched, not tried.
 
     Args:
-        beams: number of beams that are expected to live on.
+        beams: expected number of surviving beams.
     """
     count = len(choice.tokens)
     every = np.arange(count)
@@ -287,7 +287,7 @@ def count_children(forest: Forest, nodes: Array) -> int:
 
 @step
 def with_fresh(choice: Choice, drafted: Drafted, fresh: int) -> Choice:
-    """Return the first pairs of a choice: as many as hold `fresh` pairs that are no nodes of the forest yet."""
+    """Return the first pairs of a choice, of which up to `fresh` are not yet nodes of the forest."""
     forest = drafted.forest
     nodes = drafted.frontier.nodes
     size = 0
@@ -349,7 +349,7 @@ def draft_drawn(spec: DrawnLayers, drafted: Drafted, law: JointLaw, width: int, 
     pairs = all_pairs(law)
     odds = odds_among(law, pairs)
     count = width if spec.again else min(width, len(pairs))
-    distinct, draws, counts = _first_places(draw_pairs(odds, count, spec.again, dice))
+    distinct, draws, counts = first_places(draw_pairs(odds, count, spec.again, dice))
     values = np.full(len(distinct), np.nan)
     choice = choice_of(law, drafted.frontier.keys, pairs[distinct], values, len(distinct), spec.eos)
     kind = INDEPENDENT if spec.again else DISTINCT
@@ -358,7 +358,7 @@ def draft_drawn(spec: DrawnLayers, drafted: Drafted, law: JointLaw, width: int, 
 
 @verb(0)
 def start_odds(spec: Any, live: Beams, nodes: int) -> NodeOdds:
-    """Return the odds of the nodes of a forest before its first layer is drafted; none if the draft is not cut."""
+    """Return the odds of a forest's nodes before the first layer is drafted; none if the draft is not cut."""
     return no_node_odds()
 
 
@@ -376,9 +376,9 @@ def odds_of_roots(spec: Any, live: Beams, nodes: int) -> NodeOdds:
 
 @verb(0)
 def thinned(spec: Any, drafted: Drafted) -> Drafted:
-    """Return a draft without the nodes of its frontier that do not pay for a further layer; as it is, if it is not cut.
+    """Return a draft without the frontier nodes that do not pay for a further layer; unchanged if the draft is not cut.
 
-    If it should end, its nodes stay, and its frontier is empty.
+    If the draft should end, its nodes stay, and its frontier is empty.
     """
     return drafted
 
@@ -386,7 +386,7 @@ def thinned(spec: Any, drafted: Drafted) -> Drafted:
 @thinned.of(SharedLayers, SearchedLayers)
 @step
 def thinned_by_budget(spec: Any, drafted: Drafted) -> Drafted:
-    """Return a draft without the nodes of its frontier that its budget does not allow a further layer; see `thinned`."""
+    """Return a draft without the frontier nodes that its budget allows no further layer; see `thinned`."""
     frontier = drafted.frontier
     if len(spec.budget.target_s) == 0 or len(frontier.nodes) == 0:
         return drafted
@@ -410,14 +410,14 @@ def thinned_by_budget(spec: Any, drafted: Drafted) -> Drafted:
 
 @verb(0)
 def cut(spec: Any, drafted: Drafted) -> Cut:
-    """Return a draft as it goes to the target: with the nodes that pay for being scored, or with all of them."""
+    """Return the part of a draft that the target scores: the nodes that pay for their score, or all of them."""
     return uncut(drafted.forest)
 
 
 @cut.of(SharedLayers, SearchedLayers)
 @step
 def cut_by_budget(spec: Any, drafted: Drafted) -> Cut:
-    """Return a draft with the nodes that its budget pays for; see `cut`."""
+    """Return the nodes that the budget of a draft allows; see `cut`."""
     whole = drafted.forest
     if len(spec.budget.target_s) == 0:
         return uncut(whole)
@@ -445,12 +445,12 @@ def draft_layers(
 ) -> tuple[Drafted, int]:
     """Return a draft with up to `depth` more layers of `width` beams, and SOUND.
 
-    The law of a beam whose row the target has computed is the target's. Only the other beams need the draft model.
-    Returns DEAD or BROKEN in place of SOUND if a layer has no law to draw from.
+    Beams whose target row is known draw from the target's law; only the others need the draft model. If a layer has no law
+    to draw from, DEAD or BROKEN is returned in place of SOUND.
 
     Args:
         model: the cache of a session in a model that compiled steps can run, see `core.passes.run_pass`.
-        drafted: a draft whose forest knows rows after the edits.
+        drafted: a draft; the known rows of its forest are already edited.
         edits: changes of the model's rows.
         spent: int64[2], to which the number of passes and the processor's cycles in the model are added.
     """
@@ -488,7 +488,7 @@ def draft_beams(
 
 @rows_kept.of(SharedLayers)
 def rows_of_layers(drafts: SharedLayers, beams: int, depth: int, width: int) -> int:
-    """Return how many rows the layers of a draft are drawn from; see `rows_kept`."""
+    """Return the number of rows that the layers of a draft are drawn from; see `rows_kept`."""
     return beams + depth * width if drafts.keeps_rows else 0
 
 
@@ -502,23 +502,20 @@ def learn_from_layers(drafts: Any, drafted: Cut, layers: Layers, rows: TurnRows)
 
 @dataclass(frozen=True)
 class NoDraft:
-    """A drafter that drafts nothing, for plain decoding."""
+    """A drafter without drafts, for plain decoding."""
 
     models: ClassVar[tuple[LM, ...]] = ()
 
     def spec(self, session: Session) -> NoDraftSpec:
-        """Return how steps draft nothing."""
+        """Return the spec of an empty draft."""
         return NoDraftSpec(0)
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
-        """Return a forest of roots only for each session."""
+        """Return a forest of roots for each session."""
         return [Forest.rooted(session.beams.tokens) for session in sessions]
 
     def settle(self, session: Session, turn: Turn) -> None:
-        """Do nothing: there is nothing to remember."""
-
-    def close(self, session: Session) -> None:
-        """Do nothing: there is nothing to forget."""
+        """Do nothing."""
 
 
 @dataclass(eq=False)
@@ -541,12 +538,12 @@ class GrowingBeams:
 
     @property
     def wants_rows(self) -> bool:
-        """Whether the draft model has to score any beam of the newest layer: the rows of the others are the target's."""
+        """Whether the draft model has to score any beam of the newest layer, because its target row is not known."""
         drafted = self.drafted
         return bool(len(nodes_without(drafted.frontier.nodes, drafted.forest.known.nodes)))
 
     def make_room(self, vocab: int, dtype: Any) -> None:
-        """Before the first layer, allocate the rows that layers are drawn from, if the spec keeps them."""
+        """Allocate the rows that layers are drawn from, before the first layer, if the spec keeps them."""
         if isinstance(self.spec, SharedLayers) and self.spec.keeps_rows and self.layers == 0:
             rows = self.drafted.forest.roots + (self.shape.depth - 1) * self.shape.width
             forest = self.drafted.forest._replace(layer_rows=no_layer_rows(rows, vocab, dtype))
@@ -556,7 +553,7 @@ class GrowingBeams:
         """Add a layer. If the rows of the frontier give no law to draw from, the draft ends.
 
         Args:
-            own: the draft model's logits of those beams of the frontier of which the target's are not known.
+            own: the draft model's logits of the frontier beams whose target rows are not known.
         """
         session = self.session
         frontier = self.drafted.frontier
@@ -582,18 +579,18 @@ class GrowingBeams:
 
 
 class _Cut:
-    """A mark in the state of a session: the draft of the present turn."""
+    """The key of the current turn's draft in the state of a session."""
 
 
 def budget_of(session: Session) -> Budget:
-    """Return by what the drafts of a session grow and are cut, as its controller says; NO_BUDGET if it does not."""
+    """Return the budget by which the controller of a session cuts drafts; NO_BUDGET if it has none."""
     asked = getattr(session.parts.controller, "budget", None)
     found: Budget = NO_BUDGET if asked is None else asked(session)
     return found
 
 
 def _rows_of_vocab(rows: Rows, vocab: int) -> Rows:
-    """Return the target's rows for the tokens of a draft model: without those that it lacks, -inf for its own others."""
+    """Return the target's rows in the vocabulary of a draft model: cut, or with -inf at tokens that the target lacks."""
     if rows.shape[1] >= vocab or len(rows) == 0:
         return np.ascontiguousarray(rows[:, :vocab])
     wider = np.full((len(rows), vocab), -np.inf, dtype=rows.dtype)
@@ -607,13 +604,12 @@ class BeamDrafter:
 
     Args:
         lm: the draft model.
-        beams: number of beams that the target keeps. With shared noise, that many draft pairs per layer are core: what the
-            draft model by itself would keep. The rest of a layer are the most probable other pairs, even if its truncation
+        beams: number of beams that the target keeps. With shared noise, this many draft pairs per layer are core: those that
+            the draft model alone would keep. The rest of a layer are the most probable other pairs, even if its truncation
             cuts them.
-        coupling: "noise": draft under the noise that the target will use; "rejection": draw by dice and state the law.
+        coupling: "noise": draft under the noise of the target; "rejection": draw by dice and state the law.
         replacement: draw with replacement, independently, instead of without (coupling "rejection" only).
-        search: draft for transformers' beam modes. In these a beam that ends makes room for the next one, so ends are not
-            drafted.
+        search: draft for transformers' beam modes, in which an ended beam frees its place, so ends are not drafted.
         keeps_rows: pass on the laws that layers were drawn from, for rules that choose widths by them.
         width: how the target chooses the widths of layers; None: they all have `beams` draws.
     """
@@ -637,7 +633,7 @@ class BeamDrafter:
         return getattr(self.lm, "keeps_nodes", False)
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
-        """Return a forest per session: up to `shape.depth` layers of `shape.width` draft beams, fewer if all beams end."""
+        """Return a forest per session, of up to `shape.depth` layers of `shape.width` draft beams."""
         if len(sessions) == 1:
             drafted = self._drafted_by_steps(sessions[0], shapes[0])
             if drafted is not None:
@@ -658,25 +654,25 @@ class BeamDrafter:
         return [self._passed_on(draft.session, cut(draft.spec, draft.drafted)) for draft in drafts]
 
     def _drafted_by_steps(self, session: Session, shape: Shape) -> Cut | None:
-        """Return the draft of a session, made in one compiled call; None if Python sees rows, or nothing is drafted."""
+        """Return the draft of one compiled call; None if Python has to see rows, or nothing is drafted."""
         begun = self._start(session, shape)
         if not begun.wants_layer:
             return None
         return drafted_by_steps(self.lm, session, shape, begun.spec, self._roots(session))
 
     def _passed_on(self, session: Session, drafted: Cut) -> Forest:
-        """Return the forest that the target scores; the whole draft is kept until the turn is settled."""
+        """Return the forest that the target scores; store the whole draft until the turn is settled."""
         session.state[_Cut, self] = drafted
         return drafted.forest._replace(known=session.start.known)
 
     def _roots(self, session: Session) -> Forest:
-        """Return the forest that a draft starts with, whose rows are of the draft model's tokens."""
+        """Return the forest that a draft starts with, with known rows in the draft model's vocabulary."""
         start = session.start
         known = start.known._replace(rows=_rows_of_vocab(start.known.rows, self.lm.vocab))
         return Forest(start.tokens, start.parents, known=known)
 
     def spec(self, session: Session) -> Any:
-        """Return how layers are drafted for a session: a `SharedLayers`, `SearchedLayers` or `DrawnLayers`."""
+        """Return a `SharedLayers`, `SearchedLayers` or `DrawnLayers` for a session."""
         warp = session.warp
         ends = session.limits.ending
         budget = budget_of(session)
@@ -701,7 +697,7 @@ class BeamDrafter:
         return fill_prompts(self.lm, sessions, None, most)
 
     def settle(self, session: Session, turn: Turn) -> None:
-        """Keep in the draft model's cache what the surviving beams need, free the rest, and learn the odds of drafts."""
+        """Settle the draft model's cache, and learn the odds of drafts."""
         done = session.state.pop((_Cut, self), None)
         if done is not None and len(done.odds.live):
             learn_odds(budget_of(session).odds, done.odds, done.whole, turn.verdict.layers, done.node_map)

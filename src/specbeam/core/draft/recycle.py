@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int32, Int64
 
 from specbeam.core.beams import Beams, Layers, Texts, is_end
-from specbeam.core.draft.lookup import RETRIEVED, permitted, started_forest
+from specbeam.core.draft.lookup import RETRIEVED, permitted
 from specbeam.core.draft.turns import Cut, draft_turn, learn_from, nodes_of, uncut
 from specbeam.core.errors import BadSetting, MissingFile
 from specbeam.core.forest import LOST, Forest, TurnRows, find_child, groups_without_laws, start_of, unknown_nodes
@@ -354,7 +354,7 @@ class TokenRecycling:
 
     def _tree(self, session: Session, shape: Shape) -> Forest:
         spec = self._spec(session)
-        roots = started_forest(session)
+        roots = session.undrafted
         if session.warp.constraint is None:
             return recycled(roots, shape.depth, spec)
         filled = start_filling(roots.tokens, roots.parents, spec)

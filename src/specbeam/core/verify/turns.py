@@ -1,4 +1,4 @@
-"""VERIFY: the verb by which compiled turns are decided. A rule whose spec has a step `verify_turn` takes part in runs."""
+"""VERIFY: the verb by which compiled turns are decided. A rule whose spec has a step `verify_turn` runs compiled."""
 
 from typing import Any
 
@@ -25,11 +25,11 @@ def verify_turn(  # type: ignore[empty-body]
         finished: scores of the beams that ended; those that end here are added.
         dice: the uniforms of the session.
         evidence: trials and first draws are noted in it, for audits.
-        observer: looks at each layer in Python; None: nothing does.
+        observer: an object that sees each layer in Python; None: there is none.
     """
 
 
 @verb(0)
 def ends_between_layers(rule: Any) -> bool:
-    """Return whether a beam may end that makes no layer, so that only Python sees its text."""
+    """Return whether beams may end without being in a layer, so that only Python sees their texts."""
     return False
