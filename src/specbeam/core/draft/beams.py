@@ -71,8 +71,8 @@ class SharedLayers(NamedTuple):
     truncation: Truncation
     eos: Array  # int64[ends]
     keeps_rows: bool  # whether `Forest.layer_rows` is stored, because widths depend on the laws of the draft
-    # Whether pairs that the target has already scored come in addition to the width. Only if widths are independent of drafts:
-    # which nodes are known depends on the noise of their layer, so the number of drafts would reveal it.
+    # Whether pairs that the target has already scored come in addition to the width. Only if widths are independent of
+    # drafts: which nodes are known depends on the noise of their layer, so the number of drafts would reveal it.
     more_if_known: bool
     budget: Budget  # by which the draft grows and is cut; only if widths are independent of drafts
 
