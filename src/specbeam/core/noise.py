@@ -123,10 +123,10 @@ def bound_noise(key: Array, bounds: Array) -> None:
 
 @step
 def with_largest(value: float, largest: float, wanted: float) -> float:
-    """Return what becomes of one of several independent Gumbel values if the largest of them is to be `wanted`.
+    """Return one of several independent Gumbel values, transformed so that the largest of them becomes `wanted`.
 
-    It is -log(exp(-wanted) - exp(-largest) + exp(-value)), which keeps the order of values. If `wanted` has the law of the
-    largest value, and does not depend on these values, the results have the law of the values. Source: Kool et al. 2019,
+    The result -log(exp(-wanted) - exp(-largest) + exp(-value)) keeps the order of values. If `wanted` has the law of the
+    largest value and is independent of these values, the results have the law of the values. Source: Kool et al. 2019,
     app. B.3.
     """
     gap = value - largest

@@ -1,4 +1,4 @@
-"""DRAFT: the draft of a single session in one compiled call, by the step that runs use, where Python decides the turn."""
+"""DRAFT: the draft of a single session in one compiled call, for turns that Python decides."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from specbeam.core.session import Session
 def drafted_by_steps(lm: Any, session: Session, shape: Shape, spec: Any, roots: Forest) -> Cut | None:
     """Return the draft of a session; None if steps cannot run the model, or Python has to see the rows.
 
-    If the model returns no law, the session fails, and the draft that was made before is returned.
+    If the model's logits are broken, the session fails, and the draft up to there is returned.
 
     Args:
         lm: the draft model.

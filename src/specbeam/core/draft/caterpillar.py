@@ -43,7 +43,7 @@ OF_DRAWN: Counts = ((0.95, 1), (0.8, 3), (0.5, 5), (0.0, 10))
 
 @borrowed
 class CaterpillarSpec(NamedTuple):
-    """How many children nodes get by the odds of the first, as numbers for steps."""
+    """The number of children of a node by the odds of the first, as numbers for steps."""
 
     odds: (
         Array  # float64[classes], descending: a first draw is of the first class whose odds it exceeds, or of the last
@@ -52,7 +52,7 @@ class CaterpillarSpec(NamedTuple):
     greedy: bool  # whether children are the likeliest tokens; if not, they are drawn without replacement
     truncation: Truncation
     eos: Array  # int64[ends]
-    stops: StopSpec = NO_STOP  # by what a draft may end between layers
+    stops: StopSpec = NO_STOP  # how the controller may end a draft between layers
 
 
 class CaterpillarDraft(NamedTuple):
@@ -91,7 +91,7 @@ def number_of_children(spec: CaterpillarSpec, odds: float) -> int:
 
 @step
 def draw_family(logp: Array, odds: Array, spec: CaterpillarSpec, dice: Any) -> Array:
-    """Return the children of a node by their places in its law, int64[children], the one that goes on first."""
+    """Return the children of a node as indices into its law, int64[children]; the chain goes on by the first one."""
     if spec.greedy:
         return likeliest_places(logp, number_of_children(spec, odds.max()))
     left = odds.copy()
@@ -137,7 +137,7 @@ def _with_frontier(draft: CaterpillarDraft, frontier: Array, surest: float) -> C
 def _with_family(
     draft: CaterpillarDraft, parent: int, law: RowLaw, spec: CaterpillarSpec, dice: Any
 ) -> CaterpillarDraft:
-    """Return chains with the children of one node: the first as a node, unless it is an end, the others to be."""
+    """Return chains with the children of one node: the first is a node, unless it is an end; the others will be."""
     odds = exponentials(law.logp)
     places = draw_family(law.logp, odds, spec, dice)
     first = places[0]
@@ -175,7 +175,7 @@ def _with_family(
 @finish_growth.of(CaterpillarSpec)
 @step
 def finish_chains(draft: CaterpillarDraft, spec: CaterpillarSpec) -> Cut:
-    """Return the chains with all siblings, which come after all of them; ends get no node. See `finish_growth`."""
+    """Return the chains followed by all siblings; ends get no node. See `finish_growth`."""
     forest = draft.forest
     groups = len(draft.parents)
     born = room_for_children(len(forest.tokens), len(draft.tokens), groups)
@@ -194,14 +194,14 @@ def finish_chains(draft: CaterpillarDraft, spec: CaterpillarSpec) -> Cut:
 
 @most_draws.of(CaterpillarSpec)
 def most_draws_of_chains(draft: CaterpillarDraft, spec: CaterpillarSpec) -> int:
-    """Return the most draws of a layer: as many children as there may be of each node; see `most_draws`."""
+    """Return the maximum number of draws of a layer; see `most_draws`."""
     return len(draft.frontier) * int(spec.counts.max())
 
 
 @nodes_of.of(CaterpillarSpec)
 @step
 def most_nodes_of_chains(spec: CaterpillarSpec, roots: int, depth: int, width: int) -> int:
-    """Return the most nodes of chains with siblings: as many children as there may be at every node; see `nodes_of`."""
+    """Return the maximum number of nodes of chains with siblings; see `nodes_of`."""
     return roots * depth * spec.counts.max()
 
 
@@ -210,10 +210,10 @@ register_growth(CaterpillarSpec)
 
 @dataclass(frozen=True)
 class Caterpillar(Complete):
-    """A growth of chains in which each token has siblings, which are leaves. The draft model never scores these.
+    """A growth of chains in which each token has siblings, which are leaves and never scored by the draft model.
 
-    The first draw under a node goes on. How many draws there are depends on the odds of the first one, which stands before
-    them and is tried before them, so each is still drawn from the law that it is tried against.
+    The chain goes on by the first draw under a node. The number of further draws depends on the odds of the first one, which
+    is tried before them, so each is still drawn from the law that it is tried against.
 
     Args:
         of_drawn: number of children by the odds of the first, if they are drawn, without replacement.

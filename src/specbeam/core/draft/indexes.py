@@ -1,4 +1,4 @@
-"""DRAFT without a model, as steps: an index of a growing text finds what followed earlier occurrences of its last tokens.
+"""DRAFT without a model, as steps: an index of a growing text finds earlier occurrences of its last tokens.
 
 Each kind of index is a record of arrays that has registered `add_token` and `find_after`.
 """
@@ -10,14 +10,14 @@ import numpy as np
 from specbeam.core.beams import LENGTH, SETTLED, Texts
 from specbeam.core.steps import Array, borrowed, step, verb
 
-READ = 0  # index into the `numbers` of an index: how many tokens of the text it has read
+READ = 0  # index into the `numbers` of an index: number of tokens of the text that it has read
 HASHES = 2**31 - 1  # hashes are below this prime, so that 64 bits hold their products
 FACTOR = 1_000_003
 
 
 @verb(0, has_body=False)
 def add_token(index: Any, token: int) -> None:
-    """Append a token to the text of an index, which has room for it."""
+    """Append a token to the text of an index, which must have capacity for it."""
 
 
 @verb(0, has_body=False)
@@ -33,7 +33,7 @@ def find_after(index: Any, offset: int, texts: Texts, beam: int, depth: int) -> 
 
 @step
 def hashed(before: int, number: int) -> int:
-    """Return the hash of a sequence of numbers that is one number longer than that of the hash `before`."""
+    """Return the hash of a sequence, extended by a number, given its hash `before`."""
     return (before * FACTOR + number + 1) % HASHES
 
 
@@ -59,13 +59,13 @@ class GramIndex(NamedTuple):
     text: Array  # int64[capacity]
     places: Array  # int64[slots]: the index after a run; 0: the slot is free
     sizes: Array  # int64[slots]: the length of the run
-    numbers: Array  # int64[1]: how many tokens were read (READ)
+    numbers: Array  # int64[1]: number of tokens that were read (READ)
     longest: int
     keeps_first: bool
 
 
 def gram_index(longest: int, keeps_first: bool, room: int) -> GramIndex:
-    """Return an empty index with room for `room` tokens."""
+    """Return an empty index with capacity for `room` tokens."""
     slots = _power_of_two(2 * longest * room)
     text = np.zeros(room, dtype=np.int64)
     places = np.zeros(slots, dtype=np.int64)
@@ -101,7 +101,7 @@ def _slot_of_run(index: GramIndex, run: Array, size: int, code: int) -> int:
 @add_token.of(GramIndex)
 @step
 def add_to_grams(index: GramIndex, token: int) -> None:
-    """Note that each run that the text ended with is followed by the next place; see `add_token`."""
+    """Store the next place for each run that the text ended with; see `add_token`."""
     place = index.numbers[READ]
     longest = min(index.longest, place)
     run = np.empty(longest, dtype=np.int64)
@@ -120,7 +120,7 @@ def add_to_grams(index: GramIndex, token: int) -> None:
 @find_after.of(GramIndex)
 @step
 def find_after_grams(index: GramIndex, offset: int, texts: Texts, beam: int, depth: int) -> tuple[int, int]:
-    """Return what followed the longest run that the text of a beam ends with; see `find_after`."""
+    """Return the tokens after an earlier occurrence of the longest run at the end of a beam's text; see `find_after`."""
     length = offset + texts.sizes[LENGTH]
     longest = min(index.longest, length)
     run = np.empty(longest, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""DRAFT: trees made of other trees: unions of several drafts, graphs of repeated runs, pruned trees."""
+"""DRAFT: unions of trees, pruned trees, and trees of graphs that merge repeated tokens."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -111,10 +111,10 @@ class ManyDrafters:
 
 @dataclass(frozen=True)
 class Pruned:
-    """A drafter that prunes the trees of another one by an early look of the target (ProPD, arXiv 2402.13485).
+    """A drafter that prunes the trees of another one by the target's first layers (ProPD, arXiv 2402.13485).
 
-    A node stays if its token is among the `top` likeliest after its parent under `early`, the target's first layers. Which
-    nodes are left depends on their tokens, so drawn groups become LOST; CHOSEN groups stay CHOSEN.
+    A node stays if its token is among the `top` likeliest after its parent under `early`, the target's first layers. Pruning
+    depends on the tokens, so drawn groups become LOST; CHOSEN groups stay CHOSEN.
     """
 
     drafter: Drafter
@@ -123,7 +123,7 @@ class Pruned:
 
     @property
     def models(self) -> tuple[LM, ...] | None:
-        """The models that it runs; None if its drafter does not name its own."""
+        """The models that it runs; None if its drafter has no attribute `models`."""
         drafting = models_of(self.drafter)
         return None if drafting is None else (*drafting, self.early)
 
@@ -140,7 +140,7 @@ class Pruned:
         return pruned
 
     def _likely_nodes(self, forest: Forest, rows: Float[torch.Tensor, "nodes vocab"]) -> Int64[np.ndarray, " kept"]:
-        """Return the nodes that stay: the roots, and the nodes whose path is likely token by token."""
+        """Return the roots, and the nodes whose path is likely token by token."""
         likely = rows.topk(min(self.top, rows.shape[1]), dim=-1).indices.cpu().numpy()
         kept = np.ones(forest.size, dtype=bool)
         for node in range(forest.roots, forest.size):
@@ -186,7 +186,7 @@ class Graph(Complete):
 
     Args:
         top: number of candidates per node.
-        context: number of tokens before the candidate that must agree, too; -1: never merge.
+        context: number of tokens before the candidate that must agree as well; -1: never merge.
         least: a node of smaller draft probability gets no children.
         least_sibling: candidates whose draft probability is below this share of their best sibling's are left out.
         most_nodes: the most nodes of the unrolled trees, roots included.
@@ -226,7 +226,7 @@ class Graph(Complete):
             tree.frontier = tree.frontier[:0]
 
     def _twin(self, tree: GrowingTree, edges: dict[int, list[int]], node: int, token: int) -> int | None:
-        """Return an earlier node that this candidate repeats and that does not lead to `node`; None if there is none."""
+        """Return an earlier node that this candidate repeats, from which `node` cannot be reached; None if there is none."""
         if self.context < 0:
             return None
         wanted = [*self._tail(tree, node, self.context), token]
@@ -245,7 +245,7 @@ class Graph(Complete):
         return [*before, *tree.forest.path(node)][-size:]
 
     def finish(self, tree: GrowingTree) -> None:
-        """Unroll the graph. Copies are added to the forest unscored, so that the draft model's cache knows their places."""
+        """Unroll the graph; copies are added to the forest without being scored."""
         edges: dict[int, list[int]] = tree.memory.get("edges", {})
         kept = [*tree.roots]
         queue = [(root, root, 0) for root in kept]  # (node, node of the graph that it stands for, its depth)

@@ -1,8 +1,8 @@
 """DRAFT: trees by stochastic beam search: in each layer the sequences of largest perturbed log-probability.
 
-Siblings are in descending perturbed order, which is their draw order. Parents of which no child is kept are leaves. Which
-sequences are kept depends on the perturbed values and never on the tokens, so each sibling that is kept still has the draft
-law without its earlier siblings.
+Siblings are in descending perturbed order, which is their draw order. Parents without kept children are leaves. The choice
+of sequences depends on the perturbed values and never on the tokens, so each kept sibling has the draft law without its
+earlier siblings.
 
 Source: RSD-S (arXiv 2402.14160).
 """
@@ -40,13 +40,13 @@ from specbeam.core.steps import Array, borrowed, step
 
 @borrowed
 class StochasticSpec(NamedTuple):
-    """How the sequences of a layer are chosen."""
+    """The growth of a tree by stochastic beam search."""
 
-    greedy: bool  # whether they are the likeliest ones, without noise
+    greedy: bool  # whether the sequences of a layer are the likeliest ones, without noise
     truncation: Truncation
     eos: Array  # int64[ends]
-    vocab: int = 0  # number of tokens of the draft model: of so many at most a node may take a uniform for each
-    stops: StopSpec = NO_STOP  # by what a draft may end between layers
+    vocab: int = 0  # number of tokens of the draft model, which bounds the uniforms per node
+    stops: StopSpec = NO_STOP  # how the controller may end a draft between layers
 
 
 class StochasticDraft(NamedTuple):
@@ -83,7 +83,7 @@ def start_stochastic(roots: Forest, spec: StochasticSpec, live: Beams, depth: in
 
 @step
 def _offer(best: Sequences, value: float, number: int, place: int) -> None:
-    """Let a sequence take its rank among the best ones, if it has one; sequences come by ascending number of the parent."""
+    """Insert a sequence into the best ones if it is one of them; sequences are offered by ascending number of the parent."""
     held = best.held[0]
     rank = held
     while rank > 0:

@@ -59,23 +59,23 @@ ROOM = 4096  # initial capacity for the probabilities of stated laws
 
 @borrowed
 class TreeSpec(NamedTuple):
-    """How a tree branches, and how children are drawn, as numbers for steps.
+    """The topology of a tree and the way of drawing children, as numbers for steps.
 
-    Each node has a place in the topology, which is 0 at the roots. A node at place t gets counts[t] children; the k-th one
-    drawn, from k = 0 on, has the place first[t] + k * apart.
+    Each node has a place in the topology, 0 for roots. A node at place t gets counts[t] children; the k-th draw, from k = 0
+    on, has the place first[t] + k * apart.
     """
 
     counts: Array  # int64[places]
     first: Array  # int64[places]
-    apart: int  # 1; or 0: all children of a node have the same place, as in a tree of fixed counts per layer
+    apart: int  # 1; or 0: all children of a node have the same place, because counts depend on the layer only
     way: int  # ONE_BY_ONE, STRUCK_OUT, STRUCK_OUT_THEN_ANY, LIKELIEST or LIKELIEST_AND_ONE
     truncation: Truncation
     eos: Array  # int64[ends]
-    stops: StopSpec = NO_STOP  # by what a draft may end between layers
+    stops: StopSpec = NO_STOP  # how the controller may end a draft between layers
 
 
 class OwnChildrenSpec(NamedTuple):
-    """A `TreeSpec` of a tree whose children Python draws, in a user's own way."""
+    """A `TreeSpec` for a user's own `Children`, which draws in Python."""
 
     counts: Array
     first: Array
@@ -236,7 +236,7 @@ def condition_after_array(rows: Array, number: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class FrontierLaws:
-    """The laws after a frontier where Python makes them, in place of its rows; None after a node with no way on."""
+    """The laws of a frontier that Python makes, in place of its rows; None after a node without allowed tokens."""
 
     laws: list[RowLaw | None]
     shape: tuple[int, int]  # of the rows
@@ -530,13 +530,13 @@ def grow_one_layer(draft: Any, rows: Array, spec: Any, dice: Any) -> tuple[Any, 
 
 @verb(1)
 def finish_growth(draft: Any, spec: Any) -> Cut:
-    """Return a draft after its last layer, as it is passed on, and with all nodes that the draft model knows."""
+    """Return a draft after its last layer: the forest that is passed on, and all nodes that the draft model knows."""
     return uncut(draft.forest)
 
 
 @verb(1)
 def most_draws(draft: Any, spec: Any) -> int:
-    """Return the most uniforms that the next layer of a draft takes."""
+    """Return the maximum number of uniforms for the next layer of a draft."""
     return int(spec.counts[draft.places].sum())
 
 
@@ -592,12 +592,12 @@ def grow_tree(
 ) -> tuple[Any, int]:
     """Return a tree with up to `depth` more layers, and SOUND; or BROKEN if a row of logits holds NaN or +inf.
 
-    It has fewer layers where nothing can go on, and where `spec.stops` ends it.
+    It has fewer layers if no node can have children, or if `spec.stops` ends it.
 
     Args:
         model: the cache of a session in a model that compiled steps can run, see `core.passes.run_pass`.
         draft, spec: a draft and its spec, of a kind that has a step `grow_one_layer`.
-        answered: number of forest nodes whose logits were computed in this turn already.
+        answered: number of forest nodes that have been scored in this turn.
         edits: changes of the model's rows.
         spent: int64[2], to which the number of passes and the processor's cycles in the model are added.
     """
@@ -690,10 +690,9 @@ class GrowingTree:
         return processed_rows(rows, self.session.warp, lambda: self.session.paths(self.forest, self.frontier))
 
     def laws(self, rows: Rows) -> list[RowLaw]:
-        """Cut the frontier to the nodes that may go on, and return their draft laws.
+        """Return the draft laws of the frontier, without ends and nodes that allow no token, which leave the frontier.
 
-        After an end token no law is computed, because logits processors need not support that. A node after which everything
-        is banned is a leaf.
+        Logits processors need not support paths after an end token.
         """
         eos = self.session.limits.eos
         frontier = self.frontier.tolist()
@@ -736,7 +735,7 @@ class TreeDrafter:
 
     Args:
         lm: the draft model.
-        counts_passes: count these passes as the draft's; False if the model counts them itself.
+        counts_passes: whether to count the passes as draft passes; False if the model counts them itself.
     """
 
     lm: LM
@@ -750,11 +749,11 @@ class TreeDrafter:
 
     @property
     def no_law_reason(self) -> str:
-        """The reason why the law of the drafts is not known, from an attribute of the growth; "" if it is known."""
+        """The reason why the law of the drafts is unknown, from an attribute of the growth; "" if it is known."""
         return getattr(self.growth, "no_law_reason", "")
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
-        """Return one tree per session; see `Growth`. A controller that is `Stopping` may end a draft between layers."""
+        """Return one tree per session. A controller that is `Stopping` may end a draft between layers."""
         if len(sessions) == 1:
             forest = self._drafted_by_steps(sessions[0], shapes[0])
             if forest is not None:
@@ -793,7 +792,7 @@ class TreeDrafter:
         return found._replace(vocab=self.lm.vocab)
 
     def _drafted_by_steps(self, session: Session, shape: Shape) -> Forest | None:
-        """Return the tree of a session, grown in one compiled call; None if Python has to see layers or rows."""
+        """Return the tree of one compiled call; None if Python has to see layers or rows."""
         spec = self.spec(session)
         stops = stops_of(session.parts.controller, session, shape.depth)
         if spec is None or stops is None:
@@ -805,10 +804,7 @@ class TreeDrafter:
         return self._passed_on(GrowingTree.start(session, shape), drafted)
 
     def _passed_on(self, tree: GrowingTree, drafted: Cut) -> Forest:
-        """Return the forest that the target scores.
-
-        If it lacks nodes of the draft, the tree is kept until the turn is settled.
-        """
+        """Return the forest that the target scores; store the tree until the turn is settled if it has more nodes."""
         if len(drafted.node_map) < drafted.whole.size:
             tree.forest = drafted.whole
             tree.kept = drafted.node_map
@@ -816,7 +812,7 @@ class TreeDrafter:
         return drafted.forest
 
     def _grow(self, tree: GrowingTree, rows: Rows) -> None:
-        """Add a layer by the logits of the frontier; empty the frontier if the controller ends the draft."""
+        """Add a layer, given the logits of the frontier; empty the frontier if the controller ends the draft."""
         session = tree.session
         controller = session.parts.controller
         may_stop = _may_stop(type(controller))
@@ -837,7 +833,7 @@ class TreeDrafter:
         return _confidence(tree.forest, before, law_of) if may_stop else 1.0
 
     def _finish(self, tree: GrowingTree) -> Forest:
-        """Let the growth finish a tree, and return the forest that is passed on."""
+        """Return the forest that is passed on, after the growth has finished the tree."""
         if tree.draft is not None:
             done = finish_growth(tree.draft, self._spec_of_layers(tree.session))
             tree.forest = done.forest
@@ -854,7 +850,7 @@ class TreeDrafter:
         return fill_prompts(self.lm, sessions, None, most)
 
     def settle(self, session: Session, turn: Turn) -> None:
-        """Keep in the draft model's cache what the surviving beams need, and free the rest."""
+        """Settle the draft model's cache."""
         whole = session.state.pop(self, None)
         self.lm.settle(session, turn if whole is None else turn.on(whole.forest, whole.kept))
 
@@ -891,7 +887,7 @@ def _grow_by_steps(tree: GrowingTree, rows: Rows, spec: Any) -> float:
 
 @cache
 def _may_stop(kind: type) -> bool:
-    """Return whether controllers of this class are `Stopping`. Cached: the check of a protocol takes as long as a layer."""
+    """Return whether controllers of this class are `Stopping`. Cached: checking a protocol takes as long as a layer."""
     return issubclass(kind, Stopping)
 
 
@@ -919,7 +915,7 @@ def _confidence(forest: Forest, before: Forest, laws: dict[int, RowLaw]) -> floa
 @nodes_of.of(TreeSpec)
 @step
 def most_nodes_of_tree(spec: TreeSpec, roots: int, depth: int, width: int) -> int:
-    """Return the most nodes of trees of fixed counts or topology: all children of all places; see `nodes_of`."""
+    """Return the number of nodes of complete trees; see `nodes_of`."""
     total = 0
     parents = np.zeros(len(spec.counts), dtype=np.int64)  # number of nodes in each place
     parents[0] = roots
@@ -937,7 +933,7 @@ class Complete:
     """A base class of growths that pass on every node they have grown."""
 
     def finish(self, tree: GrowingTree) -> None:
-        """Do nothing: there is nothing to add."""
+        """Do nothing."""
 
 
 DEEPEST = 64  # least number of layers in the layout of fixed counts
@@ -946,7 +942,7 @@ DEEPEST = 64  # least number of layers in the layout of fixed counts
 def _spec_of_layout(
     layout: tuple[Array, Array], apart: int, children: Any, truncation: Truncation, eos: Array, greedy: bool
 ) -> TreeSpec | OwnChildrenSpec:
-    """Return the spec of a tree of fixed places; at temperature 0 children are the likeliest tokens, however drawn else."""
+    """Return the spec of a tree with this layout, `counts` and `first`. At temperature 0 children are the likeliest."""
     counts, first = layout
     if greedy:
         return TreeSpec(counts, first, apart, LIKELIEST, truncation, eos)
@@ -957,9 +953,9 @@ def _spec_of_layout(
 
 @dataclass(frozen=True)
 class Branching(Complete):
-    """A growth with a fixed number of children per node in each layer; the last holds for deeper layers. (1,) is a chain."""
+    """A growth with a fixed number of children per node in each layer; the last count also holds for deeper layers."""
 
-    counts: tuple[int, ...]
+    counts: tuple[int, ...]  # (1,) is a chain
     children: Any  # a class of draft.children, or another `Children`
 
     @property
@@ -985,7 +981,7 @@ def _layout_of(counts: tuple[int, ...]) -> tuple[Array, Array]:
 
 @dataclass(frozen=True)
 class FixedTree(Complete):
-    """A growth of trees of a fixed topology, which says how many children each node gets (Sequoia, arXiv 2402.12374)."""
+    """A growth of trees with a fixed topology, the number of children of each node (Sequoia, arXiv 2402.12374)."""
 
     topology: Topology
     children: Any  # a class of draft.children, or another `Children`
