@@ -189,7 +189,7 @@ def _named_pairs(groups: Siblings) -> Array:
     return np.concatenate([np.arange(size) for size in sizes])
 
 
-class LayerRows(NamedTuple):
+class FrontierRows(NamedTuple):
     """The logits that draft layers were drawn from: row_ends[k] is the index after the last row of layer k."""
 
     nodes: Array  # int64[rows]: the forest node of each row
@@ -199,23 +199,25 @@ class LayerRows(NamedTuple):
     logits: Array  # float[capacity, vocab]: of the draft model, after the processors; capacity 0 if no rule reads them
 
 
-def no_layer_rows(rows: int = 0, vocab: int = 0, dtype: Any = np.float32) -> LayerRows:
+def no_frontier_rows(rows: int = 0, vocab: int = 0, dtype: Any = np.float32) -> FrontierRows:
     """Return the rows of a draft without layers, with capacity for `rows` rows of logits."""
-    return LayerRows(_NO_NUMBERS, _NO_ODDS, _NO_NUMBERS, _NO_NUMBERS, np.empty((rows, vocab), dtype=dtype))
+    return FrontierRows(_NO_NUMBERS, _NO_ODDS, _NO_NUMBERS, _NO_NUMBERS, np.empty((rows, vocab), dtype=dtype))
 
 
 @step
-def add_layer_rows(layer_rows: LayerRows, nodes: Array, scores: Array, counts: Array, rows: Array) -> LayerRows:
-    """Return the rows with those of one more layer, whose logits `rows` are written into `layer_rows.logits`."""
-    start = len(layer_rows.nodes)
+def add_frontier_rows(
+    frontier_rows: FrontierRows, nodes: Array, scores: Array, counts: Array, rows: Array
+) -> FrontierRows:
+    """Return the rows with those of one more layer, whose logits `rows` are written into `frontier_rows.logits`."""
+    start = len(frontier_rows.nodes)
     stop = start + len(nodes)
-    copy_rows(layer_rows.logits[start:stop], rows)
-    return LayerRows(
-        np.concatenate((layer_rows.nodes, nodes)),
-        np.concatenate((layer_rows.scores, scores)),
-        np.concatenate((layer_rows.counts, counts)),
-        np.append(layer_rows.row_ends, stop),
-        layer_rows.logits,
+    copy_rows(frontier_rows.logits[start:stop], rows)
+    return FrontierRows(
+        np.concatenate((frontier_rows.nodes, nodes)),
+        np.concatenate((frontier_rows.scores, scores)),
+        np.concatenate((frontier_rows.counts, counts)),
+        np.append(frontier_rows.row_ends, stop),
+        frontier_rows.logits,
     )
 
 
@@ -242,7 +244,7 @@ class Forest(NamedTuple):
     siblings: Siblings = NO_SIBLINGS
     logq: Array = _NO_ODDS  # float64[nodes]: draft log-likelihood of the path from the root; NaN, or empty: unknown
     beams: Array = _NO_NUMBERS  # int64[beams]: the last nodes of the drafter's final beams, best first
-    layer_rows: LayerRows = no_layer_rows()
+    frontier_rows: FrontierRows = no_frontier_rows()
     known: KnownRows = NO_KNOWN_ROWS
 
     @classmethod
@@ -419,7 +421,7 @@ def groups_without_laws(kind: int, parents: Array, draw_ends: Array, tokens: Arr
 @step
 def with_groups(forest: Forest, groups: Siblings) -> Forest:
     """Return the forest with these groups of siblings in place of its own."""
-    return Forest(forest.tokens, forest.parents, groups, forest.logq, forest.beams, forest.layer_rows, forest.known)
+    return Forest(forest.tokens, forest.parents, groups, forest.logq, forest.beams, forest.frontier_rows, forest.known)
 
 
 @step
@@ -634,7 +636,7 @@ def forest_of_nodes(forest: Forest, nodes: Array) -> Forest:
         groups.law_ends, groups.law_pairs, groups.law_odds, groups.vocab,
     )  # fmt: skip
     known = KnownRows(node_map[forest.known.nodes], forest.known.rows)
-    return Forest(forest.tokens[nodes], parents, fewer, forest.logq, forest.beams, forest.layer_rows, known)
+    return Forest(forest.tokens[nodes], parents, fewer, forest.logq, forest.beams, forest.frontier_rows, known)
 
 
 @step

@@ -32,8 +32,8 @@ from specbeam.core.draft.turns import Cut, draft_turn, keep_tosses, learn_from, 
 from specbeam.core.forest import (
     LOST,
     Forest,
+    FrontierRows,
     KnownRows,
-    LayerRows,
     Start,
     TurnRows,
     depths_of,
@@ -98,7 +98,7 @@ class RunRoom(NamedTuple):
     ended: EndedTexts
     widths: Array  # int64[SPAN]: draws of each layer
     evidence: Evidence  # for audits
-    layer_rows: Array  # float32[rows, vocab]: rows that layers are drawn from
+    frontier_rows: Array  # float32[rows, vocab]: rows that layers are drawn from
     # int64[11]: turns (DONE), passes as a session counts them and as the models do, draft nodes, layers with draws, and the
     # fields of `RowCounts`
     numbers: Array
@@ -107,11 +107,11 @@ class RunRoom(NamedTuple):
 
 
 @step
-def begun_forest(start: Start, layer_rows: Array) -> Forest:
+def begun_forest(start: Start, frontier_rows: Array) -> Forest:
     """Return the forest that a turn starts with, with the buffer of the rows that layers are drawn from."""
     none = np.empty(0, dtype=np.int64)
     groups = groups_without_laws(LOST, none, none, none, none)
-    rows = LayerRows(none, np.empty(0), none, none, layer_rows)
+    rows = FrontierRows(none, np.empty(0), none, none, frontier_rows)
     return Forest(start.tokens, start.parents, groups, np.empty(0), none, rows, start.known)
 
 
@@ -169,7 +169,7 @@ def take_turn(
     length = room.texts.sizes[LENGTH]
     known_rows = edited_rows(start.known.rows, start.known.nodes, start.tokens, start.parents, spec.edits)
     known = KnownRows(start.known.nodes, known_rows)
-    begun = begun_forest(Start(start.tokens, start.parents, known), room.layer_rows)
+    begun = begun_forest(Start(start.tokens, start.parents, known), room.frontier_rows)
     began = cycles()
     drafted, condition = draft_turn(spec.drafts, draft, begun, live, room.texts, depth, width, spec.edits, dice, spent)
     forest = drafted.forest

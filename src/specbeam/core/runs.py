@@ -548,7 +548,7 @@ def _room_for(spec: RunSpec, session: Session, vocab: int) -> RunRoom:
         ended=room_for_ended(ended, length),
         widths=np.empty(SPAN, dtype=np.int64),
         evidence=no_evidence(session.audited and not session.warp.greedy),
-        layer_rows=np.empty((rows, vocab if rows else 0), dtype=np.float32),
+        frontier_rows=np.empty((rows, vocab if rows else 0), dtype=np.float32),
         numbers=np.zeros(11, dtype=np.int64),
         passed=np.zeros(SPAN, dtype=np.int64),
         cycles=np.zeros(5, dtype=np.int64),

@@ -15,7 +15,7 @@ from specbeam.core.dice import Dice, Uniforms
 from specbeam.core.draft import beams as draft_steps
 from specbeam.core.draft.beams import DrawnLayers, SearchedLayers, SharedLayers, start_draft
 from specbeam.core.draft.tree import grow_layer, start_tree
-from specbeam.core.forest import Forest, KnownRows, no_layer_rows, turn_rows, unknown_nodes
+from specbeam.core.forest import Forest, KnownRows, no_frontier_rows, turn_rows, unknown_nodes
 from specbeam.core.laws import joint
 from specbeam.core.laws.evidence import no_evidence
 from specbeam.core.laws.ranking import NO_TRUNCATION, Truncation
@@ -277,7 +277,7 @@ def drafted_alike(rng, spec, layers, width):
     is_known = np.arange(len(tokens)) >= beams
     is_known[:beams] = rng.random(beams) < 0.5 * (kept > 0)
     known = KnownRows(np.flatnonzero(is_known), rows[is_known])
-    roots = Forest(tokens, parents, layer_rows=no_layer_rows(3 + layers * (width + 9), VOCAB), known=known)
+    roots = Forest(tokens, parents, frontier_rows=no_frontier_rows(3 + layers * (width + 9), VOCAB), known=known)
     found = expected = start_draft(live, roots, spec)
     for number in range(layers):
         if len(found.frontier.tokens) == 0:

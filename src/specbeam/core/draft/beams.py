@@ -31,10 +31,10 @@ from specbeam.core.forest import (
     Forest,
     Siblings,
     TurnRows,
-    add_layer_rows,
+    add_frontier_rows,
     find_child,
     forest_of_nodes,
-    no_layer_rows,
+    no_frontier_rows,
     nodes_without,
     rows_with_known,
 )
@@ -70,7 +70,7 @@ class SharedLayers(NamedTuple):
     widths: Any  # the target's numbers for widths, by which the draft model would keep core pairs
     truncation: Truncation
     eos: Array  # int64[ends]
-    keeps_rows: bool  # whether `Forest.layer_rows` is stored, because widths depend on the laws of the draft
+    keeps_rows: bool  # whether `Forest.frontier_rows` is stored, because widths depend on the laws of the draft
     # Whether pairs that the target has already scored come in addition to the width. Only if widths are independent of
     # drafts: which nodes are known depends on the noise of their layer, so the number of drafts would reveal it.
     more_if_known: bool
@@ -234,7 +234,7 @@ def add_drafted_layer(
         siblings,
         forest.logq,
         forest.beams,
-        forest.layer_rows,
+        forest.frontier_rows,
         forest.known,
     )
     newest = Beams(nodes[going], choice.tokens[going], choice.scores[going], counts[going], choice.keys[going])
@@ -316,9 +316,11 @@ def draft_shared(spec: SharedLayers, drafted: Drafted, law: JointLaw, width: int
     frontier = drafted.frontier
     if spec.keeps_rows:
         forest = drafted.forest
-        layer_rows = add_layer_rows(forest.layer_rows, frontier.nodes, frontier.scores, frontier.counts, law.logits)
+        frontier_rows = add_frontier_rows(
+            forest.frontier_rows, frontier.nodes, frontier.scores, frontier.counts, law.logits
+        )
         forest = Forest(
-            forest.tokens, forest.parents, forest.siblings, forest.logq, forest.beams, layer_rows, forest.known
+            forest.tokens, forest.parents, forest.siblings, forest.logq, forest.beams, frontier_rows, forest.known
         )
         drafted = Drafted(forest, frontier, drafted.core, drafted.odds)
     core = min(width_by_draft(spec.widths, law), width)
@@ -546,7 +548,7 @@ class GrowingBeams:
         """Allocate the rows that layers are drawn from, before the first layer, if the spec keeps them."""
         if isinstance(self.spec, SharedLayers) and self.spec.keeps_rows and self.layers == 0:
             rows = self.drafted.forest.roots + (self.shape.depth - 1) * self.shape.width
-            forest = self.drafted.forest._replace(layer_rows=no_layer_rows(rows, vocab, dtype))
+            forest = self.drafted.forest._replace(frontier_rows=no_frontier_rows(rows, vocab, dtype))
             self.drafted = self.drafted._replace(forest=forest)
 
     def grow(self, own: Rows) -> None:

@@ -275,7 +275,7 @@ def chosen_forest(whole: Forest, node_map: Array) -> Forest:
     nodes = draw_nodes[:draws]
     siblings = groups_without_laws(CHOSEN, group_parents[:groups], draw_ends[:groups], tokens[nodes], nodes)
     logq = whole.logq[node_map] if len(whole.logq) > 0 else whole.logq
-    return Forest(tokens, parents, siblings, logq, whole.beams, whole.layer_rows, whole.known)
+    return Forest(tokens, parents, siblings, logq, whole.beams, whole.frontier_rows, whole.known)
 
 
 @most_draws.of(BestFirstSpec)

@@ -6,7 +6,7 @@ import numpy as np
 
 from specbeam.core.draft.turns import Cut, draft_turn, nodes_of, rows_kept, uniforms_of
 from specbeam.core.errors import BrokenLaw
-from specbeam.core.forest import Forest, no_layer_rows
+from specbeam.core.forest import Forest, no_frontier_rows
 from specbeam.core.laws.edits import NO_EDITS
 from specbeam.core.laws.reduce import BROKEN
 from specbeam.core.lm import runs_in_steps
@@ -33,11 +33,11 @@ def drafted_by_steps(lm: Any, session: Session, shape: Shape, spec: Any, roots: 
         if model is None:
             return None
         rows = rows_kept(spec, beams.size, shape.depth, shape.width)
-        layer_rows = no_layer_rows(rows, lm.vocab if rows else 0, np.float32)
+        frontier_rows = no_frontier_rows(rows, lm.vocab if rows else 0, np.float32)
         spent = np.zeros(2, dtype=np.int64)
         with model.count_passes(spent):
             drafted, condition = draft_turn(
-                spec, model.arrays, roots._replace(layer_rows=layer_rows), beams, session.texts, shape.depth, shape.width,
+                spec, model.arrays, roots._replace(frontier_rows=frontier_rows), beams, session.texts, shape.depth, shape.width,
                 NO_EDITS, dice, spent,
             )  # fmt: skip
     session.count.draft_passes += int(spent[0])

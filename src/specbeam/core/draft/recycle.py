@@ -271,7 +271,7 @@ def filled_forest(roots: Forest, filled: FilledTree) -> Forest:
         siblings,
         roots.logq,
         roots.beams,
-        roots.layer_rows,
+        roots.frontier_rows,
         roots.known,
     )
 

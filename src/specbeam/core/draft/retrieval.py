@@ -85,7 +85,7 @@ def hang_chains(roots: Forest, tokens: Array, starts: Array, stops: Array, eos: 
         groups,
         roots.logq,
         roots.beams,
-        roots.layer_rows,
+        roots.frontier_rows,
         roots.known,
     )
 

@@ -247,7 +247,7 @@ class Parent(NamedTuple):
 
     node: int
     logq: float  # draft log-likelihood of its path
-    count: int  # number of children
+    children: int  # number of children
     first: int  # place of the first child in the topology
     apart: int  # see `TreeSpec`
     siblings_from: int  # number of nodes of the layer that were added before its first child
@@ -334,7 +334,7 @@ def _draw_children(
     odds = exponentials(law.logp)
     drawn = 0
     if spec.way == LIKELIEST or spec.way == LIKELIEST_AND_ONE:
-        wanted = parent.count if spec.way == LIKELIEST else parent.count - 1
+        wanted = parent.children if spec.way == LIKELIEST else parent.children - 1
         top = likeliest_places(law.logp, wanted)
         if spec.way == LIKELIEST_AND_ONE:
             rest = odds.copy()
@@ -353,14 +353,14 @@ def _draw_children(
         return used
     used = state_law(law, odds, laws, used)
     left = odds.copy()
-    while drawn < parent.count and (spec.way == ONE_BY_ONE or (left > 0).any()):
+    while drawn < parent.children and (spec.way == ONE_BY_ONE or (left > 0).any()):
         place = pick(dice, left)
         bear_place(born, law, place, parent, drawn, spec.eos)
         if spec.way != ONE_BY_ONE:
             left[place] = 0.0
         drawn += 1
     close_group(born, INDEPENDENT if spec.way == ONE_BY_ONE else DISTINCT, parent.node, used)
-    if spec.way == STRUCK_OUT_THEN_ANY and drawn < parent.count:
+    if spec.way == STRUCK_OUT_THEN_ANY and drawn < parent.children:
         used = _draw_any(born, law, parent, drawn, spec, dice, laws, used)
     return used
 
@@ -395,7 +395,7 @@ def _draw_any(
     laws.tokens[used:stop] = np.arange(law.vocab)
     laws.odds[used:stop] = untried
     born.surest[0] = max(born.surest[0], 0.0)
-    while drawn < parent.count and (untried > 0).any():
+    while drawn < parent.children and (untried > 0).any():
         token = pick(dice, untried)
         untried[token] = 0.0
         child_place = parent.first + drawn * parent.apart
@@ -415,7 +415,7 @@ def with_nodes(forest: Forest, tokens: Array, parents: Array, logq: Array) -> Fo
         forest.siblings,
         np.concatenate((before, logq)),
         forest.beams,
-        forest.layer_rows,
+        forest.frontier_rows,
         forest.known,
     )
 

@@ -791,6 +791,6 @@ def _draft_odds(forest: Forest, number: int, truncation: Truncation) -> tuple[di
     if group.kinds[0] != SHARED:
         named = group.law_pairs if len(group.law_pairs) else np.arange(len(group.law_odds))
         return dict(zip(named.tolist(), group.law_odds.tolist(), strict=True)), row_of, group.vocab
-    if number >= len(forest.layer_rows.row_ends):
+    if number >= len(forest.frontier_rows.row_ends):
         return {}, row_of, group.vocab
-    return _odds_by_pair(draft_law(forest.layer_rows, number, truncation)), row_of, group.vocab
+    return _odds_by_pair(draft_law(forest.frontier_rows, number, truncation)), row_of, group.vocab
