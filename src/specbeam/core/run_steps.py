@@ -156,14 +156,15 @@ def _may_close(tokens: Array, closing: Array) -> bool:
 
 @step
 def take_turn(
-    target: Any, draft: Any, spec: RunSpec, live: Beams, start: Start, room: RunRoom, depth: int, width: int, dice: Any
+    target: Any, draft: Any, spec: RunSpec, live: Beams, start: Start, room: RunRoom, depth: int, dice: Any
 ) -> RunTurn:
     """Draft, score and verify one turn.
 
     Args:
         start: the beginning of its forest.
-        depth, width: of the draft.
+        depth: of the draft.
     """
+    width = spec.plan.width
     spans = np.zeros(len(PARTS), dtype=np.int64)
     spent = np.zeros(2, dtype=np.int64)
     length = room.texts.sizes[LENGTH]
@@ -312,7 +313,7 @@ def run_turns(
         held = room.finished.held[0]
         known = room.evidence.numbers.copy()
         was_waiting = has_pending(draft)
-        turn = take_turn(target, draft, spec, live, start, room, depth, width, dice)
+        turn = take_turn(target, draft, spec, live, start, room, depth, dice)
         room.finished.held[0] = held  # settling adds the scores again, with their texts
         if turn.condition != SOUND:
             dice.used[0] = used

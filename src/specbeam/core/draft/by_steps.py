@@ -35,9 +35,10 @@ def drafted_by_steps(lm: Any, session: Session, shape: Shape, spec: Any, roots: 
         rows = rows_kept(spec, beams.size, shape.depth, shape.width)
         frontier_rows = no_frontier_rows(rows, lm.vocab if rows else 0, np.float32)
         spent = np.zeros(2, dtype=np.int64)
+        begun = roots._replace(frontier_rows=frontier_rows)
         with model.count_passes(spent):
             drafted, condition = draft_turn(
-                spec, model.arrays, roots._replace(frontier_rows=frontier_rows), beams, session.texts, shape.depth, shape.width,
+                spec, model.arrays, begun, beams, session.texts, shape.depth, shape.width,
                 NO_EDITS, dice, spent,
             )  # fmt: skip
     session.count.draft_passes += int(spent[0])

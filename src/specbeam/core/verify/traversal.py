@@ -21,6 +21,7 @@ from specbeam.core.steps import Array, borrowed, open_step, step
 from specbeam.core.verify.trials import NOTHING, Drafts, law_on_trial
 from specbeam.core.verify.turns import verify_turn
 from specbeam.core.verify.walk import (
+    TokenPath,
     WalkInputs,
     check_has_laws,
     checked,
@@ -224,7 +225,8 @@ def climb(
     for place in range(count):
         tokens[place] = groups.tokens[path.draws[place + 1]]
         found[place] = path.nodes[place + 1]
-    going = emit_path(walk, rows, live, spec, length, tokens, found, np.ones(count, dtype=np.bool_), evidence, observer)
+    accepted = TokenPath(tokens, found, np.ones(count, dtype=np.bool_))
+    going = emit_path(walk, rows, live, spec, length, accepted, evidence, observer)
     last = path.nodes[count]
     if not going or last < 0:
         return emitted_layers(walk), SOUND
@@ -234,7 +236,8 @@ def climb(
     place = pick(dice, path.owed[count])
     token = path.tokens[count][place] if len(path.tokens[count]) > 0 else place
     ends = (spec.stop.eos == token).any() and is_drafted(groups, under, last, token)
-    emit_path(walk, rows, live, spec, length, np.full(1, token), np.full(1, -1), np.full(1, ends), evidence, observer)
+    drawn = TokenPath(np.full(1, token), np.full(1, -1), np.full(1, ends))
+    emit_path(walk, rows, live, spec, length, drawn, evidence, observer)
     return emitted_layers(walk), SOUND
 
 

@@ -166,34 +166,34 @@ def condition_of_norm(norm: float) -> int:
     return SOUND if norm > -np.inf else DEAD
 
 
+class TokenPath(NamedTuple):
+    """Tokens to emit, one after the other."""
+
+    tokens: Array  # int64[n]
+    nodes: Array  # int64[n]: their forest nodes; -1: none
+    drafted: Array  # bool[n]: whether drafts supplied them
+
+
 @open_step
 def emit_path(
-    walk: Emitted,
-    rows: Any,
-    live: Beams,
-    spec: Any,
-    length: int,
-    tokens: Array,
-    nodes: Array,
-    drafted: Array,
-    evidence: Evidence,
-    observer: Any,
+    walk: Emitted, rows: Any, live: Beams, spec: Any, length: int, path: TokenPath, evidence: Evidence, observer: Any
 ) -> bool:
     """Emit these tokens, one after the other, until the text ends. Returns False if it ended.
 
     Args:
         spec: a record with fields `truncation` and `stop`.
-        tokens: int64[n]; nodes: int64[n], their forest nodes or -1; drafted: bool[n], whether drafts supplied them.
+        length: number of tokens before the walk.
         evidence: the tokens are noted in it, for audits.
     """
-    for place in range(len(tokens)):
+    for place in range(len(path.tokens)):
+        token = path.tokens[place]
         here = walk.state[NODE]
         row = row_at(rows, here)
         if gathers(evidence):
-            note_token(evidence, law_at_row(rows, row, spec.truncation), tokens[place])
-        ended = is_end(tokens[place], spec.stop.eos) or look_at_token(observer, here, tokens[place])
-        logp = np.float64(row[tokens[place]]) - norm_of(row)
-        emit(walk, live, logp, tokens[place], nodes[place], ended, drafted[place])
+            note_token(evidence, law_at_row(rows, row, spec.truncation), token)
+        ended = is_end(token, spec.stop.eos) or look_at_token(observer, here, token)
+        logp = np.float64(row[token]) - norm_of(row)
+        emit(walk, live, logp, token, path.nodes[place], ended, path.drafted[place])
         if ended or length + walk.state[COUNT] >= spec.stop.most:
             return False
     return True
@@ -437,8 +437,9 @@ class WalkInputs:
     ) -> bool:
         """Emit tokens that a rule has chosen in Python; see `emit_path`."""
         spec = WalkSpec(MATCH_BY_DICE, session.warp.greedy, session.warp.cut, session.limits.stop)
-        path = (session.length, tokens, nodes, drafted)
-        return bool(self.run(emit_path, walk, self.rows, session.beams, spec, *path, self.evidence, self.observer))
+        path = TokenPath(tokens, nodes, drafted)
+        given = (walk, self.rows, session.beams, spec, session.length, path, self.evidence, self.observer)
+        return bool(self.run(emit_path, *given))
 
     def audit(self, session: Session) -> Audit | None:
         """Return the audit of the session's turn; None if it is not audited."""
