@@ -138,7 +138,7 @@ class SearchFailed(SpecbeamError):
 class SomeFailed(SpecbeamError):
     """Some prompts failed; `failures` holds their errors.
 
-    `generations` has an entry per prompt and return sequence, in the order of the prompts; None where there is no result.
+    `generations` has an entry per prompt and return sequence, in the order of the prompts; None for failures.
     """
 
     def __init__(self, failures: Sequence[SpecbeamError], generations: Sequence[Any]) -> None:

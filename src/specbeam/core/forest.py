@@ -208,7 +208,7 @@ def no_frontier_rows(rows: int = 0, vocab: int = 0, dtype: Any = np.float32) -> 
 def add_frontier_rows(
     frontier_rows: FrontierRows, nodes: Array, scores: Array, counts: Array, rows: Array
 ) -> FrontierRows:
-    """Return the rows with those of one more layer, whose logits `rows` are written into `frontier_rows.logits`."""
+    """Return the rows, extended by those of one more layer, whose logits `rows` are copied to `frontier_rows.logits`."""
     start = len(frontier_rows.nodes)
     stop = start + len(nodes)
     copy_rows(frontier_rows.logits[start:stop], rows)
@@ -352,7 +352,7 @@ class Forest(NamedTuple):
         )
 
     def lost(self) -> "Forest":
-        """Return the forest with all groups LOST, without their laws, except those that are CHOSEN."""
+        """Return the forest with all groups LOST, without their laws, except CHOSEN groups."""
         groups = []
         for group in self.siblings.groups():
             if group.kinds[0] == CHOSEN:
@@ -392,7 +392,7 @@ class Forest(NamedTuple):
         return np.stack(columns[::-1], 1)
 
     def find(self, parents: Int64[np.ndarray, " n"], tokens: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-        """Return the child of each of `parents` that has the token in the same place of `tokens`; -1 where there is none."""
+        """Return the child of each parent by its token in `tokens`; -1 if there is none."""
         children = np.empty(len(parents), dtype=np.int64)
         for place in range(len(parents)):
             children[place] = find_child(self.tokens, self.parents, parents[place], tokens[place])
@@ -504,7 +504,7 @@ class TurnRows(NamedTuple):
 
     fresh: Array  # float[fresh, vocab], of the other nodes, in order
     known: Array  # float[known, vocab], see `KnownRows`
-    places: Array  # int64[nodes]: the row of each node in `fresh`; -1 - k where it is row k of `known`
+    places: Array  # int64[nodes]: the row of each node in `fresh`; -1 - k for row k of `known`
 
 
 @step

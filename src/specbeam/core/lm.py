@@ -1,4 +1,4 @@
-"""SCORE: the protocol of language models, and what the decoding loop checks about them."""
+"""SCORE: the protocol of language models, and checks of models by the decoding loop."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

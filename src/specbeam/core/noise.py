@@ -42,7 +42,7 @@ def request_key(seed: int, prompt: Sequence[int], occurrence: int) -> int:
 
 @step
 def scramble(x: Array) -> Array:
-    """Return a uint64 of which every bit depends on every bit of `x`: the finalizer of splitmix64."""
+    """Return a uint64 whose bits all depend on all bits of `x`: the finalizer of splitmix64."""
     x = (x ^ (x >> _L30)) * _FACTOR_1
     x = (x ^ (x >> _L27)) * _FACTOR_2
     return x ^ (x >> _L31)

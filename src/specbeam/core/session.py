@@ -55,7 +55,7 @@ class Controller(Protocol):
     """PLAN: the depth and width of the next draft.
 
     Optional members:
-        more(session, tree) -> bool: whether a draft goes on after a layer (control/confidence.py).
+        more(session, depth, confidence) -> bool: whether a draft continues after a layer (control/confidence.py).
         needs: Needs: the parts of the target's rows that it reads in `turn.scored`.
         numbers(session): a record whose kind has the steps of control/planning.py. With it, many turns are one compiled run.
         enter(session, batch_size) -> bool: called before the first turn of a session; False replaces its drafter by
@@ -258,7 +258,7 @@ class Session:
         self.warp = warp
         self.limits = limits
         self.place = place
-        self.number = place if number is None else number  # of the prompt, of which several sessions may be drawn
+        self.number = place if number is None else number  # of the prompt, which several sessions may share
         self.dice = Dice(key)
         self.beams = Beams.start(prompt[-1], self.dice.key)
         self.start = Start(self.beams.tokens, np.array([-1]), NO_KNOWN_ROWS)

@@ -707,5 +707,5 @@ class BeamDrafter:
         self.lm.settle(session, turn)
 
     def close(self, session: Session) -> None:
-        """Free what the draft model stores for the session."""
+        """Free the draft model's state for the session."""
         self.lm.close(session)

@@ -472,7 +472,7 @@ def add_draws(forest: Forest, frontier: Array, rows: Any, drawn: LayerDraws, spe
 
     Args:
         rows: the argument of `grow_one_layer`.
-        spec: says by `greedy` whether draws are CHOSEN, or DISTINCT.
+        spec: the spec of the growth; draws are CHOSEN if it is `greedy`, else DISTINCT.
     """
     used = len(forest.siblings.law_odds)
     draws = len(drawn.numbers)
@@ -665,7 +665,7 @@ class GrowingTree:
     forest: Forest
     frontier: Int64[np.ndarray, " frontier"]  # nodes whose laws are computed next
     draft: Any = None  # the draft of a growth in steps; None before its first layer
-    memory: dict[str, Any] = field(default_factory=dict)  # what a growth in Python stores from layer to layer
+    memory: dict[str, Any] = field(default_factory=dict)  # the state of a growth in Python
     kept: Int64[np.ndarray, " kept"] | None = None  # nodes that are passed on; None: all
     layers: int = 0  # number of layers drafted so far
 
@@ -855,7 +855,7 @@ class TreeDrafter:
         self.lm.settle(session, turn if whole is None else turn.on(whole.forest, whole.kept))
 
     def close(self, session: Session) -> None:
-        """Free what the draft model stores for the session."""
+        """Free the draft model's state for the session."""
         self.lm.close(session)
 
     def _wants_layer(self, tree: GrowingTree) -> bool:
@@ -879,7 +879,7 @@ def _grow_by_steps(tree: GrowingTree, rows: Rows, spec: Any) -> float:
         grow = getattr(grow, "py_func", grow)
     tree.draft, condition = grow(tree.draft, frontier, spec, dice)
     if condition == BROKEN:
-        row_laws(rows, session.warp)  # raises `BrokenLaw`, which says what is wrong
+        row_laws(rows, session.warp)  # raises a `BrokenLaw` that states the fault
     tree.forest = tree.draft.forest
     tree.frontier = tree.draft.frontier
     return float(tree.draft.surest)

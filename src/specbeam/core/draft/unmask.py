@@ -190,7 +190,7 @@ class Unmasking:
         self.lm.settle(session, turn)
 
     def close(self, session: Session) -> None:
-        """Free what the denoiser stores for the session."""
+        """Free the denoiser's state for the session."""
         self.lm.close(session)
 
 
