@@ -104,18 +104,18 @@ def test_paths_to_nodes_begin_with_the_head_and_the_text_of_their_beam(seed):
     roots = int(rng.integers(1, 4))
     texts = texts_of(rng.integers(0, 9, (roots, int(rng.integers(0, 3)))))
     forest = random_forest(rng, rng.integers(0, 9, roots), 9, int(rng.integers(1, 9)))
-    head = rng.integers(0, 9, int(rng.integers(1, 4)))
+    before = rng.integers(0, 9, int(rng.integers(1, 4)))
     depths = forest.depths()
     for depth in range(int(depths.max()) + 1):
         nodes = np.flatnonzero(depths == depth)
-        paths = paths_to(texts, head, forest, nodes)
+        paths = paths_to(texts, before, forest, nodes)
         rows = rows_of(texts)
         roots_above = forest.root_of(nodes)
         expected = [
-            [*head.tolist(), *rows[root], *forest.path(node)] for root, node in zip(roots_above, nodes, strict=True)
+            [*before.tolist(), *rows[root], *forest.path(node)] for root, node in zip(roots_above, nodes, strict=True)
         ]
         assert paths.tolist() == expected
-    assert paths_to(texts, head, forest, nodes[:0]).shape == (0, len(head) + texts.sizes[LENGTH])
+    assert paths_to(texts, before, forest, nodes[:0]).shape == (0, len(before) + texts.sizes[LENGTH])
 
 
 def test_a_forest_of_roots_alone_has_the_texts_of_its_beams():

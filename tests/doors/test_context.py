@@ -191,7 +191,7 @@ def test_vectors_of_another_size_and_prompts_that_end_with_one_are_refused():
     with pytest.raises(NotSupported, match=r"vectors has shape \[2, 7\]; LlamaForCausalLM reads rows of 32"):
         Decoder(pair.target).add(session)
     session.vectors, session.prompt = {pair.target: torch.zeros(2, SIZE)}, [3, -1]
-    with pytest.raises(BadPrompt, match="last token of a prompt is given by embedding"):
+    with pytest.raises(BadPrompt, match="last token of a prompt is given as an embedding"):
         Decoder(pair.target).add(session)
 
 

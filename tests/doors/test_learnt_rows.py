@@ -274,6 +274,6 @@ def test_a_pass_takes_the_rows_of_one_drafter():
     model = tiny("llama", **OURS)
     pair = pair_of(model, "bita")
     other = ExtraLM(extra_head(model, "hidden_transfer"), 64)
-    with pytest.raises(BadSetting, match="have rows of their own in the target's pass, which takes those of one"):
+    with pytest.raises(BadSetting, match="add extra rows to the target's pass, which takes those of one"):
         session_of(pair, multi_draft([other], (1, 1))).parts.extra_owner  # noqa: B018
     assert session_of(pair, multi_draft([pair.target], (1, 1))).parts.extra_owner is pair.draft

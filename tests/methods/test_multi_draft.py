@@ -98,7 +98,7 @@ def test_further_drafts_with_other_tokens_are_refused(pair, tmp_path):
         greedy_of(pair, sb.multi_draft([saved(tmp_path / "turned", turned)]))
     with pytest.raises(errors.VocabularyMismatch, match="draft has 50 tokens, target has 61"):
         greedy_of(pair, sb.multi_draft([tiny("llama", vocab_size=50)]))
-    with pytest.raises(errors.VocabularyMismatch, match="draft has 50 tokens, target has 61; give the model object"):
+    with pytest.raises(errors.VocabularyMismatch, match="draft has 50 tokens, target has 61; pass the model object"):
         greedy_of(pair, sb.multi_draft([HuggingFaceLM(tiny("llama", vocab_size=50))]))
 
 

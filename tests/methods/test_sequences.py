@@ -224,7 +224,7 @@ def test_gsd_on_its_worked_example():
     growing = GrowingTree.start(session, Shape(2, 0))
     growth = Graph(2, 0, 0.0, 0.0, 100)
     for layer in range(2):
-        paths = [tuple(growing.forest.path(node)) for node in growing.front]
+        paths = [tuple(growing.forest.path(node)) for node in growing.frontier]
         growth.grow(growing, layer, [RowLaw(every, np.log(draft(path)), 3) for path in paths])
     edges = growing.memory["edges"]
     assert growing.forest.size == 5

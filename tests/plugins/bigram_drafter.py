@@ -45,7 +45,7 @@ def chains(tokens, parents, follower, eos, depth):
 @step
 def draft_bigrams(drafts, model, roots, live, texts, depth, width, edits, dice, spent):
     tokens, parents = chains(roots.tokens, roots.parents, drafts.follower, drafts.eos, depth)
-    forest = Forest(tokens, parents, roots.siblings, roots.logq, roots.beams, roots.fronts, roots.known)
+    forest = Forest(tokens, parents, roots.siblings, roots.logq, roots.beams, roots.frontier_rows, roots.known)
     return uncut(forest), SOUND
 
 

@@ -30,7 +30,7 @@ class LenientSpec(NamedTuple):
 
 @verify_turn.of(LenientSpec)
 @step
-def verify_leniently(rows, forest, live, rule, widths, length, finished, dice, evidence, eye):
+def verify_leniently(rows, forest, live, rule, widths, length, finished, dice, evidence, observer):
     walk = start_walk(len(forest.tokens))
     going = True
     while going:
@@ -47,7 +47,7 @@ def verify_leniently(rows, forest, live, rule, widths, length, finished, dice, e
             if child < 0 and forest.parents[draft] == node and row[forest.tokens[draft]] >= least:
                 token = forest.tokens[draft]
                 child = draft
-        ended = is_end(token, rule.stop.eos) or look_at_token(eye, node, token)
+        ended = is_end(token, rule.stop.eos) or look_at_token(observer, node, token)
         emit(walk, live, np.float64(row[token]) - norm, token, child, ended, child >= 0)
         going = child >= 0 and not ended and length + walk.state[COUNT] < rule.stop.most
     return emitted_layers(walk), SOUND

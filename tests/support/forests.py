@@ -21,10 +21,10 @@ def assert_same_forests(found, expected, near=0.0):
     np.testing.assert_allclose(found.siblings.law_odds, expected.siblings.law_odds, rtol=near)
     assert found.siblings.vocab == expected.siblings.vocab
     for name in ("nodes", "counts", "row_ends"):
-        np.testing.assert_array_equal(getattr(found.fronts, name), getattr(expected.fronts, name), name)
-    np.testing.assert_allclose(found.fronts.scores, expected.fronts.scores, rtol=near, atol=near)
-    held = len(expected.fronts.nodes)
-    np.testing.assert_array_equal(found.fronts.logits[:held], expected.fronts.logits[:held])
+        np.testing.assert_array_equal(getattr(found.frontier_rows, name), getattr(expected.frontier_rows, name), name)
+    np.testing.assert_allclose(found.frontier_rows.scores, expected.frontier_rows.scores, rtol=near, atol=near)
+    held = len(expected.frontier_rows.nodes)
+    np.testing.assert_array_equal(found.frontier_rows.logits[:held], expected.frontier_rows.logits[:held])
 
 
 @contextmanager

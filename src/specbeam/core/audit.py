@@ -1,4 +1,4 @@
-"""The audit: a statistical test, made while decoding, that draws have the laws that they are declared to have."""
+"""The audit: a statistical test during decoding that draws have their declared laws."""
 
 import math
 from dataclasses import dataclass
@@ -26,14 +26,13 @@ NO_GAINS = (0.0,) * len(TILTS)
 
 @dataclass(frozen=True)
 class Audit:
-    """The evidence of a run against the law that it is declared to have. Audits of turns, and of sessions, can be added.
+    """The evidence of a run against its declared law. Audits of turns, and of sessions, can be added.
 
     The test bets on each random outcome x before it is known, at the odds of the declared law. A bet of tilt t stakes all
     its wealth, on each x in proportion to its probability times exp(t * x). If the declared law is the true one, a bet gains
-    as much as it loses on average. Its wealth is then a martingale that starts at 1, and so is the mean wealth of all bets,
-    which is the `evidence`. By Ville's inequality the probability that the evidence ever reaches c is at most 1/c, after any
-    number of draws and for any rule that stops the run. If outcomes are larger or smaller on average than they should be,
-    some bet grows exponentially.
+    as much as it loses on average: its wealth is a martingale that starts at 1, and so is the mean wealth of all bets, the
+    `evidence`. By Ville's inequality the probability that the evidence ever reaches c is at most 1/c, for any number of
+    draws and any stopping rule. If outcomes are larger or smaller on average than declared, some bet grows exponentially.
 
     The quotients `z_accept` and `z_logp` describe a long run: a surprise divided by the square root of its variance, which
     is close to N(0, 1). For every method, a large `z_accept` shows a wrong draft law, a large `z_logp` a wrong output law.
@@ -89,12 +88,12 @@ class Audit:
 
     @property
     def empty(self) -> bool:
-        """Whether there was nothing to test, because nothing was random."""
+        """Whether there was nothing to test: neither trials nor draws."""
         return self.trials == 0 and self.draws == 0
 
     @classmethod
     def of(cls, evidence: Evidence) -> "Audit":
-        """Return the audit of what steps have noted; an empty one if they noted nothing."""
+        """Return the audit of the evidence of steps; an empty one if they gathered none."""
         if not gathers(evidence):
             return cls()
         numbers = evidence.numbers

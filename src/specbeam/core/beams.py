@@ -243,7 +243,7 @@ def is_over(stop: Stop, finished: Array, live: Array, length: int) -> bool:
 
 @step
 def add_finished(finished: Finished, stop: Stop, layer: Layers, length: int) -> None:
-    """Store the score of each ended draw of a layer, once per time it was drawn; its text has `length` tokens."""
+    """Store the score of each ended draw of a layer as often as it was drawn; its text has `length` tokens."""
     for place in range(len(layer.parents)):
         if layer.ended[place]:
             score = normalised_score(stop, layer.beams.scores[place], length)
@@ -281,7 +281,7 @@ class Texts(NamedTuple):
 
 
 def room_for_texts(texts: Texts | None, beams: int, length: int) -> Texts:
-    """Return `texts` (None: one empty text) with capacity for `beams` texts of `length` tokens, copied if they must grow."""
+    """Return `texts` (None: one empty text), or a longer copy, with capacity for `beams` texts of `length` tokens."""
     if texts is None:
         return Texts(np.zeros((max(beams, 1), length), dtype=np.int64), np.array([1, 0, 0]))
     rows, columns = texts.tokens.shape
@@ -355,14 +355,14 @@ def prolong_texts(texts: Texts, tokens: Array, parents: Array, above: Array, new
 
 
 def paths_to(
-    texts: Texts, head: Array, forest: Forest, nodes: Int64[np.ndarray, " n"]
+    texts: Texts, before: Array, forest: Forest, nodes: Int64[np.ndarray, " n"]
 ) -> Int64[np.ndarray, "n length"]:
-    """Return, for each node, `head` and all new tokens up to and including the node; all nodes must have the same depth."""
+    """Return `before` and all new tokens up to and including each node; all nodes must have the same depth."""
     below = forest.below(nodes)
-    known = len(head) + int(texts.sizes[LENGTH])
+    known = len(before) + int(texts.sizes[LENGTH])
     paths = np.empty((len(nodes), known + below.shape[1]), dtype=np.int64)
-    paths[:, : len(head)] = head
-    paths[:, len(head) : known] = texts.tokens[forest.root_of(nodes), : texts.sizes[LENGTH]]
+    paths[:, : len(before)] = before
+    paths[:, len(before) : known] = texts.tokens[forest.root_of(nodes), : texts.sizes[LENGTH]]
     paths[:, known:] = below
     return paths
 

@@ -1,4 +1,4 @@
-"""Calls from compiled steps back into Python, for rows of logits that only Python can make."""
+"""Calls from compiled steps back into Python, for rows of logits that only Python can process."""
 
 import ctypes
 from collections.abc import Callable
@@ -12,28 +12,28 @@ from specbeam.core.steps import AVAILABLE, compiled_as
 if AVAILABLE:
     from specbeam.core.compiling.compiler import call_c
 
-NUMBERS = 8  # that a callback takes: sizes, and addresses of arrays
+NUMBERS = 8  # integer arguments of a callback: sizes, and addresses of arrays
 _SIGNATURE = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_int64] * NUMBERS)
 
 
 class Callback:
-    """A function of Python that compiled steps can call by its `address`, for as long as this object lives.
+    """A function of Python that compiled steps can call by its `address` while this object lives.
 
     Args:
-        function: takes `NUMBERS` integers and returns nothing. What it raises is kept in `failure`, interrupts too, for
-            compiled code cannot raise it; then the step that called gets 1 instead of 0.
+        function: takes `NUMBERS` integers and returns nothing. Exceptions, also interrupts, are stored in `failure`, because
+            compiled code cannot raise them; the calling step then gets 1 instead of 0.
     """
 
     def __init__(self, function: Callable[..., None]) -> None:
         self.failure: BaseException | None = None
         self._function = function
-        self._entry = _SIGNATURE(self._run)  # which would be freed with its last reference
+        self._entry = _SIGNATURE(self._run)  # the address is valid while there is a reference
         self.address = ctypes.cast(self._entry, ctypes.c_void_p).value or 0
 
     def _run(self, *numbers: int) -> int:
         try:
             self._function(*numbers)
-        except BaseException as error:  # ctypes would print anything else and return what is in memory
+        except BaseException as error:  # ctypes would print it and return an undefined number
             self.failure = error
             return 1
         return 0
@@ -50,10 +50,10 @@ def _compiled_call_back(address: Any, numbers: Any) -> Any:
 
 
 def array_at(address: int, size: int, kind: Any) -> np.ndarray:
-    """Return the array of `size` numbers of a ctypes type that stands at an address, which it shares."""
+    """Return a view of the array of `size` numbers of a ctypes type at an address."""
     return np.ctypeslib.as_array((kind * size).from_address(address))
 
 
 def integers_at(address: int, size: int) -> Int64[np.ndarray, " n"]:
-    """Return the int64 array that stands at an address, which it shares."""
+    """Return a view of the int64 array at an address."""
     return array_at(address, size, ctypes.c_int64)

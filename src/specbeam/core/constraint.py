@@ -1,7 +1,7 @@
 """Constraints: which tokens may follow each path of a session.
 
-Whether a token is banned depends on the path alone, and the bans of the draft are those of the target. So the law of the
-output is the model's own law, renormalised at every step over the allowed tokens (docs/constrained.md).
+Whether a token is banned depends on the path alone, and draft and target have the same bans. So the law of the output is
+the model's own law, renormalised at every step over the allowed tokens (docs/constrained.md).
 """
 
 from collections.abc import Iterable, Sequence
@@ -43,10 +43,9 @@ class Walker(Protocol):
 
 @runtime_checkable
 class Constraint(Protocol):
-    """A form that texts must have, as a set of allowed next tokens at each place. Many sessions may share one.
+    """A form that texts must have, as a set of allowed next tokens at each place. Sessions may share a constraint.
 
-    It may also have `complaints`, texts about parts of the form that it does not enforce: each request that uses it issues
-    them as warnings.
+    An optional attribute `complaints` lists parts of the form that are not enforced; each request issues them as warnings.
     """
 
     def start(self) -> Walker:
@@ -54,7 +53,7 @@ class Constraint(Protocol):
         ...
 
     def allowed(self, walkers: Sequence[Any]) -> UInt8[np.ndarray, "walkers bytes"]:
-        """Return a bit per token, 1 if it is allowed; that of token 0 is the lowest one of the first byte.
+        """Return a bit per token, 1 if it is allowed; token 0 is the lowest bit of the first byte.
 
         The bits of end tokens are ignored: `complete` decides on them.
         """
@@ -88,17 +87,17 @@ class Trail:
 
 
 class Constrained:
-    """The constraint of one session, in the form of a logits processor of transformers.
+    """The constraint of one session, as a logits processor of transformers.
 
-    One walker per live beam visits the drafts under that beam, depth first. The allowed tokens of each path that it visits
-    are stored until the turn ends (`keep`), so the target does not compute again what the draft model looked up.
+    One walker per live beam visits the drafts under that beam, depth first. The allowed tokens after each visited path are
+    stored until the turn ends (`keep`), so draft and target share them.
 
     An end token is allowed exactly where the text may end. After a banned token nothing is banned: such a path is never
-    emitted, but a drafter that has drafted it may ask for its law.
+    emitted, but its drafter may ask for its law.
 
     Args:
         eos: the end tokens; without any, no text ends by its form.
-        prompt_length: number of tokens at the start of each path that are ignored.
+        prompt_length: number of tokens before the new ones in each path.
         name: the name of the constraint in messages.
     """
 
@@ -109,8 +108,8 @@ class Constrained:
         self.eos = eos
         self.prompt_length = prompt_length
         self.name = name
-        # The name of a path is the bytes of its new tokens, without the first ones, which all live beams share.
-        self._shared = 0  # number of tokens that names leave out
+        # The name of a path is the bytes of its new tokens after the first ones, which all live beams share.
+        self._shared = 0  # number of shared first tokens
         self._size = 0  # number of bytes in the name of a live beam
         self._live = [b""]  # the names of the live beams
         self._trails = {b"": Trail(constraint.start())}  # by the name of a live beam
@@ -183,7 +182,7 @@ class Constrained:
         return [path.tobytes() for path in np.ascontiguousarray(paths[:, self._shared :])]
 
     def _trails_of(self, live: list[bytes]) -> dict[bytes, Trail]:
-        """Return a trail per new live beam: the first that extends a former beam gets its walker, the others copies."""
+        """Return a trail per new live beam: the first extension of a former beam gets its walker, the others copies."""
         heirs: dict[bytes, list[bytes]] = {}
         for path in live:
             heirs.setdefault(path[: self._size], []).append(path)
@@ -219,7 +218,7 @@ class Constrained:
         return [self._allowed[path] for path in paths]
 
     def _explore(self, missing: Iterable[bytes]) -> None:
-        """Look up paths depth first, which is the order of their names, and under all live beams in parallel."""
+        """Look up paths depth first (the order of their names), under all live beams in parallel."""
         under: dict[bytes, list[bytes]] = {}
         for path in sorted(missing):
             under.setdefault(path[: self._size], []).append(path)
@@ -227,7 +226,7 @@ class Constrained:
             self._look_up([path for path in paths if path is not None])
 
     def _look_up(self, paths: list[bytes]) -> None:
-        """Store the allowed tokens after paths under different live beams; those after their parents are known."""
+        """Store the allowed tokens after paths under different live beams; their parents have been looked up."""
         reachable = [path for path in paths if self._is_reachable(path)]
         for path in reachable:
             self._trails[path[: self._size]].move_to(_tokens(path[self._size :]))
@@ -239,7 +238,7 @@ class Constrained:
         self._allowed.update((path, None) for path in paths if path not in self._allowed)
 
     def _is_reachable(self, path: bytes) -> bool:
-        """Return whether a path is a live beam, or has allowed tokens after it of which none is an end token."""
+        """Return whether a path is a live beam, or continues its parent by an allowed token that is not an end token."""
         if len(path) == self._size:
             return True
         above = self._allowed[path[:-TOKEN]]

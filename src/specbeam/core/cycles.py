@@ -1,4 +1,4 @@
-"""The clock of the processor, by which steps measure the time of their parts."""
+"""The cycle counter of the processor, by which compiled steps measure times."""
 
 import platform
 import time
@@ -11,11 +11,11 @@ if AVAILABLE:
     from numba import types
     from numba.extending import intrinsic
 
-READABLE = platform.machine().lower() in ("x86_64", "amd64")  # other processors do not let programs read the counter
+READABLE = platform.machine().lower() in ("x86_64", "amd64")  # on other processors compiled steps get 0
 
 
 def cycles() -> int:
-    """Return a count of ticks of constant length; only differences mean something. Compiled: 0 if it is not `READABLE`."""
+    """Return a count of ticks of constant length, of which only differences have a meaning."""
     return time.perf_counter_ns()
 
 

@@ -24,8 +24,8 @@ def decode(target: LM, waiting: Iterable[Session], at_once: int = 32, ahead: int
     Args:
         target: the target model.
         waiting: the sessions.
-        at_once: maximum number of sessions side by side.
-        ahead: maximum number of turns that may be one compiled run; such turns are not yielded.
+        at_once: maximum number of sessions decoded at the same time.
+        ahead: maximum number of turns in one compiled run; such turns are not yielded.
     """
     line = iter(waiting)
     with Decoder(target, at_once, ahead, filling=at_once) as decoder:
@@ -38,9 +38,9 @@ def decode(target: LM, waiting: Iterable[Session], at_once: int = 32, ahead: int
 
 
 def decode_live(target: LM, session: Session) -> Iterator[None]:
-    """Decode one session for a reader who follows it: yield after every turn, or after as many as take `DELAY_S`.
+    """Decode one session as a stream: yield after every turn, or after the turns of `DELAY_S` seconds.
 
-    How turns are grouped depends on the machine; what is decoded does not.
+    The grouping of turns depends on the machine, the text does not.
     """
     with Decoder(target, ahead=1) as decoder:
         decoder.add(session)

@@ -29,8 +29,8 @@ class Decoder:
 
     A session that fails keeps its error in `session.failure`, takes no further turns, and does not affect the others.
     Sessions may be added, cancelled and released between two steps, by the thread that calls `step`. While sessions are
-    unfinished, no other thread may decode with their models: it gets `NotSupported`. A decoder that is alone may itself be
-    stepped by another thread than before.
+    unfinished, no other thread may decode with their models: it gets `NotSupported`. If no other decoder uses the models,
+    the decoder may change its thread between two steps.
 
     A prompt that is longer than one pass of its model is stored in chunks, one chunk per step, while live sessions take
     their turns.
@@ -38,7 +38,7 @@ class Decoder:
     Args:
         at_once: maximum number of sessions decoded side by side; further ones wait, first come, first served.
         ahead: maximum number of turns of a session that one compiled run may take without showing them; 0: show every turn.
-        filling: maximum number of prompts that are stored side by side.
+        filling: maximum number of prompts that are stored at the same time.
     """
 
     def __init__(self, target: LM, at_once: int = 32, ahead: int = 0, filling: int = 1) -> None:
@@ -49,8 +49,8 @@ class Decoder:
         self.waiting: deque[Session] = deque()
         self.filling: list[Session] = []  # their prompts are being stored
         self.live: list[Session] = []  # they take turns
-        self._guards: list[ThreadGuard] = []  # of all models that these sessions use
-        self._thread: threading.Thread | None = None  # the one that they were last used in
+        self._guards: list[ThreadGuard] = []  # of all models of these sessions
+        self._thread: threading.Thread | None = None  # the thread that used them last
         self._stepping = threading.Lock()
 
     def add(self, session: Session) -> None:
@@ -63,15 +63,15 @@ class Decoder:
         check_takes(self.target, session)
         models = [self.target, *(models_of(session.parts.drafter) or ())]
         keeps = keeps_nodes(self.target, session.parts)
-        self._hold(models)  # the last thing that can fail: what is held is dropped when no session is left
+        self._hold(models)  # after all checks: the guards are dropped when the last session is over
         session.keeps_nodes = keeps
         self.waiting.append(session)
 
     def cancel(self, session: Session, error: SpecbeamError | None = None) -> bool:
-        """End a session, free what it holds, and set its `failure`. Returns False if the decoder does not have it.
+        """End a session, free its state, and set its `failure`. Returns False if the decoder does not have it.
 
         Args:
-            error: what the session fails with; None: `Cancelled`.
+            error: the failure; None: `Cancelled`.
         """
         if not self.release(session):
             return False
@@ -79,10 +79,7 @@ class Decoder:
         return True
 
     def release(self, session: Session) -> bool:
-        """Take a session out as it is and free what it holds: its texts so far are what it has to answer with.
-
-        Returns False if the decoder does not have it.
-        """
+        """Remove a session with its texts so far, and free its state. Returns False if the decoder does not have it."""
         for place in (self.waiting, self.filling, self.live):
             if session in place:
                 place.remove(session)
@@ -104,10 +101,9 @@ class Decoder:
     def step(self) -> Turns:
         """Take one turn of each live session, and store one chunk of long prompts; return the turns.
 
-        Returns no turn for a session that took several in a compiled run. Sessions that are finished have been removed
-        when it returns.
+        The turns of compiled runs are not returned. Finished sessions are removed.
         """
-        with self._alone(), hold_interrupts(), self._threads():
+        with self._exclusive(), hold_interrupts(), self._threads():
             self._let_in()
             began = time.perf_counter()
             forms = forms_made()
@@ -124,7 +120,7 @@ class Decoder:
         return done
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         """Keep other threads out of a step, and out of the models of all sessions."""
         if not self._stepping.acquire(blocking=False):
             raise NotSupported("another thread is inside a step of this decoder; call its methods in one thread")
@@ -136,7 +132,7 @@ class Decoder:
             self._stepping.release()
 
     def _hold(self, models: list[LM]) -> None:
-        """Hold these models and those of earlier sessions in the current thread; if one of them is refused, none is."""
+        """Hold these models and those of earlier sessions in the current thread; on an error, hold none of them."""
         guards = [model.guard for model in models if hasattr(model, "guard")]
         guards += self._guards if self._thread is not threading.current_thread() else []
         with ExitStack() as undo:
@@ -166,7 +162,7 @@ class Decoder:
         return torch_on_one_thread() if are_compiled else nullcontext()
 
     def close(self) -> None:
-        """Drop all sessions unfinished, and free what they hold in the models."""
+        """Drop all sessions unfinished, and free their state in the models."""
         self._close([*self.filling, *self.live])
         self.waiting.clear()
         self.filling = []
@@ -181,11 +177,11 @@ class Decoder:
 
     def _let_in(self) -> None:
         """Move waiting sessions to the free places."""
-        beside = min(len(self.waiting) + len(self.filling) + len(self.live), self.at_once)
+        batch_size = min(len(self.waiting) + len(self.filling) + len(self.live), self.at_once)
         while self.waiting and len(self.filling) + len(self.live) < self.at_once:
             session = self.waiting.popleft()
             enter = getattr(session.parts.controller, "enter", None)
-            if enter is not None and not enter(session, beside):
+            if enter is not None and not enter(session, batch_size):
                 session.parts = replace(session.parts, drafter=NoDraft())
                 session.keeps_nodes = False
             self.filling.append(session)
@@ -197,7 +193,7 @@ class Decoder:
             filled = fill_prompts(self.target, self.filling, needs, self.at_once_filling)
             stored = [session for session, is_filled in zip(self.filling, filled, strict=True) if is_filled]
             later: list[Session] = []
-            if self.live:  # otherwise nobody is delayed if a draft model stores the prompt in its first draft
+            if self.live:  # otherwise no session is delayed if a draft model stores the prompt in its first draft
                 later = fill_drafters(stored, self.at_once_filling)
         ready = [session for session in stored if session not in later]
         self.filling = [session for session in self.filling if session not in ready]
@@ -231,12 +227,12 @@ class Decoder:
             self.target.close(session)
         close_drafters(last_first)
         for session in sessions:
-            session.state.pop(PausedRun, None)  # which holds the keys and values of all sessions
-            _let_remember(session)
+            session.state.pop(PausedRun, None)  # it refers to the keys and values of all sessions
+            _remember(session)
 
 
-def _let_remember(session: Session) -> None:
-    """Let a controller that has a method `remember` remember what it learnt of a session that is over."""
+def _remember(session: Session) -> None:
+    """Call the optional method `remember` of the controller of a session that is over; a failure becomes a warning."""
     remember = getattr(session.parts.controller, "remember", None)
     if remember is None:
         return

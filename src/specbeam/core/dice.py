@@ -13,7 +13,7 @@ from jaxtyping import Float64
 from specbeam.core.compiling.sums import picked as place_of
 from specbeam.core.steps import Array, borrowed, verb
 
-TAKEN_TOGETHER = 64  # least number of uniforms that are drawn from a stream at once
+TAKEN_TOGETHER = 64  # least number of uniforms drawn from a stream at once
 SMALLEST = 2.0**-53  # in place of a uniform that is 0
 
 
@@ -60,14 +60,14 @@ def next_uniforms(dice: Any, count: int) -> Array:
 
 @next_uniforms.of(Uniforms)
 def next_of_uniforms(dice: Uniforms, count: int) -> Array:
-    """Take them from the buffer; see `next_uniforms`."""
+    """Return uniforms of the buffer; see `next_uniforms`."""
     start = dice.used[0]
     dice.used[0] = start + count
     return np.maximum(dice.values[start : start + count], SMALLEST)
 
 
 class Dice:
-    """The dice of one session: an endless stream of uniforms. Tests use dice that go through every outcome in turn."""
+    """The dice of one session: an endless stream of uniforms. Tests use dice that enumerate all outcomes."""
 
     def __init__(self, key: int | None = None) -> None:
         self.key = secrets.randbits(64) if key is None else key
@@ -75,7 +75,7 @@ class Dice:
         self._uniforms = Uniforms(np.zeros(0), np.zeros(1, dtype=np.int64))
 
     def ready(self, count: int) -> Uniforms:
-        """Return uniforms of which at least `count` are not consumed. Valid until the next call of any method."""
+        """Return a buffer with at least `count` unused uniforms, valid until the next call of any method."""
         values, used = self._uniforms
         missing = int(used[0]) + count - len(values)
         if missing > 0:

@@ -1,4 +1,4 @@
-"""All errors that specbeam raises on purpose. Each message says what was found, what was expected and what to do."""
+"""All errors that specbeam raises on purpose. Each message states what was found, what was expected and what to do."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,11 +17,11 @@ class NotSupported(SpecbeamError, ValueError):
 
 
 class UnknownKind(SpecbeamError, TypeError):
-    """A verb has no step for a kind of record: a part or an engine of a user's own has not registered one."""
+    """A verb has no step for a kind of record, because a user's own part or engine has not registered one."""
 
 
 class LostLaw(SpecbeamError, ValueError):
-    """A rule that tries drafts against their law was given drafts whose law is unknown."""
+    """A rule that tries drafts against their law got drafts of unknown law."""
 
 
 class BadForest(SpecbeamError, ValueError):
@@ -29,19 +29,19 @@ class BadForest(SpecbeamError, ValueError):
 
 
 class BadPrompt(SpecbeamError, ValueError):
-    """A prompt is empty, too long, or holds tokens that the model does not know."""
+    """A prompt is empty, too long, or has tokens outside of the model's vocabulary."""
 
 
 class NoPrompts(BadPrompt, BadSetting):
-    """What is given as prompts is no prompt, and holds none."""
+    """The prompts of a call are not prompts, or there are none."""
 
 
 class BadAudio(SpecbeamError, ValueError):
-    """Audio is no audio, too short, or holds numbers that are no samples."""
+    """Audio cannot be read, is too short, or has invalid samples."""
 
 
 class UnsupportedModel(SpecbeamError, ValueError):
-    """The model cannot score a forest: recurrent state, ALiBi, positions that no caller can set."""
+    """The model cannot score a forest, because of recurrent state, ALiBi, or fixed positions."""
 
 
 class VocabularyMismatch(SpecbeamError, ValueError):
@@ -57,7 +57,7 @@ class CannotWrite(SpecbeamError, OSError):
 
 
 class BadCheckpoint(SpecbeamError, ValueError):
-    """The files of a model are broken, do not fit each other, or hold weights that are no numbers."""
+    """The files of a model are broken, do not fit each other, or have weights that are not numbers."""
 
 
 class BadHead(SpecbeamError, ValueError):
@@ -73,18 +73,18 @@ class BrokenLaw(SpecbeamError, ArithmeticError):
 
 
 class BrokenProcessor(BrokenLaw):
-    """A logits processor raised an error or returned something that is no scores.
+    """A logits processor raised an error or returned something other than scores.
 
-    The path that it was called for may be a draft that would never have been accepted.
+    Its path may be a draft that would not have been accepted.
     """
 
 
 class DeadEnd(BrokenLaw):
-    """Every token is banned, so the text cannot go on."""
+    """Every next token is banned, so the text cannot continue."""
 
 
 class BrokenPart(SpecbeamError, RuntimeError):
-    """A part (a controller or rule, for instance) raised an error, which is the `__cause__` of this one.
+    """A part, such as a controller or rule, raised an error, which is the `__cause__` of this one.
 
     It ends the session of its prompt; other prompts are not affected.
     """
@@ -95,15 +95,15 @@ class Cancelled(SpecbeamError):
 
 
 class TimedOut(SpecbeamError, TimeoutError):
-    """A session had no token by its deadline, or no place to decode."""
+    """A session had no token, or had not started, at its deadline."""
 
 
 class ServerRefused(SpecbeamError):
-    """A server that was asked did not answer, or refused; the message is its own."""
+    """A server did not answer, or refused a request; the message is the server's."""
 
 
 class AuditWarning(UserWarning):
-    """The output of an audited run does not look like the law that its method declares."""
+    """The output of an audited run is unlikely under the declared law of its method."""
 
 
 class TooFewAnswers(SpecbeamError):
@@ -115,13 +115,13 @@ class TooFewAnswers(SpecbeamError):
 
 
 class BrokenValue(SpecbeamError, ValueError):
-    """The value function of a search raised an error, or returned something that is no value."""
+    """The value function of a search raised an error, or returned something other than a value."""
 
 
 class SearchFailed(SpecbeamError):
     """The searches of some prompts failed; `failures` holds their errors.
 
-    `results` has an entry per prompt, with all that was drawn: those that failed have their tree so far.
+    `results` has an entry per prompt; failed searches have their tree so far.
     """
 
     def __init__(self, failures: Sequence[SpecbeamError], results: Sequence[Any]) -> None:
@@ -138,7 +138,7 @@ class SearchFailed(SpecbeamError):
 class SomeFailed(SpecbeamError):
     """Some prompts failed; `failures` holds their errors.
 
-    `generations` has an entry per prompt and return sequence, in the order of the prompts; None where there is no result.
+    `generations` has an entry per prompt and return sequence, in the order of the prompts; None for failures.
     """
 
     def __init__(self, failures: Sequence[SpecbeamError], generations: Sequence[Any]) -> None:

@@ -12,7 +12,7 @@ from specbeam.core.steps import Array, step
 
 INDEPENDENT, DISTINCT, CHOSEN, SHARED, LOST = range(5)  # kinds of siblings, see `Siblings`
 _HAVE_LAWS = (INDEPENDENT, DISTINCT, CHOSEN)
-MOST_KEPT = 64  # nodes that a turn hands on to the next one
+MOST_KEPT = 64  # most nodes that a turn keeps for the next one
 _NO_NUMBERS = np.zeros(0, dtype=np.int64)
 _NO_ODDS = np.zeros(0)
 
@@ -21,13 +21,13 @@ class Siblings(NamedTuple):
     """Groups of sibling draws, in draw order: draw_ends[k] is the index after the last draw of group k.
 
     A token tree has one group under each parent, or several that are tried one after the other; a layer of draft beams is
-    one group with several parents. A rule *tries* a draw if it accepts it with a probability that depends on the law that
-    the draw is from; it *matches* draws if the target draws by itself and the result is looked up among them. Which of the
-    two is possible depends on the kind of the group:
+    one group with several parents. A rule *tries* a draw if it accepts it with a probability that depends on the draw's law;
+    it *matches* draws if it draws from the target alone and looks the result up among them. The kind of the group decides
+    which of the two is possible:
 
     - INDEPENDENT, DISTINCT: drawn from the stated law, with or without replacement; they can be tried.
     - CHOSEN: chosen and not drawn, like the best tokens of a model; each is tried as a draw from a law with all mass on it.
-    - SHARED: the best pairs of the draft model under the noise that the target will use; they can be matched.
+    - SHARED: the best pairs of the draft model under the noise that the target uses, too; they can be matched.
     - LOST: of unknown law (pruned by content, merged, retrieved); they can be matched, not tried.
     """
 
@@ -35,7 +35,7 @@ class Siblings(NamedTuple):
     parents: Array  # int64[...]: the forest nodes that are the parents of each group
     parent_ends: Array  # int64[groups]: the index after the last parent of each group
     draw_ends: Array  # int64[groups]
-    rows: Array  # int64[draws]: which of its group's parents is the parent of each draw
+    rows: Array  # int64[draws]: the index of each draw's parent among the parents of its group
     tokens: Array  # int64[draws]
     nodes: Array  # int64[draws]: the forest node of the draw; -1 if the draw ends its beam and needs no node
     law_ends: Array  # int64[groups]: the index after the last probability of each group's law
@@ -125,7 +125,7 @@ def siblings(
         kind: INDEPENDENT, DISTINCT, CHOSEN, SHARED or LOST.
         parents: the forest nodes that are the parents of the group.
         tokens, nodes: of the draws, in draw order; node -1 for a draw without a node.
-        rows: int64[draws], which of the parents is the parent of each draw; None: the first.
+        rows: int64[draws], the index of each draw's parent among the parents; None: 0.
         law: `law_pairs` and `law_odds`, see `Siblings`.
         vocab: number of tokens in the vocabulary of the law.
     """
@@ -189,8 +189,8 @@ def _named_pairs(groups: Siblings) -> Array:
     return np.concatenate([np.arange(size) for size in sizes])
 
 
-class Fronts(NamedTuple):
-    """The rows of logits that draft layers were drawn from: row_ends[k] is the index after the last row of layer k."""
+class FrontierRows(NamedTuple):
+    """The logits that draft layers were drawn from: row_ends[k] is the index after the last row of layer k."""
 
     nodes: Array  # int64[rows]: the forest node of each row
     scores: Array  # float64[rows]: log-likelihood of the beam that ends at the node
@@ -199,31 +199,30 @@ class Fronts(NamedTuple):
     logits: Array  # float[capacity, vocab]: of the draft model, after the processors; capacity 0 if no rule reads them
 
 
-def no_fronts(rows: int = 0, vocab: int = 0, dtype: Any = np.float32) -> Fronts:
-    """Return the fronts of a draft without layers, with capacity for `rows` rows of logits."""
-    return Fronts(_NO_NUMBERS, _NO_ODDS, _NO_NUMBERS, _NO_NUMBERS, np.empty((rows, vocab), dtype=dtype))
+def no_frontier_rows(rows: int = 0, vocab: int = 0, dtype: Any = np.float32) -> FrontierRows:
+    """Return the rows of a draft without layers, with capacity for `rows` rows of logits."""
+    return FrontierRows(_NO_NUMBERS, _NO_ODDS, _NO_NUMBERS, _NO_NUMBERS, np.empty((rows, vocab), dtype=dtype))
 
 
 @step
-def add_front(fronts: Fronts, nodes: Array, scores: Array, counts: Array, rows: Array) -> Fronts:
-    """Return the fronts with those of one more layer, whose logits `rows` are written into `fronts.logits`."""
-    start = len(fronts.nodes)
+def add_frontier_rows(
+    frontier_rows: FrontierRows, nodes: Array, scores: Array, counts: Array, rows: Array
+) -> FrontierRows:
+    """Return the rows, extended by those of one more layer, whose logits `rows` are copied to `frontier_rows.logits`."""
+    start = len(frontier_rows.nodes)
     stop = start + len(nodes)
-    copy_rows(fronts.logits[start:stop], rows)
-    return Fronts(
-        np.concatenate((fronts.nodes, nodes)),
-        np.concatenate((fronts.scores, scores)),
-        np.concatenate((fronts.counts, counts)),
-        np.append(fronts.row_ends, stop),
-        fronts.logits,
+    copy_rows(frontier_rows.logits[start:stop], rows)
+    return FrontierRows(
+        np.concatenate((frontier_rows.nodes, nodes)),
+        np.concatenate((frontier_rows.scores, scores)),
+        np.concatenate((frontier_rows.counts, counts)),
+        np.append(frontier_rows.row_ends, stop),
+        frontier_rows.logits,
     )
 
 
 class KnownRows(NamedTuple):
-    """The target's rows of logits, before the processors, that earlier turns computed for nodes that a turn starts with.
-
-    These are roots, and nodes below them that were drafted in earlier turns and are kept.
-    """
+    """The target's logits, before the processors, of nodes that earlier turns scored: roots, and kept nodes below them."""
 
     nodes: Array  # int64[known]: forest nodes, ascending
     rows: Array  # float[known, vocab]
@@ -245,7 +244,7 @@ class Forest(NamedTuple):
     siblings: Siblings = NO_SIBLINGS
     logq: Array = _NO_ODDS  # float64[nodes]: draft log-likelihood of the path from the root; NaN, or empty: unknown
     beams: Array = _NO_NUMBERS  # int64[beams]: the last nodes of the drafter's final beams, best first
-    fronts: Fronts = no_fronts()
+    frontier_rows: FrontierRows = no_frontier_rows()
     known: KnownRows = NO_KNOWN_ROWS
 
     @classmethod
@@ -319,26 +318,25 @@ class Forest(NamedTuple):
 
         Nodes with known rows must be among them, too.
 
-        A group that loses a draw becomes LOST: which draws are left depends on what they are, so they no longer have the
-        stated law. If it loses all of its draws, it stays without draws, so that no rule takes its parent for a leaf. CHOSEN
-        groups stay CHOSEN. If nodes are selected by their content, call `lost` on the result: that a group has kept all of
-        its draws then depends on what they are, too.
+        A group that loses a draw becomes LOST, because the selection may depend on the draws. If it loses all of its draws,
+        it stays as an empty group, so that no rule takes its parent for a leaf. CHOSEN groups stay CHOSEN. If nodes are
+        selected by their content, call `lost` on the result: even that a group has kept all of its draws depends on them.
         """
-        names = np.full(self.size + 1, -1, dtype=np.int64)  # the last entry renames -1 to itself
-        names[nodes] = np.arange(len(nodes))
+        node_map = np.full(self.size + 1, -1, dtype=np.int64)  # the last entry renames -1 to itself
+        node_map[nodes] = np.arange(len(nodes))
         groups = []
         for group in self.siblings.groups():
-            kept = (names[group.nodes] >= 0) | (group.nodes < 0)
+            kept = (node_map[group.nodes] >= 0) | (group.nodes < 0)
             is_chosen = group.kinds[0] == CHOSEN
-            if (names[group.parents] < 0).all() or (is_chosen and not kept.any()):
+            if (node_map[group.parents] < 0).all() or (is_chosen and not kept.any()):
                 continue
             whole = bool(kept.all())
             groups.append(
                 siblings(
                     int(group.kinds[0]) if whole or is_chosen else LOST,
-                    names[group.parents],
+                    node_map[group.parents],
                     group.tokens[kept],
-                    names[group.nodes[kept]],
+                    node_map[group.nodes[kept]],
                     group.rows[kept],
                     (group.law_pairs, group.law_odds) if whole else (_NO_NUMBERS, _NO_ODDS),
                     group.vocab,
@@ -346,15 +344,15 @@ class Forest(NamedTuple):
             )
         return Forest(
             tokens=self.tokens[nodes],
-            parents=names[self.parents[nodes]],
+            parents=node_map[self.parents[nodes]],
             siblings=joined(groups),
             logq=self.logq[nodes] if len(self.logq) else self.logq,
-            beams=names[self.beams][names[self.beams] >= 0],
-            known=KnownRows(names[self.known.nodes], self.known.rows),
+            beams=node_map[self.beams][node_map[self.beams] >= 0],
+            known=KnownRows(node_map[self.known.nodes], self.known.rows),
         )
 
     def lost(self) -> "Forest":
-        """Return the forest with all groups LOST, without their laws, except those that are CHOSEN."""
+        """Return the forest with all groups LOST, without their laws, except CHOSEN groups."""
         groups = []
         for group in self.siblings.groups():
             if group.kinds[0] == CHOSEN:
@@ -376,7 +374,7 @@ class Forest(NamedTuple):
         return tokens[::-1]
 
     def root_of(self, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-        """Return the root above each node; a root itself for a root."""
+        """Return the root above each node; for a root the root itself."""
         above = nodes
         while (self.parents[above] >= 0).any():
             above = np.where(self.parents[above] >= 0, self.parents[above], above)
@@ -394,11 +392,36 @@ class Forest(NamedTuple):
         return np.stack(columns[::-1], 1)
 
     def find(self, parents: Int64[np.ndarray, " n"], tokens: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-        """Return the child of each of `parents` that has the token in the same place of `tokens`; -1 where there is none."""
+        """Return the child of each parent by its token in `tokens`; -1 if there is none."""
         children = np.empty(len(parents), dtype=np.int64)
         for place in range(len(parents)):
             children[place] = find_child(self.tokens, self.parents, parents[place], tokens[place])
         return children
+
+
+@step
+def groups_without_laws(kind: int, parents: Array, draw_ends: Array, tokens: Array, nodes: Array) -> Siblings:
+    """Return groups of draws that state no law, each under one parent; the arrays are those of `Siblings`."""
+    count = len(parents)
+    return Siblings(
+        np.full(count, kind),
+        parents,
+        np.arange(1, count + 1),
+        draw_ends,
+        np.zeros(len(tokens), dtype=np.int64),
+        tokens,
+        nodes,
+        np.zeros(count, dtype=np.int64),
+        np.empty(0, dtype=np.int64),
+        np.empty(0),
+        0,
+    )
+
+
+@step
+def with_groups(forest: Forest, groups: Siblings) -> Forest:
+    """Return the forest with these groups of siblings in place of its own."""
+    return Forest(forest.tokens, forest.parents, groups, forest.logq, forest.beams, forest.frontier_rows, forest.known)
 
 
 @step
@@ -421,7 +444,7 @@ def find_child(tokens: Array, parents: Array, parent: int, token: int) -> int:
 
 
 class GroupsUnder(NamedTuple):
-    """The groups of siblings under each node as linked lists, in the order in which the groups are tried."""
+    """The groups of siblings under each node as linked lists, in the order of their trials."""
 
     first: Array  # int64[nodes]: the first group under each node, -1 for none
     after: Array  # int64[groups]: the next group under the same node, -1 for none
@@ -477,16 +500,16 @@ def unknown_nodes(first: int, size: int, known: Array) -> Array:
 
 
 class TurnRows(NamedTuple):
-    """The target's rows of logits for all nodes of a forest: those that the turn's pass computed, and those known before."""
+    """The target's logits of all nodes of a forest: those that the turn's pass computed, and those known before."""
 
     fresh: Array  # float[fresh, vocab], of the other nodes, in order
     known: Array  # float[known, vocab], see `KnownRows`
-    places: Array  # int64[nodes]: the row of each node in `fresh`; -1 - k where it is row k of `known`
+    places: Array  # int64[nodes]: the row of each node in `fresh`; -1 - k for row k of `known`
 
 
 @step
 def turn_rows(fresh: Array, nodes: int, known: KnownRows) -> TurnRows:
-    """Return the rows of all `nodes` nodes of a forest, of which those that are not known are in `fresh`."""
+    """Return the rows of all `nodes` nodes of a forest, given the rows `fresh` of the nodes that are not known."""
     places = np.empty(nodes, dtype=np.int64)
     held = 0
     for node in range(nodes):
@@ -514,7 +537,7 @@ def rows_of_nodes(rows: TurnRows, nodes: Array) -> Array:
 
 @step
 def rows_in_place(rows: TurnRows, nodes: Array) -> Array:
-    """Return what `rows_of_nodes` returns, in place if the pass computed them one after the other: not to be written to."""
+    """Return `rows_of_nodes`, as a view if the rows are adjacent in the pass's results; do not write to it."""
     first = rows.places[nodes[0]] if len(nodes) > 0 else -1
     follow = first >= 0
     for place in range(len(nodes)):
@@ -524,7 +547,7 @@ def rows_in_place(rows: TurnRows, nodes: Array) -> Array:
 
 @step
 def nodes_without(nodes: Array, known: Array) -> Array:
-    """Return those of the nodes that are not among `known`, which ascend; int64[n], in their order."""
+    """Return the nodes that are not among `known`, which ascend; int64[n], in their order."""
     found = np.empty(len(nodes), dtype=np.int64)
     held = 0
     for node in nodes:
@@ -537,7 +560,7 @@ def nodes_without(nodes: Array, known: Array) -> Array:
 
 @step
 def rows_with_known(nodes: Array, known: KnownRows, others: Array) -> Array:
-    """Return the rows of forest nodes, float[n, vocab], of which those that are not known are in `others`, in order."""
+    """Return the rows of forest nodes, float[n, vocab], given the rows `others` of those that are not known, in order."""
     if len(others) == len(nodes):
         return others
     vocab = max(others.shape[1], known.rows.shape[1])
@@ -555,12 +578,10 @@ def rows_with_known(nodes: Array, known: KnownRows, others: Array) -> Array:
 
 @step
 def kept_nodes(parents: Array, tops: Array) -> Array:
-    """Return the forest nodes that the next forest starts with: up to `MOST_KEPT` nodes below `tops`, int64[n], ascending.
-
-    Where there are more, nodes of small depth come first.
+    """Return up to `MOST_KEPT` nodes below `tops`, the shallowest first, as ascending int64[n]; the next forest keeps them.
 
     Args:
-        tops: int64[n], the forest nodes of the surviving beams; -1 for those that were no drafts.
+        tops: int64[n], the forest nodes of the surviving beams; -1 for beams that were not drafted.
     """
     below = nodes_below(parents, tops)
     if len(below) <= MOST_KEPT:
@@ -578,30 +599,30 @@ def kept_nodes(parents: Array, tops: Array) -> Array:
 
 @step
 def forest_of_nodes(forest: Forest, nodes: Array) -> Forest:
-    """Return the forest of these nodes only, with the groups of draws that have nodes among them, or need none.
+    """Return the forest of these nodes only, with the draws that have one of these nodes, or no node.
 
     Args:
         nodes: int64[n], ascending; all roots, all nodes with known rows, and no node without its parent. The groups must be
             SHARED.
     """
-    names = np.full(len(forest.tokens), -1, dtype=np.int64)
+    node_map = np.full(len(forest.tokens), -1, dtype=np.int64)
     for place in range(len(nodes)):
-        names[nodes[place]] = place
+        node_map[nodes[place]] = place
     parents = forest.parents[nodes]
     for place in range(len(nodes)):
         if parents[place] >= 0:
-            parents[place] = names[parents[place]]
+            parents[place] = node_map[parents[place]]
     groups = forest.siblings
     above = np.empty(len(groups.parents), dtype=np.int64)
     for place in range(len(above)):
-        above[place] = names[groups.parents[place]]
+        above[place] = node_map[groups.parents[place]]
     is_kept = np.zeros(len(groups.nodes), dtype=np.bool_)
     draw_ends = np.zeros(len(groups.kinds), dtype=np.int64)
     held = 0
     for group in range(len(groups.kinds)):
         start = start_of(groups.parent_ends, group)
         for draw in range(start_of(groups.draw_ends, group), groups.draw_ends[group]):
-            is_there = groups.nodes[draw] < 0 or names[groups.nodes[draw]] >= 0
+            is_there = groups.nodes[draw] < 0 or node_map[groups.nodes[draw]] >= 0
             is_kept[draw] = is_there and above[start + groups.rows[draw]] >= 0
             held += is_kept[draw]
         draw_ends[group] = held
@@ -609,18 +630,18 @@ def forest_of_nodes(forest: Forest, nodes: Array) -> Forest:
     renamed = groups.nodes[kept]
     for place in range(len(renamed)):
         if renamed[place] >= 0:
-            renamed[place] = names[renamed[place]]
+            renamed[place] = node_map[renamed[place]]
     fewer = Siblings(
         groups.kinds, above, groups.parent_ends, draw_ends, groups.rows[kept], groups.tokens[kept], renamed,
         groups.law_ends, groups.law_pairs, groups.law_odds, groups.vocab,
     )  # fmt: skip
-    known = KnownRows(names[forest.known.nodes], forest.known.rows)
-    return Forest(forest.tokens[nodes], parents, fewer, forest.logq, forest.beams, forest.fronts, known)
+    known = KnownRows(node_map[forest.known.nodes], forest.known.rows)
+    return Forest(forest.tokens[nodes], parents, fewer, forest.logq, forest.beams, forest.frontier_rows, known)
 
 
 @step
 def nodes_below(parents: Array, tops: Array) -> Array:
-    """Return the forest nodes that have one of the nodes `tops` above them, int64[n], ascending; a top of -1 has none."""
+    """Return the forest nodes below the nodes `tops`, int64[n], ascending; there are none below a top of -1."""
     is_inside = np.zeros(len(parents), dtype=np.bool_)
     is_below = np.zeros(len(parents), dtype=np.bool_)
     for top in tops:
@@ -635,7 +656,7 @@ def nodes_below(parents: Array, tops: Array) -> Array:
 
 
 class Start(NamedTuple):
-    """What the forest of a turn starts with: the roots, then nodes that earlier turns drafted and scored."""
+    """The beginning of a turn's forest: the roots, then kept nodes of earlier turns."""
 
     tokens: Array  # int64[nodes], as in `Forest`
     parents: Array  # int64[nodes]
@@ -644,18 +665,18 @@ class Start(NamedTuple):
 
 @step
 def next_start(tokens: Array, parents: Array, rows: TurnRows, nodes: Array, newest: Array, kept: Array) -> Start:
-    """Return what the next turn starts with.
+    """Return the beginning of the next turn's forest.
 
     Args:
         tokens, parents: of the present forest.
         rows: of all of its nodes.
-        nodes: int64[beams], the forest node of each surviving beam; -1 if it was no draft.
+        nodes: int64[beams], the forest node of each surviving beam; -1 if it was not drafted.
         newest: int64[beams], the last token of each beam.
-        kept: int64[n], the forest nodes to keep, ascending; all of them below surviving beams, and none without its parent.
+        kept: int64[n], the forest nodes to keep, ascending, each below a surviving beam and with its parent.
     """
     beams = len(nodes)
     size = beams + len(kept)
-    names = np.full(len(tokens), -1, dtype=np.int64)
+    node_map = np.full(len(tokens), -1, dtype=np.int64)
     next_tokens = np.empty(size, dtype=np.int64)
     next_parents = np.full(size, -1, dtype=np.int64)
     known = np.empty(size, dtype=np.int64)  # nodes of the next turn
@@ -664,15 +685,15 @@ def next_start(tokens: Array, parents: Array, rows: TurnRows, nodes: Array, newe
     for beam in range(beams):
         next_tokens[beam] = newest[beam]
         if nodes[beam] >= 0:
-            names[nodes[beam]] = beam
+            node_map[nodes[beam]] = beam
             known[count] = beam
             sources[count] = nodes[beam]
             count += 1
     for place in range(len(kept)):
         node = kept[place]
-        names[node] = beams + place
+        node_map[node] = beams + place
         next_tokens[beams + place] = tokens[node]
-        next_parents[beams + place] = names[parents[node]]
+        next_parents[beams + place] = node_map[parents[node]]
         known[count] = beams + place
         sources[count] = node
         count += 1
@@ -681,6 +702,6 @@ def next_start(tokens: Array, parents: Array, rows: TurnRows, nodes: Array, newe
 
 @step
 def start_of_roots(tokens: Array, rows: Array) -> Start:
-    """Return the start of a turn of which nothing but the roots is kept; `rows` is an array of their rows' type."""
+    """Return the beginning of a forest of roots only, whose rows are not known; `rows` is an array of the rows' type."""
     above = np.full(len(tokens), -1, dtype=np.int64)
     return Start(tokens, above, KnownRows(np.empty(0, dtype=np.int64), rows[:0]))

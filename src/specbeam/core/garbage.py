@@ -1,23 +1,22 @@
-"""Python's search for garbage, made rarer while objects are made by the million that stay."""
+"""Rarer garbage collections while millions of long-lived objects are made."""
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import RLock
 
-_RARELY = 200  # collections of younger objects for one of all
-_LOCK = RLock()  # a handler of signals may come here inside
-_inside = 0  # how many are inside, in all threads
-_before = gc.get_threshold()  # as the first of them found it
-_ours = _before  # as the first of them set it
+_RARELY = 200  # collections of younger objects per full collection
+_LOCK = RLock()  # reentrant, because a signal handler may run while it is held
+_inside = 0  # number of contexts, in all threads
+_before = gc.get_threshold()  # before the first context
+_ours = _before  # set by the first context
 
 
 @contextmanager
 def rarely_collected() -> Iterator[None]:
-    """Let Python look through all objects for garbage more rarely: in imports, and while steps are compiled.
+    """Make full garbage collections rarer, during imports and compilation (measured in measurements/first_text.md).
 
-    measurements/first_text.md has what that saves. The last of several threads to leave sets the threshold back, unless
-    another caller has set it meanwhile.
+    The last of several contexts restores the thresholds, unless they have been set by another caller meanwhile.
     """
     _enter()
     try:
@@ -27,7 +26,7 @@ def rarely_collected() -> Iterator[None]:
 
 
 def _enter() -> None:
-    """Count one more inside; the first one makes the search rarer."""
+    """Count a context; the first one makes full collections rarer."""
     global _inside, _before, _ours
     with _LOCK:
         _inside += 1
@@ -39,7 +38,7 @@ def _enter() -> None:
 
 
 def _leave() -> None:
-    """Count one fewer inside; the last one sets back what is still as the first one set it."""
+    """Uncount a context; the last one restores the thresholds if they are still those of the first one."""
     global _inside
     with _LOCK:
         _inside -= 1

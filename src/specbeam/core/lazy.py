@@ -1,7 +1,7 @@
 """Names of a package that are imported on their first use, as its stub file lists them.
 
-A stub (``__init__.pyi``) says each public name once, for readers, editors and type checkers; the package reads the same
-lines when it runs. So `import specbeam` and ``specbeam --help`` do not wait for torch.
+A stub (``__init__.pyi``) lists the public names for readers, editors and type checkers; the package reads the same lines
+when it runs. So `import specbeam` and ``specbeam --help`` do not wait for torch.
 """
 
 import ast
@@ -34,7 +34,7 @@ def attached(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[]
     homes = homes_in(Path(file).with_suffix(".pyi"))
 
     def get(name: str) -> Any:
-        """Import a public name when it is first used."""
+        """Import a public name on its first use."""
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module, there = homes[name]
@@ -45,7 +45,7 @@ def attached(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[]
         return value
 
     def names() -> list[str]:
-        """Return the public names in the order of the alphabet."""
+        """Return the public names in alphabetical order."""
         return sorted(homes)
 
     return get, names, list(homes)

@@ -15,7 +15,7 @@ Decode = Callable[[list[int]], str]
 
 @dataclass(frozen=True)
 class Ended:
-    """A text that is complete or was cut off: a beam that is no longer live, or a live one at the end of the session."""
+    """A text: a beam that ended, or one that was live at the end of the session."""
 
     tokens: list[int]
     loglik: float
@@ -24,10 +24,10 @@ class Ended:
 
 @dataclass(frozen=True)
 class Limits:
-    """The stop rules of one session. They read outcomes, never drafts, so they do not change any law.
+    """The stop rules of one session. They depend on outcomes, never on drafts, so they do not change any law.
 
-    `early_stopping` as in transformers: True stops at `keep` finished beams; False stops when the best live beam, at its
-    present length, cannot beat the worst of the `keep` best finished ones; "never" stops when it could not do so at any
+    `early_stopping` is that of transformers: True stops at `keep` finished beams; False stops when the best live beam, at
+    its current length, cannot beat the worst of the `keep` best finished ones; "never" stops when it cannot do so at any
     length.
     """
 
@@ -38,7 +38,7 @@ class Limits:
     keep: int = 1  # number of finished beams that are wanted
     early_stopping: bool | str = False
     length_penalty: float = 1.0
-    closing: Bool[np.ndarray, " vocab"] | None = None  # whether a token can complete a stop string; None: not known
+    closing: Bool[np.ndarray, " vocab"] | None = None  # whether a token can complete a stop string; None: unknown
 
     @cached_property
     def stop(self) -> Stop:

@@ -1,4 +1,4 @@
-"""SCORE: the protocol of language models, and what the decoding loop checks about them."""
+"""SCORE: the protocol of language models, and checks of models by the decoding loop."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -18,8 +18,8 @@ from specbeam.core.session import Session
 class LM(Protocol):
     """A causal language model that scores forests of many sessions in one pass.
 
-    Whatever it keeps for a session, such as a KV cache, is in `session.state[self]` until `close`. A model that stores long
-    prompts in chunks has a method `fill` too, see `fill_prompts`.
+    Its state for a session, such as a KV cache, is in `session.state[self]` until `close`. A model that stores long prompts
+    in chunks also has a method `fill`, see `fill_prompts`.
     """
 
     vocab: int
@@ -30,24 +30,24 @@ class LM(Protocol):
     ) -> list[Scored]:
         """Score the nodes of each forest that this model has not scored in this turn, in one pass.
 
-        The first call of a turn scores the roots too, and all tokens before them that are not in the cache yet: at first
-        the whole prompt. A later call may bring a forest that has grown, and returns the rows of its new nodes only. The
-        logits of a node equal those of a plain forward on its path.
+        The first call of a turn also scores the roots and all tokens before them that are not in the cache: at first the
+        whole prompt. Later calls may pass a forest that has grown. The logits of a node equal those of a plain forward on
+        its path.
 
-        Returns one row per new node, on the host or on the model's device, valid until the session's next turn begins. Nodes
-        whose rows the caller knows (`forest.known`) get none; there are such nodes only if the model has an attribute
-        `keeps_nodes` that is True: it then keeps the nodes `turn.verdict.kept` when it settles, and the next forest starts
-        with the roots and these.
+        Returns one row per new node, on the host or on the model's device, valid until the session's next turn begins, but
+        none for nodes whose rows are known (`forest.known`). Only models with an attribute `keeps_nodes` that is True get
+        such nodes: when settled, they keep the nodes `turn.verdict.kept`, and the next forest starts with the roots and
+        these.
 
         Args:
-            needs: what the rows of each session have to hold; None: logits for all. The decoding loop passes None if every
+            needs: the outputs for the rows of each session; None: logits for all. The decoding loop passes None if every
                 session needs logits only. A model that cannot provide them raises `NotSupported`; it may have a method
                 `lacks(needs) -> str` that returns the reason beforehand.
         """
         ...
 
     def settle(self, session: Session, turn: Turn) -> None:
-        """Keep what the surviving beams need, and free the rest."""
+        """Keep the state of the surviving beams, and free the rest."""
         ...
 
     def peak(self, session: Session) -> int:
@@ -55,7 +55,7 @@ class LM(Protocol):
         ...
 
     def close(self, session: Session) -> None:
-        """Free all that is kept for the session."""
+        """Free the state of a session."""
         ...
 
 
@@ -80,7 +80,7 @@ def checked_needs(lm: Any, sessions: int, needs: Sequence[Needs] | None) -> Sequ
 
 
 def check_gives(lm: Any, needs: Needs) -> None:
-    """Raise `NotSupported` if a model cannot provide what a part needs of its rows."""
+    """Raise `NotSupported` if a model cannot provide these outputs."""
     if not (needs.states or needs.ranked or needs.exit_layer is not None):
         return
     lacks = getattr(lm, "lacks", None)
@@ -90,31 +90,31 @@ def check_gives(lm: Any, needs: Needs) -> None:
 
 
 def check_takes(lm: Any, session: Session) -> None:
-    """Raise `NotSupported` if a model cannot take the context, embeddings or extra rows that a session has for it.
+    """Raise `NotSupported` if a model cannot take the context, embeddings or extra rows of a session.
 
-    Raises `BadPrompt` if the last token of the prompt is given by embedding.
+    Raises `BadPrompt` if the last token of the prompt is given as an embedding.
     """
     refuses = getattr(lm, "refuses", None)
     inputs = session.extra_inputs
     if inputs is not None and inputs.model is not getattr(lm, "model", None):
         raise NotSupported(
-            f"the draft has rows of its own in the passes of {type(inputs.model).__name__}, for which they were learnt, and "
-            f"the target is {type(lm).__name__} with another model; load them together: load(target, draft=...)"
+            f"the draft adds learned extra rows to the passes of {type(inputs.model).__name__}, and the target is "
+            f"{type(lm).__name__} with another model; load them together: load(target, draft=...)"
         )
     given = lm in session.context or lm in session.vectors
     why = refuses(session) if refuses else f"{type(lm).__name__} takes tokens alone" if given else ""
     if why:
         raise NotSupported(why)
     if session.vectors and session.prompt[-1] < 0:
-        raise BadPrompt("the last token of a prompt is given by embedding; put a token that the model knows after it")
+        raise BadPrompt("the last token of a prompt is given as an embedding; append a token of the vocabulary")
 
 
 def check_same_vocabulary(lm: LM, target: LM) -> None:
-    """Raise `VocabularyMismatch` if the rows of a draft model are not of the target's tokens."""
+    """Raise `VocabularyMismatch` if draft and target do not have equally many tokens."""
     if lm.vocab != target.vocab:
         raise VocabularyMismatch(
-            f"draft has {lm.vocab} tokens, target has {target.vocab}; give the model object, folder or hub id in place of a "
-            "language model, so that its tokens are compared with the target's"
+            f"draft has {lm.vocab} tokens, target has {target.vocab}; pass the model object, folder or hub id in place of a "
+            "language model, so that its tokens are matched with the target's"
         )
 
 
@@ -126,12 +126,12 @@ class StepLM(Protocol):
     def cache_for_steps(
         self, session: Any, fresh: int, more: int = 0, needs: Needs = LOGITS
     ) -> AbstractContextManager[Any]:
-        """Yield a session's cache as arrays for steps; None if they cannot run this model for this session.
+        """Yield a session's cache as arrays for steps; None if steps cannot run this model for this session.
 
         Args:
-            fresh: the most new nodes that a pass of the steps brings.
-            more: room to make for further nodes that are stored later.
-            needs: what is needed of each row.
+            fresh: maximum number of new nodes in a pass of the steps.
+            more: capacity for further nodes that are stored later.
+            needs: the outputs for each row.
         """
         ...
 
@@ -139,25 +139,25 @@ class StepLM(Protocol):
 class RunLM(LM, Protocol):
     """A model or draft head that compiled runs of whole turns can run.
 
-    Its caches are records whose kind has registered the steps of `core.passes`. If something has to be stored before the
-    caches of a run are taken, it has a method `prepare_run(session)`.
+    Its caches are records whose kind has registered the steps of `core.passes`. An optional method `prepare_run(session)`
+    is called before the caches of a run are taken.
     """
 
-    supports_runs: bool  # False: it can run no session in this way
+    supports_runs: bool  # False: no session of it can run compiled
 
     def for_run(
         self, session: Any, fresh: int, beams: int, more: int, needs: Needs = LOGITS
     ) -> AbstractContextManager[Any] | None:
         """Return a context in which a session's cache is a record for steps; None if runs cannot take this session now.
 
-        The record has room for a turn, and is valid until any session is given more room. The context yields None if the
-        pass that comes first is not for a run, as with a long prompt. A draft model is asked after the target has made room.
+        The record has capacity for a turn, and is valid until any session gets more. The context yields None if a run cannot
+        do the next pass, such as the one of a long prompt. A draft model is asked after the target has allocated its rows.
 
         Args:
-            fresh: the most nodes that a turn drafts.
-            beams: the most live beams.
-            more: room to make for further nodes that are stored later.
-            needs: what is needed of each row.
+            fresh: maximum number of nodes that a turn drafts.
+            beams: maximum number of live beams.
+            more: capacity for further nodes that are stored later.
+            needs: the outputs for each row.
         """
         ...
 
@@ -171,12 +171,12 @@ class RunLM(LM, Protocol):
 
 
 class SharedRunLM(RunLM, Protocol):
-    """A model of which the runs of several sessions share passes."""
+    """A model whose passes the runs of several sessions can share."""
 
     passes: int
 
     def still_has(self, session: Any, arrays: Any) -> bool:
-        """Return whether `for_run` would yield this record again; see `for_run`."""
+        """Return whether `for_run` would yield this record again."""
         ...
 
     def has_moved(self, arrays: Any) -> bool:
@@ -184,7 +184,7 @@ class SharedRunLM(RunLM, Protocol):
         ...
 
     def extend_together(self, arrays: Sequence[Any], starts: Sequence[Start]) -> list[Any]:
-        """Run one pass for several sessions; return their records with the logits in them, or the error of a session."""
+        """Run one pass for several sessions; return their records with the logits, or the error of a session."""
         ...
 
 
@@ -201,19 +201,19 @@ def runs_in_steps(lm: Any) -> TypeGuard[StepLM]:
 def fill_prompts(lm: Any, sessions: Sequence[Session], needs: Sequence[Needs] | None, most: int) -> list[bool]:
     """Store the next chunk of each of up to `most` long prompts, in one pass, if the model has a method `fill`.
 
-    Returns for each session whether it may take a turn, as at most one chunk of its prompt is left to store.
+    Returns for each session whether it may take a turn: whether at most one chunk of its prompt is left to store.
     """
     return list(lm.fill(sessions, needs, most)) if hasattr(lm, "fill") else [True] * len(sessions)
 
 
 class Uncached:
-    """A base class of models without a cache, which keep only how many nodes were scored in the turn of a session."""
+    """A base class of models without a cache, whose state is the number of nodes that were scored in a session's turn."""
 
     max_positions: int | None = None
     keeps_nodes = True
 
     def lacks(self, needs: Needs) -> str:
-        """Return the reason why this model cannot provide what is needed; "" if it can."""
+        """Return the reason why this model cannot provide these outputs; "" if it can."""
         if needs.states:
             return f"{type(self).__name__} has no hidden states"
         return ""

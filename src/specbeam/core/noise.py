@@ -42,7 +42,7 @@ def request_key(seed: int, prompt: Sequence[int], occurrence: int) -> int:
 
 @step
 def scramble(x: Array) -> Array:
-    """Return a uint64 of which every bit depends on every bit of `x`: the finalizer of splitmix64."""
+    """Return a uint64 whose bits all depend on all bits of `x`: the finalizer of splitmix64."""
     x = (x ^ (x >> _L30)) * _FACTOR_1
     x = (x ^ (x >> _L27)) * _FACTOR_2
     return x ^ (x >> _L31)
@@ -123,10 +123,10 @@ def bound_noise(key: Array, bounds: Array) -> None:
 
 @step
 def with_largest(value: float, largest: float, wanted: float) -> float:
-    """Return what becomes of one of several independent Gumbel values if the largest of them is to be `wanted`.
+    """Return one of several independent Gumbel values, transformed so that the largest of them becomes `wanted`.
 
-    It is -log(exp(-wanted) - exp(-largest) + exp(-value)), which keeps the order of values. If `wanted` has the law of the
-    largest value, and does not depend on these values, the results have the law of the values. Source: Kool et al. 2019,
+    The result -log(exp(-wanted) - exp(-largest) + exp(-value)) keeps the order of values. If `wanted` has the law of the
+    largest value and is independent of these values, the results have the law of the values. Source: Kool et al. 2019,
     app. B.3.
     """
     gap = value - largest

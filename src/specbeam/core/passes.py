@@ -1,7 +1,7 @@
 """SCORE: the steps of one session's cache in a model. The engine that makes a kind of cache registers its steps.
 
-An engine whose cache is a record, with the steps `extend`, `has_room_for`, `rewind` and `settle_target`, takes part in
-compiled runs; the other verbs have a body that suits caches without anything special.
+An engine whose cache is a record with the steps `extend`, `has_room_for`, `rewind` and `settle_target` takes part in
+compiled runs; the bodies of the other verbs are for ordinary caches.
 """
 
 from typing import Any, NamedTuple
@@ -10,21 +10,18 @@ from specbeam.core.cycles import cycles
 from specbeam.core.steps import Array, step, verb
 
 PASSES, CYCLES = range(2)  # indices of `spent`
-EACH = -1  # in place of the number of blocks, of models that run for each layer
+EACH = -1  # in place of the number of blocks, for models with a pass per layer
 
 
 class SettledTurn(NamedTuple):
-    """The facts about a turn that the cache of a draft model settles by; its forest may have held more nodes.
-
-    Node k of the forest that the target scored is node names[k] of the draft model's.
-    """
+    """A turn on the forest of a draft model, which may have more nodes than the target's, for the draft model's cache."""
 
     tokens: Array  # int64[nodes] of the draft model's forest
     parents: Array
     start: int  # number of nodes that it began with
-    scored: Array  # int64[n]: the nodes of the target's forest that it computed rows of
-    names: Array
-    survivors: Array  # int64[beams]: node of the draft model's forest; -1 if it was no draft
+    scored: Array  # int64[n]: the nodes of the target's forest whose rows it computed
+    node_map: Array  # int64[nodes of the target's forest]: the same nodes in the draft model's forest
+    survivors: Array  # int64[beams]: node of the draft model's forest; -1 if it was not drafted
     survivor_tokens: Array
     survivor_parents: Array
     kept: Array  # int64[n], see `Verdict.kept`
@@ -44,12 +41,12 @@ def extend(cache: Any, tokens: Array, parents: Array, wanted: Array) -> Array:
 
 @verb(0, has_body=False)
 def has_room_for(cache: Any, fresh: int, beams: int) -> bool:  # type: ignore[empty-body]
-    """Return whether a cache has room for a turn of `fresh` new forest nodes after which at most `beams` beams live."""
+    """Return whether a cache has capacity for a turn of `fresh` new forest nodes that leaves at most `beams` beams."""
 
 
 @verb(0, has_body=False)
 def rewind(cache: Any, nodes: int) -> None:
-    """Take a cache back to the beginning of the turn, whose forest started with `nodes` nodes."""
+    """Restore a cache to the beginning of the turn, whose forest started with `nodes` nodes."""
 
 
 @verb(0, has_body=False)
@@ -60,7 +57,7 @@ def settle_target(
 
     Args:
         tree: tokens and parents of the turn's forest.
-        nodes, tokens, parents: int64[beams] of the survivors: forest node (-1 if it was no draft), token, parent node.
+        nodes, tokens, parents: int64[beams] of the survivors: forest node (-1 if it was not drafted), token, parent node.
         kept: int64[n], see `Verdict.kept`.
     """
 
@@ -68,14 +65,14 @@ def settle_target(
 @verb(0)
 @step
 def settle_draft(draft: Any, target: Any, turn: SettledTurn) -> None:
-    """Settle the cache of a draft model, before that of the target, of which a head reads the hidden states."""
+    """Settle the cache of a draft model, before that of the target, whose hidden states a head reads."""
     tree = (turn.tokens, turn.parents)
     settle_target(draft, tree, turn.survivors, turn.survivor_tokens, turn.survivor_parents, turn.kept)
 
 
 @verb(0)
 def has_pending(cache: Any) -> bool:
-    """Return whether the first pass of a turn runs layers before anything is drafted."""
+    """Return whether the first pass of a turn has to run layers for earlier tokens."""
     return True
 
 
@@ -87,7 +84,7 @@ def runs_layers(cache: Any, nodes: int) -> bool:
 
 @verb(0)
 def keep_only(cache: Any, nodes: Array) -> None:
-    """Take back what was stored of a drafted forest in this turn, except for `nodes`, int64[n], which ascend."""
+    """Remove all nodes stored in this turn except `nodes`, int64[n], which ascend."""
     return
 
 
@@ -105,8 +102,8 @@ def run_pass(cache: Any, tokens: Array, parents: Array, wanted: Array, spent: Ar
         cache: the session's cache in the model or head.
         tokens, parents: int64[nodes] of the forest.
         wanted: int64[wanted], forest nodes, ascending.
-        spent: int64[2]; 1 is added to the passes, unless a block head had made the blocks already, and the pass's duration
-            to the cycles.
+        spent: int64[2]; the passes grow by 1, unless a block head had made the blocks already, and the cycles by the time
+            of the pass.
     """
     began = cycles()
     before = blocks_made(cache)
@@ -118,5 +115,5 @@ def run_pass(cache: Any, tokens: Array, parents: Array, wanted: Array, spent: Ar
 
 @step
 def now() -> int:
-    """Return the present count of the processor's clock, in cycles; see `core.cycles`."""
+    """Return the cycle counter of the processor; see `core.cycles`."""
     return cycles()

@@ -26,7 +26,7 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """A draft node that was judged, or a pair that was drawn in its place; for pictures and audits."""
+    """A draft node that was judged, or a pair that was drawn in its place, for pictures."""
 
     layer: int
     parent: int  # forest node
@@ -39,11 +39,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class Certificate:
-    """A proof about the blocks that joint decoding accepted, which holds whatever the law of the text; sums over blocks.
+    """A bound on the likelihoods of the blocks that joint decoding accepted, for any law of the text; sums over blocks.
 
-    For each block, log p > `floor`, which is the draft log-likelihood that the block is compared with plus log(threshold).
-    And no block of its length has a log p that is more than `gap` above that of the block, so `gap` bounds the distance to
-    the most probable block. Log-likelihoods are in nats.
+    For each block log p > `floor`, the draft log-likelihood that the block is compared with plus log(threshold). No block of
+    its length has a log p more than `gap` above its own, so `gap` bounds the distance to the most probable block.
+    Log-likelihoods are in nats.
     """
 
     blocks: int = 0  # number of accepted blocks
@@ -69,7 +69,7 @@ class Certificate:
 
 @dataclass(frozen=True, eq=False)
 class Verdict:
-    """The decision of a turn: its layers. The last layer did not pass, or comes after the drafts, or ended the session."""
+    """The decision of a turn: its layers. The last layer did not pass, or follows the drafts, or ended the session."""
 
     layers: Layers
     trials: tuple[Trial, ...] = ()  # only if the method traces
@@ -86,9 +86,9 @@ class Verdict:
 
     @property
     def accepted(self) -> int:
-        """The number of layers that passed, whose live beams are all drafts.
+        """The number of layers that passed: all their live beams are drafts.
 
-        A turn emits one layer more than passed, unless the session ended in a layer that passed.
+        A turn emits one more layer, unless a layer that passed ended the session.
         """
         return int(self.layers.passed.sum())
 
@@ -112,19 +112,18 @@ FINAL = -1  # in `Needs.columns`: the last hidden states after the final norm
 class Needs:
     """The outputs of a model that a part reads, for each row that the model scores.
 
-    A part states them in an attribute `needs`. A rule without this attribute is given logits, a rule with it is given a
-    `Scored`.
+    A part states them in an attribute `needs`. A rule without this attribute gets logits, a rule with it a `Scored`.
     """
 
     logits: bool = False
     ranked: int = 0  # number of likeliest tokens; 0: none
     hidden: bool = False  # the last hidden states after the final norm, which the model's head reads
     prompt: bool = False  # the hidden states of the rows before the first root: the prompt without its last token
-    # Layers, by number from 0 on: the hidden states that enter them, before any norm. The number of layers stands for what
-    # leaves the last one.
+    # Numbers of layers: the hidden states before these layers, without a norm. The number of all layers stands for the
+    # states after the last one.
     taps: tuple[int, ...] = ()
-    # The exit layer (`engines.cpu.early.ExitLayer`) that drafts behind the first layers of the model, from the model's own
-    # cache; its keys and values are stored for all tokens, those of the prompt included.
+    # The exit layer (`engines.cpu.early.ExitLayer`) that drafts after the first layers of the model, from the model's cache;
+    # its keys and values are stored for all tokens, including the prompt.
     exit_layer: Any = None
 
     @property
@@ -134,14 +133,13 @@ class Needs:
 
     @property
     def columns(self) -> tuple[int, ...]:
-        """The hidden states that make a row of `Scored.hidden`, one after the other: FINAL, if it is needed, and taps."""
+        """The hidden states of a row of `Scored.hidden`, side by side: FINAL, if needed, and taps."""
         return (FINAL, *self.taps) if self.hidden or not self.taps else self.taps
 
     def __or__(self, other: "Needs") -> "Needs":
-        """Return the needs that serve both.
+        """Return the needs of both.
 
-        Raises `BadSetting` if both need taps, and not the same ones: each would read the columns of the other. Likewise if
-        both need exit layers.
+        Raises `BadSetting` if both need hidden states, but different columns, or different exit layers.
         """
         if self.states and other.states and self.columns != other.columns:
             raise BadSetting(f"two parts need different hidden states: {self} and {other}")
@@ -158,7 +156,7 @@ class Needs:
         )
 
 
-LEARNT = -(2**32)  # the token of an extra row of kind k is LEARNT - k, if `ExtraInputs` say what the kinds are
+LEARNT = -(2**32)  # the token of an extra row of kind k of `ExtraInputs` is LEARNT - k
 
 
 class ExtraRows(NamedTuple):
@@ -178,20 +176,20 @@ NO_EXTRA_ROWS = ExtraRows(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int6
 
 @dataclass(frozen=True, eq=False)
 class ExtraInputs:
-    """What extra rows are made of that are no tokens: learnt embeddings, a prefix that they alone see, states of other rows.
+    """Inputs of extra rows other than tokens: learned embeddings, a private prefix, states of other rows.
 
-    They are the same for all sessions of a drafter. The law of the target does not depend on them: rows of the text see
-    neither an extra row nor the prefix, and their positions are as if there were none.
+    They are the same for all sessions of a drafter. The target's law does not depend on them: rows of the text attend to
+    neither extra rows nor the prefix, and their positions are unchanged.
 
     Attributes:
-        model: the model of transformers that they were learnt for.
+        model: the model of transformers for which they were learned.
         kinds: number of kinds of extra rows.
-        embeddings: what the first layer reads of each kind; None: extra rows enter at `layer`.
-        keys, values: of each layer, those of the prefix, as its attention reads them: keys are not rotated. Empty without a
+        embeddings: the input of the first layer for each kind; None: extra rows enter at `layer`.
+        keys, values: those of the prefix in each layer, as attention reads them: keys are not rotated. Empty without a
             prefix.
         layer: the layer at which extra rows enter, from 1 on; 0: they have embeddings.
-        make: returns what layer `layer` reads of extra rows, float[n, width], from what it reads of the nodes that they
-            hang under, or whose extra rows they hang under, float[n, width], and from their kinds, int64[n].
+        make: returns the inputs of layer `layer` for extra rows, float[n, width], given its inputs for the forest nodes
+            above them, float[n, width], and their kinds, int64[n].
     """
 
     model: Any
@@ -223,9 +221,7 @@ _NOT_RANKED = Ranked(torch.zeros(0), torch.zeros(0, 0, dtype=torch.int64), _NO_R
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """The outputs of a model for the nodes that are new to it, one row per node. Outputs that no part needs have no rows
-    (see `Needs`).
-    """
+    """The outputs of a model for its new nodes, one row per node. Outputs that no part needs have no rows (see `Needs`)."""
 
     logits: Float[torch.Tensor, "nodes vocab"] = _NO_ROWS
     ranked: Ranked = _NOT_RANKED
@@ -234,7 +230,7 @@ class Scored:
     extra: "Scored | None" = None  # the rows of the drafter's extra rows, if there are any
 
     def split(self, nodes: int) -> "Scored":
-        """Return the rows of the first `nodes` nodes, with the rows of the others as their `extra`."""
+        """Return the rows of the first `nodes` nodes, with the other rows as `extra`."""
         first, later = (
             Scored(
                 self.logits[rows],
@@ -254,26 +250,26 @@ class Turn:
     forest: Forest
     scored: Scored
     verdict: Verdict
-    renamed: Int64[np.ndarray, " scored"] | None = None  # the nodes that `scored` has rows of, after `on`
+    renamed: Int64[np.ndarray, " scored"] | None = None  # `scored_nodes` on the forest of `on`
 
     @property
     def scored_nodes(self) -> Int64[np.ndarray, " scored"]:
-        """The forest nodes that `scored` has rows of: those whose rows were not known."""
+        """The forest nodes of the rows in `scored`, whose rows were not known before."""
         if self.renamed is not None:
             return self.renamed
         return unknown_nodes(0, self.forest.size, self.forest.known.nodes)
 
-    def on(self, forest: Forest, names: Int64[np.ndarray, " nodes"]) -> "Turn":
-        """Return the same turn expressed on another forest, in which node k of this turn's forest is node ``names[k]``.
+    def on(self, forest: Forest, node_map: Int64[np.ndarray, " nodes"]) -> "Turn":
+        """Return the same turn expressed on another forest, in which node k of this turn's forest is node ``node_map[k]``.
 
         This is for a drafter whose model scored more nodes than the drafter passed on.
         """
         layers = self.verdict.layers
-        parents = names[layers.parents]
+        parents = node_map[layers.parents]
         nodes = forest.find(parents, layers.beams.tokens)
         renamed = layers._replace(parents=parents, beams=layers.beams._replace(nodes=nodes))
-        verdict = replace(self.verdict, layers=renamed, kept=names[self.verdict.kept])
-        return replace(self, forest=forest, verdict=verdict, renamed=names[self.scored_nodes])
+        verdict = replace(self.verdict, layers=renamed, kept=node_map[self.verdict.kept])
+        return replace(self, forest=forest, verdict=verdict, renamed=node_map[self.scored_nodes])
 
 
 @dataclass(frozen=True)
@@ -288,13 +284,13 @@ class Beam:
 
 @dataclass(frozen=True)
 class RowCounts:
-    """The rows of logits that the target computed for layers of beams, and those that it did not have to compute."""
+    """The logits that the target computed for layers of beams, and those that it did not have to compute."""
 
     scored: int = 0  # number of rows that its passes computed, without those of the prompt
-    saved: int = 0  # number of rows of earlier turns by which layers were decided
+    saved: int = 0  # number of rows of earlier turns that decided layers
     layers: int = 0  # number of layers
-    lazy_layers: int = 0  # those that were decided without the rows of all live beams
-    free_layers: int = 0  # those that were decided by rows of earlier turns alone
+    lazy_layers: int = 0  # decided without the rows of some live beams
+    free_layers: int = 0  # decided by rows of earlier turns alone
 
     def __add__(self, other: "RowCounts") -> "RowCounts":
         """Return the counts of both."""
@@ -308,11 +304,11 @@ class Report:
     law: str  # the law of the output, exact or approximate
     tokens: int = 0  # number of new tokens
     target_passes: int = 0
-    draft_passes: int = 0  # one for each layer of a draft; one for all layers if a head drafts them in one pass
+    draft_passes: int = 0  # one per layer of a draft; one for all layers if a head drafts them in one pass
     accepted: int = 0  # number of layers (with one beam: tokens) that came from drafts
     widths: list[int] = field(default_factory=list)  # number of beams that each step drew, including those that ended
     seconds: float = 0.0
-    joules: float | None = None  # None without a counter, or if a GPU's counter is too slow for so short a run
+    joules: float | None = None  # None without a counter, or if the run is too short for a GPU's counter
     peak_kv_tokens: int = 0  # largest number of tokens stored at once in the target's KV cache
     audit: Audit | None = None  # only if audited
     certificate: Certificate | None = None  # only of joint decoding
@@ -328,8 +324,8 @@ class Generation:
 
     text: str
     tokens: list[int]  # new ones only
-    # The best texts, at most as many as the method has beams: finished ones before live ones that were given up, each kind
-    # by falling score. At the length limit no text is given up: what it cut off competes with finished ones by score.
+    # The best texts, at most as many as the method has beams: finished ones before live ones, each in descending order of
+    # scores. At the length limit, texts that were cut off compete with finished ones by score.
     beams: list[Beam]
     report: Report
     prompt: list[int]

@@ -1,4 +1,4 @@
-"""The compiled loop: turns of one session from plan to settle, made of the steps that its parts and engines register."""
+"""The compiled loop: turns of one session from plan to settle, by the steps that its parts and engines register."""
 
 from typing import Any, NamedTuple
 
@@ -30,15 +30,16 @@ from specbeam.core.control.planning import learn_passed, plan_depth
 from specbeam.core.cycles import cycles
 from specbeam.core.draft.turns import Cut, draft_turn, keep_tosses, learn_from, nodes_of, tosses_of, uniforms_of
 from specbeam.core.forest import (
+    LOST,
     Forest,
-    Fronts,
+    FrontierRows,
     KnownRows,
-    Siblings,
     Start,
     TurnRows,
     depths_of,
     drafted_layers,
     find_child,
+    groups_without_laws,
     kept_nodes,
     next_start,
     start_of,
@@ -63,16 +64,16 @@ from specbeam.core.passes import (
 from specbeam.core.steps import Array, borrowed, step
 from specbeam.core.verify.turns import verify_turn
 
-PARTS = ("draft", "draft/model", "score/model", "verify", "settle")  # where the time goes
+PARTS = ("draft", "draft/model", "score/model", "verify", "settle")  # of the time of a turn
 DRAFT, DRAFT_MODEL, SCORE, VERIFY, SETTLE = range(5)
 # of `RunRoom.numbers`; the last five are the counts of `RowCounts`
 DONE, DRAFT_PASSES, SCORED, DRAFT_SCORED, DRAFTED, LAYERS, ROWS, SAVED, JUDGED, LAZY, FREE = range(11)
-LOOK = 3  # a condition besides SOUND, DEAD and BROKEN: Python has to check whether a stop string ended a text
+LOOK = 3  # a condition like SOUND, DEAD and BROKEN: Python has to check whether a stop string ended a text
 
 
 @borrowed
 class RunSpec(NamedTuple):
-    """How the turns of a session go."""
+    """The numbers by which the parts of a session take its turns."""
 
     plan: Any  # the numbers of the controller, which have a step `plan_depth`
     drafts: Any  # the spec of the drafter, which has a step `draft_turn`
@@ -82,45 +83,41 @@ class RunSpec(NamedTuple):
     stop: Stop
     edits: Edits
     moved: int  # address of a `Callback` that gets the live beams after each turn; 0: none
-    closing: Array  # bool[vocab]: tokens after which Python looks for stop strings; of no tokens: after none
+    closing: Array  # bool[vocab]: tokens after which Python looks for stop strings; empty: after none
     most_beams: int
     most_turns: int
-    keeps_nodes: bool  # whether nodes that a turn scored below its surviving beams are kept for the next turn
+    keeps_nodes: bool  # whether scored nodes below the surviving beams are kept for the next turn
 
 
 @borrowed
 class RunRoom(NamedTuple):
-    """What a run writes into."""
+    """The buffers that a run writes to."""
 
     texts: Texts
     finished: Finished
     ended: EndedTexts
     widths: Array  # int64[SPAN]: draws of each layer
     evidence: Evidence  # for audits
-    fronts: Array  # float32[rows, vocab]: rows that layers are drawn from
-    # int64[11]: turns (DONE), passes as a session counts them and as the models do, draft nodes, layers with draws, and what
-    # `RowCounts` holds
+    frontier_rows: Array  # float32[rows, vocab]: rows that layers are drawn from
+    # int64[11]: turns (DONE), passes as a session counts them and as the models do, draft nodes, layers with draws, and the
+    # fields of `RowCounts`
     numbers: Array
-    passed: Array  # int64[SPAN]: of the turns, how often the layer of each depth passed
+    passed: Array  # int64[SPAN]: how often the layer of each depth passed
     cycles: Array  # int64[5], by `PARTS`
 
 
 @step
-def begun_forest(start: Start, fronts: Array) -> Forest:
-    """Return the forest that a turn starts with, with room for the rows that layers are drawn from."""
-    groups = Siblings(
-        np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64),
-        np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64),
-        np.empty(0, dtype=np.int64), np.empty(0), 0,
-    )  # fmt: skip
+def begun_forest(start: Start, frontier_rows: Array) -> Forest:
+    """Return the forest that a turn starts with, with the buffer of the rows that layers are drawn from."""
     none = np.empty(0, dtype=np.int64)
-    rows = Fronts(none, np.empty(0), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), fronts)
-    return Forest(start.tokens, start.parents, groups, np.empty(0), np.empty(0, dtype=np.int64), rows, start.known)
+    groups = groups_without_laws(LOST, none, none, none, none)
+    rows = FrontierRows(none, np.empty(0), none, none, frontier_rows)
+    return Forest(start.tokens, start.parents, groups, np.empty(0), none, rows, start.known)
 
 
 @step
 def _has_room(room: RunRoom, draws: int, layers: int, uniforms: int, dice: Any) -> bool:
-    """Return whether there is room for a turn that decides `layers` layers with `draws` draws in all."""
+    """Return whether the buffers have capacity for a turn of `layers` layers with `draws` draws in all."""
     length = room.texts.sizes[LENGTH] + layers
     ended = room.ended
     texts = ended.sizes[TEXTS] + draws
@@ -136,12 +133,12 @@ def _has_room(room: RunRoom, draws: int, layers: int, uniforms: int, dice: Any) 
 
 
 class RunTurn(NamedTuple):
-    """A turn of a run that was decided and not yet settled."""
+    """A turn of a run after its verdict, before it is settled."""
 
     draft: Cut
     rows: TurnRows  # before the edits
     layers: Layers
-    condition: int  # SOUND, or the turn has to be taken in Python; LOOK if only for its text
+    condition: int  # SOUND; otherwise the turn has to be taken in Python; LOOK: only to look for stop strings
     passes: int  # of the draft model
     layers_run: bool  # whether the pass of the target ran its layers
     spans: Array  # int64[5]: cycles, by `PARTS`; those of "settle" are added later
@@ -159,25 +156,26 @@ def _may_close(tokens: Array, closing: Array) -> bool:
 
 @step
 def take_turn(
-    target: Any, draft: Any, spec: RunSpec, live: Beams, start: Start, room: RunRoom, depth: int, width: int, dice: Any
+    target: Any, draft: Any, spec: RunSpec, live: Beams, start: Start, room: RunRoom, depth: int, dice: Any
 ) -> RunTurn:
     """Draft, score and verify one turn.
 
     Args:
-        start: what its forest starts with.
-        depth, width: of the draft.
+        start: the beginning of its forest.
+        depth: of the draft.
     """
+    width = spec.plan.width
     spans = np.zeros(len(PARTS), dtype=np.int64)
     spent = np.zeros(2, dtype=np.int64)
     length = room.texts.sizes[LENGTH]
     known_rows = edited_rows(start.known.rows, start.known.nodes, start.tokens, start.parents, spec.edits)
     known = KnownRows(start.known.nodes, known_rows)
-    begun = begun_forest(Start(start.tokens, start.parents, known), room.fronts)
+    begun = begun_forest(Start(start.tokens, start.parents, known), room.frontier_rows)
     began = cycles()
     drafted, condition = draft_turn(spec.drafts, draft, begun, live, room.texts, depth, width, spec.edits, dice, spent)
     forest = drafted.forest
     if spec.drafting:
-        keep_only(target, drafted.names)
+        keep_only(target, drafted.node_map)
     passes = spent[0]
     spans[DRAFT_MODEL] = spent[1]
     spans[DRAFT] = cycles() - began - spent[1]
@@ -206,7 +204,7 @@ def take_turn(
 
 @step
 def settle_run_turn(target: Any, draft: Any, spec: RunSpec, turn: RunTurn, room: RunRoom) -> tuple[Beams, Start]:
-    """Move texts, caches and what is learnt to the end of a turn. Returns the live beams, and the start of the next turn."""
+    """Apply a turn to texts and caches, and let its parts learn. Returns the live beams, and the start of the next turn."""
     drafted = turn.draft
     forest = drafted.forest
     layers = turn.layers
@@ -221,7 +219,7 @@ def settle_run_turn(target: Any, draft: Any, spec: RunSpec, turn: RunTurn, room:
     learn_from(spec.drafts, drafted, layers, turn.rows)
     if spec.drafting:
         whole = (drafted.whole.tokens, drafted.whole.parents)
-        whole_above = drafted.names[above]
+        whole_above = drafted.node_map[above]
         nodes = np.empty(len(above), dtype=np.int64)
         for beam in range(len(above)):
             nodes[beam] = find_child(whole[0], whole[1], whole_above[beam], survivors.tokens[beam])
@@ -229,7 +227,15 @@ def settle_run_turn(target: Any, draft: Any, spec: RunSpec, turn: RunTurn, room:
         begun = (forest.parents < 0).sum() + (forest.parents[known] >= 0).sum()
         fresh = unknown_nodes(0, len(forest.tokens), known)
         settled = SettledTurn(
-            whole[0], whole[1], begun, fresh, drafted.names, nodes, survivors.tokens, whole_above, drafted.names[kept]
+            whole[0],
+            whole[1],
+            begun,
+            fresh,
+            drafted.node_map,
+            nodes,
+            survivors.tokens,
+            whole_above,
+            drafted.node_map[kept],
         )
         settle_draft(draft, target, settled)
     settle_target(target, tree, survivors.nodes, survivors.tokens, above, kept)
@@ -246,7 +252,7 @@ def count_turn(room: RunRoom, turn: RunTurn, begun: int, was_waiting: bool) -> N
 
     Args:
         begun: number of nodes that its forest started with.
-        was_waiting: whether the draft model had anything to run before its first pass.
+        was_waiting: whether the first pass of the draft model ran its layers (`has_pending`).
     """
     numbers = room.numbers
     layers = turn.layers
@@ -275,13 +281,13 @@ def count_turn(room: RunRoom, turn: RunTurn, begun: int, was_waiting: bool) -> N
 def run_turns(
     target: Any, draft: Any, spec: RunSpec, live: Beams, start: Start, room: RunRoom, turns: int, dice: Any
 ) -> tuple[Beams, Start, int]:
-    """Run turns until the session is over, for a while, or until the next one does not fit or has no law.
+    """Run up to `spec.most_turns` turns, until the session is over or the next turn exceeds the buffers or has no law.
 
-    Returns the live beams, the start of the next turn, and SOUND; or BROKEN where the last turn was taken back and has to be
-    taken in Python, or LOOK where that is so for its text alone.
+    Returns the live beams, the start of the next turn, and SOUND; or, if the last turn was undone because Python has to take
+    it, BROKEN, or LOOK if Python only has to look for stop strings.
 
     Args:
-        target, draft: the session in its models; the target's own, if nothing is drafted.
+        target, draft: the session's caches in its models; both are the target's if there is no draft model.
         turns: number of turns so far.
     """
     stop = spec.stop
@@ -307,8 +313,8 @@ def run_turns(
         held = room.finished.held[0]
         known = room.evidence.numbers.copy()
         was_waiting = has_pending(draft)
-        turn = take_turn(target, draft, spec, live, start, room, depth, width, dice)
-        room.finished.held[0] = held  # settling adds them again, with their texts
+        turn = take_turn(target, draft, spec, live, start, room, depth, dice)
+        room.finished.held[0] = held  # settling adds the scores again, with their texts
         if turn.condition != SOUND:
             dice.used[0] = used
             keep_tosses(spec.drafts, tosses)

@@ -1,4 +1,4 @@
-"""Runs: many turns of one session in one compiled loop, and of several sessions side by side."""
+"""Runs: many turns in one compiled loop, for one session, or for several sessions in parallel."""
 
 import time
 from collections.abc import Sequence
@@ -61,27 +61,27 @@ from specbeam.core.run_steps import (
 from specbeam.core.session import Parts, Session, failing_together
 from specbeam.core.verify.turns import ends_between_layers, verify_turn
 
-READ_IN_PYTHONS_TIME = 2_000_000  # weights that a processor reads and multiplies while Python goes to the next session
-MOST_UNIFORMS = 2**17  # that are drawn for a run, unless one turn may take more
+READ_IN_PYTHONS_TIME = 2_000_000  # weights that a processor multiplies in the time that Python spends per session
+MOST_UNIFORMS = 2**17  # most uniforms drawn for a run, unless one turn may need more
 TURNS = 32  # most turns of a run: between runs a user can interrupt
-_LOOKED_AHEAD = (8, 4, 2, 1)  # turns of a run of several sessions, for which room is looked for at once
+_LOOKED_AHEAD = (8, 4, 2, 1)  # numbers of turns of several sessions whose capacity is checked at once
 PATIENCE = 0.5  # seconds of a run of several sessions after which a user can interrupt
 _NO_TOKENS = np.zeros(0, dtype=np.bool_)
-_CHANGING = slice(3, 5)  # of the arguments of `run_turns`: the live beams and the start, which compiled turns return
+_CHANGING = slice(3, 5)  # the arguments of `run_turns` that it returns anew: the live beams and the start
 
 
 class _Refused:
-    """A mark in the state of a session in which a turn was not for a run: the rest goes turn by turn."""
+    """A key in the state of a session: a turn did not run compiled, so all further turns are taken in Python."""
 
 
 class _Looking:
-    """A mark in the state of a session: before which turn a run stopped, so that Python looks at the text of that turn."""
+    """A key in the state of a session: the turn before which a run stopped, because Python has to look for stop strings."""
 
 
 def spec_of(part: object, verb: str, session: Session) -> Any:
     """Return the numbers by which steps do the verb of a part; None if it has none.
 
-    A part that is derived from one of ours and does the verb in its own way does it in Python.
+    A subclass that overrides the verb without a spec of its own does it in Python.
     """
     for kind in type(part).__mro__:
         if verb in vars(kind):
@@ -95,13 +95,13 @@ class PlannedRun:
 
     spec: RunSpec
     models: list[RunLM]  # the target, and the draft model if there is one
-    makes_rows: bool  # whether Python makes rows of logits
+    makes_rows: bool  # whether Python processes the rows of logits
 
 
 def planned_run(target: LM, session: Session, most_turns: int) -> PlannedRun | None:
-    """Return how the turns of a session go; None if a part decides in Python.
+    """Return the turns of a session as numbers for steps; None if a part decides in Python.
 
-    Raises `UnknownKind` if a part has a spec for which no step is registered.
+    Raises `UnknownKind` if no step is registered for the spec of a part.
     """
     warp = session.warp
     if not getattr(target, "supports_runs", False) or _Refused in session.state:
@@ -153,7 +153,7 @@ def _drafts_of(drafter: object, controller: object, session: Session, tosses: in
     """Return the numbers by which steps draft; None if a part does it in Python.
 
     Args:
-        tosses: the most coins of a controller that a run tosses.
+        tosses: maximum number of coins of a controller that a run tosses.
     """
     drafts = spec_of(drafter, "draft", session)
     stops = stops_of(controller, session, tosses)
@@ -178,26 +178,26 @@ def _repeated_turns() -> Repeated:
 
 @dataclass(eq=False)
 class Run:
-    """Turns of one session as one compiled loop: what it takes, and what came of it."""
+    """Turns of one session as one compiled loop: its arguments and its results."""
 
     session: Session
     spec: RunSpec
     models: list[RunLM]
     room: RunRoom
-    fresh: int  # most nodes that a turn drafts
+    fresh: int  # maximum number of nodes that a turn drafts
     dice: Uniforms
     live: Beams
     start: Start
-    python: "RowsOfSession | None" = None  # what the run calls
+    python: "RowsOfSession | None" = None  # the callbacks of the run
     condition: int = SOUND
     step_through: Repeated = field(default_factory=_repeated_turns)
     has_room: Repeated = field(default_factory=lambda: Repeated(has_room_for, slice(0)))
-    target_cache: Any = None  # the session in the target, as `caches` returned it last
+    target_cache: Any = None  # the session's cache in the target, as `caches` returned it last
 
     @classmethod
     def of(cls, target: LM, session: Session, most_turns: int) -> "Run | None":
         """Return a run of at most `most_turns` turns; None if the session cannot be decoded in runs."""
-        session.beside = 1
+        session.batch_size = 1
         paused: PausedRun | None = session.state.pop(PausedRun, None)
         if paused is not None and paused.fits(session, most_turns):
             return paused.run_of(session)
@@ -222,10 +222,10 @@ class Run:
         return cls(session, spec, models, room, fresh, dice, session.beams, start._replace(known=known), python)
 
     def caches(self, stack: ExitStack) -> list[Any] | None:
-        """Return the session in each of its models, with room for the run until the stack is left.
+        """Return the session's caches in its models, with capacity for the run until the stack is left.
 
-        None where it cannot run now: a long prompt goes in first, or others are stored beside it, of whom a run knows
-        nothing. Valid until any session is given more room.
+        Returns None if it cannot run now: a long prompt has to be stored first, or the store holds other sessions that a run
+        does not know. The caches are valid until any session gets more capacity.
         """
         more = min(self.session.remaining, SPAN) + (MOST_KEPT if self.spec.keeps_nodes else 0)
         needs = [self.session.parts.needs, *(LOGITS for _ in self.models[1:])]
@@ -244,22 +244,22 @@ class Run:
         return found
 
     def held_target(self) -> Any:
-        """Return the session in the target as its last run had it, if that is what `caches` would return; else None."""
+        """Return the target's cache of the last run if it is still valid, else None."""
         target: Any = self.models[0]
         return self.target_cache if target.still_has(self.session, self.target_cache) else None
 
     def take(self, caches: list[Any]) -> None:
-        """Take the turns. Needs no interpreter: several runs go side by side in threads."""
+        """Take the turns. The interpreter is free meanwhile, so several runs can go in parallel threads."""
         turns = self.session.count.target_passes
         self.live, self.start, self.condition = run_turns(
             caches[0], caches[-1], self.spec, self.session.beams, self.start, self.room, turns, self.dice
         )
 
     def take_one(self, cache: Any) -> bool:
-        """Take one turn, of which a pass of several sessions has made the rows. Returns whether another can follow.
+        """Take one turn whose rows a shared pass has computed. Returns whether another can follow.
 
         Args:
-            cache: the session in the target, as `extend_together` returns it.
+            cache: the session's cache in the target, as `extend_together` returns it.
         """
         done = int(self.room.numbers[DONE])
         turns = self.session.count.target_passes
@@ -276,7 +276,7 @@ class Run:
         )
 
     def keep(self) -> bool:
-        """Move the session to the end of the run. Returns True if any turn ran. Raises what its constraint raised."""
+        """Apply the run to the session. Returns True if any turn ran. Raises the errors of its constraint."""
         _keep(self.session, self.models, self.room, self.live, self.start)
         if self.python is not None:
             self.python.raise_what_remains()
@@ -293,9 +293,9 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class PausedRun:
-    """What a run of a session leaves to its next run, where nothing drafts and Python makes no rows: itself.
+    """A run that the next run of its session continues, if nothing is drafted and Python processes no rows.
 
-    To find out anew how the turns of a session go, and to make room for its texts, takes as long as a turn of a small model.
+    Planning a run and allocating its buffers takes as long as a turn of a small model.
     """
 
     run: Run
@@ -305,12 +305,12 @@ class PausedRun:
 
     @classmethod
     def of(cls, run: Run) -> "PausedRun":
-        """Return what a run leaves that was kept, and what it was made of."""
+        """Return a finished run with the settings that it was made of."""
         session = run.session
         return cls(run, session.parts, session.limits, session.warp)
 
     def fits(self, session: Session, most_turns: int) -> bool:
-        """Return whether the session is as the run left it, and there is room for so many turns more."""
+        """Return whether the session is unchanged since the run, and its buffers have capacity for as many turns again."""
         run = self.run
         texts = run.room.texts
         is_as_before = session.beams is run.live and session.start is run.start
@@ -334,10 +334,7 @@ class PausedRun:
 
 
 def run_ahead(target: LM, session: Session, most_turns: int = TURNS) -> bool:
-    """Advance the only live session by as many turns as a run supports, leaving the same state as turn-by-turn decoding.
-
-    Returns True if any turn ran.
-    """
+    """Advance the only live session by a run, to the same state as turn by turn. Returns True if any turn ran."""
     run = Run.of(target, session, most_turns)
     if run is None:
         return False
@@ -354,21 +351,21 @@ def run_ahead(target: LM, session: Session, most_turns: int = TURNS) -> bool:
 def run_side_by_side(target: LM, sessions: Sequence[Session], most_turns: int = TURNS) -> list[Session]:
     """Advance several sessions, each by its own run, on as many threads as torch may use.
 
-    Returns the sessions that took a turn or failed. For the others sharing passes is faster: sessions whose models exceed
-    the processor's caches, as reading the weights once for all saves more than threads do; and, on a single thread, those
-    that are not of `_gains_alone`. See `run_together`.
+    Returns the sessions that took a turn or failed. The others are faster with shared passes (`run_together`): sessions
+    whose models exceed the processor's caches, because reading the weights once for all saves more than threads do; and, on
+    a single thread, sessions that are not `_faster_separately`.
     """
     if not getattr(target, "is_small", False):
         return _failed(sessions)
     threads = allowed_threads()
-    gaining = [session for session in sessions if threads > 1 or _gains_alone(target, session)]
+    gaining = [session for session in sessions if threads > 1 or _faster_separately(target, session)]
     if not gaining:
         return _failed(sessions)
     with torch_on_one_thread(compiled_threads=1), ExitStack() as stack:  # each run stays on one thread
         every = [_small_run(target, session, most_turns) for session in gaining]
         runs = [run for run in every if run is not None]
         for run in runs:
-            _caches_of(run, stack)  # first make room for all: growing the store moves the arrays of every session
+            _caches_of(run, stack)  # allocate for all first: growing the store moves the arrays of every session
         ready = [(run, caches) for run in runs if (caches := _caches_of(run, stack)) is not None]
         if not ready:
             return _failed(sessions)
@@ -387,10 +384,10 @@ def run_side_by_side(target: LM, sessions: Sequence[Session], most_turns: int = 
 
 
 def run_together(target: LM, sessions: Sequence[Session], most_turns: int = TURNS) -> list[Session]:
-    """Advance sessions that draft nothing, each by its own run, whose passes of the target are one for all of them.
+    """Advance sessions that draft nothing, each by its own run, with shared passes of the target.
 
-    It ends when one of them cannot go on, so that another may take its place, or after a while. Returns the sessions that
-    took a turn or failed.
+    It ends when one of them cannot continue, so that another session can take its place, or after `PATIENCE` seconds.
+    Returns the sessions that took a turn or failed.
     """
     if len(sessions) < 2 or not shares_passes(target):
         return _failed(sessions)
@@ -410,7 +407,7 @@ def run_together(target: LM, sessions: Sequence[Session], most_turns: int = TURN
         going = True
         for _ in range(most_turns):
             fitting = fitting or _turns_with_room(ready)
-            if fitting == 0:  # the next run makes room
+            if fitting == 0:  # the next run allocates more
                 break
             fitting -= 1
             before = cycles()
@@ -442,7 +439,7 @@ def run_together(target: LM, sessions: Sequence[Session], most_turns: int = TURN
 
 
 def _with_room(target: SharedRunLM, runs: Sequence[Run], stack: ExitStack) -> list[tuple[Run, Any]]:
-    """Do `_targets_of`, after room was made for all runs."""
+    """Return `_targets_of`, taken again if growing the store has moved the arrays of a run."""
     ready = _targets_of(runs, stack)
     if any(target.has_moved(cache) for _, cache in ready):
         return _targets_of(runs, stack)
@@ -450,7 +447,7 @@ def _with_room(target: SharedRunLM, runs: Sequence[Run], stack: ExitStack) -> li
 
 
 def _targets_of(runs: Sequence[Run], stack: ExitStack) -> list[tuple[Run, Any]]:
-    """Return those of the runs that can run now, each with its session in the target: as it was, or with room anew."""
+    """Return the runs that can run now, each with its target cache: the last one if it is valid, else a new one."""
     found = []
     for run in runs:
         cache = run.held_target()
@@ -463,9 +460,9 @@ def _targets_of(runs: Sequence[Run], stack: ExitStack) -> list[tuple[Run, Any]]:
 
 
 def _turns_with_room(ready: Sequence[tuple[Run, Any]]) -> int:
-    """Return a number of turns that the caches of all of these runs have room for; 0 if one of them may have none.
+    """Return a number of turns that the caches of all runs have capacity for; 0 if one may have none.
 
-    A turn adds a node for each live beam, so several turns add no more than one with so many drafts more.
+    A turn adds one node per live beam, so several turns need the capacity of one turn with as many drafts more.
     """
     for turns in _LOOKED_AHEAD:
         if all(run.has_room(cache, (turns - 1) * run.spec.most_beams, run.spec.most_beams) for run, cache in ready):
@@ -474,7 +471,7 @@ def _turns_with_room(ready: Sequence[tuple[Run, Any]]) -> int:
 
 
 def _run_without_drafts(target: LM, session: Session, most_turns: int) -> Run | None:
-    """Return a run of a session that drafts nothing; None if it is of another kind. One that fails keeps its error."""
+    """Return a run of a session that drafts nothing; None if it drafts, or fails, which sets its `failure`."""
     if not _drafts_nothing(session):
         return None
     with session.failing_alone():
@@ -494,17 +491,17 @@ def _failed(sessions: Sequence[Session]) -> list[Session]:
     return [session for session in sessions if session.failure is not None]
 
 
-def _gains_alone(target: LM, session: Session) -> bool:
+def _faster_separately(target: LM, session: Session) -> bool:
     """Return whether a run of a session is faster than its share of passes of many sessions, on a single thread.
 
-    A shared pass reads the weights once for all, and Python goes from session to session. So those of the smallest models
-    gain, and those with drafts, whose turns Python takes.
+    A shared pass reads the weights once for all, but Python goes from session to session. So separate runs are faster for
+    the smallest models, and for sessions with drafts, whose turns Python would take.
     """
     return not _drafts_nothing(session) or getattr(target, "weights", 0) < READ_IN_PYTHONS_TIME
 
 
 def _small_run(target: LM, session: Session, most_turns: int) -> Run | None:
-    """Return a run of a session, if a processor's caches hold its models. A session that fails keeps its error."""
+    """Return a run of a session whose models fit into the processor's caches; None for other sessions and failures."""
     run = None
     with session.failing_alone():
         run = Run.of(target, session, most_turns)
@@ -512,21 +509,21 @@ def _small_run(target: LM, session: Session, most_turns: int) -> Run | None:
 
 
 def _caches_of(run: Run, stack: ExitStack) -> list[Any] | None:
-    """Return `run.caches`; None if the session has failed, which keeps its error."""
+    """Return `run.caches`; None if the session fails, which sets its `failure`."""
     with run.session.failing_alone():
         return run.caches(stack)
     return None
 
 
 def _most_nodes(spec: RunSpec, session: Session, deepest: int) -> int:
-    """Return the most nodes that a turn drafts."""
+    """Return the maximum number of nodes that a turn drafts."""
     return int(nodes_of(spec.drafts, session.beams.size, deepest, spec.plan.width))
 
 
 def _uniforms_of(spec: RunSpec, fresh: int, roots: int, deepest: int) -> int:
-    """Return how many uniforms the turns of a run may take; none where everything is drawn by noise.
+    """Return the number of uniforms to draw for the turns of a run.
 
-    Where a turn may take thousands of them, the run has them for fewer turns, at least one, and ends with the last.
+    If a turn may take thousands of them, they suffice for fewer turns, but at least one, and the run ends with the last.
     """
     draws = fresh + spec.most_beams * (deepest + 1)
     of_turn = 2 * draws + uniforms_of(spec.drafts, roots, deepest, spec.plan.width)
@@ -534,7 +531,7 @@ def _uniforms_of(spec: RunSpec, fresh: int, roots: int, deepest: int) -> int:
 
 
 def _room_for(spec: RunSpec, session: Session, vocab: int) -> RunRoom:
-    """Return room for the turns of a run.
+    """Return buffers for the turns of a run.
 
     Args:
         vocab: number of tokens of the draft model.
@@ -551,7 +548,7 @@ def _room_for(spec: RunSpec, session: Session, vocab: int) -> RunRoom:
         ended=room_for_ended(ended, length),
         widths=np.empty(SPAN, dtype=np.int64),
         evidence=no_evidence(session.audited and not session.warp.greedy),
-        fronts=np.empty((rows, vocab if rows else 0), dtype=np.float32),
+        frontier_rows=np.empty((rows, vocab if rows else 0), dtype=np.float32),
         numbers=np.zeros(11, dtype=np.int64),
         passed=np.zeros(SPAN, dtype=np.int64),
         cycles=np.zeros(5, dtype=np.int64),
@@ -559,7 +556,7 @@ def _room_for(spec: RunSpec, session: Session, vocab: int) -> RunRoom:
 
 
 def _keep(session: Session, models: list[RunLM], room: RunRoom, live: Beams, start: Start) -> None:
-    """Move the session and its models to the end of a run, and add up its counters."""
+    """Apply a run to the session and its models, and add its counters."""
     numbers = room.numbers
     count = session.count
     for lm, passes in zip(models, (numbers[SCORED], numbers[DRAFT_SCORED]), strict=False):

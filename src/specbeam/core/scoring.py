@@ -1,4 +1,4 @@
-"""Logits of a model below a prompt, for texts that something else wrote."""
+"""Logits of a model below a prompt, for given texts."""
 
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from specbeam.core.lm import LM, fill_prompts
 from specbeam.core.session import Parts, Session
 from specbeam.core.verify.search import SearchRule
 
-ROWS = 64  # of a pass: its logits are as many times the vocabulary
+ROWS = 64  # nodes of a pass, which limits the memory for logits
 
 
 def logits_below(

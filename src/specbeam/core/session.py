@@ -55,11 +55,11 @@ class Controller(Protocol):
     """PLAN: the depth and width of the next draft.
 
     Optional members:
-        more(session, tree) -> bool: whether a draft goes on after a layer (control/confidence.py).
+        more(session, depth, confidence) -> bool: whether a draft continues after a layer (control/confidence.py).
         needs: Needs: the parts of the target's rows that it reads in `turn.scored`.
         numbers(session): a record whose kind has the steps of control/planning.py. With it, many turns are one compiled run.
-        enter(session, beside) -> bool: called before the first turn of a session, with the number of sessions that decode
-            together; whether it drafts at all. If not, its drafter is replaced by one that drafts nothing.
+        enter(session, batch_size) -> bool: called before the first turn of a session; False replaces its drafter by
+            `NoDraft`.
         remember(session): called when a session is over (control/needs.py).
     """
 
@@ -84,7 +84,7 @@ class Drafter(Protocol):
             model of the drafter may have them instead.
         extra_inputs: ExtraInputs: inputs of the extra rows other than tokens.
         spec(session): a record whose kind has a step `draft_turn` (draft/turns.py). With it, turns run compiled.
-        keeps_nodes: True if its forests start with `session.start`, so that nodes are kept from turn to turn.
+        keeps_nodes: True if its forests start with `session.start`, so that nodes can be kept from turn to turn.
     """
 
     def draft(self, sessions: list["Session"], shapes: list[Shape]) -> list[Forest]: ...
@@ -112,35 +112,33 @@ class Rule(Protocol):
 
 
 def keeps_nodes(target: object, parts: "Parts") -> bool:
-    """Return whether nodes that a turn scored below its surviving beams are kept for the next turn.
+    """Return whether scored nodes below the surviving beams are kept for the next turn.
 
-    The target, the drafter and the rule all have to support it, and no part may need more than logits of them.
+    The target, the drafter and the rule all have to support it, and no part may need more than logits.
     """
     supported = all(getattr(one, "keeps_nodes", False) for one in (target, parts.drafter, parts.rule))
     return supported and parts.own_needs == Needs(logits=True)
 
 
 def is_part(value: object, kind: type) -> bool:
-    """Whether it is a part of this kind, and not the class of one."""
+    """Return whether `value` is a part of this kind, and not the class of one."""
     return isinstance(value, kind) and not isinstance(value, type)
 
 
 def law_of(rule: Rule) -> str:
-    """Return the law that a rule says its output has, or that it is unknown.
+    """Return the output law that a rule states, or UNKNOWN.
 
-    A class that is derived from a rule may verify in another way, so it has to say its law itself.
+    A subclass of a rule may verify in another way, so it must state its own law.
     """
-    says = "law" in vars(type(rule)) or "law" in getattr(rule, "__dict__", {})
-    return str(rule.law) if says else UNKNOWN  # type: ignore[attr-defined]
+    states_law = "law" in vars(type(rule)) or "law" in getattr(rule, "__dict__", {})
+    return str(rule.law) if states_law else UNKNOWN  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
 class Parts:
     """The parts that decode one session.
 
-    A drafter may have `no_law_reason`, which says why the law of its drafts is not known, and a rule `tries`, which says
-    that it needs to know it. Raises `LostLaw` where the two meet. Each part may have `needs`: what it asks of the rows
-    that the target scores, which are in `turn.scored` when the parts settle.
+    Raises `LostLaw` if the rule tries drafts (`tries`) whose law is unknown (`no_law_reason` of the drafter).
     """
 
     drafter: Drafter
@@ -161,7 +159,7 @@ class Parts:
 
     @cached_property
     def needs(self) -> Needs:
-        """What the parts and the models that draft ask of each row of the target, together."""
+        """The needs of all parts and of the models that draft, for each row of the target."""
         asked = self.own_needs
         for model in getattr(self.drafter, "models", None) or ():
             asked |= getattr(model, "needs_of_target", Needs())
@@ -169,22 +167,22 @@ class Parts:
 
     @cached_property
     def extra_owner(self) -> Any:
-        """Who has rows of its own in the target's pass: the drafter, or one of its models; None if nobody has.
+        """The drafter, or its model, that adds extra rows to the target's pass; None if there are none.
 
-        Raises `BadSetting` if several have: a pass takes the rows of one.
+        Raises `BadSetting` if several add rows: a pass takes those of one.
         """
         each = (self.drafter, *(getattr(self.drafter, "models", None) or ()))
         found = list({id(one): one for one in each if hasattr(one, "extra_rows")}.values())
         if len(found) > 1:
             raise BadSetting(
-                f"{' and '.join(type(one).__name__ for one in found)} have rows of their own in the target's pass, which "
-                "takes those of one; draft with one of them"
+                f"{' and '.join(type(one).__name__ for one in found)} add extra rows to the target's pass, which takes "
+                "those of one; draft with one of them"
             )
         return found[0] if found else None
 
     @cached_property
     def own_needs(self) -> Needs:
-        """What the parts together ask of each row; a rule that says nothing reads logits."""
+        """The needs of the parts themselves; a rule without `needs` reads logits."""
         asked: Needs = getattr(self.rule, "needs", Needs(logits=True))
         for part in (self.drafter, self.controller):
             asked |= getattr(part, "needs", Needs())
@@ -200,7 +198,7 @@ class Counters:
     widths: list[int] = field(default_factory=list)
     peak_kv_tokens: int = 0
     rows: RowCounts = field(default_factory=RowCounts)
-    # of the steps that it took part in, by equal shares with the sessions beside it; NaN if code was compiled meanwhile
+    # share of the time of the steps that it took part in, split equally among their sessions; NaN if code was compiled
     seconds: float = 0.0
     began: float = field(default_factory=time.perf_counter)
 
@@ -232,14 +230,15 @@ class Session:
     The loop (turn.py, runs.py, decoder.py) changes it between passes; a part changes its own entry in `state` only.
 
     Attributes:
-        start: what the forest of the next turn starts with: the roots, and nodes that are kept from earlier turns.
+        before: the tokens before the new ones, as logits processors see them: padding and prompt, int64[n].
+        start: the beginning of the next turn's forest: the roots, and nodes that are kept from earlier turns.
         keeps_nodes: whether nodes are kept from turn to turn; see `keeps_nodes`.
-        context: what a model needs besides tokens, by model: handed to that model's engine as it is. For what transformers
-            runs these are keyword arguments of its forward, tensors with a first dimension of 1 (the states of an encoder).
-        read: tokens of a source that the decoder knows, too: drafts may copy from them.
-        vectors: rows that are given by embedding, by model, float[rows, size]: the token -1 - k of a prompt, or of a
-            drafter's extra rows, stands for row k. They are what the model's embedding would give (soft prompts, images).
-        namespace: whose prompts it may share stored beginnings with; see `HuggingFaceLM.remember_prompts`.
+        context: further inputs by model, passed to its engine as they are. For models of transformers these are keyword
+            arguments of the forward, tensors with a first dimension of 1 (the states of an encoder).
+        read: tokens of a source that the decoder also knows, so that drafts may copy from them.
+        vectors: inputs given as embeddings (soft prompts, images), by model, float[rows, size]: the token -1 - k of a
+            prompt, or of a drafter's extra rows, stands for row k.
+        namespace: prompts of the same namespace may share stored prefixes; see `HuggingFaceLM.remember_prompts`.
         recalled: by model, the number of tokens of the prompt that were copied from earlier prompts.
     """
 
@@ -259,7 +258,7 @@ class Session:
         self.warp = warp
         self.limits = limits
         self.place = place
-        self.number = place if number is None else number  # of the prompt, of which several sessions may be drawn
+        self.number = place if number is None else number  # of the prompt, which several sessions may share
         self.dice = Dice(key)
         self.beams = Beams.start(prompt[-1], self.dice.key)
         self.start = Start(self.beams.tokens, np.array([-1]), NO_KNOWN_ROWS)
@@ -270,7 +269,7 @@ class Session:
         self.finished = Finished(np.zeros(0), np.zeros(1, dtype=np.int64))  # the normalised scores of those
         self.failure: SpecbeamError | None = None
         self.state: dict[Hashable, Any] = {}
-        self.beside = 1  # number of sessions in the current pass, itself included; set by the loop
+        self.batch_size = 1  # number of sessions in the current pass, itself included; set by the loop
         self.shape = Shape(0, 0)  # planned for the current turn; set by the loop
         self.context: Mapping[Any, Any] = {}
         self.read: list[int] = []
@@ -283,15 +282,20 @@ class Session:
         self.count = Counters()
 
     def pad(self, padding: list[int]) -> None:
-        """Set what stands before the prompt in a padded batch: logits processors see it. Before the first turn."""
-        named = [token for token in self.prompt if token >= 0]  # the others are given by embedding
-        self.head = np.array([*padding, *named], dtype=np.int64)
+        """Set the padding of the prompt in a batch, which logits processors see. Call it before the first turn."""
+        named = [token for token in self.prompt if token >= 0]  # the others are given as embeddings
+        self.before = np.array([*padding, *named], dtype=np.int64)
         if self.warp.constraint is not None:
-            self.warp.constraint.prompt_length = len(self.head)
+            self.warp.constraint.prompt_length = len(self.before)
+
+    @property
+    def undrafted(self) -> Forest:
+        """The forest that the next turn begins with: the roots, and nodes that are kept from earlier turns."""
+        return Forest(self.start.tokens, self.start.parents, known=self.start.known)
 
     @property
     def extra_inputs(self) -> ExtraInputs | None:
-        """What the drafter's rows in the target's pass are made of; None if it has none, or if they are tokens."""
+        """The inputs of the drafter's extra rows other than tokens; None if there are none."""
         return getattr(self.parts.extra_owner, "extra_inputs", None)
 
     @property
@@ -301,7 +305,7 @@ class Session:
 
     @property
     def tails(self) -> Int64[np.ndarray, "beams length"]:
-        """What each live beam has after the tokens that all share."""
+        """The tokens of each live beam after those that all share."""
         return self.texts.tails
 
     @property
@@ -316,20 +320,18 @@ class Session:
 
     @property
     def over(self) -> bool:
-        """Whether no turn is left to take."""
+        """Whether the session is over, by failure or by its limits."""
         if self.failure is not None:
             return True
         return bool(is_session_over(self.finished, self.limits.stop, self.beams.scores, self.length))
 
     def failing_alone(self, who: str = "") -> AbstractContextManager[None]:
-        """What goes wrong for this prompt ends this session and no other."""
+        """Return a context whose errors end this session and no other."""
         return failing_together([self], who)
 
     def fail(self, error: Exception, who: str) -> None:
-        """End with this error, said of this prompt."""
-        kind: type[SpecbeamError]
-        # a part of somebody's own, or a mistake of ours
-        kind = BrokenPart
+        """End the session with this error; its message names the prompt."""
+        kind: type[SpecbeamError] = BrokenPart  # any other error is a fault of a part
         what = f"{type(error).__name__}: {error}"
         if isinstance(error, SpecbeamError):
             kind = type(error)
@@ -338,23 +340,23 @@ class Session:
         self.failure.__cause__ = error
 
     def new_tokens(self, forest: Forest, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, "n length"]:
-        """Return the generated tokens up to and with each node; the nodes must be equally deep."""
-        return self.paths(forest, nodes)[:, len(self.head) :]
+        """Return the new tokens up to and including each node; all nodes must have the same depth."""
+        return self.paths(forest, nodes)[:, len(self.before) :]
 
     def paths(self, forest: Forest, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, "n length"]:
-        """Return padding, prompt and generated tokens up to and with each node: what logits processors look at."""
-        return paths_to(self.texts, self.head, forest, nodes)
+        """Return padding, prompt and new tokens up to and including each node, as logits processors see them."""
+        return paths_to(self.texts, self.before, forest, nodes)
 
     def permits(
         self, forest: Forest, nodes: Int64[np.ndarray, " n"], tokens: Int64[np.ndarray, " n"]
     ) -> Bool[np.ndarray, " n"]:
-        """Whether the constraint lets each token follow its node; the nodes must be equally deep."""
+        """Return whether the constraint allows each token after its node; all nodes must have the same depth."""
         if self.warp.constraint is None:
             return np.ones(len(nodes), dtype=bool)
         return self.warp.constraint.permits(self.paths(forest, nodes), tokens)
 
     def finished_with_room(self, draws: int) -> Finished:
-        """Return the scores of the beams that ended, with room for `draws` more."""
+        """Return the scores of ended beams, with capacity for `draws` more."""
         held = int(self.finished.held[0])
         if held + draws > len(self.finished.scores):
             scores = np.zeros(2 * (held + draws))
@@ -363,7 +365,7 @@ class Session:
         return self.finished
 
     def advance(self, turn: Turn) -> None:
-        """Move on to where the verdict leads: ended beams are put aside, the others live on."""
+        """Apply a turn's verdict: store ended beams, extend the live ones, and count."""
         verdict = turn.verdict
         layers = verdict.layers
         counts = layers.beams.counts
@@ -391,7 +393,7 @@ class Session:
         self.keep_constraint(self.beams.tokens[:0] if self.over else self.beams.tokens)
 
     def _next_start(self, turn: Turn) -> Start:
-        """Return what the next forest starts with after a turn."""
+        """Return the beginning of the next forest after a turn."""
         survivors = turn.verdict.beams
         if not self.keeps_nodes:
             return start_of_roots(survivors.tokens, self.start.known.rows)
@@ -400,7 +402,7 @@ class Session:
         return next_start(forest.tokens, forest.parents, rows, survivors.nodes, survivors.tokens, turn.verdict.kept)
 
     def put_aside(self, ended: EndedTexts) -> None:
-        """Add texts that ended to the answers there are."""
+        """Add ended texts to `ended`."""
         start = 0
         for number in range(int(ended.sizes[0])):
             stop = int(ended.ends[number])
@@ -408,19 +410,20 @@ class Session:
             start = stop
 
     def keep_constraint(self, tokens: Int64[np.ndarray, " beams"]) -> None:
-        """Let the constraint forget all paths but those of the live beams, which end with these tokens."""
+        """Drop all paths of the constraint but those of the live beams, which end with these tokens."""
         if self.warp.constraint is not None:
             live = Forest.rooted(tokens)
             self.warp.constraint.keep(self.new_tokens(live, np.arange(live.size)))
 
     def hypotheses(self) -> Iterator[Ended]:
-        """Everything the session can answer with: ended beams, then live ones that were cut off."""
+        """Yield all texts of the session: ended beams, then live ones that were cut off."""
         yield from self.ended
         settled = self.settled
         for tail, score, count in zip(self.tails, self.beams.scores, self.beams.counts, strict=True):
             yield from [Ended([*settled, *tail.tolist()], float(score), finished=False)] * int(count)
 
     def report(self, tokens: int) -> Report:
+        """Return law and cost of the session so far, for an answer of this number of new tokens."""
         seconds = time.perf_counter() - self.count.began
         return Report(
             law=self.parts.law,
@@ -439,7 +442,7 @@ class Session:
 
 @contextmanager
 def failing_together(sessions: Sequence[Session], who: str = "") -> Iterator[None]:
-    """What goes wrong ends these sessions and no other."""
+    """Let errors end these sessions and no other."""
     try:
         yield
     except Exception as error:

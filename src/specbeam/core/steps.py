@@ -26,7 +26,7 @@ Answer = TypeVar("Answer")
 
 
 class Verb(Generic[Given, Answer]):
-    """A verb that has a step for each kind of record. Python and compiled steps call it alike.
+    """A verb with a step for each kind of record. Python and compiled steps call it alike.
 
     A kind registers its step in the module of its record, which may be a module outside of specbeam:
 
@@ -37,9 +37,9 @@ class Verb(Generic[Given, Answer]):
     Its step takes the arguments of the verb, in the same order.
 
     Args:
-        body: done for kinds without a step of their own; a step, or a function that only Python can run.
+        body: runs for kinds without a step of their own; a step, or a function that only Python can run.
         place: index of the argument whose type decides.
-        has_body: False if there is nothing to do for kinds without a step: then the verb raises `UnknownKind`.
+        has_body: False if the verb raises `UnknownKind` for kinds without a step.
     """
 
     def __init__(self, body: Callable[Given, Answer], place: int, has_body: bool) -> None:
@@ -86,7 +86,7 @@ def verb(place: int, has_body: bool = True) -> Callable[[Callable[Given, Answer]
 
     Args:
         place: index of the argument whose type decides.
-        has_body: whether the function is done for kinds without a step of their own; False: it only describes the verb.
+        has_body: whether the function runs for kinds without a step of their own; False: it only describes the verb.
     """
 
     def decorate(body: Callable[Given, Answer]) -> Verb[Given, Answer]:
@@ -116,11 +116,11 @@ def _class_of(kind: Any) -> type:
 
 
 def compiled_as(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator for the function that chooses what compiled steps run in place of `function`.
+    """Return a decorator for a function that chooses the code that compiled steps run in place of `function`.
 
-    The decorated function takes the numba types of the arguments and returns what numba compiles for them, a function or a
-    step. So a step can call something that depends on the types of its arguments, or that Python and compiled code do in
-    different ways, such as looking at an object. Only the choices that occur are compiled.
+    The decorated function takes the numba types of the arguments and returns a function or step, which numba compiles. So a
+    step can call code that depends on the types of its arguments, or that differs between Python and compiled code, such as
+    access to an object. Only the choices that occur are compiled.
     """
 
     def decorate(choose: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,9 +141,9 @@ def compiled_as(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], 
 
 
 def open_step(function: Compiled) -> Compiled:
-    """Return a step of which compiled steps run the compiled form, while Python runs its source.
+    """Return a step that compiled steps run compiled, while Python runs its source.
 
-    For steps that pass on what may be a Python object, such as the rows of a turn that go through logits processors.
+    For steps whose arguments may be Python objects, such as rows that logits processors change.
     """
     source = cast(Compiled, inspect.unwrap(function))
     compiled_as(source)(lambda *kinds: source)

@@ -43,8 +43,8 @@ def turns(target: LM, live: list[Session]) -> Turns:
     return done
 
 
-def _planned(session: Session, beside: int) -> Shape:
-    session.beside = beside
+def _planned(session: Session, batch_size: int) -> Shape:
+    session.batch_size = batch_size
     session.shape = Shape(0, 0)  # stays if planning fails; the session then ends after this pass
     with session.failing_alone():
         session.shape = session.parts.controller.plan(session)
@@ -54,7 +54,7 @@ def _planned(session: Session, beside: int) -> Shape:
 def _scored(target: LM, live: list[Session], forests: list[Forest]) -> list[Scored]:
     """Score every node whose row is not known, and the extra rows of drafters.
 
-    `needs` is passed only if a part asks for more than logits, so a custom model may leave that argument out.
+    `needs` is passed only if a part needs more than logits, so `extend` of a user's own model may lack that argument.
     """
     with_extra = {session: with_extra_rows(session, forest) for session, forest in zip(live, forests, strict=True)}
     asking = [session for session in live if with_extra[session].size > len(with_extra[session].known.nodes)]
@@ -75,6 +75,6 @@ def _scored(target: LM, live: list[Session], forests: list[Forest]) -> list[Scor
 
 
 def _verdict(session: Session, forest: Forest, scored: Scored) -> Verdict:
-    """Return the verdict. A rule with `needs` gets the whole `Scored`, other rules get logits."""
+    """Return the verdict of the rule. A rule with `needs` gets the whole `Scored`, other rules get logits."""
     rule = session.parts.rule
     return rule.verify(session, forest, scored if hasattr(rule, "needs") else scored.logits)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, whenever the process that writes them ends."""
+"""Atomic writes of files: a file is complete or absent, even if the writing process is killed."""
 
 import errno
 import os
@@ -9,20 +9,19 @@ from pathlib import Path
 from tempfile import mkdtemp
 from uuid import uuid4
 
-_CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP}  # some file systems have nothing to wait for
+_CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP}  # file systems without fsync
 
 
 @contextmanager
 def whole(path: Path, outlasts_power: bool = True) -> Iterator[Path]:
-    """Yield another path to write to; that file takes the place of `path` when nothing has gone wrong.
+    """Yield a temporary path to write to; its file replaces `path` if no error occurs.
 
-    The other path is this call's own, so that several processes may write the same file, and lies in the same folder. It
-    is gone when something goes wrong. A symbolic link stays, and the file that it leads to is replaced; a device or a pipe
-    is written to as it is.
+    The temporary file is in the same folder, has a name of its own, so that several processes may write the same file, and
+    is deleted after an error. A symbolic link stays, and its target is replaced; devices and pipes are written to directly.
 
     Args:
-        outlasts_power: whether to wait until the disk has the content and the name of the new file; without it, a loss of
-            power may leave a damaged file.
+        outlasts_power: whether to wait until content and name of the new file are on the disk; without it, a loss of power
+            may leave a damaged file.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written.
@@ -42,15 +41,15 @@ def whole(path: Path, outlasts_power: bool = True) -> Iterator[Path]:
             part.unlink()
         raise
     if outlasts_power:
-        with suppress(OSError):  # some folders cannot be opened; the file is whole all the same
+        with suppress(OSError):  # some folders cannot be opened; the file is complete nevertheless
             _sync(goal.parent)
 
 
 def write_whole(path: Path, content: bytes, mode: int = 0o666, outlasts_power: bool = True) -> None:
-    """Write a file that is either whole or not there.
+    """Write a file atomically; see `whole`.
 
     Args:
-        mode: who may read and write a new file, as far as the process's mask allows.
+        mode: permissions of a new file, before the process's umask.
         outlasts_power: see `whole`.
     """
     with whole(path, outlasts_power) as part, open(part, "wb", opener=partial(os.open, mode=mode)) as file:
@@ -59,10 +58,9 @@ def write_whole(path: Path, content: bytes, mode: int = 0o666, outlasts_power: b
 
 @contextmanager
 def whole_files_in(folder: Path) -> Iterator[Path]:
-    """Yield another folder to write files to; each of them then takes its place in `folder`, whole.
+    """Yield a temporary folder to write files to, which then replace those in `folder` atomically, one by one.
 
-    For libraries that write several files by themselves, as `save_pretrained` does. Configurations, which are small and
-    name the others, come last.
+    For functions that write several files, such as `save_pretrained`. Configurations, which refer to the others, come last.
     """
     folder.mkdir(parents=True, exist_ok=True)
     parts = Path(mkdtemp(prefix=".", suffix=".part", dir=folder))
@@ -79,7 +77,7 @@ def whole_files_in(folder: Path) -> Iterator[Path]:
 
 
 def delete_leftovers(folder: Path, pattern: str = ".*.part") -> None:
-    """Delete the files that killed processes were writing to a folder. No other process may write there now."""
+    """Delete the temporary files of killed processes in a folder. No other process may write to it meanwhile."""
     for path in folder.glob(pattern):
         if path.is_dir():
             _delete_folder(path)
@@ -88,7 +86,7 @@ def delete_leftovers(folder: Path, pattern: str = ".*.part") -> None:
 
 
 def _delete_folder(folder: Path) -> None:
-    """Delete a folder and all that is in it, as far as possible."""
+    """Delete a folder and its contents, ignoring errors."""
     for path in sorted(folder.rglob("*"), reverse=True):
         with suppress(OSError):
             path.rmdir() if path.is_dir() else path.unlink()
@@ -97,7 +95,7 @@ def _delete_folder(folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Wait until the disk has a file or a folder."""
+    """Wait until a file or a folder is on the disk."""
     number = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(number)

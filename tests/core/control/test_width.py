@@ -29,7 +29,7 @@ from specbeam.core.control.width import (
     width_of_known,
     width_spec,
 )
-from specbeam.core.forest import INDEPENDENT, SHARED, Forest, Fronts, siblings
+from specbeam.core.forest import INDEPENDENT, SHARED, Forest, FrontierRows, siblings
 from specbeam.core.laws.joint import joint_law
 from specbeam.core.laws.ranking import NO_TRUNCATION, Truncation
 from tests.oracles import widths as oracle
@@ -71,15 +71,15 @@ class Layer:
         """The forest of drafts that are tried, or share their noise with the target."""
         draws = np.arange(self.drafts) % len(self.q)
         law = (np.zeros(0, dtype=np.int64), np.zeros(0))
-        fronts = Forest.rooted([0]).fronts
+        frontier_rows = Forest.rooted([0]).frontier_rows
         if kind == INDEPENDENT:
             law = (np.arange(len(self.q)), self.q)
         else:
             one = np.ones(1, dtype=np.int64)
-            fronts = Fronts(np.zeros(1, dtype=np.int64), np.zeros(1), one, np.array([1]), rows_of(self.q))
+            frontier_rows = FrontierRows(np.zeros(1, dtype=np.int64), np.zeros(1), one, np.array([1]), rows_of(self.q))
         group = siblings(kind, [0], draws, np.arange(1, self.drafts + 1), law=law, vocab=len(self.q))
         forest = Forest.rooted([0]).grown(draws, np.zeros(self.drafts, dtype=np.int64), groups=[group])
-        return forest._replace(fronts=fronts)
+        return forest._replace(frontier_rows=frontier_rows)
 
 
 def rows_of(odds):

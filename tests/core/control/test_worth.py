@@ -218,7 +218,7 @@ def test_of_a_shared_pass_a_session_pays_its_share():
     session = session_of(sb.beam_sampling(4), None, steps=50)
     depths = []
     for beside in (1, 16):
-        session.beside = beside
+        session.batch_size = beside
         depths.append(control.plan(session).depth)
     assert depths[0] > 1
     assert depths[1] == 0

@@ -45,11 +45,13 @@ def grown(spec, rows_of_layers, key):
     draft = start_growth(Forest.rooted([5, 6]), spec, live_beams(), DEPTH, WIDTH)
     seen = []
     for make_rows in rows_of_layers:
-        if len(draft.front) == 0:
+        if len(draft.frontier) == 0:
             break
-        draft, condition = grow_one_layer(draft, make_rows(len(draft.front)), spec, dice.ready(most_draws(draft, spec)))
+        draft, condition = grow_one_layer(
+            draft, make_rows(len(draft.frontier)), spec, dice.ready(most_draws(draft, spec))
+        )
         assert condition == SOUND
-        seen.append((draft.front.tolist(), float(draft.surest)))
+        seen.append((draft.frontier.tolist(), float(draft.surest)))
     done = finish_growth(draft, spec)
     return seen, done, dice.uniform((3,)).tolist()
 
@@ -82,7 +84,7 @@ def test_the_compiled_layers_of_a_growth_are_its_source(name):
                 assert [front for front, _ in seen] == [front for front, _ in expected]
                 assert [odds for _, odds in seen] == pytest.approx([odds for _, odds in expected])
                 assert_same_forests(done.forest, whole.forest, near=1e-5)
-                assert done.names.tolist() == whole.names.tolist()
+                assert done.node_map.tolist() == whole.node_map.tolist()
                 assert done.whole.tokens.tolist() == whole.whole.tokens.tolist()
                 assert uniforms == others
                 sizes.add(done.forest.size)
@@ -97,7 +99,7 @@ def test_a_row_that_is_none_leaves_a_draft_as_it_was(name):
     draft = start_growth(Forest.rooted([5, 6]), spec, live_beams(), DEPTH, WIDTH)
     found, condition = grow_one_layer(draft, rows, spec, Dice(1).ready(99))
     assert condition == BROKEN
-    assert found.front.tolist() == [0, 1]
+    assert found.frontier.tolist() == [0, 1]
     assert found.forest.size == 2
 
 
@@ -115,15 +117,15 @@ def test_compiled_chains_are_those_of_the_source(make):
     drafted = 0
     for _ in range(20):
         index, other = make(), make()
-        head = int(rng.integers(1, 20))
-        index.text[:head] = other.text[:head] = rng.integers(0, 4, head)
+        offset = int(rng.integers(1, 20))
+        index.text[:offset] = other.text[:offset] = rng.integers(0, 4, offset)
         roots = Forest.rooted([1, 2, 3])
         for settled in (0, 3, 9):
-            texts = texts_of(np.random.default_rng(head), settled, settled + 2)
-            spec = RetrievalSpec(index, head, EOS)
+            texts = texts_of(np.random.default_rng(offset), settled, settled + 2)
+            spec = RetrievalSpec(index, offset, EOS)
             found = hang_chains(roots, index.text, *find_chains(spec, texts, 5), EOS)
             with source_of_steps():
-                chains = find_chains(RetrievalSpec(other, head, EOS), texts, 5)
+                chains = find_chains(RetrievalSpec(other, offset, EOS), texts, 5)
                 expected = hang_chains(roots, other.text, *chains, EOS)
             assert_same_forests(found, expected)
             drafted += found.size - 3

@@ -9,9 +9,12 @@ from scipy.stats import chisquare
 
 import specbeam as sb
 from specbeam.core.control.confidence import SureDraft
+from specbeam.core.control.fixed import FixedShape
 from specbeam.core.dice import Dice, Uniforms
 from specbeam.core.draft import by_steps
 from specbeam.core.draft import tree as tree_steps
+from specbeam.core.draft.best_first import BestFirst, BestFirstDraws
+from specbeam.core.draft.caterpillar import Caterpillar
 from specbeam.core.draft.children import Best, BestAndOne, Distinct, Draws, Independent
 from specbeam.core.draft.tree import Branching, FixedTree, TreeDrafter, grow_layer, grow_tree, start_tree
 from specbeam.core.draft.turns import nodes_of
@@ -19,11 +22,16 @@ from specbeam.core.forest import CHOSEN, DISTINCT, INDEPENDENT, Forest
 from specbeam.core.laws.edits import NO_EDITS
 from specbeam.core.laws.ranking import NO_TRUNCATION, Truncation
 from specbeam.core.laws.reduce import BROKEN, SOUND
+from specbeam.core.laws.warp import Warp
+from specbeam.core.limits import Limits
 from specbeam.core.records import Shape
+from specbeam.core.session import Parts, Session
+from specbeam.core.verify.walk import MatchRule
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.request import Request
 from specbeam.models import huggingface
 from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.table import TableLM
 from tests.oracles import children as oracle
 from tests.oracles.laws import log_softmax, warped
 from tests.support.exact import exact_law
@@ -145,7 +153,7 @@ def test_repeated_draws_share_a_node():
     assert forest.siblings.nodes.tolist() == [1, 1, 2]
     assert forest.siblings.kinds.tolist() == [INDEPENDENT]
     assert np.exp(forest.logq) == pytest.approx([1, 0.3, 0.5])
-    assert draft.front.tolist() == [1, 2]
+    assert draft.frontier.tolist() == [1, 2]
     assert dice.used[0] == 3
 
 
@@ -159,7 +167,7 @@ def test_children_take_the_places_of_their_topology_in_draw_order():
     draft, _ = grow_layer(start_tree(Forest.rooted([7]), 8), logits_of([0.5, 0.3, 0.2]), spec, dice)
     assert draft.forest.siblings.tokens.tolist() == [1, 2, 0]  # .6 of 1; .8 of .7; what is left
     assert draft.forest.siblings.nodes.tolist() == [1, -1, 2]
-    assert draft.front.tolist() == [1, 2]
+    assert draft.frontier.tolist() == [1, 2]
     draft, _ = grow_layer(draft, logits_of([0.5, 0.3, 0.2], [0.5, 0.3, 0.2]), spec, dice)
     forest = draft.forest
     assert [forest.path(node) for node in range(1, forest.size)] == [[1], [0], [1, 0]]
@@ -222,7 +230,7 @@ def test_the_compiled_layer_is_its_source(name, cut):
         found = expected = start_tree(Forest.rooted([5, 6]), 4)
         dice, other = Dice(key), Dice(key)
         for layer in range(3):
-            rows = rng.normal(0, 2, (len(found.front), 13)).astype(np.float32)
+            rows = rng.normal(0, 2, (len(found.frontier), 13)).astype(np.float32)
             rows[rng.random(rows.shape) < 0.2] = -np.inf
             if layer == 1 and key % 2:
                 rows[:1] = -np.inf  # no row is left where all draws ended
@@ -232,7 +240,7 @@ def test_the_compiled_layer_is_its_source(name, cut):
                 expected, same = grow_layer(expected, rows, spec, other.ready(count))
             assert condition == same == SOUND
             assert_same_forests(found.forest, expected.forest, near=1e-5)
-            assert found.front.tolist() == expected.front.tolist()
+            assert found.frontier.tolist() == expected.frontier.tolist()
             assert found.places.tolist() == expected.places.tolist()
         assert dice.uniform((3,)).tolist() == other.uniform((3,)).tolist()
 
@@ -352,6 +360,24 @@ class OwnChildren:
 
     def draw(self, q, count, dice):
         return [Draws([dice.pick(q) for _ in range(count)], q, replacement=True)]
+
+
+GROWN = {**GROWTHS, "caterpillar": Caterpillar(), "best first": BestFirst(3, 2), "best draws": BestFirstDraws()}
+
+
+@pytest.mark.parametrize("name", GROWN)
+def test_a_tree_grows_under_the_laws_of_a_warper_of_ones_own(name):
+    """One that changes nothing leaves the tree as it is."""
+    drafter = TreeDrafter(TableLM((0.4, 0.3, 0.2, 0.1)), GROWN[name])
+    forests = []
+    for others in ((), (lambda tokens, scores: scores,)):
+        parts = Parts(drafter, MatchRule(), FixedShape(2, 4), "")
+        session = Session([0], parts, Warp(others=others), Limits(9, (3,)), 7)
+        forests += drafter.draft([session], [Shape(2, 4)])
+        assert session.failure is None
+    plain, other = forests
+    assert plain.size > 2
+    assert_same_forests(other, plain, near=1e-6)
 
 
 @needs_numba

@@ -15,7 +15,7 @@ from specbeam.core.dice import Dice, Uniforms
 from specbeam.core.draft import beams as draft_steps
 from specbeam.core.draft.beams import DrawnLayers, SearchedLayers, SharedLayers, start_draft
 from specbeam.core.draft.tree import grow_layer, start_tree
-from specbeam.core.forest import Forest, KnownRows, no_fronts, turn_rows, unknown_nodes
+from specbeam.core.forest import Forest, KnownRows, no_frontier_rows, turn_rows, unknown_nodes
 from specbeam.core.laws import joint
 from specbeam.core.laws.evidence import no_evidence
 from specbeam.core.laws.ranking import NO_TRUNCATION, Truncation
@@ -150,11 +150,11 @@ def random_tree(rng, growth, truncation, greedy=False):
     rows = random_rows(rng, 1)
     draft = start_tree(Forest.rooted([5]), 4)
     for _ in range(LAYERS):
-        if len(draft.front) == 0:
+        if len(draft.frontier) == 0:
             break
         count = int(spec.counts[draft.places].sum())
         dice = Dice(int(rng.integers(2**60))).ready(count)
-        draft, condition = grow_layer(draft, near(rng, rows[draft.front]), spec, dice)
+        draft, condition = grow_layer(draft, near(rng, rows[draft.frontier]), spec, dice)
         assert condition == SOUND
         rows = np.concatenate((rows, random_rows(rng, len(draft.forest.tokens) - len(rows))))
     return rows, draft.forest, random_beams(rng, 1)
@@ -277,22 +277,22 @@ def drafted_alike(rng, spec, layers, width):
     is_known = np.arange(len(tokens)) >= beams
     is_known[:beams] = rng.random(beams) < 0.5 * (kept > 0)
     known = KnownRows(np.flatnonzero(is_known), rows[is_known])
-    roots = Forest(tokens, parents, fronts=no_fronts(3 + layers * (width + 9), VOCAB), known=known)
+    roots = Forest(tokens, parents, frontier_rows=no_frontier_rows(3 + layers * (width + 9), VOCAB), known=known)
     found = expected = start_draft(live, roots, spec)
     for number in range(layers):
-        if len(found.front.tokens) == 0:
+        if len(found.frontier.tokens) == 0:
             break
-        front_rows = near(rng, rows[found.front.nodes])
+        front_rows = near(rng, rows[found.frontier.nodes])
         values = np.random.default_rng(number).random(width)
         dice, other = (Uniforms(values, np.zeros(1, dtype=np.int64)) for _ in range(2))
-        front = found.front
+        front = found.frontier
         law = joint.joint_law(front_rows, front.scores, front.counts, spec.truncation)
         found = draft_steps.draft_layer(spec, found, law, width, dice)
         with source_of_steps():
-            law = joint.joint_law(front_rows, expected.front.scores, expected.front.counts, spec.truncation)
+            law = joint.joint_law(front_rows, expected.frontier.scores, expected.frontier.counts, spec.truncation)
             expected = draft_steps.draft_layer(spec, expected, law, width, other)
         assert_same_forests(found.forest, expected.forest, near=NEAR)
-        assert_same_numbers(tuple(found.front), tuple(expected.front))
+        assert_same_numbers(tuple(found.frontier), tuple(expected.frontier))
         assert found.core.tolist() == expected.core.tolist()
         assert dice.used[0] == other.used[0]
         rows = np.concatenate((rows, random_rows(rng, len(found.forest.tokens) - len(rows))))

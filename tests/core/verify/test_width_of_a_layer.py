@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from specbeam.core.beams import Beams
 from specbeam.core.control.races import ENTRANTS, RACE_NOISE
 from specbeam.core.control.width import odds_when_shared
-from specbeam.core.forest import Forest, Fronts
+from specbeam.core.forest import Forest, FrontierRows
 from specbeam.core.laws.joint import all_pairs, joint_law
 from specbeam.core.laws.ranking import NO_TRUNCATION, Truncation
 from tests.oracles.laws import joint_logp
@@ -39,13 +39,13 @@ class Layer(NamedTuple):
 
     def expected(self, drafts):
         """The same in array code."""
-        fronts = self.forest.fronts
+        frontier_rows = self.forest.frontier_rows
         of_target = joint_logp(self.rows, self.live.scores, self.live.counts, self.truncation)
         of_draft, uncut = (
-            joint_logp(fronts.logits, fronts.scores, fronts.counts, truncation)
+            joint_logp(frontier_rows.logits, frontier_rows.scores, frontier_rows.counts, truncation)
             for truncation in (self.truncation, Truncation(self.truncation.temperature))
         )
-        nodes = fronts.nodes.tolist()
+        nodes = frontier_rows.nodes.tolist()
         row_of = np.array([nodes.index(node) if node in nodes else -1 for node in self.live.nodes.tolist()])
         laws = np.exp(of_target), np.exp(of_draft), np.exp(uncut)
         return odds_of_layer(*laws, row_of, self.truncation.cuts, drafts, MOST, RACE_NOISE)
@@ -64,14 +64,14 @@ def random_layer(rng, truncation, beams, rows, vocab, agreement):
     )
     parents = rng.choice(nodes, rows, replace=False)
     own = rng.normal(0, 2, (rows, vocab)).astype(np.float32)
-    fronts = Fronts(
+    frontier_rows = FrontierRows(
         nodes=parents,
         scores=rng.normal(-9, 1, rows),
         counts=np.ones(rows, dtype=np.int64),
         row_ends=np.array([rows]),
         logits=np.float32(agreement) * scored[parents] + np.float32(1 - agreement) * own,
     )
-    return Layer(scored[live.nodes], live, Forest.rooted([0])._replace(fronts=fronts), truncation)
+    return Layer(scored[live.nodes], live, Forest.rooted([0])._replace(frontier_rows=frontier_rows), truncation)
 
 
 @settings(max_examples=200, deadline=None)

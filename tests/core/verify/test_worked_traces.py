@@ -112,7 +112,7 @@ def test_without_its_check_a_graph_has_a_cycle_that_fills_the_cap(monkeypatch):
     growth = Graph(2, 0, 0.0, 0.0, 40)
     tree = GrowingTree.start(session, Shape(2, 0))
     for layer in range(2):
-        paths = [tuple(tree.forest.path(node)) for node in tree.front]
+        paths = [tuple(tree.forest.path(node)) for node in tree.frontier]
         growth.grow(tree, layer, [whole_law(draft(path)) for path in paths])
     growth.finish(tree)
     assert tree.forest.selected(tree.kept).size - 1 == 39

@@ -377,10 +377,10 @@ def learn_growth(odds: Odds, node_odds: NodeOdds, forest: Forest, depths: Array)
 
 
 @step
-def _is_drawn(layers: Layers, number: int, names: Array, parent: int, token: int) -> bool:
+def _is_drawn(layers: Layers, number: int, node_map: Array, parent: int, token: int) -> bool:
     """Return whether a layer drew a token under a node of the whole draft, as a beam that lives on."""
     for draw in range(start_of(layers.draw_ends, number), layers.draw_ends[number]):
-        is_it = names[layers.parents[draw]] == parent and layers.beams.tokens[draw] == token
+        is_it = node_map[layers.parents[draw]] == parent and layers.beams.tokens[draw] == token
         if is_it and not layers.ended[draw]:
             return True
     return False
@@ -389,19 +389,19 @@ def _is_drawn(layers: Layers, number: int, names: Array, parent: int, token: int
 @step
 def odds_of_nodes(odds: NodeOdds, forest: Forest, nodes: Array) -> NodeOdds:
     """Return the odds of some nodes of a forest, ascending; the others have no children, and become dropped drafts."""
-    names = np.full(len(forest.tokens), -1, dtype=np.int64)
+    node_map = np.full(len(forest.tokens), -1, dtype=np.int64)
     for place in range(len(nodes)):
-        names[nodes[place]] = place
-    others = np.flatnonzero(names < 0)
+        node_map[nodes[place]] = place
+    others = np.flatnonzero(node_map < 0)
     before = odds.dropped.shape[1]
     dropped = np.empty((3, before + len(others)), dtype=np.int64)
     for place in range(before):
-        dropped[0, place] = names[odds.dropped[0, place]]
+        dropped[0, place] = node_map[odds.dropped[0, place]]
         dropped[1, place] = odds.dropped[1, place]
         dropped[2, place] = odds.dropped[2, place]
     for place in range(len(others)):
         node = others[place]
-        dropped[0, before + place] = names[forest.parents[node]]
+        dropped[0, before + place] = node_map[forest.parents[node]]
         dropped[1, before + place] = forest.tokens[node]
         dropped[2, before + place] = odds.live_cells[node]
     return NodeOdds(
@@ -417,13 +417,13 @@ def odds_of_nodes(odds: NodeOdds, forest: Forest, nodes: Array) -> NodeOdds:
 
 
 @step
-def learn_odds(odds: Odds, node_odds: NodeOdds, forest: Forest, layers: Layers, names: Array) -> None:
+def learn_odds(odds: Odds, node_odds: NodeOdds, forest: Forest, layers: Layers, node_map: Array) -> None:
     """Count what became of the drafts of a turn.
 
     Args:
         node_odds, forest: of the whole draft.
         layers: what the turn decided, on the forest that the target scored.
-        names: int64[n], the node of the whole draft that each node of that forest is.
+        node_map: int64[n], the node of the whole draft that each node of that forest is.
     """
     depths = depths_of(forest.parents)
     learn_growth(odds, node_odds, forest, depths)
@@ -437,7 +437,7 @@ def learn_odds(odds: Odds, node_odds: NodeOdds, forest: Forest, layers: Layers, 
                 odds.needed[cell, HITS] += node_odds.bounds[node] >= edge
         for draw in range(start_of(layers.draw_ends, number), layers.draw_ends[number]):
             if not layers.ended[draw]:
-                above = names[layers.parents[draw]]
+                above = node_map[layers.parents[draw]]
                 node = find_child(forest.tokens, forest.parents, above, layers.beams.tokens[draw])
                 if node >= 0:
                     is_live[node] = True
@@ -451,7 +451,7 @@ def learn_odds(odds: Odds, node_odds: NodeOdds, forest: Forest, layers: Layers, 
             if depths[above] == number and is_live[above]:
                 cell = node_odds.dropped[2, place]
                 odds.live[cell, TRIALS] += 1
-                odds.live[cell, HITS] += _is_drawn(layers, number, names, above, node_odds.dropped[1, place])
+                odds.live[cell, HITS] += _is_drawn(layers, number, node_map, above, node_odds.dropped[1, place])
 
 
 class OddsMemory:
@@ -590,7 +590,7 @@ class NodesByNeed:
             kind = self._kind(session)
             session.state[self] = Learning(kind, self.memory.begin(kind), self.memory.begin(kind))
         learning: Learning = session.state[self]
-        target_s, draft_s = self._seconds(session.beside)
+        target_s, draft_s = self._seconds(session.batch_size)
         return Budget(target_s, draft_s, self.host.turn_s, is_lazy, learning.odds)
 
     def thresholds(self) -> list[tuple[int, float, float]]:

@@ -8,7 +8,7 @@ from jaxtyping import Float64
 
 from specbeam.core.beams import Beams
 from specbeam.core.control.races import ENTRANTS, RACE_NOISE, odds_by_drafts, odds_of_rejection
-from specbeam.core.forest import Forest, Fronts, start_of
+from specbeam.core.forest import Forest, FrontierRows, start_of
 from specbeam.core.laws.joint import (
     HEAD,
     JointLaw,
@@ -352,12 +352,12 @@ def sure_width(widths: SureWidths, law: JointLaw, live: Beams, forest: Forest, n
 
 
 @step
-def draft_law(fronts: Fronts, number: int, truncation: Truncation) -> JointLaw:
-    """Return the draft law that layer `number` of a draft was chosen from, over the beams of its front."""
-    start = start_of(fronts.row_ends, number)
-    stop = fronts.row_ends[number]
-    rows = fronts.logits[start:stop]
-    return joint_law(rows, fronts.scores[start:stop], fronts.counts[start:stop], truncation)
+def draft_law(frontier_rows: FrontierRows, number: int, truncation: Truncation) -> JointLaw:
+    """Return the draft law that layer `number` of a draft was chosen from, over the beams of its frontier."""
+    start = start_of(frontier_rows.row_ends, number)
+    stop = frontier_rows.row_ends[number]
+    rows = frontier_rows.logits[start:stop]
+    return joint_law(rows, frontier_rows.scores[start:stop], frontier_rows.counts[start:stop], truncation)
 
 
 @step
@@ -390,11 +390,11 @@ def odds_when_shared(
 
     Returns float64[widths, drafts + 1].
     """
-    fronts = forest.fronts
+    frontier_rows = forest.frontier_rows
     vocab = law.logits.shape[1]
-    draft = draft_law(fronts, number, law.truncation)
+    draft = draft_law(frontier_rows, number, law.truncation)
     own_vocab = draft.logits.shape[1]
-    nodes = fronts.nodes[start_of(fronts.row_ends, number) : fronts.row_ends[number]]
+    nodes = frontier_rows.nodes[start_of(frontier_rows.row_ends, number) : frontier_rows.row_ends[number]]
     row_of, beam_of = _beams_of_rows(nodes, live)
     if not cuts(law.truncation):
         return _odds_of_whole_laws(law, draft, row_of, drafts, most, noise)

@@ -85,7 +85,7 @@ class DepthByCost:
 
     def numbers(self, session: Session) -> Plan:
         """Return the plan as numbers for steps."""
-        seconds = self._turn_seconds(1 if self.alone else session.beside)
+        seconds = self._turn_seconds(1 if self.alone else session.batch_size)
         seen = self._pass_odds(session).seen
         return Plan(BY_ODDS, self.layers[0], 1, seconds, self.host.judge_s, seen, self.explore)
 

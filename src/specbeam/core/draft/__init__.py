@@ -1,4 +1,4 @@
-"""DRAFT: the parts that hang guesses under the live beams, and the ways to draw and to shape them."""
+"""DRAFT: drafters, which propose token trees under the live beams, with growths and ways to draw children."""
 
 from specbeam.core.lazy import attached
 

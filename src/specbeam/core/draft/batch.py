@@ -11,10 +11,10 @@ from specbeam.core.session import Drafter, Session, failing_together
 def drafted(sessions: list[Session], shapes: list[Shape], vocab: int) -> list[Forest]:
     """Return a forest per session, of tokens below `vocab`.
 
-    If a drafter fails, its sessions fail and get forests of their roots only; the sessions of other drafters go on. Sessions
-    for which a draft model is not ready get forests without drafts, too.
+    Sessions whose drafter fails, and sessions for which a draft model is not ready, get forests without drafts. The failure
+    of a drafter ends its own sessions only.
     """
-    forests = {session: _undrafted(session) for session in sessions}
+    forests = {session: session.undrafted for session in sessions}
     shape_of = dict(zip(sessions, shapes, strict=True))
     for drafter in dict.fromkeys(session.parts.drafter for session in sessions):
         batch = [session for session in sessions if session.parts.drafter == drafter and _is_ready(session)]
@@ -26,14 +26,8 @@ def drafted(sessions: list[Session], shapes: list[Shape], vocab: int) -> list[Fo
     return [*forests.values()]
 
 
-def _undrafted(session: Session) -> Forest:
-    """Return the forest that a turn of a session begins with."""
-    start = session.start
-    return Forest(start.tokens, start.parents, known=start.known)
-
-
 def _is_ready(session: Session) -> bool:
-    """Return whether all draft models of a session can draft for it; one that cannot yet has a method `is_ready`."""
+    """Return whether all draft models of a session can draft for it, by their optional method `is_ready`."""
     models = models_of(session.parts.drafter) or ()
     return all(getattr(model, "is_ready", _always)(session) for model in models)
 
@@ -43,10 +37,9 @@ def _always(session: Session) -> bool:
 
 
 def with_extra_rows(session: Session, forest: Forest) -> Forest:
-    """Return the forest with the extra rows of the session's drafter after it, which the target scores for the drafter.
+    """Return the forest followed by the extra rows of the session's drafter; the same forest if there are none.
 
-    A drafter that has any, or a model of it, has a method `extra_rows(session, forest) -> ExtraRows`. The same forest is
-    returned if there are none.
+    The drafter or one of its models has a method `extra_rows(session, forest) -> ExtraRows`.
     """
     extra_owner = session.parts.extra_owner
     if extra_owner is not None and session.failure is None:
@@ -57,10 +50,10 @@ def with_extra_rows(session: Session, forest: Forest) -> Forest:
 
 
 def fill_drafters(sessions: list[Session], most: int) -> list[Session]:
-    """Store the next chunk of up to `most` long prompts in each draft model; return the sessions that have more to store.
+    """Store the next chunk of up to `most` long prompts in each draft model; return the sessions with more to store.
 
-    A drafter with a model has a method `fill(sessions, most) -> list[bool]`, which returns whether each session may take a
-    turn. Drafters without one store nothing.
+    Drafters with models have a method `fill(sessions, most) -> list[bool]`, which returns whether each session may take a
+    turn.
     """
     unready: list[Session] = []
     for drafter in dict.fromkeys(session.parts.drafter for session in sessions):
@@ -79,7 +72,7 @@ def models_of(drafter: Drafter) -> tuple[LM, ...] | None:
 
 
 def close_drafters(sessions: list[Session]) -> None:
-    """Let drafters forget sessions that are over."""
+    """Free the state of sessions that are over in their drafters; a failure becomes a warning."""
     for session in sessions:
         try:
             close_drafter(session.parts.drafter, session)
@@ -88,7 +81,7 @@ def close_drafters(sessions: list[Session]) -> None:
 
 
 def close_drafter(drafter: Drafter, session: Session) -> None:
-    """Let a drafter forget a session that is over, if the drafter has a method `close`."""
+    """Call the optional method `close` of a drafter for a session that is over."""
     close = getattr(drafter, "close", None)
     if close is not None:
         close(session)

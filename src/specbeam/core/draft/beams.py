@@ -31,10 +31,10 @@ from specbeam.core.forest import (
     Forest,
     Siblings,
     TurnRows,
-    add_front,
+    add_frontier_rows,
     find_child,
     forest_of_nodes,
-    no_fronts,
+    no_frontier_rows,
     nodes_without,
     rows_with_known,
 )
@@ -64,33 +64,33 @@ from specbeam.core.steps import Array, borrowed, step, verb
 
 @borrowed
 class SharedLayers(NamedTuple):
-    """How layers are drafted for shared noise: the best pairs of the draft law under the noise that the target will use."""
+    """How layers are drafted for shared noise: the best pairs of the draft law under the noise of the target."""
 
     noisy: bool  # False: temperature 0, where there is no noise
-    widths: Any  # `Widths` of the target: what the draft model by itself would keep
+    widths: Any  # the target's numbers for widths, by which the draft model would keep core pairs
     truncation: Truncation
     eos: Array  # int64[ends]
-    keeps_rows: bool  # whether `Forest.fronts` is stored, because widths are chosen by the laws of the draft
-    # Whether drafts that the target has scored already come in addition to those that are wanted. Only where widths do not
-    # look at drafts: which nodes are known depends on the noise of their layer, and the number of drafts would tell it.
+    keeps_rows: bool  # whether `Forest.frontier_rows` is stored, because widths depend on the laws of the draft
+    # Whether pairs that the target has already scored come in addition to the width. Only if widths are independent of
+    # drafts: which nodes are known depends on the noise of their layer, so the number of drafts would reveal it.
     more_if_known: bool
-    budget: Budget  # by what the draft grows and is cut; only where widths do not look at drafts
+    budget: Budget  # by which the draft grows and is cut; only if widths are independent of drafts
 
 
 @borrowed
 class SearchedLayers(NamedTuple):
-    """How layers are drafted for transformers' beam modes: core pairs are those that would go on; ends are not drafted."""
+    """How layers are drafted for transformers' beam modes: core pairs are those that would go on; no ends are drafted."""
 
     noisy: bool  # False: temperature 0, where there is no noise
     core: int  # number of pairs that the draft model by itself would keep
     truncation: Truncation
     eos: Array
-    budget: Budget  # by what the draft grows and is cut
+    budget: Budget  # by which the draft grows and is cut
 
 
 @borrowed
 class DrawnLayers(NamedTuple):
-    """How layers are drafted for rules that try them: drawn by dice from the draft law, which is stated."""
+    """How layers are drafted for rules that try drafts: by dice, from the stated draft law."""
 
     again: bool  # whether draws are independent, with replacement
     truncation: Truncation
@@ -101,16 +101,16 @@ class Drafted(NamedTuple):
     """A draft of beams while it grows."""
 
     forest: Forest
-    front: Beams  # the beams of the newest layer, without those that ended
-    core: Array  # bool[front]: whether the draft model by itself would have kept the beam
+    frontier: Beams  # the beams of the newest layer, without those that ended
+    core: Array  # bool[frontier]: whether the draft model by itself would have kept the beam
     odds: NodeOdds  # none if the draft is not cut
 
 
 @step
 def candidate_count(beams: int, ends: int) -> int:
-    """Return how many candidates suffice for `beams` of them to go on, even if each beam ends by each of `ends` end tokens.
+    """Return the number of candidates of transformers, at least 2 per beam.
 
-    This is the number that transformers takes: at least 2 per beam.
+    `beams` of them do not end, even if candidates end each beam by each of the `ends` end tokens.
     """
     return max(2, 1 + ends) * beams
 
@@ -123,13 +123,13 @@ def going_on(scores: Array, ends: Array, beams: int) -> Array:
 
 
 @step
-def _chosen_as_search_does(law: JointLaw, front: Beams, core: Array, width: int, spec: SearchedLayers) -> Choice:
-    """Return up to `width` pairs for transformers' beam modes, none of them an end; the core are those that would go on."""
+def _chosen_as_search_does(law: JointLaw, frontier: Beams, core: Array, width: int, spec: SearchedLayers) -> Choice:
+    """Return up to `width` pairs without ends for transformers' beam modes; the core are the pairs that would go on."""
     vocab = law.logits.shape[1]
-    keys = front.keys if spec.noisy else front.keys[:0]
+    keys = frontier.keys if spec.noisy else frontier.keys[:0]
     every = np.ones(len(core), dtype=np.bool_)
     candidate_pairs, own, _ = core_and_extra(law, keys, core, candidate_count(spec.core, len(spec.eos)), 0)
-    candidates = choice_of(law, front.keys, candidate_pairs, own, 0, spec.eos)
+    candidates = choice_of(law, frontier.keys, candidate_pairs, own, 0, spec.eos)
     best = candidate_pairs[going_on(candidates.scores, candidates.ends, min(spec.core, width))]
     wider, _, _ = core_and_extra(law, keys, every, width + len(spec.eos) * len(core), 0)
     pairs = np.empty(max(width, len(best)), dtype=np.int64)
@@ -141,11 +141,11 @@ def _chosen_as_search_does(law: JointLaw, front: Beams, core: Array, width: int,
             pairs[held] = pair
             held += 1
     values = likelihoods_at(law, pairs[:held])
-    if spec.noisy:  # beyond the candidates, which the noise has chosen, no score counts
+    if spec.noisy:  # pairs beyond the candidates, which the noise has chosen, have no value
         for place in range(held):
             if not (candidate_pairs == pairs[place]).any():
                 values[place] = -np.inf
-    return choice_of(law, front.keys, pairs[:held], values, len(best), spec.eos)
+    return choice_of(law, frontier.keys, pairs[:held], values, len(best), spec.eos)
 
 
 @step
@@ -163,7 +163,7 @@ def draw_pairs(odds: Array, count: int, again: bool, dice: Any) -> Array:
 
 
 @step
-def _first_places(drawn: Array) -> tuple[Array, Array, Array]:
+def first_places(drawn: Array) -> tuple[Array, Array, Array]:
     """Return the distinct draws by first occurrence, the index in them of each draw, and how often each occurs."""
     distinct = np.empty(len(drawn), dtype=np.int64)
     which = np.empty(len(drawn), dtype=np.int64)
@@ -192,7 +192,7 @@ def add_drafted_layer(
     law_odds: Array,
     vocab: int,
 ) -> Drafted:
-    """Return a draft with one more layer; end tokens get no node, and nodes that the forest has already get no second one.
+    """Return a draft with one more layer. End tokens get no node, and drafts that are nodes already no second one.
 
     Args:
         draws: int64[draws], index of each draw among the pairs of the choice.
@@ -200,7 +200,7 @@ def add_drafted_layer(
         kind, law_pairs, law_odds, vocab: of the new group, see `Siblings`.
     """
     forest = drafted.forest
-    front = drafted.front
+    frontier = drafted.frontier
     groups = forest.siblings
     size = len(forest.tokens)
     nodes = np.full(len(choice.tokens), -1, dtype=np.int64)
@@ -208,7 +208,7 @@ def add_drafted_layer(
     born = np.empty(len(going), dtype=np.int64)
     held = 0
     for place in going:
-        node = find_child(forest.tokens, forest.parents, front.nodes[choice.parents[place]], choice.tokens[place])
+        node = find_child(forest.tokens, forest.parents, frontier.nodes[choice.parents[place]], choice.tokens[place])
         if node < 0:
             node = size + held
             born[held] = place
@@ -217,8 +217,8 @@ def add_drafted_layer(
     born = born[:held]
     siblings = Siblings(
         np.append(groups.kinds, kind),
-        np.concatenate((groups.parents, front.nodes)),
-        np.append(groups.parent_ends, len(groups.parents) + len(front.nodes)),
+        np.concatenate((groups.parents, frontier.nodes)),
+        np.append(groups.parent_ends, len(groups.parents) + len(frontier.nodes)),
         np.append(groups.draw_ends, len(groups.tokens) + len(draws)),
         np.concatenate((groups.rows, choice.parents[draws])),
         np.concatenate((groups.tokens, choice.tokens[draws])),
@@ -230,11 +230,11 @@ def add_drafted_layer(
     )
     grown = Forest(
         np.concatenate((forest.tokens, choice.tokens[born])),
-        np.concatenate((forest.parents, front.nodes[choice.parents[born]])),
+        np.concatenate((forest.parents, frontier.nodes[choice.parents[born]])),
         siblings,
         forest.logq,
         forest.beams,
-        forest.fronts,
+        forest.frontier_rows,
         forest.known,
     )
     newest = Beams(nodes[going], choice.tokens[going], choice.scores[going], counts[going], choice.keys[going])
@@ -243,10 +243,10 @@ def add_drafted_layer(
 
 @verb(0, has_body=False)
 def draft_layer(spec: Any, drafted: Drafted, law: JointLaw, width: int, dice: Any) -> Drafted:  # type: ignore[empty-body]
-    """Return a draft with one more layer, chosen or drawn from the law of its front, which must be SOUND.
+    """Return a draft with one more layer, chosen or drawn from the law of its frontier, which must be SOUND.
 
     Args:
-        spec: the spec of the drafter, which says how layers are drafted.
+        spec: the spec of the drafter.
         width: number of draft beams in the layer.
     """
 
@@ -256,12 +256,12 @@ def _add_choice(spec: Any, drafted: Drafted, choice: Choice, vocab: int, beams: 
     """Return a draft with one more layer, whose draws are SHARED: they can be matched, not tried.
 
     Args:
-        beams: number of beams that are expected to live on.
+        beams: expected number of surviving beams.
     """
     count = len(choice.tokens)
     every = np.arange(count)
     no_pairs = np.empty(0, dtype=np.int64)
-    front = drafted.front
+    frontier = drafted.frontier
     longer = add_drafted_layer(drafted, choice, every, np.ones_like(every), SHARED, no_pairs, np.empty(0), vocab)
     if len(spec.budget.target_s) == 0:
         return longer
@@ -271,9 +271,9 @@ def _add_choice(spec: Any, drafted: Drafted, choice: Choice, vocab: int, beams: 
     groups = longer.forest.siblings
     nodes = groups.nodes[len(groups.nodes) - count :]
     odds = with_layer_odds(
-        drafted.odds, spec.budget, longer.forest, front, choice.parents, choice.values, bounds, nodes, beams
+        drafted.odds, spec.budget, longer.forest, frontier, choice.parents, choice.values, bounds, nodes, beams
     )
-    return Drafted(longer.forest, longer.front, longer.core, odds)
+    return Drafted(longer.forest, longer.frontier, longer.core, odds)
 
 
 @step
@@ -287,9 +287,9 @@ def count_children(forest: Forest, nodes: Array) -> int:
 
 @step
 def with_fresh(choice: Choice, drafted: Drafted, fresh: int) -> Choice:
-    """Return the first pairs of a choice: as many as hold `fresh` pairs that are no nodes of the forest yet."""
+    """Return the first pairs of a choice, of which up to `fresh` are not yet nodes of the forest."""
     forest = drafted.forest
-    nodes = drafted.front.nodes
+    nodes = drafted.frontier.nodes
     size = 0
     while size < len(choice.tokens):
         is_node = find_child(forest.tokens, forest.parents, nodes[choice.parents[size]], choice.tokens[size]) >= 0
@@ -313,17 +313,21 @@ def with_fresh(choice: Choice, drafted: Drafted, fresh: int) -> Choice:
 @step
 def draft_shared(spec: SharedLayers, drafted: Drafted, law: JointLaw, width: int, dice: Any) -> Drafted:
     """Return a draft with one more layer of best pairs, under shared noise if there is any; see `draft_layer`."""
-    front = drafted.front
+    frontier = drafted.frontier
     if spec.keeps_rows:
         forest = drafted.forest
-        fronts = add_front(forest.fronts, front.nodes, front.scores, front.counts, law.logits)
-        forest = Forest(forest.tokens, forest.parents, forest.siblings, forest.logq, forest.beams, fronts, forest.known)
-        drafted = Drafted(forest, front, drafted.core, drafted.odds)
+        frontier_rows = add_frontier_rows(
+            forest.frontier_rows, frontier.nodes, frontier.scores, frontier.counts, law.logits
+        )
+        forest = Forest(
+            forest.tokens, forest.parents, forest.siblings, forest.logq, forest.beams, frontier_rows, forest.known
+        )
+        drafted = Drafted(forest, frontier, drafted.core, drafted.odds)
     core = min(width_by_draft(spec.widths, law), width)
     more = 0
     if spec.more_if_known:
-        more = count_children(drafted.forest, front.nodes)
-    choice = choose(law, front.keys, spec.noisy, drafted.core, core, width + more, spec.eos)
+        more = count_children(drafted.forest, frontier.nodes)
+    choice = choose(law, frontier.keys, spec.noisy, drafted.core, core, width + more, spec.eos)
     if more > 0:
         choice = with_fresh(choice, drafted, width)
     return _add_choice(spec, drafted, choice, law.logits.shape[1], core)
@@ -333,8 +337,8 @@ def draft_shared(spec: SharedLayers, drafted: Drafted, law: JointLaw, width: int
 @step
 def draft_searched(spec: SearchedLayers, drafted: Drafted, law: JointLaw, width: int, dice: Any) -> Drafted:
     """Return a draft with one more layer for transformers' beam modes; see `draft_layer`."""
-    more = count_children(drafted.forest, drafted.front.nodes)
-    choice = _chosen_as_search_does(law, drafted.front, drafted.core, width + more, spec)
+    more = count_children(drafted.forest, drafted.frontier.nodes)
+    choice = _chosen_as_search_does(law, drafted.frontier, drafted.core, width + more, spec)
     if more > 0:
         choice = with_fresh(choice, drafted, width)
     return _add_choice(spec, drafted, choice, law.logits.shape[1], spec.core)
@@ -347,16 +351,16 @@ def draft_drawn(spec: DrawnLayers, drafted: Drafted, law: JointLaw, width: int, 
     pairs = all_pairs(law)
     odds = odds_among(law, pairs)
     count = width if spec.again else min(width, len(pairs))
-    distinct, draws, counts = _first_places(draw_pairs(odds, count, spec.again, dice))
+    distinct, draws, counts = first_places(draw_pairs(odds, count, spec.again, dice))
     values = np.full(len(distinct), np.nan)
-    choice = choice_of(law, drafted.front.keys, pairs[distinct], values, len(distinct), spec.eos)
+    choice = choice_of(law, drafted.frontier.keys, pairs[distinct], values, len(distinct), spec.eos)
     kind = INDEPENDENT if spec.again else DISTINCT
     return add_drafted_layer(drafted, choice, draws, counts, kind, pairs, odds, law.logits.shape[1])
 
 
 @verb(0)
 def start_odds(spec: Any, live: Beams, nodes: int) -> NodeOdds:
-    """Return the odds of the nodes of a forest before its first layer is drafted; none if the draft is not cut."""
+    """Return the odds of a forest's nodes before the first layer is drafted; none if the draft is not cut."""
     return no_node_odds()
 
 
@@ -374,9 +378,9 @@ def odds_of_roots(spec: Any, live: Beams, nodes: int) -> NodeOdds:
 
 @verb(0)
 def thinned(spec: Any, drafted: Drafted) -> Drafted:
-    """Return a draft without the nodes of its front that do not pay for a further layer; as it is, if it is not cut.
+    """Return a draft without the frontier nodes that do not pay for a further layer; unchanged if the draft is not cut.
 
-    If it should end, its nodes stay, and its front is empty.
+    If the draft should end, its nodes stay, and its frontier is empty.
     """
     return drafted
 
@@ -384,48 +388,48 @@ def thinned(spec: Any, drafted: Drafted) -> Drafted:
 @thinned.of(SharedLayers, SearchedLayers)
 @step
 def thinned_by_budget(spec: Any, drafted: Drafted) -> Drafted:
-    """Return a draft without the nodes of its front that its budget does not allow a further layer; see `thinned`."""
-    front = drafted.front
-    if len(spec.budget.target_s) == 0 or len(front.nodes) == 0:
+    """Return a draft without the frontier nodes that its budget allows no further layer; see `thinned`."""
+    frontier = drafted.frontier
+    if len(spec.budget.target_s) == 0 or len(frontier.nodes) == 0:
         return drafted
     forest = drafted.forest
     odds = drafted.odds
-    is_worthy = worthy_front(spec.budget, forest, odds, front.nodes)
-    rest = picked_beams(front, is_worthy)
+    is_worthy = worthy_front(spec.budget, forest, odds, frontier.nodes)
+    rest = picked_beams(frontier, is_worthy)
     core = drafted.core[is_worthy]
-    unworthy = front.nodes[~is_worthy]
+    unworthy = frontier.nodes[~is_worthy]
     is_root = len(unworthy) > 0 and forest.parents[unworthy[0]] < 0
     if len(rest.nodes) == 0 or len(unworthy) == 0 or is_root:
         return Drafted(forest, rest, core, odds)
     is_kept = np.ones(len(forest.tokens), dtype=np.bool_)
     is_kept[unworthy] = False
     kept = np.flatnonzero(is_kept)
-    names = np.cumsum(is_kept) - 1
+    node_map = np.cumsum(is_kept) - 1
     smaller = forest_of_nodes(forest, kept)
-    renamed = Beams(names[rest.nodes], rest.tokens, rest.scores, rest.counts, rest.keys)
+    renamed = Beams(node_map[rest.nodes], rest.tokens, rest.scores, rest.counts, rest.keys)
     return Drafted(smaller, renamed, core, odds_of_nodes(odds, forest, kept))
 
 
 @verb(0)
 def cut(spec: Any, drafted: Drafted) -> Cut:
-    """Return a draft as it goes to the target: with the nodes that pay for being scored, or with all of them."""
+    """Return the part of a draft that the target scores: the nodes that pay for their score, or all of them."""
     return uncut(drafted.forest)
 
 
 @cut.of(SharedLayers, SearchedLayers)
 @step
 def cut_by_budget(spec: Any, drafted: Drafted) -> Cut:
-    """Return a draft with the nodes that its budget pays for; see `cut`."""
+    """Return the nodes that the budget of a draft allows; see `cut`."""
     whole = drafted.forest
     if len(spec.budget.target_s) == 0:
         return uncut(whole)
-    names = worthy_nodes(spec.budget, whole, drafted.odds)
-    return Cut(forest_of_nodes(whole, names), whole, names, drafted.odds)
+    node_map = worthy_nodes(spec.budget, whole, drafted.odds)
+    return Cut(forest_of_nodes(whole, node_map), whole, node_map, drafted.odds)
 
 
 @step
 def start_draft(live: Beams, roots: Forest, spec: Any) -> Drafted:
-    """Return a draft without layers, whose front is the live beams; `roots` is a forest that starts with a root per beam."""
+    """Return a draft without layers, whose frontier is the live beams, the roots of the forest `roots`."""
     odds = start_odds(spec, live, len(roots.tokens))
     return Drafted(roots, live, np.ones(len(live.tokens), dtype=np.bool_), odds)
 
@@ -443,28 +447,28 @@ def draft_layers(
 ) -> tuple[Drafted, int]:
     """Return a draft with up to `depth` more layers of `width` beams, and SOUND.
 
-    The law of a beam whose row the target has computed is the target's. Only the other beams need the draft model.
-    Returns DEAD or BROKEN in place of SOUND if a layer has no law to draw from.
+    Beams whose target row is known draw from the target's law; only the others need the draft model. If a layer has no law
+    to draw from, DEAD or BROKEN is returned in place of SOUND.
 
     Args:
         model: the cache of a session in a model that compiled steps can run, see `core.passes.run_pass`.
-        drafted: a draft whose forest knows rows after the edits.
+        drafted: a draft; the known rows of its forest are already edited.
         edits: changes of the model's rows.
         spent: int64[2], to which the number of passes and the processor's cycles in the model are added.
     """
     for _ in range(depth):
         drafted = thinned(spec, drafted)
-        front = drafted.front
-        if len(front.tokens) == 0:
+        frontier = drafted.frontier
+        if len(frontier.tokens) == 0:
             break
         forest = drafted.forest
-        wanted = nodes_without(front.nodes, forest.known.nodes)
+        wanted = nodes_without(frontier.nodes, forest.known.nodes)
         own = forest.known.rows[:0]
         if len(wanted) > 0:
             own = run_pass(model, forest.tokens, forest.parents, wanted, spent)
             own = edited_rows(own, wanted, forest.tokens, forest.parents, edits)
-        rows = rows_with_known(front.nodes, forest.known, own)
-        law = joint_law(rows, front.scores, front.counts, spec.truncation)
+        rows = rows_with_known(frontier.nodes, forest.known, own)
+        law = joint_law(rows, frontier.scores, frontier.counts, spec.truncation)
         condition = condition_of(law)
         if condition != SOUND:
             return drafted, condition
@@ -486,7 +490,7 @@ def draft_beams(
 
 @rows_kept.of(SharedLayers)
 def rows_of_layers(drafts: SharedLayers, beams: int, depth: int, width: int) -> int:
-    """Return how many rows the layers of a draft are drawn from; see `rows_kept`."""
+    """Return the number of rows that the layers of a draft are drawn from; see `rows_kept`."""
     return beams + depth * width if drafts.keeps_rows else 0
 
 
@@ -495,28 +499,25 @@ def rows_of_layers(drafts: SharedLayers, beams: int, depth: int, width: int) -> 
 def learn_from_layers(drafts: Any, drafted: Cut, layers: Layers, rows: TurnRows) -> None:
     """Learn the odds of drafts from a turn; see `learn_from`."""
     if len(drafted.odds.live) > 0:
-        learn_odds(drafts.budget.odds, drafted.odds, drafted.whole, layers, drafted.names)
+        learn_odds(drafts.budget.odds, drafted.odds, drafted.whole, layers, drafted.node_map)
 
 
 @dataclass(frozen=True)
 class NoDraft:
-    """A drafter that drafts nothing, for plain decoding."""
+    """A drafter without drafts, for plain decoding."""
 
     models: ClassVar[tuple[LM, ...]] = ()
 
     def spec(self, session: Session) -> NoDraftSpec:
-        """Return how steps draft nothing."""
+        """Return the spec of an empty draft."""
         return NoDraftSpec(0)
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
-        """Return a forest of roots only for each session."""
+        """Return a forest of roots for each session."""
         return [Forest.rooted(session.beams.tokens) for session in sessions]
 
     def settle(self, session: Session, turn: Turn) -> None:
-        """Do nothing: there is nothing to remember."""
-
-    def close(self, session: Session) -> None:
-        """Do nothing: there is nothing to forget."""
+        """Do nothing."""
 
 
 @dataclass(eq=False)
@@ -535,39 +536,39 @@ class GrowingBeams:
         may_grow = self.layers < self.shape.depth and self.session.failure is None
         if may_grow:
             self.drafted = thinned(self.spec, self.drafted)
-        return may_grow and self.drafted.front.size > 0
+        return may_grow and self.drafted.frontier.size > 0
 
     @property
     def wants_rows(self) -> bool:
-        """Whether the draft model has to score any beam of the newest layer: the rows of the others are the target's."""
+        """Whether the draft model has to score any beam of the newest layer, because its target row is not known."""
         drafted = self.drafted
-        return bool(len(nodes_without(drafted.front.nodes, drafted.forest.known.nodes)))
+        return bool(len(nodes_without(drafted.frontier.nodes, drafted.forest.known.nodes)))
 
     def make_room(self, vocab: int, dtype: Any) -> None:
-        """Before the first layer, allocate the rows that layers are drawn from, if the spec keeps them."""
+        """Allocate the rows that layers are drawn from, before the first layer, if the spec keeps them."""
         if isinstance(self.spec, SharedLayers) and self.spec.keeps_rows and self.layers == 0:
             rows = self.drafted.forest.roots + (self.shape.depth - 1) * self.shape.width
-            forest = self.drafted.forest._replace(fronts=no_fronts(rows, vocab, dtype))
+            forest = self.drafted.forest._replace(frontier_rows=no_frontier_rows(rows, vocab, dtype))
             self.drafted = self.drafted._replace(forest=forest)
 
     def grow(self, own: Rows) -> None:
-        """Add a layer. If the rows of the front give no law to draw from, the draft ends.
+        """Add a layer. If the rows of the frontier give no law to draw from, the draft ends.
 
         Args:
-            own: the draft model's logits of those beams of the front of which the target's are not known.
+            own: the draft model's logits of the frontier beams whose target rows are not known.
         """
         session = self.session
-        front = self.drafted.front
+        frontier = self.drafted.frontier
         known = self.drafted.forest.known
         rows = own
-        if len(own) < len(front.nodes):
-            rows = rows_with_known(front.nodes, known, own.astype(known.rows.dtype, copy=False))
+        if len(own) < len(frontier.nodes):
+            rows = rows_with_known(frontier.nodes, known, own.astype(known.rows.dtype, copy=False))
         self.make_room(rows.shape[1], rows.dtype)
         self.layers += 1
         try:
             forest = self.drafted.forest
-            rows = processed_rows(rows, session.warp, lambda: session.paths(forest, front.nodes))
-            law = law_of_beams(rows, front, session.warp)
+            rows = processed_rows(rows, session.warp, lambda: session.paths(forest, frontier.nodes))
+            law = law_of_beams(rows, frontier, session.warp)
         except (DeadEnd, BrokenProcessor):  # on a drafted path, which the target need not take
             self.end()
             return
@@ -576,22 +577,22 @@ class GrowingBeams:
 
     def end(self) -> None:
         """Draft no more layers."""
-        self.drafted = self.drafted._replace(front=self.drafted.front.pick(np.zeros(0, dtype=np.int64)))
+        self.drafted = self.drafted._replace(frontier=self.drafted.frontier.pick(np.zeros(0, dtype=np.int64)))
 
 
 class _Cut:
-    """A mark in the state of a session: the draft of the present turn."""
+    """The key of the current turn's draft in the state of a session."""
 
 
 def budget_of(session: Session) -> Budget:
-    """Return by what the drafts of a session grow and are cut, as its controller says; NO_BUDGET if it does not."""
+    """Return the budget by which the controller of a session cuts drafts; NO_BUDGET if it has none."""
     asked = getattr(session.parts.controller, "budget", None)
     found: Budget = NO_BUDGET if asked is None else asked(session)
     return found
 
 
 def _rows_of_vocab(rows: Rows, vocab: int) -> Rows:
-    """Return the target's rows for the tokens of a draft model: without those that it lacks, -inf for its own others."""
+    """Return the target's rows in the vocabulary of a draft model: cut, or with -inf at tokens that the target lacks."""
     if rows.shape[1] >= vocab or len(rows) == 0:
         return np.ascontiguousarray(rows[:, :vocab])
     wider = np.full((len(rows), vocab), -np.inf, dtype=rows.dtype)
@@ -605,13 +606,12 @@ class BeamDrafter:
 
     Args:
         lm: the draft model.
-        beams: number of beams that the target keeps. With shared noise, that many draft pairs per layer are core: what the
-            draft model by itself would keep. The rest of a layer are the most probable other pairs, even if its truncation
+        beams: number of beams that the target keeps. With shared noise, this many draft pairs per layer are core: those that
+            the draft model alone would keep. The rest of a layer are the most probable other pairs, even if its truncation
             cuts them.
-        coupling: "noise": draft under the noise that the target will use; "rejection": draw by dice and state the law.
+        coupling: "noise": draft under the noise of the target; "rejection": draw by dice and state the law.
         replacement: draw with replacement, independently, instead of without (coupling "rejection" only).
-        search: draft for transformers' beam modes. In these a beam that ends makes room for the next one, so ends are not
-            drafted.
+        search: draft for transformers' beam modes, in which an ended beam frees its place, so ends are not drafted.
         keeps_rows: pass on the laws that layers were drawn from, for rules that choose widths by them.
         width: how the target chooses the widths of layers; None: they all have `beams` draws.
     """
@@ -635,7 +635,7 @@ class BeamDrafter:
         return getattr(self.lm, "keeps_nodes", False)
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
-        """Return a forest per session: up to `shape.depth` layers of `shape.width` draft beams, fewer if all beams end."""
+        """Return a forest per session, of up to `shape.depth` layers of `shape.width` draft beams."""
         if len(sessions) == 1:
             drafted = self._drafted_by_steps(sessions[0], shapes[0])
             if drafted is not None:
@@ -656,25 +656,25 @@ class BeamDrafter:
         return [self._passed_on(draft.session, cut(draft.spec, draft.drafted)) for draft in drafts]
 
     def _drafted_by_steps(self, session: Session, shape: Shape) -> Cut | None:
-        """Return the draft of a session, made in one compiled call; None if Python sees rows, or nothing is drafted."""
+        """Return the draft of one compiled call; None if Python has to see rows, or nothing is drafted."""
         begun = self._start(session, shape)
         if not begun.wants_layer:
             return None
         return drafted_by_steps(self.lm, session, shape, begun.spec, self._roots(session))
 
     def _passed_on(self, session: Session, drafted: Cut) -> Forest:
-        """Return the forest that the target scores; the whole draft is kept until the turn is settled."""
+        """Return the forest that the target scores; store the whole draft until the turn is settled."""
         session.state[_Cut, self] = drafted
         return drafted.forest._replace(known=session.start.known)
 
     def _roots(self, session: Session) -> Forest:
-        """Return the forest that a draft starts with, whose rows are of the draft model's tokens."""
+        """Return the forest that a draft starts with, with known rows in the draft model's vocabulary."""
         start = session.start
         known = start.known._replace(rows=_rows_of_vocab(start.known.rows, self.lm.vocab))
         return Forest(start.tokens, start.parents, known=known)
 
     def spec(self, session: Session) -> Any:
-        """Return how layers are drafted for a session: a `SharedLayers`, `SearchedLayers` or `DrawnLayers`."""
+        """Return a `SharedLayers`, `SearchedLayers` or `DrawnLayers` for a session."""
         warp = session.warp
         ends = session.limits.ending
         budget = budget_of(session)
@@ -699,13 +699,13 @@ class BeamDrafter:
         return fill_prompts(self.lm, sessions, None, most)
 
     def settle(self, session: Session, turn: Turn) -> None:
-        """Keep in the draft model's cache what the surviving beams need, free the rest, and learn the odds of drafts."""
+        """Settle the draft model's cache, and learn the odds of drafts."""
         done = session.state.pop((_Cut, self), None)
         if done is not None and len(done.odds.live):
-            learn_odds(budget_of(session).odds, done.odds, done.whole, turn.verdict.layers, done.names)
-            turn = turn.on(done.whole, done.names)
+            learn_odds(budget_of(session).odds, done.odds, done.whole, turn.verdict.layers, done.node_map)
+            turn = turn.on(done.whole, done.node_map)
         self.lm.settle(session, turn)
 
     def close(self, session: Session) -> None:
-        """Free what the draft model stores for the session."""
+        """Free the draft model's state for the session."""
         self.lm.close(session)

@@ -1,4 +1,4 @@
-"""DRAFT: trees whose shape follows the draft model's confidence, with a budget of nodes."""
+"""DRAFT: trees with a budget of nodes, whose shape follows the draft model's confidence."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,39 +11,33 @@ from specbeam.core.control.needs import no_node_odds
 from specbeam.core.control.stops import NO_STOP, StopSpec
 from specbeam.core.dice import pick
 from specbeam.core.draft.tree import (
-    NODES,
     ROOM,
     Complete,
-    bear,
-    close_group,
+    LayerDraws,
+    StatedLaws,
+    add_draws,
     condition_after,
-    draft_tree,
     finish_growth,
     grow_one_layer,
-    keep_tosses_of_tree,
     law_after,
-    learn_stop_of_tree,
     likeliest_places,
-    logq_of,
     most_draws,
-    room_for_children,
+    register_growth,
+    room_for_laws,
     start_growth,
-    state_law,
-    surest_of,
-    tosses_of_tree,
-    with_layer,
-    with_room_for_laws,
+    with_nodes,
 )
-from specbeam.core.draft.turns import Cut, draft_turn, keep_tosses, learn_from, nodes_of, tosses_of, uniforms_of
-from specbeam.core.forest import CHOSEN, DISTINCT, Forest, Siblings, depths_of, start_of
+from specbeam.core.draft.turns import Cut, nodes_of, uniforms_of
+from specbeam.core.forest import CHOSEN, Forest, depths_of, groups_without_laws, start_of
 from specbeam.core.laws.ranking import Truncation, sorted_places
 from specbeam.core.laws.reduce import BROKEN, SOUND, exponentials
+from specbeam.core.laws.rows import token_at
 from specbeam.core.steps import Array, borrowed, open_step, step
 
 
 @borrowed
 class BestFirstSpec(NamedTuple):
-    """How a tree of the most valuable nodes grows; the value of a node is the product of the draft odds on its path."""
+    """The growth of a tree of the most valuable nodes; the value of a node is the product of the draft odds on its path."""
 
     top: int  # number of tokens considered after each expanded node
     widest: int  # number of nodes expanded per layer
@@ -51,11 +45,11 @@ class BestFirstSpec(NamedTuple):
     least_gain: float  # a layer that adds at most this many expected tokens is the last
     truncation: Truncation
     eos: Array  # int64[ends]
-    stops: StopSpec = NO_STOP  # by what a draft may end between layers
+    stops: StopSpec = NO_STOP  # how the controller may end a draft between layers
 
 
-class Unexpanded(NamedTuple):
-    """Nodes to be, which were considered and not expanded yet."""
+class Candidates(NamedTuple):
+    """Candidate nodes, which are not expanded yet."""
 
     values: Array  # float64[n]: log values
     parents: Array  # int64[n]
@@ -64,14 +58,14 @@ class Unexpanded(NamedTuple):
 
 
 class BestFirstDraft(NamedTuple):
-    """A tree while it grows: of the expanded nodes alone."""
+    """A tree of the expanded nodes while it grows."""
 
     forest: Forest
-    front: Array  # int64[front]: the nodes expanded last
+    frontier: Array  # int64[frontier]: the nodes expanded last
     values: Array  # float64[nodes]: log values; those of the roots are relative to the best beam
     roots: int
-    waiting: Unexpanded
-    surest: float  # largest draft probability of an expanded node below the last front; 1 if there is none
+    candidates: Candidates
+    surest: float  # largest draft probability of an expanded node below the last frontier; 1 if there is none
     layers: int  # number of layers so far
     depth: int  # most layers
     width: int  # most nodes
@@ -83,37 +77,37 @@ def start_best_first(roots: Forest, spec: BestFirstSpec, live: Beams, depth: int
     """Return a tree without layers; see `start_growth`."""
     count = len(roots.tokens)
     none = np.empty(0, dtype=np.int64)
-    waiting = Unexpanded(np.empty(0), none, none, np.empty(0))
+    candidates = Candidates(np.empty(0), none, none, np.empty(0))
     values = live.scores - live.scores.max()
-    return BestFirstDraft(roots, np.arange(count), values, count, waiting, 1.0, 0, depth, width)
+    return BestFirstDraft(roots, np.arange(count), values, count, candidates, 1.0, 0, depth, width)
 
 
 @step
-def _best_values(draft: BestFirstDraft, waiting: Unexpanded) -> Array:
-    """Return the log values of the best nodes within the budget, expanded or waiting, best first."""
-    every = np.concatenate((draft.values[draft.roots :], waiting.values))
+def _best_values(draft: BestFirstDraft, candidates: Candidates) -> Array:
+    """Return the log values of the best nodes within the budget, expanded or not, best first."""
+    every = np.concatenate((draft.values[draft.roots :], candidates.values))
     return every[sorted_places(every)[: draft.width]]
 
 
 @open_step
-def _considered(draft: BestFirstDraft, rows: Any, spec: BestFirstSpec) -> tuple[Unexpanded, int]:
-    """Return the likeliest nodes to be below the front, and SOUND; or BROKEN if a row holds NaN or +inf."""
-    most = len(draft.front) * spec.top
+def _considered(draft: BestFirstDraft, rows: Any, spec: BestFirstSpec) -> tuple[Candidates, int]:
+    """Return the likeliest candidates below the frontier, and SOUND; or BROKEN if a row holds NaN or +inf."""
+    most = len(draft.frontier) * spec.top
     values = np.empty(most)
     parents = np.empty(most, dtype=np.int64)
     tokens = np.empty(most, dtype=np.int64)
     logp = np.empty(most)
     held = 0
-    for number in range(len(draft.front)):
+    for number in range(len(draft.frontier)):
         condition = condition_after(rows, number)
         if condition == BROKEN:
-            return Unexpanded(values[:0], parents[:0], tokens[:0], logp[:0]), BROKEN
+            return Candidates(values[:0], parents[:0], tokens[:0], logp[:0]), BROKEN
         if condition != SOUND:
             continue
-        node = draft.front[number]
+        node = draft.frontier[number]
         law = law_after(rows, number, spec.truncation)
         for place in likeliest_places(law.logp, spec.top):
-            token = law.tokens[place] if len(law.tokens) > 0 else place
+            token = token_at(law, place)
             if is_end(token, spec.eos):
                 continue
             values[held] = draft.values[node] + law.logp[place]
@@ -121,13 +115,13 @@ def _considered(draft: BestFirstDraft, rows: Any, spec: BestFirstSpec) -> tuple[
             tokens[held] = token
             logp[held] = law.logp[place]
             held += 1
-    return Unexpanded(values[:held], parents[:held], tokens[:held], logp[:held]), SOUND
+    return Candidates(values[:held], parents[:held], tokens[:held], logp[:held]), SOUND
 
 
 @step
-def _both(first: Unexpanded, second: Unexpanded) -> Unexpanded:
-    """Return all nodes to be of both."""
-    return Unexpanded(
+def _both(first: Candidates, second: Candidates) -> Candidates:
+    """Return the candidates of both."""
+    return Candidates(
         np.concatenate((first.values, second.values)),
         np.concatenate((first.parents, second.parents)),
         np.concatenate((first.tokens, second.tokens)),
@@ -136,30 +130,32 @@ def _both(first: Unexpanded, second: Unexpanded) -> Unexpanded:
 
 
 @step
-def _picked(waiting: Unexpanded, which: Array) -> Unexpanded:
-    """Return the nodes to be at these indices, or where the mask is True."""
-    return Unexpanded(waiting.values[which], waiting.parents[which], waiting.tokens[which], waiting.logp[which])
+def _picked(candidates: Candidates, which: Array) -> Candidates:
+    """Return the candidates at these indices."""
+    return Candidates(
+        candidates.values[which], candidates.parents[which], candidates.tokens[which], candidates.logp[which]
+    )
 
 
 @step
-def _comes_before(waiting: Unexpanded, one: int, other: int) -> bool:
-    """Return whether a node to be is expanded before another: by value, then by parent, then by token, all descending."""
-    if waiting.values[one] != waiting.values[other]:
-        return waiting.values[one] > waiting.values[other]
-    if waiting.parents[one] != waiting.parents[other]:
-        return waiting.parents[one] > waiting.parents[other]
-    return waiting.tokens[one] > waiting.tokens[other]
+def _comes_before(candidates: Candidates, one: int, other: int) -> bool:
+    """Return whether a candidate is expanded before another: by value, then parent, then token, all descending."""
+    if candidates.values[one] != candidates.values[other]:
+        return candidates.values[one] > candidates.values[other]
+    if candidates.parents[one] != candidates.parents[other]:
+        return candidates.parents[one] > candidates.parents[other]
+    return candidates.tokens[one] > candidates.tokens[other]
 
 
 @step
-def _next_expanded(waiting: Unexpanded, first: int, count: int, least: float) -> Array:
-    """Return up to `count` nodes to be of value `least` or more, from index `first` on, in the order of their ranks."""
+def _next_expanded(candidates: Candidates, first: int, count: int, least: float) -> Array:
+    """Return up to `count` candidates of value `least` or more, from index `first` on, in the order of expansion."""
     found = np.empty(count, dtype=np.int64)
-    is_free = np.ones(len(waiting.values), dtype=np.bool_)
+    is_free = np.ones(len(candidates.values), dtype=np.bool_)
     for rank in range(count):
         best = -1
-        for one in range(first, len(waiting.values)):
-            if is_free[one] and waiting.values[one] >= least and (best < 0 or _comes_before(waiting, one, best)):
+        for one in range(first, len(candidates.values)):
+            if is_free[one] and candidates.values[one] >= least and (best < 0 or _comes_before(candidates, one, best)):
                 best = one
         if best < 0:
             return found[:rank]
@@ -171,33 +167,33 @@ def _next_expanded(waiting: Unexpanded, first: int, count: int, least: float) ->
 @grow_one_layer.of(BestFirstSpec)
 @step
 def grow_best_first(draft: BestFirstDraft, rows: Any, spec: BestFirstSpec, dice: Any) -> tuple[BestFirstDraft, int]:
-    """Consider nodes below the front, and expand the best ones, unless that is not worth a pass; see `grow_one_layer`."""
+    """Add candidates below the frontier, and expand the best ones if they are worth a pass; see `grow_one_layer`."""
     fresh, condition = _considered(draft, rows, spec)
     if condition != SOUND:
         return draft, condition
-    waiting = _both(draft.waiting, fresh)
-    before = np.exp(_best_values(draft, draft.waiting)).sum()
-    best = _best_values(draft, waiting)
+    candidates = _both(draft.candidates, fresh)
+    before = np.exp(_best_values(draft, draft.candidates)).sum()
+    best = _best_values(draft, candidates)
     is_last = draft.layers + 1 >= draft.depth or np.exp(best).sum() - before <= spec.least_gain
-    first = len(draft.waiting.values)
+    first = len(draft.candidates.values)
     chosen = np.empty(0, dtype=np.int64)
     if not is_last:
         least = best[draft.width - 1] if len(best) >= draft.width else -np.inf
-        chosen = _next_expanded(waiting, first if spec.within_layer else 0, spec.widest, least)
-    expanded = _picked(waiting, chosen)
+        chosen = _next_expanded(candidates, first if spec.within_layer else 0, spec.widest, least)
+    expanded = _picked(candidates, chosen)
     surest = -1.0
     for one in range(len(chosen)):
         if chosen[one] >= first:
             surest = max(surest, np.exp(expanded.logp[one]))
-    is_left = np.ones(len(waiting.values), dtype=np.bool_)
+    is_left = np.ones(len(candidates.values), dtype=np.bool_)
     is_left[chosen] = False
     size = len(draft.forest.tokens)
     return BestFirstDraft(
-        _with_nodes(draft.forest, expanded),
+        with_nodes(draft.forest, expanded.tokens, expanded.parents, expanded.values),
         size + np.arange(len(chosen)),
         np.concatenate((draft.values, expanded.values)),
         draft.roots,
-        _picked(waiting, np.flatnonzero(is_left)),
+        _picked(candidates, np.flatnonzero(is_left)),
         surest if surest >= 0 else 1.0,
         draft.layers + 1,
         draft.depth,
@@ -205,36 +201,21 @@ def grow_best_first(draft: BestFirstDraft, rows: Any, spec: BestFirstSpec, dice:
     ), SOUND
 
 
-@step
-def _with_nodes(forest: Forest, more: Unexpanded) -> Forest:
-    """Return a forest with more nodes."""
-    before = forest.logq if len(forest.logq) > 0 else np.zeros(len(forest.tokens))
-    return Forest(
-        np.concatenate((forest.tokens, more.tokens)),
-        np.concatenate((forest.parents, more.parents)),
-        forest.siblings,
-        np.concatenate((before, more.values)),
-        forest.beams,
-        forest.fronts,
-        forest.known,
-    )
-
-
 @finish_growth.of(BestFirstSpec)
 @step
 def finish_best_first(draft: BestFirstDraft, spec: BestFirstSpec) -> Cut:
-    """Return the best nodes within the budget, of those that were expanded and those that wait; see `finish_growth`.
+    """Return the best nodes within the budget, expanded or not; see `finish_growth`.
 
-    Among equal values an ancestor goes first, so that no node is kept without its parent.
+    Among equal values ancestors come first, so that no node is kept without its parent.
     """
     forest = draft.forest
     size = len(forest.tokens)
     inner = size - draft.roots
-    waiting = draft.waiting
+    candidates = draft.candidates
     depths = depths_of(forest.parents)
-    values = np.concatenate((draft.values[draft.roots :], waiting.values))
-    above = np.concatenate((np.arange(draft.roots, size), waiting.parents))
-    ranks = np.concatenate((depths[draft.roots :], depths[waiting.parents] + 1)) * (size + 1) + above
+    values = np.concatenate((draft.values[draft.roots :], candidates.values))
+    above = np.concatenate((np.arange(draft.roots, size), candidates.parents))
+    ranks = np.concatenate((depths[draft.roots :], depths[candidates.parents] + 1)) * (size + 1) + above
     is_kept = np.zeros(size, dtype=np.bool_)
     is_kept[: draft.roots] = True
     is_free = np.ones(len(values), dtype=np.bool_)
@@ -253,28 +234,29 @@ def finish_best_first(draft: BestFirstDraft, spec: BestFirstSpec) -> Cut:
         else:
             leaves[held] = best - inner
             held += 1
-    whole = _with_nodes(forest, _picked(waiting, leaves[:held]))
-    names = np.concatenate((np.flatnonzero(is_kept), size + np.arange(held)))
-    return Cut(chosen_forest(whole, names), whole, names, no_node_odds())
+    added = _picked(candidates, leaves[:held])
+    whole = with_nodes(forest, added.tokens, added.parents, added.values)
+    node_map = np.concatenate((np.flatnonzero(is_kept), size + np.arange(held)))
+    return Cut(chosen_forest(whole, node_map), whole, node_map, no_node_odds())
 
 
 @step
-def chosen_forest(whole: Forest, names: Array) -> Forest:
+def chosen_forest(whole: Forest, node_map: Array) -> Forest:
     """Return the forest of these nodes only, in which the children of each node are a CHOSEN group.
 
     Args:
         whole: a forest without groups.
-        names: int64[n], ascending; all roots, and no node without its parent.
+        node_map: int64[n], ascending; all roots, and no node without its parent.
     """
-    count = len(names)
+    count = len(node_map)
     places = np.full(len(whole.tokens), -1)
     for place in range(count):
-        places[names[place]] = place
+        places[node_map[place]] = place
     parents = np.empty(count, dtype=np.int64)
     for place in range(count):
-        above = whole.parents[names[place]]
+        above = whole.parents[node_map[place]]
         parents[place] = places[above] if above >= 0 else -1
-    tokens = whole.tokens[names]
+    tokens = whole.tokens[node_map]
     group_parents = np.empty(count, dtype=np.int64)
     draw_ends = np.empty(count, dtype=np.int64)
     draw_nodes = np.empty(count, dtype=np.int64)
@@ -290,14 +272,10 @@ def chosen_forest(whole: Forest, names: Array) -> Forest:
             group_parents[groups] = parent
             draw_ends[groups] = draws
             groups += 1
-    none = whole.siblings
-    siblings = Siblings(
-        np.full(groups, CHOSEN), group_parents[:groups], np.arange(1, groups + 1), draw_ends[:groups],
-        np.zeros(draws, dtype=np.int64), tokens[draw_nodes[:draws]], draw_nodes[:draws],
-        np.zeros(groups, dtype=np.int64), none.law_pairs, none.law_odds, none.vocab,
-    )  # fmt: skip
-    logq = whole.logq[names] if len(whole.logq) > 0 else whole.logq
-    return Forest(tokens, parents, siblings, logq, whole.beams, whole.fronts, whole.known)
+    nodes = draw_nodes[:draws]
+    siblings = groups_without_laws(CHOSEN, group_parents[:groups], draw_ends[:groups], tokens[nodes], nodes)
+    logq = whole.logq[node_map] if len(whole.logq) > 0 else whole.logq
+    return Forest(tokens, parents, siblings, logq, whole.beams, whole.frontier_rows, whole.known)
 
 
 @most_draws.of(BestFirstSpec)
@@ -314,14 +292,11 @@ def no_uniforms(drafts: BestFirstSpec, roots: int, depth: int, width: int) -> in
 
 @nodes_of.of(BestFirstSpec)
 def most_best_nodes(drafts: BestFirstSpec, roots: int, depth: int, width: int) -> int:
-    """Return the nodes within the budget, and those that may be expanded in vain; see `nodes_of`."""
+    """Return the budget, and the number of nodes that may be expanded beyond it; see `nodes_of`."""
     return width + drafts.widest * max(depth - 1, 0)
 
 
-draft_turn.of(BestFirstSpec)(draft_tree)
-learn_from.of(BestFirstSpec)(learn_stop_of_tree)
-tosses_of.of(BestFirstSpec)(tosses_of_tree)
-keep_tosses.of(BestFirstSpec)(keep_tosses_of_tree)
+register_growth(BestFirstSpec)
 
 
 @dataclass(frozen=True)
@@ -329,7 +304,7 @@ class BestFirst(Complete):
     """A growth that keeps the `shape.width` nodes of largest value; nothing is drawn.
 
     The value of a node is the product of the draft probabilities on its path. Each layer expands the `widest` most valuable
-    nodes that wait, each by its `top` likeliest tokens. Values never increase along a path, so the best nodes include their
+    candidates, each by its `top` likeliest tokens. Values never increase along a path, so the best nodes include their
     parents.
 
     Sources: EAGLE-2 (arXiv 2406.16858) expands nodes of the newest layer, `within_layer=True`; OPT-Tree (2406.17276) and
@@ -351,34 +326,25 @@ class BestFirst(Complete):
 
 @borrowed
 class DrawsSpec(NamedTuple):
-    """How children are drawn where they are worth most."""
+    """The growth of a tree by draws of the largest value."""
 
-    least: float  # least worth of a draw
+    least: float  # least value of a draw
     greedy: bool  # whether the likeliest tokens are taken in place of draws
     truncation: Truncation
     eos: Array  # int64[ends]
-    stops: StopSpec = NO_STOP  # by what a draft may end between layers
+    stops: StopSpec = NO_STOP  # how the controller may end a draft between layers
 
 
 class DrawsDraft(NamedTuple):
     """A tree while it grows by draws."""
 
     forest: Forest
-    front: Array  # int64[front]: nodes whose children are drawn next
-    worths: Array  # float64[front]: their odds, with those of the beam, relative to the best beam
+    frontier: Array  # int64[frontier]: nodes whose children are drawn next
+    values: Array  # float64[frontier]: their odds, with those of the beam, relative to the best beam
     roots: int
-    law_tokens: Array  # int64[capacity]: buffer whose used part is `Siblings.law_pairs`
-    law_odds: Array  # float64[capacity]
+    laws: StatedLaws
     surest: float  # largest draft probability of a draw of the newest layer; 1 if it has none
     width: int  # most nodes
-
-
-class WorthyDraws(NamedTuple):
-    """The draws of a layer, in the order in which they were drawn."""
-
-    numbers: Array  # int64[draws]: of the parent in the front
-    places: Array  # int64[draws]: of the token in the law of the parent
-    worths: Array  # float64[draws]
 
 
 @start_growth.of(DrawsSpec)
@@ -386,57 +352,54 @@ class WorthyDraws(NamedTuple):
 def start_draws(roots: Forest, spec: DrawsSpec, live: Beams, depth: int, width: int) -> DrawsDraft:
     """Return a tree without layers; see `start_growth`."""
     count = len(roots.tokens)
-    worths = np.exp(live.scores - live.scores.max())
-    room = np.empty(ROOM, dtype=np.int64)
-    return DrawsDraft(roots, np.arange(count), worths, count, room, np.empty(ROOM), 1.0, width)
+    values = np.exp(live.scores - live.scores.max())
+    return DrawsDraft(roots, np.arange(count), values, count, room_for_laws(ROOM), 1.0, width)
 
 
 @step
-def _draw_worthiest(draft: DrawsDraft, law_ends: Array, odds: Array, spec: DrawsSpec, dice: Any) -> WorthyDraws:
-    """Draw where the next draw is worth most, while that is enough and the budget lasts.
+def _draw_best(draft: DrawsDraft, law_ends: Array, odds: Array, spec: DrawsSpec, dice: Any) -> tuple[LayerDraws, Array]:
+    """Draw where the next draw has the largest value, while it is enough and the budget lasts. Returns draws and values.
 
     Args:
-        law_ends: int64[front], the index after the law of each node in `odds`; a node with no way on has none.
+        law_ends: int64[frontier], the index after the law of each node in `odds`; nodes without allowed tokens have none.
         odds: float64[n], the laws; changed in place.
     """
     budget = draft.width - (len(draft.forest.tokens) - draft.roots)
     numbers = np.empty(max(budget, 0), dtype=np.int64)
     places = np.empty(max(budget, 0), dtype=np.int64)
-    worths = np.empty(max(budget, 0))
-    next_worth = draft.worths.copy()
+    values = np.empty(max(budget, 0))
+    next_value = draft.values.copy()
     draws = 0
     while draws < budget:
-        number = int(np.argmax(next_worth))
-        worth = next_worth[number]
-        if not worth >= spec.least:
+        number = int(np.argmax(next_value))
+        value = next_value[number]
+        if not value >= spec.least:
             break
         left = odds[start_of(law_ends, number) : law_ends[number]]
         mass = left.sum()
         if not mass > 0:
-            next_worth[number] = -1.0
+            next_value[number] = -1.0
             continue
         place = int(np.argmax(left)) if spec.greedy else pick(dice, left)
         share = left[place] / mass
         numbers[draws] = number
         places[draws] = place
-        worths[draws] = worth * share
+        values[draws] = value * share
         left[place] = 0.0
-        next_worth[number] = worth * (1 - share)
+        next_value[number] = value * (1 - share)
         draws += 1
-    return WorthyDraws(numbers[:draws], places[:draws], worths[:draws])
+    return LayerDraws(numbers[:draws], places[:draws]), values[:draws]
 
 
 @grow_one_layer.of(DrawsSpec)
 @step
 def grow_draws(draft: DrawsDraft, rows: Any, spec: DrawsSpec, dice: Any) -> tuple[DrawsDraft, int]:
     """Return a tree with one more layer of draws; see `grow_one_layer`."""
-    forest = draft.forest
-    size = len(forest.tokens)
-    front = len(draft.front)
-    law_ends = np.empty(front, dtype=np.int64)
-    odds = np.empty(front * rows.shape[1])
+    frontier = len(draft.frontier)
+    law_ends = np.empty(frontier, dtype=np.int64)
+    odds = np.empty(frontier * rows.shape[1])
     end = 0
-    for number in range(front):
+    for number in range(frontier):
         condition = condition_after(rows, number)
         if condition == BROKEN:
             return draft, BROKEN
@@ -445,42 +408,16 @@ def grow_draws(draft: DrawsDraft, rows: Any, spec: DrawsSpec, dice: Any) -> tupl
             copy_numbers(odds[end:], exponentials(law.logp))
             end += len(law.logp)
         law_ends[number] = end
-    drawn = _draw_worthiest(draft, law_ends, odds, spec, dice)
-    used = len(forest.siblings.law_odds)
-    law_tokens = draft.law_tokens
-    law_odds = draft.law_odds
-    draws = len(drawn.numbers)
-    born = room_for_children(draws, draws)
-    for number in range(front):
-        if not (drawn.numbers == number).any():
-            continue
-        node = draft.front[number]
-        law = law_after(rows, number, spec.truncation)
-        before = born.sizes[NODES]
-        for draw in range(draws):
-            if drawn.numbers[draw] == number:
-                place = drawn.places[draw]
-                token = law.tokens[place] if len(law.tokens) > 0 else place
-                logp = law.logp[place]
-                born.surest[0] = max(born.surest[0], np.exp(logp))
-                bear(born, before, size, node, token, logq_of(forest, node) + logp, draw, spec.eos)
-        if spec.greedy:
-            close_group(born, CHOSEN, node, used)
-        else:
-            law_tokens, law_odds = with_room_for_laws(law_tokens, law_odds, used + 2 * len(law.logp))
-            used = state_law(law, exponentials(law.logp), law_tokens, law_odds, used)
-            close_group(born, DISTINCT, node, used)
-    grown = with_layer(forest, born, law_tokens, law_odds, used, rows.shape[1])
-    nodes = born.sizes[NODES]
-    worths = drawn.worths[born.places[:nodes]]
-    surest = surest_of(born)
+    drawn, values = _draw_best(draft, law_ends, odds, spec, dice)
+    layer = add_draws(draft.forest, draft.frontier, rows, drawn, spec, draft.laws)
+    frontier_values = values[layer.draws]
     return DrawsDraft(
-        grown, size + np.arange(nodes), worths, draft.roots, law_tokens, law_odds, surest, draft.width
+        layer.forest, layer.frontier, frontier_values, draft.roots, layer.laws, layer.surest, draft.width
     ), SOUND
 
 
 @most_draws.of(DrawsSpec)
-def most_worthy_draws(draft: DrawsDraft, spec: DrawsSpec) -> int:
+def most_draws_of_budget(draft: DrawsDraft, spec: DrawsSpec) -> int:
     """Return the budget; see `most_draws`."""
     return draft.width
 
@@ -493,24 +430,20 @@ def nodes_of_draws(drafts: DrawsSpec, roots: int, depth: int, width: int) -> int
 
 @uniforms_of.of(DrawsSpec)
 def uniforms_of_draws(drafts: DrawsSpec, roots: int, depth: int, width: int) -> int:
-    """Return one uniform for each draw, and two for its trial; those that end a text are no nodes, and come in addition."""
+    """Return a bound: one uniform for each draw, and two for its trial; draws of end tokens are no nodes."""
     return 3 * depth * width
 
 
-draft_turn.of(DrawsSpec)(draft_tree)
-learn_from.of(DrawsSpec)(learn_stop_of_tree)
-tosses_of.of(DrawsSpec)(tosses_of_tree)
-keep_tosses.of(DrawsSpec)(keep_tosses_of_tree)
+register_growth(DrawsSpec)
 
 
 @dataclass(frozen=True)
 class BestFirstDraws(Complete):
-    """A growth that draws children where they are worth most (DySpec, arXiv 2410.11744, the variant with a threshold).
+    """A growth that draws children of the largest value first (DySpec, arXiv 2410.11744, the variant with a threshold).
 
-    The worth of the next draw at a node is the worth of the node times the draft probability that its earlier draws left.
-    The draw of most worth is next, while its worth is at least `least` and the tree has fewer than `shape.width` nodes.
-    Worth depends on laws and on earlier draws, never on the draw in question, so each draw still has the draft law without
-    its earlier siblings.
+    The value of the next draw at a node is the value of the node times the draft probability that its earlier draws left.
+    Draws continue while the largest value is at least `least` and the tree has fewer than `shape.width` nodes. Values depend
+    on laws and on earlier draws, never on the draw in question, so each draw has the draft law without its earlier siblings.
     """
 
     least: float = 0.05

@@ -1,4 +1,4 @@
-"""DRAFT: the draft of a single session in one compiled call, by the step that runs use, where Python decides the turn."""
+"""DRAFT: the draft of a single session in one compiled call, for turns that Python decides."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from specbeam.core.draft.turns import Cut, draft_turn, nodes_of, rows_kept, uniforms_of
 from specbeam.core.errors import BrokenLaw
-from specbeam.core.forest import Forest, no_fronts
+from specbeam.core.forest import Forest, no_frontier_rows
 from specbeam.core.laws.edits import NO_EDITS
 from specbeam.core.laws.reduce import BROKEN
 from specbeam.core.lm import runs_in_steps
@@ -14,18 +14,15 @@ from specbeam.core.records import Shape
 from specbeam.core.session import Session
 
 
-def drafted_by_steps(
-    lm: Any, session: Session, shape: Shape, spec: Any, roots: Forest, counts_passes: bool = True
-) -> Cut | None:
+def drafted_by_steps(lm: Any, session: Session, shape: Shape, spec: Any, roots: Forest) -> Cut | None:
     """Return the draft of a session; None if steps cannot run the model, or Python has to see the rows.
 
-    If the model returns no law, the session fails, and the draft that was made before is returned.
+    If the model's logits are broken, the session fails, and the draft up to there is returned.
 
     Args:
         lm: the draft model.
         spec: the spec of the drafter.
         roots: the forest that the turn starts with.
-        counts_passes: whether the passes are counted as the draft's.
     """
     if shape.depth <= 0 or not session.warp.takes_raw_rows or not runs_in_steps(lm):
         return None
@@ -36,14 +33,15 @@ def drafted_by_steps(
         if model is None:
             return None
         rows = rows_kept(spec, beams.size, shape.depth, shape.width)
-        fronts = no_fronts(rows, lm.vocab if rows else 0, np.float32)
+        frontier_rows = no_frontier_rows(rows, lm.vocab if rows else 0, np.float32)
         spent = np.zeros(2, dtype=np.int64)
+        begun = roots._replace(frontier_rows=frontier_rows)
         with model.count_passes(spent):
             drafted, condition = draft_turn(
-                spec, model.arrays, roots._replace(fronts=fronts), beams, session.texts, shape.depth, shape.width,
+                spec, model.arrays, begun, beams, session.texts, shape.depth, shape.width,
                 NO_EDITS, dice, spent,
             )  # fmt: skip
-    session.count.draft_passes += counts_passes * int(spent[0])
+    session.count.draft_passes += int(spent[0])
     if condition == BROKEN:
         with session.failing_alone("draft model: "):
             raise BrokenLaw("the model returned NaN or +inf logits; try float32, or look for overflow in the weights")

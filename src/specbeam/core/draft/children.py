@@ -1,6 +1,5 @@
-"""DRAFT: ways to draw the children of a node. Each states the law that its draws can be tried against."""
+"""DRAFT: ways to draw the children of a node. Each states the law of its draws."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -15,10 +14,10 @@ ONE_BY_ONE, STRUCK_OUT, STRUCK_OUT_THEN_ANY, LIKELIEST, LIKELIEST_AND_ONE = rang
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """A group of siblings, in draw order; `core.forest.Siblings` says what a rule may do with them."""
+    """A group of siblings, in draw order; see `core.forest.Siblings`."""
 
     tokens: list[int]
-    law: Law | None = None  # that they were drawn from; None: not known
+    law: Law | None = None  # the law of the draws; None: unknown
     replacement: bool = False  # whether they were drawn with replacement
     deterministic: bool = False  # whether they were chosen and not drawn
 
@@ -28,11 +27,11 @@ class Children(Protocol):
     """A way to draw the children of a node."""
 
     def draw(self, q: Law, count: int, dice: Dice) -> list[Draws]:
-        """Return groups of `count` draws in all, in the order in which they are to be tried.
+        """Return groups of `count` draws in all, in the order of their trials.
 
         Args:
-            q: the draft law of the next token: probabilities of the tokens that the truncation kept. The tokens of the draws
-                are indices into `q`, and their laws have its length.
+            q: the draft law of the next token, on the tokens that the truncation kept. The tokens of the draws are indices
+                into `q`, and their laws have its length.
         """
         ...
 
@@ -48,8 +47,8 @@ class Independent:
 class Distinct:
     """Draws without replacement, in draw order (RSD, arXiv 2402.14160).
 
-    If all tokens of q's support are drawn, `fallback` draws the rest uniformly from the tokens not drawn yet, as a group
-    that states this law (Sequoia, arXiv 2402.12374).
+    If all tokens of q's support are drawn, `fallback` draws the rest uniformly from the other tokens, as a group that states
+    this law (Sequoia, arXiv 2402.12374).
     """
 
     fallback: bool = False
@@ -79,8 +78,3 @@ class BestAndOne:
 
 KNOWN = (Independent, Distinct, Best, BestAndOne)
 AnyChildren = Independent | Distinct | Best | BestAndOne | Children
-
-
-def distinct(tokens: Sequence[int]) -> list[int]:
-    """Return the tokens without repeats, in the order of their first occurrence."""
-    return list(dict.fromkeys(tokens))

@@ -1,4 +1,4 @@
-"""DRAFT without a model, as steps: an index of a growing text finds what followed earlier occurrences of its last tokens.
+"""DRAFT without a model, as steps: an index of a growing text finds earlier occurrences of its last tokens.
 
 Each kind of index is a record of arrays that has registered `add_token` and `find_after`.
 """
@@ -10,22 +10,22 @@ import numpy as np
 from specbeam.core.beams import LENGTH, SETTLED, Texts
 from specbeam.core.steps import Array, borrowed, step, verb
 
-READ = 0  # index into the `numbers` of an index: how many tokens of the text it has read
+READ = 0  # index into the `numbers` of an index: number of tokens of the text that it has read
 HASHES = 2**31 - 1  # hashes are below this prime, so that 64 bits hold their products
 FACTOR = 1_000_003
 
 
 @verb(0, has_body=False)
 def add_token(index: Any, token: int) -> None:
-    """Append a token to the text of an index, which has room for it."""
+    """Append a token to the text of an index, which must have capacity for it."""
 
 
 @verb(0, has_body=False)
-def find_after(index: Any, head: int, texts: Texts, beam: int, depth: int) -> tuple[int, int]:  # type: ignore[empty-body]
+def find_after(index: Any, offset: int, texts: Texts, beam: int, depth: int) -> tuple[int, int]:  # type: ignore[empty-body]
     """Return the part of the text that followed an earlier occurrence of the last tokens of a beam: its start and stop.
 
     Args:
-        head: number of tokens of the text before its new tokens.
+        offset: number of tokens before the first new one.
         texts: the new tokens of the live beams; the index has read what all of them share.
         depth: the most tokens to return.
     """
@@ -33,23 +33,23 @@ def find_after(index: Any, head: int, texts: Texts, beam: int, depth: int) -> tu
 
 @step
 def hashed(before: int, number: int) -> int:
-    """Return the hash of a sequence of numbers that is one number longer than that of the hash `before`."""
+    """Return the hash of a sequence, extended by a number, given its hash `before`."""
     return (before * FACTOR + number + 1) % HASHES
 
 
 @step
-def read_text(index: Any, head: int, texts: Texts) -> None:
-    """Let an index read what it has not read yet: the rest of the head, and the new tokens that all live beams share."""
-    stop = min(head + texts.sizes[SETTLED], len(index.text))
+def read_text(index: Any, offset: int, texts: Texts) -> None:
+    """Add to an index the tokens that it lacks, up to the last new token that all live beams share."""
+    stop = min(offset + texts.sizes[SETTLED], len(index.text))
     for place in range(index.numbers[READ], stop):
-        token = index.text[place] if place < head else texts.tokens[0, place - head]
+        token = index.text[place] if place < offset else texts.tokens[0, place - offset]
         add_token(index, token)
 
 
 @step
-def token_of_beam(index: Any, head: int, texts: Texts, beam: int, place: int) -> int:
+def token_of_beam(index: Any, offset: int, texts: Texts, beam: int, place: int) -> int:
     """Return token `place` of the whole text of a beam."""
-    return index.text[place] if place < head else texts.tokens[beam, place - head]
+    return index.text[place] if place < offset else texts.tokens[beam, place - offset]
 
 
 @borrowed
@@ -59,13 +59,13 @@ class GramIndex(NamedTuple):
     text: Array  # int64[capacity]
     places: Array  # int64[slots]: the index after a run; 0: the slot is free
     sizes: Array  # int64[slots]: the length of the run
-    numbers: Array  # int64[1]: how many tokens were read (READ)
+    numbers: Array  # int64[1]: number of tokens that were read (READ)
     longest: int
     keeps_first: bool
 
 
 def gram_index(longest: int, keeps_first: bool, room: int) -> GramIndex:
-    """Return an empty index with room for `room` tokens."""
+    """Return an empty index with capacity for `room` tokens."""
     slots = _power_of_two(2 * longest * room)
     text = np.zeros(room, dtype=np.int64)
     places = np.zeros(slots, dtype=np.int64)
@@ -101,7 +101,7 @@ def _slot_of_run(index: GramIndex, run: Array, size: int, code: int) -> int:
 @add_token.of(GramIndex)
 @step
 def add_to_grams(index: GramIndex, token: int) -> None:
-    """Note that each run that the text ended with is followed by the next place; see `add_token`."""
+    """Store the next place for each run that the text ended with; see `add_token`."""
     place = index.numbers[READ]
     longest = min(index.longest, place)
     run = np.empty(longest, dtype=np.int64)
@@ -119,15 +119,15 @@ def add_to_grams(index: GramIndex, token: int) -> None:
 
 @find_after.of(GramIndex)
 @step
-def find_after_grams(index: GramIndex, head: int, texts: Texts, beam: int, depth: int) -> tuple[int, int]:
-    """Return what followed the longest run that the text of a beam ends with; see `find_after`."""
-    length = head + texts.sizes[LENGTH]
+def find_after_grams(index: GramIndex, offset: int, texts: Texts, beam: int, depth: int) -> tuple[int, int]:
+    """Return the tokens after an earlier occurrence of the longest run at the end of a beam's text; see `find_after`."""
+    length = offset + texts.sizes[LENGTH]
     longest = min(index.longest, length)
     run = np.empty(longest, dtype=np.int64)
     code = 0
     start = 0
     for size in range(1, longest + 1):
-        run[size - 1] = token_of_beam(index, head, texts, beam, length - size)
+        run[size - 1] = token_of_beam(index, offset, texts, beam, length - size)
         code = hashed(code, run[size - 1])
         slot = _slot_of_run(index, run, size, code)
         if index.places[slot] == 0:

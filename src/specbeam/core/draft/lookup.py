@@ -1,6 +1,6 @@
 """DRAFT without a model: continue the text as it continued when its last tokens occurred before.
 
-Nothing is drawn. But what is found depends on the text, so the drafts can be matched and not tried.
+Nothing is drawn, but the drafts depend on the text, so they can be matched and not tried.
 """
 
 from collections.abc import Callable
@@ -19,13 +19,13 @@ from specbeam.core.lm import LM
 from specbeam.core.records import Shape, Turn
 from specbeam.core.session import Session
 
-RETRIEVED = "retrieves its drafts"  # the reason why their law is not known
+RETRIEVED = "retrieves its drafts"  # the reason why their law is unknown
 
 
 def retrieved_chains(session: Session, guesses: list[list[int]]) -> Forest:
-    """Return a chain of guesses under each live beam, cut before the first end token or token that the constraint bans.
+    """Return a chain of guesses under each live beam, cut before the first end token or banned token.
 
-    Guesses that the session has kept as nodes from earlier turns get no second node.
+    Guesses that are kept nodes of earlier turns get no second node.
     """
     sizes = np.array([len(chain) for chain in guesses])
     stops = np.cumsum(sizes)
@@ -44,11 +44,11 @@ def _hung_chains(
         stops = np.array(
             [_allowed_stop(session, tokens, *chain) for chain in enumerate(zip(starts, stops, strict=True))]
         )
-    return hang_chains(started_forest(session), tokens, starts, stops, session.limits.ending)
+    return hang_chains(session.undrafted, tokens, starts, stops, session.limits.ending)
 
 
 def _allowed_stop(session: Session, tokens: Int64[np.ndarray, " n"], root: int, chain: tuple[int, int]) -> int:
-    """Return where a chain under a root has to stop because the constraint bans a token, or a token can be no draft."""
+    """Return the index at which a chain under a root stops: before a banned token, an end token or an embedding."""
     start, stop = chain
     forest = Forest.rooted(session.beams.tokens)
     parent = root
@@ -60,12 +60,6 @@ def _allowed_stop(session: Session, tokens: Int64[np.ndarray, " n"], root: int, 
         forest = forest.grown([token], [parent])
         parent = forest.size - 1
     return stop
-
-
-def started_forest(session: Session) -> Forest:
-    """Return what the forest of a turn starts with: the roots, and nodes that were kept from earlier turns."""
-    start = session.start
-    return Forest(start.tokens, start.parents, known=start.known)
 
 
 def permitted(
@@ -82,7 +76,7 @@ def permitted(
 
 
 def retrieved(tokens: list[int], parent: int, nodes: list[int]) -> Siblings:
-    """Return a LOST group of siblings: their law is not known."""
+    """Return a LOST group of siblings."""
     return siblings(LOST, [parent], tokens, nodes)
 
 
@@ -107,32 +101,32 @@ class Retrieval:
         return _hung_chains(session, spec.index.text, starts, stops)
 
     def spec(self, session: Session) -> RetrievalSpec | None:
-        """Return how steps retrieve chains; None if the constraint of the session has to see them."""
+        """Return how steps retrieve chains; None if the session has a constraint, which has to see them."""
         return None if session.warp.constraint is not None else self._spec(session)
 
     def _spec(self, session: Session) -> RetrievalSpec:
-        head = len(session.read) + len(session.prompt)
-        return RetrievalSpec(updated_index(self, session, self.make_index), head, session.limits.ending)
+        offset = len(session.read) + len(session.prompt)
+        return RetrievalSpec(updated_index(self, session, self.make_index), offset, session.limits.ending)
 
     def settle(self, session: Session, turn: Turn) -> None:
-        """Do nothing: the text itself is the memory."""
+        """Do nothing: the text is the memory."""
 
     def close(self, session: Session) -> None:
-        """Forget the index of a session."""
+        """Free the index of a session."""
         session.state.pop(self, None)
 
 
 def updated_index(owner: object, session: Session, make: Callable[[int], Any]) -> Any:
-    """Return the index of a session, with room for its text after a run, and with the source and the prompt in its text.
+    """Return the index of a session, with capacity for its text after a run, and with source and prompt in its text.
 
-    Steps let it read the text; one that was made anew, with more room, reads all of it again.
+    Steps add the tokens of the text; a larger index that replaces a full one gets all of them again.
     """
     needed = len(session.read) + len(session.prompt) + session.length + SPAN
     index = session.state.get(owner)
     if index is None or len(index.text) < needed:
         index = session.state[owner] = make(2 * needed)
-        head = [*session.read, *session.prompt]
-        index.text[: len(head)] = head
+        before = [*session.read, *session.prompt]
+        index.text[: len(before)] = before
     return index
 
 
@@ -141,8 +135,8 @@ class PromptLookup(Retrieval):
     """A drafter that continues the last (or first) earlier match of the last tokens (prompt lookup decoding).
 
     Args:
-        longest: length of the longest match that is tried; if there is none, shorter ones are tried, down to one token.
-        match: which of several earlier places to continue.
+        longest: length of the longest match that is tried; shorter ones are tried after it, down to one token.
+        match: which of several matches to continue.
     """
 
     longest: int = 3

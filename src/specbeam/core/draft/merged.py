@@ -1,4 +1,4 @@
-"""DRAFT: trees made of other trees: unions of several drafts, graphs of repeated runs, pruned trees."""
+"""DRAFT: unions of trees, pruned trees, and trees of graphs that merge repeated tokens."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -28,36 +28,36 @@ def united(forests: list[Forest]) -> tuple[Forest, list[Int64[np.ndarray, " _"]]
     whole = Forest.rooted(forests[0].tokens[:roots])
     renamings = []
     for forest in forests:
-        names = np.zeros(forest.size + 1, dtype=np.int64)
-        names[:roots] = range(roots)
-        names[-1] = -1
+        node_map = np.zeros(forest.size + 1, dtype=np.int64)
+        node_map[:roots] = range(roots)
+        node_map[-1] = -1
         for node in range(roots, forest.size):
-            parent = names[forest.parents[node]]
+            parent = node_map[forest.parents[node]]
             token = forest.tokens[node]
             known = int(whole.find(np.array([parent]), np.array([token]))[0])
-            names[node] = known if known >= 0 else whole.size
+            node_map[node] = known if known >= 0 else whole.size
             if known < 0:
                 whole = whole.grown([int(token)], [int(parent)])
-        whole = whole.grown([], [], groups=[_renamed(forest.siblings, names)])
-        renamings.append(names[:-1])
+        whole = whole.grown([], [], groups=[_renamed(forest.siblings, node_map)])
+        renamings.append(node_map[:-1])
     return whole, renamings
 
 
-def _renamed(groups: Siblings, names: Int64[np.ndarray, " nodes"]) -> Siblings:
-    """Return the groups with node `names[k]` in place of node k."""
-    return groups._replace(parents=names[groups.parents], nodes=names[groups.nodes])
+def _renamed(groups: Siblings, node_map: Int64[np.ndarray, " nodes"]) -> Siblings:
+    """Return the groups with node `node_map[k]` in place of node k."""
+    return groups._replace(parents=node_map[groups.parents], nodes=node_map[groups.nodes])
 
 
 def completed(
-    own: Forest, whole: Forest, names: Int64[np.ndarray, " own"]
+    own: Forest, whole: Forest, node_map: Int64[np.ndarray, " own"]
 ) -> tuple[Forest, Int64[np.ndarray, " whole"]]:
     """Return `own` with the nodes of `whole` that it lacks after its own, and the node in it of each node of `whole`.
 
     Args:
-        names: the node in `whole` of each node of `own`.
+        node_map: the node in `whole` of each node of `own`.
     """
     own_nodes = np.full(whole.size, -1, dtype=np.int64)
-    own_nodes[names] = np.arange(len(names))
+    own_nodes[node_map] = np.arange(len(node_map))
     for node in np.flatnonzero(own_nodes < 0).tolist():
         own_nodes[node] = own.size
         own = own.grown([int(whole.tokens[node])], [int(own_nodes[whole.parents[node]])])
@@ -100,8 +100,8 @@ class ManyDrafters:
             for drafter in self.drafters:
                 drafter.settle(session, turn)
             return
-        for drafter, forest, names in zip(self.drafters, own, renamings, strict=True):
-            drafter.settle(session, turn.on(*completed(forest, turn.forest, names)))
+        for drafter, forest, node_map in zip(self.drafters, own, renamings, strict=True):
+            drafter.settle(session, turn.on(*completed(forest, turn.forest, node_map)))
 
     def close(self, session: Session) -> None:
         session.state.pop(self, None)
@@ -111,10 +111,10 @@ class ManyDrafters:
 
 @dataclass(frozen=True)
 class Pruned:
-    """A drafter that prunes the trees of another one by an early look of the target (ProPD, arXiv 2402.13485).
+    """A drafter that prunes the trees of another one by the target's first layers (ProPD, arXiv 2402.13485).
 
-    A node stays if its token is among the `top` likeliest after its parent under `early`, the target's first layers. Which
-    nodes are left depends on their tokens, so drawn groups become LOST; CHOSEN groups stay CHOSEN.
+    A node stays if its token is among the `top` likeliest after its parent under `early`, the target's first layers. Pruning
+    depends on the tokens, so drawn groups become LOST; CHOSEN groups stay CHOSEN.
     """
 
     drafter: Drafter
@@ -123,7 +123,7 @@ class Pruned:
 
     @property
     def models(self) -> tuple[LM, ...] | None:
-        """The models that it runs; None if its drafter does not name its own."""
+        """The models that it runs; None if its drafter has no attribute `models`."""
         drafting = models_of(self.drafter)
         return None if drafting is None else (*drafting, self.early)
 
@@ -140,7 +140,7 @@ class Pruned:
         return pruned
 
     def _likely_nodes(self, forest: Forest, rows: Float[torch.Tensor, "nodes vocab"]) -> Int64[np.ndarray, " kept"]:
-        """Return the nodes that stay: the roots, and the nodes whose path is likely token by token."""
+        """Return the roots, and the nodes whose path is likely token by token."""
         likely = rows.topk(min(self.top, rows.shape[1]), dim=-1).indices.cpu().numpy()
         kept = np.ones(forest.size, dtype=bool)
         for node in range(forest.roots, forest.size):
@@ -186,7 +186,7 @@ class Graph(Complete):
 
     Args:
         top: number of candidates per node.
-        context: number of tokens before the candidate that must agree, too; -1: never merge.
+        context: number of tokens before the candidate that must agree as well; -1: never merge.
         least: a node of smaller draft probability gets no children.
         least_sibling: candidates whose draft probability is below this share of their best sibling's are left out.
         most_nodes: the most nodes of the unrolled trees, roots included.
@@ -202,8 +202,8 @@ class Graph(Complete):
     def grow(self, tree: GrowingTree, layer: int, laws: list[RowLaw]) -> None:
         edges: dict[int, list[int]] = tree.memory.setdefault("edges", {root: [] for root in tree.roots})
         leaves: set[int] = tree.memory.setdefault("leaves", set())
-        front: list[int] = []
-        for node, law in zip(tree.front.tolist(), laws, strict=True):
+        frontier: list[int] = []
+        for node, law in zip(tree.frontier.tolist(), laws, strict=True):
             if node in leaves:
                 continue
             p = law.p
@@ -217,16 +217,16 @@ class Graph(Complete):
                     twin = tree.forest.size
                     tree.forest = tree.forest.grown([token], [node])
                     edges[twin] = []
-                    front.append(twin)
+                    frontier.append(twin)
                     if odds < self.least:
                         leaves.add(twin)
                 edges[node].append(twin)
-        tree.front = np.array(front, dtype=np.int64)
-        if all(node in leaves for node in front):
-            tree.front = tree.front[:0]
+        tree.frontier = np.array(frontier, dtype=np.int64)
+        if all(node in leaves for node in frontier):
+            tree.frontier = tree.frontier[:0]
 
     def _twin(self, tree: GrowingTree, edges: dict[int, list[int]], node: int, token: int) -> int | None:
-        """Return an earlier node that this candidate repeats and that does not lead to `node`; None if there is none."""
+        """Return an earlier node that this candidate repeats, from which `node` cannot be reached; None if there is none."""
         if self.context < 0:
             return None
         wanted = [*self._tail(tree, node, self.context), token]
@@ -245,7 +245,7 @@ class Graph(Complete):
         return [*before, *tree.forest.path(node)][-size:]
 
     def finish(self, tree: GrowingTree) -> None:
-        """Unroll the graph. Copies are added to the forest unscored, so that the draft model's cache knows their places."""
+        """Unroll the graph; copies are added to the forest without being scored."""
         edges: dict[int, list[int]] = tree.memory.get("edges", {})
         kept = [*tree.roots]
         queue = [(root, root, 0) for root in kept]  # (node, node of the graph that it stands for, its depth)

@@ -1,4 +1,4 @@
-"""DRAFT without a model: Token Recycling (arXiv 2408.08696) drafts what the target found likeliest after each token."""
+"""DRAFT without a model: Token Recycling (arXiv 2408.08696) drafts the tokens that the target last ranked highest."""
 
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -9,10 +9,10 @@ import numpy as np
 from jaxtyping import Int32, Int64
 
 from specbeam.core.beams import Beams, Layers, Texts, is_end
-from specbeam.core.draft.lookup import RETRIEVED, permitted, started_forest
+from specbeam.core.draft.lookup import RETRIEVED, permitted
 from specbeam.core.draft.turns import Cut, draft_turn, learn_from, nodes_of, uncut
 from specbeam.core.errors import BadSetting, MissingFile
-from specbeam.core.forest import LOST, Forest, Siblings, TurnRows, find_child, start_of, unknown_nodes
+from specbeam.core.forest import LOST, Forest, TurnRows, find_child, groups_without_laws, start_of, unknown_nodes
 from specbeam.core.laws.edits import Edits
 from specbeam.core.laws.ranking import largest
 from specbeam.core.laws.reduce import SOUND
@@ -56,8 +56,7 @@ def likeliest(nodes: int) -> tuple[Ranks, ...]:
 class Successors:
     """A table of the `k` tokens that the target last found likeliest after each token.
 
-    All sessions share it and it is kept between calls: other requests draft from what one request has taught. Outputs never
-    depend on it.
+    All sessions share it and it outlives calls, so drafts learn from other requests. Outputs never depend on it.
     """
 
     table: Int32[np.ndarray, "vocab k"]  # row t: the tokens after token t, likeliest first
@@ -68,12 +67,12 @@ class Successors:
         return cls(np.zeros((vocab, k), dtype=np.int32))
 
     def learn(self, tokens: np.ndarray, best: np.ndarray) -> None:
-        """Store each row of `best` for its token of `tokens`; of equal tokens the last one counts, which is the deepest."""
+        """Store each row of `best` for its token of `tokens`; of equal tokens the last, deepest one counts."""
         for token, row in zip(tokens.tolist(), best, strict=True):
             self.table[token, : len(row)] = row
 
     def save(self, path: str | Path) -> None:
-        """Write the table to a file of NumPy's format .npy, an ending that is added where it is missing."""
+        """Write the table to a file in NumPy's format; the suffix .npy is added if it is missing."""
         path = Path(path)
         goal = path if path.suffix == ".npy" else path.with_name(f"{path.name}.npy")
         with whole(goal) as part, part.open("wb") as file:
@@ -81,7 +80,7 @@ class Successors:
 
     @classmethod
     def load(cls, path: str | Path) -> "Successors":
-        """Return the table in a file that `save` wrote. Raises `MissingFile`, or `BadSetting` if it holds something else."""
+        """Return the table in a file that `save` wrote. Raises `MissingFile`, or `BadSetting` if it holds another array."""
         path = Path(path)
         if not path.is_file():
             raise MissingFile(f"there is no file {path}; save a table with Successors.save")
@@ -154,7 +153,7 @@ NODES, GROUPS, DRAWS = range(3)  # indices into `FilledTree.sizes`
 
 @step
 def start_filling(tokens: Array, parents: Array, spec: RecyclingSpec) -> FilledTree:
-    """Return a tree without layers, given what the forest of a turn starts with."""
+    """Return a tree without layers, given the beginning of a turn's forest."""
     begun = len(tokens)
     roots = (parents < 0).sum()
     most = roots * (spec.tree.total - 1)
@@ -250,7 +249,7 @@ def _fill_family(
 
 @step
 def _comes_again(token: int, child: int, stop: int, tree: RankTree, followers: Array) -> bool:
-    """Return whether one of the children from `child` to before `stop` has this token, too."""
+    """Return whether any of the children from `child` to before `stop` has this token."""
     found = False
     for other in range(child, stop):
         found |= tree.ranks[other] < len(followers) and followers[tree.ranks[other]] == token
@@ -259,31 +258,20 @@ def _comes_again(token: int, child: int, stop: int, tree: RankTree, followers: A
 
 @step
 def filled_forest(roots: Forest, filled: FilledTree) -> Forest:
-    """Return a tree as a forest, whose groups are LOST, given the forest that the turn started with."""
+    """Return a tree as a forest with LOST groups, given the forest that the turn started with."""
     nodes = filled.sizes[NODES]
     groups = filled.sizes[GROUPS]
     draws = filled.sizes[DRAWS]
-    none = roots.siblings
-    siblings = Siblings(
-        np.full(groups, LOST),
-        filled.group_parents[:groups],
-        np.arange(1, groups + 1),
-        filled.draw_ends[:groups],
-        np.zeros(draws, dtype=np.int64),
-        filled.draw_tokens[:draws],
-        filled.draw_nodes[:draws],
-        np.zeros(groups, dtype=np.int64),
-        none.law_pairs,
-        none.law_odds,
-        none.vocab,
-    )
+    parents = filled.group_parents[:groups]
+    draw_ends = filled.draw_ends[:groups]
+    siblings = groups_without_laws(LOST, parents, draw_ends, filled.draw_tokens[:draws], filled.draw_nodes[:draws])
     return Forest(
         filled.tokens[:nodes],
         filled.parents[:nodes],
         siblings,
         roots.logq,
         roots.beams,
-        roots.fronts,
+        roots.frontier_rows,
         roots.known,
     )
 
@@ -321,7 +309,7 @@ def most_recycled_nodes(drafts: RecyclingSpec, roots: int, depth: int, width: in
 
 @step
 def learn_rows(table: Array, tokens: Array, rows: Array) -> None:
-    """Store the likeliest tokens of each row for its token; of equal tokens the last one counts, which is the deepest.
+    """Store the likeliest tokens of each row for its token; of equal tokens the last, deepest one counts.
 
     Args:
         table: int32[vocab, k], see `Successors`.
@@ -339,7 +327,7 @@ def learn_rows(table: Array, tokens: Array, rows: Array) -> None:
 @learn_from.of(RecyclingSpec)
 @step
 def learn_successors(drafts: RecyclingSpec, drafted: Cut, layers: Layers, rows: TurnRows) -> None:
-    """Learn from all rows that the turn's pass has computed; see `learn_from`."""
+    """Learn from all rows of the turn's pass; see `learn_from`."""
     forest = drafted.forest
     scored = unknown_nodes(0, len(forest.tokens), forest.known.nodes)
     learn_rows(drafts.table, forest.tokens[scored], rows.fresh)
@@ -366,7 +354,7 @@ class TokenRecycling:
 
     def _tree(self, session: Session, shape: Shape) -> Forest:
         spec = self._spec(session)
-        roots = started_forest(session)
+        roots = session.undrafted
         if session.warp.constraint is None:
             return recycled(roots, shape.depth, spec)
         filled = start_filling(roots.tokens, roots.parents, spec)
@@ -382,7 +370,7 @@ class TokenRecycling:
     ) -> tuple[Int32[np.ndarray, "n k"], Int64[np.ndarray, " n"]]:
         """Return the tokens in the table after each of these equally deep nodes, and how many the constraint allows.
 
-        Those that it allows come first.
+        Allowed tokens come first.
         """
         size = int(filled.sizes[NODES])
         forest = Forest(filled.tokens[:size], filled.parents[:size])
@@ -393,7 +381,7 @@ class TokenRecycling:
         return np.take_along_axis(rows, order, axis=1), allowed.sum(axis=1)
 
     def spec(self, session: Session) -> RecyclingSpec | None:
-        """Return how steps fill trees; None if the constraint of the session has to see the drafts."""
+        """Return how steps fill trees; None if the session has a constraint, which has to see the drafts."""
         return None if session.warp.constraint is not None else self._spec(session)
 
     def _spec(self, session: Session) -> RecyclingSpec:
@@ -405,9 +393,6 @@ class TokenRecycling:
         tokens = turn.forest.tokens[turn.scored_nodes]
         if rows.device.type == "cpu":
             learn_rows(self.memory.table, tokens, on_host(rows))
-        else:  # rows that are long to copy
+        else:  # rows are slow to copy
             best = rows.topk(min(self.memory.table.shape[1], rows.shape[1]), dim=-1).indices
             self.memory.learn(tokens, best.cpu().numpy().astype(np.int32))
-
-    def close(self, session: Session) -> None:
-        """Do nothing: the table outlives the session."""

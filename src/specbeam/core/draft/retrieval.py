@@ -1,4 +1,4 @@
-"""DRAFT without a model, as steps: chains of tokens that followed earlier occurrences of what the text ends with."""
+"""DRAFT without a model, as steps: chains of tokens that followed earlier occurrences of the last tokens of a text."""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +7,7 @@ import numpy as np
 from specbeam.core.beams import BEAMS, Beams, Texts, is_end
 from specbeam.core.draft.indexes import find_after, read_text
 from specbeam.core.draft.turns import Cut, draft_turn, nodes_of, uncut
-from specbeam.core.forest import LOST, Forest, Siblings, find_child
+from specbeam.core.forest import LOST, Forest, find_child, groups_without_laws
 from specbeam.core.laws.edits import Edits
 from specbeam.core.laws.reduce import SOUND
 from specbeam.core.steps import Array, borrowed, step
@@ -17,8 +17,8 @@ from specbeam.core.steps import Array, borrowed, step
 class RetrievalSpec(NamedTuple):
     """How chains are retrieved from the text."""
 
-    index: Any  # a `GramIndex` or a `SuffixIndex`; it reads the text while the session goes on
-    head: int  # number of tokens before the new ones: those of a source that is read, and the prompt
+    index: Any  # a `GramIndex` or a `SuffixIndex`, which grows with the text of the session
+    offset: int  # number of tokens before the first new one: the source of an encoder-decoder, and the prompt
     eos: Array  # int64[ends]
 
 
@@ -26,12 +26,12 @@ class RetrievalSpec(NamedTuple):
 def find_chains(spec: RetrievalSpec, texts: Texts, depth: int) -> tuple[Array, Array]:
     """Return the continuation of each live beam, by its start and stop in the text of the index, int64[beams] each."""
     index = spec.index
-    read_text(index, spec.head, texts)
+    read_text(index, spec.offset, texts)
     beams = texts.sizes[BEAMS]
     starts = np.zeros(beams, dtype=np.int64)
     stops = np.zeros(beams, dtype=np.int64)
     for beam in range(beams):
-        starts[beam], stops[beam] = find_after(index, spec.head, texts, beam, depth)
+        starts[beam], stops[beam] = find_after(index, spec.offset, texts, beam, depth)
     return starts, stops
 
 
@@ -39,11 +39,11 @@ def find_chains(spec: RetrievalSpec, texts: Texts, depth: int) -> tuple[Array, A
 def hang_chains(roots: Forest, tokens: Array, starts: Array, stops: Array, eos: Array) -> Forest:
     """Return a forest with a chain under each root, the tokens from starts[k] to before stops[k] under root k.
 
-    A chain ends before its first end token, or negative token, which stands for an embedding in a prompt. What the forest
-    has as a node already gets no second node. All groups are LOST.
+    A chain ends before its first end token, or negative token, which stands for an embedding in a prompt. Tokens that are
+    nodes of the forest already get no second node. All groups are LOST.
 
     Args:
-        roots: the forest that a turn starts with, which has no groups of siblings yet.
+        roots: the forest that a turn starts with, without groups of siblings.
         tokens: int64[n].
         starts, stops: int64[roots].
     """
@@ -77,20 +77,15 @@ def hang_chains(roots: Forest, tokens: Array, starts: Array, stops: Array, eos: 
             draw_nodes[draws] = node
             draws += 1
             parent = node
-    none = roots.siblings
     ends = np.arange(1, draws + 1)
-    zeros = np.zeros(draws, dtype=np.int64)
-    groups = Siblings(
-        np.full(draws, LOST), draw_parents[:draws], ends, ends, zeros, draw_tokens[:draws], draw_nodes[:draws], zeros,
-        none.law_pairs, none.law_odds, none.vocab,
-    )  # fmt: skip
+    groups = groups_without_laws(LOST, draw_parents[:draws], ends, draw_tokens[:draws], draw_nodes[:draws])
     return Forest(
         np.concatenate((roots.tokens, new_tokens[:born])),
         np.concatenate((roots.parents, new_parents[:born])),
         groups,
         roots.logq,
         roots.beams,
-        roots.fronts,
+        roots.frontier_rows,
         roots.known,
     )
 

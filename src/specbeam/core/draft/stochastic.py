@@ -1,8 +1,8 @@
 """DRAFT: trees by stochastic beam search: in each layer the sequences of largest perturbed log-probability.
 
-Siblings are in descending perturbed order, which is their draw order. Parents of which no child is kept are leaves. Which
-sequences are kept depends on the perturbed values and never on the tokens, so each sibling that is kept still has the draft
-law without its earlier siblings.
+Siblings are in descending perturbed order, which is their draw order. Parents without kept children are leaves. The choice
+of sequences depends on the perturbed values and never on the tokens, so each kept sibling has the draft law without its
+earlier siblings.
 
 Source: RSD-S (arXiv 2402.14160).
 """
@@ -16,56 +16,49 @@ from specbeam.core.beams import Beams
 from specbeam.core.control.stops import NO_STOP, StopSpec
 from specbeam.core.dice import next_uniforms
 from specbeam.core.draft.tree import (
-    NODES,
     ROOM,
     Complete,
-    bear,
-    close_group,
+    LayerDraws,
+    StatedLaws,
+    add_draws,
     condition_after,
-    draft_tree,
     grow_one_layer,
-    keep_tosses_of_tree,
     law_after,
-    learn_stop_of_tree,
     likeliest_places,
-    logq_of,
     most_draws,
-    room_for_children,
+    register_growth,
+    room_for_laws,
     start_growth,
-    state_law,
-    surest_of,
-    tosses_of_tree,
-    with_layer,
-    with_room_for_laws,
 )
-from specbeam.core.draft.turns import draft_turn, keep_tosses, learn_from, tosses_of, uniforms_of
-from specbeam.core.forest import CHOSEN, DISTINCT, Forest
+from specbeam.core.draft.turns import uniforms_of
+from specbeam.core.forest import Forest
 from specbeam.core.laws.ranking import Truncation
-from specbeam.core.laws.reduce import BROKEN, SOUND, exponentials
+from specbeam.core.laws.reduce import BROKEN, SOUND
 from specbeam.core.noise import with_largest
-from specbeam.core.steps import Array, borrowed, open_step, step
+from specbeam.core.steps import Array, borrowed, step
 
 
 @borrowed
 class StochasticSpec(NamedTuple):
-    """How the sequences of a layer are chosen."""
+    """The growth of a tree by stochastic beam search."""
 
-    greedy: bool  # whether they are the likeliest ones, without noise
+    greedy: bool  # whether the sequences of a layer are the likeliest ones, without noise
     truncation: Truncation
     eos: Array  # int64[ends]
-    vocab: int = 0  # number of tokens of the draft model: of so many at most a node may take a uniform for each
-    stops: StopSpec = NO_STOP  # by what a draft may end between layers
+    vocab: int = 0  # number of tokens of the draft model, which bounds the uniforms per node
+    stops: StopSpec = NO_STOP  # how the controller may end a draft between layers
 
 
 class StochasticDraft(NamedTuple):
     """A tree while it grows."""
 
     forest: Forest
-    front: Array  # int64[front]: nodes whose children are drawn next
-    paths: Array  # float64[front]: log-likelihood of the path to each, with that of its beam, relative to the best beam
-    tops: Array  # float64[front]: perturbed log-likelihood of that path
-    law_tokens: Array  # int64[capacity]: buffer whose used part is `Siblings.law_pairs`
-    law_odds: Array  # float64[capacity]
+    frontier: Array  # int64[frontier]: nodes whose children are drawn next
+    paths: (
+        Array  # float64[frontier]: log-likelihood of the path to each, with that of its beam, relative to the best beam
+    )
+    tops: Array  # float64[frontier]: perturbed log-likelihood of that path
+    laws: StatedLaws
     surest: float  # largest draft probability of a draw of the newest layer; 1 if it has none
     width: int  # number of sequences per layer
 
@@ -74,7 +67,7 @@ class Sequences(NamedTuple):
     """The best sequences of a layer so far, by descending value; of equal values the first comes first."""
 
     values: Array  # float64[width]: perturbed log-likelihoods
-    numbers: Array  # int64[width]: of the parent in the front
+    numbers: Array  # int64[width]: of the parent in the frontier
     places: Array  # int64[width]: of the token in the law of the parent
     held: Array  # int64[1]: how many there are
 
@@ -84,13 +77,13 @@ class Sequences(NamedTuple):
 def start_stochastic(roots: Forest, spec: StochasticSpec, live: Beams, depth: int, width: int) -> StochasticDraft:
     """Return a tree without layers; see `start_growth`."""
     scores = live.scores - live.scores.max()
-    front = np.arange(len(roots.tokens))
-    return StochasticDraft(roots, front, scores, scores, np.empty(ROOM, dtype=np.int64), np.empty(ROOM), 1.0, width)
+    frontier = np.arange(len(roots.tokens))
+    return StochasticDraft(roots, frontier, scores, scores, room_for_laws(ROOM), 1.0, width)
 
 
 @step
 def _offer(best: Sequences, value: float, number: int, place: int) -> None:
-    """Let a sequence take its rank among the best ones, if it has one; sequences come by ascending number of the parent."""
+    """Insert a sequence into the best ones if it is one of them; sequences are offered by ascending number of the parent."""
     held = best.held[0]
     rank = held
     while rank > 0:
@@ -120,7 +113,7 @@ def grow_stochastic(draft: StochasticDraft, rows: Any, spec: StochasticSpec, dic
     best = Sequences(
         np.empty(width), np.empty(width, dtype=np.int64), np.empty(width, dtype=np.int64), np.zeros(1, dtype=np.int64)
     )
-    for number in range(len(draft.front)):
+    for number in range(len(draft.frontier)):
         condition = condition_after(rows, number)
         if condition == BROKEN:
             return draft, BROKEN
@@ -136,48 +129,13 @@ def grow_stochastic(draft: StochasticDraft, rows: Any, spec: StochasticSpec, dic
             places, values = perturbed(law.logp, path, draft.tops[number], u, width)
         for one in range(len(places)):
             _offer(best, values[one], number, places[one])
-    return _with_sequences(draft, rows, best, spec), SOUND
-
-
-@open_step
-def _with_sequences(draft: StochasticDraft, rows: Any, best: Sequences, spec: StochasticSpec) -> StochasticDraft:
-    """Return a tree with one more layer, the chosen sequences, in the order of their parents."""
-    forest = draft.forest
-    size = len(forest.tokens)
-    used = len(forest.siblings.law_odds)
-    law_tokens = draft.law_tokens
-    law_odds = draft.law_odds
     held = best.held[0]
-    born = room_for_children(held, held)
-    paths = np.empty(held)
-    for number in range(len(draft.front)):
-        if not (best.numbers[:held] == number).any():
-            continue
-        node = draft.front[number]
-        law = law_after(rows, number, spec.truncation)
-        before = born.sizes[NODES]
-        for rank in range(held):
-            if best.numbers[rank] != number:
-                continue
-            place = best.places[rank]
-            token = law.tokens[place] if len(law.tokens) > 0 else place
-            logp = law.logp[place]
-            paths[rank] = draft.paths[number] + logp
-            born.surest[0] = max(born.surest[0], np.exp(logp))
-            bear(born, before, size, node, token, logq_of(forest, node) + logp, rank, spec.eos)
-        if spec.greedy:
-            close_group(born, CHOSEN, node, used)
-        else:
-            law_tokens, law_odds = with_room_for_laws(law_tokens, law_odds, used + 2 * len(law.logp))
-            used = state_law(law, exponentials(law.logp), law_tokens, law_odds, used)
-            close_group(born, DISTINCT, node, used)
-    grown = with_layer(forest, born, law_tokens, law_odds, used, rows.shape[1])
-    nodes = born.sizes[NODES]
-    ranks = born.places[:nodes]
-    front = size + np.arange(nodes)
+    drawn = LayerDraws(best.numbers[:held], best.places[:held])
+    layer = add_draws(draft.forest, draft.frontier, rows, drawn, spec, draft.laws)
+    paths = draft.paths[drawn.numbers] + layer.logp
     return StochasticDraft(
-        grown, front, paths[ranks], best.values[ranks], law_tokens, law_odds, surest_of(born), draft.width
-    )
+        layer.forest, layer.frontier, paths[layer.draws], best.values[layer.draws], layer.laws, layer.surest, width
+    ), SOUND
 
 
 @step
@@ -228,8 +186,8 @@ def perturbed(logp: Array, path: float, top: float, u: Array, count: int) -> tup
 
 @most_draws.of(StochasticSpec)
 def most_draws_of_sequences(draft: StochasticDraft, spec: StochasticSpec) -> int:
-    """Return one uniform for each token after each node of the front; see `most_draws`."""
-    return 0 if spec.greedy else len(draft.front) * spec.vocab
+    """Return one uniform for each token after each node of the frontier; see `most_draws`."""
+    return 0 if spec.greedy else len(draft.frontier) * spec.vocab
 
 
 @uniforms_of.of(StochasticSpec)
@@ -238,10 +196,7 @@ def uniforms_of_sequences(drafts: StochasticSpec, roots: int, depth: int, width:
     return 0 if drafts.greedy or depth < 1 else (roots + (depth - 1) * width) * drafts.vocab
 
 
-draft_turn.of(StochasticSpec)(draft_tree)
-learn_from.of(StochasticSpec)(learn_stop_of_tree)
-tosses_of.of(StochasticSpec)(tosses_of_tree)
-keep_tosses.of(StochasticSpec)(keep_tosses_of_tree)
+register_growth(StochasticSpec)
 
 
 @dataclass(frozen=True)

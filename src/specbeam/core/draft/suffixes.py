@@ -1,6 +1,6 @@
-"""DRAFT without a model, as steps: an index of all substrings of a growing text, by its longest suffix that occurred before.
+"""DRAFT without a model, as steps: a suffix automaton of a growing text finds its longest suffix that occurred before.
 
-It is a suffix automaton. Its states and edges are numbered in the order in which they are made; state 0 is the empty string.
+States and edges are numbered in the order of their creation; state 0 is the empty string.
 
 Source: SAM-Decoding (arXiv 2411.10666).
 """
@@ -37,7 +37,7 @@ class SuffixIndex(NamedTuple):
 
 
 def suffix_index(per_match: float, room: int) -> SuffixIndex:
-    """Return an index of an empty text, with room for `room` tokens."""
+    """Return an index of an empty text, with capacity for `room` tokens."""
     states = 2 * room + 1
     edges = 3 * room + 1
     index = SuffixIndex(
@@ -78,7 +78,7 @@ def _edge_from(index: SuffixIndex, state: int, token: int) -> int:
 
 @step
 def _add_edge(index: SuffixIndex, state: int, token: int, goal: int) -> None:
-    """Add an edge, where there is none from this state by this token yet."""
+    """Add an edge from a state by a token, which must not exist yet."""
     edge = index.numbers[EDGES]
     index.slots[_slot_of_edge(index, state, token)] = edge
     index.sources[edge] = state
@@ -139,10 +139,7 @@ def _split(index: SuffixIndex, above: int, below: int, token: int) -> int:
 @add_token.of(SuffixIndex)
 @step
 def add_to_suffixes(index: SuffixIndex, token: int) -> None:
-    """Move the match on by a token, and insert the token; see `add_token`.
-
-    The match moves before its token is inserted, so it always refers to an earlier place.
-    """
+    """Extend the match by a token, then insert the token, so that the match is always earlier; see `add_token`."""
     numbers = index.numbers
     state, matched = _next_match(index, numbers[STATE], numbers[MATCHED], token)
     numbers[STATE] = state
@@ -169,15 +166,15 @@ def add_to_suffixes(index: SuffixIndex, token: int) -> None:
 
 @find_after.of(SuffixIndex)
 @step
-def find_after_suffix(index: SuffixIndex, head: int, texts: Texts, beam: int, depth: int) -> tuple[int, int]:
-    """Return what followed the longest suffix of a beam's text that occurred before; see `find_after`.
+def find_after_suffix(index: SuffixIndex, offset: int, texts: Texts, beam: int, depth: int) -> tuple[int, int]:
+    """Return the tokens after the earlier occurrence of a beam's longest suffix; see `find_after`.
 
     The longer the match, the longer the draft.
     """
     state = index.numbers[STATE]
     matched = index.numbers[MATCHED]
-    for place in range(head + texts.sizes[SETTLED], head + texts.sizes[LENGTH]):
-        state, matched = _next_match(index, state, matched, token_of_beam(index, head, texts, beam, place))
+    for place in range(offset + texts.sizes[SETTLED], offset + texts.sizes[LENGTH]):
+        state, matched = _next_match(index, state, matched, token_of_beam(index, offset, texts, beam, place))
     if matched == 0:
         return 0, 0
     more = index.per_match * matched

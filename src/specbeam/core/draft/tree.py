@@ -6,7 +6,6 @@ nodes: with several live beams a tree grows under each, and the likelier beams g
 
 import itertools
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
@@ -17,10 +16,9 @@ from jaxtyping import Int64
 from specbeam.core.beams import Beams, Layers, Texts, is_end
 from specbeam.core.control.best_tree import Topology
 from specbeam.core.control.confidence import Stopping
-from specbeam.core.control.needs import no_node_odds
 from specbeam.core.control.stopping import begin_draft, goes_on, learn_stop, stops_of
 from specbeam.core.control.stops import NO_STOP, StopSpec
-from specbeam.core.dice import pick
+from specbeam.core.dice import Dice, pick
 from specbeam.core.draft.by_steps import drafted_by_steps
 from specbeam.core.draft.children import (
     KNOWN,
@@ -31,9 +29,8 @@ from specbeam.core.draft.children import (
     STRUCK_OUT_THEN_ANY,
     Children,
     Draws,
-    distinct,
 )
-from specbeam.core.draft.turns import Cut, draft_turn, keep_tosses, learn_from, nodes_of, tosses_of
+from specbeam.core.draft.turns import Cut, draft_turn, keep_tosses, learn_from, nodes_of, tosses_of, uncut
 from specbeam.core.errors import BrokenProcessor
 from specbeam.core.forest import (
     CHOSEN,
@@ -44,47 +41,71 @@ from specbeam.core.forest import (
     Siblings,
     TurnRows,
     drafted_layers,
-    siblings,
+    with_groups,
 )
 from specbeam.core.laws.edits import Edits, edited_rows
 from specbeam.core.laws.ranking import Truncation, largest
 from specbeam.core.laws.reduce import BROKEN, DEAD, SOUND, condition_of_row, exponentials
-from specbeam.core.laws.rows import RowLaw, row_law
+from specbeam.core.laws.rows import RowLaw, row_law, token_at
 from specbeam.core.laws.warp import Rows, on_host, processed_rows, row_laws
 from specbeam.core.lm import LM, fill_prompts, takes_a_pass
 from specbeam.core.passes import run_pass
 from specbeam.core.records import Shape, Turn
 from specbeam.core.session import Session
-from specbeam.core.steps import Array, borrowed, step, verb
+from specbeam.core.steps import Array, borrowed, open_step, step, verb
 
 ROOM = 4096  # initial capacity for the probabilities of stated laws
 
 
 @borrowed
 class TreeSpec(NamedTuple):
-    """How a tree branches, and how children are drawn, as numbers for steps.
+    """The topology of a tree and the way of drawing children, as numbers for steps.
 
-    Each node has a place in the topology, which is 0 at the roots. A node at place t gets counts[t] children; the k-th one
-    drawn, from k = 0 on, has the place first[t] + k * apart.
+    Each node has a place in the topology, 0 for roots. A node at place t gets counts[t] children; the k-th draw, from k = 0
+    on, has the place first[t] + k * apart.
     """
 
     counts: Array  # int64[places]
     first: Array  # int64[places]
-    apart: int  # 1; or 0: all children of a node have the same place, as in a tree of fixed counts per layer
+    apart: int  # 1; or 0: all children of a node have the same place, because counts depend on the layer only
     way: int  # ONE_BY_ONE, STRUCK_OUT, STRUCK_OUT_THEN_ANY, LIKELIEST or LIKELIEST_AND_ONE
     truncation: Truncation
     eos: Array  # int64[ends]
-    stops: StopSpec = NO_STOP  # by what a draft may end between layers
+    stops: StopSpec = NO_STOP  # how the controller may end a draft between layers
+
+
+class OwnChildrenSpec(NamedTuple):
+    """A `TreeSpec` for a user's own `Children`, which draws in Python."""
+
+    counts: Array
+    first: Array
+    apart: int
+    children: Children
+    truncation: Truncation
+    eos: Array
+    stops: StopSpec = NO_STOP
+
+
+class StatedLaws(NamedTuple):
+    """Buffers with spare capacity whose used parts are `Siblings.law_pairs` and `Siblings.law_odds`."""
+
+    tokens: Array  # int64[capacity]
+    odds: Array  # float64[capacity]
+
+
+@step
+def room_for_laws(room: int) -> StatedLaws:
+    """Return empty buffers with capacity for `room` probabilities."""
+    return StatedLaws(np.empty(room, dtype=np.int64), np.empty(room))
 
 
 class TreeDraft(NamedTuple):
     """A tree while it grows."""
 
     forest: Forest
-    front: Array  # int64[front]: nodes whose children are drawn next, in the order of the forest
-    places: Array  # int64[front]: their places in the topology
-    law_tokens: Array  # int64[capacity]: buffer whose used part is `Siblings.law_pairs`
-    law_odds: Array  # float64[capacity]: buffer whose used part is `Siblings.law_odds`
+    frontier: Array  # int64[frontier]: nodes whose children are drawn next, in the order of the forest
+    places: Array  # int64[frontier]: their places in the topology
+    laws: StatedLaws
     surest: float  # largest draft probability of a draw of the newest layer; 1 if it has none
 
 
@@ -92,14 +113,15 @@ class TreeDraft(NamedTuple):
 def start_tree(roots: Forest, room: int) -> TreeDraft:
     """Return a tree without layers, with capacity for `room` probabilities of stated laws."""
     size = len(roots.tokens)
-    front = np.arange(size)
+    frontier = np.arange(size)
     places = np.zeros(size, dtype=np.int64)
-    return TreeDraft(roots, front, places, np.empty(room, dtype=np.int64), np.empty(room), 1.0)
+    return TreeDraft(roots, frontier, places, room_for_laws(room), 1.0)
 
 
 class Newborn(NamedTuple):
     """The children of a layer while they are drawn, in buffers with spare capacity."""
 
+    size: int  # number of nodes of the forest before the layer
     tokens: Array  # int64[capacity]: of new nodes, as the next three
     parents: Array
     logq: Array  # float64[capacity]: draft log-likelihoods of the paths
@@ -118,9 +140,10 @@ NODES, DRAWS, GROUPS = range(3)  # indices into `Newborn.sizes`
 
 
 @step
-def room_for_children(draws: int, groups: int) -> Newborn:
-    """Return empty buffers with capacity for `draws` draws in `groups` groups."""
+def room_for_children(size: int, draws: int, groups: int) -> Newborn:
+    """Return empty buffers for a layer after `size` nodes, with capacity for `draws` draws in `groups` groups."""
     return Newborn(
+        size,
         np.empty(draws, dtype=np.int64),
         np.empty(draws, dtype=np.int64),
         np.empty(draws),
@@ -137,22 +160,25 @@ def room_for_children(draws: int, groups: int) -> Newborn:
 
 
 @step
-def bear(
-    born: Newborn, siblings_from: int, size: int, parent: int, token: int, logq: float, place: int, eos: Array
-) -> None:
+def add_draw(born: Newborn, token: int, node: int) -> None:
+    """Add a draw, given its forest node; -1 if it has none."""
+    draw = born.sizes[DRAWS]
+    born.draw_tokens[draw] = token
+    born.draw_nodes[draw] = node
+    born.sizes[DRAWS] = draw + 1
+
+
+@step
+def bear(born: Newborn, siblings_from: int, parent: int, token: int, logq: float, place: int, eos: Array) -> None:
     """Add a draw under a parent. End tokens get no node, and draws of the same token share one.
 
     Args:
-        siblings_from: number of nodes that were added before the first child of this parent.
-        size: number of nodes of the forest before this layer.
+        siblings_from: number of nodes of the layer that were added before the first child of this parent.
         logq: draft log-likelihood of the path.
         place: in the topology.
     """
-    draw = born.sizes[DRAWS]
-    born.draw_tokens[draw] = token
-    born.sizes[DRAWS] = draw + 1
     if is_end(token, eos):
-        born.draw_nodes[draw] = -1
+        add_draw(born, token, -1)
         return
     node = siblings_from
     while node < born.sizes[NODES] and born.tokens[node] != token:
@@ -163,7 +189,7 @@ def bear(
         born.logq[node] = logq
         born.places[node] = place
         born.sizes[NODES] = node + 1
-    born.draw_nodes[draw] = size + node
+    add_draw(born, token, born.size + node)
 
 
 @step
@@ -185,7 +211,7 @@ def likeliest_places(logp: Array, count: int) -> Array:
 
 @verb(0)
 def law_after(rows: Any, number: int, truncation: Truncation) -> RowLaw:
-    """Return the law of row `number` of a front, which is SOUND."""
+    """Return the law of row `number` of a frontier, which is SOUND."""
     found: RowLaw = rows.laws[number]
     return found
 
@@ -198,7 +224,7 @@ def law_after_array(rows: Array, number: int, truncation: Truncation) -> RowLaw:
 
 @verb(0)
 def condition_after(rows: Any, number: int) -> int:
-    """Return whether row `number` of a front is SOUND, DEAD or BROKEN."""
+    """Return whether row `number` of a frontier is SOUND, DEAD or BROKEN."""
     return DEAD if rows.laws[number] is None else SOUND
 
 
@@ -209,60 +235,74 @@ def condition_after_array(rows: Array, number: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class LawsOfFront:
-    """The laws after a front where Python makes them, in place of its rows; None after a node with no way on."""
+class FrontierLaws:
+    """The laws of a frontier that Python makes, in place of its rows; None after a node without allowed tokens."""
 
     laws: list[RowLaw | None]
     shape: tuple[int, int]  # of the rows
 
 
+class Parent(NamedTuple):
+    """A node of the frontier while its children are drawn."""
+
+    node: int
+    logq: float  # draft log-likelihood of its path
+    children: int  # number of children
+    first: int  # place of the first child in the topology
+    apart: int  # see `TreeSpec`
+    siblings_from: int  # number of nodes of the layer that were added before its first child
+
+
 @step
-def grow_layer(draft: TreeDraft, rows: Array, spec: TreeSpec, dice: Any) -> tuple[TreeDraft, int]:
+def grow_layer(draft: TreeDraft, rows: Any, spec: TreeSpec, dice: Any) -> tuple[TreeDraft, int]:
     """Return a tree with one more layer, and SOUND; or the same tree, and BROKEN if a row holds NaN or +inf.
 
     A node after which everything is banned is a leaf.
 
     Args:
-        rows: float[front, vocab], logits of the front, after the processors.
+        rows: float[frontier, vocab], logits of the frontier, after the processors; or a `FrontierLaws`.
     """
     forest = draft.forest
-    size = len(forest.tokens)
     used = len(forest.siblings.law_odds)
-    law_tokens = draft.law_tokens
-    law_odds = draft.law_odds
+    laws = draft.laws
     draws = 0
     for place in draft.places:
         draws += spec.counts[place]
-    born = room_for_children(draws, 2 * len(draft.front))
+    born = room_for_children(len(forest.tokens), draws, 2 * len(draft.frontier))
     vocab = rows.shape[1]
-    for number in range(len(draft.front)):
-        node = draft.front[number]
-        here = draft.places[number]
-        count = spec.counts[here]
+    for number in range(len(draft.frontier)):
+        node = draft.frontier[number]
+        place = draft.places[number]
+        count = spec.counts[place]
         if count == 0:
             continue
-        condition = condition_of_row(rows[number])
+        condition = condition_after(rows, number)
         if condition == BROKEN:
             return draft, BROKEN
         if condition != SOUND:
             continue
-        law = row_law(rows[number], spec.truncation)
-        needed = used + 2 * max(len(law.logp), vocab if spec.way == STRUCK_OUT_THEN_ANY else 0)
-        law_tokens, law_odds = with_room_for_laws(law_tokens, law_odds, needed)
-        used = _draw_children(
-            born, law, node, size, logq_of(forest, node), here, count, spec, dice, law_tokens, law_odds, used
-        )
-    grown = with_layer(forest, born, law_tokens, law_odds, used, vocab)
-    nodes = born.sizes[NODES]
-    return TreeDraft(grown, size + np.arange(nodes), born.places[:nodes], law_tokens, law_odds, surest_of(born)), SOUND
+        law = law_after(rows, number, spec.truncation)
+        stated = max(len(law.logp), vocab if spec.way == STRUCK_OUT_THEN_ANY else 0)
+        laws = with_room_for_laws(laws, used + 2 * stated)
+        parent = Parent(node, logq_of(forest, node), count, spec.first[place], spec.apart, born.sizes[NODES])
+        used = _draw_children(born, law, parent, spec, dice, laws, used)
+    return _with_children(draft, born, laws, used, vocab), SOUND
 
 
 @step
-def with_room_for_laws(law_tokens: Array, law_odds: Array, needed: int) -> tuple[Array, Array]:
-    """Return the buffers of laws; longer ones with the same contents if there is no room for `needed` numbers."""
-    if needed <= len(law_odds):
-        return law_tokens, law_odds
-    return np.append(law_tokens, np.empty(needed, dtype=np.int64)), np.append(law_odds, np.empty(needed))
+def _with_children(draft: TreeDraft, born: Newborn, laws: StatedLaws, used: int, vocab: int) -> TreeDraft:
+    """Return a tree with one more layer, the new children; see `with_layer`."""
+    forest = with_layer(draft.forest, born, laws, used, vocab)
+    nodes = born.sizes[NODES]
+    return TreeDraft(forest, born.size + np.arange(nodes), born.places[:nodes], laws, surest_of(born))
+
+
+@step
+def with_room_for_laws(laws: StatedLaws, needed: int) -> StatedLaws:
+    """Return the buffers of laws; longer ones with the same contents if they have no capacity for `needed` numbers."""
+    if needed <= len(laws.odds):
+        return laws
+    return StatedLaws(np.append(laws.tokens, np.empty(needed, dtype=np.int64)), np.append(laws.odds, np.empty(needed)))
 
 
 @step
@@ -272,86 +312,78 @@ def logq_of(forest: Forest, node: int) -> float:
 
 
 @step
-def state_law(law: RowLaw, odds: Array, law_tokens: Array, law_odds: Array, used: int) -> int:
-    """Write probabilities on the tokens of a law into the buffers, from index `used` on. Returns the index after them."""
+def state_law(law: RowLaw, odds: Array, laws: StatedLaws, used: int) -> int:
+    """Write probabilities of the tokens of a law into the buffers, from index `used` on. Returns the index after them."""
     stop = used + len(odds)
     if len(law.tokens) > 0:
-        law_tokens[used:stop] = law.tokens
+        laws.tokens[used:stop] = law.tokens
     else:
-        law_tokens[used:stop] = np.arange(len(odds))
-    law_odds[used:stop] = odds
+        laws.tokens[used:stop] = np.arange(len(odds))
+    laws.odds[used:stop] = odds
     return stop
 
 
 @step
 def _draw_children(
-    born: Newborn, law: RowLaw, parent: int, size: int, base: float, here: int, count: int, spec: TreeSpec, dice: Any,
-    law_tokens: Array, law_odds: Array, used: int,
-) -> int:  # fmt: skip
+    born: Newborn, law: RowLaw, parent: Parent, spec: TreeSpec, dice: Any, laws: StatedLaws, used: int
+) -> int:
     """Draw the children of one node, and write their laws into the buffers from index `used` on.
 
     Returns the index after the laws.
-
-    Args:
-        size: number of nodes of the forest before this layer.
-        base: draft log-likelihood of the path to the parent.
-        here: place of the parent in the topology.
-        count: number of children.
     """
-    before = born.sizes[NODES]
     odds = exponentials(law.logp)
     drawn = 0
     if spec.way == LIKELIEST or spec.way == LIKELIEST_AND_ONE:
-        wanted = count if spec.way == LIKELIEST else count - 1
+        wanted = parent.children if spec.way == LIKELIEST else parent.children - 1
         top = likeliest_places(law.logp, wanted)
         if spec.way == LIKELIEST_AND_ONE:
             rest = odds.copy()
             rest[top] = 0.0
             if rest.sum() > 0:
                 rest /= rest.sum()
-                used = state_law(law, rest, law_tokens, law_odds, used)
-                _bear_place(born, law, pick(dice, rest), before, size, parent, base, here, 0, spec)
-                close_group(born, DISTINCT, parent, used)
+                used = state_law(law, rest, laws, used)
+                bear_place(born, law, pick(dice, rest), parent, 0, spec.eos)
+                close_group(born, DISTINCT, parent.node, used)
                 drawn = 1
         for place in top:
-            _bear_place(born, law, place, before, size, parent, base, here, drawn, spec)
+            bear_place(born, law, place, parent, drawn, spec.eos)
             drawn += 1
         if len(top) > 0:
-            close_group(born, CHOSEN, parent, used)
+            close_group(born, CHOSEN, parent.node, used)
         return used
-    used = state_law(law, odds, law_tokens, law_odds, used)
+    used = state_law(law, odds, laws, used)
     left = odds.copy()
-    while drawn < count and (spec.way == ONE_BY_ONE or (left > 0).any()):
+    while drawn < parent.children and (spec.way == ONE_BY_ONE or (left > 0).any()):
         place = pick(dice, left)
-        _bear_place(born, law, place, before, size, parent, base, here, drawn, spec)
+        bear_place(born, law, place, parent, drawn, spec.eos)
         if spec.way != ONE_BY_ONE:
             left[place] = 0.0
         drawn += 1
-    close_group(born, INDEPENDENT if spec.way == ONE_BY_ONE else DISTINCT, parent, used)
-    if spec.way == STRUCK_OUT_THEN_ANY and drawn < count:
-        used = _draw_any(born, law, before, size, parent, here, drawn, count, spec, dice, law_tokens, law_odds, used)
+    close_group(born, INDEPENDENT if spec.way == ONE_BY_ONE else DISTINCT, parent.node, used)
+    if spec.way == STRUCK_OUT_THEN_ANY and drawn < parent.children:
+        used = _draw_any(born, law, parent, drawn, spec, dice, laws, used)
     return used
 
 
 @step
-def _bear_place(
-    born: Newborn, law: RowLaw, place: int, before: int, size: int, parent: int, base: float, here: int, drawn: int,
-    spec: TreeSpec,
-) -> None:  # fmt: skip
-    """Add the draw at an index of a law, as child `drawn` of its parent; see `_draw_children` for the other arguments."""
-    token = law.tokens[place] if len(law.tokens) > 0 else place
-    born.surest[0] = max(born.surest[0], np.exp(law.logp[place]))
-    bear(born, before, size, parent, token, base + law.logp[place], spec.first[here] + drawn * spec.apart, spec.eos)
+def bear_place(born: Newborn, law: RowLaw, place: int, parent: Parent, drawn: int, eos: Array) -> None:
+    """Add the draw at an index of a law, as child `drawn` of its parent."""
+    logp = law.logp[place]
+    born.surest[0] = max(born.surest[0], np.exp(logp))
+    child_place = parent.first + drawn * parent.apart
+    bear(born, parent.siblings_from, parent.node, token_at(law, place), parent.logq + logp, child_place, eos)
 
 
 @step
 def _draw_any(
-    born: Newborn, law: RowLaw, before: int, size: int, parent: int, here: int, drawn: int, count: int, spec: TreeSpec,
-    dice: Any, law_tokens: Array, law_odds: Array, used: int,
-) -> int:  # fmt: skip
+    born: Newborn, law: RowLaw, parent: Parent, drawn: int, spec: TreeSpec, dice: Any, laws: StatedLaws, used: int
+) -> int:
     """Draw the children that a law has too few tokens for, uniformly from the tokens that were not drawn yet.
 
-    Returns the index after the laws; see `_draw_children` for the arguments.
+    Returns the index after the laws.
+
+    Args:
+        drawn: number of children that the law had tokens for.
     """
     untried = np.ones(law.vocab)
     for draw in range(born.sizes[DRAWS] - drawn, born.sizes[DRAWS]):
@@ -359,26 +391,41 @@ def _draw_any(
     if not untried.any():
         return used
     untried /= untried.sum()
-    law_tokens[used : used + law.vocab] = np.arange(law.vocab)
-    law_odds[used : used + law.vocab] = untried
-    used += law.vocab
-    left = untried.copy()
-    while drawn < count and (left > 0).any():
-        token = pick(dice, left)
-        left[token] = 0.0
-        born.surest[0] = max(born.surest[0], 0.0)
-        bear(born, before, size, parent, token, -np.inf, spec.first[here] + drawn * spec.apart, spec.eos)
+    stop = used + law.vocab
+    laws.tokens[used:stop] = np.arange(law.vocab)
+    laws.odds[used:stop] = untried
+    born.surest[0] = max(born.surest[0], 0.0)
+    while drawn < parent.children and (untried > 0).any():
+        token = pick(dice, untried)
+        untried[token] = 0.0
+        child_place = parent.first + drawn * parent.apart
+        bear(born, parent.siblings_from, parent.node, token, -np.inf, child_place, spec.eos)
         drawn += 1
-    close_group(born, DISTINCT, parent, used)
-    return used
+    close_group(born, DISTINCT, parent.node, stop)
+    return stop
 
 
 @step
-def with_layer(forest: Forest, born: Newborn, law_tokens: Array, law_odds: Array, used: int, vocab: int) -> Forest:
+def with_nodes(forest: Forest, tokens: Array, parents: Array, logq: Array) -> Forest:
+    """Return a forest with more nodes, given the draft log-likelihoods of their paths."""
+    before = forest.logq if len(forest.logq) > 0 else np.zeros(len(forest.tokens))
+    return Forest(
+        np.concatenate((forest.tokens, tokens)),
+        np.concatenate((forest.parents, parents)),
+        forest.siblings,
+        np.concatenate((before, logq)),
+        forest.beams,
+        forest.frontier_rows,
+        forest.known,
+    )
+
+
+@step
+def with_layer(forest: Forest, born: Newborn, laws: StatedLaws, used: int, vocab: int) -> Forest:
     """Return a forest with one more layer, the new children.
 
     Args:
-        law_tokens, law_odds: buffers of which the first `used` numbers are the laws of all groups.
+        laws: buffers of which the first `used` numbers are the laws of all groups.
     """
     groups = forest.siblings
     nodes = born.sizes[NODES]
@@ -393,20 +440,67 @@ def with_layer(forest: Forest, born: Newborn, law_tokens: Array, law_odds: Array
         np.concatenate((groups.tokens, born.draw_tokens[:draws])),
         np.concatenate((groups.nodes, born.draw_nodes[:draws])),
         np.concatenate((groups.law_ends, born.law_ends[:count])),
-        law_tokens[:used],
-        law_odds[:used],
+        laws.tokens[:used],
+        laws.odds[:used],
         vocab,
     )
-    before = forest.logq if len(forest.logq) > 0 else np.zeros(len(forest.tokens))
-    return Forest(
-        np.concatenate((forest.tokens, born.tokens[:nodes])),
-        np.concatenate((forest.parents, born.parents[:nodes])),
-        more,
-        np.concatenate((before, born.logq[:nodes])),
-        forest.beams,
-        forest.fronts,
-        forest.known,
-    )
+    grown = with_nodes(forest, born.tokens[:nodes], born.parents[:nodes], born.logq[:nodes])
+    return with_groups(grown, more)
+
+
+class LayerDraws(NamedTuple):
+    """The draws of a layer under all nodes of its frontier, in the order in which they were drawn."""
+
+    numbers: Array  # int64[draws]: of the parent in the frontier
+    places: Array  # int64[draws]: of the token in the law of the parent
+
+
+class DrawnLayer(NamedTuple):
+    """A forest with a new layer of draws."""
+
+    forest: Forest
+    frontier: Array  # int64[nodes]: the new nodes
+    draws: Array  # int64[nodes]: the draw that each of them is
+    logp: Array  # float64[draws]: draft log-probabilities
+    laws: StatedLaws
+    surest: float  # largest draft probability of a draw; 1 if there is none
+
+
+@open_step
+def add_draws(forest: Forest, frontier: Array, rows: Any, drawn: LayerDraws, spec: Any, laws: StatedLaws) -> DrawnLayer:
+    """Return a forest with one more layer, a group of draws under each node of the frontier that has any.
+
+    Args:
+        rows: the argument of `grow_one_layer`.
+        spec: the spec of the growth; draws are CHOSEN if it is `greedy`, else DISTINCT.
+    """
+    used = len(forest.siblings.law_odds)
+    draws = len(drawn.numbers)
+    born = room_for_children(len(forest.tokens), draws, draws)
+    logp = np.empty(draws)
+    for number in range(len(frontier)):
+        if not (drawn.numbers == number).any():
+            continue
+        node = frontier[number]
+        law = law_after(rows, number, spec.truncation)
+        siblings_from = born.sizes[NODES]
+        for draw in range(draws):
+            if drawn.numbers[draw] == number:
+                place = drawn.places[draw]
+                logp[draw] = law.logp[place]
+                born.surest[0] = max(born.surest[0], np.exp(logp[draw]))
+                logq = logq_of(forest, node) + logp[draw]
+                bear(born, siblings_from, node, token_at(law, place), logq, draw, spec.eos)
+        if spec.greedy:
+            close_group(born, CHOSEN, node, used)
+        else:
+            laws = with_room_for_laws(laws, used + 2 * len(law.logp))
+            used = state_law(law, exponentials(law.logp), laws, used)
+            close_group(born, DISTINCT, node, used)
+    nodes = born.sizes[NODES]
+    new = born.size + np.arange(nodes)
+    grown = with_layer(forest, born, laws, used, rows.shape[1])
+    return DrawnLayer(grown, new, born.places[:nodes], logp, laws, surest_of(born))
 
 
 @step
@@ -430,31 +524,66 @@ def grow_one_layer(draft: Any, rows: Array, spec: Any, dice: Any) -> tuple[Any, 
     """Return a draft with one more layer, and SOUND; or the same draft, and BROKEN if a row holds NaN or +inf.
 
     Args:
-        rows: float[front, vocab], logits of the front, after the processors.
+        rows: float[frontier, vocab], logits of the frontier, after the processors.
     """
 
 
 @verb(1)
 def finish_growth(draft: Any, spec: Any) -> Cut:
-    """Return a draft after its last layer, as it is passed on, and with all nodes that the draft model knows."""
-    forest = draft.forest
-    return Cut(forest, forest, np.arange(len(forest.tokens)), no_node_odds())
+    """Return a draft after its last layer: the forest that is passed on, and all nodes that the draft model knows."""
+    return uncut(draft.forest)
 
 
 @verb(1)
 def most_draws(draft: Any, spec: Any) -> int:
-    """Return the most uniforms that the next layer of a draft takes."""
+    """Return the maximum number of uniforms for the next layer of a draft."""
     return int(spec.counts[draft.places].sum())
 
 
-@start_growth.of(TreeSpec)
-@step
-def start_tree_of_spec(roots: Forest, spec: TreeSpec, live: Beams, depth: int, width: int) -> TreeDraft:
+@start_growth.of(TreeSpec, OwnChildrenSpec)
+def start_tree_of_spec(roots: Forest, spec: Any, live: Beams, depth: int, width: int) -> TreeDraft:
     """Return a tree without layers; see `start_growth`."""
     return start_tree(roots, ROOM)
 
 
 grow_one_layer.of(TreeSpec)(grow_layer)
+
+
+@grow_one_layer.of(OwnChildrenSpec)
+def grow_layer_in_python(draft: TreeDraft, rows: Any, spec: OwnChildrenSpec, dice: Dice) -> tuple[TreeDraft, int]:
+    """Return a tree with one more layer, whose children the user's `Children` draws; see `grow_layer`."""
+    forest = draft.forest
+    families: list[tuple[int, RowLaw, list[Draws]]] = []
+    for number, place in enumerate(draft.places):
+        count = int(spec.counts[place])
+        if count == 0:
+            continue
+        condition = condition_after(rows, number)
+        if condition == BROKEN:
+            return draft, BROKEN
+        if condition == SOUND:
+            law = law_after(rows, number, spec.truncation)
+            families.append((number, law, spec.children.draw(law.p, count, dice)))
+    groups = [group for _, _, family in families for group in family]
+    born = room_for_children(forest.size, sum(len(group.tokens) for group in groups), len(groups))
+    used = len(forest.siblings.law_odds)
+    laws = with_room_for_laws(draft.laws, used + len(groups) * rows.shape[1])
+    for number, law, family in families:
+        node = draft.frontier[number]
+        place = draft.places[number]
+        base = logq_of(forest, node)
+        parent = Parent(node, base, spec.counts[place], spec.first[place], spec.apart, born.sizes[NODES])
+        drawn = 0
+        for group in family:
+            for token in group.tokens:
+                bear_place(born, law, token, parent, drawn, spec.eos)
+                drawn += 1
+            kind = CHOSEN if group.deterministic else LOST
+            if kind == LOST and group.law is not None:
+                kind = INDEPENDENT if group.replacement else DISTINCT
+                used = state_law(law, group.law, laws, used)
+            close_group(born, kind, node, used)
+    return _with_children(draft, born, laws, used, rows.shape[1]), SOUND
 
 
 @step
@@ -463,18 +592,18 @@ def grow_tree(
 ) -> tuple[Any, int]:
     """Return a tree with up to `depth` more layers, and SOUND; or BROKEN if a row of logits holds NaN or +inf.
 
-    It has fewer layers where nothing can go on, and where `spec.stops` ends it.
+    It has fewer layers if no node can have children, or if `spec.stops` ends it.
 
     Args:
         model: the cache of a session in a model that compiled steps can run, see `core.passes.run_pass`.
         draft, spec: a draft and its spec, of a kind that has a step `grow_one_layer`.
-        answered: number of forest nodes whose logits were computed in this turn already.
+        answered: number of forest nodes that have been scored in this turn.
         edits: changes of the model's rows.
         spent: int64[2], to which the number of passes and the processor's cycles in the model are added.
     """
     begin_draft(spec.stops)
     for _ in range(depth):
-        if len(draft.front) == 0:
+        if len(draft.frontier) == 0:
             break
         forest = draft.forest
         wanted = np.arange(answered, len(forest.tokens))
@@ -484,12 +613,11 @@ def grow_tree(
         draft, condition = grow_one_layer(draft, rows, spec, dice)
         if condition != SOUND:
             return draft, condition
-        if len(draft.front) > 0 and not goes_on(spec.stops, draft.surest):
+        if len(draft.frontier) > 0 and not goes_on(spec.stops, draft.surest):
             break
     return draft, SOUND
 
 
-@draft_turn.of(TreeSpec)
 @step
 def draft_tree(
     drafts: Any, model: Any, roots: Forest, live: Beams, texts: Texts, depth: int, width: int, edits: Edits, dice: Any,
@@ -501,23 +629,31 @@ def draft_tree(
     return finish_growth(draft, drafts), condition
 
 
-@learn_from.of(TreeSpec)
 @step
 def learn_stop_of_tree(drafts: Any, drafted: Cut, layers: Layers, rows: TurnRows) -> None:
     """Let the controller that ends drafts between layers learn from a turn; see `learn_from`."""
     learn_stop(drafts.stops, drafted_layers(drafted.forest), layers.passed.sum())
 
 
-@tosses_of.of(TreeSpec)
 def tosses_of_tree(drafts: Any) -> int:
     """Return the number of coins used; see `tosses_of`."""
     return drafts.stops.coins.used[0]
 
 
-@keep_tosses.of(TreeSpec)
 def keep_tosses_of_tree(drafts: Any, used: int) -> None:
     """Take back the coins after the first `used`; see `keep_tosses`."""
     drafts.stops.coins.used[0] = used
+
+
+def register_growth(spec: type) -> None:
+    """Let turns grow trees by the steps that a spec has registered, and end their drafts by its field `stops`."""
+    draft_turn.of(spec)(draft_tree)
+    learn_from.of(spec)(learn_stop_of_tree)
+    tosses_of.of(spec)(tosses_of_tree)
+    keep_tosses.of(spec)(keep_tosses_of_tree)
+
+
+register_growth(TreeSpec)
 
 
 @dataclass(eq=False)
@@ -527,8 +663,9 @@ class GrowingTree:
     session: Session
     shape: Shape
     forest: Forest
-    front: Int64[np.ndarray, " front"]  # nodes whose laws are computed next
-    memory: dict[str, Any] = field(default_factory=dict)  # what the growth stores from layer to layer
+    frontier: Int64[np.ndarray, " frontier"]  # nodes whose laws are computed next
+    draft: Any = None  # the draft of a growth in steps; None before its first layer
+    memory: dict[str, Any] = field(default_factory=dict)  # the state of a growth in Python
     kept: Int64[np.ndarray, " kept"] | None = None  # nodes that are passed on; None: all
     layers: int = 0  # number of layers drafted so far
 
@@ -549,111 +686,47 @@ class GrowingTree:
         return dict(enumerate((scores - scores.max()).tolist()))
 
     def processed(self, rows: Rows) -> Rows:
-        """Return the rows of the front after the logits processors."""
-        return processed_rows(rows, self.session.warp, lambda: self.session.paths(self.forest, self.front))
+        """Return the rows of the frontier after the logits processors."""
+        return processed_rows(rows, self.session.warp, lambda: self.session.paths(self.forest, self.frontier))
 
     def laws(self, rows: Rows) -> list[RowLaw]:
-        """Cut the front to the nodes that may go on, and return their draft laws.
+        """Return the draft laws of the frontier, without ends and nodes that allow no token, which leave the frontier.
 
-        After an end token no law is computed, because logits processors need not support that. A node after which everything
-        is banned is a leaf.
+        Logits processors need not support paths after an end token.
         """
         eos = self.session.limits.eos
-        front = self.front.tolist()
+        frontier = self.frontier.tolist()
         going = [
-            place for place, node in enumerate(front) if node in self.roots or int(self.forest.tokens[node]) not in eos
+            place
+            for place, node in enumerate(frontier)
+            if node in self.roots or int(self.forest.tokens[node]) not in eos
         ]
-        if len(going) < len(front):
-            self.front = self.front[going]
+        if len(going) < len(frontier):
+            self.frontier = self.frontier[going]
             rows = rows[going]
         laws = row_laws(self.processed(rows), self.session.warp)
         alive = [place for place, law in enumerate(laws) if law is not None]
         if len(alive) < len(laws):
-            self.front = self.front[alive]
+            self.frontier = self.frontier[alive]
         return [law for law in laws if law is not None]
-
-    def add_children(self, families: Sequence["Family"]) -> list[list[int]]:
-        """Add siblings under nodes: one child per token, shared by draws of the same token; none for end tokens.
-
-        Returns for each family the node of each draw, -1 for end tokens.
-        """
-        tokens: list[int] = []
-        parents: list[int] = []
-        scores: list[float] = []
-        groups: list[Siblings] = []
-        eos = self.session.limits.eos
-        size = self.forest.size
-        logq = self.forest.logq
-        known_under: dict[int, dict[int, int]] = {}
-        for family in families:
-            if family.parent not in known_under:
-                known_under[family.parent] = self.children_of(family.parent) if family.law is None else {}
-            known = known_under[family.parent]
-            drawn = family.tokens
-            base = float(logq[family.parent]) if len(logq) else 0.0
-            nodes: list[int] = []
-            for place, token in zip(family.draws.tokens, drawn, strict=True):
-                if token not in known and token not in eos:
-                    known[token] = size + len(tokens)
-                    tokens.append(token)
-                    parents.append(family.parent)
-                    scores.append(np.nan if family.law is None else base + float(family.law.logp[place]))
-                nodes.append(known.get(token, -1))
-            groups.append(family.group(drawn, nodes))
-        self.forest = self.forest.grown(tokens, parents, np.array(scores), groups)
-        return [group.nodes.tolist() for group in groups]
-
-    def children_of(self, parent: int) -> dict[int, int]:
-        """Return the children of a node, by their tokens."""
-        nodes = np.flatnonzero(self.forest.parents == parent)
-        return dict(zip(self.forest.tokens[nodes].tolist(), nodes.tolist(), strict=True))
-
-
-@dataclass(frozen=True, eq=False)
-class Family:
-    """Children to add under `parent`. `draws.tokens` are indices into `law` if it is given, else token ids."""
-
-    parent: int
-    draws: Draws
-    law: RowLaw | None = None
-
-    @property
-    def tokens(self) -> list[int]:
-        """The tokens of the draws."""
-        return self.draws.tokens if self.law is None else self.law.tokens_at(self.draws.tokens).tolist()
-
-    def group(self, tokens: list[int], nodes: list[int]) -> Siblings:
-        """Return the draws as a group of siblings, which have these tokens and nodes."""
-        draws = self.draws
-        if draws.deterministic:
-            return siblings(CHOSEN, [self.parent], tokens, nodes)
-        if draws.law is None:
-            return siblings(LOST, [self.parent], tokens, nodes)
-        assert self.law is not None
-        law_tokens = self.law.tokens if len(self.law.tokens) else np.arange(self.law.size)
-        kind = INDEPENDENT if draws.replacement else DISTINCT
-        return siblings(
-            kind, [self.parent], tokens, nodes, law=(law_tokens, np.asarray(draws.law)), vocab=self.law.vocab
-        )
 
 
 @runtime_checkable
 class Growth(Protocol):
-    """A part that decides the shape of a tree.
+    """A part that decides the shape of a tree: by steps, with a method `spec` as in `Branching`, or as `GrowthInPython`.
 
-    If its drafts must not be tried, it gives the reason in an attribute `no_law_reason`. If steps grow its trees, it has a
-    method `spec`, see `Branching`; if Python may have to, it is a `GrowthInPython`.
+    If its drafts must not be tried, it states the reason in an attribute `no_law_reason`.
     """
 
     def finish(self, tree: GrowingTree) -> None:
-        """Add leaves that the draft model need not score, and choose what is passed on. Called after the last layer."""
+        """Add leaves that the draft model need not score, and choose which nodes are passed on, after the last layer."""
 
 
 class GrowthInPython(Growth, Protocol):
-    """A growth that adds layers in Python: always, or where steps do not know how to make laws or to draw children."""
+    """A growth that adds layers in Python."""
 
     def grow(self, tree: GrowingTree, layer: int, laws: list[RowLaw]) -> None:
-        """Add layer `layer`, from 0 on, by the draft laws of the front, and set `tree.front` to the next front."""
+        """Add layer `layer`, from 0 on, by the draft laws of the frontier, and set `tree.frontier` to the next frontier."""
 
 
 @dataclass(frozen=True)
@@ -662,7 +735,7 @@ class TreeDrafter:
 
     Args:
         lm: the draft model.
-        counts_passes: count these passes as the draft's; False if the model counts them itself.
+        counts_passes: whether to count the passes as draft passes; False if the model counts them itself.
     """
 
     lm: LM
@@ -676,11 +749,11 @@ class TreeDrafter:
 
     @property
     def no_law_reason(self) -> str:
-        """The reason why the law of the drafts is not known, from an attribute of the growth; "" if it is known."""
+        """The reason why the law of the drafts is unknown, from an attribute of the growth; "" if it is known."""
         return getattr(self.growth, "no_law_reason", "")
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
-        """Return one tree per session; see `Growth`. A controller that is `Stopping` may end a draft between layers."""
+        """Return one tree per session. A controller that is `Stopping` may end a draft between layers."""
         if len(sessions) == 1:
             forest = self._drafted_by_steps(sessions[0], shapes[0])
             if forest is not None:
@@ -695,96 +768,76 @@ class TreeDrafter:
                     try:
                         self._grow(tree, on_host(answer.logits))
                     except BrokenProcessor:  # on a drafted path, which the target need not take
-                        tree.front = tree.front[:0]
+                        tree.frontier = tree.frontier[:0]
                 tree.layers += 1
         return [self._finish(tree) for tree in trees]
 
     def spec(self, session: Session) -> Any:
-        """Return how steps grow trees for a session; None if only Python can, as for a growth that steps do not know."""
-        return None if session.warp.others or not self.counts_passes else self._spec_of_layers(session)
+        """Return the numbers by which compiled turns grow trees; None if Python draws children or makes laws."""
+        if session.warp.others or not self.counts_passes:
+            return None
+        spec = self._spec_of_layers(session)
+        return None if isinstance(spec, OwnChildrenSpec) else spec
 
     def _spec_of_layers(self, session: Session) -> Any:
-        """Return how steps add layers by rows that Python hands them, or by laws; None if they cannot."""
-        warp = session.warp
-        in_python = hasattr(self.growth, "grow") and (warp.others or not self.counts_passes)
-        if in_python or not hasattr(self.growth, "spec"):
+        """Return the numbers by which steps add a layer, given the rows or laws of the frontier; None if Python adds it."""
+        if not hasattr(self.growth, "spec"):
             return None
+        warp = session.warp
         shared = getattr(self.lm, "shared", None)
         is_constrained = warp.constraint is not None or (shared is not None and not shared.knows_all)
         found = self.growth.spec(warp.cut, session.limits.ending, warp.greedy, is_constrained)
-        if found is not None and "vocab" in found._fields:
-            found = found._replace(vocab=self.lm.vocab)
-        return found
+        if found is None or "vocab" not in found._fields:
+            return found
+        return found._replace(vocab=self.lm.vocab)
 
     def _drafted_by_steps(self, session: Session, shape: Shape) -> Forest | None:
-        """Return the tree of a session, grown in one compiled call; None if Python has to see layers or rows."""
+        """Return the tree of one compiled call; None if Python has to see layers or rows."""
         spec = self.spec(session)
         stops = stops_of(session.parts.controller, session, shape.depth)
         if spec is None or stops is None:
             return None
         roots = Forest.rooted(session.beams.tokens)
-        drafted = drafted_by_steps(self.lm, session, shape, spec._replace(stops=stops), roots, self.counts_passes)
+        drafted = drafted_by_steps(self.lm, session, shape, spec._replace(stops=stops), roots)
         if drafted is None:
             return None
         return self._passed_on(GrowingTree.start(session, shape), drafted)
 
     def _passed_on(self, tree: GrowingTree, drafted: Cut) -> Forest:
-        """Return the forest that the target scores.
-
-        If it lacks nodes of the draft, the tree is kept until the turn is settled.
-        """
-        if len(drafted.names) < drafted.whole.size:
+        """Return the forest that the target scores; store the tree until the turn is settled if it has more nodes."""
+        if len(drafted.node_map) < drafted.whole.size:
             tree.forest = drafted.whole
-            tree.kept = drafted.names
+            tree.kept = drafted.node_map
             tree.session.state[self] = tree
         return drafted.forest
 
     def _grow(self, tree: GrowingTree, rows: Rows) -> None:
-        """Add a layer by the logits of the front; empty the front if the controller ends the draft."""
+        """Add a layer, given the logits of the frontier; empty the frontier if the controller ends the draft."""
         session = tree.session
-        spec = self._spec_of_layers(session)
-        before = tree.forest
-        controller = tree.session.parts.controller
+        controller = session.parts.controller
         may_stop = _may_stop(type(controller))
-        confidence = 1.0
-        if spec is not None:
-            if "draft" not in tree.memory:
-                tree.memory["draft"] = start_growth(
-                    tree.forest, spec, session.beams, tree.shape.depth, tree.shape.width
-                )
-            draft = tree.memory["draft"]
-            rows = tree.processed(rows)
-            dice = session.dice.ready(most_draws(draft, spec))
-            grow = grow_one_layer.step_of(type(spec))
-            if session.warp.others and not session.warp.greedy:
-                laws_after = LawsOfFront(row_laws(rows, session.warp), rows.shape)
-                draft, condition = getattr(grow, "py_func", grow)(draft, laws_after, spec, dice)
-            else:
-                draft, condition = grow(draft, rows, spec, dice)
-            if condition == BROKEN:
-                row_laws(rows, session.warp)  # raises `BrokenLaw`, which says what is wrong
-            tree.memory["draft"] = draft
-            tree.forest = draft.forest
-            tree.front = draft.front
-            confidence = draft.surest
-        else:
-            front_laws = tree.laws(rows)
-            if not front_laws:
-                return
-            laws = dict(zip(tree.front.tolist(), front_laws, strict=True))
-            cast(GrowthInPython, self.growth).grow(tree, tree.layers, front_laws)
-            if may_stop:
-                confidence = _confidence(tree.forest, before, laws)
-        asks = may_stop and len(tree.front) > 0
-        if asks and not cast(Stopping, controller).more(tree.session, tree.layers + 1, confidence):
-            tree.front = tree.front[:0]
+        spec = self._spec_of_layers(session)
+        confidence = self._grow_in_python(tree, rows, may_stop) if spec is None else _grow_by_steps(tree, rows, spec)
+        asks = may_stop and len(tree.frontier) > 0
+        if asks and not cast(Stopping, controller).more(session, tree.layers + 1, confidence):
+            tree.frontier = tree.frontier[:0]
+
+    def _grow_in_python(self, tree: GrowingTree, rows: Rows, may_stop: bool) -> float:
+        """Add a layer by the growth's `grow`; return the confidence of its draws, 1 if the controller cannot stop."""
+        laws = tree.laws(rows)
+        if not laws:
+            return 1.0
+        before = tree.forest
+        law_of = dict(zip(tree.frontier.tolist(), laws, strict=True))
+        cast(GrowthInPython, self.growth).grow(tree, tree.layers, laws)
+        return _confidence(tree.forest, before, law_of) if may_stop else 1.0
 
     def _finish(self, tree: GrowingTree) -> Forest:
-        """Let the growth finish a tree, and return the forest that is passed on."""
-        if "draft" in tree.memory:
-            done = finish_growth(tree.memory["draft"], self._spec_of_layers(tree.session))
+        """Return the forest that is passed on, after the growth has finished the tree."""
+        if tree.draft is not None:
+            done = finish_growth(tree.draft, self._spec_of_layers(tree.session))
             tree.forest = done.forest
-            if len(done.names) < done.whole.size:
+            if len(done.node_map) < done.whole.size:
                 return self._passed_on(tree, done)
         self.growth.finish(tree)
         if tree.kept is None:
@@ -797,22 +850,44 @@ class TreeDrafter:
         return fill_prompts(self.lm, sessions, None, most)
 
     def settle(self, session: Session, turn: Turn) -> None:
-        """Keep in the draft model's cache what the surviving beams need, and free the rest."""
+        """Settle the draft model's cache."""
         whole = session.state.pop(self, None)
         self.lm.settle(session, turn if whole is None else turn.on(whole.forest, whole.kept))
 
     def close(self, session: Session) -> None:
-        """Free what the draft model stores for the session."""
+        """Free the draft model's state for the session."""
         self.lm.close(session)
 
     def _wants_layer(self, tree: GrowingTree) -> bool:
         """Return whether another layer is to be drafted."""
-        return tree.layers < tree.shape.depth and len(tree.front) > 0 and tree.session.failure is None
+        return tree.layers < tree.shape.depth and len(tree.frontier) > 0 and tree.session.failure is None
+
+
+def _grow_by_steps(tree: GrowingTree, rows: Rows, spec: Any) -> float:
+    """Add a layer by the steps of a spec, given the logits of the frontier; return the confidence of its draws."""
+    session = tree.session
+    if tree.draft is None:
+        tree.draft = start_growth(tree.forest, spec, session.beams, tree.shape.depth, tree.shape.width)
+    dice: Any = session.dice
+    if not isinstance(spec, OwnChildrenSpec):
+        dice = session.dice.ready(most_draws(tree.draft, spec))
+    grow = grow_one_layer.step_of(type(spec))
+    rows = tree.processed(rows)
+    frontier: Any = rows
+    if session.warp.others and not session.warp.greedy:
+        frontier = FrontierLaws(row_laws(rows, session.warp), rows.shape)
+        grow = getattr(grow, "py_func", grow)
+    tree.draft, condition = grow(tree.draft, frontier, spec, dice)
+    if condition == BROKEN:
+        row_laws(rows, session.warp)  # raises a `BrokenLaw` that states the fault
+    tree.forest = tree.draft.forest
+    tree.frontier = tree.draft.frontier
+    return float(tree.draft.surest)
 
 
 @cache
 def _may_stop(kind: type) -> bool:
-    """Return whether controllers of this class are `Stopping`. Cached: the check of a protocol takes as long as a layer."""
+    """Return whether controllers of this class are `Stopping`. Cached: checking a protocol takes as long as a layer."""
     return issubclass(kind, Stopping)
 
 
@@ -840,7 +915,7 @@ def _confidence(forest: Forest, before: Forest, laws: dict[int, RowLaw]) -> floa
 @nodes_of.of(TreeSpec)
 @step
 def most_nodes_of_tree(spec: TreeSpec, roots: int, depth: int, width: int) -> int:
-    """Return the most nodes of trees of fixed counts or topology: all children of all places; see `nodes_of`."""
+    """Return the number of nodes of complete trees; see `nodes_of`."""
     total = 0
     parents = np.zeros(len(spec.counts), dtype=np.int64)  # number of nodes in each place
     parents[0] = roots
@@ -858,17 +933,29 @@ class Complete:
     """A base class of growths that pass on every node they have grown."""
 
     def finish(self, tree: GrowingTree) -> None:
-        """Do nothing: there is nothing to add."""
+        """Do nothing."""
 
 
 DEEPEST = 64  # least number of layers in the layout of fixed counts
 
 
+def _spec_of_layout(
+    layout: tuple[Array, Array], apart: int, children: Any, truncation: Truncation, eos: Array, greedy: bool
+) -> TreeSpec | OwnChildrenSpec:
+    """Return the spec of a tree with this layout, `counts` and `first`. At temperature 0 children are the likeliest."""
+    counts, first = layout
+    if greedy:
+        return TreeSpec(counts, first, apart, LIKELIEST, truncation, eos)
+    if isinstance(children, KNOWN):
+        return TreeSpec(counts, first, apart, children.way, truncation, eos)
+    return OwnChildrenSpec(counts, first, apart, children, truncation, eos)
+
+
 @dataclass(frozen=True)
 class Branching(Complete):
-    """A growth with a fixed number of children per node in each layer; the last holds for deeper layers. (1,) is a chain."""
+    """A growth with a fixed number of children per node in each layer; the last count also holds for deeper layers."""
 
-    counts: tuple[int, ...]
+    counts: tuple[int, ...]  # (1,) is a chain
     children: Any  # a class of draft.children, or another `Children`
 
     @property
@@ -880,21 +967,9 @@ class Branching(Complete):
         """Return the number of children of each node whose children are layer `layer`, from 0 on."""
         return self.counts[min(layer, len(self.counts) - 1)]
 
-    def spec(self, truncation: Truncation, eos: Array, greedy: bool, constrained: bool) -> TreeSpec | None:
-        """Return how steps grow such trees; None if steps do not know `children`."""
-        if not isinstance(self.children, KNOWN):
-            return None
-        counts, first = _layout_of(self.counts)
-        return TreeSpec(counts, first, 0, LIKELIEST if greedy else self.children.way, truncation, eos)
-
-    def grow(self, tree: GrowingTree, layer: int, laws: list[RowLaw]) -> None:
-        """Add a layer, whose children are drawn in Python."""
-        families: list[Family] = []
-        for node, law in zip(tree.front.tolist(), laws, strict=True):
-            drawn = draw_children(self.children, law, self.count(layer), tree.session)
-            families.extend(Family(node, draws, law) for draws in drawn)
-        front = [node for nodes in tree.add_children(families) for node in nodes if node >= 0]
-        tree.front = np.array(distinct(front), dtype=np.int64)
+    def spec(self, truncation: Truncation, eos: Array, greedy: bool, constrained: bool) -> TreeSpec | OwnChildrenSpec:
+        """Return how steps grow such trees."""
+        return _spec_of_layout(_layout_of(self.counts), 0, self.children, truncation, eos, greedy)
 
 
 @lru_cache
@@ -904,29 +979,21 @@ def _layout_of(counts: tuple[int, ...]) -> tuple[Array, Array]:
     return np.array(counts)[np.minimum(layers, len(counts) - 1)], np.minimum(layers + 1, len(layers) - 1)
 
 
-def draw_children(children: Children, law: RowLaw, count: int, session: Session) -> list[Draws]:
-    """Return the draws of the children of one node; at temperature 0 the likeliest tokens."""
-    if session.warp.greedy:
-        return [Draws(likeliest_places(law.logp, count).tolist(), deterministic=True)]
-    return children.draw(law.p, count, session.dice)
-
-
 @dataclass(frozen=True)
 class FixedTree(Complete):
-    """A growth of trees of a fixed topology, which says how many children each node gets (Sequoia, arXiv 2402.12374)."""
+    """A growth of trees with a fixed topology, the number of children of each node (Sequoia, arXiv 2402.12374)."""
 
     topology: Topology
     children: Any  # a class of draft.children, or another `Children`
 
-    def spec(self, truncation: Truncation, eos: Array, greedy: bool, constrained: bool) -> TreeSpec | None:
-        """Return how steps grow such trees; None if steps do not know `children`."""
-        if not isinstance(self.children, KNOWN):
-            return None
-        counts, first = self._layout
-        way = LIKELIEST if greedy else self.children.way
-        if constrained and way == STRUCK_OUT_THEN_ANY:
-            way = STRUCK_OUT  # no fallback: outside of the law's support nearly all tokens are banned
-        return TreeSpec(counts, first, 1, way, truncation, eos)
+    def spec(self, truncation: Truncation, eos: Array, greedy: bool, constrained: bool) -> TreeSpec | OwnChildrenSpec:
+        """Return how steps grow such trees."""
+        spec = _spec_of_layout(self._layout, 1, self.children, truncation, eos, greedy)
+        if constrained and isinstance(spec, TreeSpec) and spec.way == STRUCK_OUT_THEN_ANY:
+            return spec._replace(
+                way=STRUCK_OUT
+            )  # no fallback: beyond the support of a law nearly all tokens are banned
+        return spec
 
     @cached_property
     def _layout(self) -> tuple[Array, Array]:
@@ -939,23 +1006,3 @@ class FixedTree(Complete):
             first.append(len(nodes))
             nodes += list(node)
         return np.array(counts), np.array(first)
-
-    def grow(self, tree: GrowingTree, layer: int, laws: list[RowLaw]) -> None:
-        """Add a layer, whose children are drawn in Python."""
-        subtree_of = tree.memory.setdefault("subtree_of", dict.fromkeys(tree.roots, self.topology))
-        nodes = tree.front.tolist()
-        families: list[Family] = []
-        for node, law in zip(nodes, laws, strict=True):
-            siblings = draw_children(self.children, law, len(subtree_of[node]), tree.session)
-            families.extend(Family(node, draws, law) for draws in siblings)
-        drawn: dict[int, list[int]] = {node: [] for node in nodes}
-        for family, born in zip(families, tree.add_children(families), strict=True):
-            drawn[family.parent] += born
-        front: list[int] = []
-        for node in nodes:
-            for child, subtree in zip(drawn[node], subtree_of[node], strict=False):
-                if child >= 0 and child not in subtree_of:
-                    subtree_of[child] = subtree
-                    front.append(child)
-        # All nodes are scored, in the order of the forest, so leaves are in the front too, and get no children.
-        tree.front = np.array(front, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""DRAFT: the verbs by which a compiled turn drafts. A drafter whose spec has a step `draft_turn` drafts in compiled runs."""
+"""DRAFT: the verbs by which compiled turns draft. A drafter whose spec has a step `draft_turn` runs compiled."""
 
 from typing import Any, NamedTuple
 
@@ -13,17 +13,17 @@ from specbeam.core.steps import Array, borrowed, step, verb
 
 
 class Cut(NamedTuple):
-    """A draft as it goes to the target, and as the draft model knows it: of its nodes the target may score only some."""
+    """The part of a draft that the target scores, and the whole draft, which the draft model knows."""
 
     forest: Forest  # of the nodes that the target scores or knows
     whole: Forest
-    names: Array  # int64[nodes of `forest`]: the same nodes in `whole`
+    node_map: Array  # int64[nodes of `forest`]: the same nodes in `whole`
     odds: NodeOdds  # of the nodes of `whole`; none if the draft is not cut
 
 
 @step
 def uncut(forest: Forest) -> Cut:
-    """Return a draft of which the target scores all nodes."""
+    """Return a draft whose nodes the target all scores."""
     return Cut(forest, forest, np.arange(len(forest.tokens)), no_node_odds())
 
 
@@ -48,25 +48,25 @@ def draft_turn(  # type: ignore[empty-body]
 
 @verb(0)
 def nodes_of(drafts: Any, roots: int, depth: int, width: int) -> int:
-    """Return the most nodes that a draft of this shape adds."""
+    """Return the maximum number of nodes that a draft of this shape adds."""
     return depth * width
 
 
 @verb(0)
 def uniforms_of(drafts: Any, roots: int, depth: int, width: int) -> int:
-    """Return the most uniforms that a draft of this shape takes beyond two for each of its nodes."""
+    """Return the maximum number of uniforms that a draft of this shape takes, beyond two per node."""
     return nodes_of(drafts, roots, depth, width)
 
 
 @verb(0)
 def rows_kept(drafts: Any, beams: int, depth: int, width: int) -> int:
-    """Return the most rows of logits that a draft of this shape passes on to the rule."""
+    """Return the maximum number of rows of logits that a draft of this shape passes on to the rule."""
     return 0
 
 
 @verb(0)
 def learn_from(drafts: Any, drafted: Cut, layers: Layers, rows: TurnRows) -> None:
-    """Learn from the fate of drafts, or from the target's rows, for the drafts of later turns.
+    """Learn for later drafts, from the accepted layers or from the target's rows.
 
     Args:
         rows: of the nodes of `drafted.forest`, before the edits.
@@ -76,13 +76,13 @@ def learn_from(drafts: Any, drafted: Cut, layers: Layers, rows: TurnRows) -> Non
 
 @verb(0)
 def tosses_of(drafts: Any) -> int:
-    """Return how many coins of the controller are used that may end drafts between layers."""
+    """Return the number of used coins of a controller that ends drafts between layers by coins."""
     return 0
 
 
 @verb(0)
 def keep_tosses(drafts: Any, used: int) -> None:
-    """Take back the coins after the first `used`."""
+    """Undo the tosses after the first `used` coins."""
     return
 
 

@@ -1,10 +1,9 @@
 """DRAFT: blocks of tokens that a denoiser unmasks in several steps (SpecDiff, arXiv 2408.05636).
 
-All drafts of a block begin as masks. Each step computes the law of each mask, given the tokens that are there, and makes
-some of the masks tokens. So a token may be drawn before the tokens to its left, and these depend on it. Given them, its law
-is not the one that it was drawn from, and a rule that tries drafts against their laws would need just that law: such drafts
-can only be matched. Where masks become tokens from left to right, or all of them in one step, each token was drawn from its
-law given those to its left, and can be tried.
+All drafts of a block begin as masks. Each step computes the law of each mask, given the known tokens, and replaces some
+masks by tokens. So a token may be drawn before tokens to its left, which then depend on it. Given these, its law is not the
+one that it was drawn from, but a rule that tries drafts needs that law: such drafts can only be matched. If masks become
+tokens from left to right, or all in one step, each token is drawn from its law given those to its left, and can be tried.
 """
 
 import math
@@ -32,7 +31,7 @@ ORDERS: tuple[Order, ...] = ("confidence", "random", "left to right")
 
 @runtime_checkable
 class Denoising(Protocol):
-    """What a drafter asks of a denoiser, beside what it is as a language model."""
+    """The interface of a denoiser, in addition to that of a language model."""
 
     @property
     def block_depth(self) -> int:
@@ -42,7 +41,7 @@ class Denoising(Protocol):
     def denoised(
         self, sessions: Sequence[Session], forests: Sequence[Forest], known: Sequence[Int64[np.ndarray, "_ _"]]
     ) -> list[Float[torch.Tensor, "_ _ vocab"]]:
-        """Return logits of the drafts below the roots of forests, each given the drafts of its root that are known."""
+        """Return logits of the drafts below the roots of forests, given the known drafts of each root."""
         ...
 
 
@@ -51,8 +50,8 @@ class MaskedBlocks:
     """The blocks below the roots of a session while they are unmasked."""
 
     session: Session
-    tokens: Int64[np.ndarray, "roots drafts"]  # MASK where there is none yet
-    laws: dict[tuple[int, int], RowLaw] = field(default_factory=dict)  # that tokens were drawn from, by root and place
+    tokens: Int64[np.ndarray, "roots drafts"]  # or MASK
+    laws: dict[tuple[int, int], RowLaw] = field(default_factory=dict)  # the laws of drawn tokens, by root and place
 
     @property
     def forest(self) -> Forest:
@@ -69,14 +68,14 @@ class MaskedBlocks:
 class Unmasking:
     """A drafter of one chain below each beam, unmasked in several steps, by one pass of the model each.
 
-    With steps left, each step makes an equal part of the masks tokens, rounded up.
+    Each step unmasks an equal share of the remaining masks, rounded up.
 
     Args:
         lm: the denoiser.
         steps: number of steps.
-        order: which masks come first: those whose likeliest token is likeliest ("confidence"), any ("random"), or the first
-            ones ("left to right").
-        drawn: whether tokens are drawn from their laws; else each is the likeliest.
+        order: the order of masks: by the probability of their likeliest tokens ("confidence"), at random ("random"), or
+            "left to right".
+        drawn: whether tokens are drawn from their laws; if not, they are the likeliest.
     """
 
     lm: Any  # an `LM` that is `Denoising`
@@ -91,11 +90,11 @@ class Unmasking:
 
     @property
     def no_law_reason(self) -> str:
-        """The reason why the law of the drafts is not known; "" if it is."""
+        """The reason why the law of the drafts is unknown; "" if it is known."""
         return no_law_reason(self.steps, self.order, self.drawn)
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
-        """Return a chain below each live beam of each session, of at most as many tokens as a block has."""
+        """Return a chain below each live beam of each session, of at most the length of a block."""
         blocks = [self._masked(session, shape) for session, shape in zip(sessions, shapes, strict=True)]
         for step in range(self.steps):
             going = [block for block in blocks if block.is_going]
@@ -119,7 +118,7 @@ class Unmasking:
         return MaskedBlocks(session, np.full((session.beams.size, drafts), MASK, dtype=np.int64))
 
     def _unmask(self, block: MaskedBlocks, rows: Float[torch.Tensor, "roots drafts vocab"], left: int) -> None:
-        """Make some masks of each block tokens, with `left` steps left."""
+        """Replace some masks of each block by tokens, with `left` steps left."""
         for root in range(len(block.tokens)):
             masks = np.flatnonzero(block.tokens[root] == MASK)
             if len(masks) == 0:
@@ -134,7 +133,7 @@ class Unmasking:
                     block.laws[root, int(masks[which])] = law
 
     def _first(self, session: Session, laws: list[RowLaw | None], count: int) -> list[int]:
-        """Return which masks become tokens now, given their laws."""
+        """Return the masks that become tokens in this step, given their laws."""
         if self.order == "left to right" or count == len(laws):
             return list(range(count))
         if self.order == "confidence":
@@ -154,7 +153,7 @@ class Unmasking:
         return int(best_token(row))
 
     def _chains(self, block: MaskedBlocks) -> Forest:
-        """Return the forest of unmasked chains. A draft after which nothing can follow has no node, and ends its chain."""
+        """Return the forest of unmasked chains. Ends and banned tokens get no node, and end their chain."""
         session = block.session
         forest = block.forest
         for root, tokens in enumerate(block.tokens.tolist()):
@@ -174,7 +173,7 @@ class Unmasking:
         return forest
 
     def _group(self, session: Session, parent: int, token: int, node: int, law: RowLaw) -> Siblings:
-        """Return a draft as a group of siblings, with what is known of its law."""
+        """Return a draft as a group of siblings, with its law if it is known."""
         if session.warp.greedy or not self.drawn:
             return siblings(CHOSEN, [parent], [token], [node])
         if self.no_law_reason:
@@ -187,16 +186,16 @@ class Unmasking:
         return fill_prompts(self.lm, sessions, None, most)
 
     def settle(self, session: Session, turn: Turn) -> None:
-        """Keep in the denoiser's cache what the surviving beams need, and free the rest."""
+        """Settle the denoiser's cache."""
         self.lm.settle(session, turn)
 
     def close(self, session: Session) -> None:
-        """Free what the denoiser stores for the session."""
+        """Free the denoiser's state for the session."""
         self.lm.close(session)
 
 
 def no_law_reason(steps: int, order: Order, drawn: bool) -> str:
-    """Return why the law of drafts that are unmasked so is not known; "" if it is. Completes the sentence "RECIPE ..."."""
+    """Return why the law of these drafts is unknown, as the end of a sentence "RECIPE ..."; "" if it is known."""
     if not drawn or steps == 1 or order == "left to right":
         return ""
     return "draws tokens before those to their left, so their law given these is not known"

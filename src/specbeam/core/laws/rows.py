@@ -77,6 +77,12 @@ def place_in(tokens: Array, token: int) -> int:
 
 
 @step
+def token_at(law: RowLaw, place: int) -> int:
+    """Return the token of `law.logp[place]`."""
+    return law.tokens[place] if len(law.tokens) > 0 else place
+
+
+@step
 def any_broken(rows: Array) -> bool:
     """Return whether any row of logits, float32 or float64[rows, vocab], is BROKEN."""
     found = False

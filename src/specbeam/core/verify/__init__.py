@@ -1,4 +1,4 @@
-"""VERIFY: the rules that decide which drafts live on, each with the law of what it gives."""
+"""VERIFY: rules that decide which drafts survive, each with the law of its output."""
 
 from specbeam.core.lazy import attached
 

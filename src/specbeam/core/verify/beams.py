@@ -1,6 +1,6 @@
-"""VERIFY: beams, layer by layer. What survives has the law of beam sampling with the width the layer was given.
+"""VERIFY: beams, layer by layer. The survivors have the law of beam sampling with the width of each layer.
 
-Both couplings and transformers' beam modes are judged by one loop, and by the same joint law; they differ in how they draw.
+One loop and one joint law judge both couplings and transformers' beam modes, which differ in how they draw.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ from specbeam.core.control.width import (
     width_of_known,
     width_spec,
 )
-from specbeam.core.draft.beams import candidate_count, draw_pairs, going_on
+from specbeam.core.draft.beams import candidate_count, draw_pairs, first_places, going_on
 from specbeam.core.errors import DeadEnd
 from specbeam.core.forest import (
     CHOSEN,
@@ -80,7 +80,7 @@ from specbeam.core.steps import Array, borrowed, step, verb
 from specbeam.core.verify.trials import Drafts, take_draws
 from specbeam.core.verify.turns import ends_between_layers, verify_turn
 
-ROUNDING = 1e-5  # more than rounding adds to a value, compared with the same value without rounding
+ROUNDING = 1e-5  # more than rounding can add to a value
 
 
 @borrowed
@@ -96,7 +96,7 @@ class SharedSpec(NamedTuple):
 
 @borrowed
 class TriedSpec(NamedTuple):
-    """Layers are draws by dice, for which draft draws are tried."""
+    """Layers are draws by dice, in place of which draft draws are tried."""
 
     again: bool  # independent draws, with replacement
     beams: int
@@ -106,7 +106,7 @@ class TriedSpec(NamedTuple):
 
 @borrowed
 class SearchSpec(NamedTuple):
-    """Layers are drawn as transformers' beam modes do it: candidates, of which some go on."""
+    """Layers are those of transformers' beam modes: candidates, some of which go on."""
 
     noisy: bool  # False: nothing is drawn, unless by dice
     by_dice: bool
@@ -121,7 +121,7 @@ JudgeSpec = SharedSpec | TriedSpec | SearchSpec
 
 @verb(0)
 def law_at(rows: Any, live: Beams, spec: JudgeSpec) -> JointLaw:
-    """Return the target's law of the pairs that prolong live beams, which stand at forest nodes.
+    """Return the target's law of the pairs that extend live beams, each at a forest node.
 
     Args:
         rows: the logits of all forest nodes; or an object that makes laws in Python.
@@ -138,24 +138,24 @@ def law_of_rows(rows: TurnRows, live: Beams, spec: JudgeSpec) -> JointLaw:
 
 
 @verb(0)
-def look_at(eye: Any, law: JointLaw, live: Beams, choice: Choice, looked: int) -> None:
-    """Show Python the draws of a layer, which marks texts that ended; nothing is done if `eye` is None.
+def look_at(observer: Any, law: JointLaw, live: Beams, choice: Choice, looked: int) -> None:
+    """Show an observer the draws of a layer, so that it marks texts that ended; do nothing if it is None.
 
     Args:
-        looked: number of drafts that were examined.
+        looked: number of drafts that were tried.
     """
-    eye.look(law, live, choice, looked)
+    observer.look(law, live, choice, looked)
 
 
 @look_at.of(NoneType)
-def look_at_nothing(eye: None, law: JointLaw, live: Beams, choice: Choice, looked: int) -> None:
-    """Do nothing: Python does not look at layers."""
+def look_at_nothing(observer: None, law: JointLaw, live: Beams, choice: Choice, looked: int) -> None:
+    """Do nothing: there is no observer."""
     return
 
 
 @step
 def rows_of_beams(forest: Forest, number: int, live: Beams) -> tuple[Array, Array]:
-    """Return which row of layer `number` of the draft each live beam is, and which beam each row is; -1 for none."""
+    """Return the row of each live beam in layer `number` of the draft, and the beam of each row; -1 for none."""
     groups = forest.siblings
     start = start_of(groups.parent_ends, number)
     stop = groups.parent_ends[number]
@@ -173,8 +173,8 @@ def rows_of_beams(forest: Forest, number: int, live: Beams) -> tuple[Array, Arra
 def drafts_on(forest: Forest, number: int, live: Beams, pairs: Array, vocab: int) -> Drafts:
     """Return the drafts of layer `number` on trial against a law over these pairs of live beams, ascending.
 
-    What the draft law has under dead parents is left out, so its sum may be below 1: such a draft is refused, and the
-    residual learns from the refusal (docs/exactness.md).
+    The draft law's mass under dead parents is left out, so its sum may be below 1: a draft there is refused, and the
+    residual takes the refusal into account (docs/exactness.md).
     """
     groups = forest.siblings
     row_of, beam_of = rows_of_beams(forest, number, live)
@@ -226,9 +226,9 @@ def no_drafts(size: int) -> Drafts:
 def draw_layer(  # type: ignore[empty-body]
     spec: Any, law: JointLaw, live: Beams, forest: Forest, number: int, width: int, dice: Any, evidence: Evidence
 ) -> tuple[Choice, Array, int]:
-    """Return the pairs that a layer drew, how often each was drawn, and how many drafts were looked at.
+    """Return the pairs that a layer drew, how often each was drawn, and how many drafts were tried.
 
-    For transformers' beam modes these are candidates, of which some go on (`settle_layer`).
+    For transformers' beam modes the pairs are candidates, some of which go on (`which_settle`).
     """
 
 
@@ -275,14 +275,14 @@ def draw_candidates(
 def draw_tried(
     spec: TriedSpec, law: JointLaw, live: Beams, forest: Forest, number: int, width: int, dice: Any, evidence: Evidence
 ) -> tuple[Choice, Array, int]:
-    """Return draws by dice, for which draft draws were tried; see `draw_layer`."""
+    """Return draws by dice, in place of which draft draws were tried; see `draw_layer`."""
     vocab = law.logits.shape[1]
     pairs = all_pairs(law)
     drafts = no_drafts(len(pairs))
     if number < len(forest.siblings.kinds):
         drafts = drafts_on(forest, number, live, pairs, vocab)
     taken, looked = take_draws(odds_among(law, pairs), drafts, width, spec.again, dice, evidence)
-    distinct, counts = _counted(taken)
+    distinct, _, counts = first_places(taken)
     values = np.full(len(distinct), np.nan)
     return choice_of(law, live.keys, pairs[distinct], values, len(distinct), spec.stop.eos), counts, looked
 
@@ -295,13 +295,13 @@ def is_lazy(spec: Any) -> bool:
 
 @is_lazy.of(SharedSpec, SearchSpec)
 def is_spec_lazy(spec: Any) -> bool:
-    """Return whether the rule says so; see `is_lazy`."""
+    """Return the setting of the rule; see `is_lazy`."""
     return spec.lazy
 
 
 @step
 def most_value(spec: Any, beams: Beams) -> float:
-    """Return a value that no pair of these beams exceeds, computed without their rows; see `bound_of`."""
+    """Return an upper bound of the values of these beams' pairs, computed without their rows; see `bound_of`."""
     most = -np.inf
     for beam in range(len(beams.tokens)):
         bound = bound_of(spec.truncation, spec.noisy, beams.scores[beam], beams.counts[beam], beams.keys[beam])
@@ -312,9 +312,9 @@ def most_value(spec: Any, beams: Beams) -> float:
 @verb(0)
 @step
 def draw_among_known(spec: Any, law: JointLaw, known: Beams, width: int) -> Choice:
-    """Return the pairs that a layer draws from the live beams that have rows, best first.
+    """Return the pairs that a layer draws from the live beams with rows, best first.
 
-    None are drawn by rules that draw by dice: these draws are from the law of all live beams.
+    Rules that draw by dice need the law of all live beams, so they get no pairs.
 
     Args:
         law: the law of the pairs of `known` alone.
@@ -357,9 +357,9 @@ def pairs_needed(spec: Any, choice: Choice, width: int, is_last: bool) -> int:
 @pairs_needed.of(SearchSpec)
 @step
 def candidates_needed(spec: SearchSpec, choice: Choice, width: int, is_last: bool) -> int:
-    """Return how many candidates matter: if they are drawn, all; if not, those down to the last one that goes on.
+    """Return how many candidates matter: all if they are drawn, otherwise those down to the last one that goes on.
 
-    The first `beams` always do, as they may finish. At the end of a text no others do.
+    The first `beams` always matter, because they may finish; in the last layer of a text no others do.
     """
     if is_last:
         return spec.beams
@@ -374,10 +374,10 @@ def candidates_needed(spec: SearchSpec, choice: Choice, width: int, is_last: boo
 
 @verb(0)
 def is_decided(spec: Any, choice: Choice, unknown: Beams, width: int, is_last: bool) -> bool:
-    """Return whether a layer draws from all live beams what it draws from those that have rows.
+    """Return whether a layer draws the same from all live beams as from those with rows.
 
     Args:
-        choice: the answer of `draw_among_known`.
+        choice: the result of `draw_among_known`.
         unknown: the live beams without rows.
     """
     return False
@@ -386,7 +386,7 @@ def is_decided(spec: Any, choice: Choice, unknown: Beams, width: int, is_last: b
 @is_decided.of(SharedSpec, SearchSpec)
 @step
 def is_above(spec: Any, choice: Choice, unknown: Beams, width: int, is_last: bool) -> bool:
-    """Return whether all pairs that a layer depends on are above those that other beams can have."""
+    """Return whether all pairs that a layer depends on are better than any pair of the other beams can be."""
     needed = pairs_needed(spec, choice, width, is_last)
     return len(choice.values) >= needed and most_value(spec, unknown) < choice.values[needed - 1]
 
@@ -400,29 +400,12 @@ def edge_of_layer(spec: Any, choice: Choice, width: int, is_last: bool) -> float
     return choice.values[min(needed, len(choice.values)) - 1]
 
 
-@step
-def _counted(drawn: Array) -> tuple[Array, Array]:
-    """Return the distinct draws in the order of their first coming, and how often each came."""
-    distinct = np.empty(len(drawn), dtype=np.int64)
-    counts = np.zeros(len(drawn), dtype=np.int64)
-    held = 0
-    for one in drawn:
-        place = 0
-        while place < held and distinct[place] != one:
-            place += 1
-        if place == held:
-            distinct[held] = one
-            held += 1
-        counts[place] += 1
-    return distinct[:held], counts[:held]
-
-
 @verb(0)
 def which_settle(spec: Any, choice: Choice, is_last: bool) -> Array:
-    """Return which of the pairs that were drawn make the layer, int64[pairs].
+    """Return which drawn pairs make the layer, int64[pairs].
 
-    In transformers' beam modes the best-scored candidates that did not end go on, and the first ones may finish; the last
-    layer of a text takes its beams from the first candidates too.
+    In transformers' beam modes the best-scored candidates that did not end go on, and the first ones may finish; in the
+    last layer of a text all beams come from the first candidates.
     """
     return np.arange(len(choice.tokens))
 
@@ -439,13 +422,13 @@ def which_go_on_or_finish(spec: SearchSpec, choice: Choice, is_last: bool) -> Ar
 
 @ends_between_layers.of(SearchSpec)
 def candidates_end(rule: SearchSpec) -> bool:
-    """Return whether candidates are drawn: one that ends may count though it makes no layer; see `ends_between_layers`."""
+    """Return whether candidates are drawn: one that ends may count outside of the layer; see `ends_between_layers`."""
     return rule.noisy or rule.by_dice
 
 
 @step
 def settle_layer(choice: Choice, counts: Array, which: Array, live: Beams, forest: Forest) -> Layers:
-    """Return the one layer that these of the drawn pairs make."""
+    """Return the single layer of the drawn pairs `which`."""
     found = no_layers(len(which), 1)
     beams = found.beams
     for place in range(len(which)):
@@ -473,7 +456,7 @@ def are_drafts(layer: Layers) -> bool:
 
 @step
 def note_first_draw(evidence: Evidence, law: JointLaw, choice: Choice) -> None:
-    """Note the first pair of a layer for an audit: it has the joint law, whatever the coupling."""
+    """Note the first pair of a layer for an audit: it has the joint law in both couplings."""
     pairs = all_pairs(law)
     first = choice.parents[0] * law.logits.shape[1] + choice.tokens[0]
     place = np.searchsorted(pairs, first)
@@ -485,19 +468,19 @@ def note_first_draw(evidence: Evidence, law: JointLaw, choice: Choice) -> None:
 
 @step
 def live_with_rows(live: Beams) -> Beams:
-    """Return the beams that stand at forest nodes, which have rows."""
+    """Return the beams at forest nodes, which have rows."""
     return picked_beams(live, live.nodes >= 0)
 
 
 @step
 def live_without_rows(live: Beams) -> Beams:
-    """Return the beams that were not drafted, and so have no rows."""
+    """Return the beams that were not drafted, which have no rows."""
     return picked_beams(live, live.nodes < 0)
 
 
 @step
 def count_sources(live: Beams, unknown: Beams, known: Array, sources: Array) -> None:
-    """Write into `sources` where the rows of a layer come from, see `Layers.sources`.
+    """Count the live beams of a layer by the source of their rows; see `Layers.sources`.
 
     Args:
         live, unknown: the live beams with rows, and without.
@@ -513,29 +496,29 @@ def count_sources(live: Beams, unknown: Beams, known: Array, sources: Array) -> 
 @step
 def judge(
     rows: Any, forest: Forest, live: Beams, spec: Any, widths: Any, length: int, finished: Finished,
-    dice: Any, evidence: Evidence, eye: Any,
+    dice: Any, evidence: Evidence, observer: Any,
 ) -> tuple[Layers, int]:  # fmt: skip
-    """Judge the drafted layers until one has a beam that is no draft, then, or after the last one, stop.
+    """Judge the drafted layers up to the first one with a beam that is not a draft, or to one layer after the last draft.
 
-    A lazy turn goes on past such a layer as long as the next one can be decided without the rows of these beams: where none
-    of their pairs can be drawn, whatever their rows hold. So laziness changes when a turn ends, and never what is drawn.
+    A lazy turn continues past such a layer while the next one can be decided without the rows of these beams: while no pair
+    of theirs can be drawn, whatever their rows hold. So laziness changes when a turn ends, and never what is drawn.
 
     Returns the layers, and SOUND; or DEAD or BROKEN if the target had no law to draw the next layer from.
 
     Args:
         rows: the logits of all forest nodes; or an object that makes laws in Python; see `law_at`.
-        live: the beams between two turns, which are the roots.
+        live: the live beams, which are the roots.
         widths: how many draws a layer gets; see `control.width.asked_width`.
         length: number of tokens before the first layer.
         finished: scores of the beams that ended; those that end here are added.
         evidence: trials and first draws are noted in it, for audits.
-        eye: looks at each layer, see `look_at`.
+        observer: see `look_at`.
     """
     drafted = most_layers(forest)
     most = candidate_count(spec.beams, len(spec.stop.eos))
     room = no_layers(most * (drafted + 1), drafted + 1)
-    # Audits see layers whole: if they saw those alone that could not be decided otherwise, they would see just the noise
-    # that is favourable to the beams without rows.
+    # Audits need all rows of every layer: seeing only the layers that could not be decided lazily would select noise that
+    # favours the beams without rows.
     lazy = is_lazy(spec) and not gathers(evidence)
     unknown = live_without_rows(live)
     number = 0
@@ -553,13 +536,13 @@ def judge(
             choice, counts, looked = draw_layer(spec, law, live, forest, number, width, dice, evidence)
             if gathers(evidence):
                 note_first_draw(evidence, law, choice)
-            look_at(eye, law, live, choice, looked)
+            look_at(observer, law, live, choice, looked)
         else:
             width = width_of_known(widths, law, unknown)
             if width == UNDECIDED:
                 return first_layers(room, number), SOUND
             choice = draw_among_known(spec, law, live, width)
-            look_at(eye, law, live, choice, 0)
+            look_at(observer, law, live, choice, 0)
             if not is_decided(spec, choice, unknown, width, is_last):
                 return first_layers(room, number), SOUND
             counts = np.ones_like(choice.tokens)
@@ -582,14 +565,14 @@ def judge(
 
 @dataclass(eq=False)
 class LawsInPython:
-    """Makes the laws of a turn where Python has to see the rows: for logits processors, and warpers of others."""
+    """The laws of a turn where Python has to see the rows, for logits processors and custom warpers."""
 
     session: Session
     forest: Forest
     rows: TurnRows
 
     def law(self, live: Beams) -> JointLaw:
-        """Return the law of the pairs that prolong live beams. Raises `BrokenProcessor`."""
+        """Return the law of the pairs that extend live beams. Raises `BrokenProcessor`."""
         warp = self.session.warp
         rows = rows_of_nodes(self.rows, live.nodes)
         rows = processed_rows(rows, warp, lambda: self.session.paths(self.forest, live.nodes))
@@ -601,8 +584,8 @@ class LawsInPython:
 
 
 @dataclass(eq=False)
-class Eye:
-    """Looks at the layers of a turn: marks texts that a stop string ended, and remembers what pictures need."""
+class LayerObserver:
+    """An observer of the layers of a turn, which marks texts that a stop string ended and records laws for pictures."""
 
     session: Session
     forest: Forest
@@ -610,7 +593,7 @@ class Eye:
     seen: "list[tuple[JointLaw, Beams, int]]"
 
     def look(self, law: JointLaw, live: Beams, choice: Choice, looked: int) -> None:
-        """Look at what the next layer drew; `looked` is the number of its drafts that were examined."""
+        """Look at the draws of the next layer, for which `looked` drafts were tried."""
         limits = self.session.limits
         if limits.stop_strings:
             nodes = live.nodes[choice.parents]
@@ -625,8 +608,8 @@ class Eye:
 def can_be_lazy(warp: Warp) -> bool:
     """Return whether the weight of all pairs of a beam is bounded by the beam's score, see `most_value`.
 
-    Warpers of others may do anything; scores of transformers' beam modes are not normalised again after processors, so there
-    these must not raise any.
+    Custom warpers may change any score. Transformers' beam modes do not normalise scores after processors, so there no
+    processor may raise a score.
     """
     is_bounded = warp.is_bounded and warp.cut.temperature <= 1
     return is_bounded and (warp.greedy or not warp.others)
@@ -634,10 +617,10 @@ def can_be_lazy(warp: Warp) -> bool:
 
 @dataclass(frozen=True)
 class BeamRule:
-    """Judge the drafts of each layer until one of the drawn beams is no draft; then, or after the last layer, stop.
+    """Judge the drafts of each layer, up to the first layer with a drawn beam that is not a draft.
 
     Args:
-        width: how many draws a layer gets; fixed before its drafts are looked at.
+        width: the number of draws of each layer, decided before its drafts are tried.
         coupling: "noise": the target takes its own best pairs under the noise of (seed, path, token), and the layer
             passes if they are drafts. "rejection": draft draws are accepted or refused one by one.
         replacement: draws with replacement (coupling "rejection" only).
@@ -662,11 +645,11 @@ class BeamRule:
         return self.coupling == "rejection"
 
     def spec(self, session: Session) -> JudgeSpec | None:
-        """Return how a run of turns is judged; None if something is done in Python after each turn."""
+        """Return the numbers by which compiled turns are judged; None if Python collapses or traces after each turn."""
         return None if self.collapse or self.trace else self.judge_spec(session)
 
     def judge_spec(self, session: Session) -> JudgeSpec:
-        """Return how layers are drawn for a session; nothing is drawn at temperature 0."""
+        """Return the numbers by which steps judge layers for a session; nothing is drawn at temperature 0."""
         warp = session.warp
         stop = session.limits.stop
         if self.coupling == "rejection" and not warp.greedy:
@@ -676,7 +659,7 @@ class BeamRule:
         return SharedSpec(not warp.greedy, self.width.most, warp.cut, stop, lazy)
 
     def ignores_drafts(self, session: Session) -> bool:
-        """Return whether texts do not depend on which drafts there are, so that drafts may be cut by what they are."""
+        """Return whether texts are independent of the drafts, so that drafts may be cut by their content."""
         is_of_target = ignores_drafts(self.width) or session.warp.greedy
         return is_of_target and not self.collapse and (not self.tries or session.warp.greedy)
 
@@ -685,12 +668,12 @@ class BeamRule:
         return bool(is_lazy(self.judge_spec(session)))
 
     def widths(self, session: Session) -> Any:
-        """Return what chooses widths for a session: numbers for steps, or a custom part."""
+        """Return the numbers by which steps choose widths, or a user's own policy."""
         width = FixedWidth(self.width.most) if session.warp.greedy else self.width
         return width_spec(width, self.coupling == "noise")
 
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
-        """Return what lives on."""
+        """Return the verdict on a forest."""
         found = judged_beams(session, forest, scored, self.judge_spec(session), self.widths(session), self.trace)
         collapsed = None
         if self.collapse and found.beams.size:
@@ -706,10 +689,10 @@ def judged_beams(
     widths: Any,
     trace: bool,
 ) -> Verdict:
-    """Return the verdict of `judge`: compiled, or its source where Python has to see rows or to look at layers.
+    """Return the verdict of `judge`: compiled, or from source if Python has to see rows or layers.
 
-    Raises `BrokenLaw`; `DeadEnd` if no live beam has a way on and none ended before. Layers that were made before a dead
-    end stand, and the next turn meets it again.
+    Raises `BrokenLaw`; `DeadEnd` if no live beam has an allowed token and none ended before. If layers were decided before
+    the dead end, they are returned, and the next turn raises.
     """
     rows = turn_rows(on_host(scored), forest.size, forest.known)
     most = max(candidate_count(spec.beams, len(spec.stop.eos)), spec.beams)
@@ -719,7 +702,7 @@ def judged_beams(
     draws = len(forest.siblings.tokens) + most * layers_at_most
     dice = session.dice.ready(2 * draws + spec.beams)
     evidence = no_evidence(session.audited and not session.warp.greedy)
-    eye = None
+    observer = None
     makes_laws = not session.warp.takes_raw_rows
     if makes_laws and session.warp.is_for_runs and not trace and not session.limits.stop_strings:
         edits = session.warp.edits(session.prompt)
@@ -728,9 +711,9 @@ def judged_beams(
             makes_laws = False
     is_custom = not is_for_steps(widths)
     if trace or session.limits.stop_strings:
-        eye = Eye(session, forest, trace, [])
-    given = (session.length, finished, dice, evidence, eye)
-    if eye is None and not makes_laws and not is_custom:
+        observer = LayerObserver(session, forest, trace, [])
+    given = (session.length, finished, dice, evidence, observer)
+    if observer is None and not makes_laws and not is_custom:
         layers, condition = judge(rows, forest, session.beams, spec, widths, *given)
     else:
         source = getattr(judge, "py_func", judge)
@@ -745,12 +728,12 @@ def judged_beams(
                 raise
             layers = dead_end()
     audit = Audit.of(evidence) if session.audited else None
-    trials = trials_of(eye.seen, forest, layers) if eye is not None and trace else ()
+    trials = trials_of(observer.seen, forest, layers) if observer is not None and trace else ()
     return Verdict(layers, trials, audit)
 
 
 def dead_end() -> Layers:
-    """Return one layer in which nothing was drawn, as no live beam has a way on."""
+    """Return one layer without draws, for live beams without an allowed token."""
     found = no_layers(0, 1)
     found.draw_ends[0] = 0
     found.widths[0] = 0
@@ -758,7 +741,7 @@ def dead_end() -> Layers:
 
 
 def trials_of(seen: "list[tuple[JointLaw, Beams, int]]", forest: Forest, layers: Layers) -> tuple[Trial, ...]:
-    """Return every draft of each layer that was judged, and every pair that was drawn in place of one."""
+    """Return all drafts of the judged layers, and all pairs that were drawn in their place."""
     trials: list[Trial] = []
     for number, (law, live, looked) in enumerate(seen[: layers.size]):
         trials += _trials_of_layer(law, live, looked, forest, layers, number)
@@ -800,7 +783,7 @@ def _odds_by_pair(law: JointLaw) -> dict[int, float]:
 
 
 def _draft_odds(forest: Forest, number: int, truncation: Truncation) -> tuple[dict[int, float], dict[int, int], int]:
-    """Return the draft odds of pairs of a layer, as far as they are known; which row each parent is; and the vocabulary."""
+    """Return the known draft odds of a layer's pairs, the row of each parent, and the size of the vocabulary."""
     if number >= forest.siblings.size:
         return {}, {}, 0
     group = forest.siblings.group(number)
@@ -808,6 +791,6 @@ def _draft_odds(forest: Forest, number: int, truncation: Truncation) -> tuple[di
     if group.kinds[0] != SHARED:
         named = group.law_pairs if len(group.law_pairs) else np.arange(len(group.law_odds))
         return dict(zip(named.tolist(), group.law_odds.tolist(), strict=True)), row_of, group.vocab
-    if number >= len(forest.fronts.row_ends):
+    if number >= len(forest.frontier_rows.row_ends):
         return {}, row_of, group.vocab
-    return _odds_by_pair(draft_law(forest.fronts, number, truncation)), row_of, group.vocab
+    return _odds_by_pair(draft_law(forest.frontier_rows, number, truncation)), row_of, group.vocab

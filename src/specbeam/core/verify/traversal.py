@@ -1,4 +1,4 @@
-"""VERIFY: from the leaves to the root. A node is judged when everything below it has failed."""
+"""VERIFY: from the leaves to the root. A node is judged after all nodes below it were refused."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -8,7 +8,6 @@ import torch
 from jaxtyping import Float
 
 from specbeam.core.beams import Beams, Finished, Layers, Stop
-from specbeam.core.control.width import FixedWidths
 from specbeam.core.dice import flip, pick
 from specbeam.core.forest import Forest, GroupsUnder, Siblings, TurnRows, groups_by_node, start_of
 from specbeam.core.laws.evidence import Evidence, gathers, note_worth
@@ -22,7 +21,7 @@ from specbeam.core.steps import Array, borrowed, open_step, step
 from specbeam.core.verify.trials import NOTHING, Drafts, law_on_trial
 from specbeam.core.verify.turns import verify_turn
 from specbeam.core.verify.walk import (
-    ONE_SEQUENCE,
+    TokenPath,
     WalkInputs,
     check_has_laws,
     checked,
@@ -40,7 +39,7 @@ from specbeam.core.verify.walk import (
 
 @borrowed
 class ClimbSpec(NamedTuple):
-    """How tokens are taken on the way up."""
+    """The numbers of a rule that judges a tree from its leaves."""
 
     greedy: bool
     truncation: Truncation
@@ -48,20 +47,20 @@ class ClimbSpec(NamedTuple):
 
 
 class Path(NamedTuple):
-    """The path from the root down to the newest node on trial; lists with an entry for each of its nodes.
+    """The path from the root to the newest node on trial, as lists with an entry per node.
 
-    What changes it is an open step: lists do not pass between Python and compiled steps.
+    Only open steps change it, because lists do not pass between Python and compiled steps.
     """
 
     nodes: Any  # int: forest node; -1 for a draft that ends its text and has none
     draws: Any  # int: which draw it was; -1 for the root
-    odds: Any  # float: of accepting the path up to it, given what has failed
+    odds: Any  # float: of accepting the path up to it, given the drafts that have failed
     groups: Any  # int: the group of drafts on trial under it; -1 if none is left
     failed: Any  # int: number of draws of that group that have failed
-    owed: Any  # float64[n]: the law of the next token, given what has failed; empty until drafts are tried
-    names: Any  # int64[n]: the tokens that `owed` is of; of no tokens: the whole vocabulary
-    own: Any  # float64[...]: what is left of the law of the group on trial
-    on_wanted: Any  # float64[n]: the same where `owed` stands
+    owed: Any  # float64[n]: the law of the next token, given the drafts that have failed; empty until drafts are tried
+    tokens: Any  # int64[n]: the tokens of `owed`; empty: the whole vocabulary
+    own: Any  # float64[...]: the law of the group on trial, without its failed draws
+    on_wanted: Any  # float64[n]: the same on the tokens of `owed`
 
 
 @open_step
@@ -82,7 +81,7 @@ def push(path: Path, node: int, draw: int, odds: float, group: int) -> None:
     path.groups.append(group)
     path.failed.append(0)
     path.owed.append(no_odds)
-    path.names.append(np.empty(0, dtype=np.int64))
+    path.tokens.append(np.empty(0, dtype=np.int64))
     path.own.append(no_odds)
     path.on_wanted.append(no_odds)
 
@@ -96,14 +95,14 @@ def pop(path: Path) -> None:
     path.groups.pop()
     path.failed.pop()
     path.owed.pop()
-    path.names.pop()
+    path.tokens.pop()
     path.own.pop()
     path.on_wanted.pop()
 
 
 @open_step
 def owe(path: Path, rows: Any, spec: ClimbSpec) -> int:
-    """Look up the law after the newest node, unless it is known. Returns SOUND, or DEAD or BROKEN if there is none."""
+    """Compute the law after the newest node, unless it is known. Returns SOUND, or DEAD or BROKEN if there is none."""
     top = len(path.nodes) - 1
     if len(path.owed[top]) > 0:
         return SOUND
@@ -112,15 +111,15 @@ def owe(path: Path, rows: Any, spec: ClimbSpec) -> int:
     if condition == SOUND:
         law = greedy_law(row) if spec.greedy else law_at_row(rows, row, spec.truncation)
         path.owed[top] = exponentials(law.logp)
-        path.names[top] = law.tokens
+        path.tokens[top] = law.tokens
     return condition
 
 
 @open_step
 def drafts_at(path: Path, groups: Siblings) -> Drafts:
-    """Return the group on trial under the newest node, with what is left of its law."""
+    """Return the group on trial under the newest node, with its law without the failed draws."""
     top = len(path.nodes) - 1
-    drafts = drafts_under(groups, path.groups[top], RowLaw(path.names[top], path.owed[top], 0))
+    drafts = drafts_under(groups, path.groups[top], RowLaw(path.tokens[top], path.owed[top], 0))
     if path.failed[top] == 0:
         path.own[top] = drafts.own
         path.on_wanted[top] = drafts.on_wanted
@@ -138,10 +137,10 @@ def candidate_of(path: Path, drafts: Drafts) -> Array:
 
 @open_step
 def share_of(path: Path, drafts: Drafts, candidate: Array) -> float:
-    """Return the odds of accepting the path that goes on by the draw on trial: what its parent can still give it."""
+    """Return the odds of accepting the path to the draw on trial, given the odds and the owed law of its parent."""
     top = len(path.nodes) - 1
     place = drafts.places[path.failed[top]]
-    if place < 0:  # a token that the target cannot say
+    if place < 0:  # the target's law lacks the token
         return 0.0
     wanted = path.odds[top] * path.owed[top][place]
     return 1.0 if wanted >= candidate[place] else wanted / candidate[place]
@@ -149,7 +148,7 @@ def share_of(path: Path, drafts: Drafts, candidate: Array) -> float:
 
 @open_step
 def drop(path: Path, groups: Siblings, under: GroupsUnder) -> None:
-    """Take the law of the draw on trial, which has failed, off what the newest node still owes."""
+    """Subtract the law of the draw on trial, which has failed, from the law that the newest node owes."""
     top = len(path.nodes) - 1
     drafts = drafts_at(path, groups)
     missing = np.maximum(path.odds[top] * path.owed[top] - candidate_of(path, drafts), 0.0)
@@ -174,7 +173,7 @@ def drop(path: Path, groups: Siblings, under: GroupsUnder) -> None:
 def descend(
     path: Path, rows: Any, groups: Siblings, under: GroupsUnder, spec: ClimbSpec, evidence: Evidence, is_audited: bool
 ) -> int:
-    """Follow the first drafts that have not failed down to a leaf. Returns SOUND, or DEAD or BROKEN if a law is none."""
+    """Follow the first drafts that have not failed to a leaf. Returns SOUND, or DEAD or BROKEN if a node has no law."""
     top = len(path.nodes) - 1
     while path.nodes[top] >= 0 and path.groups[top] >= 0:
         condition = owe(path, rows, spec)
@@ -195,20 +194,20 @@ def descend(
 @step
 def climb(
     rows: Any, forest: Forest, live: Beams, spec: ClimbSpec, widths: Any, length: int, finished: Any,
-    dice: Any, evidence: Evidence, eye: Any,
+    dice: Any, evidence: Evidence, observer: Any,
 ) -> tuple[Layers, int]:  # fmt: skip
-    """Follow the first drafts down to a leaf and accept the whole path with its odds; if not, drop the leaf, and go on.
+    """Follow the first drafts to a leaf and accept the whole path with its odds; if refused, drop the leaf, and repeat.
 
-    A child's odds are what its parent can still give it. Dropping a leaf takes its law off what its parent still owes.
+    The odds of a child follow from those of its parent; dropping a leaf subtracts its law from the law that its parent owes.
 
-    Arguments and results as in `walk.walk_down`, but that `evidence` is of what each candidate of the first path is worth.
+    Arguments and results as in `walk.walk_down`, but `evidence` is of the trials of the first path only.
     """
     groups = forest.siblings
     under = groups_by_node(groups, len(forest.tokens))
     path = path_from(0, under.first[0])
-    # Only the trials of the first path can be audited. If trees grow by what was drawn, the nodes under one draft say where
-    # the other drafts are. So after a leaf was seen, the next candidate has its law on average over trees, not given this
-    # one.
+    # Only the trials of the first path can be audited. If the shape of a tree depends on its draws, the nodes under one
+    # draft are evidence of the other drafts: after a leaf was seen, the next candidate has its law on average over trees,
+    # not given this tree.
     is_audited = True
     while True:
         condition = descend(path, rows, groups, under, spec, evidence, is_audited)
@@ -226,7 +225,8 @@ def climb(
     for place in range(count):
         tokens[place] = groups.tokens[path.draws[place + 1]]
         found[place] = path.nodes[place + 1]
-    going = emit_path(walk, rows, live, spec, length, tokens, found, np.ones(count, dtype=np.bool_), evidence, eye)
+    accepted = TokenPath(tokens, found, np.ones(count, dtype=np.bool_))
+    going = emit_path(walk, rows, live, spec, length, accepted, evidence, observer)
     last = path.nodes[count]
     if not going or last < 0:
         return emitted_layers(walk), SOUND
@@ -234,9 +234,10 @@ def climb(
     if condition != SOUND:
         return emitted_layers(walk), condition
     place = pick(dice, path.owed[count])
-    token = path.names[count][place] if len(path.names[count]) > 0 else place
+    token = path.tokens[count][place] if len(path.tokens[count]) > 0 else place
     ends = (spec.stop.eos == token).any() and is_drafted(groups, under, last, token)
-    emit_path(walk, rows, live, spec, length, np.full(1, token), np.full(1, -1), np.full(1, ends), evidence, eye)
+    drawn = TokenPath(np.full(1, token), np.full(1, -1), np.full(1, ends))
+    emit_path(walk, rows, live, spec, length, drawn, evidence, observer)
     return emitted_layers(walk), SOUND
 
 
@@ -244,18 +245,18 @@ def climb(
 @step
 def verify_climb(
     rows: TurnRows, forest: Forest, live: Beams, rule: ClimbSpec, widths: Any, length: int, finished: Finished, dice: Any,
-    evidence: Evidence, eye: Any,
+    evidence: Evidence, observer: Any,
 ) -> tuple[Layers, int]:  # fmt: skip
-    """Judge a tree from its leaves; see `verify_turn`. All rows are fresh: one sequence knows none from before."""
-    return climb(rows.fresh, forest, live, rule, widths, length, finished, dice, evidence, eye)
+    """Judge a tree from its leaves; see `verify_turn`. All rows are of this turn's pass."""
+    return climb(rows.fresh, forest, live, rule, widths, length, finished, dice, evidence, observer)
 
 
 @dataclass(frozen=True)
 class TraversalRule:
-    """Follow the first drafts down to a leaf and accept the whole path with its odds; if not, drop the leaf, update what
-    its parent still owes, and try what is left. On a chain this is block verification.
+    """Follow the first drafts to a leaf and accept the whole path with its odds; if refused, drop the leaf and repeat.
 
-    On chains it accepts at least as many tokens on average as `PathRule`; on trees it was never found to accept fewer.
+    On a chain this is block verification, and accepts at least as many tokens on average as `PathRule`; on trees it was
+    never found to accept fewer.
 
     Law: exact: the target's. Source: traversal verification (arXiv 2505.12398); block verification (2403.10444).
     """
@@ -265,19 +266,15 @@ class TraversalRule:
     tries: ClassVar[bool] = True
 
     def ignores_drafts(self, session: Session) -> bool:
-        """Return whether texts do not depend on which drafts there are: at temperature 0, where nothing is drawn."""
+        """Return whether texts are independent of the drafts: at temperature 0, where nothing is drawn."""
         return session.warp.greedy
 
     def spec(self, session: Session) -> ClimbSpec:
-        """Return how tokens are taken for a session."""
+        """Return the numbers by which steps judge the trees of a session."""
         return ClimbSpec(session.warp.greedy, session.warp.cut, session.limits.stop)
 
-    def widths(self, session: Session) -> FixedWidths:
-        """Return that one sequence is decoded."""
-        return ONE_SEQUENCE
-
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
-        """Return what lives on."""
+        """Return the verdict on a tree. Raises `LostLaw` if the law of a draft is unknown."""
         check_has_laws(forest, "TraversalRule")
         inputs = WalkInputs.of(session, forest, scored)
         layers, condition = inputs.take_turn(climb, session, forest, self.spec(session))

@@ -1,7 +1,7 @@
-"""VERIFY: the kernel. Try draft draws, in order, against the law that is still wanted.
+"""VERIFY: try draft draws, in order, against the law of the tokens that are still wanted.
 
-One lemma serves everything: a candidate of law q is accepted with odds min(1, r / q); after a refusal the missing mass is
-norm((r - q)^+). Whatever is emitted in the end has law r (docs/exactness.md).
+One lemma serves all rules: a candidate of law q is accepted with odds min(1, r / q); after a refusal the wanted law is
+norm((r - q)^+). Then the emitted token has law r (docs/exactness.md).
 """
 
 from typing import Any, NamedTuple
@@ -17,9 +17,9 @@ NOTHING = 1e-12  # missing mass below this is rounding
 
 @step
 def residual(wanted: Array, drafted: Array) -> Array:
-    """Return norm((wanted - drafted)^+): the law of what is still missing after a draw from `drafted` was refused.
+    """Return norm((wanted - drafted)^+): the wanted law after a draw from `drafted` was refused.
 
-    If nothing is missing, both are equal up to rounding and the refusal had odds of about 0: then it is `wanted` itself.
+    If both laws are equal up to rounding, the refusal had odds of about 0, and the result is `wanted` itself.
     """
     missing = np.maximum(wanted - drafted, 0.0)
     total = missing.sum()
@@ -29,12 +29,12 @@ def residual(wanted: Array, drafted: Array) -> Array:
 class Drafts(NamedTuple):
     """Draft draws on trial against a law over n tokens or pairs, and the law that they were drawn from."""
 
-    places: Array  # int64[draws]: where each stands in the wanted law; -1 where this cannot contain it
-    own_places: Array  # int64[draws]: where each stands in its own law
-    own: Array  # float64[...]: the own law, whole; struck out where draws are distinct
-    on_wanted: Array  # float64[n]: the own law where the wanted one stands; may sum to less than 1; struck out likewise
+    places: Array  # int64[draws]: index of each in the wanted law; -1: the wanted law lacks it
+    own_places: Array  # int64[draws]: index of each in its own law
+    own: Array  # float64[...]: the own law, without earlier draws if draws are distinct
+    on_wanted: Array  # float64[n]: the own law at the indices of the wanted law; may sum to less than 1
     distinct: bool
-    chosen: bool  # not drawn: each stands for all the mass of its law
+    chosen: bool  # not drawn: all the mass of the own law is on the draft
 
 
 @step
@@ -50,7 +50,7 @@ def law_on_trial(drafts: Drafts, place: int, mass: float, size: int) -> Array:
 
 @step
 def refuse(rest: Array, drafts: Drafts, place: int, mass: float) -> None:
-    """Take the law of a refused candidate off the law that is still wanted, and normalise it: `residual`, in place."""
+    """Replace the wanted law `rest` by its `residual` after a refused candidate, in place."""
     if drafts.chosen:
         if place < 0 or rest.sum() - rest[place] <= NOTHING:
             return
@@ -71,9 +71,9 @@ def refuse(rest: Array, drafts: Drafts, place: int, mass: float) -> None:
 
 @step
 def try_drafts(rest: Array, drafts: Drafts, start: int, dice: Any, evidence: Evidence) -> int:
-    """Try the draws from `start` on until one is accepted. Returns which one, or the number of draws if none is.
+    """Try the draws from `start` on until one is accepted. Returns its index, or the number of draws if none is accepted.
 
-    `rest`, float64[n], the law that is still wanted, becomes the residual of the refusals.
+    `rest`, float64[n], the wanted law, becomes the residual of the refusals.
     """
     places = drafts.places
     struck = drafts.distinct and not drafts.chosen
@@ -87,8 +87,8 @@ def try_drafts(rest: Array, drafts: Drafts, start: int, dice: Any, evidence: Evi
                 # A draw whose odds were rounded away to 0 is judged as if they were tiny.
                 likely = drafts.on_wanted[place] / mass
                 odds = odds / likely if likely > 0 else 1.0
-            # Odds of 0 take a number of the dice as well: whether a residual is 0 or 1e-17 is a matter of rounding, and
-            # must not move all later numbers.
+            # Odds of 0 consume a number of the dice, too: whether a residual is 0 or 1e-17 is a matter of rounding, and must
+            # not shift all later numbers.
             accepted = flip(dice, min(1.0, odds))
         if gathers(evidence):
             note_trial(evidence, rest, law_on_trial(drafts, place, mass, len(rest)), accepted)
@@ -105,7 +105,7 @@ def try_drafts(rest: Array, drafts: Drafts, start: int, dice: Any, evidence: Evi
 
 @step
 def without(law: Array, place: int) -> Array:
-    """Return a law after `place` was drawn from it for good."""
+    """Return a law without the probability at `place`, normalised."""
     left = law.copy()
     left[place] = 0.0
     total = left.sum()
@@ -116,13 +116,13 @@ def without(law: Array, place: int) -> Array:
 def take_draws(
     wanted: Array, drafts: Drafts, count: int, again: bool, dice: Any, evidence: Evidence
 ) -> tuple[Array, int]:
-    """Return the places of `count` draws from the law `wanted`, int64[draws], and how many draft draws were looked at.
+    """Return the places of `count` draws from the law `wanted`, int64[draws], and how many draft draws were tried.
 
-    Draft draws are used where possible, and looked at only as far as needed.
+    Draft draws are tried until there are enough.
 
     Args:
         wanted: float64[n], sums to 1.
-        again: independent draws; otherwise each is struck out once drawn, and there are fewer if few have odds.
+        again: whether draws are independent; otherwise without replacement, and fewer if few have positive odds.
 
     Law: `count` independent draws from `wanted`, or successive draws without replacement, whatever the drafts.
     Source: speculative sampling (arXiv 2211.17192) for one candidate and one draw; SpecInfer (2305.09781) and RSD

@@ -1,4 +1,4 @@
-"""VERIFY: the verb by which compiled turns are decided. A rule whose spec has a step `verify_turn` takes part in runs."""
+"""VERIFY: the verb by which compiled turns are decided. A rule whose spec has a step `verify_turn` runs compiled."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from specbeam.core.steps import verb
 @verb(3, has_body=False)
 def verify_turn(  # type: ignore[empty-body]
     rows: Any, forest: Forest, live: Beams, rule: Any, widths: Any, length: int, finished: Finished, dice: Any,
-    evidence: Evidence, eye: Any,
+    evidence: Evidence, observer: Any,
 ) -> tuple[Layers, int]:  # fmt: skip
     """Return the layers that a turn decides, and SOUND; or DEAD or BROKEN if the target had no law to draw from.
 
@@ -25,11 +25,11 @@ def verify_turn(  # type: ignore[empty-body]
         finished: scores of the beams that ended; those that end here are added.
         dice: the uniforms of the session.
         evidence: trials and first draws are noted in it, for audits.
-        eye: looks at each layer in Python; None: nothing does.
+        observer: an object that sees each layer in Python; None: there is none.
     """
 
 
 @verb(0)
 def ends_between_layers(rule: Any) -> bool:
-    """Return whether a beam may end that makes no layer, so that only Python sees its text."""
+    """Return whether beams may end without being in a layer, so that only Python sees their texts."""
     return False

@@ -30,7 +30,7 @@ from specbeam.core.laws.evidence import Evidence, gathers, no_evidence, note_dra
 from specbeam.core.laws.named import EXACT
 from specbeam.core.laws.ranking import Truncation, best_pairs, cuts, rank_pairs
 from specbeam.core.laws.reduce import BROKEN, DEAD, SOUND, exponentials, log_norm
-from specbeam.core.laws.rows import RowLaw, best_token, odds_on, place_in, row_law
+from specbeam.core.laws.rows import RowLaw, best_token, odds_on, place_in, row_law, token_at
 from specbeam.core.laws.warp import Rows, check_condition, on_host, processed_rows, row_laws
 from specbeam.core.noise import child_key
 from specbeam.core.records import Verdict
@@ -45,7 +45,7 @@ ONE_SEQUENCE = FixedWidths(1)
 
 @borrowed
 class WalkSpec(NamedTuple):
-    """How tokens are taken on the way down."""
+    """The numbers of a rule that walks down a tree."""
 
     way: int  # TRY: drafts are tried against their laws; MATCH: tokens are drawn, by noise or by dice, and looked up
     greedy: bool
@@ -54,7 +54,7 @@ class WalkSpec(NamedTuple):
 
 
 class Emitted(NamedTuple):
-    """What a walk has emitted so far: where it stands, and the layers, of one token each."""
+    """The layers that a walk has emitted so far, of one token each, and the node where it stands."""
 
     layers: Layers
     state: Array  # int64[2]: number of layers, node where the walk stands (-1: it left the tree)
@@ -105,20 +105,20 @@ def is_array_whole(rows: Array, truncation: Truncation) -> bool:
 
 
 @verb(0)
-def look_at_token(eye: Any, node: int, token: int) -> bool:
-    """Return whether Python, which sees each emitted token and its node, finds a stop string; False if `eye` is None."""
-    return bool(eye.look(node, token))
+def look_at_token(observer: Any, node: int, token: int) -> bool:
+    """Return whether an observer in Python finds a stop string after this token; False if `observer` is None."""
+    return bool(observer.look(node, token))
 
 
 @look_at_token.of(NoneType)
-def look_at_no_token(eye: None, node: int, token: int) -> bool:
-    """Return False: Python does not look at tokens."""
+def look_at_no_token(observer: None, node: int, token: int) -> bool:
+    """Return False: there is no observer."""
     return False
 
 
 @step
 def start_walk(steps: int) -> Emitted:
-    """Return a walk that stands at the root, with room for `steps` tokens."""
+    """Return a walk that stands at the root, with capacity for `steps` tokens."""
     return Emitted(no_layers(steps, steps), np.zeros(2, dtype=np.int64))
 
 
@@ -154,7 +154,7 @@ def emit(walk: Emitted, live: Beams, logp: float, token: int, node: int, ended: 
 
 @step
 def norm_of(row: Array) -> float:
-    """Return the logsumexp of a row; -inf where all of it is -inf, NaN where it holds NaN or +inf."""
+    """Return the logsumexp of a row; -inf if the whole row is -inf, NaN if it holds NaN or +inf."""
     return log_norm(row.reshape(1, len(row)))[0]
 
 
@@ -166,34 +166,34 @@ def condition_of_norm(norm: float) -> int:
     return SOUND if norm > -np.inf else DEAD
 
 
+class TokenPath(NamedTuple):
+    """Tokens to emit, one after the other."""
+
+    tokens: Array  # int64[n]
+    nodes: Array  # int64[n]: their forest nodes; -1: none
+    drafted: Array  # bool[n]: whether drafts supplied them
+
+
 @open_step
 def emit_path(
-    walk: Emitted,
-    rows: Any,
-    live: Beams,
-    spec: Any,
-    length: int,
-    tokens: Array,
-    nodes: Array,
-    drafted: Array,
-    evidence: Evidence,
-    eye: Any,
+    walk: Emitted, rows: Any, live: Beams, spec: Any, length: int, path: TokenPath, evidence: Evidence, observer: Any
 ) -> bool:
-    """Emit these tokens, one after the other, until the text ends. Returns whether it may go on.
+    """Emit these tokens, one after the other, until the text ends. Returns False if it ended.
 
     Args:
-        spec: has the `truncation` that makes laws, and says where texts `stop`.
-        tokens: int64[n]; nodes: int64[n], their forest nodes or -1; drafted: bool[n], whether drafts supplied them.
+        spec: a record with fields `truncation` and `stop`.
+        length: number of tokens before the walk.
         evidence: the tokens are noted in it, for audits.
     """
-    for place in range(len(tokens)):
+    for place in range(len(path.tokens)):
+        token = path.tokens[place]
         here = walk.state[NODE]
         row = row_at(rows, here)
         if gathers(evidence):
-            note_token(evidence, law_at_row(rows, row, spec.truncation), tokens[place])
-        ended = is_end(tokens[place], spec.stop.eos) or look_at_token(eye, here, tokens[place])
-        logp = np.float64(row[tokens[place]]) - norm_of(row)
-        emit(walk, live, logp, tokens[place], nodes[place], ended, drafted[place])
+            note_token(evidence, law_at_row(rows, row, spec.truncation), token)
+        ended = is_end(token, spec.stop.eos) or look_at_token(observer, here, token)
+        logp = np.float64(row[token]) - norm_of(row)
+        emit(walk, live, logp, token, path.nodes[place], ended, path.drafted[place])
         if ended or length + walk.state[COUNT] >= spec.stop.most:
             return False
     return True
@@ -251,7 +251,7 @@ def try_groups(
 
 @step
 def is_drafted(groups: Siblings, under: GroupsUnder, node: int, token: int) -> bool:
-    """Return whether a token was drafted under a node, be it as an end token without a node."""
+    """Return whether a token was drafted under a node; end tokens are drafted without a node."""
     group = under.first[node]
     while group >= 0:
         for draw in range(start_of(groups.draw_ends, group), groups.draw_ends[group]):
@@ -276,13 +276,13 @@ def draw_by_noise(rows: Any, row: Array, key: Array, truncation: Truncation) -> 
 
 @open_step
 def drawn_token(walk: Emitted, rows: Any, row: Array, live: Beams, spec: WalkSpec, dice: Any) -> int:
-    """Return the target's own token where the walk stands: the best at temperature 0, else a draw by noise or by dice."""
+    """Return the target's token after the node where the walk stands: the best at temperature 0, else a draw."""
     if spec.greedy:
         return best_token(row)
     if spec.way == MATCH_BY_DICE:
         law = law_at_row(rows, row, spec.truncation)
         place = pick(dice, exponentials(law.logp))
-        return law.tokens[place] if len(law.tokens) > 0 else place
+        return token_at(law, place)
     number = walk.state[COUNT]
     key = live.keys[0] if number == 0 else walk.layers.beams.keys[number - 1]
     return draw_by_noise(rows, row, key, spec.truncation)
@@ -291,7 +291,7 @@ def drawn_token(walk: Emitted, rows: Any, row: Array, live: Beams, spec: WalkSpe
 @step
 def walk_down(
     rows: Any, forest: Forest, live: Beams, spec: WalkSpec, widths: Any, length: int, finished: Any, dice: Any,
-    evidence: Evidence, eye: Any,
+    evidence: Evidence, observer: Any,
 ) -> tuple[Layers, int]:  # fmt: skip
     """Walk down from the root until the text leaves the tree or ends.
 
@@ -302,10 +302,10 @@ def walk_down(
     Args:
         rows: logits of all forest nodes, or an object that processes rows in Python; see `row_at`.
         live: the one live beam between two turns, which is the root.
-        widths, finished: of rules for beams; not looked at.
+        widths, finished: for rules that judge beams; ignored here.
         length: number of tokens before the first.
         evidence: trials and tokens are noted in it, for audits.
-        eye: looks at each token, see `look_at_token`.
+        observer: see `look_at_token`.
     """
     groups = forest.siblings
     under = groups_by_node(groups, len(forest.tokens))
@@ -328,13 +328,13 @@ def walk_down(
                 child = groups.nodes[draw]
             else:
                 place = pick(dice, rest)
-                token = law.tokens[place] if len(law.tokens) > 0 else place
+                token = token_at(law, place)
         else:
             token = drawn_token(walk, rows, row, live, spec, dice)
             child = find_child(forest.tokens, forest.parents, node, token)
         if gathers(evidence):
             note_token(evidence, law_at_row(rows, row, spec.truncation), token)
-        ended = is_end(token, spec.stop.eos) or look_at_token(eye, node, token)
+        ended = is_end(token, spec.stop.eos) or look_at_token(observer, node, token)
         drafted = child >= 0 or (ended and is_drafted(groups, under, node, token))
         emit(walk, live, np.float64(row[token]) - norm, token, child, ended, drafted)
         going = child >= 0 and not ended and length + walk.state[COUNT] < spec.stop.most
@@ -345,15 +345,15 @@ def walk_down(
 @step
 def verify_walk(
     rows: TurnRows, forest: Forest, live: Beams, rule: WalkSpec, widths: Any, length: int, finished: Finished, dice: Any,
-    evidence: Evidence, eye: Any,
+    evidence: Evidence, observer: Any,
 ) -> tuple[Layers, int]:  # fmt: skip
-    """Walk down from the root; see `verify_turn`. All rows are fresh: one sequence knows none from before."""
-    return walk_down(rows.fresh, forest, live, rule, widths, length, finished, dice, evidence, eye)
+    """Walk down from the root; see `verify_turn`. All rows are of this turn's pass."""
+    return walk_down(rows.fresh, forest, live, rule, widths, length, finished, dice, evidence, observer)
 
 
 @dataclass(eq=False)
 class RowsInPython:
-    """Gives the rows of a turn where Python has to see them: for logits processors, and warpers of others."""
+    """The rows of a turn where Python has to see them, for logits processors and custom warpers."""
 
     session: Session
     forest: Forest
@@ -361,7 +361,7 @@ class RowsInPython:
 
     @property
     def is_whole(self) -> bool:
-        """Whether laws are on the whole vocabulary."""
+        """Whether laws are on the whole vocabulary: nothing is cut."""
         return not self.session.warp.others and not cuts(self.session.warp.cut)
 
     def at(self, node: int) -> Float[np.ndarray, " vocab"]:
@@ -378,26 +378,26 @@ class RowsInPython:
 
 
 @dataclass(eq=False)
-class TokenEye:
-    """Looks at the tokens of a walk, for stop strings."""
+class TokenObserver:
+    """An observer of the tokens of a walk, which looks for stop strings."""
 
     session: Session
     forest: Forest
 
     def look(self, node: int, token: int) -> bool:
-        """Return whether the text ends with a token after a node."""
+        """Return whether a token after a node completes a stop string."""
         before = self.session.new_tokens(self.forest, np.array([node]))[0].tolist()
         return self.session.limits.stopped_by([*before, int(token)]) is not None
 
 
 @dataclass(eq=False)
 class WalkInputs:
-    """What the steps of a walk take: compiled, or their source where Python has to see rows or to look at tokens."""
+    """The arguments of a walk's steps, which run as source if Python has to see rows or tokens, compiled otherwise."""
 
     rows: Any
     dice: Any
     evidence: Evidence
-    eye: TokenEye | None
+    observer: TokenObserver | None
 
     @classmethod
     def of(cls, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> "WalkInputs":
@@ -406,24 +406,24 @@ class WalkInputs:
         draws = len(forest.siblings.tokens)
         dice = session.dice.ready(2 * (draws + forest.size + 1))
         evidence = no_evidence(session.audited and not session.warp.greedy)
-        eye = None
+        observer = None
         if session.limits.stop_strings:
-            eye = TokenEye(session, forest)
+            observer = TokenObserver(session, forest)
         if session.warp.takes_raw_rows:
-            return cls(rows, dice, evidence, eye)
-        return cls(RowsInPython(session, forest, rows), dice, evidence, eye)
+            return cls(rows, dice, evidence, observer)
+        return cls(RowsInPython(session, forest, rows), dice, evidence, observer)
 
     def run(self, one: Callable[..., Any], *given: Any) -> Any:
         """Run a step, or its source."""
-        if self.eye is None and isinstance(self.rows, np.ndarray):
+        if self.observer is None and isinstance(self.rows, np.ndarray):
             return one(*given)
         return getattr(one, "py_func", one)(*given)
 
     def take_turn(self, walk: Callable[..., Any], session: Session, forest: Forest, spec: Any) -> tuple[Layers, int]:
-        """Return what `walk_down`, or another step of its kind, makes of a turn."""
+        """Return the layers and the condition of a turn by `walk_down`, or another step with its arguments."""
         given = (ONE_SEQUENCE, session.length, session.finished_with_room(1))
         found: tuple[Layers, int] = self.run(
-            walk, self.rows, forest, session.beams, spec, *given, self.dice, self.evidence, self.eye
+            walk, self.rows, forest, session.beams, spec, *given, self.dice, self.evidence, self.observer
         )
         return found
 
@@ -437,8 +437,9 @@ class WalkInputs:
     ) -> bool:
         """Emit tokens that a rule has chosen in Python; see `emit_path`."""
         spec = WalkSpec(MATCH_BY_DICE, session.warp.greedy, session.warp.cut, session.limits.stop)
-        path = (session.length, tokens, nodes, drafted)
-        return bool(self.run(emit_path, walk, self.rows, session.beams, spec, *path, self.evidence, self.eye))
+        path = TokenPath(tokens, nodes, drafted)
+        given = (walk, self.rows, session.beams, spec, session.length, path, self.evidence, self.observer)
+        return bool(self.run(emit_path, *given))
 
     def audit(self, session: Session) -> Audit | None:
         """Return the audit of the session's turn; None if it is not audited."""
@@ -448,7 +449,8 @@ class WalkInputs:
 def checked(layers: Layers, condition: int, session: Session, scored: Float[torch.Tensor, "nodes vocab"]) -> Layers:
     """Return the layers of a walk.
 
-    Raises `BrokenLaw`, and `DeadEnd` if the text has no way on. Tokens before a dead end stand, and the next turn meets it.
+    Raises `BrokenLaw`, and `DeadEnd` if every next token is banned. If tokens were emitted before, they are returned, and
+    the next turn raises.
     """
     if condition != SOUND and layers.size == 0:
         check_condition(condition, on_host(scored)[:1], session.warp)
@@ -456,7 +458,7 @@ def checked(layers: Layers, condition: int, session: Session, scored: Float[torc
 
 
 def walked(session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"], spec: WalkSpec) -> Verdict:
-    """Return the verdict of `walk_down`. Raises `BrokenLaw`, and `DeadEnd` if the text has no way on."""
+    """Return the verdict of `walk_down`. Raises `BrokenLaw` and `DeadEnd`, see `checked`."""
     inputs = WalkInputs.of(session, forest, scored)
     layers, condition = inputs.take_turn(walk_down, session, forest, spec)
     return Verdict(checked(layers, condition, session, scored), audit=inputs.audit(session))
@@ -465,30 +467,39 @@ def walked(session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes 
 def verdict_by_step(
     session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"], spec: Any, widths: Any = ONE_SEQUENCE
 ) -> Verdict:
-    """Return the verdict of the step that a spec has registered for `verify_turn`: the `verify` of a rule of one's own.
+    """Return the verdict of the step that a spec has registered for `verify_turn`, for the `verify` of a user's own rule.
 
-    Where Python has to see rows, all rows of the forest are processed first; where there are stop strings, the source of the
-    step is run. Raises `BrokenLaw`, and `DeadEnd` if the text has no way on.
+    If Python has to see rows, all rows of the forest are processed first; if there are stop strings, the source of the step
+    runs. Raises `BrokenLaw` and `DeadEnd`, see `checked`.
     """
     inputs = WalkInputs.of(session, forest, scored)
     rows = inputs.rows
     if not isinstance(rows, np.ndarray):
         rows = np.stack([rows.at(node) for node in range(forest.size)])
     one = verify_turn.step_of(type(spec))
-    if inputs.eye is not None:
+    if inputs.observer is not None:
         one = getattr(one, "py_func", one)
     finished = session.finished_with_room(2 * forest.size + widths.most)
     before = int(finished.held[0])
     turn = turn_rows(rows, forest.size, forest.known)
     layers, condition = one(
-        turn, forest, session.beams, spec, widths, session.length, finished, inputs.dice, inputs.evidence, inputs.eye
+        turn,
+        forest,
+        session.beams,
+        spec,
+        widths,
+        session.length,
+        finished,
+        inputs.dice,
+        inputs.evidence,
+        inputs.observer,
     )
     finished.held[0] = before  # the session adds them when it moves on
     return Verdict(checked(layers, condition, session, scored), audit=inputs.audit(session))
 
 
 def check_has_laws(forest: Forest, rule: str) -> None:
-    """Raise `LostLaw` if the law of a draft is not known."""
+    """Raise `LostLaw` if the law of a draft is unknown."""
     if not forest.siblings.have_laws:
         raise LostLaw(
             f"{rule} tries drafts against the law they were drawn from, but the law of these drafts is lost "
@@ -498,10 +509,10 @@ def check_has_laws(forest: Forest, rule: str) -> None:
 
 @dataclass(frozen=True)
 class PathRule:
-    """At each node try the drafts in order, each against its own law; go down into the accepted one, or leave the tree.
+    """At each node try the drafts in order, each against its own law; go down to the accepted one, or leave the tree.
 
-    One rule for speculative sampling (arXiv 2211.17192), SpecInfer (2305.09781), RSD (2402.14160), Sequoia (2402.12374),
-    SpecHub and greedy + 1 (2411.05289, 2502.18779): they differ in the laws of their drafts.
+    The rule of speculative sampling (arXiv 2211.17192), SpecInfer (2305.09781), RSD (2402.14160), Sequoia (2402.12374),
+    SpecHub and greedy + 1 (2411.05289, 2502.18779), which differ in the laws of their drafts.
 
     Law: exact: the target's.
     """
@@ -511,19 +522,15 @@ class PathRule:
     tries: ClassVar[bool] = True
 
     def ignores_drafts(self, session: Session) -> bool:
-        """Return whether texts do not depend on which drafts there are: at temperature 0, where nothing is drawn."""
+        """Return whether texts are independent of the drafts: at temperature 0, where nothing is drawn."""
         return session.warp.greedy
 
     def spec(self, session: Session) -> WalkSpec:
-        """Return how tokens are taken for a session."""
+        """Return the numbers by which steps judge the trees of a session."""
         return WalkSpec(TRY, session.warp.greedy, session.warp.cut, session.limits.stop)
 
-    def widths(self, session: Session) -> FixedWidths:
-        """Return that one sequence is decoded."""
-        return ONE_SEQUENCE
-
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
-        """Return what lives on."""
+        """Return the verdict on a tree. Raises `LostLaw` if the law of a draft is unknown."""
         check_has_laws(forest, "PathRule")
         return walked(session, forest, scored, self.spec(session))
 
@@ -532,11 +539,11 @@ class PathRule:
 class MatchRule:
     """Draw the next token from the target's law; go down if it is among the drafts, else leave the tree with it.
 
-    How the drafts were made does not matter, so this rule takes greedy, pruned, merged and retrieved trees.
+    The law of the drafts does not matter, so drafts may be greedy, pruned, merged or retrieved.
 
     Args:
-        coupling: "noise" draws by the noise of (seed, path, token): the text is that of plain sampling with the same
-            seed, whatever the drafts. "dice" draws by the session's dice.
+        coupling: "noise" draws by the noise of (seed, path, token): the text equals that of plain sampling with the same
+            seed. "dice" draws by the session's dice.
 
     Law: exact: the target's.
     """
@@ -546,18 +553,14 @@ class MatchRule:
     coupling: str = "noise"
 
     def ignores_drafts(self, session: Session) -> bool:
-        """Return whether texts do not depend on which drafts there are: by noise, or where nothing is drawn."""
+        """Return whether texts are independent of the drafts: if the noise draws, or nothing is drawn."""
         return self.coupling == "noise" or session.warp.greedy
 
     def spec(self, session: Session) -> WalkSpec:
-        """Return how tokens are taken for a session."""
+        """Return the numbers by which steps judge the trees of a session."""
         way = MATCH_BY_NOISE if self.coupling == "noise" else MATCH_BY_DICE
         return WalkSpec(way, session.warp.greedy, session.warp.cut, session.limits.stop)
 
-    def widths(self, session: Session) -> FixedWidths:
-        """Return that one sequence is decoded."""
-        return ONE_SEQUENCE
-
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
-        """Return what lives on."""
+        """Return the verdict on a tree."""
         return walked(session, forest, scored, self.spec(session))

@@ -516,7 +516,7 @@ def settle_head_cache(cache: HeadArrays, turn: SettledTurn, scored_nodes: Array,
 def settle_head(draft: HeadArrays, target: CacheArrays, turn: SettledTurn) -> None:
     """Settle a head with the target's hidden states of the nodes that the target scored; see `settle_draft`."""
     states = states_of(target, turn.scored, draft.model.features.reads_final)
-    settle_head_cache(draft, turn, turn.names[turn.scored], states)
+    settle_head_cache(draft, turn, turn.node_map[turn.scored], states)
 
 
 @rewind.of(HeadArrays)

@@ -84,7 +84,7 @@ class JointBeams:
     def grow(self, tree: GrowingTree, layer: int, laws: list[RowLaw]) -> None:
         beams: RankedBeams = tree.memory.get("beams") or RankedBeams.start(tree)
         logq = np.stack([law.spread().logp for law in laws])
-        scores = beams.extended_scores(tree.front, logq).ravel()
+        scores = beams.extended_scores(tree.frontier, logq).ravel()
         is_drawn = self.mode == "sample" and not tree.session.warp.greedy
         if is_drawn:
             weights = np.repeat(beams.counts, logq.shape[1])
@@ -100,7 +100,7 @@ class JointBeams:
         nodes[goes_on] = new
         ended = had_ended | np.isin(tokens, tree.session.limits.eos)
         tree.memory["beams"] = RankedBeams(nodes, scores[chosen], ended, counts)
-        tree.front = new if not ended.all() else new[:0]
+        tree.frontier = new if not ended.all() else new[:0]
 
     def finish(self, tree: GrowingTree) -> None:
         """Choose what is passed on: the paths of the best beams, or all but the ended beams that lost their place."""
