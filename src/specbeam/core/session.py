@@ -55,7 +55,7 @@ class Controller(Protocol):
     """PLAN: the depth and width of the next draft.
 
     Optional members:
-        more(session, tree) -> bool: whether a draft goes on after a layer (control/confidence.py).
+        more(session, tree) -> bool: whether a draft goes on after a layer (control/stopping.py).
         needs: Needs: the parts of the target's rows that it reads in `turn.scored`.
         numbers(session): a record whose kind has the steps of control/planning.py. With it, many turns are one compiled run.
         enter(session, beside) -> bool: called before the first turn of a session, with the number of sessions that decode

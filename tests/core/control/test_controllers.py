@@ -11,7 +11,7 @@ from specbeam.core.control.best_tree import depth_of_tree, fastest_tree, layers_
 from specbeam.core.control.confidence import SureDraft, TrackedThreshold
 from specbeam.core.control.cost import CostCurve, PassTimes
 from specbeam.core.control.size import SizeByLatency, best_size
-from specbeam.core.control.survival import Survival
+from specbeam.core.control.survival import COST, TOKENS, Survival, odds_of_score
 from specbeam.core.control.thompson import ACCEPTED, REFUSED, SCORE_ERROR, Thompson, best_length, calibrated_odds
 from specbeam.core.draft.children import Best, BestAndOne, Distinct, Independent
 from specbeam.core.draft.lookup import retrieved
@@ -177,11 +177,11 @@ def test_survival_counts_what_it_spent():
     for confidence in (0.95, 0.85, 0.35):
         controller.more(session, 1, confidence)
     controller.settle(session, told(accepted=1, drafted=3))
-    seen = session.state[controller]
-    assert (seen.tokens, seen.cost) == (3.0, pytest.approx(2.6))
-    assert seen.numbers.tries.tolist() == [4, 4, 4, 4, 4, 4, 4, 4, 5, 5]  # what was not reached is not counted
-    assert seen.accepted_at(0.95) == pytest.approx((0.95 * 4 + 1) / 5)
-    assert seen.accepted_at(0.85) == pytest.approx(0.85 * 4 / 5)
+    seen = controller.stops(session, 0)
+    assert (seen.learnt[TOKENS], seen.learnt[COST]) == (3.0, pytest.approx(2.6))
+    assert seen.tries.tolist() == [4, 4, 4, 4, 4, 4, 4, 4, 5, 5]  # what was not reached is not counted
+    assert odds_of_score(seen, 0.95) == pytest.approx((0.95 * 4 + 1) / 5)
+    assert odds_of_score(seen, 0.85) == pytest.approx(0.85 * 4 / 5)
 
 
 def test_a_tracked_threshold_is_not_lowered_by_a_draft_of_full_length():
