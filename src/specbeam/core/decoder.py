@@ -181,11 +181,11 @@ class Decoder:
 
     def _let_in(self) -> None:
         """Move waiting sessions to the free places."""
-        beside = min(len(self.waiting) + len(self.filling) + len(self.live), self.at_once)
+        batch_size = min(len(self.waiting) + len(self.filling) + len(self.live), self.at_once)
         while self.waiting and len(self.filling) + len(self.live) < self.at_once:
             session = self.waiting.popleft()
             enter = getattr(session.parts.controller, "enter", None)
-            if enter is not None and not enter(session, beside):
+            if enter is not None and not enter(session, batch_size):
                 session.parts = replace(session.parts, drafter=NoDraft())
                 session.keeps_nodes = False
             self.filling.append(session)

@@ -196,7 +196,7 @@ class Run:
     @classmethod
     def of(cls, target: LM, session: Session, most_turns: int) -> "Run | None":
         """Return a run of at most `most_turns` turns; None if the session cannot be decoded in runs."""
-        session.beside = 1
+        session.batch_size = 1
         paused: PausedRun | None = session.state.pop(PausedRun, None)
         if paused is not None and paused.fits(session, most_turns):
             return paused.run_of(session)

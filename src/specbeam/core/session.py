@@ -58,7 +58,7 @@ class Controller(Protocol):
         more(session, tree) -> bool: whether a draft goes on after a layer (control/stopping.py).
         needs: Needs: the parts of the target's rows that it reads in `turn.scored`.
         numbers(session): a record whose kind has the steps of control/planning.py. With it, many turns are one compiled run.
-        enter(session, beside) -> bool: called before the first turn of a session, with the number of sessions that decode
+        enter(session, batch_size) -> bool: called before the first turn of a session, with the number of sessions that decode
             together; whether it drafts at all. If not, its drafter is replaced by one that drafts nothing.
         remember(session): called when a session is over (control/needs.py).
     """
@@ -200,7 +200,7 @@ class Counters:
     widths: list[int] = field(default_factory=list)
     peak_kv_tokens: int = 0
     rows: RowCounts = field(default_factory=RowCounts)
-    # of the steps that it took part in, by equal shares with the sessions beside it; NaN if code was compiled meanwhile
+    # of the steps that it took part in, by equal shares with the other sessions of the batch; NaN if code was compiled
     seconds: float = 0.0
     began: float = field(default_factory=time.perf_counter)
 
@@ -270,7 +270,7 @@ class Session:
         self.finished = Finished(np.zeros(0), np.zeros(1, dtype=np.int64))  # the normalised scores of those
         self.failure: SpecbeamError | None = None
         self.state: dict[Hashable, Any] = {}
-        self.beside = 1  # number of sessions in the current pass, itself included; set by the loop
+        self.batch_size = 1  # number of sessions in the current pass, itself included; set by the loop
         self.shape = Shape(0, 0)  # planned for the current turn; set by the loop
         self.context: Mapping[Any, Any] = {}
         self.read: list[int] = []

@@ -43,8 +43,8 @@ def turns(target: LM, live: list[Session]) -> Turns:
     return done
 
 
-def _planned(session: Session, beside: int) -> Shape:
-    session.beside = beside
+def _planned(session: Session, batch_size: int) -> Shape:
+    session.batch_size = batch_size
     session.shape = Shape(0, 0)  # stays if planning fails; the session then ends after this pass
     with session.failing_alone():
         session.shape = session.parts.controller.plan(session)

@@ -547,13 +547,13 @@ class NodesByNeed:
     memory: OddsMemory = field(default_factory=OddsMemory, compare=False)
     paces: PaceMemory = field(default_factory=PaceMemory, compare=False)
 
-    def enter(self, session: Session, beside: int) -> bool:
-        """Return whether a new session drafts, one of `beside` side by side. One whose drafts are traced always does."""
+    def enter(self, session: Session, batch_size: int) -> bool:
+        """Return whether a new session drafts, in a batch of `batch_size`. One whose drafts are traced always does."""
         rule = session.parts.rule
         if not _says(rule, "ignores_drafts", session) or getattr(rule, "trace", False):
             return True
         shape = f"{self.most} layers of {self.width} by {type(session.parts.drafter).__name__}"
-        return enter_pace(self, session, f"{self._kind(session)}, {shape}", beside)
+        return enter_pace(self, session, f"{self._kind(session)}, {shape}", batch_size)
 
     def plan(self, session: Session) -> Shape:
         if not has_drafts(self, session):
@@ -590,7 +590,7 @@ class NodesByNeed:
             kind = self._kind(session)
             session.state[self] = Learning(kind, self.memory.begin(kind), self.memory.begin(kind))
         learning: Learning = session.state[self]
-        target_s, draft_s = self._seconds(session.beside)
+        target_s, draft_s = self._seconds(session.batch_size)
         return Budget(target_s, draft_s, self.host.turn_s, is_lazy, learning.odds)
 
     def thresholds(self) -> list[tuple[int, float, float]]:
@@ -613,10 +613,10 @@ class NodesByNeed:
     def settle(self, session: Session, turn: Turn) -> None:
         """Do nothing: the drafter knows the whole draft, and counts what became of it."""
 
-    def _seconds(self, beside: int) -> tuple[Float64[np.ndarray, " rows"], Float64[np.ndarray, " rows"]]:
-        """Return the seconds of a target pass and of a draft layer by number of rows, for one of `beside` sessions."""
+    def _seconds(self, batch_size: int) -> tuple[Float64[np.ndarray, " rows"], Float64[np.ndarray, " rows"]]:
+        """Return the seconds of a target pass and of a draft layer by number of rows, in a batch of `batch_size` sessions."""
         rows = self.beams + self.most * self.width + 1
-        return _seconds_by_rows(self.target, self.draft, self.host.draft_s, rows, beside)
+        return _seconds_by_rows(self.target, self.draft, self.host.draft_s, rows, batch_size)
 
 
 def _says(rule: object, what: str, session: Session) -> bool:
@@ -626,9 +626,10 @@ def _says(rule: object, what: str, session: Session) -> bool:
 
 @lru_cache(maxsize=256)
 def _seconds_by_rows(
-    target: CostCurve, draft: CostCurve, draft_host_s: float, rows: int, beside: int
+    target: CostCurve, draft: CostCurve, draft_host_s: float, rows: int, batch_size: int
 ) -> tuple[Float64[np.ndarray, " rows"], Float64[np.ndarray, " rows"]]:
     counts = range(rows)
-    target_s = np.array([target.pass_s(beside * max(count, 1)) / beside for count in counts])
-    draft_s = np.array([draft_host_s + (draft.pass_s(beside * count) / beside if count else 0.0) for count in counts])
+    target_s = np.array([target.pass_s(batch_size * max(count, 1)) / batch_size for count in counts])
+    shares = [draft.pass_s(batch_size * count) / batch_size for count in counts[1:]]
+    draft_s = draft_host_s + np.array([0.0, *shares])
     return target_s, draft_s

@@ -47,7 +47,7 @@ class Phase:
 
     number: int
     drafts: bool
-    is_pure: bool  # whether no session of an earlier phase was beside it when it began
+    is_pure: bool  # whether no session of an earlier phase was running when it began
 
 
 @dataclass
@@ -132,12 +132,12 @@ class PaceMemory:
                 self._paces[kind] = self._load(kind)
             return self._paces[kind].enter()
 
-    def leave(self, kind: str, phase: Phase, seconds: float, layers: int, beside: int) -> None:
-        """Note the pace of a session that is over, one of `beside` side by side; see `Pace.leave`."""
+    def leave(self, kind: str, phase: Phase, seconds: float, layers: int, batch_size: int) -> None:
+        """Note the pace of a session that is over, in a batch of `batch_size`; see `Pace.leave`."""
         with self._lock:
             pace = self._paces[kind]
             before = pace.number
-            pace.leave(phase, seconds, layers, max(LEAST_SESSIONS, 2 * beside))
+            pace.leave(phase, seconds, layers, max(LEAST_SESSIONS, 2 * batch_size))
             if pace.number != before and self.key is not None:
                 record = {
                     "drafted": list(pace.paces[True]),
@@ -163,9 +163,9 @@ class PaceMemory:
         return pace
 
 
-def side_by_side(beside: int) -> str:
-    """Return a name for about so many sessions side by side: 1, 2 to 3, 4 to 7, ..."""
-    return f"2^{beside.bit_length() - 1} side by side"
+def side_by_side(batch_size: int) -> str:
+    """Return the name of the size class of a batch: 1, 2 to 3, 4 to 7, ... sessions."""
+    return f"2^{batch_size.bit_length() - 1} side by side"
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class Entered:
     """How a session goes: what `enter_pace` decided."""
 
     kind: str
-    beside: int  # sessions side by side when it began, itself included
+    batch_size: int  # sessions running when this one began, itself included
     phase: Phase
 
 
@@ -197,13 +197,13 @@ class DraftsIfFaster:
     drafts: str
     paces: PaceMemory = field(default_factory=PaceMemory, compare=False)
 
-    def enter(self, session: Session, beside: int) -> bool:
-        """Return whether a new session drafts, one of `beside` side by side. One that is audited always does."""
+    def enter(self, session: Session, batch_size: int) -> bool:
+        """Return whether a new session drafts, in a batch of `batch_size`. One that is audited always does."""
         rule: Any = session.parts.rule
         if not _speaks_for_itself(rule) or not rule.ignores_drafts(session) or session.audited:
             return True
         warp = session.warp
-        return enter_pace(self, session, f"{self.drafts}, {rule!r}, {warp.greedy=}, cuts={warp.cut.cuts}", beside)
+        return enter_pace(self, session, f"{self.drafts}, {rule!r}, {warp.greedy=}, cuts={warp.cut.cuts}", batch_size)
 
     def plan(self, session: Session) -> Shape:
         return self.planned.plan(session) if has_drafts(self, session) else Shape(0, 0)
@@ -227,15 +227,15 @@ def _speaks_for_itself(rule: object) -> bool:
     return judging is not None and "ignores_drafts" in vars(judging)
 
 
-def enter_pace(controller: Any, session: Session, kind: str, beside: int) -> bool:
+def enter_pace(controller: Any, session: Session, kind: str, batch_size: int) -> bool:
     """Return whether a new session drafts, as a controller with `paces` has found it faster for sessions of this kind.
 
     Args:
-        beside: sessions side by side, itself included.
+        batch_size: number of sessions in the batch, itself included.
     """
-    kind = f"{kind}, {side_by_side(beside)}, {allowed_threads()} threads"
+    kind = f"{kind}, {side_by_side(batch_size)}, {allowed_threads()} threads"
     phase: Phase = controller.paces.enter(kind)
-    session.state[controller, Entered] = Entered(kind, beside, phase)
+    session.state[controller, Entered] = Entered(kind, batch_size, phase)
     return phase.drafts
 
 
@@ -252,4 +252,4 @@ def leave_pace(controller: Any, session: Session) -> None:
         return
     is_whole = session.over and session.failure is None
     layers = len(session.count.widths) if is_whole else 0
-    controller.paces.leave(entered.kind, entered.phase, session.count.seconds, layers, entered.beside)
+    controller.paces.leave(entered.kind, entered.phase, session.count.seconds, layers, entered.batch_size)

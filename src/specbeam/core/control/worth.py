@@ -85,27 +85,27 @@ class DepthByCost:
 
     def numbers(self, session: Session) -> Plan:
         """Return the plan as numbers for steps."""
-        seconds = self._turn_seconds(1 if self.alone else session.beside)
+        seconds = self._turn_seconds(1 if self.alone else session.batch_size)
         seen = self._pass_odds(session).seen
         return Plan(BY_ODDS, self.layers[0], 1, seconds, self.host.judge_s, seen, self.explore)
 
     def settle(self, session: Session, turn: Turn) -> None:
         self._pass_odds(session).learn(_passed_layers(turn))
 
-    def options(self, seen: PassOdds, roots: int, beside: int = 1) -> list[Option]:
-        """Return the expected gain and cost of each depth, in turns of `roots` roots with `beside` sessions in a pass."""
+    def options(self, seen: PassOdds, roots: int, batch_size: int = 1) -> list[Option]:
+        """Return the expected gain and cost of each depth, in turns of `roots` roots with `batch_size` sessions in a pass."""
         layers = seen.layers()
-        turns_s = self._turn_seconds(beside)[max(roots, 1)] + layers * self.host.judge_s
+        turns_s = self._turn_seconds(batch_size)[max(roots, 1)] + layers * self.host.judge_s
         turns = zip(layers.tolist(), turns_s.tolist(), strict=True)
         return [
             Option(depth, max(roots, 1) + sum(self._layer_sizes(depth)), emitted, seconds)
             for depth, (emitted, seconds) in enumerate(turns)
         ]
 
-    def _turn_seconds(self, beside: int) -> Float64[np.ndarray, "roots depths"]:
-        """Return the seconds of a turn that emits nothing, by number of roots and depth; `beside` sessions share a pass."""
+    def _turn_seconds(self, batch_size: int) -> Float64[np.ndarray, "roots depths"]:
+        """Return the seconds of a turn that emits nothing, by number of roots and depth; `batch_size` sessions share a pass."""
         drafted = [self._layer_sizes(depth) for depth in range(self.most + 1)]
-        return _turn_seconds(self.target, self.draft, self.host, self.beams, tuple(map(tuple, drafted)), beside)
+        return _turn_seconds(self.target, self.draft, self.host, self.beams, tuple(map(tuple, drafted)), batch_size)
 
     def _layer_sizes(self, depth: int) -> list[int]:
         """Return the number of nodes of each layer of a draft."""
@@ -127,18 +127,18 @@ def _turn_seconds(
     host: HostCost,
     beams: int,
     drafted: tuple[tuple[int, ...], ...],
-    beside: int,
+    batch_size: int,
 ) -> Float64[np.ndarray, "roots depths"]:
     """Return the seconds of a turn that emits nothing, by number of roots (0 counts as 1) and by draft.
 
     Args:
         beams: the most roots.
         drafted: the layer sizes of each draft.
-        beside: number of sessions that share a pass; each of them pays its share.
+        batch_size: number of sessions that share a pass; each of them pays its share.
     """
 
     def share(curve: CostCurve, nodes: int) -> float:
-        return curve.pass_s(beside * nodes) / beside
+        return curve.pass_s(batch_size * nodes) / batch_size
 
     def seconds(roots: int, layers: tuple[int, ...]) -> float:
         draft_s = sum(share(draft, nodes) for nodes in [roots, *layers][: len(layers)])
