@@ -7,11 +7,11 @@ import pytest
 
 import specbeam as sb
 from specbeam.core.control.confidence import SureDraft
+from specbeam.core.control.depth import DepthByCost
 from specbeam.core.control.fixed import FixedShape
 from specbeam.core.control.size import SizeByLatency
 from specbeam.core.control.thompson import Thompson
 from specbeam.core.control.width import FixedWidth
-from specbeam.core.control.worth import DepthByCost
 from specbeam.core.draft.children import Distinct
 from specbeam.core.draft.lookup import PromptLookup
 from specbeam.core.draft.merged import Graph, ManyDrafters, Pruned

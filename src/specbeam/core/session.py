@@ -58,8 +58,8 @@ class Controller(Protocol):
         more(session, tree) -> bool: whether a draft goes on after a layer (control/stopping.py).
         needs: Needs: the parts of the target's rows that it reads in `turn.scored`.
         numbers(session): a record whose kind has the steps of control/planning.py. With it, many turns are one compiled run.
-        enter(session, batch_size) -> bool: called before the first turn of a session, with the number of sessions that decode
-            together; whether it drafts at all. If not, its drafter is replaced by one that drafts nothing.
+        enter(session, batch_size) -> bool: called before the first turn of a session, with the number of sessions that
+            decode together; whether it drafts at all. If not, its drafter is replaced by one that drafts nothing.
         remember(session): called when a session is over (control/needs.py).
     """
 

@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any, Literal
 
 from specbeam.core.control.confidence import SureDraft, TrackedThreshold
+from specbeam.core.control.depth import DepthByCost
 from specbeam.core.control.fixed import FixedShape
 from specbeam.core.control.pace import DraftsIfFaster
 from specbeam.core.control.size import SizeByLatency
 from specbeam.core.control.stopping import stops_between_layers
 from specbeam.core.control.survival import Survival
 from specbeam.core.control.thompson import Thompson
-from specbeam.core.control.worth import DepthByCost
 from specbeam.core.draft.tree import Growth, TreeDrafter
 from specbeam.core.errors import BadSetting, LostLaw
 from specbeam.core.lm import LM

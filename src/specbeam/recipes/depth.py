@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from specbeam.core.control.cost import CostCurve, HostCost
+from specbeam.core.control.depth import DepthByCost
 from specbeam.core.control.fixed import FixedShape
 from specbeam.core.control.needs import NodesByNeed, OddsMemory
 from specbeam.core.control.pace import PaceMemory
 from specbeam.core.control.width import ignores_drafts
-from specbeam.core.control.worth import DepthByCost
 from specbeam.core.cycles import READABLE
 from specbeam.core.draft.tree import TreeDrafter
 from specbeam.core.errors import BadSetting

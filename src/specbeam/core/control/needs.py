@@ -614,7 +614,7 @@ class NodesByNeed:
         """Do nothing: the drafter knows the whole draft, and counts what became of it."""
 
     def _seconds(self, batch_size: int) -> tuple[Float64[np.ndarray, " rows"], Float64[np.ndarray, " rows"]]:
-        """Return the seconds of a target pass and of a draft layer by number of rows, in a batch of `batch_size` sessions."""
+        """Return the seconds of a target pass and of a draft layer by number of rows, as shared by the batch."""
         rows = self.beams + self.most * self.width + 1
         return _seconds_by_rows(self.target, self.draft, self.host.draft_s, rows, batch_size)
 

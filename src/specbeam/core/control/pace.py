@@ -14,9 +14,9 @@ from threading import Lock
 from typing import Any
 
 from specbeam.core.compiling.threads import allowed_threads
+from specbeam.core.control.depth import DepthByCost
 from specbeam.core.control.fixed import FixedShape
 from specbeam.core.control.planning import Plan, plan_of_shape
-from specbeam.core.control.worth import DepthByCost
 from specbeam.core.measure.kept_figures import Figures, FlagField, NumberField, RecordFields
 from specbeam.core.records import Shape, Turn
 from specbeam.core.session import Session

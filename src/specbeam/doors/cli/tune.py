@@ -14,8 +14,8 @@ from specbeam.errors import BadSetting
 
 if TYPE_CHECKING:
     from specbeam.core.control.cost import CostCurve
+    from specbeam.core.control.depth import DepthByCost
     from specbeam.core.control.needs import NodesByNeed
-    from specbeam.core.control.worth import DepthByCost
     from specbeam.doors.cli.screen import Screen
     from specbeam.lab.bench.acceptance import Acceptance
     from specbeam.lab.bench.sublayers import FoundSublayers
@@ -215,7 +215,7 @@ def _cost_curve(lm: Any, context: int) -> "CostCurve":
 
 def _depth_controller(pair: "Pair", beams: int, width: int | None) -> "DepthByCost":
     """Return the controller that chooses the depth of `dsbd` with a fixed width by rejection."""
-    from specbeam.core.control.worth import DepthByCost
+    from specbeam.core.control.depth import DepthByCost
     from specbeam.recipes.beams import dsbd
 
     method = dsbd(beams, width, width="fixed", coupling="rejection", depth="auto")
@@ -257,7 +257,7 @@ def _explain_depth(console: "Screen", controller: "DepthByCost", odds: float) ->
     """Print the depths between which `depth="auto"` chooses, if layers pass with these odds."""
     from rich.table import Table
 
-    from specbeam.core.control.worth import PassOdds
+    from specbeam.core.control.depth import PassOdds
 
     seen = PassOdds(8)
     seen.seen[:] = [[odds], [1.0]]

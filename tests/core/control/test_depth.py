@@ -10,10 +10,10 @@ import torch
 import specbeam as sb
 from specbeam.core import compiling
 from specbeam.core.control.cost import CostCurve, HostCost
+from specbeam.core.control.depth import DepthByCost, PassOdds
 from specbeam.core.control.fixed import FixedShape
 from specbeam.core.control.pace import DraftsIfFaster
 from specbeam.core.control.width import FixedWidth
-from specbeam.core.control.worth import DepthByCost, PassOdds
 from specbeam.core.draft.beams import BeamDrafter
 from specbeam.core.records import Shape
 from specbeam.core.session import Parts
