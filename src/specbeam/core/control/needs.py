@@ -299,7 +299,7 @@ def _sure_and_open(forest: Forest) -> tuple[Array, Array]:
 
 
 @step
-def _most_worthy(
+def _chosen_nodes(
     budget: Budget, forest: Forest, needs: Array, sure: Array, others: Array, other_s: float
 ) -> tuple[Array, float]:
     """Return which nodes the target should score or knows, bool[nodes], and the needed rows per second with them.
@@ -320,7 +320,7 @@ def _most_worthy(
 
 
 @step
-def worthy_front(budget: Budget, forest: Forest, odds: NodeOdds, front: Array) -> Array:
+def nodes_to_extend(budget: Budget, forest: Forest, odds: NodeOdds, front: Array) -> Array:
     """Return which nodes of the front of a draft are worth a further layer under them, bool[front]; none: it should end.
 
     These are nodes that the target knows or would be given to score, for no draft is scored without its parent. The rows of
@@ -329,27 +329,27 @@ def worthy_front(budget: Budget, forest: Forest, odds: NodeOdds, front: Array) -
     needs = _capped_needs(forest, odds)
     sure, others = _sure_and_open(forest)
     seconds = budget.turn_s + odds.draft_s
-    is_chosen, speed = _most_worthy(budget, forest, needs, sure, others, seconds)
-    is_worthy = is_chosen[front]
-    parents = front[is_worthy]
+    is_chosen, speed = _chosen_nodes(budget, forest, needs, sure, others, seconds)
+    is_extended = is_chosen[front]
+    parents = front[is_extended]
     fresh = nodes_without(parents, forest.known.nodes)
     if len(fresh) == 0:  # the laws of the front are known, and drafting costs next to nothing
-        return is_worthy
+        return is_extended
     depth = min(depth_of(forest.parents, front[0]), DEPTHS - 1)
     future = np.concatenate((needs[others], odds_in(budget.odds.growth, depth) * needs[parents]))
     seconds += budget.draft_s[min(len(fresh), len(budget.draft_s) - 1)]
     _, faster = best_count(future[sorted_places(future)], len(sure), needs[sure].sum(), budget, seconds)
     if faster <= speed * LEAST_GAIN:
-        is_worthy[:] = False
-    return is_worthy
+        is_extended[:] = False
+    return is_extended
 
 
 @step
-def worthy_nodes(budget: Budget, forest: Forest, odds: NodeOdds) -> Array:
+def nodes_to_score(budget: Budget, forest: Forest, odds: NodeOdds) -> Array:
     """Return the nodes of a draft that the target should score or knows, int64[n], ascending: no node without its parent."""
     needs = _capped_needs(forest, odds)
     sure, others = _sure_and_open(forest)
-    is_chosen, _ = _most_worthy(budget, forest, needs, sure, others, budget.turn_s + odds.draft_s)
+    is_chosen, _ = _chosen_nodes(budget, forest, needs, sure, others, budget.turn_s + odds.draft_s)
     return np.flatnonzero(is_chosen)
 
 

@@ -13,11 +13,11 @@ from specbeam.core.control.needs import (
     NodeOdds,
     learn_odds,
     no_node_odds,
+    nodes_to_extend,
+    nodes_to_score,
     odds_of_nodes,
     root_odds,
     with_layer_odds,
-    worthy_front,
-    worthy_nodes,
 )
 from specbeam.core.control.width import FixedWidths, Width, is_for_steps, width_by_draft, width_spec
 from specbeam.core.dice import pick
@@ -390,15 +390,15 @@ def thinned_by_budget(spec: Any, drafted: Drafted) -> Drafted:
         return drafted
     forest = drafted.forest
     odds = drafted.odds
-    is_worthy = worthy_front(spec.budget, forest, odds, front.nodes)
-    rest = picked_beams(front, is_worthy)
-    core = drafted.core[is_worthy]
-    unworthy = front.nodes[~is_worthy]
-    is_root = len(unworthy) > 0 and forest.parents[unworthy[0]] < 0
-    if len(rest.nodes) == 0 or len(unworthy) == 0 or is_root:
+    is_extended = nodes_to_extend(spec.budget, forest, odds, front.nodes)
+    rest = picked_beams(front, is_extended)
+    core = drafted.core[is_extended]
+    not_extended = front.nodes[~is_extended]
+    is_root = len(not_extended) > 0 and forest.parents[not_extended[0]] < 0
+    if len(rest.nodes) == 0 or len(not_extended) == 0 or is_root:
         return Drafted(forest, rest, core, odds)
     is_kept = np.ones(len(forest.tokens), dtype=np.bool_)
-    is_kept[unworthy] = False
+    is_kept[not_extended] = False
     kept = np.flatnonzero(is_kept)
     names = np.cumsum(is_kept) - 1
     smaller = forest_of_nodes(forest, kept)
@@ -419,7 +419,7 @@ def cut_by_budget(spec: Any, drafted: Drafted) -> Cut:
     whole = drafted.forest
     if len(spec.budget.target_s) == 0:
         return uncut(whole)
-    names = worthy_nodes(spec.budget, whole, drafted.odds)
+    names = nodes_to_score(spec.budget, whole, drafted.odds)
     return Cut(forest_of_nodes(whole, names), whole, names, drafted.odds)
 
 
