@@ -10,6 +10,7 @@ from specbeam.core.compiling.copies import copy_numbers
 from specbeam.core.control.needs import (
     NO_BUDGET,
     Budget,
+    DraftedPairs,
     NodeOdds,
     learn_odds,
     no_node_odds,
@@ -270,9 +271,8 @@ def _add_choice(spec: Any, drafted: Drafted, choice: Choice, vocab: int, beams: 
         bounds[place] = bound_of(spec.truncation, spec.noisy, choice.scores[place], 1, choice.keys[place])
     groups = longer.forest.siblings
     nodes = groups.nodes[len(groups.nodes) - count :]
-    odds = with_layer_odds(
-        drafted.odds, spec.budget, longer.forest, front, choice.parents, choice.values, bounds, nodes, beams
-    )
+    pairs = DraftedPairs(choice.parents, choice.values, bounds, nodes)
+    odds = with_layer_odds(drafted.odds, spec.budget, longer.forest, front, pairs, beams)
     return Drafted(longer.forest, longer.front, longer.core, odds)
 
 
