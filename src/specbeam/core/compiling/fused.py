@@ -1,4 +1,4 @@
-"""A multiply-add that is rounded once on every processor; left to itself, a compiler may fuse the two operations or not."""
+"""Multiply-adds with a single rounding on every processor; otherwise the compiler decides whether to fuse them."""
 
 from typing import Any
 
@@ -14,12 +14,12 @@ if AVAILABLE:
 
 
 def fused(a: Array, b: Array, c: Array) -> Array:
-    """Return a * b + c of float32 numbers, rounded once; Python rounds the sum in float64 first."""
+    """Return a * b + c of float32 numbers, rounded once. In Python, the float64 sum is rounded first."""
     return np.float32(np.float64(a) * np.float64(b) + np.float64(c))
 
 
 def fused_doubles(a: Array, b: Array, c: Array) -> Array:
-    """Return a * b + c of float64 numbers, rounded once; Python rounds the product, too."""
+    """Return a * b + c of float64 numbers, rounded once. In Python, the product is rounded, too."""
     return a * b + c
 
 
