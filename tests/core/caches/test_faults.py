@@ -348,7 +348,7 @@ def link_to_stranger(root):
 
 FOLDERS = {
     "is a file": (make_file, "is not a folder"),
-    "dangling link": (lambda root: (shutil.rmtree(root), root.symlink_to("nowhere")), "cannot be made or read"),
+    "dangling link": (lambda root: (shutil.rmtree(root), root.symlink_to("nowhere")), "cannot be created or read"),
     "writable by all": (lambda root: root.chmod(0o777), "can be written by other users (its mode is 777)"),
     "sticky": (lambda root: root.chmod(0o1777), "can be written by other users"),
     "writable by a group": (lambda root: root.chmod(0o770), "can be written by other users"),
@@ -358,7 +358,7 @@ FOLDERS = {
     ),
     "foreign": (give_away, f"belongs to user {STRANGER}"),
     "inner is foreign": (lambda root: [give_away(path) for path in root.iterdir()], f"belongs to user {STRANGER}"),
-    "link of another user": (link_to_stranger, f"is a link that belongs to user {STRANGER}"),
+    "link of another user": (link_to_stranger, f"is a link of user {STRANGER}"),
 }
 OF_OTHERS = {"foreign", "inner is foreign", "link of another user"}
 
@@ -628,7 +628,7 @@ def test_a_cache_that_is_read_only_is_read(package, tmp_path):
     (text, complaints) = ended(begun(package, tmp_path / "cache", read_only))
     assert text == "7 0"
     assert len(complaints) == 1
-    assert "cannot be made or read (Read-only file system)" in complaints[0]
+    assert "cannot be created or read (Read-only file system)" in complaints[0]
     assert ended(begun(package, tmp_path / "cache")) == ("7 0", [])
     assert ended(begun(package, tmp_path / "cache", read_only)) == ("7 1", [])
     for path in (tmp_path / "cache").rglob("*.nbc"):

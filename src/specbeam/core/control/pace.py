@@ -184,7 +184,8 @@ class DraftsIfFaster:
     """A controller that plans as another one does, but only for sessions that are faster with drafts.
 
     A session drafts in all of its turns or in none, by the pace of earlier sessions (`Pace`). This applies if its rule
-    states that the text does not depend on the drafts, for example at temperature 0 (`Rule.ignores_drafts`); other sessions draft.
+    states that the text does not depend on the drafts, for example at temperature 0 (`Rule.ignores_drafts`). Other sessions
+    always draft.
 
     Args:
         planned: plans the drafts.
