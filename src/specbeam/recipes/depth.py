@@ -14,7 +14,7 @@ from specbeam.core.cycles import READABLE
 from specbeam.core.draft.tree import TreeDrafter
 from specbeam.core.errors import BadSetting
 from specbeam.core.lm import LM
-from specbeam.core.measure import kept_figures
+from specbeam.core.measure import saved_figures
 from specbeam.core.session import Controller, Drafter, Parts, Rule
 from specbeam.core.verify.beams import BeamRule
 from specbeam.core.verify.search import SearchRule
@@ -194,11 +194,11 @@ def _learnt(target: HuggingFaceLM, draft: HuggingFaceLM | ExitLM | SkippingLM) -
         if isinstance(draft, SkippingLM):
             named = [None, str(draft.settings)]
         elif isinstance(draft, ExitLM):
-            named = [kept_figures.weights_key(draft.head), "exit"]
+            named = [saved_figures.weights_key(draft.head), "exit"]
         else:
-            named = [kept_figures.weights_key(draft.model), draft.engine]
+            named = [saved_figures.weights_key(draft.model), draft.engine]
         weights, engine = named
-        key = [kept_figures.weights_key(target.model), weights, target.engine, engine]
+        key = [saved_figures.weights_key(target.model), weights, target.engine, engine]
         target.learnt[draft] = _Learnt(OddsMemory(key), PaceMemory(key))
     found: _Learnt = target.learnt[draft]
     return found

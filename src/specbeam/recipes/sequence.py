@@ -23,7 +23,7 @@ from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.live_layers import first_layers
 from specbeam.recipes.compose import ControllerName, DraftKind, RuleName, sequence_method, tree_method
 from specbeam.recipes.method import Method, require_at_least_one, require_counts
-from specbeam.recipes.tuning.acceptance import GUESS, kept_acceptance
+from specbeam.recipes.tuning.acceptance import GUESS, saved_acceptance
 from specbeam.recipes.tuning.costs import curve_of
 
 
@@ -166,7 +166,7 @@ def sequoia(
         raise BadSetting(f"cost is {cost!r}; it must be a CostCurve, 'auto' or None")
 
     def method_of(target: LM | None, draft: LM | None) -> Method:
-        odds = tuple(acceptance or kept_acceptance(target, draft) or GUESS)
+        odds = tuple(acceptance or saved_acceptance(target, draft) or GUESS)
         curve = _measured_cost(target, draft, max(nodes // depth, 1)) if cost == "auto" else cost
         assert not isinstance(curve, str)
         if curve is not None:

@@ -26,7 +26,7 @@ from numba import types
 from specbeam.core import whole_files
 from specbeam.core.caches import files, folders
 from specbeam.core.compiling.compiler import compiled
-from specbeam.core.measure.kept_figures import Figures, NumberField, RecordFields
+from specbeam.core.measure.saved_figures import Figures, NumberField, RecordFields
 from tests.support.kernels_alone import write_kernels
 
 if not hasattr(os, "geteuid"):
@@ -195,7 +195,7 @@ def test_a_whole_file_that_numba_cannot_load_is_made_anew(root):
     key = compiled(_thrice)._cache._place((types.int64,), compiled(_thrice).targetctx.codegen()).key
     for path in kept(root, user):
         for content in (pickle.dumps("another thing"), b"no pickle"):
-            files.keep_sealed(path, key, content)
+            files.save_sealed(path, key, content)
     with warned():
         assert user.run() == (True, False)
         assert user.run() == (True, True)
@@ -265,9 +265,9 @@ def test_planted_code_is_not_run(root, tmp_path, fault):
         if fault == "raw":
             path.write_bytes(bomb)
         elif fault == "with another digest":
-            files.keep_sealed(path, "another key", bomb)
+            files.save_sealed(path, "another key", bomb)
         else:
-            files.keep_sealed(path, key, bomb)
+            files.save_sealed(path, key, bomb)
             (spoil, _) = DISTRUSTED[fault]
             spoil(path)
     with warned(DISTRUSTED[fault][1] if fault in DISTRUSTED else None):

@@ -19,12 +19,12 @@ from specbeam.core.draft.tree import Branching, TreeDrafter, _confidence
 from specbeam.core.forest import Forest
 from specbeam.core.laws.rows import RowLaw
 from specbeam.core.laws.warp import Warp
-from specbeam.core.measure import kept_figures
+from specbeam.core.measure import saved_figures
 from specbeam.core.records import Scored, Shape, Turn, Verdict
 from specbeam.core.session import Parts
 from specbeam.core.verify.walk import MatchRule
 from specbeam.models.table import TableLM
-from specbeam.recipes.tuning.acceptance import GUESS, keep_acceptance, kept_acceptance, with_guess
+from specbeam.recipes.tuning.acceptance import GUESS, save_acceptance, saved_acceptance, with_guess
 from tests.support.exact import distance
 from tests.support.examples import PAIRS, completed, law_and_mean, one_turn
 from tests.support.loops import pair
@@ -345,20 +345,20 @@ def test_sequoia_takes_what_was_measured_of_the_pair(pair, tmp_path, monkeypatch
 
     guessed = shape()
     assert sum(guessed) == 12
-    keep_acceptance(pair.target, pair.draft, [0.95, 0.0])
+    save_acceptance(pair.target, pair.draft, [0.95, 0.0])
     assert shape() == (1, 1, 1, 1)  # a second child is never accepted
     assert shape(acceptance=(0.7, 0.12, 0.05, 0.03, 0.02)) == guessed
     dear = CostCurve((1, 4, 16, 64), (1.0, 4.0, 16.0, 64.0))
     monkeypatch.setattr("specbeam.recipes.sequence.curve_of", lambda lm: dear)
     assert sum(shape()) < 12
     assert sum(shape(cost=None, acceptance=(0.7, 0.12, 0.05, 0.03, 0.02))) == 12
-    (file,) = kept_figures.folder().glob("acceptance-*.json")
+    (file,) = saved_figures.folder().glob("acceptance-*.json")
     for broken in ('{"odds": []}', '{"odds": [0.9, 0.9]}', '{"odds": "many"}', "{}"):
         file.write_text(broken)
-        assert kept_acceptance(pair.target, pair.draft) == (0.95, 0.0)  # it stays while the pair is loaded
+        assert saved_acceptance(pair.target, pair.draft) == (0.95, 0.0)  # it stays while the pair is loaded
         monkeypatch.setattr("specbeam.recipes.tuning.acceptance._KNOWN", WeakKeyDictionary())
-        assert kept_acceptance(pair.target, pair.draft) is None
-        keep_acceptance(pair.target, pair.draft, [0.95, 0.0])
+        assert saved_acceptance(pair.target, pair.draft) is None
+        save_acceptance(pair.target, pair.draft, [0.95, 0.0])
 
 
 def test_few_nodes_make_nothing_impossible():

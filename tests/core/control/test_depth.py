@@ -184,7 +184,7 @@ def test_curves_are_measured_once_and_kept(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "changed",
     [
-        ("specbeam.core.measure.kept_figures.source_key", lambda *rooms: "newer"),
+        ("specbeam.core.measure.saved_figures.source_key", lambda *rooms: "newer"),
         ("specbeam.recipes.tuning.costs.uses_tiles", lambda: "none"),
     ],
     ids=["source", "tiles"],

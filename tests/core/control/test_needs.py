@@ -33,7 +33,7 @@ from specbeam.core.control.needs import (
     prior_odds,
 )
 from specbeam.core.forest import SHARED, Forest, KnownRows, forest_of_nodes, siblings
-from specbeam.core.measure import kept_figures
+from specbeam.core.measure import saved_figures
 from specbeam.core.session import Parts
 from specbeam.generation import turns_of
 from specbeam.models.table import TableLM
@@ -333,7 +333,7 @@ def test_what_is_learnt_is_kept_on_disk(tmp_path, monkeypatch):
     memory.add("x", begun, ended)
     np.testing.assert_array_equal(OddsMemory(["a pair"]).begin("x").needed, memory.begin("x").needed)
     np.testing.assert_array_equal(OddsMemory(["another"]).begin("x").needed, prior_odds().needed)
-    (file,) = kept_figures.folder().glob("odds-*.json")
+    (file,) = saved_figures.folder().glob("odds-*.json")
     for broken in ("{", json.dumps({"live": [[1, 2]]}), json.dumps({"live": "many"})):
         file.write_text(broken)
         np.testing.assert_array_equal(OddsMemory(["a pair"]).begin("x").live, prior_odds().live)

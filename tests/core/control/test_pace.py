@@ -24,7 +24,7 @@ from specbeam.core.control.pace import (
 )
 from specbeam.core.decode import decode
 from specbeam.core.decoder import Decoder
-from specbeam.core.measure import kept_figures
+from specbeam.core.measure import saved_figures
 from specbeam.core.verify.walk import PathRule
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.request import Request
@@ -114,7 +114,7 @@ def test_paces_are_kept_on_disk(tmp_path, monkeypatch):
     assert not again.enter("x").drafts
     assert again._paces["x"].paces == memory._paces["x"].paces
     assert PaceMemory(["another"]).enter("x").drafts
-    (file,) = kept_figures.folder().glob("pace-*.json")
+    (file,) = saved_figures.folder().glob("pace-*.json")
     for broken in ("{", json.dumps({"drafted": 1}), json.dumps([])):
         file.write_text(broken)
         assert PaceMemory(["a pair"]).enter("x").drafts

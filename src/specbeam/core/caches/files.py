@@ -30,7 +30,7 @@ def digest_of(key: str, content: bytes) -> bytes:
 
 
 def read_sealed(path: Path, key: str) -> bytes | None:
-    """Return the content that `keep_sealed` saved under this key; None if there is none.
+    """Return the content that `save_sealed` saved under this key; None if there is none.
 
     A damaged file, or one with another key, is deleted.
     """
@@ -44,7 +44,7 @@ def read_sealed(path: Path, key: str) -> bytes | None:
     return content
 
 
-def keep_sealed(path: Path, key: str, content: bytes) -> None:
+def save_sealed(path: Path, key: str, content: bytes) -> None:
     """Save content under a key, with its digest. Warns once if this is impossible."""
     keep(path, digest_of(key, content) + b"\n" + content)
 
@@ -109,7 +109,7 @@ def _warn_of_reading(path: Path, reason: str) -> None:
     )
 
 
-class _KeptFile(NamedTuple):
+class _CacheFile(NamedTuple):
     """A cache file, for cleaning."""
 
     used: float  # seconds since the epoch
@@ -129,7 +129,7 @@ def clean(folder: Path) -> None:
             return
     with suppress(OSError):
         stamp.touch(mode=0o600)
-        files = sorted(_kept_files(folder))
+        files = sorted(_cache_files(folder))
         size = sum(file.size for file in files)
         for file in files:
             limit_s = LEFT_S if file.path.endswith((".claim", ".part")) else UNUSED_S
@@ -140,7 +140,7 @@ def clean(folder: Path) -> None:
                 size -= file.size
 
 
-def _kept_files(folder: Path) -> Iterator[_KeptFile]:
+def _cache_files(folder: Path) -> Iterator[_CacheFile]:
     with os.scandir(folder) as entries:
         for entry in entries:
             if not entry.name.endswith(ENDINGS):
@@ -148,4 +148,4 @@ def _kept_files(folder: Path) -> Iterator[_KeptFile]:
             with suppress(OSError):  # another process has deleted it
                 status = entry.stat(follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode):
-                    yield _KeptFile(status.st_mtime, status.st_size, entry.path)
+                    yield _CacheFile(status.st_mtime, status.st_size, entry.path)

@@ -28,12 +28,12 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.serialize import dumps
 
 import specbeam
-from specbeam.core.caches.files import clean, discard, keep_sealed, read_sealed
+from specbeam.core.caches.files import clean, discard, read_sealed, save_sealed
 from specbeam.core.caches.folders import cache_folder
 from specbeam.core.compiling import ahead
 from specbeam.core.compiling.claims import LOCKS, Claim, claimed, wait_patiently
 from specbeam.core.compiling.forms import count_form
-from specbeam.core.compiling.libraries import KeptLibrary
+from specbeam.core.compiling.libraries import CachedLibrary
 from specbeam.core.compiling.registered import files_of
 from specbeam.core.garbage import rarely_collected
 
@@ -235,7 +235,7 @@ class CodeCache(_Cache):
         is_whole = not data.library.has_dynamic_globals and all(one.can_cache for one in data.lifted)
         if place is not None and is_whole:
             (state, *others) = data._reduce()
-            keep_sealed(*place, dumps((data.library.with_names(state), *others)))
+            save_sealed(*place, dumps((data.library.with_names(state), *others)))
             clean(place.path.parent)
         self.give_up(sig)
         LOG.info("compiled %s", self._py_func.__qualname__)
@@ -320,7 +320,7 @@ def compile_in_turn(function: Any) -> None:
     def compile_once(sig: Any) -> Any:
         with global_compiler_lock, rarely_collected():
             before = codegen._library_class
-            codegen._library_class = KeptLibrary
+            codegen._library_class = CachedLibrary
             try:
                 return compile_form(sig)
             finally:

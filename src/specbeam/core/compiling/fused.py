@@ -25,21 +25,20 @@ def fused_doubles(a: Array, b: Array, c: Array) -> Array:
 
 if AVAILABLE:
 
-    @intrinsic
-    def _fused(typing: Any, a: Any, b: Any, c: Any) -> Any:
-        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return builder.fma(*args)
+    def _compiled_fma(kind: Any) -> Any:
+        """Return the intrinsic of a multiply-add of numbers of this type."""
 
-        single = types.float32
-        return single(single, single, single), code
+        @intrinsic
+        def multiply_add(typing: Any, a: Any, b: Any, c: Any) -> Any:
+            def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                return builder.fma(*args)
 
-    @intrinsic
-    def _fused_doubles(typing: Any, a: Any, b: Any, c: Any) -> Any:
-        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return builder.fma(*args)
+            return kind(kind, kind, kind), code
 
-        double = types.float64
-        return double(double, double, double), code
+        return multiply_add
+
+    _fused = _compiled_fma(types.float32)
+    _fused_doubles = _compiled_fma(types.float64)
 
     @chosen_for(fused_doubles)
     def _compiled_fused_doubles(a: Any, b: Any, c: Any) -> Any:

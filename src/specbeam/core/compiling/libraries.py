@@ -16,7 +16,7 @@ _WITH_NAMES = "with names"  # our kind of serialised library, in addition to num
 _ENVIRONMENT = "_ZN08NumbaEnv"  # prefix of numba's variables with the address of a function's environment
 
 
-class KeptLibrary(JITCodeLibrary):
+class CachedLibrary(JITCodeLibrary):
     """A library that is saved with the symbols in its machine code, and with whether callers call it by name.
 
     While a step is compiled, all libraries are of this class, including those of third-party callees, which are then
@@ -87,7 +87,7 @@ class KeptLibrary(JITCodeLibrary):
                     self._codegen.set_env(name, environment)
 
     def _get_module_for_linking(self) -> Any:
-        if self._codegen._library_class is not KeptLibrary:
+        if self._codegen._library_class is not CachedLibrary:
             self._make_machine_code()  # numba's own libraries do not set the environments of libraries that they link
         if self._bitcode is not None and self._shared_module is None:
             self._shared_module = binding.parse_bitcode(self._bitcode)
@@ -133,7 +133,7 @@ class KeptLibrary(JITCodeLibrary):
 class _Codegen:
     """numba's code generator, which sets environments only in libraries that have machine code."""
 
-    def __init__(self, library: KeptLibrary) -> None:
+    def __init__(self, library: CachedLibrary) -> None:
         self._library = library
 
     def set_env(self, name: str, environment: Any) -> None:

@@ -22,7 +22,7 @@ from specbeam.core.control.pace import NO_DRAFTS, PaceMemory, enter_pace, has_dr
 from specbeam.core.control.planning import Plan, plan_of_shape
 from specbeam.core.forest import Forest, depths_of, find_child, nodes_without, start_of, unknown_nodes
 from specbeam.core.laws.ranking import sorted_places
-from specbeam.core.measure.kept_figures import Figures, NumberField, RecordFields
+from specbeam.core.measure.saved_figures import Figures, NumberField, RecordFields
 from specbeam.core.records import Shape, Turn
 from specbeam.core.session import Session
 from specbeam.core.steps import Array, borrowed, step

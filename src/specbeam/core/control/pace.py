@@ -17,7 +17,7 @@ from specbeam.core.compiling.threads import allowed_threads
 from specbeam.core.control.depth import DepthByCost
 from specbeam.core.control.fixed import FixedShape
 from specbeam.core.control.planning import Plan, plan_of_shape
-from specbeam.core.measure.kept_figures import Figures, FlagField, NumberField, RecordFields
+from specbeam.core.measure.saved_figures import Figures, FlagField, NumberField, RecordFields
 from specbeam.core.records import Shape, Turn
 from specbeam.core.session import Session
 

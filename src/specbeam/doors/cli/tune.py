@@ -182,12 +182,12 @@ def _measured_acceptance(pair: "Pair", prompts: list[str]) -> "Acceptance | None
     """Measure acceptance by rank, and keep it for `sequoia`; None without a draft model or without prompts."""
     from specbeam.lab.bench.acceptance import acceptance
     from specbeam.models.huggingface import HuggingFaceLM
-    from specbeam.recipes.tuning.acceptance import keep_acceptance, with_guess
+    from specbeam.recipes.tuning.acceptance import save_acceptance, with_guess
 
     if not isinstance(pair.draft, HuggingFaceLM) or not prompts:
         return None
     found = acceptance(pair, prompts, children=5, max_new_tokens=48)
-    keep_acceptance(pair.forgetful_target, pair.draft, with_guess(found.odds, found.nodes))
+    save_acceptance(pair.forgetful_target, pair.draft, with_guess(found.odds, found.nodes))
     return found
 
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from specbeam.core.lm import LM
-from specbeam.core.measure import kept_figures
-from specbeam.core.measure.kept_figures import Figures, NumberField, RecordFields
+from specbeam.core.measure import saved_figures
+from specbeam.core.measure.saved_figures import Figures, NumberField, RecordFields
 from specbeam.models.huggingface import HuggingFaceLM
 
 # Prior odds that the accepted child of a node is the k-th one tried; they count as 20 nodes.
@@ -27,13 +27,13 @@ def with_guess(odds: Sequence[float], nodes: int) -> tuple[float, ...]:
     return tuple((nodes * seen + GUESS_NODES * guessed) / total for seen, guessed in zip(odds, guess, strict=False))
 
 
-def keep_acceptance(target: HuggingFaceLM, draft: HuggingFaceLM, odds: Sequence[float]) -> None:
+def save_acceptance(target: HuggingFaceLM, draft: HuggingFaceLM, odds: Sequence[float]) -> None:
     """Save, for k = 1, 2, ..., the odds that the accepted child of a node is the k-th one tried."""
     _ACCEPTANCE.keep(_key(target, draft), {"odds": list(odds)})
     _KNOWN.setdefault(target, WeakKeyDictionary())[draft] = tuple(odds)
 
 
-def kept_acceptance(target: LM | None, draft: LM | None) -> tuple[float, ...] | None:
+def saved_acceptance(target: LM | None, draft: LM | None) -> tuple[float, ...] | None:
     """Return the saved odds of a pair; None if there are none.
 
     They do not change while the pair is loaded; otherwise equal seeds could give different texts.
@@ -57,4 +57,4 @@ def _odds_on_disk(target: HuggingFaceLM, draft: HuggingFaceLM) -> tuple[float, .
 
 
 def _key(target: HuggingFaceLM, draft: HuggingFaceLM) -> list[str | None]:
-    return [kept_figures.weights_key(lm.model) for lm in (target, draft)]
+    return [saved_figures.weights_key(lm.model) for lm in (target, draft)]

@@ -17,9 +17,9 @@ from specbeam.core.laws.ranking import Truncation
 from specbeam.core.laws.warp import Warp
 from specbeam.core.limits import Limits
 from specbeam.core.lm import LM
-from specbeam.core.measure import kept_figures
-from specbeam.core.measure.kept_figures import Figures, NumberField, RecordFields
+from specbeam.core.measure import saved_figures
 from specbeam.core.measure.profiler import profiled
+from specbeam.core.measure.saved_figures import Figures, NumberField, RecordFields
 from specbeam.core.session import Parts, Session
 from specbeam.core.verify.search import SearchRule
 from specbeam.engines.cpu.tiles import available as uses_tiles
@@ -348,9 +348,9 @@ def _warp_of(parts: Parts, top_k: int) -> Warp:
 
 def _key(lm: HuggingFaceLM, context: int) -> list[Any]:
     return [
-        kept_figures.model_key(lm.model),
+        saved_figures.model_key(lm.model),
         lm.engine,
         context,
-        kept_figures.source_key("engines", "core/compiling"),
+        saved_figures.source_key("engines", "core/compiling"),
         uses_tiles(),
     ]
