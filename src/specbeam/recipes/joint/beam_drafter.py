@@ -40,17 +40,17 @@ class RankedBeams:
         return cls(np.arange(roots), np.array([*tree.root_scores().values()]), np.zeros(roots, dtype=bool), counts)
 
     def extended_scores(
-        self, front: Int64[np.ndarray, " front"], logq: Float64[np.ndarray, "front vocab"]
+        self, frontier: Int64[np.ndarray, " frontier"], logq: Float64[np.ndarray, "frontier vocab"]
     ) -> Float64[np.ndarray, "beams vocab"]:
         """Return the log-likelihood of each beam with each next token.
 
         An ended beam has its own log-likelihood in the first column and -inf in the others.
 
         Args:
-            front: nodes of the beams that have a row in `logq`, in the order of the beams. Other beams get no extensions.
+            frontier: nodes of the beams that have a row in `logq`, in the order of the beams. Other beams get no extensions.
         """
         scores = np.full((len(self.nodes), logq.shape[1]), -np.inf)
-        live = np.isin(self.nodes, front)
+        live = np.isin(self.nodes, frontier)
         scores[live] = self.logq[live][:, None] + logq
         scores[self.ended, 0] = self.logq[self.ended]
         return scores

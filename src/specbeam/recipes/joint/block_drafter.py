@@ -49,10 +49,10 @@ class EveryBlock:
         with session.failing_alone():
             self.check(depth, session.limits.eos)
             going = np.setdiff1d(np.arange(self.vocab), session.limits.eos)
-            front = np.arange(forest.size)
+            frontier = np.arange(forest.size)
             for _ in range(depth):
                 start = forest.size
-                count = len(front) * len(going)
-                forest = forest.grown(np.tile(going, len(front)), np.repeat(front, len(going)))
-                front = np.arange(start, start + count)
+                count = len(frontier) * len(going)
+                forest = forest.grown(np.tile(going, len(frontier)), np.repeat(frontier, len(going)))
+                frontier = np.arange(start, start + count)
         return forest
