@@ -239,8 +239,8 @@ def traversal(
     ways: dict[str, AnyChildren] = {"distinct": Distinct(), "independent": Independent(), "best_and_one": BestAndOne()}
     if isinstance(children, str):
         one_of("children", children, ways)
-        children = ways[children]
-    return _branching_method("traversal", counts, children, "traversal", controller)
+    way = ways[children] if isinstance(children, str) else children
+    return _branching_method("traversal", counts, way, "traversal", controller)
 
 
 def dyspec(
