@@ -378,7 +378,7 @@ def test_what_cannot_read_a_source_is_refused_by_name(translator, tmp_path):
         sb.load(target, share_from=10)
     pair = load(target)
     for call, message in (
-        (lambda: sb.generate(pair, [3, 4], sb.swift()), "swift leaves sublayers of decoder-only"),
+        (lambda: sb.generate(pair, [3, 4], sb.swift()), "swift skips sublayers of decoder-only"),
         (lambda: sb.hmt(pair), "a model with memory continues prompts"),
         (lambda: pair.forgetful_target, "this operation needs a decoder-only model"),
         (lambda: sb.lite_search(pair, "a", lambda texts: [0.5] * len(texts)), "a search over steps continues prompts"),

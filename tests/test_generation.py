@@ -23,7 +23,7 @@ from specbeam.core.draft.lookup import PromptLookup
 from specbeam.core.laws.joint import all_pairs, support_of
 from specbeam.core.laws.ranking import Truncation
 from specbeam.core.laws.warp import Warp, law_of_beams
-from specbeam.core.measure import kept_figures as measured
+from specbeam.core.measure import saved_figures as measured
 from specbeam.doors import fastest
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.request import Request

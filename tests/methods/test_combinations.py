@@ -7,11 +7,11 @@ import pytest
 
 import specbeam as sb
 from specbeam.core.control.confidence import SureDraft
+from specbeam.core.control.depth import DepthByCost
 from specbeam.core.control.fixed import FixedShape
 from specbeam.core.control.size import SizeByLatency
 from specbeam.core.control.thompson import Thompson
 from specbeam.core.control.width import FixedWidth
-from specbeam.core.control.worth import DepthByCost
 from specbeam.core.draft.children import Distinct
 from specbeam.core.draft.lookup import PromptLookup
 from specbeam.core.draft.merged import Graph, ManyDrafters, Pruned
@@ -57,9 +57,9 @@ def reason(name, rule, controller):
     if controller in BETWEEN and name in AT_ONCE:
         return BadSetting, f"controller '{controller}' ends a draft between its layers"
     if controller == "latency" and name not in BUDGET:
-        return BadSetting, "sets the nodes of a whole tree"
+        return BadSetting, "chooses the size of the whole tree"
     if controller == "cost" and name in UNPRICED:
-        return BadSetting, "weighs the price of each layer"
+        return BadSetting, "needs the sizes of layers"
     return None
 
 
@@ -119,7 +119,7 @@ def test_parts_of_ones_own_are_judged_like_names():
         sb.prompt_lookup(controller=SureDraft())
     with pytest.raises(BadSetting, match="Thompson ends a draft between its layers"):
         sb.prompt_lookup(controller=Thompson(mode="round"))
-    with pytest.raises(BadSetting, match="SizeByLatency sets the nodes of a whole tree"):
+    with pytest.raises(BadSetting, match="SizeByLatency chooses the size of the whole tree"):
         sb.rsd_c(controller=SizeByLatency())
     with refused("controller is 'x'; it must be one of auto, fixed, confidence"):
         sb.sequoia(controller="x")

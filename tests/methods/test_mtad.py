@@ -392,9 +392,9 @@ def test_the_law_says_what_is_promised_and_no_more():
             "StochasticBeam does not look at replacement=True",
         ),
         (lambda: sb.mtad(draft="search", replacement=True), "replacement=True needs draft='sample'"),
-        (lambda: sb.mtad(draft=Branching((2, 1), Distinct())), "mtad looks at one chain, and the growth Branching may"),
-        (lambda: sb.mtad(draft=FixedTree(((), ()), Distinct())), "mtad looks at one chain"),
-        (lambda: sb.mtad(draft=JointBeams("search")), "mtad looks at one chain"),
+        (lambda: sb.mtad(draft=Branching((2, 1), Distinct())), "mtad judges one chain, and the growth Branching may"),
+        (lambda: sb.mtad(draft=FixedTree(((), ()), Distinct())), "mtad judges one chain"),
+        (lambda: sb.mtad(draft=JointBeams("search")), "mtad judges one chain"),
         (lambda: sb.mjsd(chains=9), "chains is 9, beams is 8"),
     ],
 )

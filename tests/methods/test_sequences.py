@@ -280,7 +280,7 @@ def test_settings_that_make_no_sense_are_named(make, message):
 
 def test_a_table_of_another_vocabulary_is_refused():
     method = sb.token_recycling(3, memory=Successors.empty(9))
-    with pytest.raises(sb.SpecbeamError, match="memory holds 9 tokens, the target knows 5"):
+    with pytest.raises(sb.SpecbeamError, match="memory holds 9 tokens, but the target's vocabulary has 5"):
         method.parts(TableLM(random_table(1, 5)))
     method = sb.token_recycling(3)  # one method, two models
     for vocab in (5, 9):

@@ -498,7 +498,7 @@ def test_what_cannot_work_is_refused_with_a_reason():
         ({"sure": 0.5, "controller": "fixed"}, "does not look at sure"),
         ({"sure": 2}, "probability"),
         ({"skip": "clasp", "every": 0}, "at least 1"),
-        ({"controller": "cost"}, "no size of their own"),
+        ({"controller": "cost"}, "have no fixed sizes"),
     ):
         with pytest.raises(BadSetting, match=why):
             sb.swift(**settings).parts(lm)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from specbeam.core.audit import Audit
-from specbeam.core.laws.evidence import no_evidence, note_draw, note_trial, note_worth
+from specbeam.core.laws.evidence import no_evidence, note_acceptance, note_draw, note_trial
 
 
 def of_draw(logp, token):
@@ -21,8 +21,8 @@ def of_trial(wanted, drafted, accepted):
     return Audit.of(evidence)
 
 
-def of_worth(wanted, drafted, worth):
-    """The audit of what a candidate is worth."""
+def of_acceptance(wanted, drafted, probability):
+    """The audit of a candidate's acceptance probability."""
     evidence = no_evidence(True)
-    note_worth(evidence, wanted, drafted, worth)
+    note_acceptance(evidence, wanted, drafted, probability)
     return Audit.of(evidence)

@@ -10,9 +10,9 @@ from specbeam.core.forest import SHARED as SHARED
 from specbeam.core.forest import Forest as Forest
 from specbeam.core.forest import Siblings as Siblings
 from specbeam.core.lm import LM as LM
-from specbeam.core.measure.kept_figures import NumberField as NumberField
-from specbeam.core.measure.kept_figures import RecordFields as RecordFields
-from specbeam.core.measure.kept_figures import weights_key as weights_key
+from specbeam.core.measure.saved_figures import NumberField as NumberField
+from specbeam.core.measure.saved_figures import RecordFields as RecordFields
+from specbeam.core.measure.saved_figures import weights_key as weights_key
 from specbeam.core.noise import path_keys as path_keys
 from specbeam.core.records import FINAL as FINAL
 from specbeam.core.records import RowCounts as RowCounts

@@ -20,9 +20,8 @@ from specbeam.core.beams import (
 )
 from specbeam.core.compiling.repeated import Repeated
 from specbeam.core.compiling.threads import allowed_threads, torch_on_one_thread
-from specbeam.core.control.planning import deepest_of
+from specbeam.core.control.planning import NEVER, deepest_of
 from specbeam.core.control.stopping import stops_of
-from specbeam.core.control.stops import NEVER
 from specbeam.core.control.width import FixedWidths, is_for_steps
 from specbeam.core.cycles import cycles
 from specbeam.core.dice import Uniforms

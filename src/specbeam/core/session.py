@@ -55,11 +55,11 @@ class Controller(Protocol):
     """PLAN: the depth and width of the next draft.
 
     Optional members:
-        more(session, depth, confidence) -> bool: whether a draft continues after a layer (control/confidence.py).
+        more(session, depth, confidence) -> bool: whether a draft continues after a layer (control/stopping.py).
         needs: Needs: the parts of the target's rows that it reads in `turn.scored`.
         numbers(session): a record whose kind has the steps of control/planning.py. With it, many turns are one compiled run.
-        enter(session, batch_size) -> bool: called before the first turn of a session; False replaces its drafter by
-            `NoDraft`.
+        enter(session, batch_size) -> bool: called before the first turn of a session, with the number of sessions that
+            decode together; whether it drafts at all. If not, its drafter is replaced by `NoDraft`.
         remember(session): called when a session is over (control/needs.py).
     """
 

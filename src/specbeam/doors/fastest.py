@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from specbeam.core.lm import LM
-from specbeam.core.measure import kept_figures as measured
-from specbeam.core.measure.kept_figures import ChoiceField, Figures, NumberField, RecordFields
+from specbeam.core.measure import saved_figures as measured
+from specbeam.core.measure.saved_figures import ChoiceField, Figures, NumberField, RecordFields
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.options.table import warper_names
 from specbeam.models.heads.lm import HeadLM

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Bool, Float64
 
 from specbeam.core.errors import BadSetting, one_of
-from specbeam.core.measure import kept_figures
+from specbeam.core.measure import saved_figures
 from specbeam.models.sublayers import Choice
 
 POOL = 512  # random candidates of Bayesian optimisation
@@ -234,22 +234,22 @@ def _record_of(found: Found) -> dict[str, Any]:
     return vars(found) | {name: array.tolist() for name, array in arrays.items()}
 
 
-def _figures_of(start: Choice) -> kept_figures.Figures:
+def _figures_of(start: Choice) -> saved_figures.Figures:
     """Return the on-disk record type of searches with this initial set."""
 
     def fits(record: dict[str, Any]) -> bool:
         return len(record["choices"]) == len(record["scores"]) and sum(record["best"]) == int(start.sum())
 
-    count = kept_figures.NumberField(is_whole=True)
+    count = saved_figures.NumberField(is_whole=True)
     fields = {
-        "best": kept_figures.NumberField((len(start),), most=1, is_whole=True),
-        "matchness": kept_figures.NumberField(most=1.0),
-        "choices": kept_figures.NumberField((None, len(start)), most=1, is_whole=True),
-        "scores": kept_figures.NumberField((None,), most=1.0),
+        "best": saved_figures.NumberField((len(start),), most=1, is_whole=True),
+        "matchness": saved_figures.NumberField(most=1.0),
+        "choices": saved_figures.NumberField((None, len(start)), most=1, is_whole=True),
+        "scores": saved_figures.NumberField((None,), most=1.0),
         "tries": count,
         "failures": count,
     }
-    return kept_figures.Figures("sublayers", kept_figures.RecordFields(fields, fits))
+    return saved_figures.Figures("sublayers", saved_figures.RecordFields(fields, fits))
 
 
 def _found_in(record: dict[str, Any], start: Choice) -> Found:

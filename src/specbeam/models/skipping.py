@@ -16,7 +16,7 @@ from jaxtyping import Int64
 from specbeam.core.answers import LOGITS
 from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.core.forest import Forest
-from specbeam.core.measure import kept_figures
+from specbeam.core.measure import saved_figures
 from specbeam.core.records import Needs, Scored, Turn
 from specbeam.core.session import CacheOwner, Session
 from specbeam.engines.cpu.cache import CpuCache
@@ -198,7 +198,7 @@ class SkippingLM(OnTargetsCache):
     def _memory(self) -> SkipMemory:
         """Return the results of searches for this target, kind of texts and number of sublayers."""
         count = count_of(self.layers, self.ratio)
-        key = [kept_figures.weights_key(self.lm.model), self.lm.engine, self.settings.task or "", count]
+        key = [saved_figures.weights_key(self.lm.model), self.lm.engine, self.settings.task or "", count]
         return SkipMemory(alternate(self.layers, count), key)
 
     def _first_skipped(self) -> Sublayers:

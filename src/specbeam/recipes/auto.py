@@ -1,4 +1,4 @@
-"""The recipe that is chosen by measurement."""
+"""The recipe that chooses a method by measurement."""
 
 from specbeam.core.errors import NotSupported
 from specbeam.core.laws.named import EXACT
@@ -13,11 +13,11 @@ def auto() -> Method:
     Law: exact: plain sampling
     Paper: none
 
-    The candidates are timed once for each combination of target model, draft model, sampling settings and machine, and the
-    winner is kept on disk. Approximate methods are never candidates.
+    The candidates are timed once per combination of target, draft model, sampling settings and machine, and the winner is
+    saved on disk. Approximate methods are never candidates.
     """
 
     def build(target: LM | None, draft: LM | None) -> Parts:
-        raise NotSupported("auto has to be measured first; it works in generate() and on the command line")
+        raise NotSupported("auto measures methods before it decodes; use it with generate() or on the command line")
 
     return Method("auto", EXACT, 1, build)

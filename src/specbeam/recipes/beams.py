@@ -1,4 +1,4 @@
-"""Recipes for greedy decoding, sampling, beam sampling and its speculative form, DSBD."""
+"""Recipes for greedy decoding, sampling, beam sampling, and speculative beam sampling (DSBD)."""
 
 from functools import partial
 from typing import Literal, get_args
@@ -13,19 +13,19 @@ from specbeam.core.session import Controller, Drafter, Parts, Rule
 from specbeam.core.verify.beams import BeamRule
 from specbeam.core.verify.search import SearchRule
 from specbeam.recipes.depth import Depth, check_depth, depth_control
-from specbeam.recipes.method import Build, Method, refuse_ignored, require_at_least_one
+from specbeam.recipes.method import Build, Method, refuse_ignored, require_at_least_one, require_probability
 from specbeam.recipes.search import build_of_search, checked_draft_beams
 
 Coupling = Literal["noise", "rejection"]
 Semantics = Literal["paper", "hf"]
 WidthBy = Literal["dynamic", "fixed", "auto"]
 PlainWidthBy = Literal["fixed", "auto"]
-MASS = 0.9  # of the joint law, that the draws of a layer stand for if nothing else is said
+MASS = 0.9  # default of `mass`
 HF_LAW = "exact: transformers' beam sampling"
 
 
 def _is_hf(semantics: str, replacement: bool) -> bool:
-    """Return whether `semantics` is "hf". Raises `BadSetting` if it is unknown, or is "hf" with replacement."""
+    """Return whether `semantics` is "hf". Raises `BadSetting` if it is unknown, or "hf" with replacement."""
     if semantics not in ("paper", "hf"):
         raise BadSetting(f"semantics is {semantics!r}; it must be 'paper' or 'hf'")
     if semantics == "hf" and replacement:
@@ -34,13 +34,13 @@ def _is_hf(semantics: str, replacement: bool) -> bool:
 
 
 def _build_without_draft(law: str, width: Width, coupling: str, replacement: bool) -> Build:
-    """Return a function that makes the parts of a method that draws so many beams per step and drafts nothing."""
+    """Return a function that makes the parts of a method without drafts that draws `width` beams per step."""
     rule = BeamRule(width, coupling, replacement)
     return lambda target, draft: Parts(NoDraft(), rule, FixedShape(0, 0), law)
 
 
 def greedy() -> Method:
-    """Take the most likely token at each step, without a draft.
+    """Take the most probable token at each step, without a draft.
 
     Law: exact: greedy; token-identical to transformers' in float32.
     Paper: none.
@@ -77,20 +77,20 @@ def beam_sampling(
 
     Args:
         beams: number of pairs drawn per step; with width="auto" the maximum.
-        replacement: draw the pairs independently, with replacement. The draws soon collapse to a few distinct beams.
+        replacement: draw the pairs independently, with replacement. Soon only a few distinct beams are left.
         semantics: "paper": the law above. "hf": the law of transformers' ``generate(num_beams=beams, do_sample=True)``,
             which draws twice as many pairs from warped, unnormalised scores and keeps those with the best scores. With
             beams=1 both are plain sampling.
-        width: "fixed": always `beams`. "auto": few where the target is sure how its texts go on, as in `dsbd`.
+        width: "fixed": always `beams`. "auto": fewer where the target's law is concentrated, as in `dsbd`.
         min_beams, mass: for width="auto", as in `dsbd`.
-        drafter, rule, controller: parts of your own in place of the recipe's (`Method.with_parts`).
+        drafter, rule, controller: your own parts in place of the recipe's (`Method.with_parts`).
     """
     require_at_least_one(beams=beams, min_beams=1 if min_beams is None else min_beams)
     one_of("width", width, get_args(PlainWidthBy))
     policy = _width(width, beams, min_beams, None, mass)
     hf = _is_hf(semantics, replacement)
     if hf and width != "fixed":
-        raise BadSetting("semantics='hf' needs width='fixed': transformers' beam sampling has no other")
+        raise BadSetting("semantics='hf' needs width='fixed', the only width of transformers' beam sampling")
     if hf and beams > 1:
         parts = Parts(NoDraft(), SearchRule(beams), FixedShape(0, 0), HF_LAW)
         method = Method("beam_sampling", HF_LAW, beams, lambda target, draft: parts, search=True)
@@ -110,7 +110,7 @@ def beam_sampling(
 
 
 def _law_of_draws(width: FixedWidth | NucleusWidth | SureWidth, replacement: bool) -> str:
-    """Return the law of beam sampling by `beam_sampling` and `dsbd`, in words."""
+    """Return the description of the law of beam sampling with these widths."""
     if isinstance(width, FixedWidth):
         widths = f"{width.most} beams"
     elif isinstance(width, NucleusWidth):
@@ -146,39 +146,40 @@ def dsbd(
     given the width of each layer. With coupling="noise", as by default, the same seed gives exactly the same beams, too.
     Paper: arXiv 2409.16560 (AAAI 2025), with the corrections that make it exact.
 
-    A layer extends every beam by one token. It passes if all beams that the target goes on with are among the drafts. The
-    first layer that does not pass is kept too, and ends the turn.
+    A layer extends every beam by one token. It passes if all beams that the target continues are among the drafts. The first
+    layer that does not pass is emitted too, and ends the turn.
 
-    Steps of the paper: draft beams (alg. 1, l. 3-5) draft/beams.py; width (eq. 4-5) control/width.py; acceptance
-    (l. 9-21) verify/beams.py and verify/trials.py; forest attention (sec. 3.3) engines/kv/trie.py; one-sequence memory
+    Code: draft beams (alg. 1, l. 3-5) core/draft/beams.py; width (eq. 4-5) core/control/width.py; acceptance (l. 9-21)
+    core/verify/beams.py and core/verify/trials.py; forest attention (sec. 3.3) engines/kv/trie.py; one-sequence memory
     (sec. 3.4) `collapse`.
 
     Args:
         beams: maximum number of live beams after a step.
         draft_beams: number of draft beams per layer, at least `beams`. A few more let more layers pass. None: `beams` + 2,
-            or more where rows cost little and beams do not depend on drafts. Where the depth is "auto" and beams do not
-            depend on drafts, it is the maximum: of these the target scores those that are worth it.
-        depth: number of draft layers per pass of the target. "auto": what gains most per second on this machine, from the
-            measured cost of a pass (`specbeam tune`), and from how often layers pass, or how often drafts are needed
-            (docs/methods/dsbd.md). None: "auto" if no beam depends on the depth (width "fixed" or "auto" with shared noise,
-            without `collapse`); otherwise 4, so that a seed gives the same text on every machine.
+            or more where rows are cheap and beams do not depend on drafts. If beams do not depend on drafts and the depth is
+            "auto", this is a maximum: the target scores only drafts whose expected gain exceeds their cost.
+        depth: number of draft layers per pass of the target. "auto": maximises the expected gain per second on this
+            machine, by the measured cost of a pass (`specbeam tune`) and by how often layers pass or drafts are needed
+            (docs/methods/dsbd.md). None: "auto" if beams do not depend on the depth (width "fixed" or "auto" with shared
+            noise, without `collapse`); otherwise 4, so that a seed gives the same text on every machine.
         width: number of beams that the target draws in a layer. "fixed": always `beams`. "dynamic": the largest number that
-            is accepted in full with probability `threshold` or more, as in the paper. "auto": the number of pairs that hold
-            `mass` of the target's joint law, the most probable ones first, so few where it is sure how its texts go on.
-            Unless it is "fixed", a text may end with fewer than `beams` finished beams: as soon as there are
-            `num_return_sequences`, and no live beam beats them.
-        threshold: for width="dynamic": the required acceptance probability. A higher threshold is narrower. None: 0.7.
-        min_beams: minimum width, for width="dynamic" and "auto". None: 1, with "auto" 2. `num_return_sequences` raises it,
-            so that there are enough texts.
+            is accepted in full with a probability of at least `threshold`, as in the paper. "auto": the smallest number of
+            most probable pairs that hold `mass` of the target's joint law, so few where this law is concentrated. With
+            "dynamic" and "auto" a text may end with fewer than `beams` finished beams: as soon as there are
+            `num_return_sequences` and no live beam is better.
+        threshold: for width="dynamic": the required acceptance probability. A higher threshold makes layers narrower.
+            None: 0.7.
+        min_beams: minimum width, for width="dynamic" and "auto". None: 1, with "auto" 2. It is raised to
+            `num_return_sequences`.
         coupling: "noise": draft and target share Gumbel noise. "rejection": recursive rejection sampling.
         replacement: draw independently, with replacement (coupling="rejection" only).
-        collapse: keep one beam after each turn, the paper's variant that saves memory. No decoder that runs the target
-            alone has its law, because the moment of the collapse depends on acceptance.
+        collapse: keep one beam after each turn, the paper's variant that saves memory. Its law differs from that of every
+            decoder without drafts, because the time of the collapse depends on acceptance.
         trace: record every trial of a draft, for `specbeam inspect`.
         semantics: "paper"; or "hf": the law of transformers' own beam sampling, which needs width="fixed" and
             coupling="noise".
-        mass: for width="auto": a probability; a larger one is wider. None: 0.9.
-        drafter, rule, controller: parts of your own in place of the recipe's (`Method.with_parts`).
+        mass: for width="auto": a probability; a larger one makes layers wider. None: 0.9.
+        drafter, rule, controller: your own parts in place of the recipe's (`Method.with_parts`).
     """
     require_at_least_one(beams=beams, min_beams=1 if min_beams is None else min_beams)
     given_draft_beams = draft_beams
@@ -251,10 +252,7 @@ def _width(
     refuse_ignored(width != "fixed", f"width {width!r}", min_beams=min_beams)
     if min_beams is not None and min_beams > beams:
         raise BadSetting(f"min_beams is {min_beams}, beams is {beams}; min_beams must be at most beams")
-    for name, value in (("threshold", threshold), ("mass", mass)):
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is not None and not (is_number and 0 <= value <= 1):
-            raise BadSetting(f"{name} is {value!r}; it is a probability, in [0, 1]")
+    require_probability(threshold=threshold, mass=mass)
     if width == "auto":
         return NucleusWidth(beams, min_beams or min(2, beams), MASS if mass is None else float(mass))
     if width == "dynamic":
@@ -263,8 +261,8 @@ def _width(
 
 
 def _check_coupling(coupling: str, replacement: bool) -> None:
-    """Raise `BadSetting` if the coupling is unknown, or cannot be combined with `replacement`."""
+    """Raise `BadSetting` if the coupling is unknown or incompatible with `replacement`."""
     if coupling not in ("noise", "rejection"):
         raise BadSetting(f"coupling is {coupling!r}; it must be 'noise' or 'rejection'")
     if coupling == "noise" and replacement:
-        raise BadSetting("shared noise draws without replacement; take coupling='rejection' for replacement=True")
+        raise BadSetting("shared noise draws without replacement; replacement=True needs coupling='rejection'")

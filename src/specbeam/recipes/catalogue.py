@@ -1,4 +1,4 @@
-"""The catalogue: one recipe per paper, made of parts. The docstring of a recipe states the law of the method's output."""
+"""The catalogue of recipes, one per paper. The docstring of a recipe states the law of its output."""
 
 from collections.abc import Callable
 
@@ -44,21 +44,21 @@ RECIPES: tuple[Callable[..., Method], ...] = (
     opt_tree, dyspec, gsd, propd, prompt_lookup, suffix_match, token_recycling, swift, auto,
     mtjd, mtad, mjsd, mmtad,
 )  # fmt: skip
-# These draft with a head of one kind, and refuse pairs without.
+# Recipes for draft heads of one kind; they refuse other pairs.
 HEAD_RECIPES: tuple[Callable[..., Method], ...] = (
     eagle, fspad, medusa, mtp, chimera, specdiff, eesd, bita, hidden_transfer,
 )  # fmt: skip
 
 
 def methods() -> list[Recipe]:
-    """Return all recipes, each with its output law, paper and default settings."""
+    """Return the catalogue entries of all recipes."""
     return [recipe_of(make) for make in (*RECIPES, *HEAD_RECIPES)]
 
 
 def resolve(method: "str | Method") -> Method:
-    """Return `method` itself, or the recipe of that name with its default settings.
+    """Return `method` itself, or the method that the recipe of this name makes with default settings.
 
-    Raises `BadSetting` if there is no recipe of that name.
+    Raises `BadSetting` if there is no such recipe.
     """
     if isinstance(method, Method):
         return method

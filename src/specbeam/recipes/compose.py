@@ -1,6 +1,6 @@
 """Methods composed of a drafter, a rule and a controller.
 
-A combination that cannot work is refused with the reason when the method is made, before any model runs.
+Combinations that cannot work are refused when the method is made, before any model runs.
 """
 
 from collections.abc import Callable
@@ -8,17 +8,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from specbeam.core.control.confidence import SureDraft, TrackedThreshold, stops_between_layers
+from specbeam.core.control.confidence import SureDraft, TrackedThreshold
+from specbeam.core.control.depth import DepthByCost
 from specbeam.core.control.fixed import FixedShape
 from specbeam.core.control.pace import DraftsIfFaster
 from specbeam.core.control.size import SizeByLatency
+from specbeam.core.control.stopping import stops_between_layers
 from specbeam.core.control.survival import Survival
 from specbeam.core.control.thompson import Thompson
-from specbeam.core.control.worth import DepthByCost
 from specbeam.core.draft.tree import Growth, TreeDrafter
 from specbeam.core.errors import BadSetting, LostLaw
 from specbeam.core.lm import LM
-from specbeam.core.session import Controller, Parts, Rule, is_part, law_of
+from specbeam.core.session import Controller, Drafter, Parts, Rule, is_part, law_of
 from specbeam.core.verify.traversal import TraversalRule
 from specbeam.core.verify.walk import MatchRule, PathRule
 from specbeam.recipes.depth import (
@@ -39,6 +40,7 @@ ControllerName = Literal[
     "calibration_ts",
 ]  # fmt: skip
 MakeController = Callable[[LM | None, LM | None], Controller]  # takes the target and the draft model
+MakeDrafter = Callable[[LM | None, LM | None], Drafter]  # takes the target and the draft model
 
 
 @dataclass(frozen=True)
@@ -48,14 +50,12 @@ class DraftKind:
     Args:
         recipe: name of the recipe, for messages.
         depth: maximum number of layers.
-        width: width of the shapes that the controller plans. Its meaning depends on the growth: nodes per layer, or nodes
-            of the whole tree.
-        layers: number of nodes of each layer; the last number holds for all deeper layers. Empty if the settings do not
-            determine the sizes of the layers.
-        has_node_budget: whether `width` counts the nodes of a whole tree.
-        no_law_reason: why the law of these drafts is unknown; empty if it is known. Completes the sentence "RECIPE ...".
-        no_stop_reason: why a draft cannot be stopped between its layers; empty if it can. Completes the sentence
-            "RECIPE ...".
+        width: width of the shapes that the controller plans: nodes per layer, or nodes of the whole tree.
+        layers: number of nodes of each layer; the last number also holds for all deeper layers. Empty if the settings do
+            not determine layer sizes.
+        has_node_budget: whether `width` counts the nodes of the whole tree.
+        no_law_reason: why the law of these drafts is unknown, as the end of a sentence "RECIPE ..."; empty if it is known.
+        no_stop_reason: why a draft cannot end between its layers, as the end of a sentence "RECIPE ..."; empty if it can.
     """
 
     recipe: str
@@ -70,8 +70,7 @@ class DraftKind:
 def rule_of(choice: "RuleName | Rule", drafts: DraftKind) -> Rule:
     """Return `choice` if it is a part, or the rule of that name.
 
-    Raises `BadSetting` if `choice` is neither, and `LostLaw` if the rule tries drafts against their law and the law of
-    these drafts is unknown.
+    Raises `BadSetting` if `choice` is neither, and `LostLaw` if the rule needs the law of the drafts and it is unknown.
     """
     rules: dict[str, Rule] = {"path": PathRule(), "traversal": TraversalRule(), "match": MatchRule()}
     if choice not in rules if isinstance(choice, str) else not is_part(choice, Rule):
@@ -95,16 +94,18 @@ def controller_maker(
 ) -> MakeController:
     """Return a function that makes the controller of these drafts from the target and the draft model.
 
+    The controller "auto" plans the fixed shape. If the draft model is expensive (`is_dear`), it plans the depth by measured
+    costs instead, or by the bytes that passes read where texts depend on the depth. If texts do not depend on drafts, it
+    also stops drafting where decoding without drafts is measured to be faster.
+
     Raises `BadSetting` if `choice` is neither a name nor a part, or if these drafts cannot follow the controller.
 
     Args:
         choice: a controller (a part), or the name of one.
         drafts: the drafts that it controls.
-        fixed: the controller that the name "fixed" stands for; None: `drafts.depth` layers of `drafts.width` nodes. "auto"
-            plans as it does; if a pass of the draft model is dear by cost, or by what passes read where texts depend on
-            the depth; and no drafts at all where the clock says so and no text depends on it.
-        drafter_of: makes the drafter whose layers "cost" weighs; None: drafts cost nothing.
-        rule: the rule that judges the drafts, also for "cost".
+        fixed: the controller for the name "fixed"; None: `drafts.depth` layers of `drafts.width` nodes.
+        drafter_of: makes the drafter whose layers "cost" measures; None: drafts cost nothing.
+        rule: the rule that judges the drafts.
     """
     depth = drafts.depth
     width = drafts.width
@@ -151,32 +152,57 @@ def controller_maker(
 def _with_measured_cost(
     part: Thompson | Survival, drafts: DraftKind, target: LM | None, draft: LM | None
 ) -> Thompson | Survival:
-    """Return the part with the cost of a draft layer on this machine, or with its own where models are not measured.
+    """Return the part with the measured cost of a draft layer, or unchanged if these models are not measured.
 
-    `draft` is None for drafts that no model makes.
+    `draft` is None for drafts without a draft model.
     """
     rows = max(drafts.layers) if drafts.layers else max(drafts.width // drafts.depth, 1)
     cost = cost_of_layer(target, draft, rows, drafts.depth)
     return part if cost is None else replace(part, cost=cost)
 
 
+def sequence_method(
+    drafts: DraftKind,
+    make_drafter: MakeDrafter,
+    rule: "RuleName | Rule",
+    controller: "ControllerName | Controller",
+    drafter_of: DrafterOf | None = None,
+    needs_draft: bool = True,
+) -> Method:
+    """Return a method for one sequence.
+
+    Args:
+        drafts: properties of the drafts.
+        make_drafter: makes the drafter from the target and the draft model.
+        rule, controller: a part or its name.
+        drafter_of: see `controller_maker`.
+        needs_draft: whether a draft model makes the drafts.
+    """
+    judge = rule_of(rule, drafts)
+    law = law_of(judge)
+    make_controller = controller_maker(controller, drafts, drafter_of=drafter_of, rule=judge)
+
+    def build(target: LM | None, draft: LM | None) -> Parts:
+        drafter = make_drafter(target, draft)
+        return Parts(drafter, judge, make_controller(target, draft if needs_draft else None), law)
+
+    return Method(drafts.recipe, law, 1, build, needs_draft=needs_draft)
+
+
 def tree_method(
     drafts: DraftKind, growth: Growth, rule: "RuleName | Rule", controller: "ControllerName | Controller"
 ) -> Method:
     """Return a method for one sequence whose drafts are trees that a draft model grows by `growth`."""
-    judge = rule_of(rule, drafts)
-    law = law_of(judge)
-    make_controller = controller_maker(controller, drafts, drafter_of=lambda lm: TreeDrafter(lm, growth), rule=judge)
 
-    def build(target: LM | None, draft: LM | None) -> Parts:
+    def make_drafter(target: LM | None, draft: LM | None) -> TreeDrafter:
         assert draft is not None
-        return Parts(TreeDrafter(draft, growth), judge, make_controller(target, draft), law)
+        return TreeDrafter(draft, growth)
 
-    return Method(drafts.recipe, law, 1, build, needs_draft=True)
+    return sequence_method(drafts, make_drafter, rule, controller, lambda lm: TreeDrafter(lm, growth))
 
 
 def _with_width(part: Controller, width: int) -> Controller:
-    """Return `part` with the method's width if it sets lengths only and its own width is 1; otherwise `part` itself."""
+    """Return `part` with the method's width if it only chooses lengths and its width is the default 1."""
     if isinstance(part, (SureDraft, TrackedThreshold, Thompson, Survival)) and part.width == 1:
         return replace(part, width=width)
     return part
@@ -188,15 +214,15 @@ def _check_controller(choice: object, part: Controller | None, drafts: DraftKind
     if part is not None and drafts.no_stop_reason and stops_between_layers(part):
         raise BadSetting(
             f"controller {name} ends a draft between its layers by the odds of its tokens, and {drafts.recipe} "
-            f"{drafts.no_stop_reason}; take one that plans ahead, like 'thompson'"
+            f"{drafts.no_stop_reason}; choose one that plans ahead, such as 'thompson'"
         )
     if isinstance(part, SizeByLatency) and not drafts.has_node_budget:
         raise BadSetting(
-            f"controller {name} sets the nodes of a whole tree, and those of {drafts.recipe} follow from its other "
-            "settings; take one that sets the depth, like 'thompson', or a method with a budget of nodes, like opt_tree"
+            f"controller {name} chooses the size of the whole tree, which for {drafts.recipe} follows from its other "
+            "settings; choose one that plans the depth, such as 'thompson', or a method with a node budget, such as opt_tree"
         )
     if choice == "cost" and not drafts.layers:
         raise BadSetting(
-            f"controller 'cost' weighs the price of each layer, and the layers of {drafts.recipe} have no size of their "
-            "own; take 'thompson', or 'latency' for a method with a budget of nodes"
+            f"controller 'cost' needs the sizes of layers, and the layers of {drafts.recipe} have no fixed sizes; choose "
+            "'thompson', or 'latency' for a method with a node budget"
         )

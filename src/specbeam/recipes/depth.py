@@ -1,20 +1,20 @@
-"""The depth of a draft: a fixed number of layers, or the number that gains most per second."""
+"""Controllers of the draft depth: fixed, or with the largest expected gain per second."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from specbeam.core.control.cost import CostCurve, HostCost
+from specbeam.core.control.depth import DepthByCost
 from specbeam.core.control.fixed import FixedShape
 from specbeam.core.control.needs import NodesByNeed, OddsMemory
 from specbeam.core.control.pace import PaceMemory
 from specbeam.core.control.width import ignores_drafts
-from specbeam.core.control.worth import DepthByCost
 from specbeam.core.cycles import READABLE
 from specbeam.core.draft.tree import TreeDrafter
 from specbeam.core.errors import BadSetting
 from specbeam.core.lm import LM
-from specbeam.core.measure import kept_figures
+from specbeam.core.measure import saved_figures
 from specbeam.core.session import Controller, Drafter, Parts, Rule
 from specbeam.core.verify.beams import BeamRule
 from specbeam.core.verify.search import SearchRule
@@ -31,13 +31,13 @@ Depth = int | Literal["auto"]
 DrafterOf = Callable[[LM], Drafter]
 UNMEASURED_S = {"target": 1.0, "draft": 0.1}  # seconds of a pass of any size, for models that are not measured
 ANY_MODEL = IdleLM(1, 0)  # stands for a model where it does not matter which
-LAYERS_AT_ONCE = 3  # by which rows that cost little are shared out
-MOST_PER_BEAM = 4  # drafts per layer and beam
-MEASURED = (HuggingFaceLM, ExitLM, SkippingLM)  # draft models of which it is known what they depend on
-DEAR = 0.25  # of the bytes of a target's pass; a draft model that reads more drafts as many layers as pay
-FREE = CostCurve((1,), (0.0,))  # cost of drafts that no model makes
-# What a pass over some rows takes where one over a single row takes 1: about what was measured of 1 B in 16 and 8 bits, and
-# of 97 M in 4 bits behind passes of a draft model (measurements/engines.md).
+LAYERS_AT_ONCE = 3  # number of layers that share the cheap rows of a pass
+MOST_PER_BEAM = 4  # maximum number of drafts per layer and beam
+MEASURED = (HuggingFaceLM, ExitLM, SkippingLM)  # draft models with a key for figures on disk
+DEAR = 0.25  # share of the bytes of a target's pass; draft models that read more are expensive
+FREE = CostCurve((1,), (0.0,))  # cost of drafts without a draft model
+# Time of a pass by number of rows, relative to a single row: about the measured values for 1 B parameters in 16 and 8 bits,
+# and for 97 M in 4 bits after passes of a draft model (measurements/engines.md).
 ROWS = CostCurve((1, 8), (1.0, 1.2))
 ROWS_IN_4_BITS = CostCurve((1, 2, 4, 6), (1.0, 1.4, 1.9, 2.3))
 
@@ -63,7 +63,7 @@ def depth_control(
     With depth="auto" but without a draft model the depth is 4.
 
     Args:
-        may_widen: whether layers may have more nodes where rows cost little.
+        may_widen: whether layers may have more nodes where rows are cheap.
     """
     if depth != "auto":
         return FixedShape(depth, width)
@@ -89,12 +89,11 @@ def depth_by_cost(
     drafter: DrafterOf | None,
     rule: Rule | None,
 ) -> DepthByCost:
-    """Return the controller that chooses the depth of drafts for one sequence by what passes cost.
+    """Return the controller that chooses the depth of drafts for one sequence by the measured costs of passes.
 
     Args:
-        layers: number of draft nodes in each layer; the last number holds for all deeper layers.
+        layers: number of draft nodes in each layer; the last number also holds for all deeper layers.
         most: maximum depth.
-        target, draft: the models.
         drafter: makes the drafter from a draft model; None: drafts cost nothing and are matched.
         rule: the rule that judges the drafts.
     """
@@ -109,32 +108,32 @@ def depth_by_cost(
 
 
 def text_depends_on_depth(rule: Rule | None) -> bool:
-    """Return whether a seed gives another text where drafts are deeper: by every rule but the one that matches noise."""
+    """Return whether the text of a seed depends on the draft depth: with all rules except matching by noise."""
     return not (isinstance(rule, MatchRule) and rule.coupling == "noise")
 
 
 def depth_by_bytes(layers: tuple[int, ...], most: int, target: HuggingFaceLM, draft: HuggingFaceLM) -> DepthByCost:
-    """Return the controller that chooses the depth of drafts by what passes read, and asks no clock.
+    """Return the controller that chooses the depth of drafts by the bytes that passes read, not by measured times.
 
-    So a seed gives the same text whatever the machine is doing, in the same engine; see `depth_by_cost`.
+    So in the same engine a seed gives the same text whatever the load of the machine; see `depth_by_cost`.
     """
     rows = ROWS_IN_4_BITS if target.engine == "int4" else ROWS
     return DepthByCost(rows, CostCurve((1,), (share_read(draft, target),)), 1, layers, most, alone=True)
 
 
 def share_read(draft: HuggingFaceLM, target: HuggingFaceLM) -> float:
-    """Return what a pass of a draft model reads, as a share of what one of the target reads, in one digit."""
+    """Return the bytes that a pass of the draft model reads as a share of the target's, rounded to one digit."""
     return float(f"{draft.bytes_read / target.bytes_read:.1g}")
 
 
 def cost_of_layer(target: LM | None, draft: LM | None, rows: int, depth: int) -> float | None:
-    """Return the seconds of a draft layer, with its rows in the target's pass, as a share of a pass without drafts.
+    """Return the cost of a draft layer, with its rows in the target's pass, as a share of a pass without drafts.
 
-    The number has one digit, so that two measurements of a machine seldom give two texts. None for models that cannot be
+    The number is rounded to one digit, so that repeated measurements rarely change texts. None for models that cannot be
     measured.
 
     Args:
-        draft: None for drafts that no model makes.
+        draft: None for drafts without a draft model.
         rows: number of draft nodes per layer.
         depth: number of layers over which the target's rows are averaged.
     """
@@ -149,11 +148,11 @@ def cost_of_layer(target: LM | None, draft: LM | None, rows: int, depth: int) ->
 
 
 def is_dear(draft: LM, target: LM | None) -> bool:
-    """Return whether drafts may cost more than they save.
+    """Return whether drafts may cost more than they save, judged by the sizes of the weights and not by measured times.
 
-    So it is where a pass of the draft model reads more than `DEAR` of what one of the target reads; and where the target is
-    in 4 bits, whose passes read so little that the arithmetic of each drafted row counts. Not where the target is so small
-    that reading is not what takes the time. It looks at weights and how the engines keep them, and at no clock.
+    This is possible if a pass of the draft model reads more than `DEAR` of the target's bytes, and if the target is in 4
+    bits, where reading is so fast that the arithmetic of each drafted row counts. Small targets are excluded, because their
+    passes are not memory-bound.
     """
     if not isinstance(target, HuggingFaceLM) or not isinstance(draft, HuggingFaceLM) or target.is_small:
         return False
@@ -169,14 +168,14 @@ def _cheap_rows(curve: CostCurve, beams: int) -> int:
 
 
 def _memory_of(target: LM | None, draft: LM) -> OddsMemory:
-    """Return what is learnt of the drafts of a pair, the same object for each method of the pair."""
+    """Return the memory of the drafts of a pair, shared by all methods of the pair."""
     if not isinstance(target, HuggingFaceLM) or not isinstance(draft, MEASURED):
         return OddsMemory()
     return _learnt(target, draft).odds
 
 
 def paces_of(target: LM | None, draft: LM) -> PaceMemory:
-    """Return how fast the sessions of a pair were, the same object for each method of the pair."""
+    """Return the measured paces of the sessions of a pair, shared by all methods of the pair."""
     if not isinstance(target, HuggingFaceLM) or not isinstance(draft, MEASURED):
         return PaceMemory()
     return _learnt(target, draft).paces
@@ -184,7 +183,7 @@ def paces_of(target: LM | None, draft: LM) -> PaceMemory:
 
 @dataclass(frozen=True)
 class _Learnt:
-    """What is learnt of a pair."""
+    """The memories of a pair that controllers learn."""
 
     odds: OddsMemory
     paces: PaceMemory
@@ -195,18 +194,18 @@ def _learnt(target: HuggingFaceLM, draft: HuggingFaceLM | ExitLM | SkippingLM) -
         if isinstance(draft, SkippingLM):
             named = [None, str(draft.settings)]
         elif isinstance(draft, ExitLM):
-            named = [kept_figures.weights_key(draft.head), "exit"]
+            named = [saved_figures.weights_key(draft.head), "exit"]
         else:
-            named = [kept_figures.weights_key(draft.model), draft.engine]
+            named = [saved_figures.weights_key(draft.model), draft.engine]
         weights, engine = named
-        key = [kept_figures.weights_key(target.model), weights, target.engine, engine]
+        key = [saved_figures.weights_key(target.model), weights, target.engine, engine]
         target.learnt[draft] = _Learnt(OddsMemory(key), PaceMemory(key))
     found: _Learnt = target.learnt[draft]
     return found
 
 
 def _host_cost(target: LM | None, draft: LM, width: int, drafter: DrafterOf, rule: Rule) -> HostCost:
-    """Return what a turn costs outside the models; zero if the target is no transformers model."""
+    """Return the cost of a turn outside the models; zero if the target is not a transformers model."""
 
     def parts(lm: LM, depth: int) -> Parts:
         return Parts(drafter(lm), rule, FixedShape(depth, width), "")
@@ -232,7 +231,7 @@ def _have_compiled_form(drafter: Drafter, rule: Rule) -> bool:
 
 
 def _target_curve(target: LM | None, draft: LM | None) -> CostCurve:
-    """Return the cost curve of the target's pass after a draft; an exit layer's drafts leave it the last layers alone."""
+    """Return the cost curve of the target's pass after a draft. After drafts of an exit layer only its last layers run."""
     whole = _curve(target, "target")
     if not isinstance(target, HuggingFaceLM) or not isinstance(draft, ExitLM):
         return whole
@@ -240,7 +239,7 @@ def _target_curve(target: LM | None, draft: LM | None) -> CostCurve:
 
 
 def _curve(lm: LM | None, role: str) -> CostCurve:
-    """Return the cost curve of a model; `role`, "target" or "draft", names the constant for models without one."""
-    return (
-        curve_of(lm) if isinstance(lm, (HuggingFaceLM, HeadLM, SkippingLM)) else CostCurve((1,), (UNMEASURED_S[role],))
-    )
+    """Return the cost curve of a model; a constant by `role`, "target" or "draft", for models without one."""
+    if isinstance(lm, (HuggingFaceLM, HeadLM, SkippingLM)):
+        return curve_of(lm)
+    return CostCurve((1,), (UNMEASURED_S[role],))

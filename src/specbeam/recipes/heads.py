@@ -1,7 +1,7 @@
-"""Recipes by the names of the papers on draft heads: what such a head drafts for one sequence, as a tree by its own odds."""
+"""Recipes for draft heads, by the names of their papers: methods for one sequence that draft trees by the heads' odds."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -11,36 +11,72 @@ from specbeam.core.draft.best_first import BestFirst
 from specbeam.core.draft.children import Best, Distinct, Independent
 from specbeam.core.draft.tree import Branching, FixedTree
 from specbeam.core.draft.unmask import ORDERS, Order, Unmasking, no_law_reason
-from specbeam.core.errors import BadSetting, NotSupported, one_of
+from specbeam.core.errors import NotSupported, one_of
 from specbeam.core.lm import LM
-from specbeam.core.session import Controller, Parts, Rule, law_of
+from specbeam.core.session import Controller, Parts, Rule
 from specbeam.models.heads.bita import Bita
 from specbeam.models.heads.chimera import Chimera
 from specbeam.models.heads.denoiser import Denoiser
 from specbeam.models.heads.exit import ExitHead
-from specbeam.models.heads.extra_rows import ExtraHead
 from specbeam.models.heads.extra_rows_lm import ExtraLM
 from specbeam.models.heads.head import Head
 from specbeam.models.heads.hidden_transfer import HiddenTransfer
 from specbeam.models.heads.medusa import Medusa
 from specbeam.models.heads.modules import ModulesInARow
 from specbeam.models.heads.trunk import PairTrunk
-from specbeam.recipes.compose import (
-    ControllerName,
-    DraftKind,
-    RuleName,
-    controller_maker,
-    rule_of,
-    tree_method,
-)
-from specbeam.recipes.method import Method, refuse_ignored, require_at_least_one
-
-# What to do about a pair without such a head.
-LOAD_OR_TRAIN = "load the target with draft=<folder of such a head>, or train one (`specbeam train`)"
+from specbeam.recipes.compose import ControllerName, DraftKind, RuleName, sequence_method, tree_method
+from specbeam.recipes.method import Method, refuse_ignored, require_at_least_one, require_counts, require_probability
 
 TreeBy = Literal["streamlined", "measured", "odds"]
-# By depth, the odds of the likeliest tokens of a head of which they were not measured.
+# Odds of the likeliest tokens by depth, for heads whose training did not measure them.
 GUESS = ((0.4, 0.15, 0.08, 0.05, 0.03), (0.3, 0.11, 0.06, 0.04, 0.02), (0.25, 0.09, 0.05, 0.03, 0.02))
+
+
+def _is_eagle(head: Head) -> bool:
+    return isinstance(head, PairTrunk) and head.shape.pairs != "normed projection" and not head.shape.sampling
+
+
+def _is_fspad(head: Head) -> bool:
+    return isinstance(head, PairTrunk) and bool(head.shape.sampling)
+
+
+def _is_mtp(head: Head) -> bool:
+    is_module = isinstance(head, PairTrunk) and head.shape.pairs == "normed projection"
+    return is_module or isinstance(head, ModulesInARow)
+
+
+@dataclass(frozen=True)
+class _HeadKind:
+    """A kind of draft heads, with texts for the message that refuses pairs without one."""
+
+    recipe: str
+    what: str  # a head of this kind
+    includes: Callable[[Head], bool]
+    advice: str = "load the target with draft=<folder of such a head>, or train one (`specbeam train`)"
+
+
+_EAGLE = _HeadKind("eagle", "an EAGLE head", _is_eagle)
+_FSPAD = _HeadKind("fspad", "an FSPAD head", _is_fspad)
+_MEDUSA = _HeadKind("medusa", "Medusa heads", lambda head: isinstance(head, Medusa))
+_MTP = _HeadKind(
+    "mtp",
+    "modules of multi-token prediction",
+    _is_mtp,
+    'load the target with draft="mtp", if its files hold modules of multi-token prediction',
+)
+_CHIMERA = _HeadKind("chimera", "a Chimera head", lambda head: isinstance(head, Chimera))
+_SPECDIFF = _HeadKind("specdiff", "a SpecDiff head", lambda head: isinstance(head, Denoiser))
+_EESD = _HeadKind("eesd", "an EESD head", lambda head: isinstance(head, ExitHead))
+_BITA = _HeadKind("bita", "BiTA's masks", lambda head: isinstance(head, Bita))
+_HIDDEN_TRANSFER = _HeadKind(
+    "hidden_transfer", "maps of Hidden Transfer", lambda head: isinstance(head, HiddenTransfer)
+)
+_KINDS = (_EAGLE, _FSPAD, _MEDUSA, _MTP, _CHIMERA, _SPECDIFF, _EESD, _BITA, _HIDDEN_TRANSFER)
+
+
+def paper_of(head: Head) -> str:
+    """Return the name of the recipe for a draft head; "" if there is none."""
+    return next((kind.recipe for kind in _KINDS if kind.includes(head)), "")
 
 
 def eagle(
@@ -50,21 +86,21 @@ def eagle(
     rule: "RuleName | Rule" = "match",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
-    """Draft, with an EAGLE head, the tree of the best nodes by the head's own odds: EAGLE-2's trees, for all EAGLE heads.
+    """Draft a tree of the most probable nodes with an EAGLE head. All EAGLE heads draft EAGLE-2's trees.
 
     Law: exact: plain sampling
     Paper: arXiv 2401.15077 (EAGLE), arXiv 2406.16858 (EAGLE-2), arXiv 2503.01840 (EAGLE-3), arXiv 2408.15766 (HASS)
 
-    Steps of the papers: the head heads/trunk.py; the tree draft/best_first.py; verify/walk.py.
+    Code: the head models/heads/trunk.py; the tree core/draft/best_first.py; the rule core/verify/walk.py.
 
     Args:
         nodes: number of nodes of the tree.
         depth: maximum number of layers.
-        top: number of likeliest tokens considered under each expanded node, and of nodes expanded in a layer.
-        rule: "match", "path", "traversal" or a part. All three accept equally often, because these drafts are not drawn.
+        top: number of likeliest tokens considered under each expanded node, and of nodes expanded per layer.
+        rule: "match", "path", "traversal" or a part. All three accept equally often, because these drafts are not random.
         controller: as in `opt_tree`.
     """
-    return _of_heads("eagle", "an EAGLE head", _is_eagle, nodes, depth, top, rule, controller)
+    return _tree_of_heads(_EAGLE, nodes, depth, top, rule, controller)
 
 
 def fspad(
@@ -74,21 +110,18 @@ def fspad(
     rule: "RuleName | Rule" = "match",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
-    """Draft, with an FSPAD head, the tree of the best nodes by the head's own odds.
+    """Draft a tree of the most probable nodes with an FSPAD head.
 
     Law: exact: plain sampling
     Paper: arXiv 2408.15562 (FSPAD)
 
-    Steps of the paper: feature sampling and partial alignment heads/trunk.py; the tree draft/best_first.py; verify/walk.py.
+    Code: feature sampling and partial alignment models/heads/trunk.py; the tree core/draft/best_first.py; the rule
+    core/verify/walk.py.
 
     Args:
-        nodes: number of nodes of the tree.
-        depth: maximum number of layers.
-        top: number of likeliest tokens considered under each expanded node, and of nodes expanded in a layer.
-        rule: as in `eagle`.
-        controller: as in `opt_tree`.
+        nodes, depth, top, rule, controller: as in `eagle`.
     """
-    return _of_heads("fspad", "an FSPAD head", _is_fspad, nodes, depth, top, rule, controller)
+    return _tree_of_heads(_FSPAD, nodes, depth, top, rule, controller)
 
 
 def medusa(
@@ -98,22 +131,21 @@ def medusa(
     rule: "RuleName | Rule" = "match",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
-    """Draft, with Medusa heads, the tree of the best nodes by the product of the heads' odds.
+    """Draft a tree of the most probable nodes with Medusa heads, by the product of the heads' odds.
 
     Law: exact: plain sampling
     Paper: arXiv 2401.10774 (Medusa)
 
-    Steps of the paper: the heads heads/medusa.py; the tree draft/best_first.py; verify/walk.py. The paper's typical
-    acceptance changes the law and is left out; its fixed tree is replaced by the best one for the context.
+    Differences from the paper: typical acceptance is left out, because it changes the law; and the tree is the best one for
+    each context, not a fixed one.
+
+    Code: the heads models/heads/medusa.py; the tree core/draft/best_first.py; the rule core/verify/walk.py.
 
     Args:
-        nodes: number of nodes of the tree.
-        depth: maximum number of layers. Layers deeper than there are heads draft by the last head.
-        top: number of likeliest tokens considered under each expanded node, and of nodes expanded in a layer.
-        rule: as in `eagle`.
-        controller: as in `opt_tree`.
+        depth: maximum number of layers. The last head also drafts all deeper layers.
+        nodes, top, rule, controller: as in `eagle`.
     """
-    return _of_heads("medusa", "Medusa heads", _is_medusa, nodes, depth, top, rule, controller)
+    return _tree_of_heads(_MEDUSA, nodes, depth, top, rule, controller)
 
 
 def mtp(
@@ -123,25 +155,24 @@ def mtp(
     rule: "RuleName | Rule" = "match",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
-    """Draft with modules of multi-token prediction, which many checkpoints hold: a chain, or the best tree by their odds.
+    """Draft a chain, or a tree of the most probable nodes, with the checkpoint's modules of multi-token prediction.
 
     Law: exact: plain sampling
     Paper: arXiv 2404.19737 (multi-token prediction), arXiv 2412.19437 (DeepSeek-V3)
 
-    Steps of the papers: a module heads/trunk.py, modules in a row heads/modules.py (those of DeepSeek-V3, one after the
-    other; the first paper's heads stand side by side and are not read); the drafts draft/best_first.py; verify/walk.py.
-    Load the target with draft="mtp".
+    Load the target with draft="mtp". Only sequential modules, as in DeepSeek-V3, can be loaded; the parallel heads of the
+    first paper cannot.
+
+    Code: a module models/heads/trunk.py, sequential modules models/heads/modules.py; the draft core/draft/best_first.py; the
+    rule core/verify/walk.py.
 
     Args:
-        nodes: number of nodes of the tree.
-        depth: maximum number of layers. Module k drafts layer k, and the last module the layers below.
-        top: number of likeliest tokens considered under each expanded node, and of nodes expanded in a layer. 1: a chain, as
+        depth: maximum number of layers. Module k drafts layer k; the last module also drafts all deeper layers.
+        top: number of likeliest tokens considered under each expanded node, and of nodes expanded per layer. 1: a chain, as
             in the papers.
-        rule: as in `eagle`.
-        controller: as in `opt_tree`.
+        nodes, rule, controller: as in `eagle`.
     """
-    how = 'load the target with draft="mtp", if its files hold modules of multi-token prediction'
-    return _of_heads("mtp", "modules of multi-token prediction", _is_mtp, nodes, depth, top, rule, controller, how)
+    return _tree_of_heads(_MTP, nodes, depth, top, rule, controller)
 
 
 def chimera(
@@ -151,22 +182,21 @@ def chimera(
     rule: "RuleName | Rule" = "match",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
-    """Draft, with a Chimera head, the tree of the best nodes by the head's own odds.
+    """Draft a tree of the most probable nodes with a Chimera head.
 
     Law: exact: plain sampling
     Paper: arXiv 2402.15758 (Chimera)
 
-    Steps of the paper: trigram encoder, full-context layer and read-outs heads/chimera.py; the tree draft/best_first.py;
-    verify/walk.py. The sampling of the paper's code is not exact and is left out.
+    The sampling of the paper's code is not exact and is left out.
+
+    Code: trigram encoder, full-context layer and read-outs models/heads/chimera.py; the tree core/draft/best_first.py; the
+    rule core/verify/walk.py.
 
     Args:
-        nodes: number of nodes of the tree.
-        depth: maximum number of layers. Layers deeper than there are read-outs draft by the last one.
-        top: number of likeliest tokens considered under each expanded node, and of nodes expanded in a layer.
-        rule: as in `eagle`.
-        controller: as in `opt_tree`.
+        depth: maximum number of layers. The last read-out also drafts all deeper layers.
+        nodes, top, rule, controller: as in `eagle`.
     """
-    return _of_heads("chimera", "a Chimera head", _is_chimera, nodes, depth, top, rule, controller)
+    return _tree_of_heads(_CHIMERA, nodes, depth, top, rule, controller)
 
 
 def specdiff(
@@ -177,59 +207,42 @@ def specdiff(
     rule: "RuleName | Rule | None" = None,
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
-    """Draft a chain of tokens with a SpecDiff head, which unmasks them in one step or in several.
+    """Draft a chain of tokens with a SpecDiff head, which unmasks them in one or several steps.
 
     Law: exact: plain sampling
     Paper: arXiv 2408.05636 (SpecDiff)
 
-    Steps of the paper: the denoiser heads/denoiser.py; steps of diffusion draft/unmask.py; accept and correct
-    verify/walk.py, verify/trials.py.
+    Code: the denoiser models/heads/denoiser.py; diffusion steps core/draft/unmask.py; the rule core/verify/walk.py and
+    core/verify/trials.py.
 
     Args:
-        steps: number of steps, each of which is a pass of the head; at most one for each token is of use.
-        depth: number of draft tokens per pass of the target; in several steps at most as many as the head's blocks have.
-        order: which tokens are unmasked first in several steps: "confidence", those of which the head is surest, "random",
-            or "left to right".
+        steps: number of steps, each of which is a pass of the head. More steps than tokens are of no use.
+        depth: number of draft tokens per pass of the target. With several steps at most the block size of the head.
+        order: the order in which several steps unmask tokens: "confidence" (the most certain tokens first), "random", or
+            "left to right".
         tokens: "drawn" from their laws, or the "best" ones.
-        rule: "path", "traversal", "match" or a part, as in `speculative_sampling`. Tokens that are drawn in several steps
-            and not from left to right can only be matched. None: "path", or "match" for these and for the best ones.
-        controller: the controller that chooses the length of a draft, as in `speculative_sampling`; drafts of several steps,
-            and of the best tokens, take one that plans the length in advance.
+        rule: "path", "traversal", "match" or a part, as in `speculative_sampling`. Tokens drawn in several steps in another
+            order than left to right need "match", because their law is unknown. None: "match" for these and for
+            tokens="best", otherwise "path".
+        controller: the controller that chooses the length of a draft, as in `speculative_sampling`. With several steps, or
+            tokens="best", it must plan the length in advance.
     """
     require_at_least_one(steps=steps, depth=depth)
     one_of("order", order, ORDERS)
     one_of("tokens", tokens, ("drawn", "best"))
     is_drawn = tokens == "drawn"
     reason = no_law_reason(steps, order, is_drawn)
-    judge = rule if rule is not None else "match" if reason or not is_drawn else "path"
+    if rule is None:
+        rule = "match" if reason or not is_drawn else "path"
     if steps == 1 and is_drawn:
         drafts = DraftKind("specdiff", depth, layers=(1,))
-        method = tree_method(drafts, Branching((1,), Independent()), judge, controller)
-    else:
-        drafts = DraftKind(
-            "specdiff", depth, no_law_reason=reason, no_stop_reason="unmasks all tokens of a draft together"
-        )
-        method = _unmasking(drafts, steps, order, is_drawn, judge, controller)
-    return _for_heads(method, "a SpecDiff head", _is_specdiff)
+        return _for_heads(_SPECDIFF, tree_method(drafts, Branching((1,), Independent()), rule, controller))
+    drafts = DraftKind("specdiff", depth, no_law_reason=reason, no_stop_reason="unmasks all tokens of a draft together")
 
+    def make_drafter(target: LM | None, draft: LM | None) -> Unmasking:
+        return Unmasking(draft, steps, order, is_drawn)
 
-def _unmasking(
-    drafts: DraftKind,
-    steps: int,
-    order: Order,
-    is_drawn: bool,
-    rule: "RuleName | Rule",
-    controller: "ControllerName | Controller",
-) -> Method:
-    """Return a method for one sequence whose drafts are chains that a denoiser unmasks."""
-    judge = rule_of(rule, drafts)
-    law = law_of(judge)
-    make_controller = controller_maker(controller, drafts, rule=judge)
-
-    def build(target: LM | None, draft: LM | None) -> Parts:
-        return Parts(Unmasking(draft, steps, order, is_drawn), judge, make_controller(target, draft), law)
-
-    return Method(drafts.recipe, law, 1, build, needs_draft=True)
+    return _for_heads(_SPECDIFF, sequence_method(drafts, make_drafter, rule, controller))
 
 
 def eesd(
@@ -238,34 +251,29 @@ def eesd(
     rule: "RuleName | Rule" = "path",
     controller: "ControllerName | Controller" = "calibration_ts",
 ) -> Method:
-    """Draft with the target's first layers and one trained layer behind them, by the length that past turns suggest.
+    """Draft with the target's first layers and a trained exit layer; past turns determine the length of drafts.
 
     Law: exact: plain sampling
     Paper: arXiv 2406.03853 (EESD)
 
-    Steps of the paper: the exit layer heads/exit.py; the shared KV cache lm/huggingface.py (`extend_early`), engines/cpu/;
-    Beta-TS and Calibration-TS control/thompson.py; verify/walk.py.
+    Code: the exit layer models/heads/exit.py; the shared KV cache models/huggingface.py (`extend_early`) and engines/cpu/;
+    Beta-TS and Calibration-TS core/control/thompson.py; the rule core/verify/walk.py.
 
     Args:
-        depth: maximum number of layers of a draft; all of them with "fixed".
-        counts: number of children of each node, by layer; the last number holds for deeper layers. (1,) is a chain; several
-            children are drawn without replacement.
-        rule: "path", "traversal" or "match", as in `speculative_sampling`; or a part.
-        controller: the controller that chooses the length of a draft, by the names of the paper "beta_ts" (goes on with the
-            odds that past drafts were accepted) or "calibration_ts" (weighs these against the odds of the newest draft); or
-            another one as in `speculative_sampling`.
+        depth: maximum number of layers of a draft; with controller="fixed" always as many.
+        counts: number of children of each node, by layer; the last number also holds for all deeper layers. (1,) is a chain.
+            Several children are drawn without replacement.
+        rule: as in `speculative_sampling`.
+        controller: the controller that chooses the length of a draft, by its name in the paper: "beta_ts" (continues with
+            the past acceptance rate as probability) or "calibration_ts" (mixes this rate with the draft probability of the
+            newest token); or another one as in `speculative_sampling`.
     """
     require_at_least_one(depth=depth)
-    if not counts or min(counts) < 1:
-        raise BadSetting(f"counts is {list(counts)}; it must name at least one layer, each with at least one child")
+    require_counts(counts)
     growth = Branching(tuple(counts), Independent() if max(counts) == 1 else Distinct())
     layers = tuple(np.cumprod([growth.count(layer) for layer in range(depth)]).tolist())
     drafts = DraftKind("eesd", depth, layers=layers)
-    return _for_heads(tree_method(drafts, growth, rule, controller), "an EESD head", _is_exit)
-
-
-def _is_exit(head: Head) -> bool:
-    return isinstance(head, ExitHead)
+    return _for_heads(_EESD, tree_method(drafts, growth, rule, controller))
 
 
 def bita(
@@ -277,29 +285,31 @@ def bita(
     rule: "RuleName | Rule" = "match",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
-    """Draft with mask tokens in the target's own pass: one pass of the target judges a tree and drafts the next one.
+    """Draft with mask tokens in the target's own pass: each pass of the target judges a tree and drafts the next one.
 
     Law: exact: plain sampling
     Paper: arXiv 2401.12522 (BiTA)
 
-    Steps of the paper: soft prompts and masks heads/bita.py; their rows in the pass heads/extra_rows_lm.py; the streamlined
-    tree control/best_tree.py; verify/walk.py. The release accepts by the ratio of both laws and draws a refused token from
-    the target's law instead of the residual, which is another law than the target's; that is left out.
+    The released code accepts by the ratio of both laws, and after a refusal draws from the target's law instead of the
+    residual. This changes the law of the output, so it is left out.
+
+    Code: soft prompts and masks models/heads/bita.py; their rows in the pass models/heads/extra_rows_lm.py; the streamlined
+    tree core/control/best_tree.py; the rule core/verify/walk.py.
 
     Args:
         nodes: number of nodes of the tree.
-        depth: maximum number of layers. Layers deeper than there are masks draft by the last one.
-        top: for tree="odds": number of likeliest tokens considered under each expanded node, and of nodes expanded in a
+        depth: maximum number of layers. The last mask also drafts all deeper layers.
+        top: for tree="odds": number of likeliest tokens considered under each expanded node, and of nodes expanded per
             layer. None: 10.
-        tree: "streamlined": a fixed tree in which only the likeliest node of each layer branches, from the odds that
-            training has measured. "measured": the best fixed tree by these odds. "odds": the best tree for each context, by
-            the product of the masks' own odds.
-        least: a node gets masks of its own if the draft's odds of the path to it are at least this. Where the text goes on
-            from a node that has none, the next turn has no draft.
+        tree: "streamlined": a fixed tree, by odds measured in training, in which only the likeliest node of each layer
+            branches. "measured": the best fixed tree by these odds. "odds": the best tree for each context, by the product
+            of the masks' own odds.
+        least: minimum draft probability of the path to a node that gets masks of its own. If a turn ends at a node without
+            masks, the next turn has no draft.
         rule: as in `eagle`.
         controller: as in `opt_tree`; "latency" for tree="odds" only.
     """
-    return _of_extra_rows("bita", "BiTA's masks", Bita, nodes, depth, top, tree, least, rule, controller)
+    return _tree_of_extra_rows(_BITA, nodes, depth, top, tree, least, rule, controller)
 
 
 def hidden_transfer(
@@ -311,112 +321,57 @@ def hidden_transfer(
     rule: "RuleName | Rule" = "match",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
-    """Draft with states of tokens to come, made between two layers in the target's own pass of the states there.
+    """Draft with predicted hidden states of future tokens, which enter the target's own pass between two layers.
 
     Law: exact: plain sampling
-    Paper: arXiv 2404.12022 (Hidden Transfer), as we read it: its code is not public
+    Paper: arXiv 2404.12022 (Hidden Transfer); implemented from the paper, because its code is not public
 
-    Steps of the paper: the maps heads/hidden_transfer.py; their rows in the pass heads/extra_rows_lm.py, engines/kv/late.py;
-    the tree control/best_tree.py; verify/walk.py.
+    Code: the maps models/heads/hidden_transfer.py; their rows in the pass models/heads/extra_rows_lm.py and
+    engines/kv/late.py; the tree core/control/best_tree.py; the rule core/verify/walk.py.
 
     Args:
-        nodes: number of nodes of the tree.
-        depth: maximum number of layers. Layers deeper than there are maps draft by the last one.
-        top, tree, least: as in `bita`, with made states in place of masks.
-        rule: as in `eagle`.
-        controller: as in `bita`.
+        depth: maximum number of layers. The last map also drafts all deeper layers.
+        nodes, top, tree, least, rule, controller: as in `bita`, with predicted states in place of masks.
     """
-    return _of_extra_rows(
-        "hidden_transfer", "maps of Hidden Transfer", HiddenTransfer, nodes, depth, top, tree, least, rule, controller
-    )
+    return _tree_of_extra_rows(_HIDDEN_TRANSFER, nodes, depth, top, tree, least, rule, controller)
 
 
-def _is_eagle(head: Head) -> bool:
-    return isinstance(head, PairTrunk) and head.shape.pairs != "normed projection" and not head.shape.sampling
-
-
-def _is_fspad(head: Head) -> bool:
-    return isinstance(head, PairTrunk) and bool(head.shape.sampling)
-
-
-def _is_medusa(head: Head) -> bool:
-    return isinstance(head, Medusa)
-
-
-def _is_mtp(head: Head) -> bool:
-    is_module = isinstance(head, PairTrunk) and head.shape.pairs == "normed projection"
-    return is_module or isinstance(head, ModulesInARow)
-
-
-def _is_chimera(head: Head) -> bool:
-    return isinstance(head, Chimera)
-
-
-def _is_specdiff(head: Head) -> bool:
-    return isinstance(head, Denoiser)
-
-
-def paper_of(head: Head) -> str:
-    """Return the name of the recipe for heads of this kind; "" if there is none."""
-    kinds: dict[str, Callable[[Head], bool]] = {
-        "eagle": _is_eagle,
-        "fspad": _is_fspad,
-        "medusa": _is_medusa,
-        "mtp": _is_mtp,
-        "chimera": _is_chimera,
-        "specdiff": _is_specdiff,
-        "eesd": _is_exit,
-        "bita": lambda head: isinstance(head, Bita),
-        "hidden_transfer": lambda head: isinstance(head, HiddenTransfer),
-    }
-    return next((name for name, is_kind in kinds.items() if is_kind(head)), "")
-
-
-def _of_heads(
-    name: str,
-    what: str,
-    is_kind: Callable[[Head], bool],
+def _tree_of_heads(
+    kind: _HeadKind,
     nodes: int,
     depth: int,
     top: int,
     rule: "RuleName | Rule",
     controller: "ControllerName | Controller",
-    how: str = LOAD_OR_TRAIN,
 ) -> Method:
-    """Return a method for one sequence that drafts with heads of one kind, a tree by their odds; see `_for_heads`."""
+    """Return the recipe of a kind of heads that drafts the tree of the most probable nodes."""
     require_at_least_one(nodes=nodes, depth=depth, top=top)
-    drafts = DraftKind(name, depth, nodes, has_node_budget=True)
-    method = tree_method(drafts, BestFirst(top, widest=top, within_layer=True), rule, controller)
-    return _for_heads(method, what, is_kind, how)
+    drafts = DraftKind(kind.recipe, depth, nodes, has_node_budget=True)
+    return _for_heads(kind, tree_method(drafts, BestFirst(top, widest=top, within_layer=True), rule, controller))
 
 
-def _for_heads(method: Method, what: str, is_kind: Callable[[Head], bool], how: str = LOAD_OR_TRAIN) -> Method:
-    """Return a method that drafts with heads of one kind alone, and refuses pairs without such a head.
-
-    Args:
-        what: such a head, for the message.
-        how: what to do about a pair without one, for the message.
-    """
+def _for_heads(kind: _HeadKind, method: Method) -> Method:
+    """Return the method restricted to pairs whose draft is a head of this kind."""
 
     def build(target: LM | None, draft: LM | None) -> Parts:
-        _check_kind(method.name, what, is_kind, draft, how)
+        _check_kind(kind, draft)
         return method.build(target, draft)
 
     return replace(method, build=build)
 
 
-def _check_kind(name: str, what: str, is_kind: Callable[[Head], bool], draft: LM | None, how: str) -> None:
-    """Raise `NotSupported` unless the draft is a head of the kind that a recipe drafts with; see `_for_heads`."""
+def _check_kind(kind: _HeadKind, draft: LM | None) -> None:
+    """Raise `NotSupported` unless the draft is a head of this kind."""
     head: Head | None = getattr(draft, "head", None)
-    if head is None or not is_kind(head):
+    if head is None or not kind.includes(head):
         found = type(draft).__name__ if head is None else head.described["kind"].split(":")[0]
-        raise NotSupported(f"{name} drafts with {what}, and the draft of this pair is of kind {found}: {how}")
+        raise NotSupported(
+            f"{kind.recipe} drafts with {kind.what}, and the draft of this pair is of kind {found}: {kind.advice}"
+        )
 
 
-def _of_extra_rows(
-    name: str,
-    what: str,
-    kind: type[ExtraHead],
+def _tree_of_extra_rows(
+    kind: _HeadKind,
     nodes: int,
     depth: int,
     top: int | None,
@@ -425,25 +380,25 @@ def _of_extra_rows(
     rule: "RuleName | Rule",
     controller: "ControllerName | Controller",
 ) -> Method:
-    """Return a method for one sequence that drafts with rows in the target's pass, and refuses pairs without such a head."""
-    require_at_least_one(nodes=nodes, depth=depth, top=1 if top is None else top)
+    """Return the recipe of a kind of heads that drafts with extra rows in the target's pass."""
+    top_or_default = 10 if top is None else top
+    require_at_least_one(nodes=nodes, depth=depth, top=top_or_default)
     one_of("tree", tree, get_args(TreeBy))
     refuse_ignored(tree == "odds", f"tree {tree!r}", top=top)
-    is_number = isinstance(least, (int, float)) and not isinstance(least, bool)
-    if not (is_number and 0 <= least <= 1):
-        raise BadSetting(f"least is {least!r}; it is a probability, in [0, 1]")
+    require_probability(least=least)
 
     def method_of(ranks: Sequence[Sequence[float]]) -> Method:
         if tree == "odds":
-            drafts = DraftKind(name, depth, nodes, has_node_budget=True)
-            return tree_method(drafts, BestFirst(top or 10, widest=top or 10, within_layer=True), rule, controller)
+            drafts = DraftKind(kind.recipe, depth, nodes, has_node_budget=True)
+            growth = BestFirst(top_or_default, widest=top_or_default, within_layer=True)
+            return tree_method(drafts, growth, rule, controller)
         rows = [ranks[min(layer, len(ranks) - 1)] for layer in range(depth)]
         topology = ranked_tree(rows, nodes, spine=tree == "streamlined")
-        drafts = DraftKind(name, depth_of_tree(topology), layers=layers_of(topology))
+        drafts = DraftKind(kind.recipe, depth_of_tree(topology), layers=layers_of(topology))
         return tree_method(drafts, FixedTree(topology, Best()), rule, controller)
 
     def build(target: LM | None, draft: LM | None) -> Parts:
-        _check_kind(name, what, lambda head: isinstance(head, kind), draft, LOAD_OR_TRAIN)
+        _check_kind(kind, draft)
         assert isinstance(draft, ExtraLM)
         return method_of(draft.head.ranks or GUESS).build(target, draft.choosing(least))
 

@@ -1,4 +1,4 @@
-"""Recipes for one sequence without a draft model: drafts come from the text so far, or from past predictions."""
+"""Recipes for one sequence without a draft model: drafts come from the text so far or from past predictions."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from specbeam.core.draft.lookup import PromptLookup, SuffixMatch
 from specbeam.core.draft.recycle import Ranks, Successors, TokenRecycling, likeliest
 from specbeam.core.errors import BadSetting, one_of
 from specbeam.core.lm import LM
-from specbeam.core.session import Controller, Parts, Rule, law_of
-from specbeam.recipes.compose import ControllerName, DraftKind, RuleName, controller_maker, rule_of
+from specbeam.core.session import Controller, Rule
+from specbeam.recipes.compose import ControllerName, DraftKind, RuleName, sequence_method
 from specbeam.recipes.method import Method, require_at_least_one
 
-NO_STOP_REASON = "finds a whole draft at once, without odds"  # completes "RECIPE ..."
+NO_STOP_REASON = "finds a whole draft at once, without odds"  # see `DraftKind`
 
 
 def prompt_lookup(
@@ -22,18 +22,18 @@ def prompt_lookup(
     rule: "RuleName | Rule" = "match",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
-    """Find the last tokens earlier in the text, and draft what followed them there; no draft model.
+    """Look up the last tokens earlier in the text and draft their continuation there; no draft model.
 
     Law: exact: plain sampling
     Paper: none; prompt lookup decoding (Saxena 2023)
 
-    Steps of the released code: find draft/indexes.py; continue draft/retrieval.py; compare verify/walk.py.
+    Code: lookup core/draft/indexes.py; continuation core/draft/retrieval.py; the rule core/verify/walk.py.
 
     Args:
         depth: number of draft tokens per pass of the target.
-        longest: number of last tokens that are looked up at first; if they have no match, one less, down to one.
-        match: which earlier place to continue if there are several, "last" or "first".
-        rule: "match" only, because the law of retrieved drafts is unknown; or a part that does not need to know it.
+        longest: maximum number of last tokens to look up; without a match one fewer is tried, down to one.
+        match: which of several matches to continue, "last" or "first".
+        rule: "match", or a part that does not need the law of drafts, which is unknown for retrieved ones.
         controller: the controller that chooses the length of a draft: "fixed", "thompson", "cost"
             (docs/methods/controllers.md), or a part that plans the length in advance.
     """
@@ -48,20 +48,17 @@ def suffix_match(
     rule: "RuleName | Rule" = "match",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
-    """Find the longest end of the text that occurred before, of any length, and draft what followed it there; no draft
-    model.
+    """Find the longest suffix of the text that occurred before and draft its continuation there; no draft model.
 
     Law: exact: plain sampling
     Paper: arXiv 2411.10666 (SAM-Decoding)
 
-    Steps of the paper: suffix automaton draft/suffixes.py; compare verify/walk.py.
+    Code: suffix automaton core/draft/suffixes.py; the rule core/verify/walk.py.
 
     Args:
         depth: maximum number of draft tokens per pass of the target.
-        per_match: number of draft tokens per matched token, in addition to one that is always drafted.
-        rule: "match" only, because the law of retrieved drafts is unknown; or a part that does not need to know it.
-        controller: the controller that chooses the length of a draft: "fixed", "thompson", "cost"
-            (docs/methods/controllers.md), or a part that plans the length in advance.
+        per_match: number of draft tokens per matched token, in addition to the first one.
+        rule, controller: as in `prompt_lookup`.
     """
     require_at_least_one(depth=depth)
     if per_match < 0:
@@ -77,24 +74,21 @@ def token_recycling(
     rule: "RuleName | Rule" = "match",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
-    """Keep a table of the tokens that the target last thought likeliest after each token, and draft from it; no draft
-    model.
+    """Draft from a table of the target's latest likeliest successors of each token; no draft model.
 
     Law: exact: plain sampling
     Paper: arXiv 2408.08696 (Luo et al.)
 
-    Steps of the paper: adjacency matrix, static tree and update draft/recycle.py; compare verify/walk.py.
+    Code: adjacency matrix, static tree and update core/draft/recycle.py; the rule core/verify/walk.py.
 
     Args:
-        depth: number of layers of the static tree that are used.
-        memory: a table to start from, which is updated while decoding (`Successors.load` reads one). None: a new table per
-            method and vocabulary.
-        k: number of likeliest successors per token in a new table.
-        nodes: number of nodes of the published tree of 80 that are used, those of the smallest rank sum plus depth. Choose
-            fewer where each scored node costs time.
-        rule: "match" only, because the law of retrieved drafts is unknown; or a part that does not need to know it.
-        controller: the controller that chooses the length of a draft: "fixed", "thompson", "cost"
-            (docs/methods/controllers.md), or a part that plans the length in advance.
+        depth: maximum number of layers.
+        memory: the initial table, which decoding updates (`Successors.load` reads one). None: a new table per method and
+            vocabulary.
+        k: number of successors per token in a new table.
+        nodes: number of nodes of the published tree of 80 to use: those with the smallest rank sum plus depth. Choose fewer
+            where each scored node costs time.
+        rule, controller: as in `prompt_lookup`.
     """
     require_at_least_one(depth=depth, k=k, nodes=nodes)
     if nodes > 80:
@@ -107,21 +101,19 @@ def token_recycling(
         no_law_reason=TokenRecycling.no_law_reason,
         no_stop_reason=NO_STOP_REASON,
     )
-    judge = rule_of(rule, drafts)
-    law = law_of(judge)
-    make_controller = controller_maker(controller, drafts)
     tables: dict[int, Successors] = {}  # by vocabulary size
 
-    def build(target: LM | None, draft: LM | None) -> Parts:
+    def make_drafter(target: LM | None, draft: LM | None) -> TokenRecycling:
         assert target is not None
         table = memory or tables.setdefault(target.vocab, Successors.empty(target.vocab, k))
         if len(table.table) != target.vocab:
             raise BadSetting(
-                f"memory holds {len(table.table)} tokens, the target knows {target.vocab}; it is another model's table"
+                f"memory holds {len(table.table)} tokens, but the target's vocabulary has {target.vocab}; pass a table of "
+                "the same vocabulary"
             )
-        return Parts(TokenRecycling(table, ranks), judge, make_controller(target, None), law)
+        return TokenRecycling(table, ranks)
 
-    return Method("token_recycling", law, 1, build)
+    return sequence_method(drafts, make_drafter, rule, controller, needs_draft=False)
 
 
 def _retrieval_method(
@@ -131,12 +123,9 @@ def _retrieval_method(
     rule: "RuleName | Rule",
     controller: "ControllerName | Controller",
 ) -> Method:
-    """Return the method `name` whose drafts are chains that `drafter` retrieves."""
+    """Return the method `name`, whose drafts are chains retrieved by `drafter`."""
     drafts = DraftKind(name, depth, layers=(1,), no_law_reason=drafter.no_law_reason, no_stop_reason=NO_STOP_REASON)
-    judge = rule_of(rule, drafts)
-    law = law_of(judge)
-    make_controller = controller_maker(controller, drafts)
-    return Method(name, law, 1, lambda target, draft: Parts(drafter, judge, make_controller(target, None), law))
+    return sequence_method(drafts, lambda target, draft: drafter, rule, controller, needs_draft=False)
 
 
 def _layers(ranks: Sequence[Ranks]) -> tuple[int, ...]:

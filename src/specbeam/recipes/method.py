@@ -1,7 +1,7 @@
-"""The method that a recipe makes, and its entry in the catalogue."""
+"""Methods, which recipes make; the entries of the catalogue; and checks of settings."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,17 +12,17 @@ from specbeam.core.session import Controller, Drafter, Parts, Rule, is_part, law
 
 @dataclass(frozen=True)
 class RequestInfo:
-    """The facts about a request that a method can check before the first pass of a model."""
+    """The properties of a request that a method can check before the first pass of a model."""
 
-    vocab: int  # number of tokens of the target
+    vocab: int  # vocabulary size of the target
     eos: tuple[int, ...]  # end tokens
-    longest: int  # maximum number of tokens that are asked for
+    longest: int  # maximum number of new tokens
     answers: int  # number of return sequences
     is_sure: bool  # whether the temperature is 0
     audited: bool
 
 
-MOST = 65_536  # of beams, nodes, tokens ahead and the like: more is a slip of the pen
+MOST = 65_536  # largest accepted number of beams, nodes or layers; larger ones are typing errors
 
 Build = Callable[[LM | None, LM | None], Parts]  # takes the target and the draft model
 Check = Callable[[RequestInfo], None]  # raises an error if the method cannot serve the request
@@ -30,30 +30,32 @@ Check = Callable[[RequestInfo], None]  # raises an error if the method cannot se
 
 @dataclass(frozen=True)
 class Method:
-    """A recipe with its settings: the parts that decode, and the law of their output."""
+    """A recipe with its settings: builds the parts that decode, and states the law of their output."""
 
     name: str
     law: str
     beams: int  # maximum number of live beams
     build: Build
     needs_draft: bool = False
-    greedy: bool = False  # draws nothing
-    # Whether each layer has `beams` beams, if the law has so many. If not, a text need not end with so many finished ones.
+    greedy: bool = False  # whether nothing is drawn
+    # Whether each layer has `beams` beams, if the law has as many. If not, a text may end with fewer finished beams.
     fills_beams: bool = True
-    search: bool = False  # scores and processors are those of transformers' beam modes
-    plain: bool = True  # the law is that of a method without drafts: sampling, beam sampling, greedy or beam search
+    search: bool = False  # whether scores and processors are those of transformers' beam modes
+    plain: bool = (
+        True  # whether the law is that of a method without drafts: sampling, beam sampling, greedy, beam search
+    )
     check: Check = lambda request: None
-    # Returns the same method with at least so many beams in each layer, if layers may have fewer than `beams`.
+    # If layers may have fewer than `beams` beams: returns the same method with a minimum number of beams per layer.
     keeping: Callable[[int], "Method"] | None = None
 
     @property
     def exact(self) -> bool:
-        """Whether the output has the law that `law` names, not an approximation of it."""
+        """Whether the output has the law that `law` names exactly."""
         return self.law.startswith("exact")
 
     @property
     def lossless(self) -> bool:
-        """Whether the output has exactly the law of a method without drafts, so that drafts change nothing but the speed."""
+        """Whether the output has exactly the law of a method without drafts: drafts change only the speed."""
         return self.exact and self.plain
 
     def parts(self, target: LM | None = None, draft: LM | None = None) -> Parts:
@@ -63,7 +65,7 @@ class Method:
         """
         if self.needs_draft and draft is None:
             raise NotSupported(
-                f"{self.name} drafts with a model: load the target with draft=..., or take a method that needs none "
+                f"{self.name} drafts with a model: load the target with draft=..., or choose a method without a draft model "
                 "(`specbeam methods`)"
             )
         parts = self.build(target, draft)
@@ -77,7 +79,7 @@ class Method:
             judged = "one sequence" if most == 1 else f"{most} beams"
             raise BadSetting(
                 f"{type(rule).__name__} judges {judged}, and {self.name} keeps {self.beams} beams; make the method with "
-                f"beams={most}, or give a rule for beams, such as sb.verify.BeamRule"
+                f"beams={most}, or pass a rule for beams, such as sb.verify.BeamRule"
             )
 
     def with_parts(
@@ -108,7 +110,7 @@ class Method:
             law = self.law if rule is None else law_of(rule)
 
         def build(target: LM | None, draft: LM | None) -> Parts:
-            # The method's own drafter may need a draft model even if `drafter` replaces it: the target stands in for it.
+            # `self.build` may need a draft model even if `drafter` replaces the method's own drafter: pass the target then.
             own = self.build(target, target if draft is None else draft)
             return Parts(
                 drafter=own.drafter if drafter is None else drafter,
@@ -117,7 +119,7 @@ class Method:
                 law=law,
             )
 
-        own_keeping = self.keeping if rule is None else None  # another rule has widths of its own
+        own_keeping = self.keeping if rule is None else None  # another rule has its own widths
 
         def keeping(least: int) -> Method:
             assert own_keeping is not None
@@ -143,9 +145,9 @@ class Recipe:
 
 
 def recipe_of(make: Callable[..., Method]) -> Recipe:
-    """Return the catalogue entry of a recipe, read from its signature and its docstring.
+    """Return the catalogue entry of a recipe, from its signature and docstring.
 
-    There "Law:" may go over several lines, and the line "Paper:" comes after it.
+    In the docstring, "Law:" may span several lines and is followed by the line "Paper:".
     """
     text = inspect.cleandoc(make.__doc__ or "")
     law = " ".join(text.partition("Law:")[2].partition("\nPaper:")[0].split())
@@ -166,13 +168,27 @@ def require_at_least_one(**values: int) -> None:
 
 
 def refuse_ignored(is_used: bool, user: str, **values: object) -> None:
-    """Raise `BadSetting` if settings would be ignored; those that are None were not given.
+    """Raise `BadSetting` if settings are given (not None) that would be ignored.
 
     Args:
         is_used: whether the settings have an effect.
-        user: what ignores them otherwise, for the message.
+        user: the name, for the message, of the setting that ignores them otherwise.
         values: the settings by name.
     """
     given = [f"{name}={value!r}" for name, value in values.items() if value is not None]
     if given and not is_used:
         raise BadSetting(f"{user} does not look at {', '.join(given)}; leave it out")
+
+
+def require_counts(counts: Sequence[int]) -> None:
+    """Raise `BadSetting` unless `counts`, children per node by layer, names at least one layer and is at least 1 in each."""
+    if not counts or min(counts) < 1:
+        raise BadSetting(f"counts is {list(counts)}; it must name at least one layer, each with at least one child")
+
+
+def require_probability(**values: float | None) -> None:
+    """Raise `BadSetting` for the first of the named values that is neither None nor a number in [0, 1]."""
+    for name, value in values.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 <= value <= 1):
+            raise BadSetting(f"{name} is {value!r}; it is a probability, in [0, 1]")

@@ -22,18 +22,18 @@ LAW = "exact: beam search; the beams and scores of transformers in float32"
 def beam_search(
     beams: int = 4, *, drafter: Drafter | None = None, rule: Rule | None = None, controller: Controller | None = None
 ) -> Method:
-    """Search with beams, without a draft: the tokens, beams and scores of transformers'
+    """Beam search without a draft: the tokens, beams and scores of transformers'
     ``generate(num_beams=beams, do_sample=False)``.
 
     Law: exact: beam search; token-identical to transformers' in float32.
     Paper: none.
 
-    Beams share the keys and values of their common past (in a trie): the prompt is computed once, and nothing is copied
-    when beams reorder.
+    Beams share the KV cache of their common past, as a trie: the prompt is computed once, and reordering beams copies
+    nothing.
 
     Args:
         beams: number of live beams per step.
-        drafter, rule, controller: parts of your own in place of the recipe's (`Method.with_parts`).
+        drafter, rule, controller: your own parts in place of the recipe's (`Method.with_parts`).
     """
     require_at_least_one(beams=beams)
     parts = Parts(NoDraft(), SearchRule(beams), FixedShape(0, 0), LAW)
@@ -50,23 +50,23 @@ def speculative_beam_search(
     rule: Rule | None = None,
     controller: Controller | None = None,
 ) -> Method:
-    """Search with beams that are drafted: the same tokens, beams and scores as `beam_search`, in fewer passes of the target.
+    """Beam search with drafts: the same tokens, beams and scores as `beam_search`, in fewer passes of the target.
 
     Law: exact: beam search; token-identical to transformers' in float32.
     Paper: none; the layer rule is that of shared noise in `dsbd` without the noise.
 
-    A layer extends every beam by one token. It passes if the beams that the target itself goes on with are among the
-    drafts. The first layer that does not pass is emitted too, and ends the turn.
+    A layer extends every beam by one token. It passes if all beams that the target continues are among the drafts. The first
+    layer that does not pass is emitted too, and ends the turn.
 
     Args:
         beams: number of live beams per step.
         draft_beams: number of draft nodes per layer, at least `beams`. A few more let more layers pass. None: `beams` + 2.
-        depth: number of draft layers per pass of the target. "auto": the depth that gains most per second on this machine,
-            from the measured cost of a pass and from how often layers pass; 4 without a draft model.
-        drafter: "model" drafts beams with the draft model. "prompt_lookup", "suffix_match" and "token_recycling" need no
-            draft model and draft a chain or a tree under each beam. Or the drafter of any other recipe, whose trees then
-            grow under each beam: ``sb.opt_tree().parts(pair.target, pair.draft).drafter``.
-        rule, controller: parts of your own in place of the recipe's (`Method.with_parts`).
+        depth: number of draft layers per pass of the target. "auto": maximises the expected gain per second on this
+            machine, by the measured cost of a pass and by how often layers pass; 4 without a draft model.
+        drafter: "model": drafts beams with the draft model. "prompt_lookup", "suffix_match", "token_recycling": draft a
+            chain or a tree under each beam, without a draft model. Or the drafter of another recipe, which drafts a tree
+            under each beam: ``sb.opt_tree().parts(pair.target, pair.draft).drafter``.
+        rule, controller: your own parts in place of the recipe's (`Method.with_parts`).
     """
     require_at_least_one(beams=beams)
     check_depth(depth)
@@ -102,7 +102,7 @@ def build_of_search(
     law: str,
     rule: Rule | None = None,
 ) -> Build:
-    """Return a function that makes the parts of a speculative beam search, or of beam sampling as transformers does it.
+    """Return a function that makes the parts of speculative beam search, or of transformers' beam sampling.
 
     Args:
         beams: number of live beams.
@@ -110,7 +110,7 @@ def build_of_search(
         depth: number of draft layers, or "auto".
         drafter: the drafter or its name, as in `speculative_beam_search`.
         law: the law of the output, for reports.
-        rule: the rule that judges the drafts; None: that of a search with `beams` beams.
+        rule: the rule that judges the drafts; None: `SearchRule(beams)`.
     """
     judge = rule or SearchRule(beams)
     make_drafter = _drafter_maker(drafter, beams, draft_beams, 4 if depth == "auto" else depth)
@@ -127,9 +127,9 @@ def build_of_search(
 def _drafter_maker(
     drafter: "DrafterName | Drafter", beams: int, draft_beams: int, depth: int
 ) -> Callable[[LM | None, LM | None], Drafter]:
-    """Return a function that makes the drafter from the target and the draft model; `drafter` is a part or a name.
+    """Return a function that makes the drafter from the target and the draft model.
 
-    Raises `BadSetting` if it is neither.
+    Raises `BadSetting` if `drafter` is neither a part nor a name.
     """
     if not isinstance(drafter, str):
         if not is_part(drafter, Drafter):

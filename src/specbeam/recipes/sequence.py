@@ -1,4 +1,4 @@
-"""Recipes for one sequence whose drafts come from a draft model: drawn from its law, or its likeliest tokens."""
+"""Recipes for one sequence with a draft model, whose tokens are drawn or the most probable ones."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,55 +16,54 @@ from specbeam.core.draft.stochastic import StochasticBeam
 from specbeam.core.draft.tree import Branching, FixedTree, TreeDrafter
 from specbeam.core.errors import BadSetting, NotSupported, one_of
 from specbeam.core.lm import LM, check_same_vocabulary
-from specbeam.core.session import Controller, Parts, Rule, law_of
+from specbeam.core.session import Controller, Rule
 from specbeam.models.early_layers import early_layers
 from specbeam.models.encoder_decoder import EncoderDecoderLM
 from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.live_layers import first_layers
-from specbeam.recipes.compose import ControllerName, DraftKind, RuleName, controller_maker, rule_of, tree_method
-from specbeam.recipes.method import Method, require_at_least_one
-from specbeam.recipes.tuning.acceptance import GUESS, kept_acceptance
+from specbeam.recipes.compose import ControllerName, DraftKind, RuleName, sequence_method, tree_method
+from specbeam.recipes.method import Method, require_at_least_one, require_counts
+from specbeam.recipes.tuning.acceptance import GUESS, saved_acceptance
 from specbeam.recipes.tuning.costs import curve_of
 
 
 def speculative_sampling(
     depth: int = 5, rule: "RuleName | Rule" = "path", controller: "ControllerName | Controller" = "auto"
 ) -> Method:
-    """Draft a chain of tokens, and accept or refuse them one by one: speculative sampling.
+    """Draft a chain of tokens and judge them one by one: speculative sampling.
 
     Law: exact: plain sampling
     Paper: arXiv 2211.17192 (Leviathan et al.), arXiv 2302.01318 (Chen et al.)
 
-    Steps of the paper: draft (alg. 1, l. 2-6) draft/tree.py; accept and correct (l. 8-16) verify/walk.py, verify/trials.py.
+    Code: the draft (alg. 1, l. 2-6) core/draft/tree.py; acceptance and correction (l. 8-16) core/verify/walk.py and
+    core/verify/trials.py.
 
     Args:
         depth: number of draft tokens per pass of the target; the maximum if a controller chooses.
-        rule: how drafts are judged. "path" accepts or refuses each token by its probabilities under target and draft, from
-            the root on. "traversal" judges them from the end of the draft (block verification). "match" samples from the
-            target, and accepts the drafts that equal the sample. Or a part.
-        controller: the controller that chooses the length of a draft, at most `depth`: "auto" (`depth` layers; fewer or
-            none if the draft model is dear), "fixed", "confidence", "tracked", "thompson", "calibrated", "survival", "cost"
+        rule: how drafts are judged: "path" (each token by its probabilities under target and draft, from the first to the
+            last), "traversal" (from the last token to the first: block verification), "match" (samples from the target, and
+            accepts draft tokens that equal the sample), or a part.
+        controller: the controller that chooses the length of a draft, up to `depth`: "auto" (`depth` layers; fewer or none
+            if the draft model is expensive), "fixed", "confidence", "tracked", "thompson", "calibrated", "survival", "cost"
             (docs/methods/controllers.md), or a part.
     """
     require_at_least_one(depth=depth)
-    return tree_method(
-        DraftKind("speculative_sampling", depth, layers=(1,)), Branching((1,), Independent()), rule, controller
-    )
+    drafts = DraftKind("speculative_sampling", depth, layers=(1,))
+    return tree_method(drafts, Branching((1,), Independent()), rule, controller)
 
 
 def block_verification(depth: int = 5, controller: "ControllerName | Controller" = "auto") -> Method:
-    """Draft a chain of tokens, and judge it from its end: block verification.
+    """Draft a chain of tokens and judge it from its last token to the first: block verification.
 
-    On average it accepts at least as many tokens as `speculative_sampling`.
+    It accepts on average at least as many tokens as `speculative_sampling`.
 
     Law: exact: plain sampling
     Paper: arXiv 2403.10444 (Sun et al.)
 
-    Steps of the paper: verify/traversal.py, on a chain.
+    Code: core/verify/traversal.py, on a chain.
 
     Args:
-        depth: number of draft tokens per pass of the target; the maximum if a controller chooses.
-        controller: the controller that chooses the length of a draft, as in `speculative_sampling`.
+        depth, controller: as in `speculative_sampling`.
     """
     require_at_least_one(depth=depth)
     drafts = DraftKind("block_verification", depth, layers=(1,))
@@ -76,18 +75,17 @@ def specinfer(
     rule: "RuleName | Rule" = "path",
     controller: "ControllerName | Controller" = "auto",
 ) -> Method:
-    """Draft a tree of independent draws, and try the children of each node in order.
+    """Draft a tree of independent draws and try the children of each node in order.
 
     Law: exact: plain sampling
     Paper: arXiv 2305.09781 (Miao et al.)
 
-    Steps of the paper: expansion (sec. 3) draft/tree.py; tree attention (sec. 4.1) lm/; multi-step sampling (alg. 2)
-    verify/walk.py.
+    Code: expansion (sec. 3) core/draft/tree.py; tree attention (sec. 4.1) engines/kv/masks.py; multi-step sampling (alg. 2)
+    core/verify/walk.py.
 
     Args:
         counts: number of children of each node, by layer.
-        rule: "path", "traversal" or "match", as in `speculative_sampling`; or a part.
-        controller: the controller that chooses the length of a draft, as in `speculative_sampling`.
+        rule, controller: as in `speculative_sampling`.
     """
     return _branching_method("specinfer", counts, Independent(), rule, controller)
 
@@ -102,12 +100,11 @@ def rsd_c(
     Law: exact: plain sampling
     Paper: arXiv 2402.14160 (Jeon et al.)
 
-    Steps of the paper: draws without replacement draft/children.py; recursive rejection sampling verify/walk.py.
+    Code: draws without replacement core/draft/children.py; recursive rejection sampling core/verify/walk.py.
 
     Args:
         counts: number of children of each node, by layer.
-        rule: "path", "traversal" or "match", as in `speculative_sampling`; or a part.
-        controller: the controller that chooses the length of a draft, as in `speculative_sampling`.
+        rule, controller: as in `speculative_sampling`.
     """
     return _branching_method("rsd_c", counts, Distinct(), rule, controller)
 
@@ -118,21 +115,21 @@ def rsd_s(
     rule: "RuleName | Rule" = "path",
     controller: "ControllerName | Controller" = "auto",
 ) -> Method:
-    """Draft a tree by stochastic beam search: `width` sequences per layer, drawn without replacement; the others are cut.
+    """Draft a tree by stochastic beam search, which draws `width` sequences per layer without replacement.
 
     Law: exact: plain sampling
     Paper: arXiv 2402.14160 (Jeon et al.)
 
-    Steps of the paper: stochastic beams draft/stochastic.py; recursive rejection sampling verify/walk.py.
+    Code: stochastic beams core/draft/stochastic.py; recursive rejection sampling core/verify/walk.py.
 
     Args:
         width: number of sequences per layer.
         depth: number of layers; the maximum if a controller chooses.
-        rule: "path", "traversal" or "match", as in `speculative_sampling`; or a part.
-        controller: the controller that chooses the length of a draft, as in `speculative_sampling`.
+        rule, controller: as in `speculative_sampling`.
     """
     require_at_least_one(width=width, depth=depth)
-    return tree_method(DraftKind("rsd_s", depth, width, layers=(width,)), StochasticBeam(), rule, controller)
+    drafts = DraftKind("rsd_s", depth, width, layers=(width,))
+    return tree_method(drafts, StochasticBeam(), rule, controller)
 
 
 def sequoia(
@@ -143,32 +140,33 @@ def sequoia(
     cost: 'CostCurve | Literal["auto"] | None' = "auto",
     controller: "ControllerName | Controller" = "auto",
 ) -> Method:
-    """Draft the fixed tree that is best for measured acceptance rates, filled by draws without replacement.
+    """Draft the fixed tree that is best for measured acceptance rates, with tokens drawn without replacement.
 
     Law: exact: plain sampling
     Paper: arXiv 2402.12374 (Chen et al.)
 
-    Steps of the paper: dynamic programme (sec. 3.1) control/best_tree.py; sampling with fallback (alg. 2) draft/children.py.
+    Code: dynamic programme (sec. 3.1) core/control/best_tree.py; sampling with fallback (alg. 2) core/draft/children.py.
 
     Args:
         nodes: maximum number of nodes of the tree, without the root.
         depth: maximum number of layers.
-        acceptance: for k = 1, 2, ...: the probability that the child accepted at a node is the k-th one tried. None: what
-            `specbeam tune` has measured of this pair; if it has not run, 0.7, 0.12, 0.05, 0.03, 0.02.
-        rule: "path", "traversal" or "match", as in `speculative_sampling`; or a part.
-        cost: seconds of a pass by number of nodes, of which follows the tree of at most `nodes` nodes with the least time
-            per token. "auto": as measured on this machine (`specbeam tune`), so a seed may give another text on another
-            machine. None: the tree of `nodes` nodes with the most expected tokens per pass.
-        controller: the controller that chooses the length of a draft, as in `speculative_sampling`.
+        acceptance: for k = 1, 2, ...: the probability that the accepted child of a node is the k-th one tried. None:
+            measured by `specbeam tune` for this pair; if it has not run, 0.7, 0.12, 0.05, 0.03, 0.02.
+        cost: seconds of a pass by number of nodes, to choose the tree of up to `nodes` nodes with the least time per token.
+            "auto": as measured on this machine (`specbeam tune`), so a seed may give different texts on different machines.
+            None: the tree of `nodes` nodes with the most expected tokens per pass.
+        rule, controller: as in `speculative_sampling`.
     """
     require_at_least_one(nodes=nodes, depth=depth)
     if acceptance is not None and (not acceptance or min(acceptance) < 0 or sum(acceptance) > 1 + 1e-6):
-        raise BadSetting(f"acceptance is {list(acceptance)}; it must hold odds, at least one, in sum at most 1")
+        raise BadSetting(
+            f"acceptance is {list(acceptance)}; it must hold at least one probability, with a sum of at most 1"
+        )
     if cost not in ("auto", None) and not isinstance(cost, CostCurve):
         raise BadSetting(f"cost is {cost!r}; it must be a CostCurve, 'auto' or None")
 
     def method_of(target: LM | None, draft: LM | None) -> Method:
-        odds = tuple(acceptance or kept_acceptance(target, draft) or GUESS)
+        odds = tuple(acceptance or saved_acceptance(target, draft) or GUESS)
         curve = _measured_cost(target, draft, max(nodes // depth, 1)) if cost == "auto" else cost
         assert not isinstance(curve, str)
         if curve is not None:
@@ -190,7 +188,7 @@ def _sequoia_tree_for(odds: tuple[float, ...], cost: CostCurve | None, nodes: in
 
 
 def _measured_cost(target: LM | None, draft: LM | None, rows: int) -> CostCurve | None:
-    """Return the target's cost of passes here, with that of a draft layer of `rows` nodes; None if nothing is measured."""
+    """Return the target's measured cost curve, with the cost of draft layers of `rows` nodes; None if it is not measured."""
     if not isinstance(target, HuggingFaceLM) or not isinstance(draft, HuggingFaceLM):
         return None
     return replace(curve_of(target), draft_layer_s=curve_of(draft).pass_s(rows))
@@ -202,19 +200,18 @@ def spechub(
     rule: "RuleName | Rule" = "path",
     controller: "ControllerName | Controller" = "auto",
 ) -> Method:
-    """Draft a tree with the likeliest tokens and one draw from the rest at each node; with two children per node this is
-    the published SpecHub.
+    """Draft a tree whose nodes have their likeliest tokens and one draw from the rest as children. With two children per
+    node this is the published SpecHub.
 
     Law: exact: plain sampling
     Paper: arXiv 2411.05289 (Sun et al.), arXiv 2502.18779 (Hu et al.)
 
-    Steps of the paper: candidates draft/children.py; the verifier that attains their optimum is verify/walk.py.
+    Code: candidates core/draft/children.py; the rule core/verify/walk.py, which attains their optimum.
 
     Args:
         depth: number of layers; the first three branch, deeper ones are chains.
-        children: number of children of each node in the layers that branch.
-        rule: "path", "traversal" or "match", as in `speculative_sampling`; or a part.
-        controller: the controller that chooses the length of a draft, as in `speculative_sampling`.
+        children: number of children of each node in branching layers.
+        rule, controller: as in `speculative_sampling`.
     """
     require_at_least_one(depth=depth, children=children)
     counts = (children,) * min(depth, 3) + (1,) * max(depth - 3, 0)
@@ -226,18 +223,18 @@ def traversal(
     children: "Literal['distinct', 'independent', 'best_and_one'] | Children" = "distinct",
     controller: "ControllerName | Controller" = "auto",
 ) -> Method:
-    """Draft a tree, and judge it from its leaves to its root: a node is judged after all nodes below it were refused.
+    """Draft a tree and judge it from its leaves to its root: a node is judged after all nodes below it were refused.
 
     Law: exact: plain sampling
     Paper: arXiv 2505.12398 (Weng et al.)
 
-    Steps of the paper: verify/traversal.py.
+    Code: core/verify/traversal.py.
 
     Args:
         counts: number of children of each node, by layer.
         children: how the children of a node are drawn: "distinct" (without replacement), "independent", "best_and_one" (the
-            likeliest and one draw from the rest), or a part.
-        controller: the controller that chooses the length of a draft, as in `speculative_sampling`.
+            likeliest tokens and one draw from the rest), or a part.
+        controller: as in `speculative_sampling`.
     """
     ways: dict[str, AnyChildren] = {"distinct": Distinct(), "independent": Independent(), "best_and_one": BestAndOne()}
     if isinstance(children, str):
@@ -253,26 +250,27 @@ def dyspec(
     rule: "RuleName | Rule" = "path",
     controller: "ControllerName | Controller" = "auto",
 ) -> Method:
-    """Draft a tree of draws that is wide where the draft model is unsure and deep where it is sure.
+    """Draft a tree of draws that is wide where the draft model is uncertain and deep where it is certain.
 
     Law: exact: plain sampling
     Paper: arXiv 2410.11744 (Xiong et al.)
 
-    Steps of the paper: the variant with a threshold draft/best_first.py; verify/walk.py.
+    Code: the variant with a threshold core/draft/best_first.py; the rule core/verify/walk.py.
 
     Args:
         nodes: maximum number of nodes.
         depth: maximum number of layers.
-        least: draws continue while the probability that the next one is reached and accepted, as estimated by the draft
-            model, is at least this. None: 1 / `nodes`.
-        rule: "path", "traversal" or "match", as in `speculative_sampling`; or a part.
-        controller: the controller that chooses depth and number of nodes, as in `opt_tree`.
+        least: minimum probability, as estimated by the draft model, that the next draw is reached and accepted; below it
+            the draft ends. None: 1 / `nodes`.
+        rule: as in `speculative_sampling`.
+        controller: as in `opt_tree`.
     """
     require_at_least_one(nodes=nodes, depth=depth)
     least = 1 / nodes if least is None else least
     if not 0 < least <= 1:
         raise BadSetting(f"least is {least}; it is a probability, in (0, 1]")
-    return tree_method(DraftKind("dyspec", depth, nodes, has_node_budget=True), BestFirstDraws(least), rule, controller)
+    drafts = DraftKind("dyspec", depth, nodes, has_node_budget=True)
+    return tree_method(drafts, BestFirstDraws(least), rule, controller)
 
 
 def multi_draft(
@@ -281,65 +279,62 @@ def multi_draft(
     rule: "RuleName | Rule" = "path",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
-    """Draft trees with several draft models, without replacement, and let the target score the union of the trees.
+    """Draft a tree with each of several draft models, without replacement; the target scores the union of the trees.
 
     Law: exact: plain sampling
     Paper: arXiv 2305.09781 (SpecInfer, merged trees)
 
-    Its turns are taken one by one in Python, since a compiled run has one draft model.
+    Turns run one by one in Python, because a compiled run has one draft model.
 
-    Steps of the paper: merge-based construction (sec. 3) draft/merged.py; multi-step sampling (alg. 2) verify/walk.py.
+    Code: merge-based construction (sec. 3) core/draft/merged.py; multi-step sampling (alg. 2) core/verify/walk.py.
 
     Args:
-        others: draft models besides the pair's own: model objects, folders or hub ids, each loaded and checked as the
-            pair's draft is, or language models of specbeam. Empty: the pair's draft model grows two trees.
+        others: draft models in addition to the pair's own: model objects, folders or hub ids, which are loaded and checked
+            like the pair's draft, or language models of specbeam. Empty: the pair's draft model drafts two trees.
         counts: number of children of each node of a tree, by layer.
-        rule: "path", "traversal" or "match", as in `speculative_sampling`; or a part.
-        controller: the controller that chooses the depth of all trees before they grow: "fixed", "thompson"
+        rule: as in `speculative_sampling`.
+        controller: the controller that chooses the depth of all trees in advance: "fixed", "thompson"
             (docs/methods/controllers.md), or a part.
     """
-    _check_counts(counts)
+    require_counts(counts)
     if not isinstance(others, (list, tuple)):
         raise BadSetting(f"others is {others!r}; it must be a list of draft models")
     drafts = DraftKind(
         "multi_draft",
         len(counts),
-        no_stop_reason="grows several trees side by side, which have no newest token in common",
+        no_stop_reason="drafts several trees at once, which share no newest token",
     )
-    judge = rule_of(rule, drafts)
-    law = law_of(judge)
-    make_controller = controller_maker(controller, drafts)
-    kept: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()  # what was loaded, by target
+    loaded: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()  # models by target, for further calls
 
-    def build(target: LM | None, draft: LM | None) -> Parts:
+    def make_drafter(target: LM | None, draft: LM | None) -> ManyDrafters:
         assert draft is not None
-        models = [draft, *_further_models(others, target, draft, kept)]
+        models = [draft, *_further_models(others, target, draft, loaded)]
         drafters = tuple(TreeDrafter(lm, Branching(tuple(counts), Distinct())) for lm in models)
-        return Parts(ManyDrafters(drafters), judge, make_controller(target, draft), law)
+        return ManyDrafters(drafters)
 
-    return Method("multi_draft", law, 1, build, needs_draft=True)
+    return sequence_method(drafts, make_drafter, rule, controller)
 
 
 def _further_models(
-    others: Sequence[Any], target: LM | None, draft: LM, kept: "WeakKeyDictionary[Any, dict[Any, Any]]"
+    others: Sequence[Any], target: LM | None, draft: LM, loaded: "WeakKeyDictionary[Any, dict[Any, Any]]"
 ) -> list[LM]:
-    """Return the language models of other drafts than the pair's, each with caches of its own.
+    """Return the language models of the additional drafts, each with its own caches.
 
     Args:
         others: see `multi_draft`.
-        kept: what was loaded for earlier calls, by target; changed in place.
+        loaded: models loaded for earlier calls, by target; changed in place.
     """
     if not others and not isinstance(draft, HuggingFaceLM):
         raise NotSupported("multi_draft needs other draft models: multi_draft(others=[...])")
     given: list[LM | None] = [target, draft]
     models = []
     for other in others or [draft]:
-        lm = other if isinstance(other, LM) else _loaded_draft(other, target, kept)
+        lm = other if isinstance(other, LM) else _loaded_draft(other, target, loaded)
         if target is not None:
             check_same_vocabulary(lm, target)
             if isinstance(lm, EncoderDecoderLM) and not isinstance(target, EncoderDecoderLM):
                 raise NotSupported(
-                    f"{lm.model_name} reads sources, and the target continues prompts; draft with decoder-only models"
+                    f"{lm.model_name} has an encoder, and the target is decoder-only; draft with decoder-only models"
                 )
         before = sum(one is lm for one in given)
         given.append(lm)
@@ -347,22 +342,22 @@ def _further_models(
     return models
 
 
-def _loaded_draft(source: Any, target: LM | None, kept: "WeakKeyDictionary[Any, dict[Any, Any]]") -> LM:
-    """Return the language model of a draft that is given as a model object, a folder or a hub id."""
+def _loaded_draft(source: Any, target: LM | None, loaded: "WeakKeyDictionary[Any, dict[Any, Any]]") -> LM:
+    """Return the language model of a draft given as a model object, a folder or a hub id."""
     load = getattr(target, "further_draft", None)
     if load is None:
         raise NotSupported(
-            f"multi_draft is given {source!r}, and a target that `load` has not made; give language models (HuggingFaceLM)"
+            f"multi_draft can load {source!r} only for a target made by `load`; pass language models (HuggingFaceLM) instead"
         )
-    lm: LM = load(source, kept.setdefault(target, {}))
+    lm: LM = load(source, loaded.setdefault(target, {}))
     return lm
 
 
 def _twin_of(lm: LM, number: int) -> LM:
-    """Return a language model of the same model with caches of its own."""
+    """Return a language model of the same model with its own caches."""
     if not isinstance(lm, HuggingFaceLM):
         raise NotSupported(
-            f"multi_draft is given the same {type(lm).__name__} twice, and it keeps one cache for each text; give another"
+            f"multi_draft got the same {type(lm).__name__} twice, but it keeps one cache per text; pass another one"
         )
     return lm.twin(number)
 
@@ -375,15 +370,9 @@ def _branching_method(
     controller: "ControllerName | Controller",
 ) -> Method:
     """Return the method `name` whose tree has counts[k] children under each node of layer k, drawn by `children`."""
-    _check_counts(counts)
+    require_counts(counts)
     growth = Branching(tuple(counts), children)
     return tree_method(DraftKind(name, len(counts), layers=growth.layers), growth, rule, controller)
-
-
-def _check_counts(counts: Sequence[int]) -> None:
-    """Raise `BadSetting` unless there is at least one layer, and each count is at least 1."""
-    if not counts or min(counts) < 1:
-        raise BadSetting(f"counts is {list(counts)}; it must name at least one layer, each with at least one child")
 
 
 def opt_tree(
@@ -394,23 +383,23 @@ def opt_tree(
     rule: "RuleName | Rule" = "match",
     controller: "ControllerName | Controller" = "auto",
 ) -> Method:
-    """Draft, for each context anew, the tree with the largest expected number of accepted tokens under a budget of nodes.
+    """Draft, for each context, the tree with the most expected accepted tokens within a node budget.
 
     Law: exact: plain sampling
     Paper: arXiv 2406.17276 (OPT-Tree), arXiv 2406.16858 (EAGLE-2: within_layer=True), arXiv 2406.02532 (SpecExec)
 
-    Steps of the papers: draft/best_first.py; verify/walk.py.
+    Code: core/draft/best_first.py; core/verify/walk.py.
 
     Args:
         nodes: number of nodes of the tree.
         depth: maximum number of layers.
         top: number of likeliest tokens considered under each expanded node.
-        within_layer: expand the best nodes of the newest layer only (EAGLE-2), instead of the best nodes anywhere.
-        rule: "match", "path", "traversal" or a part. All three accept equally often, because these drafts are not drawn.
-        controller: the controller that chooses depth and number of nodes: "auto" (all nodes, or none where that is faster
-            and no text shows it), "fixed", "latency" (sets the number of nodes from the times of past turns), "thompson", or
-            one that stops a draft between layers: "confidence", "tracked", "calibrated", "survival". Or a part. See
-            docs/methods/controllers.md.
+        within_layer: expand only the best nodes of the newest layer (EAGLE-2), instead of the best nodes of the tree.
+        rule: "match", "path", "traversal" or a part. All three accept equally often, because these drafts are not random.
+        controller: the controller that chooses depth and number of nodes (docs/methods/controllers.md): "auto" (all nodes;
+            none if this is faster and does not change texts), "fixed", "latency" (chooses the number of nodes by the times
+            of past turns), "thompson", one that ends drafts between layers ("confidence", "tracked", "calibrated",
+            "survival"), or a part.
     """
     require_at_least_one(nodes=nodes, depth=depth, top=top)
     drafts = DraftKind("opt_tree", depth, nodes, has_node_budget=True)
@@ -425,23 +414,23 @@ def gsd(
     rule: "RuleName | Rule" = "match",
     controller: "ControllerName | Controller" = "auto",
 ) -> Method:
-    """Draft a graph in which repeated runs of tokens are drafted only once, and unroll it into a tree.
+    """Draft a graph that merges repeated runs of tokens, and unroll it into a tree.
 
     Law: exact: plain sampling
     Paper: arXiv 2407.16207 (Gong et al.)
 
-    Its turns are taken one by one, since the graph is merged and unrolled in Python.
+    Turns run one by one in Python, which merges and unrolls the graph.
 
-    Steps of the paper: draft/merged.py, without its cycles; verify/walk.py.
+    Code: core/draft/merged.py, without the cycles of the paper; core/verify/walk.py.
 
     Args:
         depth: number of passes of the draft model; the maximum if a controller chooses.
         top: number of candidates per node.
-        context: a candidate repeats an earlier node if their tokens and this number of tokens before them agree; -1 merges
-            nothing.
+        context: number of preceding tokens that must agree, in addition to the token itself, to merge two nodes; -1: merge
+            none.
         nodes: maximum number of nodes of the unrolled tree, without the root.
-        rule: "match" only, because the law of merged drafts is unknown; or a part that does not need to know it.
-        controller: the controller that chooses the length of a draft, as in `speculative_sampling`.
+        rule: "match", or a part that does not need the law of drafts, which is unknown for merged ones.
+        controller: as in `speculative_sampling`.
     """
     require_at_least_one(depth=depth, top=top, nodes=nodes)
     if context < -1:
@@ -458,41 +447,37 @@ def propd(
     rule: "RuleName | Rule" = "match",
     controller: "ControllerName | Controller" = "latency",
 ) -> Method:
-    """Draft a tree, drop the nodes that the target's first layers find unlikely, and let the whole target score the rest.
+    """Draft a tree, prune nodes that are unlikely under the target's first layers, and score the others with the target.
 
     Law: exact: plain sampling
     Paper: arXiv 2402.13485 (Zhong et al.)
 
-    Its turns are taken one by one in Python: a compiled run has one draft model, and the early layers are a second one.
+    Turns run one by one in Python: a compiled run has one draft model, and the first layers are a second one.
 
-    Steps of the paper: early pruning draft/merged.py; tree size by a latency model control/size.py.
+    Code: early pruning core/draft/merged.py; tree size by a latency model core/control/size.py.
 
     Args:
-        nodes: maximum number of nodes drafted per turn; with "latency" fewer, where the time of a pass grows with them.
+        nodes: maximum number of draft nodes per turn.
         depth: number of layers of the draft.
-        early: number of first layers of the target that judge the drafts early.
-        top: a draft stays if its token is among this number of likeliest tokens in the prediction of those layers.
-        rule: "match", "path", "traversal" or a part. All three accept equally often, because these drafts are not drawn.
-        controller: the controller that chooses the number of nodes: "latency" (from the times of past turns), "fixed"
-            (always `nodes`), or another one as in `opt_tree`.
+        early: number of first layers of the target that prune the draft.
+        top: number of likeliest tokens of these layers; other draft tokens are pruned.
+        rule: as in `opt_tree`.
+        controller: the controller that chooses the number of nodes: "latency" (by the times of past turns), "fixed" (always
+            `nodes`), or another one as in `opt_tree`.
     """
     require_at_least_one(nodes=nodes, depth=depth, early=early, top=top)
     drafts = DraftKind("propd", depth, nodes, has_node_budget=True)
-    judge = rule_of(rule, drafts)
-    law = law_of(judge)
-    make_controller = controller_maker(controller, drafts)
 
-    def build(target: LM | None, draft: LM | None) -> Parts:
+    def make_drafter(target: LM | None, draft: LM | None) -> Pruned:
         assert draft is not None
         if not isinstance(target, HuggingFaceLM):
-            raise NotSupported("propd looks through the target's first layers; that needs a transformers model")
+            raise NotSupported("propd prunes drafts with the target's first layers, which needs a transformers model")
         needs = getattr(draft, "needs_of_target", LOGITS)
         inputs = getattr(draft, "extra_inputs", None)
         enters_late = inputs is not None and inputs.layer > 0
-        # Layers on the target's own cache serve nothing beside.
+        # First layers on the target's own cache cannot also serve taps, exit layers or rows that enter late.
         is_live = not needs.taps and needs.exit_layer is None and not enters_late
-        looker = first_layers(target, early) if is_live else early_layers(target.model, early)
-        drafter = Pruned(TreeDrafter(draft, BestFirst()), looker, top)
-        return Parts(drafter, judge, make_controller(target, draft), law)
+        pruner = first_layers(target, early) if is_live else early_layers(target.model, early)
+        return Pruned(TreeDrafter(draft, BestFirst()), pruner, top)
 
-    return Method("propd", law, 1, build, needs_draft=True)
+    return sequence_method(drafts, make_drafter, rule, controller)

@@ -26,7 +26,7 @@ from numba import types
 from specbeam.core import whole_files
 from specbeam.core.caches import files, folders
 from specbeam.core.compiling.compiler import compiled
-from specbeam.core.measure.kept_figures import Figures, NumberField, RecordFields
+from specbeam.core.measure.saved_figures import Figures, NumberField, RecordFields
 from tests.support.kernels_alone import write_kernels
 
 if not hasattr(os, "geteuid"):
@@ -195,7 +195,7 @@ def test_a_whole_file_that_numba_cannot_load_is_made_anew(root):
     key = compiled(_thrice)._cache._place((types.int64,), compiled(_thrice).targetctx.codegen()).key
     for path in kept(root, user):
         for content in (pickle.dumps("another thing"), b"no pickle"):
-            files.keep_sealed(path, key, content)
+            files.save_sealed(path, key, content)
     with warned():
         assert user.run() == (True, False)
         assert user.run() == (True, True)
@@ -265,9 +265,9 @@ def test_planted_code_is_not_run(root, tmp_path, fault):
         if fault == "raw":
             path.write_bytes(bomb)
         elif fault == "with another digest":
-            files.keep_sealed(path, "another key", bomb)
+            files.save_sealed(path, "another key", bomb)
         else:
-            files.keep_sealed(path, key, bomb)
+            files.save_sealed(path, key, bomb)
             (spoil, _) = DISTRUSTED[fault]
             spoil(path)
     with warned(DISTRUSTED[fault][1] if fault in DISTRUSTED else None):
@@ -348,7 +348,7 @@ def link_to_stranger(root):
 
 FOLDERS = {
     "is a file": (make_file, "is not a folder"),
-    "dangling link": (lambda root: (shutil.rmtree(root), root.symlink_to("nowhere")), "cannot be made or read"),
+    "dangling link": (lambda root: (shutil.rmtree(root), root.symlink_to("nowhere")), "cannot be created or read"),
     "writable by all": (lambda root: root.chmod(0o777), "can be written by other users (its mode is 777)"),
     "sticky": (lambda root: root.chmod(0o1777), "can be written by other users"),
     "writable by a group": (lambda root: root.chmod(0o770), "can be written by other users"),
@@ -358,7 +358,7 @@ FOLDERS = {
     ),
     "foreign": (give_away, f"belongs to user {STRANGER}"),
     "inner is foreign": (lambda root: [give_away(path) for path in root.iterdir()], f"belongs to user {STRANGER}"),
-    "link of another user": (link_to_stranger, f"is a link that belongs to user {STRANGER}"),
+    "link of another user": (link_to_stranger, f"is a link of user {STRANGER}"),
 }
 OF_OTHERS = {"foreign", "inner is foreign", "link of another user"}
 
@@ -628,7 +628,7 @@ def test_a_cache_that_is_read_only_is_read(package, tmp_path):
     (text, complaints) = ended(begun(package, tmp_path / "cache", read_only))
     assert text == "7 0"
     assert len(complaints) == 1
-    assert "cannot be made or read (Read-only file system)" in complaints[0]
+    assert "cannot be created or read (Read-only file system)" in complaints[0]
     assert ended(begun(package, tmp_path / "cache")) == ("7 0", [])
     assert ended(begun(package, tmp_path / "cache", read_only)) == ("7 1", [])
     for path in (tmp_path / "cache").rglob("*.nbc"):

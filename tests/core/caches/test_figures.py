@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specbeam.core.control import needs, pace
-from specbeam.core.measure.kept_figures import ChoiceField, Figures, FlagField, NumberField, RecordFields, folder
+from specbeam.core.measure.saved_figures import ChoiceField, Figures, FlagField, NumberField, RecordFields, folder
 from specbeam.doors import fastest
 from specbeam.lab.train import exit_choice
 from specbeam.models import skip_search

@@ -473,5 +473,5 @@ def test_what_is_no_more_has_no_kind():
 
 
 def test_a_kind_that_a_list_has_no_words_for_is_said():
-    with pytest.raises(TypeError, match="no words for omitted"):
+    with pytest.raises(TypeError, match="cannot express the type omitted"):
         text_of([StepForm("specbeam.core.run_steps", "run_turns", False, (types.Omitted(3),), [])])

@@ -11,7 +11,7 @@ from specbeam.core.control.best_tree import depth_of_tree, fastest_tree, layers_
 from specbeam.core.control.confidence import SureDraft, TrackedThreshold
 from specbeam.core.control.cost import CostCurve, PassTimes
 from specbeam.core.control.size import SizeByLatency, best_size
-from specbeam.core.control.survival import Survival
+from specbeam.core.control.survival import COST, TOKENS, Survival, odds_of_score
 from specbeam.core.control.thompson import ACCEPTED, REFUSED, SCORE_ERROR, Thompson, best_length, calibrated_odds
 from specbeam.core.draft.children import Best, BestAndOne, Distinct, Independent
 from specbeam.core.draft.lookup import retrieved
@@ -19,12 +19,12 @@ from specbeam.core.draft.tree import Branching, TreeDrafter, _confidence
 from specbeam.core.forest import Forest
 from specbeam.core.laws.rows import RowLaw
 from specbeam.core.laws.warp import Warp
-from specbeam.core.measure import kept_figures
+from specbeam.core.measure import saved_figures
 from specbeam.core.records import Scored, Shape, Turn, Verdict
 from specbeam.core.session import Parts
 from specbeam.core.verify.walk import MatchRule
 from specbeam.models.table import TableLM
-from specbeam.recipes.tuning.acceptance import GUESS, keep_acceptance, kept_acceptance, with_guess
+from specbeam.recipes.tuning.acceptance import GUESS, save_acceptance, saved_acceptance, with_guess
 from tests.support.exact import distance
 from tests.support.examples import PAIRS, completed, law_and_mean, one_turn
 from tests.support.loops import pair
@@ -177,11 +177,11 @@ def test_survival_counts_what_it_spent():
     for confidence in (0.95, 0.85, 0.35):
         controller.more(session, 1, confidence)
     controller.settle(session, told(accepted=1, drafted=3))
-    seen = session.state[controller]
-    assert (seen.tokens, seen.cost) == (3.0, pytest.approx(2.6))
-    assert seen.numbers.tries.tolist() == [4, 4, 4, 4, 4, 4, 4, 4, 5, 5]  # what was not reached is not counted
-    assert seen.accepted_at(0.95) == pytest.approx((0.95 * 4 + 1) / 5)
-    assert seen.accepted_at(0.85) == pytest.approx(0.85 * 4 / 5)
+    seen = controller.stops(session, 0)
+    assert (seen.learnt[TOKENS], seen.learnt[COST]) == (3.0, pytest.approx(2.6))
+    assert seen.tries.tolist() == [4, 4, 4, 4, 4, 4, 4, 4, 5, 5]  # what was not reached is not counted
+    assert odds_of_score(seen, 0.95) == pytest.approx((0.95 * 4 + 1) / 5)
+    assert odds_of_score(seen, 0.85) == pytest.approx(0.85 * 4 / 5)
 
 
 def test_a_tracked_threshold_is_not_lowered_by_a_draft_of_full_length():
@@ -345,20 +345,20 @@ def test_sequoia_takes_what_was_measured_of_the_pair(pair, tmp_path, monkeypatch
 
     guessed = shape()
     assert sum(guessed) == 12
-    keep_acceptance(pair.target, pair.draft, [0.95, 0.0])
+    save_acceptance(pair.target, pair.draft, [0.95, 0.0])
     assert shape() == (1, 1, 1, 1)  # a second child is never accepted
     assert shape(acceptance=(0.7, 0.12, 0.05, 0.03, 0.02)) == guessed
     dear = CostCurve((1, 4, 16, 64), (1.0, 4.0, 16.0, 64.0))
     monkeypatch.setattr("specbeam.recipes.sequence.curve_of", lambda lm: dear)
     assert sum(shape()) < 12
     assert sum(shape(cost=None, acceptance=(0.7, 0.12, 0.05, 0.03, 0.02))) == 12
-    (file,) = kept_figures.folder().glob("acceptance-*.json")
+    (file,) = saved_figures.folder().glob("acceptance-*.json")
     for broken in ('{"odds": []}', '{"odds": [0.9, 0.9]}', '{"odds": "many"}', "{}"):
         file.write_text(broken)
-        assert kept_acceptance(pair.target, pair.draft) == (0.95, 0.0)  # it stays while the pair is loaded
+        assert saved_acceptance(pair.target, pair.draft) == (0.95, 0.0)  # it stays while the pair is loaded
         monkeypatch.setattr("specbeam.recipes.tuning.acceptance._KNOWN", WeakKeyDictionary())
-        assert kept_acceptance(pair.target, pair.draft) is None
-        keep_acceptance(pair.target, pair.draft, [0.95, 0.0])
+        assert saved_acceptance(pair.target, pair.draft) is None
+        save_acceptance(pair.target, pair.draft, [0.95, 0.0])
 
 
 def test_few_nodes_make_nothing_impossible():

@@ -28,12 +28,12 @@ from specbeam.core.control.needs import (
     learn_odds,
     live_cell,
     margin_cell,
+    nodes_to_extend,
+    nodes_to_score,
     prior_odds,
-    worthy_front,
-    worthy_nodes,
 )
 from specbeam.core.forest import SHARED, Forest, KnownRows, forest_of_nodes, siblings
-from specbeam.core.measure import kept_figures
+from specbeam.core.measure import saved_figures
 from specbeam.core.session import Parts
 from specbeam.generation import turns_of
 from specbeam.models.table import TableLM
@@ -113,7 +113,7 @@ def test_chosen_nodes_come_with_their_parents_and_what_is_known(seed):
     rng = np.random.default_rng(seed)
     forest, odds = forest_with_odds(rng)
     for curve in (FREE_ROWS, CostCurve((1, 50), (1.0, 3.0)), DEAR_ROWS):
-        chosen = worthy_nodes(budget_of(curve), forest, odds)
+        chosen = nodes_to_score(budget_of(curve), forest, odds)
         assert {0, 1, 2, *forest.known.nodes} <= {*chosen.tolist()}
         assert all(forest.parents[node] in chosen for node in chosen if node > 2)
         if curve is FREE_ROWS:
@@ -133,11 +133,11 @@ def test_dear_rows_end_a_draft_and_free_ones_do_not():
     odds = NodeOdds(
         np.ones(3), np.ones(3), np.full(3, -1), np.full(3, -1), np.zeros(3, dtype=np.int64), np.zeros(3), NONE, 0.0
     )
-    assert worthy_front(budget_of(FREE_ROWS), forest, odds, np.arange(3)).all()
+    assert nodes_to_extend(budget_of(FREE_ROWS), forest, odds, np.arange(3)).all()
     dear = CostCurve((3, 4, 100), (1.0, 9.0, 900.0))
-    assert not worthy_front(budget_of(dear), forest, odds, np.arange(3)).any()
+    assert not nodes_to_extend(budget_of(dear), forest, odds, np.arange(3)).any()
     known = forest._replace(known=KnownRows(np.array([1]), np.zeros((1, 2), dtype=np.float32)))
-    assert worthy_front(budget_of(dear), known, odds, np.array([1])).tolist() == [
+    assert nodes_to_extend(budget_of(dear), known, odds, np.array([1])).tolist() == [
         True
     ]  # costs no pass of the draft model
 
@@ -333,7 +333,7 @@ def test_what_is_learnt_is_kept_on_disk(tmp_path, monkeypatch):
     memory.add("x", begun, ended)
     np.testing.assert_array_equal(OddsMemory(["a pair"]).begin("x").needed, memory.begin("x").needed)
     np.testing.assert_array_equal(OddsMemory(["another"]).begin("x").needed, prior_odds().needed)
-    (file,) = kept_figures.folder().glob("odds-*.json")
+    (file,) = saved_figures.folder().glob("odds-*.json")
     for broken in ("{", json.dumps({"live": [[1, 2]]}), json.dumps({"live": "many"})):
         file.write_text(broken)
         np.testing.assert_array_equal(OddsMemory(["a pair"]).begin("x").live, prior_odds().live)
@@ -346,9 +346,9 @@ def test_compiled_steps_are_their_source(seed):
     front = np.flatnonzero(forest.depths() == forest.depths().max())
     for curve in (FREE_ROWS, CostCurve((1, 50), (1.0, 3.0)), DEAR_ROWS):
         budget = budget_of(curve, lazy=bool(seed % 2))
-        found = worthy_nodes(budget, forest, odds), worthy_front(budget, forest, odds, front)
+        found = nodes_to_score(budget, forest, odds), nodes_to_extend(budget, forest, odds, front)
         with source_of_steps():
-            expected = worthy_nodes(budget, forest, odds), worthy_front(budget, forest, odds, front)
+            expected = nodes_to_score(budget, forest, odds), nodes_to_extend(budget, forest, odds, front)
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_array_equal(one, other)
 

@@ -24,7 +24,7 @@ from specbeam.core.control.pace import (
 )
 from specbeam.core.decode import decode
 from specbeam.core.decoder import Decoder
-from specbeam.core.measure import kept_figures
+from specbeam.core.measure import saved_figures
 from specbeam.core.verify.walk import PathRule
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.request import Request
@@ -94,9 +94,9 @@ def test_sessions_beside_those_of_another_phase_do_not_count():
     early = pace.enter()
     for _ in range(LEAST_SESSIONS):
         pace.leave(pace.enter(), 1.0, 1, LEAST_SESSIONS)
-    beside = pace.enter()  # the first one is not over
-    assert (beside.number, beside.drafts, beside.is_pure) == (1, False, False)
-    pace.leave(beside, 99.0, 1, LEAST_SESSIONS)
+    late = pace.enter()  # the first one is not over
+    assert (late.number, late.drafts, late.is_pure) == (1, False, False)
+    pace.leave(late, 99.0, 1, LEAST_SESSIONS)
     assert 99.0 not in pace.paces[False]
     pace.leave(early, 1.0, 1, LEAST_SESSIONS)
     assert pace.enter().is_pure
@@ -114,7 +114,7 @@ def test_paces_are_kept_on_disk(tmp_path, monkeypatch):
     assert not again.enter("x").drafts
     assert again._paces["x"].paces == memory._paces["x"].paces
     assert PaceMemory(["another"]).enter("x").drafts
-    (file,) = kept_figures.folder().glob("pace-*.json")
+    (file,) = saved_figures.folder().glob("pace-*.json")
     for broken in ("{", json.dumps({"drafted": 1}), json.dumps([])):
         file.write_text(broken)
         assert PaceMemory(["a pair"]).enter("x").drafts
@@ -174,8 +174,8 @@ def test_texts_do_not_depend_on_who_drafts(ahead, at_once, pair, monkeypatch):
     prompts = [[3, 1, 4, number] for number in range(8)]
     entered = []
 
-    def enter(self, session, beside):
-        entered.append(beside)
+    def enter(self, session, batch_size):
+        entered.append(batch_size)
         return len(entered) % 2 == 0
 
     monkeypatch.setattr("specbeam.core.control.needs.NodesByNeed.enter", enter)

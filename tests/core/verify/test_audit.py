@@ -20,7 +20,7 @@ from specbeam.core.verify.traversal import TraversalRule
 from specbeam.core.verify.walk import PathRule
 from specbeam.models.table import TableLM
 from tests.support import words
-from tests.support.evidence import of_draw, of_trial, of_worth
+from tests.support.evidence import of_acceptance, of_draw, of_trial
 from tests.support.exact import exact_law
 from tests.support.examples import PAIRS
 from tests.support.programs import run, session_of
@@ -98,14 +98,14 @@ def test_rules_that_judge_from_the_leaves_are_audited_too(method):
     assert not audit.suspicious
 
 
-def test_the_moments_of_a_worth():
-    """What a candidate is worth has the mean and the spread that are noted for it; odds of dead tokens are 0."""
+def test_the_moments_of_an_acceptance_probability():
+    """The acceptance probability of a candidate has the mean and the spread that are noted; odds of dead tokens are 0."""
     r, law = np.array([0.3, 0.4, 0.1]), np.array([0.6, 0.2, 0.0])  # 0.2 of the draft's mass is on tokens that are cut
-    seen = [(law[token], of_worth(r, law, min(1.0, r[token] / law[token]))) for token in (0, 1)]
-    seen.append((0.2, of_worth(r, law, 0.0)))
+    seen = [(law[token], of_acceptance(r, law, min(1.0, r[token] / law[token]))) for token in (0, 1)]
+    seen.append((0.2, of_acceptance(r, law, 0.0)))
     assert sum(odds * one.accept_surprise for odds, one in seen) == pytest.approx(0)
     assert sum(odds * one.accept_surprise**2 for odds, one in seen) == pytest.approx(seen[0][1].accept_variance)
-    sure = of_worth(r, np.array([0.0, 1.0, 0.0]), 0.4)
+    sure = of_acceptance(r, np.array([0.0, 1.0, 0.0]), 0.4)
     assert (sure.accept_surprise, sure.accept_variance) == (pytest.approx(0), pytest.approx(0))
 
 
@@ -183,9 +183,9 @@ def test_each_bet_is_fair():
         of_draws = [(odds, of_draw(np.log(law / law.sum()), token)) for token, odds in enumerate(law / law.sum())]
         odds = float(np.minimum(r, law).sum())
         of_trials = [(odds, of_trial(r, law, True)), (1 - odds, of_trial(r, law, False))]
-        of_worths = [(law[t], of_worth(r, law, min(1.0, r[t] / law[t]))) for t in range(size)]
-        of_worths.append((1 - law.sum(), of_worth(r, law, 0.0)))
-        for seen in (of_draws, of_trials, of_worths):
+        of_acceptances = [(law[t], of_acceptance(r, law, min(1.0, r[t] / law[t]))) for t in range(size)]
+        of_acceptances.append((1 - law.sum(), of_acceptance(r, law, 0.0)))
+        for seen in (of_draws, of_trials, of_acceptances):
             for gains in ("trial_gains", "draw_gains"):
                 wealth = sum(chance * np.exp(getattr(one, gains)) for chance, one in seen)
                 assert wealth == pytest.approx(np.ones(len(TILTS)), abs=1e-12)

@@ -120,5 +120,5 @@ def test_chains_and_trees_of_an_exit_layer_and_who_may_judge_them():
     assert chain.law == tree.law == sb.eesd(rule="match").law == "exact: plain sampling"
     with pytest.raises(BadSetting, match=r"counts is \[0\]; it must name at least one layer"):
         sb.eesd(counts=(0,))
-    with pytest.raises(BadSetting, match="sets the nodes of a whole tree"):
+    with pytest.raises(BadSetting, match="chooses the size of the whole tree"):
         sb.eesd(controller="latency")

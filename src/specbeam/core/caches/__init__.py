@@ -1,1 +1,1 @@
-"""Files that are kept between processes: machine code and measurements. A text never depends on them."""
+"""Cache files shared between processes: machine code and measurements. Texts never depend on them."""

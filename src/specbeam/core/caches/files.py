@@ -1,4 +1,4 @@
-"""Kept files: written whole, read only if they are the user's own, and deleted when they have not been used for long."""
+"""Cache files: written atomically, read only if the user owns them, and deleted after a month without use."""
 
 import logging
 import os
@@ -16,23 +16,23 @@ from specbeam.core.whole_files import write_whole
 LOG = logging.getLogger("specbeam.caches")
 ENDINGS = (".nbc", ".json", ".claim", ".part")
 DAY_S = 86_400.0
-UNUSED_S = 30 * DAY_S  # after which a kept file is deleted
-LEFT_S = DAY_S  # after which what a killed process has left is deleted: claims, and files that were being written
-MOST_BYTES = 4 << 30  # of all kept files in a folder; of more, those go that were used least recently
-_CLEANED = "cleaned"  # the file whose time is that of the last cleaning
-# A link leads elsewhere; a pipe would be waited for.
+UNUSED_S = 30 * DAY_S  # time without use after which a file is deleted
+LEFT_S = DAY_S  # time after which files of killed processes are deleted: claims and partly written files
+MOST_BYTES = 4 << 30  # maximum size of a folder; beyond it the least recently used files are deleted
+_CLEANED = "cleaned"  # file whose modification time is that of the last cleaning
+# Do not follow links, and do not wait for pipes.
 _READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 def digest_of(key: str, content: bytes) -> bytes:
-    """Return a digest of what is kept under a key, 64 hexadecimal digits."""
+    """Return a digest of a key and its content, 64 hexadecimal digits."""
     return blake2b(content, digest_size=32, key=blake2b(key.encode(), digest_size=32).digest()).hexdigest().encode()
 
 
 def read_sealed(path: Path, key: str) -> bytes | None:
-    """Return the content that `keep_sealed` has kept under this key; None if there is none.
+    """Return the content that `save_sealed` saved under this key; None if there is none.
 
-    A file that is damaged, or was kept under another key, is deleted.
+    A damaged file, or one with another key, is deleted.
     """
     found = read_own(path)
     if found is None:
@@ -44,13 +44,13 @@ def read_sealed(path: Path, key: str) -> bytes | None:
     return content
 
 
-def keep_sealed(path: Path, key: str, content: bytes) -> None:
-    """Keep content under a key, with its digest. Warns once if it cannot be kept."""
+def save_sealed(path: Path, key: str, content: bytes) -> None:
+    """Save content under a key, with its digest. Warns once if this is impossible."""
     keep(path, digest_of(key, content) + b"\n" + content)
 
 
 def read_own(path: Path) -> bytes | None:
-    """Return what is in a kept file; None if there is none, or none that can be trusted."""
+    """Return the content of a cache file; None if it is missing or cannot be trusted."""
     try:
         number = os.open(path, _READ)
     except FileNotFoundError:
@@ -73,45 +73,44 @@ def read_own(path: Path) -> bytes | None:
         os.close(number)
     if time.time() - status.st_mtime > DAY_S:
         with suppress(OSError):
-            os.utime(path)  # so that it counts as used
+            os.utime(path)  # marks it as used
     return content
 
 
 def keep(path: Path, content: bytes) -> None:
-    """Keep a file, for this user alone. Warns once if that is impossible, as on a full disk."""
+    """Save a file, readable only by this user. Warns once if this is impossible, for example on a full disk."""
     try:
-        if path.is_symlink() or path.is_fifo():  # a link leads to the file of somebody else, a pipe to a reader
+        if path.is_symlink() or path.is_fifo():  # a link may lead to another user's file, a pipe to a reader
             path.unlink()
         elif path.is_dir():
             path.rmdir()
-        # A file that a loss of power damages does not fit its digest, and is made anew. Waiting for the disk would cost
-        # 4 ms for each measurement.
+        # No fsync, which would take 4 ms per measurement: files damaged by a power loss fail their digest and are replaced.
         write_whole(path, content, mode=0o600, outlasts_power=False)
     except OSError as error:
         warn_once(
             "keeping",
-            f"{path} cannot be written ({error.strerror or error}); so machine code and measurements are not kept, and "
-            f"other processes compile and measure anew. Make room there, or set {VARIABLE} to another folder",
+            f"{path} cannot be written ({error.strerror or error}), so machine code and measurements are not saved, and "
+            f"other processes compile and measure again. Free disk space, or set {VARIABLE} to another folder",
         )
 
 
 def discard(path: Path, reason: str) -> None:
-    """Delete a kept file that is of no use, so that it is made anew."""
-    LOG.info("%s is deleted and made anew: %s", path, reason)
-    with suppress(OSError):  # it is replaced when it is made anew
+    """Delete an unusable cache file, so that it is replaced."""
+    LOG.info("deleting %s, which will be replaced: %s", path, reason)
+    with suppress(OSError):  # it will be overwritten
         path.unlink()
 
 
 def _warn_of_reading(path: Path, reason: str) -> None:
     warn_once(
         "reading",
-        f"{path} {reason}; so it is not read, but made anew. If other users can write there, delete the folder, or set "
+        f"{path} {reason}, so it is ignored and replaced. If other users can write there, delete the folder, or set "
         f"{VARIABLE} to another one",
     )
 
 
-class _KeptFile(NamedTuple):
-    """A kept file, for cleaning."""
+class _CacheFile(NamedTuple):
+    """A cache file, for cleaning."""
 
     used: float  # seconds since the epoch
     size: int  # bytes
@@ -119,9 +118,9 @@ class _KeptFile(NamedTuple):
 
 
 def clean(folder: Path) -> None:
-    """Delete the files of a folder that nothing has used for long, and more while they are too large together.
+    """Delete files of a folder that have not been used for a month, and the least recently used ones beyond `MOST_BYTES`.
 
-    Looks at them once a day. Files that another checkout or version keeps stay as long as it uses them.
+    Runs at most once a day. Files of other checkouts and versions stay as long as they are used.
     """
     stamp = folder / _CLEANED
     now = time.time()
@@ -130,7 +129,7 @@ def clean(folder: Path) -> None:
             return
     with suppress(OSError):
         stamp.touch(mode=0o600)
-        files = sorted(_kept_files(folder))
+        files = sorted(_cache_files(folder))
         size = sum(file.size for file in files)
         for file in files:
             limit_s = LEFT_S if file.path.endswith((".claim", ".part")) else UNUSED_S
@@ -141,7 +140,7 @@ def clean(folder: Path) -> None:
                 size -= file.size
 
 
-def _kept_files(folder: Path) -> Iterator[_KeptFile]:
+def _cache_files(folder: Path) -> Iterator[_CacheFile]:
     with os.scandir(folder) as entries:
         for entry in entries:
             if not entry.name.endswith(ENDINGS):
@@ -149,4 +148,4 @@ def _kept_files(folder: Path) -> Iterator[_KeptFile]:
             with suppress(OSError):  # another process has deleted it
                 status = entry.stat(follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode):
-                    yield _KeptFile(status.st_mtime, status.st_size, entry.path)
+                    yield _CacheFile(status.st_mtime, status.st_size, entry.path)

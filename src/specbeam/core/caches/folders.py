@@ -1,6 +1,6 @@
-"""The folders of kept files, below one root, and whether they can be trusted.
+"""The folders of cache files, below one root, and whether they can be trusted.
 
-What is kept is run, or decides what is run: so a folder that another user owns or may write to is not read.
+Cache files contain code, so folders that another user owns or can write to are not read.
 """
 
 import atexit
@@ -20,19 +20,19 @@ _WARNED: set[str] = set()  # kinds of warnings that this process has given
 
 
 class _UnusableFolderError(Exception):
-    """A folder cannot be trusted or cannot be made, for the reason that the message gives."""
+    """A folder cannot be trusted or created, for the reason in the message."""
 
 
 def cache_folder(name: str, stated: str = "", variable: str = "") -> Path | None:
-    """Return a folder below the root of all kept files, and make it if it is missing.
+    """Return a folder below the root of all cache files, created if it is missing.
 
-    The root is `SPECBEAM_CACHE`, or specbeam's folder among the user's caches. Returns None, and warns once, where nothing
-    can be kept: the program then runs without.
+    The root is `SPECBEAM_CACHE`, or specbeam's folder in the user's cache directory. Without a usable folder it returns None
+    and warns once.
 
     Args:
-        name: of the folder.
-        stated: a root that is taken instead, if one is given.
-        variable: the environment variable by which a user states that root.
+        name: name of the folder.
+        stated: another root, or "".
+        variable: the environment variable that states this root, for messages.
     """
     try:
         root = _root(stated, variable)
@@ -42,7 +42,7 @@ def cache_folder(name: str, stated: str = "", variable: str = "") -> Path | None
     except _UnusableFolderError as reason:
         warn_once(
             "folder",
-            f"{reason}; so machine code and measurements are not kept, and each process compiles and measures anew. "
+            f"{reason}, so machine code and measurements are not saved, and each process compiles and measures again. "
             f"Set {VARIABLE} to the absolute path of a folder that belongs to this user and that no other user can write to",
         )
         return None
@@ -50,9 +50,9 @@ def cache_folder(name: str, stated: str = "", variable: str = "") -> Path | None
 
 
 def lend_folder(variable: str, name: str) -> None:
-    """Set the environment variable by which another library finds the folder of its cache, unless it is set.
+    """Set the environment variable of another library's cache folder, unless it is set.
 
-    It is a folder below our root; where nothing can be kept, one that goes with this process.
+    The folder is below specbeam's root; without a usable root it is temporary and deleted with this process.
     """
     if os.environ.get(variable):
         return
@@ -64,15 +64,15 @@ def lend_folder(variable: str, name: str) -> None:
 
 
 def warn_once(kind: str, text: str) -> None:
-    """Warn, unless this process has given a warning of this kind before."""
+    """Warn, at most once per kind of warning in this process."""
     if kind not in _WARNED:
         _WARNED.add(kind)
         warnings.warn(text, stacklevel=3)
 
 
 def distrust(status: os.stat_result) -> str:
-    """Return why a file or folder of this status is not read; nothing if it can be trusted."""
-    if not hasattr(os, "geteuid"):  # Windows has no owners of this kind
+    """Return the reason not to trust a file or folder with this status; "" if it can be trusted."""
+    if not hasattr(os, "geteuid"):  # Windows has no such owners
         return ""
     user = os.geteuid()
     if status.st_uid != user:
@@ -83,12 +83,12 @@ def distrust(status: os.stat_result) -> str:
 
 
 def _root(stated: str, variable: str) -> Path:
-    """Return the root of all kept files. Raises `_UnusableFolderError` if it is a relative path, or there is no home."""
+    """Return the root of all cache files. Raises `_UnusableFolderError` for a relative path or a missing home folder."""
     for place, source in ((stated, variable), (os.environ.get(VARIABLE, ""), VARIABLE)):
         if not place:
             continue
         path = Path(os.path.expanduser(place))
-        if not path.is_absolute():  # it may be a folder that somebody else has filled
+        if not path.is_absolute():  # it may be a folder of another user
             raise _UnusableFolderError(f"{source} is the relative path {place!r}")
         return path
     try:
@@ -101,10 +101,10 @@ def _root(stated: str, variable: str) -> Path:
 
 
 def _prepare(path: Path) -> None:
-    """Make a folder that this user alone can read and write, if it is missing.
+    """Create a folder that only this user can read and write, if it is missing.
 
-    Raises `_UnusableFolderError` if that is impossible, or if the folder cannot be trusted. It may be a symbolic link of
-    the user or of root.
+    Raises `_UnusableFolderError` if this is impossible or the folder cannot be trusted. It may be a symbolic link owned by
+    the user or by root.
     """
     try:
         try:
@@ -115,9 +115,11 @@ def _prepare(path: Path) -> None:
             status = path.stat()
         link = path.lstat()
     except OSError as error:
-        raise _UnusableFolderError(f"the folder {path} cannot be made or read ({error.strerror or error})") from error
+        raise _UnusableFolderError(
+            f"the folder {path} cannot be created or read ({error.strerror or error})"
+        ) from error
     reason = distrust(status) if stat.S_ISDIR(status.st_mode) else "is not a folder"
     if not reason and link.st_uid not in (status.st_uid, _ROOT_USER):
-        reason = f"is a link that belongs to user {link.st_uid}"
+        reason = f"is a link of user {link.st_uid}"
     if reason:
         raise _UnusableFolderError(f"{path} {reason}")

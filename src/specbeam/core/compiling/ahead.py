@@ -1,7 +1,7 @@
-"""Processes that compile ahead: what a first text needs, on the processors that wait while this process compiles.
+"""Compiles the steps of a first text in parallel worker processes.
 
-They share with this process nothing but the files of kept code: a form that one of them has kept is loaded where it would
-have been compiled, and a form that one of them is compiling is waited for (`kernels.claims`). So they may end at any time.
+Workers share only the files of the code cache with this process: it loads forms that a worker has saved, and waits for forms
+that a worker is compiling (`compiling.claims`). So workers may end at any time.
 """
 
 import atexit
@@ -24,41 +24,41 @@ from typing import Any
 from specbeam.core.compiling.claims import LOCKS, end_all, wait_for
 from specbeam.core.errors import BadSetting
 
-MOST = 8  # processes: more find nothing to do
-_MEMORY_OF_ONE = 1.5e9  # bytes; what was measured is 0.9
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of processors in a period, and the period
+MOST = 8  # maximum number of processes; more would be idle
+_MEMORY_OF_ONE = 1.5e9  # bytes per process; measured: 0.9e9
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: processor microseconds per period, and the period
 _MEMORY = Path("/proc/meminfo")
 _MOST_MEMORY = Path("/sys/fs/cgroup/memory.max")  # of a container: bytes
 _USED_MEMORY = Path("/sys/fs/cgroup/memory.current")
-_PAUSE = 0.02  # seconds between two looks at what is ready; longer and longer while nothing is,
+_PAUSE = 0.02  # seconds between two checks for forms to compile; doubled while there are none,
 _LONGEST_PAUSE = 0.2  # up to this
-_PATIENCE = 60.0  # seconds without anything to do after which a process ends
+_PATIENCE = 60.0  # seconds without work after which a process ends
 _OPEN, _TAKEN, _DONE = range(3)
 _PROGRAM = "import sys, json; given = json.loads(sys.stdin.readline()); sys.path[:] = given.pop(0); "
 _PROGRAM += "from specbeam.core.compiling.ahead import work; work(*given)"
-_SETTINGS = ("CACHE_DIR", "CPU_NAME", "CPU_FEATURES")  # of numba, that a program may set in Python
-_BEGUN: list[Any] = []  # the processes that were begun, at most once in a process
+_SETTINGS = ("CACHE_DIR", "CPU_NAME", "CPU_FEATURES")  # settings of numba that a program may set in Python
+_BEGUN: list[Any] = []  # the started worker processes; started at most once per process
 
 
 def processes_wanted() -> int:
-    """Return how many processes may compile at once, with this one.
+    """Return the number of processes that may compile at once, including this one.
 
-    SPECBEAM_COMPILERS, or one for each processor that this process may use, as far as the memory goes. Raises `BadSetting`
-    if the variable holds something other than a number.
+    This is SPECBEAM_COMPILERS, or one per available processor, limited by the free memory. Raises `BadSetting` if the
+    variable is not a number.
     """
     asked = os.environ.get("SPECBEAM_COMPILERS", "")
     if asked:
         if not (asked.isascii() and asked.isdecimal()):
-            raise BadSetting(f"SPECBEAM_COMPILERS is {asked!r}; it must be a number of processes, or not set")
+            raise BadSetting(f"SPECBEAM_COMPILERS is {asked!r}; it must be a number of processes, or unset")
         return int(asked)
-    from numba import config  # knows which processors this process may use
+    from numba import config  # knows the processors available to this process
 
     most = min(int(config.NUMBA_NUM_THREADS), MOST, _processors(), _memory() / _MEMORY_OF_ONE)
     return max(int(most), 1)
 
 
 def _processors() -> float:
-    """Return how many processors the container may use on average; infinity where nothing says so."""
+    """Return the average number of processors that the container may use; infinity without a limit."""
     with suppress(OSError, ValueError):  # "max" is no number
         (quota, period) = _QUOTA.read_text().split()
         return int(quota) / int(period)
@@ -66,7 +66,7 @@ def _processors() -> float:
 
 
 def _memory() -> float:
-    """Return how many bytes may be used; infinity where nothing says so."""
+    """Return the free memory in bytes; infinity if it is unknown."""
     sizes = []
     with suppress(OSError, ValueError):  # "max" is no number
         sizes.append(float(int(_MOST_MEMORY.read_text()) - int(_USED_MEMORY.read_text())))
@@ -78,7 +78,7 @@ def _memory() -> float:
 
 
 def begin(function: Callable[..., Any]) -> None:
-    """Begin processes that compile ahead, when the first form is missing and a first text needs its function."""
+    """Start the worker processes if a form of this function is missing and a first text needs the function."""
     if _BEGUN or not LOCKS or not _can_start_python():
         return
     if (function.__module__, function.__qualname__.removeprefix("call_")) not in _names():
@@ -93,16 +93,16 @@ def begin(function: Callable[..., Any]) -> None:
 
 
 def _can_start_python() -> bool:
-    """Return whether this program is Python: one that has Python inside would be started a second time."""
+    """Return whether `sys.executable` is Python. An application that embeds Python would be started a second time."""
     name = Path(sys.executable or "").name
     return name.startswith(("python", "pypy")) and not getattr(sys, "frozen", False)
 
 
 def _started(others: int) -> Any:
-    """Return the first of the other processes, which works and ends with this one; None if none can be started."""
+    """Return the first worker process, which ends with this process; None if it cannot be started."""
     from numba import config
 
-    paths = [path for path in sys.path if isinstance(path, str)]  # Python passes over others, too
+    paths = [path for path in sys.path if isinstance(path, str)]  # Python ignores other entries, too
     line = json.dumps([paths, others, os.getpid()]).encode() + b"\n"
     set_here = {f"NUMBA_{name}": str(value) for name in _SETTINGS if (value := getattr(config, name, None))}
     try:
@@ -113,11 +113,11 @@ def _started(others: int) -> Any:
             stderr=subprocess.DEVNULL,
             env={**os.environ, **set_here, "SPECBEAM_COMPILERS": "1", "OMP_NUM_THREADS": "1"},
         )
-    except (OSError, RuntimeError):  # RuntimeError: this process is about to end
+    except (OSError, RuntimeError):  # RuntimeError: this process is exiting
         return None
     try:
         _begin_with(process, line)
-    except (OSError, RuntimeError):  # it has ended, or no thread can be started
+    except (OSError, RuntimeError):  # it has ended, or no thread can start
         _end(process)
         return None
     except BaseException:
@@ -127,17 +127,17 @@ def _started(others: int) -> Any:
 
 
 def _begin_with(process: Any, line: bytes) -> None:
-    """Hand a process its line, and see to its end."""
+    """Send a worker process its arguments, and arrange for its end."""
     process.stdin.write(line)
-    process.stdin.flush()  # and left open: its end says that this process has ended
-    threading.Thread(target=process.wait, daemon=True).start()  # so that it does not stay as a zombie
+    process.stdin.flush()  # left open: the worker ends when it is closed
+    threading.Thread(target=process.wait, daemon=True).start()  # reaps the process
     os.register_at_fork(after_in_child=lambda: _forget(process))
     atexit.register(_end, process)
 
 
 def _end(process: Any) -> None:
-    """End the processes that compile ahead: the first one, and with it the others."""
-    with suppress(OSError):  # of what was not written
+    """End the first worker process, and with it the others."""
+    with suppress(OSError):  # unwritten data
         process.stdin.close()
     try:
         process.wait(1)
@@ -147,7 +147,7 @@ def _end(process: Any) -> None:
 
 
 def _forget(process: Any) -> None:
-    """Leave the processes alone, in a copy of the process that began them: they end with that one."""
+    """Detach the workers in a forked copy of the process that started them: they end with the original."""
     process.stdin.close()
     atexit.unregister(_end)
 
@@ -160,25 +160,27 @@ def _names() -> frozenset[tuple[str, str]]:
 
 
 def work(processes: int, program: int) -> None:
-    """Compile the forms of the list, in several processes, until all are kept.
+    """Compile the forms of the list in several processes, until all are saved.
 
-    They end when the program does, which is the process of this number, at the other end of stdin.
+    Args:
+        processes: number of processes, including this one.
+        program: id of the process at the other end of stdin; the workers end when it does.
     """
     from specbeam.core.compiling.form_list import PLACE, forms_in
 
-    os.nice(10)  # whatever else runs has something to do for somebody
+    os.nice(10)  # other work on the machine goes first
     _leave_with(program)
-    # Of several programs one has it compiled, and then the next one what is left.
+    # Of several programs, one compiles the list; the next one then compiles the rest.
     place = place_of_claim()
     claim = None if place is None else wait_for(place, _PATIENCE, _LONGEST_PAUSE)
     if claim is None:
         return
     forms = forms_in(PLACE.read_text())
     for form in forms:
-        with suppress(Exception):  # the list may be of other sources
+        with suppress(Exception):  # the list may be from other sources
             form.function()  # imports its module
-    gc.freeze()  # what was imported stays: to look through it for garbage would take a seventh of the time
-    states = mmap.mmap(-1, len(forms))  # _OPEN, _TAKEN or _DONE; all processes see it
+    gc.freeze()  # scanning the imported modules for garbage would take a seventh of the time
+    states = mmap.mmap(-1, len(forms))  # _OPEN, _TAKEN or _DONE; shared by all processes
     first = os.getpid()
     others = []
     for _ in range(processes - 1):
@@ -195,7 +197,7 @@ def work(processes: int, program: int) -> None:
 
 
 def place_of_claim() -> Path | None:
-    """Return the file that the processes claim which compile the list of this package; None where nothing can be kept."""
+    """Return the lock file of the compilation of this package's list; None without a cache folder."""
     from specbeam.core.compiling.code_cache import code_folder, compiled_by
     from specbeam.core.compiling.form_list import PLACE
 
@@ -205,12 +207,12 @@ def place_of_claim() -> Path | None:
 
 
 def _leave_with(parent: int) -> None:
-    """Make this process end when its parent does, or the program at the other end of stdin."""
+    """Make this process end when its parent or the program at the other end of stdin ends."""
     threading.Thread(target=_wait_and_leave, args=(parent,), daemon=True).start()
 
 
 def _wait_and_leave(parent: int) -> None:
-    while os.getppid() == parent:  # the other end of stdin stays open where a copy of the program has it
+    while os.getppid() == parent:  # a forked copy of the program may keep the other end of stdin open
         (ended, _, _) = select.select([0], [], [], 1.0)
         if ended:
             break
@@ -219,7 +221,7 @@ def _wait_and_leave(parent: int) -> None:
 
 
 def _compile_all(forms: list[Any], states: Any) -> None:
-    """Compile one form after the other whose needs are kept, those first that most others wait for."""
+    """Compile forms whose dependencies are saved, those with the longest chain of dependents first."""
     heights = _heights(forms)
     order = sorted(range(len(forms)), key=lambda number: -heights[number])
     latest = time.monotonic() + _PATIENCE
@@ -237,8 +239,8 @@ def _compile_all(forms: list[Any], states: Any) -> None:
 
 
 def _compile(form: Any, number: int, states: Any) -> bool:
-    """Compile a form, or find that it is kept or cannot be compiled. Returns False if another process is at it."""
-    with suppress(Exception):  # the list may be of other sources
+    """Compile a form unless it is saved or cannot be compiled. Returns False if another process is compiling it."""
+    with suppress(Exception):  # the list may be from other sources
         function = form.function()
         if not function._cache.keeps(form.kinds, function.targetctx):
             if not function._cache.claim(form.kinds, function.targetctx):
@@ -250,9 +252,9 @@ def _compile(form: Any, number: int, states: Any) -> bool:
 
 
 def _heights(forms: list[Any]) -> list[int]:
-    """Return how many forms wait for each form, one for the other, in the longest chain."""
+    """Return the length of the longest chain of forms that depend on each form."""
     heights = [0] * len(forms)
-    for number in reversed(range(len(forms))):  # what calls a form comes after it
+    for number in reversed(range(len(forms))):  # callers come after their callees
         for need in forms[number].needs:
             heights[need] = max(heights[need], heights[number] + 1)
     return heights

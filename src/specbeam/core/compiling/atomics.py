@@ -1,4 +1,4 @@
-"""Numbers that several threads read and change, addresses as arrays, and what a thread does while it waits."""
+"""Atomic operations, addresses as arrays, and the pause of a spinning thread."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ if AVAILABLE:
 
     @intrinsic
     def load_shared(typing: Any, array: Any, place: Any) -> Any:
-        """Return array[place] of an int64 array, as the thread that changed it last has left it."""
+        """Atomically load array[place] of an int64 array, with sequential consistency."""
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             return builder.load_atomic(_place(context, builder, signature, args), "seq_cst", _ALIGN)
@@ -39,7 +39,7 @@ if AVAILABLE:
 
     @intrinsic
     def store_shared(typing: Any, array: Any, place: Any, value: Any) -> Any:
-        """Set array[place] of an int64 array, for all threads; they then see all that was written before, too."""
+        """Atomically store into array[place] of an int64 array, with sequential consistency."""
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             builder.store_atomic(args[2], _place(context, builder, signature, args), "seq_cst", _ALIGN)
@@ -49,7 +49,7 @@ if AVAILABLE:
 
     @intrinsic
     def add_shared(typing: Any, array: Any, place: Any, value: Any) -> Any:
-        """Add to array[place] of an int64 array, and return what it was before; no two threads get the same."""
+        """Atomically add to array[place] of an int64 array, and return the previous value."""
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             where = _place(context, builder, signature, args)
@@ -68,7 +68,7 @@ if AVAILABLE:
 
     @intrinsic
     def pause(typing: Any) -> Any:
-        """Let a processor that waits in a loop rest for some ten cycles; do nothing on those that are not x86."""
+        """Pause a spinning thread for about ten cycles; does nothing on processors other than x86."""
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             if context.codegen().target_data is not None and "x86" in builder.module.triple:

@@ -1,9 +1,8 @@
-"""Records that compiled functions only look at: passed as one address, with no references to what they hold counted.
+"""Borrowed records: read-only arguments of compiled functions, passed as one address and without reference counts.
 
-numba takes a record apart at each call, into some ten numbers for each array in it, and counts the references to each array
-at each assignment. A cache of a model holds eighty arrays: whatever is called with it was mostly code for that. A borrowed
-record stays in memory as it was made, and a field is read where it is named. Its arrays belong to whoever called compiled
-code, who keeps them until the call is over.
+numba splits a record at each call into about ten numbers per array, and counts references to each array at each assignment.
+The cache of a model holds eighty arrays, so most of the code of its callees served this. A borrowed record stays in memory
+unchanged, and its fields are read where they are used. The caller owns its arrays and keeps them alive during the call.
 """
 
 from collections.abc import Callable
@@ -25,7 +24,7 @@ _BIT = ir.IntType(1)
 _INDEX = ir.IntType(64)
 _BYTES = ir.IntType(8).as_pointer()
 _NOTHING = ir.VoidType()
-_ITEM_SIZE = 3  # the number of the field of an array in memory, before which it has three others of 64 bits
+_ITEM_SIZE = 3  # index of the item size in numba's array structure, whose first three fields have 64 bits each
 
 
 class RecordKind(types.NamedTuple):
@@ -35,15 +34,13 @@ class RecordKind(types.NamedTuple):
 
     def __init__(self, kinds: Any, record: type) -> None:
         super().__init__(kinds, record)
-        whole = sha256(self.name.encode()).hexdigest()[:16]
-        self.name = (
-            f"{record.__name__}.{whole}"  # names of functions hold it, and the whole is thousands of letters long
-        )
+        # Mangled function names include this name, and numba's own has thousands of characters.
+        self.name = f"{record.__name__}.{sha256(self.name.encode()).hexdigest()[:16]}"
 
 
 @register_default(RecordKind)
 class _Model(models.DataModel):
-    """How a borrowed record lies in memory: with the records in it inside, and nothing that numba would count."""
+    """The memory layout of a borrowed record: inner records are inlined, and nothing is reference-counted."""
 
     memory: Any
 
@@ -82,10 +79,10 @@ class _Model(models.DataModel):
 
 
 def borrow(record: type) -> None:
-    """Let compiled functions borrow records of a class, a NamedTuple.
+    """Make compiled functions borrow records of a class, a NamedTuple.
 
-    They cannot make one of arrays of their own, nor return one to Python: its arrays would be gone. See `views_of`.
-    They read its fields by name alone, and cannot name such a record as a constant.
+    Compiled functions cannot make such a record from their own arrays, nor return one to Python, because its arrays would be
+    freed; see `views_of`. They can read fields only by name, and cannot use such a record as a constant.
     """
 
     @typeof_impl.register(record)
@@ -97,9 +94,9 @@ def borrow(record: type) -> None:
 
 
 def views_of(record: type) -> Callable[..., Any]:
-    """Return a function that makes a record of this class, in compiled code a borrowed one: of views of borrowed arrays.
+    """Return a function that makes a record of this class; in compiled code a borrowed one, from views of borrowed arrays.
 
-    Each call in the code has room for one record: what it makes in a loop replaces what it made the round before.
+    Each call site has memory for one record: in a loop, each iteration overwrites the record of the previous one.
     """
 
     def make(*values: Any) -> Any:
@@ -142,7 +139,7 @@ def _from_python(kind: RecordKind, value: Any, c: Any) -> Any:
     builder = c.builder
     memory = c.context.data_model_manager[kind].memory
     place = _room(builder, memory)
-    builder.store(ir.Constant(memory, None), place)  # so that what an error leaves unread holds nothing
+    builder.store(ir.Constant(memory, None), place)  # fields that an error leaves unread must be empty
     has_failed = cgutils.alloca_once_value(builder, cgutils.false_bit)
     releases: list[Callable[[], None]] = []
     _read(kind, value, place, c, has_failed, releases)
@@ -157,7 +154,7 @@ def _from_python(kind: RecordKind, value: Any, c: Any) -> Any:
 def _read(
     kind: RecordKind, value: Any, place: Any, c: Any, has_failed: Any, releases: list[Callable[[], None]]
 ) -> None:
-    """Write the code that reads a record of Python into memory, and append what gives back what is held for it."""
+    """Write the code that reads a Python record into memory, and append the functions that release its references."""
     builder = c.builder
     size = c.pyapi.tuple_size(value)
     failed = builder.icmp_unsigned("!=", size, ir.Constant(size.type, len(kind.types)))
@@ -175,12 +172,12 @@ def _read(
             builder.store(native.value, goal)
             releases.append(partial(_release, one, goal, native.cleanup, c))
     with builder.if_then(failed, likely=False):
-        c.pyapi.err_set_string("PyExc_TypeError", f"this {kind.instance_class.__name__} has fields of other types")
+        c.pyapi.err_set_string("PyExc_TypeError", f"the fields of this {kind.instance_class.__name__} have other types")
         builder.store(cgutils.true_bit, has_failed)
 
 
 def _release(kind: Any, place: Any, cleanup: Callable[[], None] | None, c: Any) -> None:
-    """Write the code that gives back what is held for one field."""
+    """Write the code that releases the references of one field."""
     if cleanup is not None:
         cleanup()
     if c.context.data_model_manager[kind].contains_nrt_meminfo():
@@ -188,9 +185,9 @@ def _release(kind: Any, place: Any, cleanup: Callable[[], None] | None, c: Any) 
 
 
 def _read_array(kind: Any, value: Any, place: Any, c: Any) -> Any:
-    """Write the call that reads an array of Python into memory; return whether it failed.
+    """Write the call that reads a Python array into memory; return whether it failed.
 
-    A module has one function for all its arrays: written out for each, this was half the code of an entry.
+    One function per module reads all arrays: inlined for each array, this was half the code of an entry.
     """
     arguments = [c.pyapi.pyobj, _BYTES, _INDEX]
     function = cgutils.get_or_insert_function(c.builder.module, ir.FunctionType(_BIT, arguments), "specbeam.read_array")
@@ -211,7 +208,7 @@ def _read_array(kind: Any, value: Any, place: Any, c: Any) -> Any:
 
 
 def _release_array(place: Any, c: Any) -> None:
-    """Write the call that gives an array back."""
+    """Write the call that releases an array."""
     function = cgutils.get_or_insert_function(
         c.builder.module, ir.FunctionType(_NOTHING, [_BYTES]), "specbeam.release_array"
     )
@@ -225,7 +222,7 @@ def _release_array(place: Any, c: Any) -> None:
 
 
 def _keep_apart(function: Any) -> None:
-    """Keep a function in its module, and out of its callers."""
+    """Make a function internal to its module, and never inlined."""
     function.linkage = "internal"
     function.attributes.add("noinline")
 
@@ -236,6 +233,6 @@ def _to_python(kind: RecordKind, value: Any, c: Any) -> Any:
 
 
 def _room(builder: Any, memory: Any) -> Any:
-    """Return the address of room on the stack of the function that is compiled."""
+    """Return the address of stack memory of the compiled function."""
     with builder.goto_entry_block():
         return builder.alloca(memory)

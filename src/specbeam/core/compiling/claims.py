@@ -1,4 +1,4 @@
-"""Claims on files: of several processes that want the same file one makes it, and the others wait for it."""
+"""Claims on files, by file locks: of several processes that need a file, one makes it and the others wait."""
 
 import os
 import time
@@ -7,22 +7,21 @@ from pathlib import Path
 
 try:
     import fcntl
-except ImportError:  # where processes cannot lock files, each makes its own
+except ImportError:  # without file locks, each process makes its own file
     LOCKS = False
 else:
     LOCKS = True
 
-# Seconds that a process waits for what another one makes. A claim is held while all that its form calls is compiled, too;
-# where that takes longer, both make it. A process that was stopped keeps its claims: so whoever has waited in vain once does
-# not wait any more.
+# Seconds to wait for another process. A claim is held while all callees of its form are compiled, too; if this takes longer,
+# both processes compile the form. A stopped process keeps its claims, so after one timeout a process no longer waits.
 PATIENCE = 30.0
-_PAUSE = 0.01  # seconds between two looks
+_PAUSE = 0.01  # seconds between two attempts
 _HELD: set["Claim"] = set()  # the claims of this process
 _is_patient = True
 
 
 class Claim:
-    """A claim of this process on what it makes, until it is `ended`; or until the process ends, however it ends."""
+    """A claim of this process on a file, until `end` is called or the process ends."""
 
     def __init__(self, path: Path, number: int) -> None:
         self._path = path
@@ -30,25 +29,25 @@ class Claim:
         _HELD.add(self)
 
     def end(self) -> None:
-        """Give the claim up, so that others go on. Does nothing the second time."""
+        """Release the claim. Further calls do nothing."""
         number = self._number
         if number < 0:
             return
         self._number = -1
         _HELD.discard(self)
-        with suppress(OSError):  # the folder may have become read-only since
+        with suppress(OSError):  # the folder may be read-only by now
             self._path.unlink()
         os.close(number)
 
 
 def end_all() -> None:
-    """Give up all claims of this process, which is about to end: so it leaves no files."""
+    """Release all claims of this process and delete their files, before the process ends."""
     for claim in list(_HELD):
         claim.end()
 
 
 def claimed(path: Path) -> Claim | None:
-    """Return a claim by a lock on the file at `path`, which is made for it; None if another process has one.
+    """Return a claim, by a lock on a new file at `path`; None if another process has a claim.
 
     Raises:
         OSError: nothing can be written or locked there.
@@ -67,7 +66,7 @@ def claimed(path: Path) -> Claim | None:
             raise
         if _is_at(path, number):
             return Claim(path, number)
-        os.close(number)  # its last owner has deleted it between our two calls
+        os.close(number)  # its last owner deleted it between the two calls
 
 
 def _is_at(path: Path, number: int) -> bool:
@@ -78,7 +77,7 @@ def _is_at(path: Path, number: int) -> bool:
 
 
 def wait_for(path: Path, seconds: float, pause: float = _PAUSE) -> Claim | None:
-    """Return a claim as `claimed` does, after any other process has ended its own; None if it has not in so many seconds."""
+    """Return a claim like `claimed`, waiting up to `seconds` for another process to release it; None after that."""
     latest = time.monotonic() + seconds
     while (claim := claimed(path)) is None and time.monotonic() < latest:
         time.sleep(pause)
@@ -86,7 +85,7 @@ def wait_for(path: Path, seconds: float, pause: float = _PAUSE) -> Claim | None:
 
 
 def wait_patiently(path: Path) -> Claim | None:
-    """Return a claim as `wait_for` does in `PATIENCE`; at once, when this process has waited so long in vain before."""
+    """Return a claim like `wait_for` within `PATIENCE`; without waiting if this process has timed out before."""
     global _is_patient
     claim = wait_for(path, PATIENCE if _is_patient else 0)
     if claim is None:

@@ -1,11 +1,11 @@
-"""The cache of machine code on disk: a function is loaded only if every source that was compiled into it is unchanged.
+"""The cache of machine code on disk: a function is loaded only if all sources that were compiled into it are unchanged.
 
-numba's own cache looks only at the file of the function. But the functions that it calls, the records that it takes and the
-constants that it names come from other files. After an upgrade numba would run old code, or fail to load code that names
-classes which no longer exist. It also reads any file that it finds, and fails on a damaged one.
+numba's own cache checks only the file of the function. But its callees, record types and constants come from other files.
+After an upgrade numba would run old code, or fail to load code that refers to removed classes. It also trusts any file that
+it finds, and fails on damaged ones.
 
-Each form of a function has a file of its own, named by a hash of all that its machine code depends on. So checkouts and
-versions share one folder, and none of them writes what another one reads.
+Each form of a function has its own file, named by a hash of everything that its machine code depends on. So checkouts and
+versions share one folder without overwriting each other's files.
 """
 
 import logging
@@ -28,12 +28,12 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.serialize import dumps
 
 import specbeam
-from specbeam.core.caches.files import clean, discard, keep_sealed, read_sealed
+from specbeam.core.caches.files import clean, discard, read_sealed, save_sealed
 from specbeam.core.caches.folders import cache_folder
 from specbeam.core.compiling import ahead
 from specbeam.core.compiling.claims import LOCKS, Claim, claimed, wait_patiently
 from specbeam.core.compiling.forms import count_form
-from specbeam.core.compiling.libraries import KeptLibrary
+from specbeam.core.compiling.libraries import CachedLibrary
 from specbeam.core.compiling.registered import files_of
 from specbeam.core.garbage import rarely_collected
 
@@ -43,7 +43,7 @@ _IMPORT = re.compile(r"^\s*from ([\w.]+) import (\([^)]*\)|.*)$", re.MULTILINE)
 _COMPILES = re.compile(
     r"^\s*(from specbeam\.core\.(compiling\.compiler|steps)|import numba|from numba|from llvmlite)", re.MULTILINE
 )
-# numba's settings that change machine code and are not part of the name of its processor.
+# Settings of numba that change machine code and are not part of the processor's name.
 _SETTINGS = (
     "OPT",
     "BOUNDSCHECK",
@@ -58,18 +58,18 @@ _SETTINGS = (
 
 
 def code_folder() -> Path | None:
-    """Return the folder of machine code, below `NUMBA_CACHE_DIR` if that is set; None where nothing can be kept."""
+    """Return the folder of machine code, below `NUMBA_CACHE_DIR` if it is set; None without a usable folder."""
     return cache_folder("code", config.CACHE_DIR, "NUMBA_CACHE_DIR")
 
 
 def compiled_by() -> tuple[Any, ...]:
-    """Return the versions and settings of all that makes machine code, except for the processor."""
+    """Return the versions and settings on which machine code depends, except for the processor."""
     versions = (specbeam_version(), numba.__version__, llvmlite.__version__, numpy.__version__)
     return (*versions, *_python(), *(getattr(config, name, None) for name in _SETTINGS))
 
 
 def specbeam_version() -> str:
-    """Return the version of specbeam; nothing for its kernels alone, in a package of another name."""
+    """Return the version of specbeam; "" for a package of its kernels alone, with another name."""
     return getattr(specbeam, "__version__", "")
 
 
@@ -97,7 +97,7 @@ def sources(path: Path) -> frozenset[Path]:
 
 @cache
 def _imported(path: Path) -> list[tuple[Path, list[str]]]:
-    """Return the files of specbeam, or of the file's own package, that it imports from, each with the names it imports."""
+    """Return the files of specbeam, or of the file's own package, that it imports from, with the imported names."""
     found = []
     for module, names in _IMPORT.findall(_text(path)):
         place = _place_of(module, path)
@@ -114,7 +114,7 @@ def _imported(path: Path) -> list[tuple[Path, list[str]]]:
 
 
 def _homes_in(stub: Path, names: list[str]) -> list[tuple[Path, list[str]]]:
-    """Return the files in which a package's stub says that these names are, each with the names; none without a stub."""
+    """Return the files that define these names according to a package's stub, with the names; empty without a stub."""
     if not stub.exists():
         return []
     homes = []
@@ -126,7 +126,7 @@ def _homes_in(stub: Path, names: list[str]) -> list[tuple[Path, list[str]]]:
 
 
 def _place_of(module: str, importing: Path) -> Path | None:
-    """Return the path of a module without its suffix; None for modules of packages other than specbeam and the own one."""
+    """Return the path of a module without suffix; None for packages other than specbeam and the importing one."""
     (first, *_) = module.lstrip(".").split(".")
     if first == "specbeam" and not module.startswith("."):
         return _ROOT.joinpath(*module.split("."))
@@ -149,45 +149,45 @@ def _text(path: Path) -> str:
 
 @cache
 def digest(path: Path) -> str:
-    """Return a hash, 32 hexadecimal digits, of all sources of the functions in a file; nothing if it cannot be read.
+    """Return a hash, 32 hexadecimal digits, of all sources of the functions in a file; "" if it cannot be read.
 
-    It is the same wherever the files lie.
+    It does not depend on the location of the files.
     """
     try:
         each = sorted(sha256(f"{source.name}\n{_text(source)}".encode()).digest() for source in sources(path))
-    except OSError:  # a function that was typed in has no file
+    except OSError:  # a function typed into the interpreter has no file
         return ""
     return sha256(b"".join(each)).hexdigest()[:32]
 
 
 class _Place(NamedTuple):
-    """The file of a form, and the key that it is kept under."""
+    """The file of a form, and its key."""
 
     path: Path
     key: str
 
     @property
     def claim(self) -> Path:
-        """The file whose lock is the claim of the process that compiles the form."""
+        """The lock file of the process that compiles the form."""
         return self.path.with_suffix(".claim")
 
 
 class CodeCache(_Cache):
-    """The cache that numba asks for the machine code of a function, in place of its own `FunctionCache`.
+    """The cache of a function's machine code, in place of numba's `FunctionCache`.
 
-    Of several processes that find a form missing one compiles it, and the others read the file that it keeps. Without a
-    folder or a source file nothing is kept.
+    If several processes miss a form, one compiles it and the others load the file that it saves. Without a folder or a
+    source file nothing is saved.
 
     Args:
         function: the source of the compiled function.
-        called: the cache of the function that this one only calls, if values around that one are compiled into it.
+        called: for an entry: the cache of the function that it calls, if this function has a closure.
     """
 
     def __init__(self, function: Any, called: "CodeCache | None" = None) -> None:
         self._py_func = function
         self._called = called
         self._sources = digest(Path(function.__code__.co_filename))
-        self._claims: dict[Any, Claim] = {}  # by signature, of the forms that this process compiles
+        self._claims: dict[Any, Claim] = {}  # by signature, for forms that this process compiles
         self._is_enabled = True
 
     @property
@@ -196,11 +196,11 @@ class CodeCache(_Cache):
         return str(code_folder() or "")
 
     def enable(self) -> None:
-        """Load and keep forms."""
+        """Load and save forms."""
         self._is_enabled = True
 
     def disable(self) -> None:
-        """Neither load nor keep forms."""
+        """Neither load nor save forms."""
         self._is_enabled = False
 
     def flush(self) -> None:
@@ -211,37 +211,37 @@ class CodeCache(_Cache):
                 discard(path, "it is flushed")
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Load this form of the function from disk; return None, and log it, if it has to be compiled.
+        """Load this form of the function from disk; return None, and log it, if it must be compiled.
 
-        Waits while another process compiles it. Who gets None calls `save_overload`, or `give_up` if that fails.
+        Waits while another process compiles it. After None, the caller calls `save_overload`, or `give_up` on failure.
         """
         count_form()
         target_context.refresh()
         place = self._place(sig, target_context.codegen())
         loaded = _load(place, target_context)
         if loaded is None and self._claim(sig, place, wait_patiently):
-            loaded = _load(place, target_context)  # another process may have kept it meanwhile
+            loaded = _load(place, target_context)  # another process may have saved it meanwhile
         if loaded is None:
             LOG.info("compiling %s", self._py_func.__qualname__)
-            if sig in self._claims:  # so that other processes can read and keep files, too
+            if sig in self._claims:  # locks work, so other processes can share files
                 ahead.begin(self._py_func)
         else:
             self.give_up(sig)
         return loaded
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Save this form of the function. Warns once if it cannot be saved; the form can be called all the same."""
+        """Save this form of the function. Warns once if it cannot be saved; the form can still be called."""
         place = self._place(sig, data.codegen)
         is_whole = not data.library.has_dynamic_globals and all(one.can_cache for one in data.lifted)
         if place is not None and is_whole:
             (state, *others) = data._reduce()
-            keep_sealed(*place, dumps((data.library.with_names(state), *others)))
+            save_sealed(*place, dumps((data.library.with_names(state), *others)))
             clean(place.path.parent)
         self.give_up(sig)
         LOG.info("compiled %s", self._py_func.__qualname__)
 
     def give_up(self, sig: Any) -> None:
-        """End the claim of this process on a form, if it has one."""
+        """Release this process's claim on a form, if any."""
         claim = self._claims.pop(sig, None)
         if claim is not None:
             claim.end()
@@ -252,25 +252,25 @@ class CodeCache(_Cache):
         return place is not None and place.path.exists()
 
     def claim(self, sig: Any, target_context: Any) -> bool:
-        """Claim a form that this process is going to compile. Returns whether no other process is at it."""
+        """Claim a form to compile it. Returns False if another process is compiling it."""
         return self._claim(sig, self._place(sig, target_context.codegen()), claimed)
 
     def _claim(self, sig: Any, place: _Place | None, claim_on: Callable[[Path], Claim | None]) -> bool:
-        """Claim a form. Returns whether this process has the claim, and not another one for too long."""
+        """Claim a form. Returns whether this process has the claim."""
         if sig in self._claims:
             return True
         if not LOCKS or place is None:
             return False
         try:
             claim = claim_on(place.claim)
-        except OSError:  # the folder is read-only, or its disk has no locks: each process compiles by itself
+        except OSError:  # a read-only folder, or a disk without locks: each process compiles for itself
             return False
         if claim is not None:
             self._claims[sig] = claim
         return claim is not None
 
     def _place(self, sig: Any, codegen: Any) -> _Place | None:
-        """Return where a form of this function is kept; None if it cannot be."""
+        """Return the file and key of a form of this function; None if it cannot be saved."""
         if not self._is_enabled or not self._sources:
             return None
         folder = code_folder()
@@ -280,14 +280,14 @@ class CodeCache(_Cache):
         return _Place(folder / f"{self._name()}-{sha256(key.encode()).hexdigest()[:32]}.nbc", key)
 
     def _name(self) -> str:
-        """Return the name of the function, as the names of files begin with it."""
+        """Return the name of the function, with which its file names begin."""
         (*_, module) = self._py_func.__module__.split(".")
         return re.sub(r"[^\w.]", "", f"{module}.{self._py_func.__qualname__}")[:100]
 
     def _key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
-        """Return the key of a form: its source, its types, the processor, and the values around the function.
+        """Return the key of a form: its sources, types, processor and closure.
 
-        numba knows a record by the name of its class and the types of its fields alone.
+        The key includes the field names of records, because numba identifies them only by class name and field types.
         """
         function = self._py_func
         code = function.__code__
@@ -299,7 +299,7 @@ class CodeCache(_Cache):
 
 
 def _load(place: _Place | None, target_context: Any) -> Any:
-    """Return a form that is kept; None if there is none, or none that can be loaded."""
+    """Return a saved form; None if there is none that can be loaded."""
     if place is None:
         return None
     content = read_sealed(*place)
@@ -307,20 +307,20 @@ def _load(place: _Place | None, target_context: Any) -> Any:
         return None
     try:
         return CompileResult._rebuild(target_context, *pickle.loads(content))
-    except Exception as error:  # whatever a library raises of content that it does not expect
+    except Exception as error:  # any error that a library raises for unexpected content
         discard(place.path, f"it cannot be loaded ({type(error).__name__}: {error})")
         return None
 
 
 def compile_in_turn(function: Any) -> None:
-    """Make a compiled function be compiled into a library of `kernels.libraries`, and end its claims where that fails."""
+    """Make a function compile into a library of `compiling.libraries`, and release its claims if this fails."""
     compile_form = function.compile
     codegen = function.targetctx.codegen()
 
     def compile_once(sig: Any) -> Any:
         with global_compiler_lock, rarely_collected():
             before = codegen._library_class
-            codegen._library_class = KeptLibrary
+            codegen._library_class = CachedLibrary
             try:
                 return compile_form(sig)
             finally:
@@ -331,7 +331,7 @@ def compile_in_turn(function: Any) -> None:
 
 
 def _records(kind: Any) -> Iterator[str]:
-    """Yield the names of the records in a signature, of their fields, and digests of the steps that verbs have for them."""
+    """Yield the names of the records in a signature and of their fields, and digests of the steps registered for them."""
     record = getattr(kind, "instance_class", None)
     if record is not None:
         yield f"{record.__module__}.{record.__qualname__}"

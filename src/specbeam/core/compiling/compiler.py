@@ -38,20 +38,19 @@ if numba is not None:
     from numba.extending import intrinsic, overload
 
 AVAILABLE = numba is not None and not numba.config.DISABLE_JIT and os.environ.get("SPECBEAM_KERNELS") != "off"
-Array = Any  # numba finds the types by itself
+Array = Any  # numba infers the types
 BLOCK = 64  # values that are summed or compared together
-Compiled = TypeVar("Compiled", bound=Callable[..., Any])  # a compiled function is called as its source is
+Compiled = TypeVar("Compiled", bound=Callable[..., Any])  # a compiled function has the signature of its source
 Record = TypeVar("Record", bound=type)
-# References to arrays are counted, even in what is compiled first for a function that counts none; see `kernels.uncounted`.
+# Count references to arrays, also in functions that are first compiled for an uncounted caller; see `compiling.uncounted`.
 _COUNTED = {"_nrt": True}
 
 
 def compiled(function: Compiled, **options: Any) -> Compiled:
-    """Return the function compiled by numba; without numba, return the function itself, as silent about overflow.
+    """Return the function compiled by numba; without numba, the function itself without overflow warnings.
 
-    numba compiles one form of a function for each combination of argument types, at the first call with these types, and
-    the code is kept on disk. The code that lets Python call a form is compiled only for forms that Python does call (see
-    `kernels.linking`).
+    numba compiles one form of a function per combination of argument types, at the first call with these types, and the code
+    is cached on disk. Entries for calls from Python are compiled only for forms that Python calls (see `compiling.linking`).
 
     Args:
         options: further options of `numba.njit`.
@@ -77,9 +76,9 @@ def compiled(function: Compiled, **options: Any) -> Compiled:
 
 
 def borrowed(record: Record) -> Record:
-    """Return a class of records, a NamedTuple, that compiled functions take as one address; see `kernels.borrowed`.
+    """Make compiled functions take records of this NamedTuple as one address, and return it; see `compiling.borrowed`.
 
-    For records that Python makes and compiled functions only look at. What is in their arrays may change.
+    For records that Python makes and compiled functions only read. The contents of their arrays may change.
     """
     if AVAILABLE:
         borrow(record)
@@ -87,12 +86,12 @@ def borrowed(record: Record) -> Record:
 
 
 def borrowed_views(record: type) -> Callable[..., Any]:
-    """Return a function that makes records of a borrowed class, in compiled functions of views of borrowed arrays alone."""
+    """Return a function that makes records of a borrowed class; in compiled functions only from views of borrowed arrays."""
     return views_of(record) if AVAILABLE else record
 
 
 def compiled_only(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that Python cannot call: only compiled forms exist, made with `numba.extending.overload`."""
+    """Return a function that only compiled functions can call, by forms made with `numba.extending.overload`."""
 
     @functools.wraps(function)
     def refuse(*arguments: Any) -> Any:
@@ -112,14 +111,14 @@ def compiled_loosely(function: Compiled) -> Compiled:
 
 
 def most_threads() -> int:
-    """Return the most threads that compiled functions may use: the processors of this process, or NUMBA_NUM_THREADS."""
+    """Return the maximum number of threads of compiled functions: the available processors, or NUMBA_NUM_THREADS."""
     return int(numba.config.NUMBA_NUM_THREADS)
 
 
 def address_of(function: Any, *arguments: Any) -> int:
-    """Return the address of a compiled function, in its form for the types of these arguments; for `call_at`.
+    """Return the address of a compiled function's form for the types of these arguments, for `call_at`.
 
-    A function that calls a long function by its address is compiled without it, so that the long one is compiled only once.
+    Callers by address are compiled without the callee, so a long function is compiled only once.
     """
     kinds = tuple(numba.typeof(argument) for argument in arguments)
     function.compile(kinds)
@@ -130,17 +129,14 @@ def address_of(function: Any, *arguments: Any) -> int:
 if AVAILABLE:
 
     def chosen_for(function: Callable[..., Any]) -> Any:
-        """Return a decorator for the function that chooses what is compiled in place of `function`, given numba's types.
-
-        It is `numba.extending.overload`, without the entry for C that numba compiles beside each choice.
-        """
+        """Return `numba.extending.overload` of `function`, without the C entry that numba compiles for each overload."""
         return overload(function, strict=False, jit_options={"no_cfunc_wrapper": True, **_COUNTED})
 
     @intrinsic
     def call_at(typing: Any, address: Any, arguments: Any) -> Any:
-        """Call the compiled function at an address, which returns nothing.
+        """Call the compiled function at an address; the function must return nothing.
 
-        The tuple of arguments must have exactly the types that `address_of` got: they are not checked.
+        The arguments must have exactly the types that were passed to `address_of`: they are not checked.
         """
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -157,7 +153,7 @@ if AVAILABLE:
 
     @intrinsic
     def call_c(typing: Any, address: Any, arguments: Any) -> Any:
-        """Call the C function at an address, whose arguments are 64-bit integers or pointers; return its int result."""
+        """Call the C function at an address with 64-bit integers or pointers; return its int result."""
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             int64 = ir.IntType(64)

@@ -1,4 +1,4 @@
-"""Copies of arrays into others: numba compiles an assignment to a slice with broadcasting and the text of its error."""
+"""Copies of arrays by loops, which compile to less code than numba's slice assignment with broadcasting."""
 
 import inspect
 from typing import Any
@@ -10,17 +10,17 @@ if AVAILABLE:
 
 
 def copy_numbers(goal: Array, source: Array) -> None:
-    """Write all of `source` to the first places of `goal`, which has as many or more; both have one axis.
+    """Copy `source` to the beginning of `goal`, which must be at least as long. Both have one axis.
 
-    Compiled code does not check that.
+    Compiled code does not check the lengths.
     """
     goal[: len(source)] = source
 
 
 def copy_rows(goal: Array, source: Array) -> None:
-    """Write all rows of `source` to the first rows of `goal`, which has as many or more, each of the same length.
+    """Copy the rows of `source` to the first rows of `goal`, which must have at least as many, of the same length.
 
-    Compiled code does not check that.
+    Compiled code does not check the shapes.
     """
     goal[: len(source)] = source
 

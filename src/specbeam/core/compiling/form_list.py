@@ -1,9 +1,8 @@
-"""The list of the forms of steps that a first text needs, so that several processes can compile them at once.
+"""The list of the forms of steps that a first text needs, so that several processes can compile them in parallel.
 
-One step is compiled for the types that another one gives it, and those are known only when that one is compiled: so without
-a list there is one order, one form after the other. A list that does not fit, as after a change of a step, spoils no text:
-whatever is compiled by it is what its name says, and what it lacks is compiled when it is needed. It costs the time and the
-memory of the processes that compile, at low priority, what nobody asks for.
+The argument types of a step are known only when its caller is compiled, so without a list forms are compiled one after the
+other. An outdated list does not affect texts: extra forms are unused, and missing ones are compiled when they are needed. It
+only wastes time and memory of the worker processes, at low priority.
 """
 
 import json
@@ -29,19 +28,19 @@ class StepForm(NamedTuple):
     name: str  # qualified, in its module
     is_entry: bool
     kinds: tuple[Any, ...]  # the numba types of its arguments
-    needs: list[int]  # the numbers of the forms in the list that it calls
+    needs: list[int]  # indices, in the list, of the forms that it calls
 
     def function(self) -> Any:
-        """Return the compiled function that this is a form of. Raises an error where there is none of this name."""
+        """Return the compiled function of this form. Raises an error if it does not exist."""
         found = getattr(import_module(self.module), self.name)
         return found.python_entry if self.is_entry else found
 
 
 def text_of(forms: list[StepForm]) -> str:
-    """Return the lines of a list of forms: first those of its records, each of which names only earlier ones.
+    """Return a list of forms as lines of JSON: first the record types, each of which refers only to earlier ones.
 
     Raises:
-        TypeError: a form has an argument of a kind that lists do not have.
+        TypeError: a form has an argument of a type that lists cannot express.
     """
     numbers: dict[Any, int] = {}
     lines: list[Any] = []
@@ -57,7 +56,7 @@ def text_of(forms: list[StepForm]) -> str:
         if isinstance(kind, types.BaseTuple):
             return [written(one) for one in kind.types]
         if _kind_named(str(kind)) != kind:
-            raise TypeError(f"a list of forms has no words for {kind}")
+            raise TypeError(f"a list of forms cannot express the type {kind}")
         return str(kind)
 
     for form in forms:
@@ -69,7 +68,7 @@ def text_of(forms: list[StepForm]) -> str:
 def forms_in(text: str) -> list[StepForm]:
     """Return the forms in the lines of `text_of`. Imports the modules of their records.
 
-    Where a record is no more, None takes its place in the kinds of forms, as it does where numba has no type of a name.
+    Record classes and numba types that do not exist are None in the argument types of forms.
     """
     records: list[Any] = []
     forms = []
@@ -94,13 +93,13 @@ def forms_in(text: str) -> list[StepForm]:
 
 
 def names_in(text: str) -> frozenset[tuple[str, str]]:
-    """Return the module and the name of each step in the lines of `text_of`; nothing is imported."""
+    """Return the module and the name of each step in the lines of `text_of`, without imports."""
     lines = (json.loads(line) for line in text.splitlines())
     return frozenset((module, name) for what, module, name, *_ in lines if what != "record")
 
 
 def _record_kind(module: str, name: str, is_borrowed: bool, kinds: list[Any]) -> Any:
-    """Return the numba type of the records of a class; None where no class of this name has so many fields."""
+    """Return the numba type of the records of a class; None if there is no such class with as many fields."""
     with suppress(ImportError, AttributeError):
         record = getattr(import_module(module), name)
         if None not in kinds and len(record._fields) == len(kinds):
@@ -110,7 +109,7 @@ def _record_kind(module: str, name: str, is_borrowed: bool, kinds: list[Any]) ->
 
 
 def _kind_named(name: str) -> Any:
-    """Return the numba type of an array or a number by its name; None if it has none."""
+    """Return the numba type of an array or a number by its name; None if there is none."""
     array = _ARRAY.fullmatch(name)
     if array:
         (readonly, of, dimensions, layout) = array.groups()

@@ -1,4 +1,4 @@
-"""How many forms of steps this process has compiled, or loaded from disk: a time in which one was made measures that."""
+"""A counter of the forms of steps that this process has compiled or loaded: timings that include one do not count."""
 
 from threading import Lock
 
@@ -14,5 +14,5 @@ def count_form() -> None:
 
 
 def forms_made() -> int:
-    """Return the number of forms so far."""
+    """Return the number of forms compiled or loaded so far."""
     return _MADE

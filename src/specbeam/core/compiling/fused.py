@@ -1,4 +1,4 @@
-"""A multiply-add that is rounded once on every processor; left to itself, a compiler may fuse the two operations or not."""
+"""Multiply-adds with a single rounding on every processor; otherwise the compiler decides whether to fuse them."""
 
 from typing import Any
 
@@ -14,32 +14,31 @@ if AVAILABLE:
 
 
 def fused(a: Array, b: Array, c: Array) -> Array:
-    """Return a * b + c of float32 numbers, rounded once; Python rounds the sum in float64 first."""
+    """Return a * b + c of float32 numbers, rounded once. In Python, the float64 sum is rounded first."""
     return np.float32(np.float64(a) * np.float64(b) + np.float64(c))
 
 
 def fused_doubles(a: Array, b: Array, c: Array) -> Array:
-    """Return a * b + c of float64 numbers, rounded once; Python rounds the product, too."""
+    """Return a * b + c of float64 numbers, rounded once. In Python, the product is rounded, too."""
     return a * b + c
 
 
 if AVAILABLE:
 
-    @intrinsic
-    def _fused(typing: Any, a: Any, b: Any, c: Any) -> Any:
-        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return builder.fma(*args)
+    def _compiled_fma(kind: Any) -> Any:
+        """Return the intrinsic of a multiply-add of numbers of this type."""
 
-        single = types.float32
-        return single(single, single, single), code
+        @intrinsic
+        def multiply_add(typing: Any, a: Any, b: Any, c: Any) -> Any:
+            def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                return builder.fma(*args)
 
-    @intrinsic
-    def _fused_doubles(typing: Any, a: Any, b: Any, c: Any) -> Any:
-        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return builder.fma(*args)
+            return kind(kind, kind, kind), code
 
-        double = types.float64
-        return double(double, double, double), code
+        return multiply_add
+
+    _fused = _compiled_fma(types.float32)
+    _fused_doubles = _compiled_fma(types.float64)
 
     @chosen_for(fused_doubles)
     def _compiled_fused_doubles(a: Any, b: Any, c: Any) -> Any:

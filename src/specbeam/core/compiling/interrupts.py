@@ -6,16 +6,16 @@ from types import FrameType
 from typing import Any
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGALRM")  # signals whose handlers usually raise
-_COMPILES = ("compile_for_python", "_compile_for_args")  # names of functions here (kernels/linking.py) and in numba
+_COMPILES = ("compile_for_python", "_compile_for_args")  # functions in compiling/linking.py and in numba
 _SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
 
 class hold_interrupts:  # noqa: N801
-    """A context manager around turns, in which signal handlers run only at its end.
+    """A context manager around turns that delays signal handlers to its end.
 
     Compiled steps return named tuples, which numba makes by calling their classes. If a signal handler raises in such a
-    call, as the handler of Ctrl-C does, numba goes on with an object that was never made, and the process ends in a
-    segmentation fault. A handler still runs at once while numba compiles, and when its signal comes a second time.
+    call, as that of Ctrl-C does, numba continues with a missing object and the process crashes with a segmentation fault.
+    While numba compiles, and at the second signal of the same kind, handlers run immediately.
     """
 
     def __enter__(self) -> None:
@@ -28,7 +28,7 @@ class hold_interrupts:  # noqa: N801
                     signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Delay the handler of a signal; run it at once during compilation, or if it was delayed before."""
+        """Delay the handler of a signal; run it immediately during compilation, or if it is already delayed."""
         at = frame
         while at is not None and at.f_code.co_name not in _COMPILES:
             at = at.f_back

@@ -1,8 +1,8 @@
-"""Libraries of compiled functions: LLVM code is read where it is linked, and machine code is made where it is called.
+"""Libraries of compiled functions that parse LLVM code only for linking, and make machine code only for calls.
 
-A program that finds all code kept calls a few functions by their machine code, and links nothing. numba reads the LLVM code
-of each nonetheless, to know the names in it; here they are kept beside it. And most functions are only compiled into others,
-numba's own above all: numba makes machine code of these, too (measurements/first_text.md says what that takes).
+A program that finds all its code in the cache calls a few functions by their machine code and links nothing. numba parses
+the LLVM code of each nonetheless, to learn the symbols in it; here they are saved with it. And most functions, above all
+numba's own, are only inlined into others, but numba makes machine code of these, too (costs: measurements/first_text.md).
 """
 
 from typing import Any
@@ -12,15 +12,15 @@ from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.environment import lookup_environment
 
-_WITH_NAMES = "with names"  # the kind of what is kept, beside numba's own kinds
-_ENVIRONMENT = "_ZN08NumbaEnv"  # numba's names of variables that hold the address of a function's environment begin so
+_WITH_NAMES = "with names"  # our kind of serialised library, in addition to numba's kinds
+_ENVIRONMENT = "_ZN08NumbaEnv"  # prefix of numba's variables with the address of a function's environment
 
 
-class KeptLibrary(JITCodeLibrary):
-    """A library that is kept with the names in its machine code, and with whether its callers call it by name.
+class CachedLibrary(JITCodeLibrary):
+    """A library that is saved with the symbols in its machine code, and with whether callers call it by name.
 
-    While a step is compiled all libraries are of this class, also those of other people's functions that it calls, which
-    are then optimised as steps are. numba keeps and loads these in its own way.
+    While a step is compiled, all libraries are of this class, including those of third-party callees, which are then
+    optimised like steps. numba caches these itself.
     """
 
     _final_module: Any
@@ -28,46 +28,46 @@ class KeptLibrary(JITCodeLibrary):
 
     def __init__(self, codegen: Any, name: str) -> None:
         super().__init__(codegen, name)
-        self.is_called_by_name: bool | None = None  # None: nobody has said it yet, see `kernels.linking`
-        self._bitcode: bytes | None = None  # LLVM code that was read from disk, for linking
+        self.is_called_by_name: bool | None = None  # None: not decided yet, see `compiling.linking`
+        self._bitcode: bytes | None = None  # LLVM code read from disk, for linking
         self._has_machine_code = False
 
     @property
     def codegen(self) -> Any:
-        """What numba hands the environment of a function to, among others."""
+        """The code generator, wrapped so that environments are set only in existing machine code."""
         return _Codegen(self)
 
     def _optimize_functions(self, module: Any) -> None:
-        """Leave single functions as they are: the passes of the whole module do what numba has done here twice."""
+        """Do not optimise single functions: the passes of the whole module repeat this."""
         module.data_layout = self._codegen._data_layout
 
     def _optimize_final_module(self) -> None:
-        """Optimise once, all together; numba does it with less before, and so leaves out a few more counts of references."""
+        """Optimise the whole module once. numba adds a smaller pass before, which removes a few more reference counts."""
         (manager, builder) = self._codegen._module_pass_manager()
         manager.run(self._final_module, builder)
 
     def _finalize_final_module(self) -> None:
-        """Be ready to be linked. Machine code is made of it when somebody asks for the address of a function in it."""
+        """Prepare for linking. Machine code is made when the address of a function is requested."""
         self._finalize_dynamic_globals()
         self._verify_declare_only_symbols()
         self._finalized = True
 
     def get_pointer_to_function(self, name: str) -> int:
-        """Return the address of the machine code of a function; 0 if there is none of this name here."""
+        """Return the address of a function's machine code; 0 if this library does not define it."""
         self._ensure_finalized()
         if not self._has_machine_code and self._defines(name):
             self._make_machine_code()
         return int(super().get_pointer_to_function(name))
 
     def _defines(self, name: str) -> bool:
-        """Return whether a function of this name is here."""
+        """Return whether this library defines a function of this name."""
         try:
             return not self._get_module_for_linking().get_function(name).is_declaration
         except NameError:
             return False
 
     def _make_machine_code(self) -> None:
-        """Make the machine code of all that is here, or take that which was kept."""
+        """Make the machine code of all functions of this library."""
         with global_compiler_lock:
             if self._has_machine_code:
                 return
@@ -78,7 +78,7 @@ class KeptLibrary(JITCodeLibrary):
             self._set_environments()
 
     def _set_environments(self) -> None:
-        """Tell machine code where the environments of its functions are, those that were compiled into it included."""
+        """Set the environments of all functions in the machine code, including inlined ones."""
         for variable in self._final_module.global_variables:
             name = variable.name
             if name.startswith(_ENVIRONMENT):
@@ -87,21 +87,21 @@ class KeptLibrary(JITCodeLibrary):
                     self._codegen.set_env(name, environment)
 
     def _get_module_for_linking(self) -> Any:
-        if self._codegen._library_class is not KeptLibrary:
-            self._make_machine_code()  # a library of numba's own links this one: nobody else tells it the environments here
+        if self._codegen._library_class is not CachedLibrary:
+            self._make_machine_code()  # numba's own libraries do not set the environments of libraries that they link
         if self._bitcode is not None and self._shared_module is None:
             self._shared_module = binding.parse_bitcode(self._bitcode)
         return super()._get_module_for_linking()
 
     def serialize_using_object_code(self) -> Any:
-        """Return what numba keeps: name, machine code, if it is not only compiled into others, and LLVM code."""
+        """Return name, machine code (empty if the functions are only inlined) and LLVM code, in numba's format."""
         if self.is_called_by_name is False:
             return self.name, "object", (b"", self._get_module_for_linking().as_bitcode())
         self._make_machine_code()
         return super().serialize_using_object_code()
 
     def with_names(self, state: Any) -> Any:
-        """Return what is kept: numba's machine code and LLVM code, the names in it, and whether callers call it by name."""
+        """Return the serialised library: machine code and LLVM code, symbols, and whether it is called by name."""
         (name, _, (machine_code, bitcode)) = state
         module = self._get_module_for_linking()
         every = [*module.functions, *module.global_variables]
@@ -111,7 +111,7 @@ class KeptLibrary(JITCodeLibrary):
     @classmethod
     def _unserialize(cls, codegen: Any, state: Any) -> Any:
         (name, kind, data) = state
-        if kind != _WITH_NAMES:  # of a function that a step calls and numba itself has kept
+        if kind != _WITH_NAMES:  # of a callee that numba itself has cached
             library = super()._unserialize(codegen, state)
             library._make_machine_code()
             return library
@@ -131,13 +131,13 @@ class KeptLibrary(JITCodeLibrary):
 
 
 class _Codegen:
-    """numba's code generator, as a library shows it: it hears of environments when there is machine code to tell of them."""
+    """numba's code generator, which sets environments only in libraries that have machine code."""
 
-    def __init__(self, library: KeptLibrary) -> None:
+    def __init__(self, library: CachedLibrary) -> None:
         self._library = library
 
     def set_env(self, name: str, environment: Any) -> None:
-        """Tell machine code where the environment of a function is; without any it is told later."""
+        """Set the environment of a function if there is machine code; otherwise `_make_machine_code` sets it."""
         if self._library._has_machine_code:
             self._library._codegen.set_env(name, environment)
 

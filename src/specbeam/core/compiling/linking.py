@@ -1,8 +1,7 @@
 """The linking of compiled functions: long ones are called by name, short ones are compiled into their callers.
 
-numba compiles everything that a function calls into the function itself, down the whole chain of calls: in a chain of ten
-functions the last one is compiled ten times. With calls by name each long function is compiled once, and its machine code
-is kept once.
+numba compiles all direct and indirect callees into a function: in a chain of ten functions the last one is compiled ten
+times. With calls by name, each long function is compiled and cached once.
 """
 
 import copy
@@ -18,10 +17,10 @@ from numba import types, version_info
 from numba.core.compiler_lock import global_compiler_lock
 
 if version_info[:2] < (0, 63):
-    raise ImportError("older libraries of numba do not say what is loaded with them")
+    raise ImportError("specbeam needs numba 0.63: libraries of older versions do not list their dependencies")
 
 _FUNCTIONS: dict[tuple[str, str], Any] = {}  # all compiled functions, by module and qualified name
-LONG = 400  # lines of LLVM code from which on the cost of a call does not matter
+LONG = 400  # lines of LLVM code from which the cost of a call is negligible
 
 
 def link_by_name(function: Any) -> None:
@@ -30,7 +29,7 @@ def link_by_name(function: Any) -> None:
     _FUNCTIONS[source.__module__, source.__qualname__] = function
 
     def add_overload(result: Any) -> None:
-        # A form that was loaded from disk may be compiled into callers, which then need whatever it needs at loading.
+        # Callers of a form from disk may inline it, and then need the form's dependencies when they are loaded.
         result.library._reload_init.update(result.reload_init or ())
         function.overloads[tuple(result.signature.args)] = result  # Python calls it through `add_python_entry`
         library = result.library
@@ -44,9 +43,9 @@ def link_by_name(function: Any) -> None:
 
 
 def take_any_number(function: Any) -> None:
-    """Make compiled callers of a compiled function use its form for any integer where they give a constant one.
+    """Make compiled callers that pass constant integers use the function's form for arbitrary integers.
 
-    numba would compile a form of its own for each constant, and for each combination of them.
+    numba would compile one form per constant, and per combination of constants.
     """
     template_of = function.get_call_template
 
@@ -58,13 +57,13 @@ def take_any_number(function: Any) -> None:
 
 
 def is_long(library: Any) -> bool:
-    """Return whether a function, with all that was compiled into it, has more than `LONG` lines of LLVM code."""
-    module = library._get_module_for_linking()  # libraries that were loaded from disk have it too
+    """Return whether a function, including inlined ones, has more than `LONG` lines of LLVM code."""
+    module = library._get_module_for_linking()  # available for libraries from disk, too
     lines = 0
     for function in module.functions:
         if function.is_declaration or function.name.startswith("_ZN7cpython"):
             continue
-        # Instructions are indented by two blanks. To ask for them one by one takes seconds.
+        # Instructions are indented by two blanks. Iterating over them takes seconds.
         lines += str(function).count("\n  ")
         if lines > LONG:
             return True
@@ -72,7 +71,7 @@ def is_long(library: Any) -> bool:
 
 
 def _replace_by_call(function: Any, result: Any) -> None:
-    """Make callers of a form compile in a call by name, in place of the form itself."""
+    """Make callers of a form call it by name instead of inlining it."""
     context = result.target_context
     source = function.py_func
     kinds = tuple(result.signature.args)
@@ -90,7 +89,7 @@ def _replace_by_call(function: Any, result: Any) -> None:
 
 
 def _add_symbol(function: Any, result: Any) -> str:
-    """Make a form of a function known to machine code in this process. Return its name, the same in every process."""
+    """Add a form of a function to the symbols of this process. Returns its name, which is the same in every process."""
     source = function.py_func
     kinds = str(tuple(result.signature.args))
     form = sha256(kinds.encode()).hexdigest()[:16]
@@ -108,7 +107,7 @@ def load_form(module: str, name: str, kinds: tuple[Any, ...]) -> None:
 
 
 def calling(function: Any) -> Any:
-    """Return a new function that calls a compiled one with the same arguments, so that callers need not compile that in."""
+    """Return a new function that calls a compiled one with the same arguments, as its entry from Python."""
     source = function.py_func
     names = ", ".join(inspect.signature(source).parameters)
     text = "\n" * (source.__code__.co_firstlineno - 1) + f"def call({names}): return function({names})"
@@ -121,26 +120,26 @@ def calling(function: Any) -> Any:
 
 
 class PythonEntry:
-    """The function through which Python calls a compiled one, made when it is first needed: most never are."""
+    """The entry through which Python calls a compiled function, made on first use: most are never used."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
 
     def __getattr__(self, name: str) -> Any:
-        with global_compiler_lock:  # of several threads that come here first one makes it
+        with global_compiler_lock:  # only one of several threads makes it
             if "_made" not in vars(self):
                 self._made = self._make()
         return getattr(self._made, name)
 
 
 def add_python_entry(function: Any, python_entry: PythonEntry) -> None:
-    """Make Python call a compiled function through `python_entry`, which is compiled only for forms that Python calls."""
+    """Make Python call a compiled function through `python_entry`, which compiles only forms that Python calls."""
 
     inserted = set()
 
-    def compile_for_python(*values: Any) -> Any:  # numba has put keyword arguments into their positions
+    def compile_for_python(*values: Any) -> Any:  # keyword arguments are already in their positions
         kinds = tuple(function.typeof_pyval(value) for value in values)
-        with global_compiler_lock:  # numba finds no form that threads have inserted twice
+        with global_compiler_lock:  # numba finds no form that was inserted twice
             address = python_entry.compile(kinds)
             if kinds not in inserted:
                 function._insert([kind._code for kind in kinds], address, False)

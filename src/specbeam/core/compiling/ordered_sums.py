@@ -1,8 +1,8 @@
 """Sums of float32 numbers in an order that is the same on every processor.
 
-Number k of a row is added to partial sum k % 32. So 32 partial sums grow side by side, in as many registers as the processor
-needs for them, and then the upper half is added to the lower one repeatedly. Left to itself, a compiler would add one number
-after the other, or choose an order that depends on the processor.
+Number k of a row is added to partial sum k % 32. The 32 partial sums are computed in parallel, in vector registers of any
+width, and then the upper half is added to the lower one repeatedly. A compiler would otherwise add the numbers one by one,
+or in an order that depends on the processor.
 """
 
 from typing import Any
@@ -36,14 +36,14 @@ def sum_of(x: Array) -> Array:
 
 
 def sum_of_squares(x: Array) -> Array:
-    """Return the sum of the squares of float32[n], each of which is rounded first. Zeros at the end do not change it."""
+    """Return the sum of the rounded squares of float32[n]. Zeros at the end do not change it."""
     return sum_of(x * x)
 
 
 if AVAILABLE:
 
     class _Sum:
-        """A writer of the LLVM code for a sum over one row."""
+        """Writes the LLVM code of a sum over one row."""
 
         def __init__(self, builder: Any, squared: bool) -> None:
             self.builder = builder
@@ -73,7 +73,7 @@ if AVAILABLE:
             return b.fadd(parts, b.fmul(block, block) if self.squared else block)
 
         def _cut_block(self, row: Any, start: Any, count: Any, zeros: Any) -> Any:
-            """Load the first `count` numbers of a block; the others are 0, and their memory is not read."""
+            """Load the first `count` numbers of a block; the others are 0 without reading their memory."""
             b = self.builder
             words = ir.VectorType(ir.IntType(32), _SIDE_BY_SIDE)
             places = ir.Constant(words, list(range(_SIDE_BY_SIDE)))
@@ -86,7 +86,7 @@ if AVAILABLE:
             return b.call(load, [pointer, ir.IntType(32)(_WORD), mask, zeros])
 
         def _total(self, parts: Any) -> Any:
-            """Add the upper half to the lower one repeatedly; return the one number that is left."""
+            """Add the upper half to the lower one until one number is left; return it."""
             b = self.builder
             half = _SIDE_BY_SIDE // 2
             while half:

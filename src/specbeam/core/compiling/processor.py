@@ -1,6 +1,6 @@
-"""The instructions that compiled code may use: those of the processor that numba compiles for.
+"""The instruction sets of the processor that numba compiles for.
 
-numba compiles for the processor it runs on, unless NUMBA_CPU_NAME and NUMBA_CPU_FEATURES name another one.
+numba compiles for the current processor, unless NUMBA_CPU_NAME and NUMBA_CPU_FEATURES name another one.
 """
 
 from functools import cache
@@ -9,7 +9,7 @@ from llvmlite import binding
 from numba import config
 from numba.core.codegen import get_host_cpu_features
 
-# The names of the widest registers in assembly, and the features that they come with.
+# Names of the widest registers in assembly, and the features that provide them.
 _REGISTERS = {"zmm": "avx512f", "ymm": "avx2"}
 
 _SUM_OF_INTEGERS = """
@@ -22,9 +22,9 @@ define <16 x i32> @sum(<16 x i32> %a, <16 x i32> %b) {
 
 @cache
 def features() -> frozenset[str]:
-    """Return the features of the processor that compiled code may use, by their names in LLVM.
+    """Return the features of the processor, by their LLVM names.
 
-    If the user names a processor without its features, only the width of its registers is known here.
+    If the user names a processor without its features, only the width of its registers is known.
     """
     stated = get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
     switches = [switch.strip() for switch in stated.split(",")]

@@ -1,17 +1,17 @@
-"""The files of the steps that kinds of records have registered for verbs: machine code of their callers depends on them."""
+"""The source files of steps that are registered for verbs by record type; machine code of callers depends on them."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_FILES: dict[type, set[Path]] = {}  # by kind
+_FILES: dict[type, set[Path]] = {}  # by record type
 
 
 def note_step(kind: type, source: Callable[..., Any]) -> None:
-    """Note that a record of this type has a step whose source is this function."""
+    """Record that this type has a step with this source function."""
     _FILES.setdefault(kind, set()).add(Path(source.__code__.co_filename))
 
 
 def files_of(kind: type) -> list[Path]:
-    """Return the files of the steps of a kind, in the order of their names."""
+    """Return the files of the steps of a record type, sorted."""
     return sorted(_FILES.get(kind, ()))

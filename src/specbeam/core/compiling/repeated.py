@@ -1,6 +1,6 @@
-"""Calls that Python makes again and again with arguments of the same types, at which numba then looks once.
+"""Repeated calls from Python with the same argument types, which numba checks only once.
 
-At every call numba finds out the types of all arguments, to choose the compiled form. For a record of a few hundred arrays
+At every call numba determines the types of all arguments to choose the compiled form. For a record of a few hundred arrays
 this takes three times as long as reading it.
 """
 
@@ -14,14 +14,14 @@ if AVAILABLE:
 
 
 class Repeated:
-    """A compiled function, called as it is itself, by one caller whose arguments keep their types but for a few.
+    """A compiled function for one caller that always passes the same argument types, except for a few arguments.
 
-    The caller vouches for it: an argument of another type would be read as if it were of the type of the first call. A
-    function that Python runs is just called.
+    The caller must guarantee this: arguments of other types are read as if they had the types of the first call. Without
+    numba the function is called normally.
 
     Args:
         function: the compiled function.
-        changing: the arguments at whose types is looked at every call.
+        changing: the arguments whose types are checked at every call.
     """
 
     def __init__(self, function: Callable[..., Any], changing: slice) -> None:
@@ -41,7 +41,7 @@ class Repeated:
 
 
 def form_for(function: Any, arguments: tuple[Any, ...]) -> Callable[..., Any]:
-    """Return what Python calls of a compiled function for arguments of the types of these, and of no others."""
+    """Return the entry point of a compiled function for exactly the types of these arguments."""
     known: dict[Any, Callable[..., Any]] = vars(function).setdefault("python_forms", {})
     kinds = compute_fingerprint(arguments)
     form = known.get(kinds)

@@ -1,4 +1,4 @@
-"""Sums over the vocabulary: the log of the norm of logits, and the index that a uniform draws."""
+"""Compiled sums over the vocabulary: the logsumexp of logits, and the index that a uniform number draws."""
 
 import math
 from typing import Any
@@ -26,7 +26,7 @@ _WIDE_BIAS = np.int64(1023)
 _WIDE_FRACTION = np.int64(52)
 _WIDE_LEAST = -708.0
 _D = tuple(1 / math.factorial(n) for n in range(2, 14))
-LONG = 512  # numbers; a law with more is summed in blocks
+LONG = 512  # longer laws are summed in blocks
 INF_RANK = int(np.float32(np.inf).view(np.int32))
 MINUS_INF_RANK = -INF_RANK - 1
 
@@ -42,9 +42,9 @@ def _sum(block: Array) -> Array:
 
 @compiled
 def picked_by_blocks(law: Array, uniform: float) -> int:
-    """Return the index of a long law, float64[n], that a uniform in [0, 1) draws; the law need not sum to 1.
+    """Return the index that a uniform in [0, 1) draws from a long law, float64[n], which need not sum to 1.
 
-    Sums whole blocks first, and then single tokens only in the block that is hit.
+    Sums whole blocks first, and single tokens only in the chosen block.
     """
     blocks = (len(law) + BLOCK - 1) // BLOCK
     sums = np.zeros(blocks)
@@ -65,7 +65,7 @@ def picked_by_blocks(law: Array, uniform: float) -> int:
             if left < 0:
                 break
     place = len(law)
-    while last < 0:  # `uniform` times the sum was rounded up, and the last block has no odds
+    while last < 0:  # `uniform` times the sum was rounded up, and all odds of the last block are 0
         place -= 1
         last = place if law[place] > 0 else -1
     return last
@@ -73,7 +73,7 @@ def picked_by_blocks(law: Array, uniform: float) -> int:
 
 @compiled
 def picked(p: Array, uniform: float) -> int:
-    """Return the index of a law, float64[n], that a uniform in [0, 1) draws, as `Dice.pick` does; it need not sum to 1."""
+    """Return the index that a uniform in [0, 1) draws from a law, float64[n], as `Dice.pick` does; it need not sum to 1."""
     if len(p) > LONG:
         return picked_by_blocks(p, uniform)
     total = 0.0
@@ -93,7 +93,7 @@ def picked(p: Array, uniform: float) -> int:
 
 @compiled_loosely
 def rank_of(bits: Array) -> Array:
-    """Return an int32 that sorts as the float32 with these bits does; NaN lies outside of -inf and +inf.
+    """Return an int32 that sorts like the float32 with these bits; NaN lies outside of [-inf, +inf].
 
     The function is its own inverse.
     """
@@ -102,7 +102,7 @@ def rank_of(bits: Array) -> Array:
 
 @compiled_loosely
 def extremes(bits: Array) -> tuple[Array, Array]:
-    """Return the least and the largest `rank_of` of numbers, given by their bits: NaN must not enter the arithmetic."""
+    """Return the smallest and largest `rank_of` of numbers, given by their bits, because the arithmetic must not see NaN."""
     low = high = rank_of(bits[0])
     for place in range(len(bits)):
         low = min(low, rank_of(bits[place]))
@@ -114,7 +114,7 @@ def extremes(bits: Array) -> tuple[Array, Array]:
 def exp_near_0(x: Array) -> Array:
     """Return exp(x), float32, with a relative error below 2e-7 for |x| < 0.35, by a polynomial of degree 6.
 
-    After its powers of two are taken out, every exponent is in this range.
+    After extracting powers of two, all exponents are in this range.
     """
     value = fused(x, _C6, _C5)
     value = fused(x, value, _C4)
@@ -162,7 +162,7 @@ def exponentials(x: Array) -> Array:
 
 @compiled_loosely
 def _write_exponentials(row: Array, top: float, part: Array, powers: Array) -> None:
-    """Write exp(row - top) as `part` times a power of two, which `powers` gets as the bits of a float32."""
+    """Write exp(row - top) as `part` times a power of two, whose float32 bits go to `powers`."""
     for token in range(len(row)):
         y = max((row[token] - top) * _LOG2E, _LEAST)
         whole = np.floor(y + _HALF)
@@ -184,8 +184,7 @@ def _product(block: Array, other: Array) -> Array:
 def log_norm(logits: Array) -> Array:
     """Return log(sum(exp(row))) of each row of logits, float32[rows, vocab] -> float64[rows]; see `laws.reduce.log_norm`.
 
-    A row that holds NaN or +inf gets NaN; a row of -inf alone gets -inf. Uses an exponential that compiles to vector
-    instructions.
+    Rows with NaN or +inf get NaN; rows of -inf get -inf. The exponential compiles to vector instructions.
     """
     rows, vocab = logits.shape
     out = np.empty(rows)

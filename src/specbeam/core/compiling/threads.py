@@ -1,4 +1,4 @@
-"""The split of threads between torch and compiled code: each side waits for work by spinning, which slows the other."""
+"""The split of threads between torch and compiled code, whose idle threads spin and slow each other."""
 
 import threading
 from collections.abc import Iterator
@@ -15,16 +15,16 @@ _ALLOWED = _Allowed()
 
 
 def allowed_threads() -> int:
-    """Return how many threads compiled code may use: as many as torch, or what `torch_on_one_thread` has set."""
+    """Return the number of threads for compiled code: as many as torch, or the number set by `torch_on_one_thread`."""
     return torch.get_num_threads() if _ALLOWED.threads is None else _ALLOWED.threads
 
 
 @contextmanager
 def torch_on_one_thread(compiled_threads: int | None = None) -> Iterator[None]:
-    """Limit torch to one thread while the context is open, in the current thread.
+    """Limit torch to one thread inside this context, in the current thread.
 
     Args:
-        compiled_threads: number of threads that compiled code may use meanwhile; None: as many as before.
+        compiled_threads: number of threads for compiled code inside the context; None: as many as before.
     """
     before = torch.get_num_threads()
     allowed = _ALLOWED.threads

@@ -1,8 +1,8 @@
-"""Compiled functions that count no references to arrays, for those that make no array and return none.
+"""Compiled functions without reference counts, for functions that neither make nor return arrays.
 
-numba counts a reference whenever a row is taken of an array, or an array is given to a function that stands by itself. Each
-count locks a line of memory, for about as long as sixteen numbers are multiplied: in the layers of a small model this was
-a fifth of the time. The arrays of such a function belong to its caller, who keeps them until it is over.
+numba counts a reference for each row view of an array and for each array passed to a separate function. Each count is an
+atomic operation, as long as sixteen multiplications: a fifth of the time in the layers of a small model. The caller of such
+a function owns its arrays and keeps them alive during the call.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,13 @@ Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 
 
 def compiled_without_counts(function: Compiled) -> Compiled:
-    """Return the function compiled as `compiled` does it, but without counts; numba refuses to make arrays in it.
+    """Return the function compiled like `compiled`, but without reference counts; numba refuses to make arrays in it.
 
-    What it calls may make arrays of its own. It must not get any of them back, as nobody would free it.
+    Its callees may make arrays, but must not return them, because they would never be freed.
     """
     return compiled(function, _nrt=False)
 
 
 def chosen_without_counts(function: Callable[..., Any]) -> Any:
-    """Return what `chosen_for` does, for choices among functions that count no references."""
+    """Return `chosen_for(function)` for overloads without reference counts."""
     return overload(function, strict=False, jit_options={"no_cfunc_wrapper": True, "_nrt": False})

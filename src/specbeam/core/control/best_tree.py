@@ -10,7 +10,7 @@ from jaxtyping import Float64
 
 from specbeam.core.control.cost import CostCurve
 
-Topology = tuple[Any, ...]  # the subtrees under a node, in the order in which its children are tried; leaves are ()
+Topology = tuple[Any, ...]  # the subtrees under a node, in the order in which children are tried; () for leaves
 
 
 def depth_of_tree(topology: Topology) -> int:
@@ -30,12 +30,12 @@ def size_of(topology: Topology) -> int:
 
 
 def sequoia_tree(acceptance: Sequence[float], nodes: int, depth: int) -> tuple[Topology, float]:
-    """Return the tree of most expected tokens per pass, and that number (Sequoia, arXiv 2402.12374, sec. 3.1).
+    """Return the tree with the most expected tokens per pass, and this number (Sequoia, arXiv 2402.12374, sec. 3.1).
 
     Args:
-        acceptance: probability that the child accepted at a node is the k-th one tried.
-        nodes: number of nodes, root included; the tree has fewer if none of that size fits the depth and the ranks.
-        depth: the most layers below the root.
+        acceptance: probability that the accepted child of a node is the k-th one tried.
+        nodes: number of nodes, including the root; fewer if no tree of this size fits the depth and the ranks.
+        depth: maximum number of layers below the root.
 
     >>> sequoia_tree([0.7, 0.175, 0.125], 3, 9)  # a chain of two below the root
     ((((),),), 2.19)
@@ -46,17 +46,17 @@ def sequoia_tree(acceptance: Sequence[float], nodes: int, depth: int) -> tuple[T
 
 
 def ranked_tree(ranks: Sequence[Sequence[float]], nodes: int, spine: bool = False) -> Topology:
-    """Return the fixed tree of most expected accepted tokens, given the odds of a child by its depth and rank.
+    """Return the fixed tree with the most expected accepted tokens, given the odds of a child by depth and rank.
 
-    A path is accepted with the product of the odds of its nodes, so the best tree is that of the likeliest paths. It is best
-    among all trees if odds fall from rank to rank.
+    The probability of accepting a path is the product of the odds of its nodes, so the best tree consists of the likeliest
+    paths. The result is the best tree if odds fall from rank to rank.
 
     Sources: Medusa (arXiv 2401.10774), and with `spine` the streamlined tree of BiTA (arXiv 2401.12522).
 
     Args:
         ranks: for each layer, the odds that the k-th likeliest child of an accepted node is accepted.
-        nodes: number of nodes below the root; the tree has fewer if there are no more.
-        spine: only the likeliest child of each layer has children.
+        nodes: maximum number of nodes below the root.
+        spine: whether only the likeliest node of each layer has children.
 
     >>> ranked_tree([[0.6, 0.2], [0.5, 0.2]], 3)
     (((),), ())
@@ -88,7 +88,7 @@ def _topology(paths: set[tuple[int, ...]], above: tuple[int, ...]) -> Topology:
 
 
 class _BestSubtrees:
-    """The table T[l][m][b]: the most expected tokens of a subtree of m nodes and at most l layers, root with b children."""
+    """The table T[l][m][b]: most expected tokens of a subtree of m nodes and at most l layers whose root has b children."""
 
     def __init__(self, acceptance: Sequence[float], nodes: int, depth: int) -> None:
         self.acceptance = acceptance
@@ -119,7 +119,7 @@ class _BestSubtrees:
 
 
 def _scaled(odds: float, values: Float64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
-    """Return odds * values, where -inf, an impossible tree, stays -inf even if the odds are 0."""
+    """Return odds * values; -inf, the value of an impossible tree, stays -inf even if the odds are 0."""
     return np.where(np.isfinite(values), odds * np.where(np.isfinite(values), values, 0.0), -np.inf)
 
 
@@ -130,14 +130,14 @@ def fastest_tree(
     most_depth: int,
     sizes: Sequence[int] | None = None,
 ) -> tuple[Topology, float]:
-    """Return the tree of least time per token, and that time in seconds (Sequoia's hardware-aware rule).
+    """Return the tree with the least time per token, and this time in seconds (Sequoia's hardware-aware rule).
 
     Args:
         acceptance: as in `sequoia_tree`.
-        cost: seconds of passes, and of a draft layer.
-        most_nodes: the most nodes, root included.
-        most_depth: the most layers below the root.
-        sizes: numbers of nodes between which it chooses; None: those that were measured.
+        cost: seconds of passes and of a draft layer.
+        most_nodes: maximum number of nodes, including the root.
+        most_depth: maximum number of layers below the root.
+        sizes: candidate numbers of nodes; None: the measured ones.
     """
     table = _BestSubtrees(acceptance, most_nodes, most_depth)
     best = (cost.pass_s(1), 1, 0)  # the root alone gives one token

@@ -1,4 +1,4 @@
-"""PLAN: the time of passes of the models, measured beforehand or while decoding."""
+"""PLAN: the time of passes of the models, measured in advance or while decoding."""
 
 from dataclasses import dataclass, field
 
@@ -11,20 +11,20 @@ class CostCurve:
     """The measured seconds of a pass by its number of scored nodes, and the seconds of one draft layer."""
 
     nodes: tuple[int, ...]  # numbers of scored nodes, ascending
-    seconds: tuple[float, ...]  # of a pass over each of these numbers
+    seconds: tuple[float, ...]  # time of a pass for each of these numbers
     draft_layer_s: float = 0.0
 
     def pass_s(self, nodes: float) -> float:
-        """Return the seconds of a pass over `nodes` nodes; interpolated, and extrapolated by `last_slope`."""
+        """Return the seconds of a pass over `nodes` nodes, interpolated, or extrapolated by `last_slope`."""
         if nodes <= self.nodes[-1] or len(self.nodes) == 1:
             return float(np.interp(nodes, self.nodes, self.seconds))
         return float(self.seconds[-1] + self.last_slope * (nodes - self.nodes[-1]))
 
     @property
     def last_slope(self) -> float:
-        """The seconds that a further node costs: between the last two sizes, or over the last doubling if it is more there.
+        """The seconds of an additional node: the larger slope of the last two sizes and of the last doubling.
 
-        Two neighbours may have been measured alike by chance, and then any number of nodes would cost nothing.
+        The last two sizes alone may have equal times by chance, and then any number of nodes would cost nothing.
         """
         half = min(int(np.searchsorted(self.nodes, self.nodes[-1] / 2)), len(self.nodes) - 2)
         return max(
@@ -35,7 +35,7 @@ class CostCurve:
 
 @dataclass(frozen=True)
 class HostCost:
-    """The seconds that a turn spends outside the models: in any case, per drafted layer, per judged and emitted layer."""
+    """The seconds of a turn outside the models: fixed, per drafted layer, and per judged and emitted layer."""
 
     turn_s: float = 0.0
     draft_s: float = 0.0
@@ -48,7 +48,7 @@ class HostCost:
 
 @dataclass
 class PassTimes:
-    """A line fitted to (nodes, seconds) samples, of which older ones count less (ProPD, arXiv 2402.13485, sec. 4.2).
+    """A line fitted to (nodes, seconds) samples with exponentially decaying weights (ProPD, arXiv 2402.13485, sec. 4.2).
 
     >>> times = PassTimes(decay=0.9)
     >>> for nodes, seconds in [(8, 10.6), (16, 11.4), (32, 13.2), (32, 13.0), (64, 16.6)]:
@@ -66,7 +66,7 @@ class PassTimes:
         self.moments = self.decay * self.moments + fresh
 
     def line(self) -> tuple[float, float]:
-        """Return the seconds of a pass over no node, and the seconds per node: at least 0, and 0 if all sizes were equal."""
+        """Return intercept, in seconds, and slope, in seconds per node: at least 0, and 0 if all sizes were equal."""
         weight, n, nn, s, ns = self.moments
         if weight == 0:
             return 1.0, 0.0

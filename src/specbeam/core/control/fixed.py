@@ -1,4 +1,4 @@
-"""PLAN: the same shape in every turn, cut to the number of tokens that may still be emitted."""
+"""PLAN: the same shape in every turn, limited by the remaining number of tokens."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,13 +23,13 @@ class FixedShape:
         return Shape(min(self.depth, session.remaining - self.beyond), self.width)
 
     def numbers(self, session: Session) -> Plan:
-        """Return the plan as numbers for steps."""
+        """Return the plan for steps."""
         return self._plan
 
     @cached_property
     def _plan(self) -> Plan:
-        """The plan, made once: nothing in it changes if the depth is fixed."""
+        """The plan, cached because it never changes."""
         return plan_of_shape(self.depth, self.width, self.beyond)
 
     def settle(self, session: Session, turn: Turn) -> None:
-        """Do nothing: there is nothing to learn."""
+        """Do nothing: the shape is fixed."""

@@ -1,9 +1,9 @@
-"""PLAN: which drafts the target should score, by the odds that their rows are needed and by what a row costs here.
+"""PLAN: the drafts that the target scores, chosen by the odds that their rows are needed and by the cost of a row.
 
-Whatever is drafted, the target has to score the row of every live beam that decides a layer, and if rows are kept from turn
-to turn, it scores each of them once. So the speed of decoding is the number of *needed* rows that are scored per second. A
-draft is worth scoring if its odds of being needed are above that speed times the seconds that its row adds to the pass;
-where in the forest it is does not matter.
+With or without drafts, the target must score the row of every live beam that decides a layer. If rows are kept from turn to
+turn, it scores each of them once, so the speed of decoding is the number of *needed* rows that are scored per second.
+Scoring a draft pays if its odds of being needed exceed this speed times the seconds that its row adds to the pass, wherever
+in the forest it is.
 """
 
 import time
@@ -22,40 +22,42 @@ from specbeam.core.control.pace import NO_DRAFTS, PaceMemory, enter_pace, has_dr
 from specbeam.core.control.planning import Plan, plan_of_shape
 from specbeam.core.forest import Forest, depths_of, find_child, nodes_without, start_of, unknown_nodes
 from specbeam.core.laws.ranking import sorted_places
-from specbeam.core.measure.kept_figures import Figures, NumberField, RecordFields
+from specbeam.core.measure.saved_figures import Figures, NumberField, RecordFields
 from specbeam.core.records import Shape, Turn
 from specbeam.core.session import Session
 from specbeam.core.steps import Array, borrowed, step
 
-# Between the cells of margins. A draft on the edge itself, with a margin of 0, has a cell of its own.
+# Borders between the cells of margins. Drafts on the edge itself, with a margin of 0, have their own cell.
 EDGES = np.array([-3.0, -2.0, -1.0, -0.5, -1e-9, 0.0, 0.5, 1.0, 2.0, 3.0])
 MARGINS = len(EDGES) + 1
-STEPS = 4  # numbers of draft laws on a path that are told apart: 0, 1, 2, more
-# The first of the cells for drafts that the draft's truncation cuts, one per number of draft laws.
+STEPS = 4  # classes of the number of draft laws on a path: 0, 1, 2, more
+# First of the cells of drafts that the draft's truncation cuts, one per number of draft laws.
 CUT = STEPS * MARGINS
 CELLS = CUT + STEPS
-UNSURE = MARGINS  # the cell of beams whose margin is not known, in `Odds.needed`
+UNSURE = MARGINS  # cell of beams with an unknown margin, in `Odds.needed`
 HITS, TRIALS = range(2)
-GROWTH = 0.75  # prior of the odds of a further layer, as a share of those of the layer above
-DEPTHS = 4  # depths at which growth is told apart: 1, 2, 3, more
-FORGET = 0.98  # weight of what is known of growth after a turn
-LEAST_GAIN = 1.05  # expected speed with one more layer, relative to that without it, from which on the layer is drafted
-MOST_TRIALS = 400.0  # of a cell: older ones count less
-KEEP_EVERY_S = 5.0  # seconds between two times that what is learnt is kept on disk
-FADE = 0.02  # weight of the prior of growth in a turn that has no layer of the depth
+GROWTH = 0.75  # prior of the odds of a layer as a share of those of the layer above
+DEPTHS = 4  # classes of depths for growth: 1, 2, 3, more
+FORGET = 0.98  # weight of earlier turns in the growth after each turn
+LEAST_GAIN = 1.05  # minimum expected speed with another layer, relative to the speed without it, to draft the layer
+MOST_TRIALS = 400.0  # maximum weight of a cell; older trials count less
+KEEP_EVERY_S = 5.0  # minimum seconds between two writes to disk
+FADE = 0.02  # weight of the prior of growth in a turn without a layer of this depth
 
 
 @borrowed
 class Odds(NamedTuple):
-    """What past turns have taught about the odds of drafts: hits and trials, float64[cells, 2]."""
+    """Odds of drafts, learned from past turns: hits and trials, float64[cells, 2]."""
 
-    live: Array  # whether a draft became a live beam, given that its parent was one; cells as in `live_cell`
-    needed: Array  # whether the row of a live beam decided a layer; cells as in `margin_cell`, or UNSURE
-    growth: Array  # sums of the odds of being needed of drafted layers, and of the layers above, by depth from 1 on
+    live: Array  # drafts that became live beams, given live parents; cells as in `live_cell`
+    needed: Array  # live beams whose row decided a layer; cells as in `margin_cell`, or UNSURE
+    growth: (
+        Array  # sums of the odds of being needed of drafted layers, and of the layers above them, by depth from 1 on
+    )
 
 
 def _are_odds(record: dict[str, Any]) -> bool:
-    """Return whether there are trials in each cell, and where they were counted no more hits."""
+    """Return whether each cell has trials, and each counted cell at most as many hits."""
     cells = [cell for name in Odds._fields for cell in record[name]]
     counted = record["live"] + record["needed"]
     return all(cell[TRIALS] > 0 for cell in cells) and all(cell[HITS] <= cell[TRIALS] + 1e-6 for cell in counted)
@@ -77,32 +79,39 @@ _ODDS = Figures(
 
 @borrowed
 class Budget(NamedTuple):
-    """By what a draft grows and is cut."""
+    """The costs and odds by which drafts grow and are cut."""
 
-    target_s: Array  # float64[rows + 1]: seconds of the target's pass by its number of rows; none: drafts are not cut
-    draft_s: Array  # float64[rows + 1]: seconds of a draft layer by the number of rows that the draft model scores
+    target_s: Array  # float64[rows + 1]: seconds of the target's pass by number of rows; empty: drafts are not cut
+    draft_s: Array  # float64[rows + 1]: seconds of a draft layer by number of rows that the draft model scores
     turn_s: float  # seconds of a turn outside the models
-    lazy: bool  # whether layers are decided without the rows of beams that cannot win
+    lazy: bool  # whether layers can be decided without the rows of beams that cannot win
     odds: Odds
 
 
 class NodeOdds(NamedTuple):
-    """The odds of the nodes of a forest that is drafted; nodes of which nothing is known have odds of 0."""
+    """The odds of the nodes of a forest while it is drafted; 0 for nodes without information."""
 
-    live: Array  # float64[nodes]: that the node becomes a live beam
-    needed: Array  # float64[nodes]: that its row decides a layer
-    # int64[nodes], the cell in `Odds.live`; -1 for roots and for nodes that were not drafted in this turn
-    live_cells: Array
-    needed_cells: Array  # int64[nodes], the cell in `Odds.needed`
-    steps: Array  # int64[nodes]: how many laws on the path were the draft's
-    bounds: Array  # float64[nodes]: what no value of a pair that prolongs the node exceeds, see `laws.joint.bound_of`
-    # int64[3, n]: of drafts that are no nodes, as they were not worth it: parent, token, cell in `Odds.live`
-    dropped: Array
-    draft_s: float  # seconds that the draft has taken so far
+    live: Array  # float64[nodes]: odds that the node becomes a live beam
+    needed: Array  # float64[nodes]: odds that its row decides a layer
+    live_cells: Array  # int64[nodes]: cell in `Odds.live`; -1 for roots and nodes that were not drafted in this turn
+    needed_cells: Array  # int64[nodes]: cell in `Odds.needed`
+    steps: Array  # int64[nodes]: number of draft laws on the path
+    bounds: Array  # float64[nodes]: upper bound of the values of pairs that extend the node, see `laws.joint.bound_of`
+    dropped: Array  # int64[3, n]: parent, token and cell in `Odds.live` of drafts that got no node
+    draft_s: float  # seconds of drafting so far
+
+
+class DraftedPairs(NamedTuple):
+    """The (beam, token) pairs of a drafted layer."""
+
+    parents: Array  # int64[pairs]: index of the beam that each pair extends
+    values: Array  # float64[pairs]: values of the pairs; -inf for pairs that the draft's truncation cuts
+    bounds: Array  # float64[pairs]: see `NodeOdds`
+    nodes: Array  # int64[pairs]: forest nodes of the pairs; -1 for none
 
 
 def prior_odds(weight: float = 8.0) -> Odds:
-    """Return the odds before anything is learnt, fitted on the bundled pair; they weigh as much as `weight` trials."""
+    """Return the odds before the first turn, fitted on the bundled pair, with the weight of `weight` trials."""
     middles = np.concatenate(([-4.0], (EDGES[1:] + EDGES[:-1]) / 2, [4.0]))
     live = np.zeros((CELLS, 2))
     for steps in range(STEPS):
@@ -126,7 +135,7 @@ NO_BUDGET = Budget(np.zeros(0), np.zeros(0), 0.0, False, Odds(_NONE, _NONE, _NON
 
 @step
 def margin_cell(margin: float) -> int:
-    """Return the cell of a margin: how far a value is above the last value that counts."""
+    """Return the cell of a margin: the difference of a value and the smallest value that survives."""
     cell = 0
     while cell < len(EDGES) and EDGES[cell] < margin:
         cell += 1
@@ -138,8 +147,8 @@ def live_cell(margin: float, steps: int) -> int:
     """Return the cell of a draft in `Odds.live`.
 
     Args:
-        margin: its value minus the last value of its layer that lives on; -inf if the draft's truncation cuts it.
-        steps: how many laws on its path are the draft's.
+        margin: its value minus the smallest surviving value of its layer; -inf if the draft's truncation cuts it.
+        steps: number of draft laws on its path.
     """
     steps = min(steps, STEPS - 1)
     if margin == -np.inf:
@@ -149,17 +158,17 @@ def live_cell(margin: float, steps: int) -> int:
 
 @step
 def odds_in(cells: Array, cell: int) -> float:
-    """Return the odds that a cell has learnt."""
+    """Return the learned odds of a cell."""
     return cells[cell, HITS] / cells[cell, TRIALS]
 
 
 @step
 def edge_of(values: Array, weights: Array, beams: int) -> float:
-    """Return the value that the last one of `beams` live beams is expected to have.
+    """Return the expected value of the last of `beams` live beams.
 
     Args:
-        values: float64[n], of drafts; -inf for those that do not count.
-        weights: float64[n], the odds that their parents are live beams.
+        values: float64[n], values of drafts; -inf for drafts that cannot survive.
+        weights: float64[n], odds that their parents are live beams.
     """
     reached = 0.0
     edge = np.inf
@@ -173,18 +182,18 @@ def edge_of(values: Array, weights: Array, beams: int) -> float:
 
 @step
 def no_node_odds() -> NodeOdds:
-    """Return the odds of a draft that is not cut: none."""
+    """Return empty odds, for drafts that are not cut."""
     none = np.zeros(0, dtype=np.int64)
     return NodeOdds(np.zeros(0), np.zeros(0), none, none, none, np.zeros(0), np.zeros((3, 0), dtype=np.int64), 0.0)
 
 
 @step
 def root_odds(bounds: Array, nodes: int) -> NodeOdds:
-    """Return the odds of a forest before its first layer is drafted.
+    """Return the odds of a forest before its first layer is drafted. The roots are live beams.
 
     Args:
         bounds: float64[roots], see `NodeOdds`.
-        nodes: number of nodes, of which the roots are live beams.
+        nodes: number of nodes.
     """
     roots = len(bounds)
     live = np.zeros(nodes)
@@ -198,20 +207,16 @@ def root_odds(bounds: Array, nodes: int) -> NodeOdds:
 
 @step
 def with_layer_odds(
-    known: NodeOdds, budget: Budget, forest: Forest, front: Beams, parents: Array, values: Array, bounds: Array,
-    nodes: Array, beams: int,
-) -> NodeOdds:  # fmt: skip
-    """Return the odds of the nodes of a forest to which a layer was added.
+    known: NodeOdds, budget: Budget, forest: Forest, frontier: Beams, pairs: DraftedPairs, beams: int
+) -> NodeOdds:
+    """Return the odds of the nodes of a forest after a layer was added.
 
     Args:
         known: the odds before the layer.
-        forest: with the layer.
-        front: the beams that the layer prolongs.
-        parents: int64[pairs], which beam of the front each drafted pair prolongs.
-        values: float64[pairs], of the drafted pairs; -inf for those that the draft's truncation cuts.
-        bounds: float64[pairs], see `NodeOdds`.
-        nodes: int64[pairs], the forest nodes of the pairs; -1 for none.
-        beams: number of beams that live on.
+        forest: the forest with the layer.
+        frontier: the beams that the layer extends.
+        pairs: the pairs of the layer.
+        beams: number of surviving beams.
     """
     size = len(forest.tokens)
     fresh = size - len(known.live)
@@ -223,24 +228,23 @@ def with_layer_odds(
     needed_cells = np.concatenate((known.needed_cells, no_cells))
     steps = np.concatenate((known.steps, np.zeros(fresh, dtype=np.int64)))
     every_bound = np.concatenate((known.bounds, np.full(fresh, -np.inf)))
-    weights = known.live[front.nodes[parents]]
-    edge = edge_of(values, weights, beams)
-    for place in range(len(front.nodes)):
-        node = front.nodes[place]
+    weights = known.live[frontier.nodes[pairs.parents]]
+    edge = edge_of(pairs.values, weights, beams)
+    for node in frontier.nodes:
         if budget.lazy and edge < np.inf:
             needed_cells[node] = margin_cell(known.bounds[node] - edge)
             needed[node] = live[node] * odds_in(budget.odds.needed, needed_cells[node])
-    drafted = nodes_without(front.nodes, forest.known.nodes)
+    drafted = nodes_without(frontier.nodes, forest.known.nodes)
     is_drafted = np.zeros(size, dtype=np.bool_)
     is_drafted[drafted] = True
-    for place in range(len(nodes)):
-        node = nodes[place]
+    for place in range(len(pairs.nodes)):
+        node = pairs.nodes[place]
         if node < 0:
             continue
-        above = front.nodes[parents[place]]
-        every_bound[node] = bounds[place]
+        above = frontier.nodes[pairs.parents[place]]
+        every_bound[node] = pairs.bounds[place]
         steps[node] = steps[above] + is_drafted[above]
-        live_cells[node] = live_cell(values[place] - edge, steps[node])
+        live_cells[node] = live_cell(pairs.values[place] - edge, steps[node])
         live[node] = live[above] * odds_in(budget.odds.live, live_cells[node])
         needed[node] = live[node]
         if budget.lazy:
@@ -253,13 +257,13 @@ def with_layer_odds(
 
 @step
 def best_count(needs: Array, sure: int, sure_needs: float, budget: Budget, other_s: float) -> tuple[int, float]:
-    """Return how many drafts to score for the most needed rows per second, and that speed.
+    """Return the number of drafts to score for the most needed rows per second, and this speed.
 
     Args:
-        needs: float64[n], the odds of drafts of being needed, descending.
-        sure: number of rows that are scored anyway.
-        sure_needs: the sum of their odds.
-        other_s: seconds of the turn besides the target's pass.
+        needs: float64[n], odds of drafts of being needed, descending.
+        sure: number of rows that are scored in any case.
+        sure_needs: the sum of the odds of these rows.
+        other_s: seconds of the turn without the target's pass.
     """
     most = len(budget.target_s) - 1
     total = sure_needs
@@ -279,7 +283,7 @@ def best_count(needs: Array, sure: int, sure_needs: float, budget: Budget, other
 
 @step
 def _capped_needs(forest: Forest, odds: NodeOdds) -> Array:
-    """Return the odds of each node of being needed, at most those of its parent unless that is known, float64[nodes]."""
+    """Return the odds of each node of being needed, float64[nodes], at most those of its parent unless its row is known."""
     needs = odds.needed.copy()
     is_known = np.zeros(len(needs), dtype=np.bool_)
     is_known[forest.known.nodes] = True
@@ -292,22 +296,22 @@ def _capped_needs(forest: Forest, odds: NodeOdds) -> Array:
 
 @step
 def _sure_and_open(forest: Forest) -> tuple[Array, Array]:
-    """Return the nodes that the target scores anyway, roots without rows, and the other nodes without rows."""
+    """Return the nodes without rows: the roots, which the target scores in any case, and the others."""
     unknown = unknown_nodes(0, len(forest.tokens), forest.known.nodes)
     is_root = forest.parents[unknown] < 0
     return unknown[is_root], unknown[~is_root]
 
 
 @step
-def _most_worthy(
+def _chosen_nodes(
     budget: Budget, forest: Forest, needs: Array, sure: Array, others: Array, other_s: float
 ) -> tuple[Array, float]:
-    """Return which nodes the target should score or knows, bool[nodes], and the needed rows per second with them.
+    """Return whether the target should score each node or knows its row, bool[nodes], and the needed rows per second.
 
     Args:
         needs: float64[nodes], from `_capped_needs`, so that no node is chosen without its parent.
         sure, others: from `_sure_and_open`.
-        other_s: seconds of the turn besides the target's pass.
+        other_s: seconds of the turn without the target's pass.
     """
     order = sorted_places(needs[others])
     ranked = others[order]
@@ -320,42 +324,42 @@ def _most_worthy(
 
 
 @step
-def worthy_front(budget: Budget, forest: Forest, odds: NodeOdds, front: Array) -> Array:
-    """Return which nodes of the front of a draft are worth a further layer under them, bool[front]; none: it should end.
+def nodes_to_extend(budget: Budget, forest: Forest, odds: NodeOdds, frontier: Array) -> Array:
+    """Return whether each node of a draft's frontier gets another layer, bool[frontier]; all False: the draft should end.
 
-    These are nodes that the target knows or would be given to score, for no draft is scored without its parent. The rows of
-    the layer are expected to be as much needed as theirs, times the growth that was learnt.
+    These are nodes that the target knows or would score, because it scores no draft without its parent. The expected need of
+    the new rows is that of these nodes times the learned growth.
     """
     needs = _capped_needs(forest, odds)
     sure, others = _sure_and_open(forest)
     seconds = budget.turn_s + odds.draft_s
-    is_chosen, speed = _most_worthy(budget, forest, needs, sure, others, seconds)
-    is_worthy = is_chosen[front]
-    parents = front[is_worthy]
+    is_chosen, speed = _chosen_nodes(budget, forest, needs, sure, others, seconds)
+    is_extended = is_chosen[frontier]
+    parents = frontier[is_extended]
     fresh = nodes_without(parents, forest.known.nodes)
-    if len(fresh) == 0:  # the laws of the front are known, and drafting costs next to nothing
-        return is_worthy
-    depth = min(depth_of(forest.parents, front[0]), DEPTHS - 1)
+    if len(fresh) == 0:  # the laws of the frontier are known, so drafting costs almost nothing
+        return is_extended
+    depth = min(depth_of(forest.parents, frontier[0]), DEPTHS - 1)
     future = np.concatenate((needs[others], odds_in(budget.odds.growth, depth) * needs[parents]))
     seconds += budget.draft_s[min(len(fresh), len(budget.draft_s) - 1)]
     _, faster = best_count(future[sorted_places(future)], len(sure), needs[sure].sum(), budget, seconds)
     if faster <= speed * LEAST_GAIN:
-        is_worthy[:] = False
-    return is_worthy
+        is_extended[:] = False
+    return is_extended
 
 
 @step
-def worthy_nodes(budget: Budget, forest: Forest, odds: NodeOdds) -> Array:
-    """Return the nodes of a draft that the target should score or knows, int64[n], ascending: no node without its parent."""
+def nodes_to_score(budget: Budget, forest: Forest, odds: NodeOdds) -> Array:
+    """Return the nodes of a draft that the target should score or knows, int64[n], ascending, with their parents."""
     needs = _capped_needs(forest, odds)
     sure, others = _sure_and_open(forest)
-    is_chosen, _ = _most_worthy(budget, forest, needs, sure, others, budget.turn_s + odds.draft_s)
+    is_chosen, _ = _chosen_nodes(budget, forest, needs, sure, others, budget.turn_s + odds.draft_s)
     return np.flatnonzero(is_chosen)
 
 
 @step
 def learn_growth(odds: Odds, node_odds: NodeOdds, forest: Forest, depths: Array) -> None:
-    """Count how much the layers of a draft are needed. What is known of layers that were not drafted fades to the prior."""
+    """Count how much the layers of a draft are needed. The counts of layers that were not drafted decay to the prior."""
     is_known = np.zeros(len(depths), dtype=np.bool_)
     is_known[forest.known.nodes] = True
     fresh = np.zeros(depths.max() + 2)
@@ -378,7 +382,7 @@ def learn_growth(odds: Odds, node_odds: NodeOdds, forest: Forest, depths: Array)
 
 @step
 def _is_drawn(layers: Layers, number: int, node_map: Array, parent: int, token: int) -> bool:
-    """Return whether a layer drew a token under a node of the whole draft, as a beam that lives on."""
+    """Return whether a layer drew a token under a node of the whole draft, as a surviving beam."""
     for draw in range(start_of(layers.draw_ends, number), layers.draw_ends[number]):
         is_it = node_map[layers.parents[draw]] == parent and layers.beams.tokens[draw] == token
         if is_it and not layers.ended[draw]:
@@ -388,7 +392,7 @@ def _is_drawn(layers: Layers, number: int, node_map: Array, parent: int, token: 
 
 @step
 def odds_of_nodes(odds: NodeOdds, forest: Forest, nodes: Array) -> NodeOdds:
-    """Return the odds of some nodes of a forest, ascending; the others have no children, and become dropped drafts."""
+    """Return the odds of some nodes of a forest, ascending. The others must have no children; they become dropped drafts."""
     node_map = np.full(len(forest.tokens), -1, dtype=np.int64)
     for place in range(len(nodes)):
         node_map[nodes[place]] = place
@@ -418,12 +422,12 @@ def odds_of_nodes(odds: NodeOdds, forest: Forest, nodes: Array) -> NodeOdds:
 
 @step
 def learn_odds(odds: Odds, node_odds: NodeOdds, forest: Forest, layers: Layers, node_map: Array) -> None:
-    """Count what became of the drafts of a turn.
+    """Count the outcomes of the drafts of a turn.
 
     Args:
-        node_odds, forest: of the whole draft.
-        layers: what the turn decided, on the forest that the target scored.
-        node_map: int64[n], the node of the whole draft that each node of that forest is.
+        node_odds, forest: the whole draft.
+        layers: the decisions of the turn, on the forest that the target scored.
+        node_map: int64[n], the node of the whole draft for each node of the scored forest.
     """
     depths = depths_of(forest.parents)
     learn_growth(odds, node_odds, forest, depths)
@@ -455,12 +459,12 @@ def learn_odds(odds: Odds, node_odds: NodeOdds, forest: Forest, layers: Layers, 
 
 
 class OddsMemory:
-    """What the sessions of a pair have learnt of its drafts: each one begins with what those before it have left.
+    """The odds of drafts that the sessions of a pair have learned; a new session starts with them.
 
-    It is kept on disk for later processes, if there is a key. It changes how fast texts come, never which texts.
+    With a key they are saved on disk for later processes. They change the speed, never the texts.
 
     Args:
-        key: JSON values that name the pair; None: keep nothing on disk.
+        key: JSON values that identify the pair; None: save nothing on disk.
     """
 
     def __init__(self, key: Any = None) -> None:
@@ -468,17 +472,17 @@ class OddsMemory:
         self._odds: dict[str, Odds] = {}
         self._lock = Lock()
         self._kept_s = -KEEP_EVERY_S
-        self._changed: set[str] = set()  # kinds that have not been kept since
+        self._changed: set[str] = set()  # kinds that are not saved yet
 
     def begin(self, kind: str) -> Odds:
-        """Return a copy of what is known for sessions of this kind."""
+        """Return a copy of the odds for sessions of this kind."""
         with self._lock:
             if kind not in self._odds:
                 self._odds[kind] = self._load(kind)
             return Odds(*(cells.copy() for cells in self._odds[kind]))
 
     def add(self, kind: str, begun: Odds, ended: Odds) -> None:
-        """Add what a session has learnt between two states."""
+        """Add the counts that a session learned between two states."""
         with self._lock:
             known = self._odds[kind]
             for cells, before, after in (
@@ -486,16 +490,15 @@ class OddsMemory:
                 (known.needed, begun.needed, ended.needed),
             ):
                 cells += after - before
-                cells *= np.minimum(1.0, MOST_TRIALS / cells[:, TRIALS])[
-                    :, None
-                ]  # so that a change of texts is noticed
+                weights = np.minimum(1.0, MOST_TRIALS / cells[:, TRIALS])  # so that the odds adapt to new texts
+                cells *= weights[:, None]
             known.growth[:] = ended.growth
             self._changed.add(kind)
             if time.monotonic() - self._kept_s > KEEP_EVERY_S:
                 self._keep()
 
     def _keep(self) -> None:
-        """Keep on disk what is not kept yet."""
+        """Save changed odds on disk."""
         self._kept_s = time.monotonic()
         for kind in self._changed:
             if self.key is not None:
@@ -504,7 +507,7 @@ class OddsMemory:
         self._changed.clear()
 
     def _load(self, kind: str) -> Odds:
-        """Return what is kept on disk, or the prior."""
+        """Return the odds on disk, or the prior."""
         prior = prior_odds()
         record = None if self.key is None else _ODDS.load([self.key, kind])
         if record is None:
@@ -514,7 +517,7 @@ class OddsMemory:
 
 @dataclass(eq=False)
 class Learning:
-    """What a session learns of its drafts."""
+    """The odds that a session learns."""
 
     kind: str
     begun: Odds
@@ -523,19 +526,20 @@ class Learning:
 
 @dataclass(frozen=True)
 class NodesByNeed:
-    """A controller that lets drafts grow and cuts them by what rows cost, and by the odds that they are needed.
+    """A controller that grows and cuts drafts by the cost of rows and the odds that rows are needed.
 
-    It chooses no shape: of the drafts of all layers the target scores those of most needed rows per second (see the top of
-    this file). For rules whose text does not depend on the drafts. The odds are learnt from past turns of the session.
+    It chooses no shape: of the drafts of all layers, the target scores those with the most needed rows per second (see the
+    docstring of this module). For rules whose text does not depend on the drafts. The odds are learned from past turns of
+    the session.
 
     Args:
         target, draft: seconds of a pass by number of scored nodes; see `specbeam tune`.
-        beams: number of beams that live on.
+        beams: number of surviving beams.
         width: maximum number of new drafts per layer.
         most: maximum number of layers.
         host: seconds of a turn outside the models.
-        memory: what earlier sessions have learnt.
-        paces: how fast earlier sessions were with drafts and without.
+        memory: the odds that earlier sessions learned.
+        paces: the paces of earlier sessions with and without drafts.
     """
 
     target: CostCurve
@@ -547,13 +551,13 @@ class NodesByNeed:
     memory: OddsMemory = field(default_factory=OddsMemory, compare=False)
     paces: PaceMemory = field(default_factory=PaceMemory, compare=False)
 
-    def enter(self, session: Session, beside: int) -> bool:
-        """Return whether a new session drafts, one of `beside` side by side. One whose drafts are traced always does."""
+    def enter(self, session: Session, batch_size: int) -> bool:
+        """Return whether a new session drafts. A session whose drafts are traced always does."""
         rule = session.parts.rule
         if not _says(rule, "ignores_drafts", session) or getattr(rule, "trace", False):
             return True
         shape = f"{self.most} layers of {self.width} by {type(session.parts.drafter).__name__}"
-        return enter_pace(self, session, f"{self._kind(session)}, {shape}", beside)
+        return enter_pace(self, session, f"{self._kind(session)}, {shape}", batch_size)
 
     def plan(self, session: Session) -> Shape:
         if not has_drafts(self, session):
@@ -561,7 +565,7 @@ class NodesByNeed:
         return Shape(min(self.most, session.remaining - 1), self.width)
 
     def numbers(self, session: Session) -> Plan:
-        """Return the plan as numbers for steps."""
+        """Return the plan for steps."""
         return self._plan if has_drafts(self, session) else NO_DRAFTS
 
     @cached_property
@@ -569,7 +573,7 @@ class NodesByNeed:
         return plan_of_shape(self.most, self.width)
 
     def _kind(self, session: Session) -> str:
-        """Return which sessions are like this one."""
+        """Return the name of the kind of a session, which shares learned odds."""
         is_lazy = _says(session.parts.rule, "is_lazy", session)
         warp = session.warp
         width = getattr(session.parts.rule, "width", None)
@@ -577,10 +581,10 @@ class NodesByNeed:
         return f"{beams}, {is_lazy=}, {warp.search=}, {warp.greedy=}, cuts={warp.cut.cuts}"
 
     def budget(self, session: Session) -> Budget:
-        """Return by what the drafts of a session grow and are cut; NO_BUDGET if the rule's text depends on the drafts.
+        """Return the budget of the drafts of a session; NO_BUDGET if the rule's text depends on the drafts.
 
-        A layer is cut by the noise that the target draws by: if a width looked at how many drafts a layer has, or a rule at
-        the law that they were drawn from, it would look at that noise, too.
+        Layers are cut by the noise with which the target draws. If a width depended on the number of drafts, or a rule on
+        their law, they would depend on this noise, too, and the law of the output would change.
         """
         rule = session.parts.rule
         if not _says(rule, "ignores_drafts", session):
@@ -594,9 +598,9 @@ class NodesByNeed:
         return Budget(target_s, draft_s, self.host.turn_s, is_lazy, learning.odds)
 
     def thresholds(self) -> list[tuple[int, float, float]]:
-        """Return numbers of rows, the seconds of a pass over so many, and the odds from which one more row pays.
+        """Return numbers of rows, the seconds of a pass over as many, and the odds at which one more row pays.
 
-        They start with the number of beams, as if the rows of all beams were needed.
+        The numbers start with the number of beams, as if the rows of all beams were needed.
         """
         target_s, _ = self._seconds(1)
         speed = self.beams / (target_s[self.beams] + self.host.turn_s)
@@ -604,31 +608,32 @@ class NodesByNeed:
         return [(rows, target_s[rows], speed * (target_s[rows + 1] - target_s[rows])) for rows in every]
 
     def remember(self, session: Session) -> None:
-        """Add what a session has learnt, which is over, to the memory, and how fast it was."""
+        """Add the odds and the pace of a finished session to the memories."""
         leave_pace(self, session)
         learning = session.state.pop(self, None)
         if learning is not None:
             self.memory.add(learning.kind, learning.begun, learning.odds)
 
     def settle(self, session: Session, turn: Turn) -> None:
-        """Do nothing: the drafter knows the whole draft, and counts what became of it."""
+        """Do nothing: the drafter, which knows the whole draft, counts its outcomes."""
 
-    def _seconds(self, beside: int) -> tuple[Float64[np.ndarray, " rows"], Float64[np.ndarray, " rows"]]:
-        """Return the seconds of a target pass and of a draft layer by number of rows, for one of `beside` sessions."""
+    def _seconds(self, batch_size: int) -> tuple[Float64[np.ndarray, " rows"], Float64[np.ndarray, " rows"]]:
+        """Return the seconds of a target pass and of a draft layer by number of rows, as shared by the batch."""
         rows = self.beams + self.most * self.width + 1
-        return _seconds_by_rows(self.target, self.draft, self.host.draft_s, rows, beside)
+        return _seconds_by_rows(self.target, self.draft, self.host.draft_s, rows, batch_size)
 
 
 def _says(rule: object, what: str, session: Session) -> bool:
-    """Return what a method of a rule says of a session; False if the rule does not have it."""
+    """Return the answer of a rule's method about a session; False if the rule does not have the method."""
     return bool(getattr(rule, what, lambda session: False)(session))
 
 
 @lru_cache(maxsize=256)
 def _seconds_by_rows(
-    target: CostCurve, draft: CostCurve, draft_host_s: float, rows: int, beside: int
+    target: CostCurve, draft: CostCurve, draft_host_s: float, rows: int, batch_size: int
 ) -> tuple[Float64[np.ndarray, " rows"], Float64[np.ndarray, " rows"]]:
     counts = range(rows)
-    target_s = np.array([target.pass_s(beside * max(count, 1)) / beside for count in counts])
-    draft_s = np.array([draft_host_s + (draft.pass_s(beside * count) / beside if count else 0.0) for count in counts])
+    target_s = np.array([target.pass_s(batch_size * max(count, 1)) / batch_size for count in counts])
+    shares = [draft.pass_s(batch_size * count) / batch_size for count in counts[1:]]
+    draft_s = draft_host_s + np.array([0.0, *shares])
     return target_s, draft_s

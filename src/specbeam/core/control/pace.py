@@ -1,9 +1,9 @@
-"""PLAN: whether sessions draft at all, by the time that their layers really took with drafts and without.
+"""PLAN: whether sessions draft at all, by the measured time per layer with and without drafts.
 
-The odds and costs by which drafts are chosen are estimates. Where a draft hardly pays, as with a target that is nearly as
-fast as its draft model, their errors are larger than what there is to gain. So sessions of a kind take turns: a phase with
-drafts, a phase without, then as it was faster. The slower way is tried again from time to time, and less and less often.
-Only for rules whose texts do not depend on the drafts.
+The odds and costs that determine drafts are estimates. If drafts hardly pay, for example with a target that is nearly as
+fast as its draft model, the errors of these estimates exceed the possible gain. So sessions of a kind alternate: one phase
+with drafts, one without, then the faster mode. The slower mode is tried again from time to time, at growing intervals. Only
+for rules whose texts do not depend on the drafts.
 """
 
 import math
@@ -14,16 +14,16 @@ from threading import Lock
 from typing import Any
 
 from specbeam.core.compiling.threads import allowed_threads
+from specbeam.core.control.depth import DepthByCost
 from specbeam.core.control.fixed import FixedShape
 from specbeam.core.control.planning import Plan, plan_of_shape
-from specbeam.core.control.worth import DepthByCost
-from specbeam.core.measure.kept_figures import Figures, FlagField, NumberField, RecordFields
+from specbeam.core.measure.saved_figures import Figures, FlagField, NumberField, RecordFields
 from specbeam.core.records import Shape, Turn
 from specbeam.core.session import Session
 
-LEAST_SESSIONS = 8  # of a phase
-SAMPLES = 24  # of each way; older ones are forgotten
-FIRST_WAIT = 6  # phases until the slower way is tried again; doubled each time
+LEAST_SESSIONS = 8  # minimum number of sessions of a phase
+SAMPLES = 24  # latest samples kept of each mode
+FIRST_WAIT = 6  # phases until the slower mode is tried again; doubled each time
 LONGEST_WAIT = 96
 _PACE = Figures(
     "pace",
@@ -43,11 +43,11 @@ _PACE = Figures(
 
 @dataclass(frozen=True)
 class Phase:
-    """The way in which a session goes."""
+    """The phase to which a session belongs."""
 
     number: int
     drafts: bool
-    is_pure: bool  # whether no session of an earlier phase was beside it when it began
+    is_pure: bool  # whether no session of another phase was running when the session began
 
 
 @dataclass
@@ -57,27 +57,27 @@ class Pace:
     paces: dict[bool, deque[float]] = field(
         default_factory=lambda: {drafts: deque(maxlen=SAMPLES) for drafts in (True, False)}
     )
-    number: int = 0  # of the present phase
-    drafts: bool = True  # whether its sessions draft
-    best: bool = True  # the way that is faster, as far as it is known
-    sampled: int = 0  # sessions of this phase that were timed
+    number: int = 0  # number of the current phase
+    drafts: bool = True  # whether sessions of the current phase draft
+    best: bool = True  # whether the faster mode known so far drafts
+    sampled: int = 0  # timed sessions of the current phase
     wait: int = FIRST_WAIT
-    until_trial: int = FIRST_WAIT  # phases
-    live: dict[int, int] = field(default_factory=dict)  # number of sessions under way by phase
+    until_trial: int = FIRST_WAIT  # phases until the slower mode is tried again
+    live: dict[int, int] = field(default_factory=dict)  # number of running sessions by phase
 
     def enter(self) -> Phase:
-        """Return the way in which a new session goes."""
+        """Return the phase of a new session."""
         others = sum(count for number, count in self.live.items() if number != self.number)
         self.live[self.number] = self.live.get(self.number, 0) + 1
         return Phase(self.number, self.drafts, others == 0)
 
     def leave(self, phase: Phase, seconds: float, layers: int, sessions: int) -> None:
-        """Note the pace of a session that is over.
+        """Record the pace of a finished session.
 
         Args:
-            seconds: those of its turns, by equal shares where several sessions went side by side; NaN if they do not count.
+            seconds: time of its turns, with an equal share of turns of a batch; NaN if the session does not count.
             layers: number of layers that it decided.
-            sessions: the least number of sessions of a phase.
+            sessions: minimum number of sessions of a phase.
         """
         self.live[phase.number] -= 1
         if not self.live[phase.number]:
@@ -110,14 +110,13 @@ class Pace:
 
 
 class PaceMemory:
-    """The paces of the sessions of a pair, by their kind and by how many go side by side.
+    """The paces of the sessions of a pair, by kind of session and batch size.
 
-    They are kept on disk for later processes, if there is a key. They change how fast texts come, and not which texts; but
-    where rows of a pass depend in their last bits on how many there are, as in transformers' forward and on GPUs, a near
-    tie can go the other way.
+    With a key they are saved on disk for later processes. They change the speed and not the texts; but where the last bits
+    of a pass depend on its number of rows, as in transformers' forward and on GPUs, near ties can be decided differently.
 
     Args:
-        key: JSON values that name the pair; None: keep nothing on disk.
+        key: JSON values that identify the pair; None: save nothing on disk.
     """
 
     def __init__(self, key: Any = None) -> None:
@@ -126,18 +125,18 @@ class PaceMemory:
         self._lock = Lock()
 
     def enter(self, kind: str) -> Phase:
-        """Return the way in which a new session goes."""
+        """Return the phase of a new session."""
         with self._lock:
             if kind not in self._paces:
                 self._paces[kind] = self._load(kind)
             return self._paces[kind].enter()
 
-    def leave(self, kind: str, phase: Phase, seconds: float, layers: int, beside: int) -> None:
-        """Note the pace of a session that is over, one of `beside` side by side; see `Pace.leave`."""
+    def leave(self, kind: str, phase: Phase, seconds: float, layers: int, batch_size: int) -> None:
+        """Record the pace of a finished session; see `Pace.leave`."""
         with self._lock:
             pace = self._paces[kind]
             before = pace.number
-            pace.leave(phase, seconds, layers, max(LEAST_SESSIONS, 2 * beside))
+            pace.leave(phase, seconds, layers, max(LEAST_SESSIONS, 2 * batch_size))
             if pace.number != before and self.key is not None:
                 record = {
                     "drafted": list(pace.paces[True]),
@@ -150,7 +149,7 @@ class PaceMemory:
                 _PACE.keep([self.key, kind], record)
 
     def _load(self, kind: str) -> Pace:
-        """Return what is kept on disk, or a new pace."""
+        """Return the pace on disk, or a new one."""
         pace = Pace()
         record = None if self.key is None else _PACE.load([self.key, kind])
         if record is not None:
@@ -163,17 +162,17 @@ class PaceMemory:
         return pace
 
 
-def side_by_side(beside: int) -> str:
-    """Return a name for about so many sessions side by side: 1, 2 to 3, 4 to 7, ..."""
-    return f"2^{beside.bit_length() - 1} side by side"
+def side_by_side(batch_size: int) -> str:
+    """Return the name of the size class of a batch: 1, 2 to 3, 4 to 7, ... sessions."""
+    return f"2^{batch_size.bit_length() - 1} side by side"
 
 
 @dataclass(frozen=True)
 class Entered:
-    """How a session goes: what `enter_pace` decided."""
+    """The decision of `enter_pace` for a session."""
 
     kind: str
-    beside: int  # sessions side by side when it began, itself included
+    batch_size: int  # sessions running when this one began, itself included
     phase: Phase
 
 
@@ -182,34 +181,35 @@ NO_DRAFTS = plan_of_shape(0, 1)
 
 @dataclass(frozen=True)
 class DraftsIfFaster:
-    """A controller that plans as another one does, and whose sessions draft only while this is the faster way.
+    """A controller that plans as another one does, but only for sessions that are faster with drafts.
 
-    A session drafts in all of its turns or in none, by how fast those before it were (`Pace`). Only where its rule says that
-    the text does not depend on the drafts, as at temperature 0 (`Rule.ignores_drafts`); any other session drafts.
+    A session drafts in all of its turns or in none, by the pace of earlier sessions (`Pace`). This applies if its rule
+    states that the text does not depend on the drafts, for example at temperature 0 (`Rule.ignores_drafts`). Other sessions
+    always draft.
 
     Args:
         planned: plans the drafts.
-        drafts: names the drafts, so that sessions are compared with those that draft in the same way.
-        paces: how fast earlier sessions were with drafts and without.
+        drafts: name of the kind of drafts; sessions are compared with others of the same kind.
+        paces: the paces of earlier sessions with and without drafts.
     """
 
     planned: FixedShape | DepthByCost
     drafts: str
     paces: PaceMemory = field(default_factory=PaceMemory, compare=False)
 
-    def enter(self, session: Session, beside: int) -> bool:
-        """Return whether a new session drafts, one of `beside` side by side. One that is audited always does."""
+    def enter(self, session: Session, batch_size: int) -> bool:
+        """Return whether a new session drafts. An audited session always does."""
         rule: Any = session.parts.rule
         if not _speaks_for_itself(rule) or not rule.ignores_drafts(session) or session.audited:
             return True
         warp = session.warp
-        return enter_pace(self, session, f"{self.drafts}, {rule!r}, {warp.greedy=}, cuts={warp.cut.cuts}", beside)
+        return enter_pace(self, session, f"{self.drafts}, {rule!r}, {warp.greedy=}, cuts={warp.cut.cuts}", batch_size)
 
     def plan(self, session: Session) -> Shape:
         return self.planned.plan(session) if has_drafts(self, session) else Shape(0, 0)
 
     def numbers(self, session: Session) -> Plan:
-        """Return the plan as numbers for steps."""
+        """Return the plan for steps."""
         return self.planned.numbers(session) if has_drafts(self, session) else NO_DRAFTS
 
     def settle(self, session: Session, turn: Turn) -> None:
@@ -217,39 +217,39 @@ class DraftsIfFaster:
             self.planned.settle(session, turn)
 
     def remember(self, session: Session) -> None:
-        """Note how fast a session was, which is over."""
+        """Record the pace of a finished session."""
         leave_pace(self, session)
 
 
 def _speaks_for_itself(rule: object) -> bool:
-    """Return whether the class that judges drafts says itself whether texts depend on them, and not one above it."""
+    """Return whether the class that defines `verify` also defines `ignores_drafts`, instead of inheriting it."""
     judging = next((kind for kind in type(rule).__mro__ if "verify" in vars(kind)), None)
     return judging is not None and "ignores_drafts" in vars(judging)
 
 
-def enter_pace(controller: Any, session: Session, kind: str, beside: int) -> bool:
-    """Return whether a new session drafts, as a controller with `paces` has found it faster for sessions of this kind.
+def enter_pace(controller: Any, session: Session, kind: str, batch_size: int) -> bool:
+    """Return whether a new session drafts: whether sessions of this kind are faster with drafts, by `controller.paces`.
 
     Args:
-        beside: sessions side by side, itself included.
+        batch_size: number of sessions in the batch, including the new one.
     """
-    kind = f"{kind}, {side_by_side(beside)}, {allowed_threads()} threads"
+    kind = f"{kind}, {side_by_side(batch_size)}, {allowed_threads()} threads"
     phase: Phase = controller.paces.enter(kind)
-    session.state[controller, Entered] = Entered(kind, beside, phase)
+    session.state[controller, Entered] = Entered(kind, batch_size, phase)
     return phase.drafts
 
 
 def has_drafts(controller: Any, session: Session) -> bool:
-    """Return whether a session drafts; one that no pace was asked for does."""
+    """Return whether a session drafts; sessions without `enter_pace` do."""
     entered: Entered | None = session.state.get((controller, Entered))
     return entered is None or entered.phase.drafts
 
 
 def leave_pace(controller: Any, session: Session) -> None:
-    """Note the pace of a session that is over, however it ended; only that of a whole text counts."""
+    """Record the pace of a finished session. It counts only if the text is complete."""
     entered: Entered | None = session.state.pop((controller, Entered), None)
     if entered is None:
         return
     is_whole = session.over and session.failure is None
     layers = len(session.count.widths) if is_whole else 0
-    controller.paces.leave(entered.kind, entered.phase, session.count.seconds, layers, entered.beside)
+    controller.paces.leave(entered.kind, entered.phase, session.count.seconds, layers, entered.batch_size)

@@ -1,51 +1,55 @@
-"""PLAN: depth and width of the next draft, from numbers that steps can read.
+"""PLAN: the records by which steps plan the next draft (`Plan`) and end it between layers (`StopSpec`).
 
-A controller whose numbers are a record of another kind, with a field `width`, registers its own steps for these verbs.
+A controller whose `numbers` are another record, with a field `width`, registers its own steps for the verbs below.
 """
 
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from specbeam.core.dice import Uniforms
+from specbeam.core.records import Shape
+from specbeam.core.session import Session
 from specbeam.core.steps import Array, borrowed, step, verb
 
-BY_ODDS = -1  # the value of `Plan.depth` if the depth is chosen
+BY_ODDS = -1  # `Plan.depth` of plans that choose the depth from their tables
 
 
 @verb(0, has_body=False)
 def plan_depth(plan: Any, roots: int, turns: int, remaining: int) -> int:  # type: ignore[empty-body]
-    """Return the depth of the next draft, after `turns` turns and with `remaining` tokens that may be emitted."""
+    """Return the depth of the next draft, after `turns` turns and with at most `remaining` tokens to emit."""
 
 
 @verb(0)
 def learn_passed(plan: Any, passed: Array) -> None:
-    """Learn which of the drafted layers that were judged in a turn passed, bool[layers]."""
+    """Learn from a turn's judged layers.
+
+    Args:
+        passed: bool[layers], whether each judged draft layer passed.
+    """
     return
 
 
 @verb(0, has_body=False)
 def deepest_of(plan: Any) -> int:  # type: ignore[empty-body]
-    """Return the most layers that a plan may draft."""
+    """Return the maximum number of layers that a plan may draft."""
 
 
 @borrowed
 class Plan(NamedTuple):
-    """What a controller decides by, as numbers for steps: a fixed depth, or tables from which a depth is chosen.
+    """The plan of a controller, for steps: a fixed depth, or tables to choose the depth with the most layers per second."""
 
-    BY_ODDS chooses the depth of most expected layers per second.
-    """
-
-    depth: int  # of a draft; or BY_ODDS
-    width: int  # drafts per layer
-    beyond: int  # number of layers that a turn may emit beyond those it drafts
-    seconds: Array  # float64[roots + 1, depths]: of a turn that emits nothing
-    judge_s: float  # seconds of each layer that is emitted
-    seen: Array  # float64[2, layers]: how often each layer passed, and was reached; changed by `learn_passed`
-    explore: int  # every `explore`-th turn drafts one layer if it would draft none
+    depth: int  # number of draft layers, or BY_ODDS
+    width: int  # draft nodes per layer
+    beyond: int  # number of layers that a turn may emit in addition to the drafted ones
+    seconds: Array  # float64[roots + 1, depths]: seconds of a turn that emits nothing
+    judge_s: float  # seconds per emitted layer
+    seen: Array  # float64[2, layers]: how often each layer passed and was reached; changed by `learn_passed`
+    explore: int  # every `explore`-th turn drafts one layer if the plan is to draft none
 
 
 def plan_of_shape(depth: int, width: int, beyond: int = 1) -> Plan:
-    """Return the plan of drafts that all have the same shape."""
+    """Return a plan with a fixed shape."""
     return Plan(depth, width, beyond, np.zeros((1, 1)), 0.0, np.ones((2, 1)), 1)
 
 
@@ -54,7 +58,7 @@ def layers_by_depth(seen: Array) -> Array:
     """Return the expected number of layers that a turn emits if it drafts 0, 1, 2, ... layers, float64[layers + 1].
 
     Args:
-        seen: float64[2, layers], how often each layer passed, and was reached.
+        seen: float64[2, layers], how often each layer passed and was reached.
     """
     emitted = np.ones(seen.shape[1] + 1)
     survive = 1.0
@@ -67,7 +71,7 @@ def layers_by_depth(seen: Array) -> Array:
 @plan_depth.of(Plan)
 @step
 def plan_fixed_or_by_odds(plan: Plan, roots: int, turns: int, remaining: int) -> int:
-    """Return the fixed depth, or the one of most expected layers per second; see `plan_depth`."""
+    """Return the fixed depth, or the depth with the most expected layers per second; see `plan_depth`."""
     depth = plan.depth
     if depth < 0:
         seconds = plan.seconds[min(roots, len(plan.seconds) - 1)]
@@ -92,3 +96,61 @@ def count_passed(plan: Plan, passed: Array) -> None:
 def deepest_of_tables(plan: Plan) -> int:
     """Return the fixed depth, or the largest in the tables; see `deepest_of`."""
     return int(plan.depth if plan.depth >= 0 else plan.seconds.shape[1] - 1)
+
+
+class PlansMostLayers:
+    """Base class of controllers that plan `most` layers of `width` nodes, and end drafts between layers."""
+
+    most: int
+    width: int
+
+    def plan(self, session: Session) -> Shape:
+        return Shape(min(self.most, session.remaining - 1), self.width)
+
+    def numbers(self, session: Session) -> Plan | None:
+        """Return the plan for steps."""
+        return plan_of_shape(self.most, self.width)
+
+
+NEVER, BY_THRESHOLD, BY_COIN, BY_SURVIVAL = range(4)  # kinds of `StopSpec`
+
+
+@borrowed
+class StopSpec(NamedTuple):
+    """The state of a controller that ends drafts between layers, for steps.
+
+    All such controllers share this type, so a compiled loop is compiled once. The modules of the controllers define the
+    contents of `settings` and `learnt`.
+    """
+
+    kind: int  # NEVER, BY_THRESHOLD, BY_COIN or BY_SURVIVAL
+    settings: Array  # float64[settings]: constants
+    learnt: Array  # float64[learnt]: changed by steps
+    hits: Array  # float64[bins]: accepted tokens by draft probability, for BY_SURVIVAL; otherwise empty
+    tries: Array  # float64[bins]: judged tokens by draft probability, for BY_SURVIVAL; otherwise empty
+    scores: Array  # float64[most]: draft probabilities of this turn's layers
+    counted: Array  # int64[1]: number of entries of `scores` in use
+    coins: Any  # `Uniforms`: the controller's own random numbers
+
+
+def new_stop(kind: int, settings: Array, learnt: Array, most: int) -> StopSpec:
+    """Return the state of a controller before its first turn, with no random numbers.
+
+    Args:
+        most: maximum number of layers of a draft.
+    """
+    none = np.zeros(0)
+    scores = np.zeros(max(most, 1) + 1)
+    no_coins = Uniforms(none, np.zeros(1, dtype=np.int64))
+    return StopSpec(kind, settings, learnt, none, none, scores, np.zeros(1, dtype=np.int64), no_coins)
+
+
+NO_STOP = new_stop(NEVER, np.zeros(0), np.zeros(0), 0)
+
+
+@step
+def note_score(stop: StopSpec, confidence: float) -> None:
+    """Append the draft probability of the surest token of the newest layer to `stop.scores`."""
+    scores = stop.scores
+    scores[min(stop.counted[0], len(scores) - 1)] = confidence
+    stop.counted[0] = min(stop.counted[0] + 1, len(scores))

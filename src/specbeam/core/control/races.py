@@ -1,16 +1,16 @@
-"""The probability that a draft layer is accepted in full, by its width. Widths are chosen by it.
+"""The probability that a draft layer is accepted in full, by its width; widths are chosen by it.
 
-It is computed from the laws of the layer alone, never from its draws or its noise. So a width that is chosen by it does not
-change the law of the layer.
+It depends only on the laws of the layer, never on its draws or noise. So a width that is chosen by it does not change the
+law of the layer.
 """
 
 import numpy as np
 
 from specbeam.core.steps import Array, step
 
-RACES = 64  # number of exponential races that are simulated
+RACES = 64  # number of simulated exponential races
 ENTRANTS = 64  # number of most probable pairs in a race
-NEVER = 10**9  # in place of the number of drafts that it takes until a pair is among them: it never is
+NEVER = 10**9  # number of drafts until a pair is among them, if it never is
 RACE_NOISE = np.random.default_rng(0).exponential(size=(RACES, ENTRANTS))
 
 
@@ -20,7 +20,7 @@ def accepted_pmf(p: Array, q: Array, drafts: int) -> Array:
 
     Drafts are independent. After j rejections in a row the residual is (p - c_j q)^+ / S_j, with c_0 = 0, S_0 = 1,
     c_{j+1} = c_j + S_j and S_{j+1} = sum (p - c_{j+1} q)^+. The first acceptance comes at draft i with probability
-    S_{i-1} - S_i, and then the process starts anew. `q` may sum to less than 1: the rest is the probability of drafts that
+    S_{i-1} - S_i; then the process restarts. `q` may sum to less than 1; the remainder is the probability of drafts that
     cannot be accepted. Source: DSBD (arXiv 2409.16560, eq. 4).
 
     >>> p, q = np.array([0.4, 0.3, 0.2, 0.1]), np.array([0.1, 0.2, 0.3, 0.4])
@@ -68,9 +68,9 @@ def _first(arrival: Array, count: int, order: Array) -> None:
 
 @step
 def _needed_by_rank(arrival: Array, likeliest: Array, most: int, order: Array, needed: Array) -> None:
-    """Write into `needed` how many drafts it takes until each pair is a draft, if a truncation cuts the draft law.
+    """Write into `needed` the number of drafts until each pair is a draft, if a truncation cuts the draft law.
 
-    Drafts are then the first `most` pairs to arrive, and after them the most probable others.
+    Drafts are then the first `most` pairs to arrive, followed by the most probable others.
     """
     core = 0
     needed[:] = 0
@@ -87,9 +87,9 @@ def _needed_by_rank(arrival: Array, likeliest: Array, most: int, order: Array, n
 
 @step
 def _needed_by_race(arrival: Array, among: Array, rest: float, needed: Array) -> None:
-    """Write into `needed` how many drafts it takes until each pair of `among` is a draft, if drafts are the first to arrive.
+    """Write into `needed` the number of drafts until each pair of `among` is a draft, if drafts are the first to arrive.
 
-    These are the pair itself, the pairs that arrive before it, and the expected number of those in the mass `rest`.
+    It counts the pair itself, the pairs that arrive before it, and the expected number of earlier pairs in the mass `rest`.
     """
     for pair in among:
         at = arrival[pair]

@@ -1,4 +1,4 @@
-"""PLAN: the number of nodes by a latency model that is fitted while decoding (ProPD, arXiv 2402.13485)."""
+"""PLAN: the number of nodes, by a latency model fitted while decoding (ProPD, arXiv 2402.13485)."""
 
 import heapq
 import time
@@ -14,7 +14,7 @@ from specbeam.core.session import Session
 
 
 class PassStatistics:
-    """Measurements of all sessions of a method: pass times, and how often the k-th candidate of a layer was right."""
+    """Measurements of all sessions of a method: pass times, and the accuracy of the k-th candidate of a layer."""
 
     def __init__(self, depth: int, ranks: int) -> None:
         self.times = PassTimes()
@@ -23,11 +23,11 @@ class PassStatistics:
         self.tries = np.full((depth, ranks), 2.0)
 
     def accuracy(self) -> Float64[np.ndarray, "depth ranks"]:
-        """Return how often the k-th candidate of each layer was right, as a share of its trials."""
+        """Return the share of correct trials of the k-th candidate of each layer."""
         return self.hits / self.tries
 
     def learn(self, turn: Turn) -> None:
-        """Count the candidates of a turn that were tried, and those that were right."""
+        """Count the tried and the correct candidates of a turn."""
         groups = turn.forest.siblings.groups()
         children = {int(group.parents[0]): group.tokens.tolist() for group in groups}
         for layer, step in enumerate(turn.verdict.steps[: len(self.hits)]):
@@ -39,15 +39,15 @@ class PassStatistics:
 
 @dataclass(frozen=True)
 class SizeByLatency:
-    """A controller that plans the number of nodes of most expected tokens per second: argmax A(n) / T(n).
+    """A controller that plans the number of nodes with the most expected tokens per second: argmax A(n) / T(n).
 
-    A(n) is the expected number of tokens of the best tree of n nodes at the accuracies measured so far; T(n) is a line that
-    is fitted to the times of past turns. All sessions share what is learnt. The time of a session's first turn does not
-    count, because it includes the prompt.
+    A(n) is the expected number of tokens of the best tree of n nodes at the measured accuracies; T(n) is a line fitted to
+    the times of past turns. All sessions share the measurements. The first turn of a session is not timed, because it
+    includes the prompt.
 
     Args:
-        most: the most nodes below the root.
-        depth: the most layers.
+        most: maximum number of nodes below the root.
+        depth: maximum number of layers.
         ranks: number of candidates per node whose accuracy is measured.
         explore: every `explore`-th turn doubles or halves the size, so that the line is fitted to different sizes.
     """
@@ -81,7 +81,7 @@ class SizeByLatency:
 def best_size(
     accuracy: Float64[np.ndarray, "depth ranks"] | Sequence[Sequence[float]], fixed_s: float, node_s: float, most: int
 ) -> int:
-    """Return the number of nodes, root included, of most expected tokens per second.
+    """Return the number of nodes, including the root, with the most expected tokens per second.
 
     A pass over n nodes takes `fixed_s` + `node_s` n seconds.
 
@@ -95,7 +95,7 @@ def best_size(
 
 
 def best_values(accuracy: Float64[np.ndarray, "depth ranks"] | Sequence[Sequence[float]], most: int) -> list[float]:
-    """Return the acceptance probabilities of the `most` likeliest nodes of the infinite tree, descending; the root has 1."""
+    """Return the acceptance probabilities of the `most` likeliest nodes of the infinite tree, root included, descending."""
     heap: list[tuple[float, int]] = [(-1.0, 0)]
     values: list[float] = []
     while heap and len(values) < most:

@@ -1,17 +1,39 @@
-"""PLAN: whether a draft ends between two layers, for steps: what each controller that may end one is asked, and learns.
+"""PLAN: end a draft between two layers: the interface of controllers that do so, and the same decision in steps.
 
-A controller is asked after each layer that can go on, the last one too. So a compiled loop and Python ask alike, and coins
-fall alike.
+After each layer that could be continued, including the last one, the controller is asked whether to continue. Compiled runs
+and Python ask at the same points, so controllers consume their random numbers alike.
 """
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from specbeam.core.control.confidence import is_sure, learn_threshold
-from specbeam.core.control.stops import BY_COIN, BY_SURVIVAL, BY_THRESHOLD, NO_STOP, StopSpec
-from specbeam.core.control.survival import SURVIVAL, is_worth_more, learn_survival
+from specbeam.core.control.planning import BY_COIN, BY_SURVIVAL, BY_THRESHOLD, NO_STOP, StopSpec
+from specbeam.core.control.survival import SURVIVAL, gains_by_drafting, learn_survival
 from specbeam.core.control.thompson import learn_rate, toss
 from specbeam.core.session import Session
 from specbeam.core.steps import step
+
+
+@runtime_checkable
+class Stopping(Protocol):
+    """A controller that may end a draft between layers.
+
+    Optional members: the property `between_layers`, False if the controller's settings rule this out; and the method
+    `stops`, which returns a `StopSpec` with which steps decide in its place (see `stops_of`).
+    """
+
+    def more(self, session: Session, depth: int, confidence: float) -> bool:
+        """Return whether to draft another layer after the `depth` layers so far.
+
+        Args:
+            confidence: the largest draft probability of a token of the newest layer.
+        """
+        ...
+
+
+def stops_between_layers(controller: object) -> bool:
+    """Return whether a controller with its settings may end a draft between layers."""
+    return isinstance(controller, Stopping) and getattr(controller, "between_layers", True)
 
 
 @step
@@ -24,19 +46,19 @@ def begin_draft(stop: StopSpec) -> None:
 
 @step
 def goes_on(stop: StopSpec, confidence: float) -> bool:
-    """Return whether to draft on after a layer whose surest token has this draft probability."""
+    """Return whether to continue the draft after a layer whose likeliest token has this draft probability."""
     if stop.kind == BY_THRESHOLD:
         return is_sure(stop, confidence)
     if stop.kind == BY_COIN:
         return toss(stop, confidence)
     if stop.kind == BY_SURVIVAL:
-        return is_worth_more(stop, confidence)
+        return gains_by_drafting(stop, confidence)
     return True
 
 
 @step
 def learn_stop(stop: StopSpec, drafted: int, accepted: int) -> None:
-    """Learn from a turn of which `accepted` of the `drafted` layers passed."""
+    """Learn from a turn that accepted `accepted` of `drafted` layers."""
     if stop.kind == BY_THRESHOLD:
         learn_threshold(stop, drafted, accepted)
     elif stop.kind == BY_COIN:
@@ -46,14 +68,14 @@ def learn_stop(stop: StopSpec, drafted: int, accepted: int) -> None:
 
 
 def stops_of(controller: object, session: Session, tosses: int) -> Any:
-    """Return the `StopSpec` that ends the drafts of a session in place of a controller; None if only Python can end them.
+    """Return the `StopSpec` with which steps end the drafts of a session; None if only Python can end them.
 
-    A controller that is derived from one of ours and decides in its own way decides in Python.
+    A subclass of a built-in controller that overrides `more` decides in Python, unless it also overrides `stops`.
 
     Args:
-        tosses: the most coins that are tossed before this is called again.
+        tosses: maximum number of random decisions until the next call.
     """
-    if not hasattr(controller, "more") or not getattr(controller, "between_layers", True):
+    if not stops_between_layers(controller):
         return NO_STOP
     for kind in type(controller).__mro__:
         if "more" in vars(kind):

@@ -1,8 +1,8 @@
 """PLAN: the length of drafts by Thompson sampling of the acceptance rate (EESD, arXiv 2406.03853).
 
-A controller of the paper draws a rate from its posterior, and tosses a coin with it. What is decided is only the coin: its
-law is that of a coin with the mean of what the rate is drawn from, given the coins before it that were tossed with the same
-rate. So the coins are tossed with these odds, in closed form, and no rate is drawn for them.
+The paper's controllers draw a rate from its posterior and toss a coin with this rate. Only the coin matters, and its law is
+that of a coin whose odds are the posterior mean, given the earlier coins of the same rate. So coins are tossed with these
+odds, in closed form, and no rate is drawn.
 """
 
 import math
@@ -11,30 +11,29 @@ from typing import Literal
 
 import numpy as np
 
-from specbeam.core.control.planning import Plan, plan_of_shape
-from specbeam.core.control.stops import BY_COIN, StopSpec, new_stop, note_score
+from specbeam.core.control.planning import BY_COIN, Plan, PlansMostLayers, StopSpec, new_stop, note_score, plan_of_shape
 from specbeam.core.dice import Dice, flip
 from specbeam.core.records import Shape, Turn
 from specbeam.core.session import Session
 from specbeam.core.steps import step
 
 Mode = Literal["step", "round", "best"]
-COINS = 0x7505  # tells the coins of a controller from the other random numbers of its session
-RATES = 0x7506  # the same for the rates that mode "best" draws
-# Indices into `StopSpec.learnt` of kind BY_COIN: both parameters of the Beta posterior; the estimated variance of the true
+COINS = 0x7505  # key of the random numbers of coins, within a session
+RATES = 0x7506  # key of the random numbers of the rates that mode "best" draws
+# Indices into `StopSpec.learnt` for BY_COIN: both parameters of the Beta posterior; the estimated variance of the true
 # acceptance rate around the draft probability.
 ACCEPTED, REFUSED, SCORE_ERROR = range(3)
-# Its settings, see `Thompson`: the prior, what is forgotten, and what else is so (1) or not (0).
-# The last two are whether all coins of a turn have the same rate, and whether there are coins at all.
+# Indices into `StopSpec.settings`: settings of `Thompson` (booleans as 1 and 0), whether all coins of a turn share one rate,
+# and whether coins are tossed at all.
 PRIOR_ACCEPTED, PRIOR_REFUSED, FORGET, CALIBRATED, PERSISTENT, CENSORED, SHARES_RATE, HAS_COINS = range(8)
-FIRST_ERROR = 0.05  # of draft probabilities as predictions, as a variance, before any is known
+FIRST_ERROR = 0.05  # prior of SCORE_ERROR
 LEAST_ERROR = 0.002
 TOKEN_SPREAD = 0.05  # variance of the acceptance rate from token to token
 
 
 @step
 def mean_of_clipped(mean: float, variance: float) -> float:
-    """Return the mean of a normal number that is moved to the nearer end of [0, 1] if it lies outside."""
+    """Return the mean of a normal variable clipped to [0, 1]."""
     if variance <= 0:
         return min(max(mean, 0.0), 1.0)
     spread = math.sqrt(variance)
@@ -64,9 +63,9 @@ def calibrated_odds(stop: StopSpec, score: float) -> float:
 
 @step
 def odds_of_coin(stop: StopSpec) -> float:
-    """Return the odds to draft on after the newest layer that is noted.
+    """Return the odds of continuing the draft after the newest noted layer.
 
-    A rate that all coins of a turn share is known better after each that fell for going on.
+    If all coins of a turn share a rate, each earlier coin counts as an acceptance: it fell for continuing.
     """
     newest = stop.counted[0] - 1
     if stop.settings[CALIBRATED] == 1:
@@ -79,7 +78,7 @@ def odds_of_coin(stop: StopSpec) -> float:
 
 @step
 def toss(stop: StopSpec, confidence: float) -> bool:
-    """Note the draft probability of the newest token, and return whether to draft on after it."""
+    """Note the draft probability of the newest token, and return whether to continue the draft after it."""
     note_score(stop, confidence)
     if stop.settings[HAS_COINS] == 0:
         return True
@@ -88,7 +87,7 @@ def toss(stop: StopSpec, confidence: float) -> bool:
 
 @step
 def learn_rate(stop: StopSpec, drafted: int, accepted: int) -> None:
-    """Learn from a turn of which `accepted` of the `drafted` layers passed."""
+    """Learn from a turn that accepted `accepted` of `drafted` layers."""
     learnt = stop.learnt
     settings = stop.settings
     refused = drafted - accepted
@@ -106,8 +105,8 @@ def learn_rate(stop: StopSpec, drafted: int, accepted: int) -> None:
 
 
 @dataclass(frozen=True)
-class Remembered:
-    """What a controller keeps of a session: its numbers, its coins, and what rates are drawn from."""
+class CoinState:
+    """The state of a `Thompson` controller in a session."""
 
     numbers: StopSpec
     coins: Dice
@@ -115,23 +114,24 @@ class Remembered:
 
 
 @dataclass(frozen=True)
-class Thompson:
-    """A controller that draws the acceptance rate of drafts from its posterior, and drafts as long as that rate suggests.
+class Thompson(PlansMostLayers):
+    """A controller that samples the acceptance rate of drafts from its posterior, and chooses the length by this rate.
 
     Args:
-        mode: "step": draw a new rate after each token, and go on with that probability; "round": draw one rate per turn, and
-            go on with that probability; "best": draw one rate per turn, and draft to the best length for it and `cost`.
+        mode: "step": draw a rate after each token, and continue with this probability. "round": draw one rate per turn, and
+            continue with this probability after each token. "best": draw one rate per turn, and draft to the best length
+            for this rate and `cost`.
         cost: time of a draft step as a share of a target pass, for mode "best".
-        calibrated: mix the posterior with the draft model's own probability of the newest token, each weighted by its
-            certainty (Calibration-TS), and go on with the mixed probability after each token; in mode "best" within the
-            chosen length.
-        persistent: give the rate a constant variance in this mixture; that of the posterior shrinks, so that the draft
-            model's own probability would lose its influence in long texts.
-        censored: True: the tokens after the first refusal are not counted, because they were not judged; False: they count
-            as refused.
-        forget: share of what was learnt that is kept at each turn; 1: all of it.
+        calibrated: mix the posterior with the draft probability of the newest token, each weighted by its certainty
+            (Calibration-TS), and continue with the mixed probability after each token; in mode "best" within the chosen
+            length.
+        persistent: whether the rate has a constant variance in this mixture. The variance of the posterior shrinks, so in
+            long texts the draft probability would lose its influence.
+        censored: True: tokens after the first refusal are not counted, because they were not judged. False: they count as
+            refused.
+        forget: weight of earlier turns after each turn; 1: nothing is forgotten.
         prior: parameters of the Beta prior: accepted, refused.
-        most: the most layers of a draft.
+        most: maximum number of layers of a draft.
         width: number of draft nodes per layer.
     """
 
@@ -147,7 +147,7 @@ class Thompson:
 
     @property
     def between_layers(self) -> bool:
-        """Whether it may end a draft between layers. Mode "best", if not calibrated, fixes the length in `plan`."""
+        """Whether a draft may end between layers. Mode "best" without calibration fixes the length in `plan`."""
         return self.calibrated or self.mode != "best"
 
     def plan(self, session: Session) -> Shape:
@@ -160,38 +160,38 @@ class Thompson:
         return Shape(min(max(length, 1), session.remaining - 1), self.width)
 
     def numbers(self, session: Session) -> Plan | None:
-        """Return the plan as numbers for steps; None in mode "best", whose lengths are drawn in Python."""
+        """Return the plan for steps; None in mode "best", whose lengths are drawn in Python."""
         return None if self.mode == "best" else plan_of_shape(max(self.most, 1), self.width)
 
     def stops(self, session: Session, tosses: int) -> StopSpec:
-        """Return what it knows as numbers for steps, with at least `tosses` coins; see `control.stopping.stops_of`."""
+        """Return the state for steps, with at least `tosses` random numbers; see `control.stopping.stops_of`."""
         known = self._known(session)
         return known.numbers._replace(coins=known.coins.ready(tosses))
 
     def more(self, session: Session, depth: int, confidence: float) -> bool:
-        """Return whether to draft on after a token. The first one is always drafted."""
+        """Return whether to continue the draft. The first token is always drafted."""
         return bool(toss(self.stops(session, 1), confidence))
 
     def settle(self, session: Session, turn: Turn) -> None:
         learn_rate(self.stops(session, 0), turn.forest.layers, turn.verdict.accepted)
 
-    def _known(self, session: Session) -> Remembered:
+    def _known(self, session: Session) -> CoinState:
         if self not in session.state:
             is_so = (self.calibrated, self.persistent, self.censored, self.mode == "round", self.between_layers)
             settings = np.array([*self.prior, self.forget, *is_so], dtype=np.float64)
             learnt = np.array([*self.prior, FIRST_ERROR])
             rates = np.random.Generator(np.random.Philox(key=session.dice.key ^ RATES))
-            session.state[self] = Remembered(
+            session.state[self] = CoinState(
                 new_stop(BY_COIN, settings, learnt, self.most), Dice(session.dice.key ^ COINS), rates
             )
-        found: Remembered = session.state[self]
+        found: CoinState = session.state[self]
         return found
 
 
 def best_length(rate: float, cost: float, most: int) -> int:
-    """Return the K up to `most` of largest (1 - rate^(K+1)) / ((1 - rate)(1 + cost K)).
+    """Return the K <= `most` that maximises (1 - rate^(K+1)) / ((1 - rate)(1 + cost K)).
 
-    These are the expected tokens per unit of time at a constant acceptance rate.
+    This is the expected number of tokens per unit of time at a constant acceptance rate.
 
     >>> [best_length(rate, 0.05, 30) for rate in (0.5, 0.7, 0.9)]
     [3, 6, 13]

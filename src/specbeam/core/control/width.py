@@ -1,4 +1,4 @@
-"""PLAN, within a turn: the number of draws of the next layer, chosen before its drafts are read."""
+"""PLAN, within a turn: the number of draws of the next layer, chosen before its drafts are judged."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
@@ -24,18 +24,18 @@ from specbeam.core.laws.joint import (
 from specbeam.core.laws.ranking import Truncation, ascending, cuts, sorted_places
 from specbeam.core.steps import Array, step, verb
 
-UNDECIDED = -1  # in place of a width that depends on rows that are not at hand
-MARGIN = 1e-4  # more than rounding adds to a share of a law, compared with the same share without rounding
+UNDECIDED = -1  # in place of a width that depends on missing rows
+MARGIN = 1e-4  # larger than the rounding error of a share of a law
 
 
 class FixedWidths(NamedTuple):
-    """The numbers of a `FixedWidth`: every layer has `most` draws."""
+    """A `FixedWidth` for steps: every layer has `most` draws."""
 
     most: int
 
 
 class NucleusWidths(NamedTuple):
-    """The numbers of a `NucleusWidth`."""
+    """A `NucleusWidth` for steps."""
 
     most: int
     least: int
@@ -43,7 +43,7 @@ class NucleusWidths(NamedTuple):
 
 
 class SureWidths(NamedTuple):
-    """The numbers of a `SureWidth`."""
+    """A `SureWidth` for steps."""
 
     most: int
     least: int
@@ -54,16 +54,16 @@ class SureWidths(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class WidthContext:
-    """What the width of a drafted layer may depend on: the laws of the layer, never its draws."""
+    """The information on which a layer's width may depend: the laws of the layer, never its draws."""
 
-    law: JointLaw  # of the target, over the live beams
+    law: JointLaw  # law of the target over the live beams
     live: Beams
     forest: Forest
-    number: int  # of the layer, from 0 on
+    number: int  # number of the layer, from 0
 
     @property
     def drafted(self) -> int:
-        """The number of drafts of the layer; 0 of one after the drafts."""
+        """The number of drafts of the layer; 0 for a layer after the drafts."""
         ends = self.forest.siblings.draw_ends
         if self.number >= len(ends):
             return 0
@@ -73,7 +73,7 @@ class WidthContext:
         """Return the probabilities that 0, 1, 2, ... draws are all accepted drafts.
 
         Args:
-            most: the most draws.
+            most: maximum number of draws.
             by_noise: whether draft and target share noise; otherwise drafts are tried.
         """
         if by_noise:
@@ -84,15 +84,15 @@ class WidthContext:
 
 @runtime_checkable
 class Width(Protocol):
-    """A policy that chooses the width of drafted layers. A policy that steps do not know decides in Python, by `choose`.
+    """A policy that chooses the width of drafted layers. Policies without compiled steps decide in Python, by `choose`.
 
-    It may also have `ignores_drafts`: whether a width is a function of the target's law alone. Such a policy is asked for
-    every layer, drafted or not, so texts do not depend on the drafts.
+    Optional attribute: `ignores_drafts`, whether widths are a function of the target's law alone. Such a policy chooses the
+    width of every layer, drafted or not, so texts do not depend on the drafts.
     """
 
     @property
     def most(self) -> int:
-        """The most draws of a layer."""
+        """The maximum number of draws of a layer."""
         ...
 
     def choose(self, layer: WidthContext) -> int:
@@ -113,18 +113,18 @@ class FixedWidth:
         return self.most
 
     def spec(self, by_noise: bool) -> FixedWidths:
-        """Return its numbers for steps; see `width_spec`."""
+        """Return the policy for steps; see `width_spec`."""
         return FixedWidths(self.most)
 
 
 @dataclass(frozen=True)
 class SureWidth:
-    """A policy that takes the widest layer that is accepted in full with a probability of at least `threshold`.
+    """A policy that chooses the widest layer that is accepted in full with a probability of at least `threshold`.
 
     Source: DSBD (arXiv 2409.16560, eq. 5).
 
     Args:
-        most, least: number of draws.
+        most, least: maximum and minimum number of draws.
     """
 
     most: int
@@ -136,19 +136,19 @@ class SureWidth:
         return int(widest(layer.odds(self.most), self.threshold, self.least, self.most))
 
     def spec(self, by_noise: bool) -> SureWidths:
-        """Return its numbers for steps; see `width_spec`."""
+        """Return the policy for steps; see `width_spec`."""
         return SureWidths(self.most, self.least, float(self.threshold), by_noise, RACE_NOISE)
 
 
 @dataclass(frozen=True)
 class NucleusWidth:
-    """A policy that takes as many draws as the most probable pairs that hold `mass` of the joint law are.
+    """A policy that chooses the smallest number of most probable pairs that hold `mass` of the joint law.
 
-    A layer is narrow where the target is sure how its texts go on, and wide where it is not. The width looks at the target's
-    law alone, never at drafts, so with and without drafts the beams are the same.
+    Layers are narrow where the target's law is concentrated. The width depends on the target's law alone, so the beams are
+    the same with and without drafts.
 
     Args:
-        most, least: number of draws.
+        most, least: maximum and minimum number of draws.
         mass: a probability.
     """
 
@@ -163,29 +163,28 @@ class NucleusWidth:
         return int(nucleus_width(NucleusWidths(self.most, self.least, self.mass), layer.law))
 
     def spec(self, by_noise: bool) -> NucleusWidths:
-        """Return its numbers for steps; see `width_spec`."""
+        """Return the policy for steps; see `width_spec`."""
         return NucleusWidths(self.most, self.least, float(self.mass))
 
 
 def is_for_steps(widths: object) -> bool:
-    """Return whether steps choose these widths, and not a policy in Python."""
+    """Return whether steps choose these widths."""
     return asked_width.has_step(type(widths))
 
 
 def ignores_drafts(width: Width) -> bool:
-    """Return whether a policy says that its widths are functions of the target's law alone.
+    """Return whether the widths of a policy are functions of the target's law alone.
 
-    A class that is derived from a policy may choose in another way, so it has to say so itself.
+    A subclass of a policy may choose differently, so it must define `ignores_drafts` itself.
     """
     says = "ignores_drafts" in vars(type(width)) or "ignores_drafts" in getattr(width, "__dict__", {})
     return says and bool(getattr(width, "ignores_drafts", False))
 
 
 def width_spec(width: Width, by_noise: bool) -> Any:
-    """Return the numbers by which steps choose widths; a policy that chooses in Python is returned as it is.
+    """Return the record with which steps choose widths, or the policy itself if it chooses in Python.
 
-    A policy that steps know has a method `spec(by_noise)`. A class that is derived from one, and chooses in its own way,
-    chooses in Python.
+    A policy for steps has a method `spec(by_noise)`. A subclass that overrides `choose` without `spec` chooses in Python.
 
     Args:
         by_noise: whether draft and target share noise; otherwise drafts are tried.
@@ -201,8 +200,8 @@ def asked_width(widths: Any, law: JointLaw, live: Beams, forest: Forest, number:
     """Return the number of draws of layer `number`, which may come after the drafts.
 
     Args:
-        widths: numbers of a policy, or a policy that decides in Python.
-        law: of the target, over the live beams.
+        widths: the record of a policy for steps, or a policy that decides in Python.
+        law: law of the target over the live beams.
     """
     is_drafted = number < forest.siblings.size
     if not is_drafted and not ignores_drafts(widths):
@@ -224,7 +223,7 @@ def width_by_nucleus(widths: NucleusWidths, law: JointLaw, live: Beams, forest: 
 
 @asked_width.of(SureWidths)
 def width_if_drafted(widths: SureWidths, law: JointLaw, live: Beams, forest: Forest, number: int) -> int:
-    """Return the widest layer that is sure to be accepted, and the most draws after the drafts; see `asked_width`."""
+    """Return the width by acceptance odds, or the maximum width after the drafts; see `asked_width`."""
     if number < len(forest.siblings.kinds):
         return sure_width(widths, law, live, forest, number)
     return widths.most
@@ -232,10 +231,10 @@ def width_if_drafted(widths: SureWidths, law: JointLaw, live: Beams, forest: For
 
 @verb(0)
 def width_of_known(widths: Any, law: JointLaw, unknown: Beams) -> int:
-    """Return the number of draws of a layer, computed without the rows of some live beams; UNDECIDED if they matter.
+    """Return the number of draws of a layer without the rows of some live beams; UNDECIDED if it depends on these rows.
 
     Args:
-        law: of the other live beams, which must cut no pairs, at a temperature of at most 1.
+        law: law of the other live beams, without truncation, at a temperature of at most 1.
         unknown: the live beams without rows.
     """
     return UNDECIDED
@@ -249,13 +248,13 @@ def fixed_width_of_known(widths: FixedWidths, law: JointLaw, unknown: Beams) -> 
 
 @verb(0)
 def width_by_draft(widths: Any, law: JointLaw) -> int:
-    """Return the number of draws that a layer may be expected to get, going by the draft model's law of it."""
+    """Return the expected number of draws of a layer, estimated from the draft model's law."""
     return widths.most
 
 
 @step
 def _fewest(weights: Array, total: float, widths: NucleusWidths) -> int:
-    """Return how many of these weights, descending, hold the mass of a total, within the bounds of a width."""
+    """Return the number of largest weights that hold `widths.mass` of a total, between `least` and `most`."""
     held = 0.0
     count = 0
     while count < min(widths.most, len(weights)) and held < widths.mass * total:
@@ -288,9 +287,9 @@ def _largest_share(known: Array, total: float, unknown: Array, width: int) -> fl
     """Return the largest share of a law that its `width` most probable pairs can hold.
 
     Args:
-        known: the sums of the most probable pairs of the known beams, from `_sums`.
-        total: the weight of all pairs of the known beams.
-        unknown: the sums of the largest bounds of the other beams, from `_sums`.
+        known: sums of the most probable pairs of the known beams, from `_sums`.
+        total: weight of all pairs of the known beams.
+        unknown: sums of the largest bounds of the other beams, from `_sums`.
     """
     share = 0.0
     for others in range(min(width, len(unknown) - 1) + 1):
@@ -302,11 +301,11 @@ def _largest_share(known: Array, total: float, unknown: Array, width: int) -> fl
 @width_of_known.of(NucleusWidths)
 @step
 def nucleus_width_of_known(widths: NucleusWidths, law: JointLaw, unknown: Beams) -> int:
-    """Return what `nucleus_width` returns for the law of all live beams; UNDECIDED if that depends on the unknown ones.
+    """Return `nucleus_width` for the law of all live beams; UNDECIDED if it depends on the unknown beams.
 
-    All that is known of these is a bound of the weight of all their pairs. The share of the most probable pairs is smallest
-    if each unknown beam has that weight, spread over many pairs. It is largest if some of them have it on a single pair, and
-    the others have none at all.
+    For each unknown beam only an upper bound of the weight of its pairs is known. The share of the most probable pairs is
+    smallest if each unknown beam has this weight, spread over many pairs. It is largest if some of them have it on a single
+    pair, and the others have weight 0.
     """
     temperature = law.truncation.temperature
     pairs = likeliest_pairs(law, widths.most)
@@ -320,7 +319,7 @@ def nucleus_width_of_known(widths: NucleusWidths, law: JointLaw, unknown: Beams)
     above = NucleusWidths(widths.most, widths.least, widths.mass + MARGIN)
     total = in_known + in_unknown.sum()
     widest_of_all = _fewest(known, total, above)
-    if len(known) < widths.most and known.sum() < above.mass * total:  # there may be more pairs among the unknown beams
+    if len(known) < widths.most and known.sum() < above.mass * total:  # unknown beams may have more pairs
         widest_of_all = widths.most
     sums_of_known = _sums(known)
     sums_of_unknown = _sums(in_unknown)
@@ -332,7 +331,7 @@ def nucleus_width_of_known(widths: NucleusWidths, law: JointLaw, unknown: Beams)
 
 @step
 def widest(odds: Array, threshold: float, least: int, most: int) -> int:
-    """Return the largest width whose odds are at least `threshold`, but at least `least` and at most `most`."""
+    """Return the largest width with odds of at least `threshold`, between `least` and `most`."""
     sure = 0
     for width in range(len(odds)):
         if odds[width] >= threshold:
@@ -342,7 +341,7 @@ def widest(odds: Array, threshold: float, least: int, most: int) -> int:
 
 @step
 def sure_width(widths: SureWidths, law: JointLaw, live: Beams, forest: Forest, number: int) -> int:
-    """Return the number of draws of drafted layer `number` that are accepted in full with enough probability."""
+    """Return the widest drafted layer that is accepted in full with the required probability."""
     if widths.by_noise:
         ends = forest.siblings.draw_ends
         drafts = ends[number] - start_of(ends, number)

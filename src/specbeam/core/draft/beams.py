@@ -10,14 +10,15 @@ from specbeam.core.compiling.copies import copy_numbers
 from specbeam.core.control.needs import (
     NO_BUDGET,
     Budget,
+    DraftedPairs,
     NodeOdds,
     learn_odds,
     no_node_odds,
+    nodes_to_extend,
+    nodes_to_score,
     odds_of_nodes,
     root_odds,
     with_layer_odds,
-    worthy_front,
-    worthy_nodes,
 )
 from specbeam.core.control.width import FixedWidths, Width, is_for_steps, width_by_draft, width_spec
 from specbeam.core.dice import pick
@@ -270,9 +271,8 @@ def _add_choice(spec: Any, drafted: Drafted, choice: Choice, vocab: int, beams: 
         bounds[place] = bound_of(spec.truncation, spec.noisy, choice.scores[place], 1, choice.keys[place])
     groups = longer.forest.siblings
     nodes = groups.nodes[len(groups.nodes) - count :]
-    odds = with_layer_odds(
-        drafted.odds, spec.budget, longer.forest, frontier, choice.parents, choice.values, bounds, nodes, beams
-    )
+    pairs = DraftedPairs(choice.parents, choice.values, bounds, nodes)
+    odds = with_layer_odds(drafted.odds, spec.budget, longer.forest, frontier, pairs, beams)
     return Drafted(longer.forest, longer.frontier, longer.core, odds)
 
 
@@ -394,15 +394,15 @@ def thinned_by_budget(spec: Any, drafted: Drafted) -> Drafted:
         return drafted
     forest = drafted.forest
     odds = drafted.odds
-    is_worthy = worthy_front(spec.budget, forest, odds, frontier.nodes)
-    rest = picked_beams(frontier, is_worthy)
-    core = drafted.core[is_worthy]
-    unworthy = frontier.nodes[~is_worthy]
-    is_root = len(unworthy) > 0 and forest.parents[unworthy[0]] < 0
-    if len(rest.nodes) == 0 or len(unworthy) == 0 or is_root:
+    is_extended = nodes_to_extend(spec.budget, forest, odds, frontier.nodes)
+    rest = picked_beams(frontier, is_extended)
+    core = drafted.core[is_extended]
+    not_extended = frontier.nodes[~is_extended]
+    is_root = len(not_extended) > 0 and forest.parents[not_extended[0]] < 0
+    if len(rest.nodes) == 0 or len(not_extended) == 0 or is_root:
         return Drafted(forest, rest, core, odds)
     is_kept = np.ones(len(forest.tokens), dtype=np.bool_)
-    is_kept[unworthy] = False
+    is_kept[not_extended] = False
     kept = np.flatnonzero(is_kept)
     node_map = np.cumsum(is_kept) - 1
     smaller = forest_of_nodes(forest, kept)
@@ -423,7 +423,7 @@ def cut_by_budget(spec: Any, drafted: Drafted) -> Cut:
     whole = drafted.forest
     if len(spec.budget.target_s) == 0:
         return uncut(whole)
-    node_map = worthy_nodes(spec.budget, whole, drafted.odds)
+    node_map = nodes_to_score(spec.budget, whole, drafted.odds)
     return Cut(forest_of_nodes(whole, node_map), whole, node_map, drafted.odds)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from specbeam.core.beams import Beams, is_end
 from specbeam.core.compiling.copies import copy_numbers
 from specbeam.core.control.needs import no_node_odds
-from specbeam.core.control.stops import NO_STOP, StopSpec
+from specbeam.core.control.planning import NO_STOP, StopSpec
 from specbeam.core.dice import pick
 from specbeam.core.draft.tree import (
     ROOM,

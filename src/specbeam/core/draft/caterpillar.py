@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specbeam.core.beams import Beams, is_end
-from specbeam.core.control.stops import NO_STOP, StopSpec
+from specbeam.core.control.planning import NO_STOP, StopSpec
 from specbeam.core.dice import pick
 from specbeam.core.draft.tree import (
     NODES,

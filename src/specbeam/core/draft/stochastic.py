@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specbeam.core.beams import Beams
-from specbeam.core.control.stops import NO_STOP, StopSpec
+from specbeam.core.control.planning import NO_STOP, StopSpec
 from specbeam.core.dice import next_uniforms
 from specbeam.core.draft.tree import (
     ROOM,

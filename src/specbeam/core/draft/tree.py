@@ -15,9 +15,8 @@ from jaxtyping import Int64
 
 from specbeam.core.beams import Beams, Layers, Texts, is_end
 from specbeam.core.control.best_tree import Topology
-from specbeam.core.control.confidence import Stopping
-from specbeam.core.control.stopping import begin_draft, goes_on, learn_stop, stops_of
-from specbeam.core.control.stops import NO_STOP, StopSpec
+from specbeam.core.control.planning import NO_STOP, StopSpec
+from specbeam.core.control.stopping import Stopping, begin_draft, goes_on, learn_stop, stops_of
 from specbeam.core.dice import Dice, pick
 from specbeam.core.draft.by_steps import drafted_by_steps
 from specbeam.core.draft.children import (

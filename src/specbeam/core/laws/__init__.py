@@ -1,6 +1,6 @@
-"""Laws: the probability distributions that are made from a model's logits. Names with `odds` hold probabilities.
+"""Laws: probability distributions computed from a model's logits. Names with `odds` hold probabilities.
 
-Only this code has work that grows with the vocabulary.
+All computations that scale with the vocabulary are in this package.
 """
 
 from specbeam.core.lazy import attached

@@ -1,6 +1,6 @@
-"""Changes of rows of logits before laws are made of them: the repetition penalty, the least number of new tokens, bans.
+"""Edits of logits by steps: repetition penalty, minimum number of new tokens, banned tokens.
 
-As steps, they do the same as transformers' processors. All other changes of rows are made in Python (laws/warp.py).
+They equal transformers' processors. All other processors run in Python (laws/warp.py).
 """
 
 from typing import NamedTuple
@@ -16,16 +16,16 @@ from specbeam.core.steps import Array, borrowed, step
 
 @borrowed
 class Edits(NamedTuple):
-    """The changes of a row of logits, which depend on the text that the row follows."""
+    """Edits of rows of logits, which may depend on the text before the row."""
 
-    penalty: float  # divides logits of tokens of the text that are above 0, multiplies those below; 1: no change
-    prompt: Array  # int64[n]: the tokens of the text before its new tokens
-    least: int  # number of new tokens before which no text may end
+    penalty: float  # repetition penalty: divides positive and multiplies negative logits of the text's tokens; 1: off
+    prompt: Array  # int64[n]: the tokens before the new ones
+    least: int  # minimum number of new tokens
     eos: Array  # int64[ends]
     texts: Texts  # the new tokens of the live beams
     of_logp: bool  # whether rows become log-probabilities first, as in transformers' beam modes
-    callback: int  # the address of a `Callback` into Python that changes rows; 0: there is none
-    banned: Array  # int64[n]: tokens that no text may have
+    callback: int  # address of a `Callback` into Python that edits rows; 0: none
+    banned: Array  # int64[n]: banned tokens
 
 
 _NOTHING = np.empty(0, dtype=np.int64)
@@ -40,13 +40,13 @@ def edits_any(edits: Edits) -> bool:
 
 @step
 def follows_text(edits: Edits) -> bool:
-    """Return whether what edits change in a row may depend on the text that it follows."""
+    """Return whether the edits of a row may depend on the text before it."""
     return edits.penalty != 1 or edits.least > 0 or edits.callback != 0
 
 
 @step
 def new_text(texts: Texts, tokens: Array, parents: Array, node: int) -> Array:
-    """Return the new tokens up to and including a forest node, int64[length]: those of its live beam, then its path."""
+    """Return the new tokens up to a forest node, int64[length]: those of its live beam, then its path."""
     before = texts.sizes[LENGTH]
     depth = depth_of(parents, node)
     text = np.empty(before + depth, dtype=np.int64)
@@ -57,12 +57,12 @@ def new_text(texts: Texts, tokens: Array, parents: Array, node: int) -> Array:
 
 @step
 def edited_rows(rows: Array, nodes: Array, tokens: Array, parents: Array, edits: Edits) -> Array:
-    """Return a copy of rows of logits with the edits; or the rows themselves if there are no edits.
+    """Return an edited copy of rows of logits, or the rows themselves if there are no edits.
 
     Args:
-        rows: float[n, vocab], of these forest nodes.
-        nodes: int64[n].
-        tokens, parents: of the forest.
+        rows: float[n, vocab].
+        nodes: int64[n], the forest node of each row.
+        tokens, parents: tokens and parents of all forest nodes.
     """
     if not edits_any(edits) or len(nodes) == 0:
         return rows
@@ -72,7 +72,7 @@ def edited_rows(rows: Array, nodes: Array, tokens: Array, parents: Array, edits:
         return edited
     edited = log_probabilities(rows) if edits.of_logp else rows.copy()
     vocab = rows.shape[1]
-    seen_in = np.full(vocab, -1, dtype=np.int64)  # the last row whose text had a token
+    seen_in = np.full(vocab, -1, dtype=np.int64)  # last row whose text has the token
     for row in range(len(rows)):
         text = new_text(edits.texts, tokens, parents, nodes[row])
         if edits.penalty != 1:
@@ -88,7 +88,7 @@ def edited_rows(rows: Array, nodes: Array, tokens: Array, parents: Array, edits:
 
 @step
 def rows_with_bans(rows: Array, edits: Edits) -> Array:
-    """Return a copy of rows of logits, float[n, vocab], with the edits, which must not follow the text."""
+    """Return an edited copy of rows of logits, float[n, vocab], for edits that do not depend on the text."""
     edited = log_probabilities(rows) if edits.of_logp else rows.copy()
     _ban_tokens(edited, edits.banned)
     return edited
@@ -105,11 +105,13 @@ def _ban_tokens(rows: Array, tokens: Array) -> None:
 
 @step
 def _edit_in_python(rows: Array, nodes: Array, tokens: Array, parents: Array, callback: int) -> None:
-    """Let Python change rows of logits in place; all of them become NaN, which is no law, if it raises.
+    """Edit rows of logits in place by a call into Python; if it raises, all logits become NaN.
+
+    All arrays must be contiguous.
 
     Args:
         nodes: int64[rows], the forest node of each row.
-        tokens, parents: of the forest; contiguous, as rows and nodes are.
+        tokens, parents: tokens and parents of all forest nodes.
     """
     wide = rows.itemsize
     where = (
@@ -128,7 +130,7 @@ def _edit_in_python(rows: Array, nodes: Array, tokens: Array, parents: Array, ca
 
 @step
 def ban(rows: Array, allowed: Array) -> None:
-    """Set the logits of tokens that are not allowed to -inf.
+    """Set the logits of forbidden tokens to -inf.
 
     Args:
         rows: float[rows, vocab].
@@ -151,7 +153,7 @@ def _penalise(row: Array, text: Array, penalty: float, seen_in: Array, number: i
 
     Args:
         seen_in: int64[vocab], the last row in which each token was penalised; changed in place.
-        number: of this row.
+        number: number of this row.
     """
     factor = row.dtype.type(penalty)
     for token in text:

@@ -1,4 +1,4 @@
-"""Evidence against a declared law: bets on chance outcomes, settled by the very steps that draw (see `audit.Audit`)."""
+"""Evidence against a declared law: bets on random outcomes, settled by the steps that draw them (see `audit.Audit`)."""
 
 import math
 from typing import NamedTuple
@@ -7,23 +7,20 @@ import numpy as np
 
 from specbeam.core.steps import Array, step
 
-TILTS = (1.0, -1.0, 1 / 4, -1 / 4, 1 / 16, -1 / 16, 1 / 64, -1 / 64)  # how boldly each bet is made, and on which side
+TILTS = (1.0, -1.0, 1 / 4, -1 / 4, 1 / 16, -1 / 16, 1 / 64, -1 / 64)  # size and side of each bet
 BETS = len(TILTS)
 ACCEPT_SURPRISE, ACCEPT_VARIANCE, LOGP_SURPRISE, LOGP_VARIANCE, TRIALS, DRAWS, IMPOSSIBLE, FIRST_BET = range(8)
-UNLIKELY = (
-    -16.0
-)  # log-odds of draws below which bets do not tell them apart, so that the long tail of a law costs little
-SMALLEST = 1e-300  # odds below this are left out of a mean: exp(-log(odds)) would overflow, and they never come
+UNLIKELY = -16.0  # draws of lower log-odds count as one outcome, so that the long tail of a law costs little
+SMALLEST = 1e-300  # odds below this are left out of a mean: exp(-log(odds)) would overflow
 _TILTS = np.array(TILTS)
-_BOLDEST = 64.0  # the boldest tilt over the most timid one
+_LARGEST_TILT_RATIO = 64.0  # the largest tilt over the smallest one
 
 
 class Evidence(NamedTuple):
-    """Sums over the trials and draws of a turn or a run; of no numbers where nobody audits."""
+    """Sums over the trials and draws of a turn or a run; empty without an audit."""
 
-    numbers: (
-        Array  # float64[7 + 2 * BETS]: see the names above; then log-wealth by tilt, of bets on trials and on draws
-    )
+    # float64[7 + 2 * BETS]: the sums named above, then the log-wealth by tilt of bets on trials and of bets on draws
+    numbers: Array
 
 
 @step
@@ -34,17 +31,17 @@ def no_evidence(is_wanted: bool) -> Evidence:
 
 @step
 def gathers(evidence: Evidence) -> bool:
-    """Return whether anybody audits."""
+    """Return whether an audit wants the evidence."""
     return len(evidence.numbers) > 0
 
 
 @step
 def add_gains(evidence: Evidence, first: int, outcome: float, outcomes: Array, odds: Array) -> None:
-    """Add what each bet gains, as a log, when `outcome` comes: the log of exp(tilt * outcome) over its mean.
+    """Add the log-gain of each bet on `outcome`: log(exp(tilt * outcome) / mean of exp(tilt * outcome)).
 
     Args:
-        first: where the bets stand in the evidence.
-        outcomes, odds: float64[n]: what may come, with odds that sum to 1 up to rounding.
+        first: index of the first bet in the evidence.
+        outcomes, odds: float64[n]: the possible outcomes and their odds, which sum to 1 up to rounding.
     """
     total = 0.0
     largest = -np.inf
@@ -57,9 +54,8 @@ def add_gains(evidence: Evidence, first: int, outcome: float, outcomes: Array, o
         share = odds[place]
         if share < SMALLEST:
             continue
-        timid = math.exp((outcomes[place] - largest) / _BOLDEST)
-        power = timid
-        for pair in range(BETS - 2, -1, -2):  # from 1/64 to 1: each tilt is four times the one before
+        power = math.exp((outcomes[place] - largest) / _LARGEST_TILT_RATIO)
+        for pair in range(BETS - 2, -1, -2):  # from 1/64 to 1: each tilt is four times the previous one
             sums[pair] += share * power
             sums[pair + 1] += share / power
             power = power * power
@@ -71,12 +67,12 @@ def add_gains(evidence: Evidence, first: int, outcome: float, outcomes: Array, o
 
 @step
 def note_draw(evidence: Evidence, logp: Array, odds: Array, place: int) -> None:
-    """Note that the outcome at `place` of a law was drawn.
+    """Record that the outcome at index `place` of a law was drawn.
 
     Args:
-        logp: float64[n], the logs of the odds; -inf where there are none.
+        logp: float64[n], the logs of the odds; -inf for odds of 0.
         odds: float64[n], summing to 1 up to rounding.
-        place: -1 if the law does not contain what was drawn.
+        place: -1 if the law does not contain the outcome.
     """
     numbers = evidence.numbers
     numbers[DRAWS] += 1
@@ -108,10 +104,10 @@ def note_draw(evidence: Evidence, logp: Array, odds: Array, place: int) -> None:
 
 @step
 def note_trial(evidence: Evidence, wanted: Array, drafted: Array, accepted: bool) -> None:
-    """Note the trial of a candidate against the law that is still wanted: it is accepted with odds sum(min(both laws)).
+    """Record the trial of a candidate against the residual law: it is accepted with odds sum(min(wanted, drafted)).
 
     Args:
-        wanted, drafted: float64[n], the two laws; the candidate's may sum to less than 1.
+        wanted, drafted: float64[n], the residual law and the law of the candidate, which may sum to less than 1.
     """
     odds = 0.0
     for one in range(len(wanted)):
@@ -126,11 +122,11 @@ def note_trial(evidence: Evidence, wanted: Array, drafted: Array, accepted: bool
 
 
 @step
-def note_worth(evidence: Evidence, wanted: Array, drafted: Array, worth: float) -> None:
-    """Note what a candidate is worth, min(1, wanted / drafted) at its token, in rules that toss the coin later.
+def note_acceptance(evidence: Evidence, wanted: Array, drafted: Array, probability: float) -> None:
+    """Record the acceptance probability of a candidate, min(1, wanted / drafted) at its token, for rules that decide later.
 
-    The candidate's law draws the token, and that is all the chance there is. Where it sums to less than 1, the rest is on
-    tokens that are worth nothing.
+    The only random choice is that of the token, by the candidate's law. If this law sums to less than 1, the remaining
+    tokens have an acceptance probability of 0.
     """
     size = len(wanted)
     outcomes = np.zeros(size + 1)
@@ -146,6 +142,6 @@ def note_worth(evidence: Evidence, wanted: Array, drafted: Array, worth: float) 
     odds[size] = max(1.0 - odds.sum(), 0.0)
     numbers = evidence.numbers
     numbers[TRIALS] += 1
-    numbers[ACCEPT_SURPRISE] += worth - mean
+    numbers[ACCEPT_SURPRISE] += probability - mean
     numbers[ACCEPT_VARIANCE] += max(square - mean**2, 0.0)
-    add_gains(evidence, FIRST_BET, worth, outcomes, odds)
+    add_gains(evidence, FIRST_BET, probability, outcomes, odds)

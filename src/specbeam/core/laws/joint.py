@@ -1,4 +1,4 @@
-"""The joint law over (beam, token) pairs: its probabilities, its support, and the pairs that a layer continues with.
+"""The joint law over (beam, token) pairs: its probabilities, its support, and the choice of a layer's pairs.
 
 A pair is the number beam * vocabulary size + token.
 """
@@ -25,7 +25,7 @@ from specbeam.core.laws.reduce import BROKEN, DEAD, SOUND, exponentials, log_nor
 from specbeam.core.noise import ALL_TOKENS, child_keys, gumbel, with_largest
 from specbeam.core.steps import Array, step
 
-HEAD = 14.0  # pairs whose probability is below exp(-14) times the best pair's do not change a width
+HEAD = 14.0  # pairs of probability below exp(-14) times the best pair's do not affect widths
 
 
 class JointLaw(NamedTuple):
@@ -33,8 +33,8 @@ class JointLaw(NamedTuple):
 
     logits: Array  # float[beams, vocab], after the logits processors; -inf bans a token
     scores: Array  # float64[beams]: log-likelihood of each beam so far
-    log_norm: Array  # float64[beams]: logit minus log-probability; -inf if the whole row is banned
-    log_counts: Array  # float64[beams]: log of how often each beam was drawn
+    log_norm: Array  # float64[beams]: logit minus log-probability; -inf if all tokens are banned
+    log_counts: Array  # float64[beams]: log of the number of draws of each beam
     truncation: Truncation
     normalised: bool  # whether `log_norm` is the logsumexp of each row, so that its probabilities sum to 1
 
@@ -46,7 +46,7 @@ def joint_law(logits: Array, scores: Array, counts: Array, truncation: Truncatio
     Args:
         logits: float[beams, vocab], a row per beam, after the logits processors.
         scores: float64[beams], log-likelihood of each beam so far.
-        counts: int64[beams], how often each beam was drawn.
+        counts: int64[beams], number of draws of each beam.
     """
     normalise = truncation.normalise
     if truncation.by_row and warps(truncation):
@@ -59,14 +59,14 @@ def joint_law(logits: Array, scores: Array, counts: Array, truncation: Truncatio
 
 @step
 def warped_rows(rows: Array, norms: Array, truncation: Truncation) -> Array:
-    """Return log-probabilities, float[beams, vocab], each row warped by itself as in transformers' beam modes.
+    """Return log-probabilities, float[beams, vocab], with each row warped separately, as in transformers' beam modes.
 
-    They are divided by the temperature. Tokens that are cut get -inf; the others are not normalised again. A row that is all
-    -inf, or holds NaN or +inf, is returned as it is.
+    They are divided by the temperature. Truncated tokens get -inf; the others are not renormalised. Rows that are all -inf,
+    or contain NaN or +inf, are returned unchanged.
 
     Args:
         rows: logits, or log-probabilities, see `Truncation.normalise`.
-        norms: float64[beams], their logsumexp.
+        norms: float64[beams], logsumexp of the rows.
     """
     temperature = truncation.temperature
     totals = norms
@@ -103,9 +103,9 @@ def condition_of(law: JointLaw) -> int:
 
 @step
 def shift_of(law: JointLaw) -> Array:
-    """Return what to add to the logits of each beam to get the log-likelihoods of its extensions, float64[beams].
+    """Return the difference of the log-likelihoods of each beam's extensions and its logits, float64[beams].
 
-    A beam whose tokens are all banned has only logits of -inf, so its norm is left out.
+    The norm of a beam whose tokens are all banned is ignored, because all its logits are -inf.
     """
     shift = np.empty(len(law.scores))
     for beam in range(len(shift)):
@@ -116,7 +116,7 @@ def shift_of(law: JointLaw) -> Array:
 
 @step
 def likelihoods_at(law: JointLaw, pairs: Array) -> Array:
-    """Return the log-likelihood of the beam that each pair extends, the new token included, float64[pairs]."""
+    """Return the log-likelihood of each extended beam, float64[pairs]."""
     vocab = law.logits.shape[1]
     shift = shift_of(law)
     logliks = np.empty(len(pairs))
@@ -124,7 +124,7 @@ def likelihoods_at(law: JointLaw, pairs: Array) -> Array:
     first = 0
     for place in range(len(pairs)):
         pair = pairs[place]
-        if pair < first or pair >= first + vocab:  # neighbours mostly have one beam, and a division takes long
+        if pair < first or pair >= first + vocab:  # neighbours usually share a beam, and divisions are slow
             beam = pair // vocab
             first = beam * vocab
         logliks[place] = np.float64(law.logits[beam, pair - first]) + shift[beam]
@@ -133,7 +133,7 @@ def likelihoods_at(law: JointLaw, pairs: Array) -> Array:
 
 @step
 def log_weights_at(law: JointLaw, pairs: Array) -> Array:
-    """Return the log of the probabilities of pairs, with temperature and counts, not normalised, float64[pairs]."""
+    """Return the unnormalised log-probabilities of pairs, with temperature and counts, float64[pairs]."""
     vocab = law.logits.shape[1]
     weights = likelihoods_at(law, pairs)
     beam = 0
@@ -163,7 +163,7 @@ def _log_totals(law: JointLaw) -> Array:
 
 @step
 def support_of(law: JointLaw) -> Array:
-    """Return the pairs that the truncation keeps, best first. It ignores how often each beam was drawn."""
+    """Return the pairs that the truncation keeps, best first. Counts of beams are ignored."""
     offset = law.scores.max()
     log_total = np.nan
     if law.truncation.top_k == 0:
@@ -189,13 +189,13 @@ def all_pairs(law: JointLaw) -> Array:
 
 @step
 def odds_among(law: JointLaw, pairs: Array) -> Array:
-    """Return the probabilities of pairs, given that one of them is drawn, float64[pairs]."""
+    """Return the probabilities of pairs, given that one of these pairs is drawn, float64[pairs]."""
     return log_odds_among(law, pairs)[1]
 
 
 @step
 def log_odds_among(law: JointLaw, pairs: Array) -> tuple[Array, Array]:
-    """Return the logs of what `odds_among` returns, and that itself, both float64[pairs]."""
+    """Return the log of `odds_among`, and `odds_among`, both float64[pairs]."""
     weights = log_weights_at(law, pairs)
     if len(pairs) == 0:
         return weights, np.empty(0)
@@ -214,10 +214,9 @@ def odds_at(law: JointLaw, pairs: Array) -> Array:
 
 @step
 def head_of(law: JointLaw) -> tuple[Array, Array]:
-    """Return the pairs that carry nearly all of the law, ascending, and their probabilities.
+    """Return the pairs with nearly all of the probability, ascending, and their probabilities.
 
-    These are all pairs that a truncation keeps. Without one, they are those of at least exp(-HEAD) times the probability of
-    the best pair.
+    With a truncation these are all kept pairs, otherwise pairs of at least exp(-HEAD) times the probability of the best one.
     """
     pairs = all_pairs(law)
     odds = odds_among(law, pairs)
@@ -237,9 +236,9 @@ def likeliest_pairs(law: JointLaw, count: int) -> Array:
 
 @step
 def log_masses(law: JointLaw) -> Array:
-    """Return the log of the whole weight of each beam's pairs in a law that cuts none, float64[beams].
+    """Return the log of the total weight of each beam's pairs in a law without truncation, float64[beams].
 
-    Without processors it is at most score / temperature at temperatures up to 1, and at temperature 1 it is the score.
+    Without processors it is at most score / temperature at temperatures up to 1, and the score at temperature 1.
     """
     temperature = law.truncation.temperature
     if not law.normalised:
@@ -258,17 +257,17 @@ def log_masses(law: JointLaw) -> Array:
 
 @step
 def bound_of(truncation: Truncation, noisy: bool, score: float, count: int, key: Array) -> float:
-    """Return a value that no pair of a beam exceeds in a law that cuts none, up to rounding, computed without its row.
+    """Return an upper bound, up to rounding, of the values of a beam's pairs in a law without truncation, without its row.
 
-    The weight of all pairs of a beam together is at most exp(score / temperature), at temperatures up to 1, and the largest
-    of their values is the log of that weight plus noise that only the beam determines (see `drawn_pairs`). Without noise,
-    values are scores, and no text is likelier than its beginning.
+    At temperatures up to 1 the total weight of a beam's pairs is at most exp(score / temperature), and their largest value
+    is the log of this weight plus noise that only depends on the beam (see `drawn_pairs`). Without noise, values are scores,
+    and no text is likelier than its beginning.
 
     Args:
-        count: how often the beam was drawn.
+        count: number of draws of the beam.
         key: the key of its noise.
     """
-    # Rows that are warped by themselves have the temperature in them.
+    # Separately warped rows already include the temperature.
     temperature = 1.0 if truncation.by_row else truncation.temperature
     bound = score / temperature + np.log(count)
     if noisy:
@@ -280,13 +279,13 @@ def bound_of(truncation: Truncation, noisy: bool, score: float, count: int, key:
 def drawn_pairs(law: JointLaw, keys: Array, among: Array, count: int) -> tuple[Array, Array]:
     """Return the `count` pairs of largest value under the noise of these keys, best first, and the values.
 
-    The law must cut no pairs. A value is a log weight plus Gumbel noise, drawn from the top down: first the largest value of
-    each beam's pairs, from the beam's whole weight; given that, the values of its pairs. So these are draws without
-    replacement from the law, and a beam that cannot win is known before its row is.
+    The law must have no truncation. A value is a log weight plus Gumbel noise, drawn from the top down: first the largest
+    value of each beam's pairs, from the beam's total weight; then the values of its pairs, given this one. So these are
+    draws without replacement from the law, and beams that cannot win are known without their rows.
 
     Args:
         keys: uint64[beams]; empty for no noise.
-        among: bool[beams], the beams that take part.
+        among: bool[beams], the participating beams.
     """
     beams, vocab = law.logits.shape
     shift = shift_of(law)
@@ -315,7 +314,7 @@ def drawn_pairs(law: JointLaw, keys: Array, among: Array, count: int) -> tuple[A
 
 @step
 def best_of_all(law: JointLaw, keys: Array, among: Array, count: int) -> tuple[Array, Array]:
-    """Return what `drawn_pairs` returns. The pairs of one beam are found without the noise of the whole beam."""
+    """Return `drawn_pairs`. A single beam needs no noise of the whole beam."""
     if len(law.scores) > 1:
         return drawn_pairs(law, keys, among, count)
     temperature = law.truncation.temperature
@@ -324,11 +323,11 @@ def best_of_all(law: JointLaw, keys: Array, among: Array, count: int) -> tuple[A
 
 @step
 def values_within(law: JointLaw, keys: Array, support: Array, pairs: Array) -> Array:
-    """Return the value of each pair, log weight plus noise, in a law that cuts pairs; -inf for those that it cuts.
+    """Return the value of each pair, log weight plus noise, in a truncated law; -inf for truncated pairs.
 
     Args:
         keys: uint64[beams]; empty for no noise.
-        support: int64[n], the pairs that are not cut.
+        support: int64[n], the pairs that the truncation keeps.
     """
     vocab = law.logits.shape[1]
     values = log_weights_at(law, pairs)
@@ -342,12 +341,11 @@ def values_within(law: JointLaw, keys: Array, support: Array, pairs: Array) -> A
 
 @step
 def core_and_extra(law: JointLaw, keys: Array, among: Array, core: int, width: int) -> tuple[Array, Array, int]:
-    """Return up to max(core, width) pairs, their values, and how many of them are core.
+    """Return up to max(core, width) pairs, their values, and the number of core pairs.
 
-    The core are the `core` best pairs of the beams `among`. The most probable other pairs, the extra ones, are added until
-    there are `width`. A truncation cuts core pairs only; if there is one, extra pairs are chosen without noise. They are
-    drafts for the target to find, and the target may keep a pair that the draft's truncation cuts. The value of such a pair
-    is -inf; those of others are their log weights plus noise.
+    The core are the `core` best pairs of the beams `among`. The most probable other pairs, the extra ones, are added up to
+    `width` pairs. A truncation cuts only core pairs, because the target may keep pairs that the draft's truncation cuts;
+    extra pairs are then chosen without noise. The value of a truncated pair is -inf; others are log weights plus noise.
 
     Args:
         keys: uint64[beams], keys of the beams' noise; empty for no noise.
@@ -374,7 +372,7 @@ def core_and_extra(law: JointLaw, keys: Array, among: Array, core: int, width: i
         is_core = among[others // vocab]
         best = others[is_core][:core]
         best_values = other_values[is_core][:core]
-        if len(best) < core and is_restricted:  # the missing core pairs are further down the ranking
+        if len(best) < core and is_restricted:  # other core pairs are further down the ranking
             best, best_values = best_of_all(law, keys, among, core)
     pairs = np.empty(max(width, len(best)), dtype=np.int64)
     values = np.empty(len(pairs))
@@ -390,11 +388,11 @@ def core_and_extra(law: JointLaw, keys: Array, among: Array, core: int, width: i
 
 
 class Choice(NamedTuple):
-    """The (beam, token) pairs that a layer continues with, core pairs first (see `core_and_extra`), as extended beams."""
+    """The chosen (beam, token) pairs of a layer, core pairs first (see `core_and_extra`), as extended beams."""
 
-    parents: Array  # int64[pairs]: which beam each pair extends
+    parents: Array  # int64[pairs]: index of the beam that each pair extends
     tokens: Array  # int64[pairs]
-    values: Array  # float64[pairs]: by which the pairs were chosen, see `core_and_extra`; NaN if dice drew them
+    values: Array  # float64[pairs]: see `core_and_extra`; NaN if the pairs were drawn by dice
     scores: Array  # float64[pairs]: log-likelihood of the extended beams
     keys: Array  # uint64[pairs]: keys of the extended beams
     ends: Array  # bool[pairs]: whether the token is an end token

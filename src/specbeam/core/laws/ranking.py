@@ -1,7 +1,7 @@
-"""The best (beam, token) pairs, with or without noise, and those that temperature, top-k, top-p and min-p keep.
+"""The best (beam, token) pairs, with or without noise, and the pairs that temperature, top-k, top-p and min-p keep.
 
 They are found without sorting the vocabulary. A pair is the number beam * vocabulary size + token. Pairs are compared in
-float64; float32 only narrows down which pairs can matter.
+float64; float32 only preselects them.
 """
 
 from typing import NamedTuple
@@ -12,18 +12,18 @@ from specbeam.core.compiling.copies import copy_numbers
 from specbeam.core.noise import bound_noise, gumbel
 from specbeam.core.steps import BLOCK, Array, step
 
-BUCKETS = 4096  # number of buckets of values, by how far a value is below the largest one
+BUCKETS = 4096  # number of buckets of values, by the distance to the largest value
 BUCKETS_PER_NAT = 64
-INSERTED = 512  # rankings up to this length are made by insertion, longer ones by sorting the top buckets
-FIRST_LOOK = 64  # number of pairs that are ranked at first if no top-k limits how many can be kept
-GROWTH = 8  # factor by which each further ranking is longer
+INSERTED = 512  # maximum length of rankings made by insertion; longer ones sort the top buckets
+FIRST_LOOK = 64  # number of pairs ranked at first without a top-k
+GROWTH = 8  # growth factor of each further ranking
 
 
 @step
 def insert(values: Array, pairs: Array, held: int, value: float, pair: int) -> int:
     """Insert a pair into a list of `held` pairs, sorted by descending value, then by pair. Returns the new number of pairs.
 
-    A full list drops its last pair, or the new one if that comes last.
+    A full list drops its last pair, or the new one if it comes last.
     """
     place = held
     if held == len(values):
@@ -43,9 +43,9 @@ def insert(values: Array, pairs: Array, held: int, value: float, pair: int) -> i
 
 @step
 def _reaches(block: Array, base: float | np.float32, edge: float | np.float32) -> bool:
-    """Return whether some value + `base` is at least `edge`; always True for a block of fewer than `BLOCK` values.
+    """Return whether some value + `base` is at least `edge`; always True for blocks of fewer than `BLOCK` values.
 
-    A loop over exactly `BLOCK` values becomes vector instructions, so blocks without such a value cost little.
+    A loop over exactly `BLOCK` values compiles to vector instructions, so skipping blocks is cheap.
     """
     if len(block) < BLOCK:
         return True
@@ -80,16 +80,16 @@ def pairs_of_best_value(
 ) -> tuple[Array, Array]:
     """Return the `count` pairs of largest (logit + shift) / temperature + log count + noise, best first, and these values.
 
-    Returns fewer pairs if fewer have a logit above -inf. Of pairs of equal value the first comes first. With noise these are
+    Returns fewer pairs if fewer have a logit above -inf. Pairs of equal value are in ascending order. With noise these are
     draws without replacement (Gumbel-top-k). The noise of a pair is computed only if its upper bound reaches the value of
-    the last pair held.
+    the last pair so far.
 
     Args:
         logits: float[beams, vocab].
         shift: float64[beams], added to logits to get log-likelihoods.
-        log_counts: float64[beams], log of how often each beam was drawn.
+        log_counts: float64[beams], log of the number of draws of each beam.
         keys: uint64[beams], keys of the beams' noise; empty for no noise.
-        among: bool[beams], the beams that take part.
+        among: bool[beams], the participating beams.
     """
     beams, vocab = logits.shape
     count = min(count, beams * vocab)
@@ -102,7 +102,7 @@ def pairs_of_best_value(
     noisy = len(keys) > 0
     bounds = np.zeros(vocab if noisy else 0, dtype=np.float32)
     upper = np.full((vocab + BLOCK - 1) // BLOCK * BLOCK if noisy else 0, np.float32(-np.inf))
-    offset = shift.max() / temperature  # subtracted, because float32 represents small bounds more finely
+    offset = shift.max() / temperature  # subtracted, because float32 is more precise for small bounds
     edge = np.float32(-np.inf)
     held = 0
     for beam in range(beams):
@@ -144,7 +144,7 @@ def pairs_of_best_value(
 def _best_by_sorting(
     logits: Array, shift: Array, temperature: float, log_counts: Array, keys: Array, among: Array, count: int
 ) -> tuple[Array, Array]:
-    """Return `pairs_of_best_value` for a long ranking: sorts all pairs."""
+    """Return `pairs_of_best_value` for long rankings, by sorting all pairs."""
     beams, vocab = logits.shape
     values = np.empty(beams * vocab)
     pairs = np.empty(beams * vocab, dtype=np.int64)
@@ -198,11 +198,11 @@ def rank_pairs(
 
 @step
 def largest(x: Array, near: Array, count: int) -> Array:
-    """Return the pairs of the `count` largest x + near, best first, and all others equal to the last; no pair of -inf.
+    """Return the pairs of the `count` largest x + near, best first, and all ties with the last one; no pairs of -inf.
 
     Args:
         x: float[beams, vocab].
-        near: float[beams], in the precision of `x`, in which values are compared.
+        near: float[beams], with the dtype of `x`, in which values are compared.
     """
     if count > INSERTED:
         return _largest_by_sorting(x, near, count)
@@ -233,7 +233,7 @@ def largest(x: Array, near: Array, count: int) -> Array:
 
 @step
 def _with_equals(x: Array, near: Array, pairs: Array, values: Array, edge: float) -> Array:
-    """Return a ranking of `largest` that is full, with all pairs, in order, whose value equals its last one, `edge`."""
+    """Return a full ranking of `largest` with all pairs whose value equals that of its last pair, `edge`, in order."""
     beams, vocab = x.shape
     equals = 0
     for beam in range(beams):
@@ -258,7 +258,7 @@ def _with_equals(x: Array, near: Array, pairs: Array, values: Array, edge: float
 
 @step
 def _largest_by_sorting(x: Array, near: Array, count: int) -> Array:
-    """Return `largest` for a long ranking: collects the pairs of the top buckets and sorts them."""
+    """Return `largest` for long rankings, by sorting the pairs of the top buckets."""
     beams, vocab = x.shape
     top = x.dtype.type(-np.inf)
     for beam in range(beams):
@@ -298,7 +298,7 @@ def _largest_by_sorting(x: Array, near: Array, count: int) -> Array:
 
 @step
 def _bucket_of(below: float) -> int:
-    """Return the bucket of a value that is `below` less than the largest one."""
+    """Return the bucket of the value that is `below` less than the largest one."""
     return min(int(min(below, 1e6) * BUCKETS_PER_NAT), BUCKETS - 1)
 
 
@@ -329,9 +329,9 @@ def sorted_places(values: Array) -> Array:
 
 @step
 def ascending(numbers: Array) -> Array:
-    """Return whole numbers, int64[n], in ascending order.
+    """Return integers, int64[n], in ascending order.
 
-    In place of `np.sort`, which numba compiles from five functions, longer than most steps.
+    Used in place of `np.sort`, which numba compiles from five functions that are longer than most steps.
     """
     heap = numbers.copy()
     for root in range(len(heap) // 2 - 1, -1, -1):
@@ -346,7 +346,7 @@ def ascending(numbers: Array) -> Array:
 
 @step
 def _sink(heap: Array, root: int, size: int) -> None:
-    """Let the number at `root` sink in a heap of `size` numbers; below it the heap is in order."""
+    """Sift down the number at `root` in a heap of `size` numbers that is valid below it."""
     sinking = heap[root]
     place = root
     child = 2 * root + 1
@@ -362,21 +362,20 @@ def _sink(heap: Array, root: int, size: int) -> None:
 
 
 class Truncation(NamedTuple):
-    """Temperature, top-k, top-p and min-p, applied in this order, each to what the one before left, as transformers does."""
+    """Temperature, top-k, top-p and min-p, applied successively in this order, as in transformers."""
 
     temperature: float = 1.0
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
     min_p: float = 0.0  # 0: off
-    least: int = 1  # number of pairs that are kept whatever their probability
+    least: int = 1  # minimum number of kept pairs
     by_row: bool = False  # True: applies to each beam's row, as in transformers' beam modes; False: to the joint law
-    normalise: bool = (
-        True  # False: rows are log-probabilities, which these modes do not normalise again after processors
-    )
+    # False: rows are log-probabilities, which transformers' beam modes do not renormalise after processors
+    normalise: bool = True
 
     @property
     def cuts(self) -> bool:
-        """Whether it can cut any pair."""
+        """Whether any pair can be cut."""
         return cuts(self)
 
 
@@ -391,17 +390,17 @@ def cuts(truncation: Truncation) -> bool:
 
 @step
 def warps(truncation: Truncation) -> bool:
-    """Return whether a truncation changes any law, by its temperature or by cutting pairs."""
+    """Return whether a truncation can change laws, by its temperature or by cutting pairs."""
     return truncation.temperature != 1 or cuts(truncation)
 
 
 @step
 def kept_of(values: Array, log_total: float, truncation: Truncation) -> int:
-    """Return how many of the largest log-probabilities top-p and min-p keep; -1 if more of them are needed to decide.
+    """Return the number of largest log-probabilities that top-p and min-p keep; -1 if more values are needed to decide.
 
     Args:
-        values: float64[n], the largest log-probabilities in descending order, not normalised.
-        log_total: logsumexp of `values` and of all values that follow; NaN if none follow.
+        values: float64[n], the largest unnormalised log-probabilities, descending.
+        log_total: logsumexp of all values, including those after `values`; NaN if there are none after them.
     """
     kept = len(values)
     complete = np.isnan(log_total)
@@ -435,7 +434,7 @@ def kept_pairs(logits: Array, shift: Array, offset: float, truncation: Truncatio
 
     Args:
         logits: float[beams, vocab]; shift: float64[beams].
-        offset: the largest score, subtracted because float32 represents small numbers more finely.
+        offset: the largest score, subtracted because float32 is more precise for small numbers.
         log_total: logsumexp of all (logit + shift - offset) / temperature; ignored if there is a top-k.
     """
     beams, vocab = logits.shape

@@ -1,4 +1,4 @@
-"""Reductions over the vocabulary: the logsumexp of a row of logits, the index that a uniform draws from a law."""
+"""Reductions over the vocabulary: logsumexp and condition of rows of logits, and log-probabilities."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ from specbeam.core.steps import BLOCK, Array, compiled_as, step
 
 __all__ = ["BLOCK", "INF_RANK", "MINUS_INF_RANK", "exponentials", "extremes", "log_norm", "log_sum", "place_of"]
 
-SOUND, DEAD, BROKEN = range(3)  # conditions of logits: something can be drawn; all are -inf; some are NaN or +inf
+SOUND, DEAD, BROKEN = range(3)  # conditions of logits: drawable; all -inf; some NaN or +inf
 
 
 def log_norm(logits: Array) -> Array:
-    """Return the logsumexp of each row, float64[rows]; -inf where all of a row is -inf, NaN where it holds NaN or +inf.
+    """Return the logsumexp of each row, float64[rows]: -inf for rows of -inf, NaN for rows with NaN or +inf.
 
     Args:
         logits: float32 or float64[rows, vocab], contiguous. Sums are computed in the precision of the logits.
@@ -54,7 +54,7 @@ def _by_precision(logits: Any) -> Any:
 
 
 def condition_of_row(row: Array) -> int:
-    """Return whether the logits of a row are SOUND, DEAD (all are -inf) or BROKEN (NaN or +inf among them).
+    """Return the condition of a row of logits: SOUND, DEAD (all -inf) or BROKEN (some NaN or +inf).
 
     Args:
         row: float32 or float64[vocab].
@@ -66,7 +66,7 @@ def condition_of_row(row: Array) -> int:
 
 @step
 def condition_of_singles(row: Array) -> int:
-    """Return the condition of a float32 row, see `condition_of_row`. Compares bits, by vector instructions."""
+    """Return the condition of a float32 row, see `condition_of_row`. Compares bits with vector instructions."""
     least, most = extremes(row.view(np.int32))
     if least < MINUS_INF_RANK or most >= INF_RANK:
         return BROKEN
@@ -93,10 +93,7 @@ def _condition_by_precision(row: Any) -> Any:
 
 @step
 def norms_left_out(logits: Array) -> Array:
-    """Return what stands for the logsumexp of rows that are not normalised, float64[rows]: 0, or what `log_norm` has there.
-
-    That is -inf where all of a row is -inf, and NaN where it holds NaN or +inf.
-    """
+    """Return norms for unnormalised rows, float64[rows]: 0; -inf for rows of -inf; NaN for rows with NaN or +inf."""
     norms = np.zeros(len(logits))
     for row in range(len(logits)):
         condition = condition_of_row(logits[row])
@@ -109,7 +106,7 @@ def norms_left_out(logits: Array) -> Array:
 
 @step
 def log_probabilities(rows: Array) -> Array:
-    """Return rows of logits minus their logsumexp, in their precision; rows that are all -inf, or no logits, as they are."""
+    """Return rows of logits minus their logsumexp, with their dtype; rows of -inf or with NaN or +inf are unchanged."""
     norms = log_norm(rows)
     found = np.empty_like(rows)
     for row in range(len(rows)):

@@ -1,4 +1,4 @@
-"""The law of the token after one node, stated on the tokens that a truncation keeps."""
+"""The law of the next token after a node, on the tokens that a truncation keeps."""
 
 from typing import NamedTuple
 
@@ -12,16 +12,16 @@ NO_SHIFT = np.zeros(1)
 
 
 class RowLaw(NamedTuple):
-    """The law of one token, stated on the tokens that a truncation keeps: a few of many thousands.
+    """The law of one token, on the tokens that a truncation keeps: few of many thousands.
 
     >>> law = RowLaw(np.array([3, 7]), np.log([0.25, 0.75]), 10)
     >>> [law.place(token) for token in (3, 7, 4)], law.at([4, 7]).tolist()
     ([0, 1, -1], [0.0, 0.75])
     """
 
-    tokens: Array  # int64[n]: the token of each of `logp`, ascending; empty: the whole vocabulary
+    tokens: Array  # int64[n]: tokens of `logp`, ascending; empty: the whole vocabulary
     logp: Array  # float64[n]: log-probabilities
-    vocab: int  # number of tokens in the vocabulary
+    vocab: int  # vocabulary size
 
     @property
     def p(self) -> Array:
@@ -30,7 +30,7 @@ class RowLaw(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of tokens that the law is stated on."""
+        """The number of tokens of the law."""
         return len(self.logp)
 
     @property
@@ -48,7 +48,7 @@ class RowLaw(NamedTuple):
         return self.tokens[places] if len(self.tokens) else places
 
     def place(self, token: int) -> int:
-        """Return the index of a token in `logp`; -1 if the law is not stated on it."""
+        """Return the index of a token in `logp`; -1 if the law does not include it."""
         return int(place_in(self.tokens, token))
 
     def at(self, tokens: Array) -> Array:
@@ -57,7 +57,7 @@ class RowLaw(NamedTuple):
         return np.where(places >= 0, self.p[places] if self.size else 0.0, 0.0)
 
     def spread(self) -> "RowLaw":
-        """Return the same law, stated on the whole vocabulary."""
+        """Return the same law on the whole vocabulary."""
         if len(self.tokens) == 0:
             return self
         logp = np.full(self.vocab, -np.inf)
@@ -67,7 +67,7 @@ class RowLaw(NamedTuple):
 
 @step
 def place_in(tokens: Array, token: int) -> int:
-    """Return the index of a token among ascending tokens, -1 if it is not there; empty `tokens` are the whole vocabulary."""
+    """Return the index of a token in ascending `tokens`, -1 if it is missing; empty `tokens` are the whole vocabulary."""
     if len(tokens) == 0:
         return token
     place = int(np.searchsorted(tokens, token))
@@ -93,7 +93,7 @@ def any_broken(rows: Array) -> bool:
 
 @step
 def row_law(row: Array, truncation: Truncation) -> RowLaw:
-    """Return the law that a truncation makes of a row of logits, float[vocab], which must be SOUND."""
+    """Return the truncated law of a row of logits, float[vocab], which must be SOUND."""
     rows = row.reshape(1, len(row))
     temperature = truncation.temperature
     scaled = rows
@@ -116,7 +116,7 @@ def row_law(row: Array, truncation: Truncation) -> RowLaw:
 
 @step
 def best_token(row: Array) -> int:
-    """Return the token of the largest logit; of equal logits the first token."""
+    """Return the token of the largest logit, the first one if several are equal."""
     return int(row.argmax())
 
 

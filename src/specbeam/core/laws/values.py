@@ -1,4 +1,4 @@
-"""Values of the best pairs of a joint law: what decides which pairs a layer continues with."""
+"""Values of the best pairs of a joint law, by which a layer's pairs are chosen."""
 
 import numpy as np
 from jaxtyping import Float64, UInt64
@@ -12,7 +12,7 @@ def largest_values(law: JointLaw, keys: UInt64[np.ndarray, " beams"], count: int
     """Return the largest log-odds plus noise of the pairs of a law, largest first.
 
     Args:
-        keys: the noise key of each beam; none of them: without noise.
+        keys: the noise key of each beam; empty: no noise.
         count: number of values.
     """
     beams, vocab = law.logits.shape

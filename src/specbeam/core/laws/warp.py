@@ -1,4 +1,4 @@
-"""The warp: how logits become the law that is decoded, and the rows that steps make laws of."""
+"""The warp: the settings and functions that turn logits into the decoded law."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,10 +42,10 @@ _OPTIONS = {
     "EncoderNoRepeatNGramLogitsProcessor": "encoder_no_repeat_ngram_size",
     "SequenceBiasLogitsProcessor": "sequence_bias",
 }
-_MENDS_ROWS = "InfNanRemoveLogitsProcessor"  # `remove_invalid_values`: puts numbers in the place of NaN and infinities
+_MENDS_ROWS = "InfNanRemoveLogitsProcessor"  # `remove_invalid_values`: replaces NaN and infinities by numbers
 
-# Processors of transformers after which the probabilities of a row of log-probabilities sum to 1 at most, whatever it held:
-# they ban, leave one token, or normalise.
+# Processors of transformers after which the probabilities of a row sum to at most 1: they ban tokens, leave one token, or
+# normalise.
 _NEVER_RAISE = {
     "EncoderNoRepeatNGramLogitsProcessor",
     "ForcedBOSTokenLogitsProcessor",
@@ -62,17 +62,18 @@ _NEVER_RAISE = {
 
 @dataclass(frozen=True, eq=False)
 class Warp:
-    """The settings that turn logits into the law that is decoded.
+    """The settings that turn logits into the decoded law.
 
-    `processors` (transformers' own: penalties, bans, the user's) depend on the path and see each beam's row by itself;
-    the `truncation` (temperature, top-k, top-p, min-p) sees the flattened joint over all beams, as in DSBD
-    (arXiv 2409.16560, sec. 3.1). `greedy` takes the best pairs instead of drawing: temperature 0.
-
-    `search` is the order of transformers' beam modes: processors and the truncation see the log-probabilities of each
-    beam's row by itself, and what they leave is not normalised again.
-
-    `constraint` is the one among the processors that keeps a state per path; the session tells it which beams survive.
-    `others` are further warpers of transformers; they come last, see the joint law, and may only ban.
+    Args:
+        processors: logits processors of transformers or the user (penalties, bans), which depend on the path and process
+            each beam's row separately.
+        truncation: temperature, top-k, top-p and min-p, applied to the flattened joint law of all beams, as in DSBD (arXiv
+            2409.16560, sec. 3.1).
+        greedy: whether to choose the best pairs instead of drawing: temperature 0.
+        search: whether to follow the order of transformers' beam modes: processors and truncation process the
+            log-probabilities of each beam's row separately, and the result is not renormalised.
+        constraint: the processor with a state per path, if any; the session informs it of surviving beams.
+        others: further warpers of transformers. They process the joint law last, and may only ban.
     """
 
     processors: "LogitsProcessorList | None" = None
@@ -88,28 +89,26 @@ class Warp:
         exact = Truncation(
             float(temperature), int(top_k), float(top_p), float(min_p), int(least), bool(by_row), normalise
         )
-        object.__setattr__(self, "truncation", exact)  # steps are compiled for these very types
+        object.__setattr__(self, "truncation", exact)  # steps are compiled for these types
 
     @property
     def takes_raw_rows(self) -> bool:
-        """Whether laws are made of a model's logits as they are: nothing in Python sees a row."""
+        """Whether no processor or warper changes rows in Python."""
         return not self.processors and not self.others
 
     @property
     def is_for_runs(self) -> bool:
-        """Whether compiled runs can make the laws: of rows that the processors have changed one by one, and nothing sees the
-        laws.
-        """
+        """Whether compiled runs can compute the laws: processors process rows separately, and no warper sees the laws."""
         together = any(getattr(one, "sees_beams_together", False) for one in self.processors or [])
         return not self.others and not together
 
     @cached_property
     def is_bounded(self) -> bool:
-        """Whether the probabilities of each row are known to sum to 1 at most, before anything is cut or sharpened."""
+        """Whether the probabilities of each row are known to sum to at most 1 before truncation and temperature."""
         return self.truncation.normalise or all(_never_raises(one) for one in self.processors or [])
 
     def edits(self, prompt: list[int]) -> Edits | None:
-        """Return what the processors change in rows, as numbers for steps; None if Python has to call the processors.
+        """Return the edits of the processors for steps; None if Python must call the processors.
 
         Args:
             prompt: the tokens before the new ones.
@@ -125,14 +124,14 @@ class Warp:
 
     @property
     def cut(self) -> Truncation:
-        """What is cut: nothing at temperature 0."""
+        """The truncation; none at temperature 0."""
         if self.greedy:
             return NO_TRUNCATION._replace(normalise=self.truncation.normalise)
         return self.truncation
 
 
 def _never_raises(processor: Any) -> bool:
-    """Return whether a processor of log-probabilities leaves each row a sum of probabilities of 1 at most, row by row."""
+    """Return whether the probabilities of each row sum to at most 1 after a processor of log-probabilities."""
     import transformers
 
     kind = type(processor)
@@ -149,7 +148,7 @@ def _never_raises(processor: Any) -> bool:
 
 
 def _with_edit(edits: Edits, processor: Any) -> Edits | None:
-    """Return edits with what one of transformers' processors changes; None if they cannot have it, or not in this order."""
+    """Return the edits extended by a processor of transformers; None if edits cannot express it, or not in this order."""
     from transformers import (
         MinNewTokensLengthLogitsProcessor,
         NoBadWordsLogitsProcessor,
@@ -174,12 +173,12 @@ def _with_edit(edits: Edits, processor: Any) -> Edits | None:
 
 
 def _with_bans(edits: Edits, tokens: list[int]) -> Edits:
-    """Return edits with further tokens banned. It does not matter when: what is -inf stays so whatever else is edited."""
+    """Return edits with further banned tokens. The order does not matter, because other edits keep -inf."""
     return edits._replace(banned=np.concatenate([edits.banned, np.array(tokens, dtype=np.int64)]))
 
 
 def truncation_of(warpers: Sequence[Any]) -> tuple[Truncation, tuple[Any, ...]]:
-    """Return the truncation that transformers' warpers make, and those that stand outside of its order, as they are."""
+    """Return the truncation equal to transformers' warpers, and the warpers that do not fit its order."""
     made: dict[str, Any] = {}
     others: list[Any] = []
     order = list(_FIELDS)
@@ -197,7 +196,7 @@ def truncation_of(warpers: Sequence[Any]) -> tuple[Truncation, tuple[Any, ...]]:
 
 
 def on_host(logits: Float[torch.Tensor, "rows vocab"]) -> Rows:
-    """Return logits as a contiguous array, float32 or float64; no copy where they are one already."""
+    """Return logits as a contiguous array, float32 or float64, without a copy if possible."""
     logits = logits.detach()
     if logits.device.type != "cpu":
         logits = logits.cpu()
@@ -210,10 +209,10 @@ def processed_rows(rows: Rows, warp: Warp, paths: Paths) -> Rows:
     """Return rows after the logits processors.
 
     Args:
-        paths: gives prompt and tokens of each row, int64[rows, length]; called only if a processor needs it.
+        paths: returns prompt and tokens of each row, int64[rows, length]; called only if there are processors.
 
-    Raises `BrokenLaw` if the model's rows hold NaN or +inf that no processor removes, `BrokenProcessor` if a processor's
-    do, or if it raises.
+    Raises `BrokenLaw` if the model's rows contain NaN or +inf that no processor removes; `BrokenProcessor` if the rows of a
+    processor do, or if it raises an error.
     """
     if not warp.processors:
         return rows
@@ -221,15 +220,15 @@ def processed_rows(rows: Rows, warp: Warp, paths: Paths) -> Rows:
     if not mends:
         check_rows(rows)
     if warp.search:
-        is_broken = mends and any_broken(rows)  # then torch says what is left of a row, as in transformers
+        is_broken = mends and any_broken(rows)  # then use torch, whose result transformers' processors see
         rows = torch.from_numpy(rows).log_softmax(-1).numpy() if is_broken else log_probabilities(rows)
     return _processed(torch.from_numpy(rows), warp.processors, paths())
 
 
 def law_of_beams(rows: Rows, beams: Beams, warp: Warp) -> JointLaw:
-    """Return the warped law of (beam, token) pairs, of rows after the processors.
+    """Return the warped law of (beam, token) pairs from rows after the processors.
 
-    Raises `BrokenLaw` if the rows are no logits, `DeadEnd` if nothing is left to draw.
+    Raises `BrokenLaw` if the rows contain NaN or +inf, `DeadEnd` if all tokens are banned.
     """
     counts = np.ones_like(beams.counts) if warp.greedy else beams.counts
     law = law_of_processed(rows, beams.scores, counts, warp)
@@ -253,9 +252,10 @@ def check_condition(condition: int, rows: Rows, warp: Warp) -> None:
 
 
 def row_laws(rows: Rows, warp: Warp) -> list[RowLaw | None]:
-    """Return the law of each processed row by itself; None for a row from which everything is banned.
+    """Return the law of each processed row; None for rows whose tokens are all banned.
 
-    At temperature 0 nothing is cut: only the order of the tokens matters then. Raises `BrokenLaw` if rows are no logits.
+    At temperature 0 nothing is cut, because only the order of the tokens matters. Raises `BrokenLaw` if rows contain NaN or
+    +inf.
     """
     laws: list[RowLaw | None] = []
     for row in rows:
@@ -267,10 +267,7 @@ def row_laws(rows: Rows, warp: Warp) -> list[RowLaw | None]:
 
 
 def dense_logp(rows: Rows, warp: Warp) -> Float64[np.ndarray, "rows vocab"]:
-    """Return the log-law of each processed row on the whole vocabulary; -inf where nothing is left.
-
-    At temperature 0 nothing is cut: only the order of the tokens matters then. Raises `BrokenLaw` if rows are no logits.
-    """
+    """Return the log-law of each processed row on the whole vocabulary; -inf if all tokens are banned. See `row_laws`."""
     found = np.full(rows.shape, -np.inf)
     for number, law in enumerate(row_laws(rows, warp)):
         if law is not None:
@@ -288,14 +285,14 @@ def _law_of_row(row: Float[np.ndarray, " vocab"], warp: Warp) -> RowLaw:
 
 
 def best_places(values: Float64[np.ndarray, " n"], count: int) -> Int64[np.ndarray, " k"]:
-    """Return the places of the `count` largest values above -inf, best first; of equal values the first comes first."""
+    """Return the indices of the `count` largest values above -inf, best first; ties in ascending order."""
     if count <= 0:
         return np.zeros(0, dtype=np.int64)
     return largest(values[None], _NO_SHIFT, count)[:count]
 
 
 def left_by_others(law: JointLaw, warp: Warp) -> JointLaw:
-    """Return the law without the pairs that further warpers ban; they see the joint law after the truncation."""
+    """Return the law without the pairs that further warpers ban, which see the truncated joint law."""
     pairs = all_pairs(law)
     left = torch.full((law.logits.size,), -torch.inf, dtype=torch.float64)
     left[torch.from_numpy(pairs)] = torch.from_numpy(np.log(odds_among(law, pairs)))
@@ -307,7 +304,7 @@ def left_by_others(law: JointLaw, warp: Warp) -> JointLaw:
 
 
 def _banning(warp: Warp) -> str:
-    """Return the options that can have banned every token."""
+    """Return the names of the options that may have banned all tokens."""
     kinds = [type(one).__name__ for one in warp.processors or [] if not isinstance(one, Constrained)]
     kinds = [kind for kind in kinds if not kind.endswith("Warper") and kind != "RepetitionPenaltyLogitsProcessor"]
     names = [_OPTIONS.get(kind, kind) for kind in kinds]
@@ -317,16 +314,16 @@ def _banning(warp: Warp) -> str:
 
 
 def _broken(rows: Rows) -> str:
-    """Return "NaN" or "+inf" where rows of logits hold them, else ""."""
+    """Return "NaN" or "+inf" if rows of logits contain them, else ""."""
     if not any_broken(rows):
         return ""
     return "NaN" if bool(np.isnan(rows).any()) else "+inf"
 
 
 def check_rows(rows: Rows) -> None:
-    """Raise `BrokenLaw` if logits hold NaN or +inf."""
+    """Raise `BrokenLaw` if logits contain NaN or +inf."""
     if what := _broken(rows):
-        raise BrokenLaw(f"the model returned {what} logits; try float32, or look for overflow in the weights")
+        raise BrokenLaw(f"the model returned {what} logits; try float32, or check the weights for overflow")
 
 
 def _through(
@@ -334,7 +331,7 @@ def _through(
     paths: Int64[np.ndarray, "beams length"],
     logits: Float[torch.Tensor, "beams vocab"],
 ) -> Float[torch.Tensor, "beams vocab"]:
-    """Return rows after each processor: the list itself would look up at every call which arguments each of them takes."""
+    """Return rows after all processors. `LogitsProcessorList` would inspect their signatures at each call."""
     tokens = torch.from_numpy(paths)
     for one in processors:
         logits = one(tokens, logits)
@@ -346,7 +343,7 @@ def _processed(
     processors: "LogitsProcessorList",
     paths: Int64[np.ndarray, "beams length"],
 ) -> Rows:
-    """Return rows after the processors, whose faults belong to this prompt and to no other."""
+    """Return rows after the processors. Raises `BrokenProcessor` for their errors."""
     if all(isinstance(one, Constrained) for one in processors):
         return on_host(_through(processors, paths, logits))
     try:
@@ -362,6 +359,6 @@ def _processed(
         )
     rows = on_host(processed)
     if what := _broken(rows):
-        check_rows(on_host(logits))  # or was it the model?
+        check_rows(on_host(logits))  # raises `BrokenLaw` if the model's logits are the cause
         raise BrokenProcessor(f"a logits processor returned {what}; banned tokens must get -inf, others a finite score")
     return rows

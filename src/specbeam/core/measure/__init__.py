@@ -1,1 +1,1 @@
-"""Measurements of this machine: time by span, energy, and figures kept on disk."""
+"""Measurements of this machine: time by span, and figures saved on disk."""

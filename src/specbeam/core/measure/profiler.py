@@ -1,4 +1,4 @@
-"""A profiler: the time of spans inside spans, each without the time of the spans inside it."""
+"""A profiler of nested spans; the time of a span excludes the spans inside it."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ class Profile:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Record the time spent inside as that of a span inside the current one."""
+        """Record the time inside this context as a span inside the current one."""
         outer = self._switch(f"{self._name}/{name}" if self._name else name)
         try:
             yield
@@ -25,7 +25,7 @@ class Profile:
             self._switch(outer)
 
     def move(self, name: str, seconds: float) -> None:
-        """Move recorded time from the current span to one inside it."""
+        """Move recorded time from the current span to a span inside it."""
         self.move_to(f"{self._name}/{name}", seconds)
 
     def move_to(self, name: str, seconds: float) -> None:
@@ -34,7 +34,7 @@ class Profile:
             self.seconds[key] = self.seconds.get(key, 0.0) + more
 
     def _switch(self, name: str) -> str:
-        """Record the time since the last switch for the span that ends here. Returns the name of that span."""
+        """Add the time since the last switch to the current span, and start another one. Returns the name of the former."""
         now = time.perf_counter()
         before = self._name
         if before:
@@ -50,7 +50,7 @@ _NO_SPAN = nullcontext()
 
 @contextmanager
 def profiled() -> Iterator[Profile]:
-    """Record the spans inside, and yield their profile. On a GPU a span lasts as long as the host waits for it."""
+    """Record the spans inside this context, and yield their profile. On a GPU the time is that of the host."""
     profile = Profile()
     token = _RUNNING.set(profile)
     try:
@@ -60,7 +60,7 @@ def profiled() -> Iterator[Profile]:
 
 
 def apportion(parts: Mapping[str, float], since: float) -> None:
-    """Split the time since `since` over spans in the proportions of `parts`, and take it from the current span.
+    """Move the time since `since` from the current span to other spans, in the proportions of `parts`.
 
     Does nothing if no profile is being recorded.
 
@@ -77,7 +77,7 @@ def apportion(parts: Mapping[str, float], since: float) -> None:
 
 
 def span(name: str) -> AbstractContextManager[None]:
-    """Return a context manager that records the time inside as a span of the running profile, if there is one."""
+    """Return a context manager that records the time inside as a span of the running profile, if any."""
     profile = _RUNNING.get()
     return _NO_SPAN if profile is None else profile.span(name)
 

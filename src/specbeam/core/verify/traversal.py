@@ -10,7 +10,7 @@ from jaxtyping import Float
 from specbeam.core.beams import Beams, Finished, Layers, Stop
 from specbeam.core.dice import flip, pick
 from specbeam.core.forest import Forest, GroupsUnder, Siblings, TurnRows, groups_by_node, start_of
-from specbeam.core.laws.evidence import Evidence, gathers, note_worth
+from specbeam.core.laws.evidence import Evidence, gathers, note_acceptance
 from specbeam.core.laws.named import EXACT
 from specbeam.core.laws.ranking import Truncation
 from specbeam.core.laws.reduce import SOUND, exponentials
@@ -183,7 +183,7 @@ def descend(
         candidate = candidate_of(path, drafts)
         share = share_of(path, drafts, candidate)
         if is_audited and gathers(evidence):
-            note_worth(evidence, path.odds[top] * path.owed[top], candidate, share)
+            note_acceptance(evidence, path.odds[top] * path.owed[top], candidate, share)
         draw = start_of(groups.draw_ends, path.groups[top]) + path.failed[top]
         child = groups.nodes[draw]
         push(path, child, draw, share, under.first[child] if child >= 0 else -1)

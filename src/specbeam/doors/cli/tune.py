@@ -14,8 +14,8 @@ from specbeam.errors import BadSetting
 
 if TYPE_CHECKING:
     from specbeam.core.control.cost import CostCurve
+    from specbeam.core.control.depth import DepthByCost
     from specbeam.core.control.needs import NodesByNeed
-    from specbeam.core.control.worth import DepthByCost
     from specbeam.doors.cli.screen import Screen
     from specbeam.lab.bench.acceptance import Acceptance
     from specbeam.lab.bench.sublayers import FoundSublayers
@@ -176,12 +176,12 @@ def _measured_acceptance(pair: "Pair", prompts: list[str]) -> "Acceptance | None
     """Measure acceptance by rank and save it for `sequoia`; None without a draft model or prompts."""
     from specbeam.lab.bench.acceptance import acceptance
     from specbeam.models.huggingface import HuggingFaceLM
-    from specbeam.recipes.tuning.acceptance import keep_acceptance, with_guess
+    from specbeam.recipes.tuning.acceptance import save_acceptance, with_guess
 
     if not isinstance(pair.draft, HuggingFaceLM) or not prompts:
         return None
     found = acceptance(pair, prompts, children=5, max_new_tokens=48)
-    keep_acceptance(pair.forgetful_target, pair.draft, with_guess(found.odds, found.nodes))
+    save_acceptance(pair.forgetful_target, pair.draft, with_guess(found.odds, found.nodes))
     return found
 
 
@@ -208,8 +208,8 @@ def _cost_curve(lm: Any, context: int) -> "CostCurve":
 
 
 def _depth_controller(pair: "Pair", beams: int, width: int | None) -> "DepthByCost":
-    """Return the controller for the depth of `dsbd` with a fixed width and coupling by rejection."""
-    from specbeam.core.control.worth import DepthByCost
+    """Return the controller that chooses the depth of `dsbd` with a fixed width by rejection."""
+    from specbeam.core.control.depth import DepthByCost
     from specbeam.recipes.beams import dsbd
 
     method = dsbd(beams, width, width="fixed", coupling="rejection", depth="auto")
@@ -253,7 +253,7 @@ def _explain_depth(console: "Screen", controller: "DepthByCost", odds: float) ->
     """Print the candidate depths of `depth="auto"` for layers accepted with this probability."""
     from rich.table import Table
 
-    from specbeam.core.control.worth import PassOdds
+    from specbeam.core.control.depth import PassOdds
 
     seen = PassOdds(8)
     seen.seen[:] = [[odds], [1.0]]

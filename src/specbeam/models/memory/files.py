@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specbeam.core.errors import BadHead, BadSetting, MissingFile
-from specbeam.core.measure.kept_figures import weights_key
+from specbeam.core.measure.saved_figures import weights_key
 from specbeam.core.whole_files import write_whole
 from specbeam.models.checkpoints.boundary import json_object
 from specbeam.models.checkpoints.headers import read_tensors

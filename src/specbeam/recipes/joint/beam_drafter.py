@@ -1,8 +1,7 @@
 """DRAFT: beams ranked by their joint likelihood under the draft model, for rules that judge whole paths.
 
-The layers of `draft/beams.py` follow the law of beam sampling that the target has, too. Here a path is ranked by the sum of
-its warped conditional log-probabilities alone, a beam that ended still competes with the others, and only the best beams may
-be passed on.
+Unlike in core/draft/beams.py, whose layers follow the target's law of beam sampling, a path is ranked only by the sum of its
+warped conditional log-probabilities, finished beams still compete with the others, and only the best beams may be passed on.
 """
 
 from collections import Counter
@@ -18,21 +17,20 @@ from specbeam.core.forest import CHOSEN, LOST, Forest, siblings
 from specbeam.core.laws.rows import RowLaw
 from specbeam.core.laws.warp import best_places
 
-FAINT = 1e-100  # below this, relative odds are rescaled, for precision
+FAINT = 1e-100  # relative odds below this are rescaled, for precision
 
 
 @dataclass(frozen=True, eq=False)
 class RankedBeams:
     """The beams of one draft after a layer, best first.
 
-    Beams of equal likelihood are in the order of their parents and then tokens if they were searched; if they were drawn, in
-    draw order, which favours no token.
+    Beams of equal likelihood are in the order of parents and tokens in mode "search", and in draw order in mode "sample".
     """
 
-    nodes: Int64[np.ndarray, " beams"]  # forest nodes; ended beams have one too, so that they can be judged
+    nodes: Int64[np.ndarray, " beams"]  # forest nodes, also of ended beams
     logq: Float64[np.ndarray, " beams"]  # log-likelihood of the path
     ended: Bool[np.ndarray, " beams"]
-    counts: Int64[np.ndarray, " beams"]  # how often each was drawn, with replacement
+    counts: Int64[np.ndarray, " beams"]  # number of draws of each beam, with replacement
 
     @classmethod
     def start(cls, tree: GrowingTree) -> "RankedBeams":
@@ -42,17 +40,17 @@ class RankedBeams:
         return cls(np.arange(roots), np.array([*tree.root_scores().values()]), np.zeros(roots, dtype=bool), counts)
 
     def extended_scores(
-        self, front: Int64[np.ndarray, " front"], logq: Float64[np.ndarray, "front vocab"]
+        self, frontier: Int64[np.ndarray, " frontier"], logq: Float64[np.ndarray, "frontier vocab"]
     ) -> Float64[np.ndarray, "beams vocab"]:
         """Return the log-likelihood of each beam with each next token.
 
         An ended beam has its own log-likelihood in the first column and -inf in the others.
 
         Args:
-            front: nodes of the beams that have a row in `logq`, in the order of the beams. The others cannot go on.
+            frontier: nodes of the beams that have a row in `logq`, in the order of the beams. Other beams get no extensions.
         """
         scores = np.full((len(self.nodes), logq.shape[1]), -np.inf)
-        live = np.isin(self.nodes, front)
+        live = np.isin(self.nodes, frontier)
         scores[live] = self.logq[live][:, None] + logq
         scores[self.ended, 0] = self.logq[self.ended]
         return scores
@@ -62,18 +60,18 @@ class RankedBeams:
 class JointBeams:
     """A growth that decodes beams with the draft model, `shape.width` beams of `shape.depth` tokens.
 
-    The candidates of a layer are all extensions of live beams, and ended beams as they are. Their scores are the true joint
-    log-likelihoods. Candidates of probability 0 are never taken, so a small support keeps fewer beams.
+    The candidates of a layer are all extensions of live beams, and unchanged ended beams. Their scores are joint
+    log-likelihoods. Candidates of probability 0 are never chosen, so there may be fewer than `shape.width` beams.
 
     Source: arXiv 2407.09722, sec. 3.
 
     Args:
-        mode: "search" keeps the best candidates; "sample" draws them from their normalised joint probabilities. At
-            temperature 0 there is only "search".
-        replacement: draw independently (mode "sample" only); a beam that is drawn twice has twice the weight in the next
-            layer.
-        chains: number of final beams that are passed on, best first; None: the whole forest.
-        lost_ends: if the whole forest is passed on, include ended beams that later lost their place to likelier ones.
+        mode: "search" keeps the best candidates; "sample" draws them by their normalised joint probabilities. At
+            temperature 0 both search.
+        replacement: draw independently, with replacement (mode "sample" only); a beam drawn twice has twice the weight in
+            the next layer.
+        chains: number of final beams to pass on, best first; None: the whole forest.
+        lost_ends: when passing on the whole forest, include ended beams that likelier ones replaced later.
     """
 
     mode: Literal["search", "sample"] = "sample"
@@ -103,7 +101,7 @@ class JointBeams:
         tree.frontier = new if not ended.all() else new[:0]
 
     def finish(self, tree: GrowingTree) -> None:
-        """Choose what is passed on: the paths of the best beams, or all but the ended beams that lost their place."""
+        """Choose the nodes to pass on: the paths of the best beams, or all nodes except replaced ended beams."""
         beams: RankedBeams | None = tree.memory.get("beams")
         if beams is None:
             return
@@ -118,7 +116,7 @@ class JointBeams:
 
 
 def _with_ancestors(forest: Forest, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " kept"]:
-    """Return all roots, these nodes and all nodes above them, ascending."""
+    """Return all roots, these nodes and their ancestors, ascending."""
     kept = {*range(forest.roots)}
     for node in nodes.tolist():
         while node not in kept:
@@ -130,10 +128,9 @@ def _with_ancestors(forest: Forest, nodes: Int64[np.ndarray, " n"]) -> Int64[np.
 def drawn_candidates(
     scores: Float64[np.ndarray, " n"], counts: Int64[np.ndarray, " n"], width: int, replacement: bool, dice: Dice
 ) -> tuple[Int64[np.ndarray, " k"], Int64[np.ndarray, " k"]]:
-    """Return at most `width` draws from the law counts * exp(scores): distinct ones, best first, and how often each came.
+    """Return at most `width` draws from the law counts * exp(scores): distinct candidates, best first, and their numbers.
 
-    Probabilities are computed relative to the best candidate that is left, so that those far below the first one do not
-    underflow.
+    Probabilities are relative to the best remaining candidate, so that much smaller ones do not underflow.
     """
     odds = np.zeros(len(scores))
     drawn = list[int]()
@@ -147,7 +144,7 @@ def drawn_candidates(
         drawn.append(dice.pick(odds))
         if not replacement:
             odds[drawn[-1]] = 0.0
-    times = Counter(drawn)  # in the order of their first draw, which decides between equals
+    times = Counter(drawn)  # in the order of the first draws, which breaks ties
     chosen = np.array([*times], dtype=np.int64)
     counts = np.array([*times.values()], dtype=np.int64)
     order = np.argsort(-scores[chosen], kind="stable")

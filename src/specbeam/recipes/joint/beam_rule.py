@@ -1,6 +1,6 @@
-"""VERIFY: by joint likelihood. A draft path lives on if the target likes it, as a whole, nearly as much as the draft did.
+"""VERIFY: by joint likelihood. A draft path is accepted if its likelihood under the target is close to that under the draft.
 
-This trades the law of the text for likelihood and length, and says so: nothing here is a sample of the target's law.
+This trades the law of the text for likelihood and length: the output does not follow the target's law.
 """
 
 import math
@@ -41,21 +41,21 @@ Bonus = Literal["sample", "argmax", "none"]
 
 @dataclass(frozen=True)
 class JointRule:
-    """Accept the longest draft path whose joint likelihood ratio passes a threshold, then one token of the target's own.
+    """Accept the longest draft path whose joint likelihood ratio passes a threshold, then add a token from the target.
 
-    Works with every draft whose forest knows the draft log-likelihoods of its paths (`Forest.logq`). No chance enters the
-    decision; only the bonus token is drawn.
+    Works with all drafts whose forest has the draft log-likelihoods of its paths (`Forest.logq`). The decision is
+    deterministic; only the bonus token is drawn.
 
     Args:
-        threshold: in [0, 1]. 0 accepts all that the target can say; at 1 nothing passes, which is plain decoding.
-        chains: look at this many of the final draft beams alone (1: MTAD, more: MJSD). None: at every node (MMTAD).
-        theta: with chains=None: what the nodes are compared with, see `Paths.theta`.
+        threshold: in [0, 1]. 0 accepts all paths that are possible under the target; 1 accepts none: plain decoding.
+        chains: number of final draft beams to judge (1: MTAD, more: MJSD). None: all nodes (MMTAD).
+        theta: with chains=None: the draft likelihood to compare nodes with, see `Paths.theta`.
         prefix: "longest": shorter prefixes may fail. "first_failure": they may not.
-        bonus: "sample" from the warped law (at temperature 0 its best token), "argmax", or "none" if a draft was accepted.
-        coupling: "noise": the bonus is drawn by the noise of its place, so with threshold 1 the text is that of plain
-            sampling with the same seed. "dice": by the session's dice.
+        bonus: "sample" from the warped law (at temperature 0 its best token), "argmax", or "none" after an accepted draft.
+        coupling: "noise": the bonus is drawn by the noise of its position, so with threshold 1 the text is that of plain
+            sampling with the same seed. "dice": by the session's random numbers.
 
-    Law: approximate: none is stated; accepted blocks carry a `Certificate`.
+    Law: approximate: none is stated; accepted blocks have a `Certificate`.
     Source: arXiv 2407.09722 (MTAD, sec. 3; MJSD in v1; MMTAD in the final version).
     """
 
@@ -95,13 +95,13 @@ class JointRule:
         return Verdict(emitted_layers(walk), certificate=certificate)
 
     def accepted(self, paths: Paths) -> int:
-        """The last accepted node; 0 if none is."""
+        """Return the last accepted node; 0 if no path is accepted."""
         if self.chains is not None:
             return deepest_in_chains(paths, self.threshold, self.chains, self.prefix)
         return deepest_in_tree(paths, self.threshold, self.theta, self.prefix)
 
     def _emit_bonus(self, inputs: WalkInputs, walk: Emitted, session: Session) -> int:
-        """Emit a token of the target's own. Returns SOUND, or why there is no law to draw it from."""
+        """Emit a token from the target's law. Returns SOUND, or the condition of a row without a law."""
         warp = session.warp
         way = MATCH_BY_NOISE if self.coupling == "noise" else MATCH_BY_DICE
         spec = WalkSpec(way, warp.greedy or self.bonus == "argmax", warp.cut, session.limits.stop)
@@ -111,12 +111,12 @@ class JointRule:
             return int(condition)
         token = inputs.run(drawn_token, walk, inputs.rows, row, session.beams, spec, inputs.dice)
         tokens = np.array([token])
-        # An end token may have been drafted too, but the bonus is none of the drafts.
+        # The bonus is not a draft, even if the same token was drafted.
         inputs.emit(walk, session, tokens, np.array([-1]), np.array([False]))
         return SOUND
 
     def _certificate(self, paths: Paths, node: int) -> Certificate | None:
-        if self.threshold == 0:  # then nothing is promised
+        if self.threshold == 0:  # no guarantee
             return None
         theta = paths.logq if self.chains is not None else paths.theta(self.theta)
         length = int(paths.depths[node])
@@ -127,8 +127,9 @@ class JointRule:
 
 @dataclass(frozen=True)
 class OnOwnRows:
-    """A rule for drafts of the target itself, whose rows were scored while the draft grew. They spare no pass, so what it
-    takes of them is not counted as accepted.
+    """A rule for drafts by the target itself, which scored their rows while drafting.
+
+    These drafts save no pass, so their layers do not count as accepted.
     """
 
     rule: Rule
@@ -142,14 +143,14 @@ class OnOwnRows:
 
 
 def judged_paths(session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Paths:
-    """The draft paths of a forest with their likelihoods under both models, each conditional warped by itself.
+    """Return the draft paths of a forest with their likelihoods under both models, each conditional warped separately.
 
-    Where the drafter does not say which beams it ended with, they are the leaves that are deepest or have ended.
+    Without `forest.beams`, the final beams are the leaves that are deepest or have ended.
     """
     if len(forest.logq) == 0 or not np.isfinite(forest.logq).all():
         raise LostLaw(
-            "JointRule compares paths by their joint draft likelihood, but these drafts have none (retrieved, merged, "
-            "pruned, or of no odds); draft with a model, or verify them with MatchRule"
+            "JointRule compares paths by their joint draft likelihood, which these drafts lack (retrieved, merged or "
+            "pruned drafts, or drafts without odds); draft with a model, or use MatchRule"
         )
     depths = forest.depths()
     logp = np.zeros(forest.size)
@@ -167,6 +168,7 @@ def judged_paths(session: Session, forest: Forest, scored: Float[torch.Tensor, "
 
 
 def refuse_audit(audited: bool) -> None:
+    """Raise `NotSupported` if the request is audited."""
     if audited:
         raise NotSupported(
             "an audit tests that the text follows the target's law, and joint decoding changes it on purpose; "

@@ -1,4 +1,4 @@
-"""Recipes whose drafts are judged by their joint likelihood. They change the law of the output; their laws say so."""
+"""Recipes that judge drafts by their joint likelihood. They change the law of the output on purpose."""
 
 from typing import Literal, get_args
 
@@ -35,25 +35,25 @@ def mtad(
     Paper: arXiv 2407.09722 (Qin et al.), ICLR 2025
 
     The joint likelihood ratio of a block of tokens is its probability under the target divided by its probability under the
-    draft model. After the accepted prefix comes one token that the target chooses alone, the bonus.
+    draft model. The target alone chooses the token after the accepted prefix, the bonus.
 
-    `report.certificate` holds what is guaranteed instead of the law, for every accepted block: its log-likelihood under the
-    target is above its draft log-likelihood + log(threshold), and at most `gap` nats below that of the best block of its
-    length. At temperature 0 nothing is drawn: the draft beams are searched and the bonus is the best token.
+    In place of a law, `report.certificate` guarantees for every accepted block: its log-likelihood under the target exceeds
+    its draft log-likelihood + log(threshold), and is at most `gap` nats below that of the best block of its length. At
+    temperature 0 nothing is drawn: the draft beams come from beam search, and the bonus is the best token.
 
-    Turns are taken one by one in Python, where the joint likelihoods are compared and certified.
+    Turns run one by one in Python, which compares and certifies the joint likelihoods.
 
-    Steps of the paper: draft beams draft/joint_beams.py; verification verify/joint_beams.py.
+    Code: draft beams recipes/joint/beam_drafter.py; verification recipes/joint/beam_rule.py.
 
     Args:
         beams: number of beams of the draft model; None: 4.
         depth: number of draft tokens per pass of the target; None: 4.
         threshold: minimum joint likelihood ratio, in [0, 1]. A lower threshold accepts more; at 1 this is plain decoding.
-        draft: "sample" draws the beams, "search" takes the best; or a growth of `draft/` that grows one chain.
+        draft: "sample" draws the beams, "search" takes the best ones; or a growth of core/draft/ that drafts one chain.
         replacement: draw beams independently, with replacement, as the authors' commands do. Duplicates become one beam.
-        prefix: "longest" accepts the longest prefix that passes, even if a shorter one fails. "first_failure" stops at the
-            first prefix that fails.
-        bonus: how the bonus is chosen: "sample" (drawn), "argmax", or "none" (no bonus after an accepted draft).
+        prefix: "longest" accepts the longest passing prefix, even if a shorter one fails. "first_failure" stops at the first
+            failing prefix.
+        bonus: "sample" (drawn), "argmax", or "none" (no bonus after an accepted draft).
         controller: the controller that chooses the length of a draft: "fixed", "confidence", "tracked", "thompson",
             "calibrated", "survival" (docs/methods/controllers.md), or a part, which sets both depth and beams.
     """
@@ -72,27 +72,26 @@ def mjsd(
     bonus: Bonus = "sample",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
-    """Score several draft beams with the target, and keep the beam with the longest accepted prefix: multi-token joint
-    speculative decoding (MJSD), the first form of `mtad`.
+    """Score several draft beams with the target and keep the beam with the longest accepted prefix: multi-token joint
+    speculative decoding (MJSD), the first version of `mtad`.
 
     Law: approximate: changes the output law on purpose, for more likely text
     Paper: arXiv 2407.09722, first version (July 2024)
 
-    Of several beams with equally long accepted prefixes the first is kept. Thresholds cannot be compared with those of the
-    published program, because its draft probabilities were not those of its paths. Turns are taken one by one, as in
-    `mtad`.
+    Of beams with equally long accepted prefixes the first is kept. Thresholds are not comparable with those of the published
+    program, whose draft probabilities are not those of its paths. Turns run one by one, as in `mtad`.
 
     Args:
-        chains: number of draft beams that the target scores, the best ones.
+        chains: number of draft beams that the target scores.
         beams: number of beams of the draft model; None: 8.
-        draft: "sample" draws the beams, "search" takes the best.
+        draft: "sample" draws the beams, "search" takes the best ones.
         depth, threshold, replacement, prefix, bonus, controller: as in `mtad`.
     """
     require_at_least_one(chains=chains)
     one_of("draft", draft, get_args(Draft))
     most = 8 if beams is None else beams
     if chains > most:
-        raise BadSetting(f"chains is {chains}, beams is {most}; there are no more chains than beams")
+        raise BadSetting(f"chains is {chains}, beams is {most}; chains must be at most beams")
     rule = JointRule(threshold, chains, prefix=prefix, bonus=bonus)
     return _assisted("mjsd", beams, depth, _growth(draft, replacement, beams, chains), rule, controller, width=8)
 
@@ -108,19 +107,19 @@ def mmtad(
     bonus: Bonus = "sample",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
-    """Score all draft beams in one pass of the target, and accept the path to the deepest node that passes: multi-candidate
+    """Score all draft beams in one pass of the target and accept the path to the deepest passing node: multi-candidate
     `mtad` (MMTAD).
 
     Law: approximate: changes the output law on purpose, for more likely text
     Paper: arXiv 2407.09722 (Qin et al.), ICLR 2025, the multi-candidate variant
 
-    It accepts at least as many tokens as `mtad` on the same draft, but the target scores more nodes: up to beams * depth.
-    Turns are taken one by one, as in `mtad`.
+    On the same draft it accepts at least as many tokens as `mtad`, but the target scores more nodes: up to beams * depth.
+    Turns run one by one, as in `mtad`.
 
     Args:
-        theta: the draft likelihood that the likelihood of a node under the target is compared with: that of the best draft
-            beam at the same depth ("chain"), the largest one of that depth ("max"), or the node's own ("own").
-        draft: "sample" draws the beams, "search" takes the best; or any growth of `draft/`.
+        theta: the draft likelihood to compare a node's target likelihood with: that of the best draft beam at the same depth
+            ("chain"), the largest one at this depth ("max"), or the node's own ("own").
+        draft: "sample" draws the beams, "search" takes the best ones; or any growth of core/draft/.
         beams, depth, threshold, replacement, prefix, bonus, controller: as in `mtad`.
     """
     rule = JointRule(threshold, None, theta, prefix, bonus)
@@ -128,22 +127,22 @@ def mmtad(
 
 
 def _growth(draft: "Draft | Growth", replacement: bool, beams: int | None, chains: int | None) -> Growth:
-    """Return the growth of the drafts; `chains` is the number of final beams that the rule looks at, None for all nodes.
+    """Return the growth of the drafts; `chains` is the number of final beams that the rule judges, None for all nodes.
 
     Raises `BadSetting` if a setting is wrong or would be ignored.
     """
     if isinstance(draft, type):
-        raise BadSetting(f"draft is the class {draft.__name__}; make one, with its settings")
+        raise BadSetting(f"draft is the class {draft.__name__}; pass an instance, {draft.__name__}(...)")
     if isinstance(draft, Growth):
         name = f"the growth {type(draft).__name__}"
         refuse_ignored(False, name, replacement=replacement or None)
         refuse_ignored(not isinstance(draft, (Branching, FixedTree)), name, beams=beams)
         if chains == 1 and not _is_chain(draft):
-            raise BadSetting(f"mtad looks at one chain, and {name} may grow more; mmtad looks at all of a draft")
+            raise BadSetting(f"mtad judges one chain, and {name} may draft several; mmtad judges whole trees")
         return draft
     one_of("draft", draft, get_args(Draft))
     if replacement and draft == "search":
-        raise BadSetting("search takes the best beams and draws nothing; replacement=True needs draft='sample'")
+        raise BadSetting("draft='search' draws nothing; replacement=True needs draft='sample'")
     return JointBeams(draft, replacement, chains)
 
 
@@ -180,7 +179,7 @@ def _assisted(
 
 
 def _law(rule: JointRule) -> str:
-    """Return the method's law: what is guaranteed of accepted blocks (see `records.Certificate`)."""
+    """Return the description of the law: the guarantee for accepted blocks (see `records.Certificate`)."""
     if rule.threshold == 1:
         return "approximate: at threshold 1 no draft passes, it is the target alone"
     if rule.threshold == 0:

@@ -17,8 +17,8 @@ class EveryBlock:
     """A drafter of all paths of `shape.depth` tokens, without a draft model: for tables and small vocabularies.
 
     Args:
-        vocab: number of tokens in the target's vocabulary.
-        most: the most draft nodes of a tree; `check` refuses larger ones.
+        vocab: vocabulary size of the target.
+        most: maximum number of draft nodes of a tree; `check` refuses larger trees.
     """
 
     vocab: int
@@ -26,14 +26,14 @@ class EveryBlock:
     models: ClassVar[tuple[LM, ...]] = ()
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
-        """Return trees whose layers are in lexicographic order; an end token gets no node, because nothing follows it."""
+        """Return trees with layers in lexicographic order. End tokens get no nodes, because nothing follows them."""
         return [self._tree(session, shape.depth) for session, shape in zip(sessions, shapes, strict=True)]
 
     def settle(self, session: Session, turn: Turn) -> None:
-        """Do nothing: there is nothing to remember."""
+        """Do nothing: the drafter has no state."""
 
     def close(self, session: Session) -> None:
-        """Do nothing: there is nothing to forget."""
+        """Do nothing: the drafter has no state."""
 
     def check(self, depth: int, eos: tuple[int, ...]) -> None:
         """Raise `BadSetting` if a tree of this depth has more than `most` draft nodes."""
@@ -41,7 +41,7 @@ class EveryBlock:
         if sum(going**layer for layer in range(1, depth + 1)) > self.most:
             raise BadSetting(
                 f"exact joint decoding of {depth + 1} tokens at once over {self.vocab} tokens needs more than "
-                f"{self.most} nodes per pass; take a smaller depth, or the target's own beams: mode='beam_search'"
+                f"{self.most} nodes per pass; choose a smaller depth, or the target's own beams: mode='beam_search'"
             )
 
     def _tree(self, session: Session, depth: int) -> Forest:
@@ -49,10 +49,10 @@ class EveryBlock:
         with session.failing_alone():
             self.check(depth, session.limits.eos)
             going = np.setdiff1d(np.arange(self.vocab), session.limits.eos)
-            front = np.arange(forest.size)
+            frontier = np.arange(forest.size)
             for _ in range(depth):
                 start = forest.size
-                count = len(front) * len(going)
-                forest = forest.grown(np.tile(going, len(front)), np.repeat(front, len(going)))
-                front = np.arange(start, start + count)
+                count = len(frontier) * len(going)
+                forest = forest.grown(np.tile(going, len(frontier)), np.repeat(frontier, len(going)))
+                frontier = np.arange(start, start + count)
         return forest

@@ -1,4 +1,4 @@
-"""VERIFY: whole blocks of tokens out of the complete joint law, for tables and small vocabularies."""
+"""VERIFY: choose a block of tokens from the complete joint law, for tables and small vocabularies."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -22,18 +22,18 @@ BlockMode = Literal["argmax", "ancestral", "joint_temperature", "joint_topk"]
 
 @dataclass(frozen=True)
 class BlockRule:
-    """Take one block out of the law of all blocks: paths one token longer than the tree is deep, or ended before.
+    """Choose one of all blocks: paths that are one token longer than the tree is deep, or that end earlier.
 
-    The tree must hold every path (`draft.joint_tokens.EveryBlock`). p of a block is the product of its warped conditionals.
+    The tree must hold every path (see `EveryBlock`). The probability p of a block is the product of its warped conditionals.
 
     Args:
-        mode: "argmax": the block of largest p, of equal ones the first in lexicographic order. "ancestral": one draw from p.
-            "joint_temperature": one draw from p^(1/temperature), normalised. "joint_topk": one draw from p among the `top`
-            most probable blocks, of equal ones the first.
-        temperature: of blocks; that of tokens is a setting of the generation.
+        mode: "argmax": the most probable block. "ancestral": one draw from p. "joint_temperature": one draw from
+            p^(1/temperature), normalised. "joint_topk": one draw from p among the `top` most probable blocks. Ties are
+            broken in lexicographic order.
+        temperature: temperature of blocks, in addition to that of tokens.
         top: number of blocks.
 
-    Law: by mode; "ancestral" is plain sampling, for p is the product of its conditionals.
+    Law: by mode; "ancestral" is plain sampling, because p is the product of the conditionals.
     Source: multi-token joint decoding, arXiv 2407.09722, sec. 2.
     """
 
@@ -60,16 +60,16 @@ class BlockRule:
         return Verdict(emitted_layers(walk), audit=inputs.audit(session))
 
     def check(self, greedy: bool, audited: bool) -> None:
-        """Refuse what the mode cannot do."""
+        """Raise `NotSupported` if the mode cannot serve an audit or temperature 0 (`greedy`)."""
         if self.mode != "ancestral":
             refuse_audit(audited)
         if greedy and self.mode == "ancestral":
-            raise NotSupported("ancestral draws token by token, at temperature 0 that is greedy: take method 'greedy'")
+            raise NotSupported("mode 'ancestral' at temperature 0 is greedy decoding; use method 'greedy'")
         if greedy and self.mode != "argmax":
-            raise NotSupported(f"{self.mode} draws blocks; for temperature 0 take mode='argmax'")
+            raise NotSupported(f"mode {self.mode!r} draws blocks; use mode='argmax' for temperature 0")
 
     def _chosen(self, session: Session, forest: Forest, logp: Float64[np.ndarray, "nodes vocab"]) -> int:
-        """Index into the flat table."""
+        """Return the index of the chosen block in the flattened table."""
         flat = logp.ravel()
         if self.mode == "argmax":
             return most_probable(forest, logp, 1)[0]
@@ -81,9 +81,7 @@ class BlockRule:
 
 
 def most_probable(forest: Forest, logp: Float64[np.ndarray, "nodes vocab"], count: int) -> list[int]:
-    """Indices into the flat table of the `count` most probable blocks, fewer if there are fewer; of equal ones the first in
-    lexicographic order.
-    """
+    """Return the indices of up to `count` most probable blocks in the flattened table; ties in lexicographic order."""
     flat = logp.ravel()
     vocab = logp.shape[1]
     count = min(count, int(np.count_nonzero(flat > -np.inf)))
@@ -97,7 +95,7 @@ def most_probable(forest: Forest, logp: Float64[np.ndarray, "nodes vocab"], coun
 def block_logp(
     session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]
 ) -> Float64[np.ndarray, "nodes vocab"]:
-    """Log-likelihood of each block by its last node and its last token; -inf where a longer one goes on."""
+    """Return the log-likelihood of each block by its last node and last token; -inf for prefixes of longer blocks."""
     deepest = int(forest.depths().max())
     eos = np.array(session.limits.eos, dtype=np.int64)
     logp = np.full(tuple(scored.shape), -np.inf)

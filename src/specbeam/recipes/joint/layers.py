@@ -16,10 +16,10 @@ Layer = tuple[Nodes, Float64[np.ndarray, "n vocab"], Nodes, Nodes]
 
 
 def layers(session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"], count: int) -> Iterator[Layer]:
-    """Yield the first `count` layers from the root down: (nodes, logp, children, their rows in `logp`).
+    """Yield the first `count` layers from the root down: (nodes, logp, children, rows of the children's parents in `logp`).
 
-    logp[n, v] belongs to the path to the n-th node and the token v after it, each conditional warped by itself. End tokens
-    have no row: nothing comes after them, and a logits processor need not know what would.
+    logp[n, v] is the log-likelihood of the path to the n-th node followed by token v, each conditional warped separately.
+    End tokens have no row: nothing follows them, and logits processors may not be able to process such paths.
     """
     depths = forest.depths()
     above = np.zeros(forest.size)

@@ -1,4 +1,4 @@
-"""VERIFY: draft paths and their joint likelihoods, as plain numbers: which pass, and which of those is the longest."""
+"""VERIFY: joint likelihoods of draft paths: which paths pass a threshold, and the longest of them."""
 
 import math
 from dataclasses import dataclass
@@ -17,16 +17,15 @@ PerNode = Float64[np.ndarray, " nodes"]
 
 @dataclass(frozen=True, eq=False)
 class Paths:
-    """Draft paths under one root (node 0) with their joint log-likelihoods, warped; a parent stands before its children."""
+    """Draft paths under one root (node 0) with their warped joint log-likelihoods. Parents come before their children."""
 
     parents: Int64[np.ndarray, " nodes"]
-    logp: PerNode  # by the target; -inf below a token that it cannot say
-    logq: PerNode  # by the draft model
-    chains: Int64[
-        np.ndarray, " beams"
-    ]  # last nodes of the beams that were left when the draft was complete, best first
+    logp: PerNode  # under the target; -inf from a token of probability 0 on
+    logq: PerNode  # under the draft model
+    chains: Int64[np.ndarray, " beams"]  # last nodes of the final draft beams, best first
     ended: Bool[np.ndarray, " nodes"] | None = None  # nodes of end tokens; only for `best_possible`
-    escape: PerNode | None = None  # largest log-likelihood of a path that leaves the tree after this node; likewise
+    # Largest log-likelihood of a path that leaves the tree after this node; only for `best_possible`.
+    escape: PerNode | None = None
 
     @cached_property
     def depths(self) -> Int64[np.ndarray, " nodes"]:
@@ -36,7 +35,7 @@ class Paths:
         return depths
 
     def path(self, node: int | np.integer) -> list[int]:
-        """The nodes from below the root down to `node`."""
+        """Return the nodes below the root down to `node`."""
         nodes: list[int] = []
         while node > 0:
             nodes.append(int(node))
@@ -44,8 +43,10 @@ class Paths:
         return nodes[::-1]
 
     def theta(self, kind: Theta) -> PerNode:
-        """The draft log-likelihood that each node is compared with: its own, that of the best final beam at the same
-        depth ("chain"), or the largest of its depth ("max"). A beam that ended keeps its own at all greater depths.
+        """Return the draft log-likelihood to compare each node with.
+
+        "own": its own; "chain": that of the best final beam at the same depth; "max": the largest at the same depth. An
+        ended beam keeps its log-likelihood at all greater depths.
         """
         if kind == "own":
             return self.logq
@@ -60,9 +61,9 @@ class Paths:
         return found
 
     def best_possible(self, length: int) -> float:
-        """Upper bound of the log-likelihood of every path of that many tokens, and of those that end before.
+        """Return an upper bound of the log-likelihood of all paths of `length` tokens, and of paths that end earlier.
 
-        Such a path either stays in the tree or leaves it after some node, by a token that is no child there.
+        Each path either stays in the tree or leaves it after some node, by a token that is not a child of this node.
         """
         assert self.escape is not None
         assert self.ended is not None
@@ -72,7 +73,7 @@ class Paths:
 
 
 def passing(paths: Paths, theta: PerNode, threshold: float, prefix: Prefix = "longest") -> Bool[np.ndarray, " nodes"]:
-    """Where min(1, p / exp(theta)) > threshold, strictly; "first_failure" asks it of all nodes above too."""
+    """Return whether min(1, p / exp(theta)) > threshold at each node, with "first_failure" also at all nodes above it."""
     edge = math.log(threshold) if threshold > 0 else -math.inf
     possible = (paths.logp > -np.inf) & (theta > -np.inf)
     ratio = np.where(possible, paths.logp, -np.inf) - np.where(possible, theta, 0.0)
@@ -85,7 +86,7 @@ def passing(paths: Paths, theta: PerNode, threshold: float, prefix: Prefix = "lo
 
 
 def deepest_in_tree(paths: Paths, threshold: float, theta: Theta = "chain", prefix: Prefix = "longest") -> int:
-    """The deepest passing node; of several the one of largest likelihood (theta "own": of largest ratio)."""
+    """Return the deepest passing node; of several the most likely one, or with theta="own" that of the largest ratio."""
     fine = np.flatnonzero(passing(paths, paths.theta(theta), threshold, prefix)[1:]) + 1
     if len(fine) == 0:
         return 0
@@ -95,8 +96,10 @@ def deepest_in_tree(paths: Paths, threshold: float, theta: Theta = "chain", pref
 
 
 def deepest_in_chains(paths: Paths, threshold: float, count: int = 1, prefix: Prefix = "longest") -> int:
-    """The longest passing prefix of the `count` best final beams, each by its own odds; the first of equally long ones.
-    A beam that passes as a whole ends the search, unless an earlier one got as far: a beam that ended may be short.
+    """Return the last node of the longest passing prefix among the `count` best final beams, each by its own odds.
+
+    Of equally long prefixes the first wins. The search ends at a beam that passes as a whole and is longer than all prefixes
+    before it: an ended beam may be short.
     """
     fine = passing(paths, paths.logq, threshold, prefix)
     found = 0

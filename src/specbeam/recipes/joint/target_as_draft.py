@@ -1,4 +1,4 @@
-"""The target as its own draft model: nodes that it scores while a draft grows are not scored again."""
+"""The target as its own draft model: nodes that it scores while drafting are not scored again."""
 
 from collections.abc import Sequence
 
@@ -14,9 +14,8 @@ from specbeam.core.session import Session
 class TargetAsDraft:
     """A draft model that is the target itself, with the target's KV cache.
 
-    The target's pass at the end of a draft then scores only the last layer of the forest; `all_rows` joins its rows with the
-    earlier ones. All passes are counted as target passes. Every drafted node has to be in the forest that the target scores:
-    drafts cannot be pruned.
+    The target's pass at the end of a draft scores only the last layer of the forest; `all_rows` joins its rows with the
+    earlier ones. All passes count as target passes. Drafts cannot be pruned: the target must score every drafted node.
     """
 
     def __init__(self, lm: LM) -> None:

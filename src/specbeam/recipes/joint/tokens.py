@@ -1,4 +1,4 @@
-"""The recipe that chooses whole blocks of tokens by their joint probability under the target alone."""
+"""The recipe that chooses blocks of tokens by their joint probability under the target, without a draft model."""
 
 import math
 from typing import Literal, get_args
@@ -31,15 +31,14 @@ def mtjd(
     Law: by mode: exact joint decoding for small vocabularies, approximate by beams; not the law of sampling
     Paper: arXiv 2407.09722 (Qin et al.), sec. 2
 
-    This is what `mtad` approximates. Merely sampling from the joint law gains nothing: "ancestral" is plain sampling. Lower
-    perplexity comes from seeking the most probable block; it does not fall steadily with `depth`.
-    Turns are taken one by one, as in `mtad`.
+    `mtad` approximates this method. Sampling from the joint law gains nothing: "ancestral" is plain sampling. Choosing the
+    most probable block lowers the perplexity, though not steadily with `depth`. Turns run one by one, as in `mtad`.
 
     Args:
         mode: "argmax": the most probable block. "ancestral": one draw. "joint_temperature": one draw from
-            p^(1/block_temperature). "joint_topk": one draw among the `top` most probable blocks. These four look at all
-            vocabulary^depth blocks. "beam_search", "beam_sample": the best of the target's own beams, including those that
-            ended; for vocabularies of any size.
+            p^(1/block_temperature). "joint_topk": one draw among the `top` most probable blocks. These four modes enumerate
+            all vocabulary^depth blocks. "beam_search", "beam_sample": the best of the target's own beams, finished ones
+            included; for vocabularies of any size.
         depth: number of tokens of a block.
         beams: number of beams, for "beam_search" and "beam_sample" only; None: 4.
         block_temperature: for "joint_temperature" only, in (0, inf); None: 1.
@@ -56,7 +55,7 @@ def mtjd(
     require_at_least_one(depth=depth, beams=beams, top=top)
     if not 0 < temperature < math.inf:
         raise BadSetting(
-            f"block_temperature is {temperature}; it must be above 0 (mode='argmax' is its limit) and finite"
+            f"block_temperature is {temperature}; it must be finite and above 0 (mode='argmax' is the limit at 0)"
         )
     if mode == "beam_search" or mode == "beam_sample":
         return _by_beams(mode, depth, beams)
@@ -64,7 +63,7 @@ def mtjd(
 
 
 def _by_blocks(rule: BlockRule, depth: int) -> Method:
-    """Return `mtjd` for a mode that looks at all blocks of `depth` tokens."""
+    """Return `mtjd` for a mode that enumerates all blocks of `depth` tokens."""
     blocks = f"blocks of {depth} tokens"
     law = {
         "argmax": f"exact: joint decoding, the most probable {blocks}; not the law of sampling",
@@ -87,7 +86,7 @@ def _by_blocks(rule: BlockRule, depth: int) -> Method:
 
 
 def _by_beams(mode: BeamMode, depth: int, beams: int) -> Method:
-    """Return `mtjd` for a mode that takes the best of the target's own beams."""
+    """Return `mtjd` for a mode that chooses among the target's own beams."""
     search = mode == "beam_search"
     law = f"{CHANGED}the best of {beams} {'' if search else 'sampled '}beams of blocks of {depth} tokens"
 
@@ -100,9 +99,7 @@ def _by_beams(mode: BeamMode, depth: int, beams: int) -> Method:
         assert target is not None
         own = TargetAsDraft(target)
         growth = JointBeams("search" if search else "sample", lost_ends=True)
-        rule = OnOwnRows(
-            JointRule(0.5, chains=1, bonus="none"), own
-        )  # the target drafts for itself, so every path passes
+        rule = OnOwnRows(JointRule(0.5, chains=1, bonus="none"), own)  # draft and target agree, so every path passes
         return Parts(TreeDrafter(own, growth, counts_passes=False), rule, FixedShape(depth, beams, beyond=0), law)
 
     return Method("mtjd", law, 1, build, plain=False, check=check)
@@ -110,6 +107,7 @@ def _by_beams(mode: BeamMode, depth: int, beams: int) -> Method:
 
 def _check_single_answer(request: RequestInfo) -> None:
     """Raise `NotSupported` if several return sequences are requested of a mode that draws nothing."""
-    wanted = request.answers
-    if wanted > 1:
-        raise NotSupported(f"this mode of mtjd draws nothing and has one answer; num_return_sequences is {wanted}")
+    if request.answers > 1:
+        raise NotSupported(
+            f"this mode of mtjd draws nothing and has one answer; num_return_sequences is {request.answers}"
+        )

@@ -1,1 +1,1 @@
-"""Measured costs: the time on this machine of a pass of a model, and of a turn outside the models."""
+"""Measured costs on this machine: passes of models, and turns outside the models."""

@@ -1,14 +1,14 @@
-"""Acceptance by rank of a pair, as `specbeam tune` has measured it: kept on disk, and read by `sequoia`."""
+"""Acceptance by rank of a pair, measured and saved by `specbeam tune`, and used by `sequoia`."""
 
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from specbeam.core.lm import LM
-from specbeam.core.measure import kept_figures
-from specbeam.core.measure.kept_figures import Figures, NumberField, RecordFields
+from specbeam.core.measure import saved_figures
+from specbeam.core.measure.saved_figures import Figures, NumberField, RecordFields
 from specbeam.models.huggingface import HuggingFaceLM
 
-# Odds that the child accepted at a node is the k-th one tried, before anything is measured; they count as 20 nodes.
+# Prior odds that the accepted child of a node is the k-th one tried; they count as 20 nodes.
 GUESS = (0.7, 0.12, 0.05, 0.03, 0.02)
 GUESS_NODES = 20
 _ACCEPTANCE = Figures(
@@ -21,22 +21,22 @@ _ACCEPTANCE = Figures(
 
 
 def with_guess(odds: Sequence[float], nodes: int) -> tuple[float, ...]:
-    """Return odds that were measured at some nodes, mixed with the guess, so that few nodes make nothing impossible."""
+    """Return odds measured at `nodes` nodes, mixed with the prior, so that no odds are 0 after few nodes."""
     guess = (*GUESS, *[0.0] * len(odds))
     total = nodes + GUESS_NODES
     return tuple((nodes * seen + GUESS_NODES * guessed) / total for seen, guessed in zip(odds, guess, strict=False))
 
 
-def keep_acceptance(target: HuggingFaceLM, draft: HuggingFaceLM, odds: Sequence[float]) -> None:
-    """Keep on disk, for k = 1, 2, ..., the odds that the child accepted at a node is the k-th one tried."""
+def save_acceptance(target: HuggingFaceLM, draft: HuggingFaceLM, odds: Sequence[float]) -> None:
+    """Save, for k = 1, 2, ..., the odds that the accepted child of a node is the k-th one tried."""
     _ACCEPTANCE.keep(_key(target, draft), {"odds": list(odds)})
     _KNOWN.setdefault(target, WeakKeyDictionary())[draft] = tuple(odds)
 
 
-def kept_acceptance(target: LM | None, draft: LM | None) -> tuple[float, ...] | None:
-    """Return the odds that were kept for a pair; None if there are none.
+def saved_acceptance(target: LM | None, draft: LM | None) -> tuple[float, ...] | None:
+    """Return the saved odds of a pair; None if there are none.
 
-    They stay the same as long as the pair is loaded; otherwise equal seeds could give unequal texts.
+    They do not change while the pair is loaded; otherwise equal seeds could give different texts.
     """
     if not isinstance(target, HuggingFaceLM) or not isinstance(draft, HuggingFaceLM):
         return None
@@ -57,4 +57,4 @@ def _odds_on_disk(target: HuggingFaceLM, draft: HuggingFaceLM) -> tuple[float, .
 
 
 def _key(target: HuggingFaceLM, draft: HuggingFaceLM) -> list[str | None]:
-    return [kept_figures.weights_key(lm.model) for lm in (target, draft)]
+    return [saved_figures.weights_key(lm.model) for lm in (target, draft)]

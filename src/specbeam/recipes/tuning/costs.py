@@ -1,7 +1,4 @@
-"""The cost on this machine of a pass of a model, and of a turn outside the models.
-
-It is measured once, kept on disk, and read by controllers.
-"""
+"""The costs on this machine of a model's passes and of a turn outside the models, measured once and saved on disk."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -20,9 +17,9 @@ from specbeam.core.laws.ranking import Truncation
 from specbeam.core.laws.warp import Warp
 from specbeam.core.limits import Limits
 from specbeam.core.lm import LM
-from specbeam.core.measure import kept_figures
-from specbeam.core.measure.kept_figures import Figures, NumberField, RecordFields
+from specbeam.core.measure import saved_figures
 from specbeam.core.measure.profiler import profiled
+from specbeam.core.measure.saved_figures import Figures, NumberField, RecordFields
 from specbeam.core.session import Parts, Session
 from specbeam.core.verify.search import SearchRule
 from specbeam.engines.cpu.tiles import available as uses_tiles
@@ -33,19 +30,21 @@ from specbeam.recipes.tuning.idle_model import IdleLM
 from specbeam.recipes.tuning.stored_prompt import StoredPrompt, made_up_context
 
 NODES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
-QUICK = (1, 2, 4, 6, 8, 12, 16, 24, 32)  # numbers of nodes that are measured when a curve is needed at once
-LEAST_S = 3.0  # seconds for which a curve is measured, so that a busy moment of the machine does not shape it
-QUICK_S = 0.5  # the same if the curve is needed at once
+QUICK = (1, 2, 4, 6, 8, 12, 16, 24, 32)  # numbers of nodes to measure when a request waits for the curve
+LEAST_S = 3.0  # minimum seconds of measuring a curve, so that a short load of the machine does not affect it
+QUICK_S = 0.5  # the same when a request waits for the curve
 CONTEXT = 64  # number of tokens before the nodes
-DEEP = 3  # number of layers of the drafts that are timed
-ALONE_S = 0.4  # seconds of a target's turns, one after the other, until the caches hold what they can of its weights
-TURNS = 12  # number of turns that are timed with each kind of draft
+DEEP = 3  # number of layers of timed drafts
+ALONE_S = (
+    0.4  # seconds of successive target passes until the processor's caches hold as much of its weights as they can
+)
+TURNS = 12  # number of timed turns of each kind of draft
 PartsOf = Callable[[LM, int], Parts]  # makes the parts of a session from a draft model and a depth
 _CURVE_FIELDS = {"nodes": NumberField((None,), least=1, is_whole=True), "seconds": NumberField((None,), least=1e-12)}
 
 
 def _is_curve(record: dict[str, Any]) -> bool:
-    """Return whether numbers of nodes ascend, with seconds for each that do not descend."""
+    """Return whether the numbers of nodes ascend, with as many seconds, which do not descend."""
     nodes = record["nodes"]
     seconds = record["seconds"]
     return len(nodes) == len(seconds) > 0 and nodes == sorted(set(nodes)) and seconds == sorted(seconds)
@@ -60,14 +59,14 @@ _HOST_COST = Figures(
 
 
 def curve_of(lm: HuggingFaceLM | HeadLM | SkippingLM, context: int = CONTEXT) -> CostCurve:
-    """Return the cost curve of a model, from disk, or measured quickly and then kept.
+    """Return the cost curve of a model, from disk, or measured quickly and then saved.
 
-    That of a head, or of a target without some sublayers, is not kept on disk.
+    Curves of heads, and of targets with skipped sublayers, are not saved on disk.
 
-    The curve stays the same as long as the model is loaded; otherwise equal seeds could give unequal widths.
+    The curve does not change while the model is loaded; otherwise equal seeds could give different widths.
 
     Args:
-        context: number of tokens in the cache; at most half of the model's positions are used.
+        context: number of tokens in the cache, limited to half of the model's positions.
     """
     if lm.max_positions is not None:
         context = max(min(context, lm.max_positions // 2), 1)
@@ -81,12 +80,12 @@ def curve_of(lm: HuggingFaceLM | HeadLM | SkippingLM, context: int = CONTEXT) ->
 
 
 def curves_in_turns(target: HuggingFaceLM, draft: HuggingFaceLM) -> tuple[CostCurve, CostCurve]:
-    """Return the cost curves of a target and its draft model as they take turns, from disk, or measured and then kept.
+    """Return the cost curves of alternating passes of a target and its draft model, from disk, or measured and then saved.
 
-    Each drives the other's weights from the processor's caches, so that a turn with drafts takes longer than the passes of
-    which it consists, each measured by itself: a target that the caches hold alone is twice as fast as after a draft. For
-    chains of one sequence: the target's pass over one node is that of a turn without drafts, after another such turn. What
-    the first pass of a draft takes longer than the next ones is counted with the target's passes over several nodes.
+    Each model evicts the other's weights from the processor's caches, so a turn with drafts takes longer than separate
+    measurements of its passes: a target that fits the caches is twice as fast alone as after a draft. For chains of one
+    sequence. The target's pass over one node is that of successive turns without drafts. The additional time of the first
+    pass of a draft is added to the target's passes over several nodes.
     """
     found: tuple[CostCurve, CostCurve] | None = target.curves_in_turns.get(draft)
     if found is None:
@@ -103,19 +102,19 @@ def curves_in_turns(target: HuggingFaceLM, draft: HuggingFaceLM) -> tuple[CostCu
 
 
 def _curve_in(kept: dict[str, Any]) -> CostCurve:
-    """Return a curve that was kept on disk."""
+    """Return the curve in a record from disk."""
     return CostCurve(tuple(kept["nodes"]), tuple(kept["seconds"]))
 
 
 def measure_in_turns(
     target: HuggingFaceLM, draft: HuggingFaceLM, context: int = CONTEXT, repeats: int = 5, least_s: float = QUICK_S
 ) -> tuple[CostCurve, CostCurve]:
-    """Measure what `curves_in_turns` returns: the least seconds of interleaved repeats.
+    """Measure the curves of `curves_in_turns`, as the minimum of interleaved repeats.
 
     Args:
         context: number of tokens before the nodes.
-        repeats: least number of passes of each size.
-        least_s: seconds until which further rounds begin.
+        repeats: minimum number of passes of each size.
+        least_s: minimum seconds of measuring.
     """
     drafts: dict[int, list[float]] = {size: [] for size in QUICK}
     drafted: dict[int, list[float]] = {size: [] for size in QUICK}
@@ -144,14 +143,12 @@ def measure_in_turns(
 def measure_head(
     lm: HeadLM | SkippingLM, context: int = CONTEXT, repeats: int = 5, least_s: float = QUICK_S
 ) -> CostCurve:
-    """Measure the seconds of a pass of a head by its number of rows, as `measure` does it for models.
-
-    Likewise of a target without some sublayers.
+    """Measure the seconds of a pass by number of rows, for a head or a target with skipped sublayers; see `measure`.
 
     Args:
         context: number of tokens before the rows.
-        repeats: least number of passes of each size.
-        least_s: seconds until which further rounds begin.
+        repeats: minimum number of passes of each size.
+        least_s: minimum seconds of measuring.
     """
     samples: dict[int, list[float]] = {size: [] for size in QUICK}
     began = time.perf_counter()
@@ -167,14 +164,14 @@ def measure_head(
 
 
 def _ascending(samples: dict[int, list[float]]) -> CostCurve:
-    """Return the curve of the least seconds of each size, no size dearer than a larger one."""
+    """Return the curve of the minimum seconds of each size; no size costs more than a larger one."""
     least = [min(values) for values in samples.values()]
     ascending = np.minimum.accumulate(least[::-1])[::-1]
     return CostCurve(tuple(samples), tuple(ascending.tolist()))
 
 
 def rest_curve(whole: CostCurve, early: CostCurve, layers: int, after: int) -> CostCurve:
-    """Return the cost of a pass of the target over nodes that its first layers have seen, when an exit layer drafts.
+    """Return the cost of a target pass over nodes that its first layers have already processed, for drafts of an exit layer.
 
     Args:
         whole: the cost of a pass of all `layers` layers and the head.
@@ -190,7 +187,7 @@ def rest_curve(whole: CostCurve, early: CostCurve, layers: int, after: int) -> C
 
 
 def known_curve(lm: HuggingFaceLM, context: int = CONTEXT) -> CostCurve | None:
-    """Return the curve that was measured before; None if there is none."""
+    """Return the saved curve of a model; None if there is none."""
     record = _PASS.load(_key(lm, context))
     return None if record is None else _curve_in(record)
 
@@ -203,16 +200,16 @@ def measure(
     least_s: float = LEAST_S,
     budget_s: float = 60.0,
 ) -> CostCurve:
-    """Measure the seconds of a pass by the number of scored nodes, and keep the curve on disk.
+    """Measure the seconds of a pass by number of scored nodes, and save the curve on disk.
 
-    The seconds are the least of interleaved repeats. Other work on the machine can only add to them, so a size never costs
-    more than a larger one: where it seemed to, the time of the larger one is taken.
+    The seconds are the minimum of interleaved repeats, because other load of the machine can only add to them. If a size
+    took longer than a larger one, it gets the time of the larger one.
 
     Args:
         nodes: numbers of scored nodes, ascending.
         context: number of tokens in the cache.
-        repeats: least number of passes of each size.
-        least_s: seconds until which further rounds begin.
+        repeats: minimum number of passes of each size.
+        least_s: minimum seconds of measuring.
         budget_s: seconds after which no further round begins. There is at least one round after the warm-up.
     """
     samples: dict[int, list[float]] = {size: [] for size in nodes}
@@ -235,14 +232,13 @@ def measure(
 def host_cost(vocab: int, parts: PartsOf, key: list[Any], models: tuple[LM, LM] | None = None) -> HostCost:
     """Return the cost of a session's parts outside the models.
 
-    It is read from disk, or measured in some tenths of a second and kept.
+    It is read from disk, or measured in some tenths of a second and saved.
 
     Args:
-        vocab: number of tokens of the models.
-        parts: makes the parts of a session that drafts a number of layers with a draft model.
-        key: JSON values that name all that the cost depends on.
-        models: target and draft if compiled runs decode with them; then the time of runs outside the models is
-            measured.
+        vocab: vocabulary size of the models.
+        parts: makes the parts of a session from a draft model and a depth.
+        key: JSON values that identify everything on which the cost depends.
+        models: target and draft model, to measure compiled runs with them; None: measure turns in Python.
     """
     full_key = [vocab, compiling.AVAILABLE, *key]
     if (known := _HOST.get(repr(full_key))) is None:
@@ -251,21 +247,21 @@ def host_cost(vocab: int, parts: PartsOf, key: list[Any], models: tuple[LM, LM] 
             known = HostCost(**record)
         else:
             measured = measure_host(vocab, parts) if models is None else measure_loops(*models, parts)
-            if measured is None:  # made-up texts do not tell whether the prompt's own can be decoded
+            if measured is None:  # the user's prompt may be decodable even if made-up texts are not
                 return measure_host(vocab, parts)
             known = measured
         _HOST_COST.keep(full_key, asdict(known))
     return _HOST.setdefault(repr(full_key), known)
 
 
-_HOST: dict[str, HostCost] = {}  # costs by key, so that without a writable disk they are not measured at every request
+_HOST: dict[str, HostCost] = {}  # costs by key, so that without a writable disk each is measured only once
 
 
 def measure_host(vocab: int, parts: PartsOf, rounds: int = 3) -> HostCost:
     """Measure the cost of turns outside the models, with models that compute nothing.
 
-    Turns without drafts, with drafts that always pass and with drafts that never pass are timed. The times are medians
-    over turns, and the least of interleaved rounds. Where steps are not compiled, turns take so long that one counts.
+    It times turns without drafts, with drafts that always pass, and with drafts that never pass. The times are medians over
+    turns, and the minimum of interleaved rounds. Without compiled steps a single turn is timed, because turns are slow.
     """
     best: dict[tuple[int, bool], float] = {}
     for number in range(rounds + 1 if compiling.AVAILABLE else 1):
@@ -280,11 +276,11 @@ def measure_host(vocab: int, parts: PartsOf, rounds: int = 3) -> HostCost:
 
 
 def measure_loops(target: LM, draft: LM, parts: PartsOf, budget_s: float = 1.0) -> HostCost | None:
-    """Measure the cost of turns in compiled runs outside the models, by the spans that the runs record.
+    """Measure the cost of compiled runs with these models outside the models, by the spans that the runs record.
 
-    Returns None if a model has no law on some of the made-up texts, where its logits are NaN or infinite.
+    Returns None if the logits of a model are NaN or infinite on some of the made-up texts.
 
-    The runs decode with the models themselves. The times are the least of up to four rounds after a warm-up.
+    The times are the minimum of up to four rounds after a warm-up.
 
     Args:
         budget_s: seconds after which no further round begins.
@@ -324,7 +320,7 @@ def _turn_s(vocab: int, parts: PartsOf, depth: int, agree: bool, turns: int) -> 
 
     Args:
         depth: number of draft layers.
-        agree: whether the target accepts all drafts, or none.
+        agree: whether the target accepts all drafts (True) or none (False).
         turns: number of turns.
     """
     target = IdleLM(vocab, 0)
@@ -346,15 +342,15 @@ def _turn_s(vocab: int, parts: PartsOf, depth: int, agree: bool, turns: int) -> 
 
 
 def _warp_of(parts: Parts, top_k: int) -> Warp:
-    """Return a warp with this top-k for these parts; rules of transformers' beam modes need the laws of these modes."""
+    """Return a warp with this top-k for these parts; rules of transformers' beam modes need `search`."""
     return Warp(truncation=Truncation(top_k=top_k), search=isinstance(parts.rule, SearchRule))
 
 
 def _key(lm: HuggingFaceLM, context: int) -> list[Any]:
     return [
-        kept_figures.model_key(lm.model),
+        saved_figures.model_key(lm.model),
         lm.engine,
         context,
-        kept_figures.source_key("engines", "core/compiling"),
+        saved_figures.source_key("engines", "core/compiling"),
         uses_tiles(),
     ]

@@ -1,4 +1,4 @@
-"""A language model that computes nothing, with which the cost of a turn outside the models is measured."""
+"""A language model that computes nothing, to measure the cost of turns outside the models."""
 
 import time
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ ROWS = 64  # number of different rows of logits
 
 
 class IdleLM(Uncached):
-    """A language model whose logits after a token are one of 64 random rows, float32.
+    """A language model whose logits after each token are one of 64 random rows, float32.
 
-    Models with the same seed agree everywhere, models with different seeds nowhere.
+    Models of the same seed always agree, models of different seeds never do.
 
     Attributes:
         seconds: time spent inside the model, for the caller to subtract.

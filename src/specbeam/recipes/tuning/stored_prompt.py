@@ -1,4 +1,4 @@
-"""A prompt in a model's cache, on which turns of the model are timed."""
+"""A prompt in a model's cache, to time turns of the model."""
 
 import time
 from collections.abc import Callable
@@ -35,19 +35,19 @@ class TurnCost:
 
 
 def made_up_context(*models: LM) -> dict[LM, Any]:
-    """Return what a session holds for models besides tokens: a made-up source for each that reads one."""
+    """Return the context of a session for these models: a made-up source for each model with an encoder."""
     return {lm: lm.made_up_source() for lm in models if isinstance(lm, EncoderDecoderLM)}
 
 
 class StoredPrompt:
-    """A prompt in the cache, on which turns are timed. A model that reads sources has a short made-up one.
+    """A prompt in the cache, to time turns. Models with an encoder get a short made-up source.
 
-    The rows of a turn hang under the last token of the prompt, as beams that share the prompt do. The tokens that a
-    turn stores are dropped after it, so that every turn meets the same cache.
+    The rows of a turn are children of the last token of the prompt, like beams that share the prompt. The tokens that a turn
+    stores are dropped after it, so all turns start with the same cache.
 
     Attributes:
         session: stands in for the session that owns the cache.
-        root: the forest of the last token of the prompt alone.
+        root: the forest with only the last token of the prompt.
     """
 
     def __init__(self, lm: HuggingFaceLM, length: int) -> None:
@@ -76,7 +76,7 @@ class StoredPrompt:
         return TurnCost(pass_s, settle_s, kv_tokens)
 
     def _keep_only(self, forest: Forest) -> None:
-        """Settle a turn of which only the root of the forest lives on."""
+        """Settle a turn after which only the root of the forest survives."""
         none = np.zeros(1, dtype=np.int64)
         self.lm.settle(self.session, _turn(forest, none, none))
 
@@ -86,9 +86,9 @@ class StoredPrompt:
 
 
 def _turn(forest: Forest, nodes: np.ndarray, parents: np.ndarray) -> Turn:
-    """Return a turn after which these nodes live on.
+    """Return a turn after which these nodes survive.
 
-    A node of -1 stands for a token that is not in the forest and hangs under the parent at the same place.
+    A node of -1 stands for a token outside the forest, below the parent at the same index.
     """
     count = len(nodes)
     tokens = np.where(nodes < 0, 0, forest.tokens[nodes])
@@ -107,11 +107,11 @@ def _turn(forest: Forest, nodes: np.ndarray, parents: np.ndarray) -> Turn:
 
 
 def seconds_of(device: torch.device, work: Callable[[], object], is_of_thread: bool = False) -> float:
-    """Return the seconds that the work takes, from an idle device to an idle device.
+    """Return the seconds of some work, from an idle device to an idle device.
 
     Args:
-        is_of_thread: whether the current thread does all the work. Then moments in which other programs had its processor
-            do not count.
+        is_of_thread: whether the current thread does all the work. Then time in which other programs use its processor does
+            not count.
     """
     _wait(device)
     began = time.perf_counter()

@@ -10,10 +10,10 @@ import torch
 import specbeam as sb
 from specbeam.core import compiling
 from specbeam.core.control.cost import CostCurve, HostCost
+from specbeam.core.control.depth import DepthByCost, PassOdds
 from specbeam.core.control.fixed import FixedShape
 from specbeam.core.control.pace import DraftsIfFaster
 from specbeam.core.control.width import FixedWidth
-from specbeam.core.control.worth import DepthByCost, PassOdds
 from specbeam.core.draft.beams import BeamDrafter
 from specbeam.core.records import Shape
 from specbeam.core.session import Parts
@@ -184,7 +184,7 @@ def test_curves_are_measured_once_and_kept(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "changed",
     [
-        ("specbeam.core.measure.kept_figures.source_key", lambda *rooms: "newer"),
+        ("specbeam.core.measure.saved_figures.source_key", lambda *rooms: "newer"),
         ("specbeam.recipes.tuning.costs.uses_tiles", lambda: "none"),
     ],
     ids=["source", "tiles"],
@@ -211,14 +211,14 @@ def test_of_a_shared_pass_a_session_pays_its_share():
     """Twelve rows cost what one costs, and more of them more: drafts pay for one prompt, and not for sixteen."""
     target, draft = CostCurve((1, 12, 112), (1.0, 1.0, 9.0)), CostCurve((1, 12, 112), (0.05, 0.05, 0.45))
     control = DepthByCost(target, draft, 4, (4,))
-    alone, many = ([round(one.seconds, 6) for one in control.options(PassOdds(8), 4, beside)][:3] for beside in (1, 16))
+    alone, many = ([round(one.seconds, 6) for one in control.options(PassOdds(8), 4, size)][:3] for size in (1, 16))
     assert alone == pytest.approx([1.0, 1.05, 1.1])
     assert many == pytest.approx([(1 + 0.08 * 52) / 16, (1 + 0.08 * 116 + 0.05 + 0.004 * 52) / 16,
                                   (1 + 0.08 * 180 + 2 * (0.05 + 0.004 * 52)) / 16])  # fmt: skip
     session = session_of(sb.beam_sampling(4), None, steps=50)
     depths = []
-    for beside in (1, 16):
-        session.batch_size = beside
+    for batch_size in (1, 16):
+        session.batch_size = batch_size
         depths.append(control.plan(session).depth)
     assert depths[0] > 1
     assert depths[1] == 0

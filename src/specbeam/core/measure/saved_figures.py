@@ -1,4 +1,4 @@
-"""Figures measured on this machine, kept on disk under a key that covers everything that they depend on."""
+"""Measurements of this machine, saved on disk under keys that include everything they depend on."""
 
 import hashlib
 import json
@@ -21,11 +21,11 @@ from specbeam.core.caches.folders import cache_folder
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MOST_SECONDS = 1e6  # of anything that is measured: more makes no sense
+MOST_SECONDS = 1e6  # longest plausible measurement
 
 
 def machine() -> list[Any]:
-    """Return what the speed of this machine depends on: processor, threads, version of torch, and GPU."""
+    """Return the properties that determine the speed of this machine: processor, threads, torch version and GPU."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     vectors = torch.backends.cpu.get_cpu_capability()
     return [
@@ -41,7 +41,7 @@ def machine() -> list[Any]:
 
 @cache
 def _processor() -> str:
-    """Return the name of the processor, as far as the system knows it."""
+    """Return the name of the processor, or what `platform` knows of it."""
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
         for line in lines:
             (name, _, value) = line.partition(":")
@@ -51,10 +51,10 @@ def _processor() -> str:
 
 
 def model_key(model: "PreTrainedModel | None") -> list[str] | None:
-    """Return a key of a model's configuration, the shapes of its weights, their dtype and its device; None for no model.
+    """Return a key from a model's configuration, weight shapes, dtype and device; None for no model.
 
-    Where the model was loaded from is left out, as another one may stand there by now. So are the values of its weights,
-    because a pass costs the same whatever they are.
+    It excludes the path of the model, where another one may be by now, and the values of its weights, which do not affect
+    the cost of a pass.
     """
     if model is None:
         return None
@@ -65,7 +65,7 @@ def model_key(model: "PreTrainedModel | None") -> list[str] | None:
 
 
 def _without_names(config: dict[Any, Any]) -> dict[Any, Any]:
-    """Return a configuration, those inside of it included, without the places that models were loaded from."""
+    """Return a configuration, including nested ones, without the paths of models."""
     return {
         name: _without_names(value) if isinstance(value, dict) else value
         for name, value in config.items()
@@ -74,14 +74,14 @@ def _without_names(config: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def weights_key(model: "torch.nn.Module | None") -> str | None:
-    """Return a hash of 16 numbers of every weight, which tells models of one shape apart; None for no model."""
+    """Return a hash of 16 numbers of every weight, to distinguish models of equal shapes; None for no model."""
     if model is None:
         return None
     samples = []
     for weight in model.parameters():
         stride = max(weight.numel() // 16, 1)
-        # Tensors of a library that rounds weights hold several plain ones, and cannot be flattened.
-        if hasattr(weight, "to_local"):  # spread over several processes, of which each has a part
+        # Quantised tensors of other libraries consist of several plain ones and cannot be flattened.
+        if hasattr(weight, "to_local"):  # sharded over several processes
             numbers = weight.to_local()
         else:
             numbers = weight.dequantize() if is_traceable_wrapper_subclass(weight) else weight
@@ -91,7 +91,7 @@ def weights_key(model: "torch.nn.Module | None") -> str | None:
 
 @cache
 def source_key(*rooms: str) -> str:
-    """Return a hash of the source of these rooms of specbeam, such as "engines": what they cost changes with it."""
+    """Return a hash of the sources of these subpackages, such as "engines", with which costs may change."""
     package = Path(__file__).parent.parent.parent
     digest = hashlib.blake2b(digest_size=8)
     for room in rooms:
@@ -103,7 +103,7 @@ def source_key(*rooms: str) -> str:
 
 @dataclass(frozen=True)
 class NumberField:
-    """NumberField of a record: one of them, or a list of this shape; finite, and between two bounds."""
+    """A number of a record, or a nested list of numbers of this shape; finite, and between two bounds."""
 
     shape: tuple[int | None, ...] = ()  # None: any length
     least: float = 0.0
@@ -111,7 +111,7 @@ class NumberField:
     is_whole: bool = False
 
     def accepts(self, value: Any) -> bool:
-        """Return whether a value that was read from disk is one of these."""
+        """Return whether a value from disk is valid."""
         return self._accepts(value, self.shape)
 
     def _accepts(self, value: Any, shape: tuple[int | None, ...]) -> bool:
@@ -126,38 +126,38 @@ class NumberField:
 
 @dataclass(frozen=True)
 class FlagField:
-    """A truth value of a record."""
+    """A boolean of a record."""
 
     def accepts(self, value: Any) -> bool:
-        """Return whether a value that was read from disk is one."""
+        """Return whether a value from disk is valid."""
         return isinstance(value, bool)
 
 
 @dataclass(frozen=True)
 class ChoiceField:
-    """The name of one of several things."""
+    """A string of a record, one of several names."""
 
     names: tuple[str, ...]
 
     def accepts(self, value: Any) -> bool:
-        """Return whether a value that was read from disk is one of these names."""
+        """Return whether a value from disk is valid."""
         return value in self.names
 
 
 @dataclass(frozen=True)
 class RecordFields:
-    """The fields of a record, or of a record inside another one.
+    """The fields of a record, which may be nested in another one.
 
     Args:
-        kinds: says of each field, and there are no others, which values it may have.
-        fits: returns whether the values of an accepted record go together.
+        kinds: the type of each field; other fields are invalid.
+        fits: returns whether the valid values of a record are consistent.
     """
 
     kinds: "Mapping[str, NumberField | FlagField | ChoiceField | RecordFields]"
     fits: Callable[[dict[str, Any]], bool] = lambda record: True
 
     def accepts(self, value: Any) -> bool:
-        """Return whether a value that was read from disk is such a record."""
+        """Return whether a value from disk is a valid record."""
         if not isinstance(value, dict) or value.keys() != self.kinds.keys():
             return False
         return all(kind.accepts(value[name]) for name, kind in self.kinds.items()) and self.fits(value)
@@ -165,20 +165,20 @@ class RecordFields:
 
 @dataclass(frozen=True)
 class Figures:
-    """A kind of measured figures. All that is kept of it is read here, and only if it makes sense.
+    """A kind of measurements on disk, which are validated when they are read.
 
     Args:
-        kind: the beginning of the names of its files.
-        fields: of a record.
+        kind: prefix of the file names.
+        fields: the fields of a record.
     """
 
     kind: str
     fields: RecordFields
 
     def load(self, key: Any) -> dict[str, Any] | None:
-        """Return the record that was kept under a key of JSON values; None if there is none that makes sense.
+        """Return the record saved under a key of JSON values; None if there is no valid one.
 
-        A file that is damaged is deleted: the caller measures again.
+        A damaged file is deleted, so the caller measures again.
         """
         (path, whole_key) = self._place(key)
         content = None if path is None else read_own(path)
@@ -208,14 +208,14 @@ class Figures:
             clean(path.parent)
 
     def _place(self, key: Any) -> tuple[Path | None, str]:
-        """Return the file of a record, None where nothing can be kept, and the whole key."""
+        """Return the file of a record, None without a usable folder, and the whole key."""
         whole_key = json.dumps([key, machine(), __version__])
         name = hashlib.blake2b(whole_key.encode(), digest_size=8).hexdigest()
         place = folder()
         return place and place / f"{self.kind}-{name}.json", f"{self.kind} {whole_key}"
 
 
-_DIGEST = "digest"  # the field of a record with a hash of the others
+_DIGEST = "digest"  # the field with a hash of the others
 
 
 def _digest(key: str, record: Any) -> str:
@@ -223,5 +223,5 @@ def _digest(key: str, record: Any) -> str:
 
 
 def folder() -> Path | None:
-    """Return the folder of kept figures; None where nothing can be kept."""
+    """Return the folder of measurements; None without a usable folder."""
     return cache_folder("figures")

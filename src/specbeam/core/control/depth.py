@@ -1,4 +1,4 @@
-"""PLAN: the depth of most expected gain per second, by what passes cost on this machine."""
+"""PLAN: the depth with the most expected layers per second, from the measured costs of passes on this machine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from specbeam.core.records import Shape, Turn
 from specbeam.core.session import Session
 
 GUESS = 0.6  # prior probability that a layer passes
-WEIGHT = 3.0  # number of layers that the prior counts for
+WEIGHT = 3.0  # number of layers that the prior counts as
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Option:
     """A draft depth, with its expected gain and cost per turn."""
 
     depth: int
-    nodes: int  # number of nodes that the target scores, roots included
-    layers: float  # expected number of layers that are emitted
-    seconds: float
+    nodes: int  # nodes that the target scores, including roots
+    layers: float  # expected number of emitted layers
+    seconds: float  # expected time of the turn
 
     @property
     def rate(self) -> float:
@@ -32,14 +32,14 @@ class Option:
 
 
 class PassOdds:
-    """Counts of how often the k-th draft layer of a turn was reached, and how often it passed then; with a prior."""
+    """Counts of how often the k-th draft layer of a turn was reached and how often it then passed, with a prior."""
 
     def __init__(self, most: int) -> None:
-        self.seen = np.full((2, most), WEIGHT)  # number of times that each layer passed, and was reached
+        self.seen = np.full((2, most), WEIGHT)  # how often each layer passed, and was reached
         self.seen[0] *= GUESS
 
     def learn(self, passed: Sequence[bool]) -> None:
-        """Count the drafted layers that were judged in a turn, and those that passed."""
+        """Count the judged layers of a turn; `passed` holds whether each of them passed."""
         self.seen[0, : len(passed)] += passed
         self.seen[1, : len(passed)] += 1
 
@@ -50,23 +50,23 @@ class PassOdds:
 
 @dataclass(frozen=True)
 class DepthByCost:
-    """A controller that plans the depth of most expected layers per second: argmax E(d) / T(d).
+    """A controller that plans the depth with the most expected layers per second: argmax E(d) / T(d).
 
-    E(d) is 1 + the sum over the d drafted layers of the probability that all layers down to it pass, as this session has
-    measured it. T(d) is the time of the target's pass over the roots and d layers, of d passes of the draft model, and of
-    the work outside the models. A session pays its share of a pass that sessions share: with many prompts at once, rows are
-    expensive, and drafts have to be better to be worth it. The controller reads past turns alone, and each session learns
-    by itself, so it affects neither the law of the output nor the other prompts of a batch.
+    E(d) is 1 plus, for each of the d drafted layers, the probability that this layer and all layers above it pass, as
+    measured in this session. T(d) is the time of the target's pass over the roots and d layers, of d passes of the draft
+    model, and of the work outside the models. In a batch, each session is charged its share of a pass, so with many prompts
+    rows are expensive and drafts are shorter. The controller reads only past turns of its own session, so it affects
+    neither the law of the output nor the other prompts of a batch.
 
     Args:
         target, draft: seconds of a pass by number of scored nodes; see `specbeam tune`.
-        beams: the most roots of a turn.
-        layers: number of draft nodes of each layer; the last one also holds for all deeper layers.
-        most: the most layers of a draft.
+        beams: maximum number of roots of a turn.
+        layers: number of draft nodes of each layer; the last number also holds for all deeper layers.
+        most: maximum number of layers of a draft.
         host: seconds of a turn outside the models.
-        explore: every `explore`-th turn drafts one layer if it would draft none; otherwise nothing could be learnt.
-        alone: plan as if passes were never shared. For rules whose text depends on the depth: the same seed must give the
-            same text, whatever else is in the batch.
+        explore: every `explore`-th turn drafts one layer if the plan is to draft none, to keep measuring acceptance.
+        alone: plan as if passes were never shared. For rules whose text depends on the depth: a seed must give the same
+            text whatever else is in the batch.
     """
 
     target: CostCurve
@@ -84,7 +84,7 @@ class DepthByCost:
         return Shape(int(depth), plan.width)
 
     def numbers(self, session: Session) -> Plan:
-        """Return the plan as numbers for steps."""
+        """Return the plan for steps."""
         seconds = self._turn_seconds(1 if self.alone else session.batch_size)
         seen = self._pass_odds(session).seen
         return Plan(BY_ODDS, self.layers[0], 1, seconds, self.host.judge_s, seen, self.explore)
@@ -92,31 +92,31 @@ class DepthByCost:
     def settle(self, session: Session, turn: Turn) -> None:
         self._pass_odds(session).learn(_passed_layers(turn))
 
-    def options(self, seen: PassOdds, roots: int, beside: int = 1) -> list[Option]:
-        """Return the expected gain and cost of each depth, in turns of `roots` roots with `beside` sessions in a pass."""
+    def options(self, seen: PassOdds, roots: int, batch_size: int = 1) -> list[Option]:
+        """Return the expected gain and cost of each depth, for turns with `roots` roots."""
         layers = seen.layers()
-        turns_s = self._turn_seconds(beside)[max(roots, 1)] + layers * self.host.judge_s
+        turns_s = self._turn_seconds(batch_size)[max(roots, 1)] + layers * self.host.judge_s
         turns = zip(layers.tolist(), turns_s.tolist(), strict=True)
         return [
             Option(depth, max(roots, 1) + sum(self._layer_sizes(depth)), emitted, seconds)
             for depth, (emitted, seconds) in enumerate(turns)
         ]
 
-    def _turn_seconds(self, beside: int) -> Float64[np.ndarray, "roots depths"]:
-        """Return the seconds of a turn that emits nothing, by number of roots and depth; `beside` sessions share a pass."""
-        drafted = [self._layer_sizes(depth) for depth in range(self.most + 1)]
-        return _turn_seconds(self.target, self.draft, self.host, self.beams, tuple(map(tuple, drafted)), beside)
+    def _turn_seconds(self, batch_size: int) -> Float64[np.ndarray, "roots depths"]:
+        """Return the seconds of a turn that emits nothing, by number of roots and depth."""
+        drafted = tuple(self._layer_sizes(depth) for depth in range(self.most + 1))
+        return _turn_seconds(self.target, self.draft, self.host, self.beams, drafted, batch_size)
 
-    def _layer_sizes(self, depth: int) -> list[int]:
+    def _layer_sizes(self, depth: int) -> tuple[int, ...]:
         """Return the number of nodes of each layer of a draft."""
-        return [self.layers[min(layer, len(self.layers) - 1)] for layer in range(depth)]
+        return tuple(self.layers[min(layer, len(self.layers) - 1)] for layer in range(depth))
 
     def _pass_odds(self, session: Session) -> PassOdds:
         return session.state.setdefault(self, PassOdds(self.most))
 
 
 def _passed_layers(turn: Turn) -> list[bool]:
-    """Return whether each drafted layer that was judged in a turn has passed."""
+    """Return whether each judged draft layer of a turn passed."""
     return [step.passed for step in turn.verdict.steps[: turn.forest.layers]]
 
 
@@ -127,18 +127,18 @@ def _turn_seconds(
     host: HostCost,
     beams: int,
     drafted: tuple[tuple[int, ...], ...],
-    beside: int,
+    batch_size: int,
 ) -> Float64[np.ndarray, "roots depths"]:
     """Return the seconds of a turn that emits nothing, by number of roots (0 counts as 1) and by draft.
 
     Args:
-        beams: the most roots.
+        beams: maximum number of roots.
         drafted: the layer sizes of each draft.
-        beside: number of sessions that share a pass; each of them pays its share.
+        batch_size: number of sessions that share a pass; each of them is charged its share.
     """
 
     def share(curve: CostCurve, nodes: int) -> float:
-        return curve.pass_s(beside * nodes) / beside
+        return curve.pass_s(batch_size * nodes) / batch_size
 
     def seconds(roots: int, layers: tuple[int, ...]) -> float:
         draft_s = sum(share(draft, nodes) for nodes in [roots, *layers][: len(layers)])
