@@ -43,8 +43,9 @@ def chains(tokens, parents, follower, eos, depth):
 
 @draft_turn.of(BigramSpec)
 @step
-def draft_bigrams(drafts, model, roots, live, texts, depth, width, edits, dice, spent):
-    tokens, parents = chains(roots.tokens, roots.parents, drafts.follower, drafts.eos, depth)
+def draft_bigrams(drafts, model, task, dice, spent):
+    roots = task.roots
+    tokens, parents = chains(roots.tokens, roots.parents, drafts.follower, drafts.eos, task.depth)
     forest = Forest(tokens, parents, roots.siblings, roots.logq, roots.beams, roots.frontier_rows, roots.known)
     return uncut(forest), SOUND
 

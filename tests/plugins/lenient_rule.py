@@ -30,12 +30,13 @@ class LenientSpec(NamedTuple):
 
 @verify_turn.of(LenientSpec)
 @step
-def verify_leniently(rows, forest, live, rule, widths, length, finished, dice, evidence, observer):
+def verify_leniently(rule, turn, dice, evidence, observer):
+    forest = turn.forest
     walk = start_walk(len(forest.tokens))
     going = True
     while going:
         node = walk.state[NODE]
-        row = rows.fresh[node]
+        row = turn.rows.fresh[node]
         norm = norm_of(row)
         condition = condition_of_norm(norm)
         if condition != SOUND:
@@ -48,8 +49,8 @@ def verify_leniently(rows, forest, live, rule, widths, length, finished, dice, e
                 token = forest.tokens[draft]
                 child = draft
         ended = is_end(token, rule.stop.eos) or look_at_token(observer, node, token)
-        emit(walk, live, np.float64(row[token]) - norm, token, child, ended, child >= 0)
-        going = child >= 0 and not ended and length + walk.state[COUNT] < rule.stop.most
+        emit(walk, turn.live, np.float64(row[token]) - norm, token, child, ended, child >= 0)
+        going = child >= 0 and not ended and turn.length + walk.state[COUNT] < rule.stop.most
     return emitted_layers(walk), SOUND
 
 

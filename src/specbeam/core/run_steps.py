@@ -28,7 +28,16 @@ from specbeam.core.callbacks import call_back
 from specbeam.core.compiling.copies import copy_numbers
 from specbeam.core.control.planning import learn_passed, plan_depth
 from specbeam.core.cycles import cycles
-from specbeam.core.draft.turns import Cut, draft_turn, keep_tosses, learn_from, nodes_of, tosses_of, uniforms_of
+from specbeam.core.draft.turns import (
+    Cut,
+    DraftTask,
+    draft_turn,
+    keep_tosses,
+    learn_from,
+    nodes_of,
+    tosses_of,
+    uniforms_of,
+)
 from specbeam.core.forest import (
     LOST,
     Forest,
@@ -62,7 +71,7 @@ from specbeam.core.passes import (
     settle_target,
 )
 from specbeam.core.steps import Array, borrowed, step
-from specbeam.core.verify.turns import verify_turn
+from specbeam.core.verify.turns import ScoredTurn, verify_turn
 
 PARTS = ("draft", "draft/model", "score/model", "verify", "settle")  # of the time of a turn
 DRAFT, DRAFT_MODEL, SCORE, VERIFY, SETTLE = range(5)
@@ -172,7 +181,8 @@ def take_turn(
     known = KnownRows(start.known.nodes, known_rows)
     begun = begun_forest(Start(start.tokens, start.parents, known), room.frontier_rows)
     began = cycles()
-    drafted, condition = draft_turn(spec.drafts, draft, begun, live, room.texts, depth, width, spec.edits, dice, spent)
+    task = DraftTask(begun, live, room.texts, depth, width, spec.edits)
+    drafted, condition = draft_turn(spec.drafts, draft, task, dice, spent)
     forest = drafted.forest
     if spec.drafting:
         keep_only(target, drafted.node_map)
@@ -193,9 +203,8 @@ def take_turn(
         rows = turn_rows(edited, len(forest.tokens), known)
         spans[SCORE] = cycles() - began
         began = cycles()
-        layers, condition = verify_turn(
-            rows, forest, live, spec.rule, spec.widths, length, room.finished, dice, room.evidence, None
-        )
+        scored = ScoredTurn(rows, forest, live, spec.widths, length, room.finished)
+        layers, condition = verify_turn(spec.rule, scored, dice, room.evidence, None)
         if condition == SOUND and _may_close(layers.beams.tokens, spec.closing):
             condition = LOOK
         spans[VERIFY] = cycles() - began

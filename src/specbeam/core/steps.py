@@ -32,7 +32,7 @@ class Verb(Generic[Given, Answer]):
 
         @verify_turn.of(WalkSpec)
         @step
-        def verify_walk(rows, forest, live, rule, ...): ...
+        def verify_walk(rule, turn, dice, evidence, observer): ...
 
     Its step takes the arguments of the verb, in the same order.
 

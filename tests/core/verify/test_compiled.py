@@ -24,6 +24,7 @@ from specbeam.core.verify import beams as judge_steps
 from specbeam.core.verify import traversal, walk
 from specbeam.core.verify.beams import SearchSpec, SharedSpec, TriedSpec
 from specbeam.core.verify.traversal import ClimbSpec
+from specbeam.core.verify.turns import ScoredTurn
 from specbeam.core.verify.walk import MATCH_BY_DICE, MATCH_BY_NOISE, ONE_SEQUENCE, TRY, WalkSpec
 from tests.core.draft.test_tree import begun
 from tests.support.forests import assert_same_forests
@@ -112,21 +113,21 @@ class Inputs:
     def __init__(self, rows, forest, live, spec, widths=lambda: ONE_SEQUENCE, is_audited=True):
         uniforms = np.random.default_rng(len(forest.tokens)).random(400)
         length = 5
+
+        def turn():
+            finished = Finished(np.zeros(200), np.zeros(1, dtype=np.int64))
+            return ScoredTurn(rows, forest, live, widths(), length, finished)
+
         self.makers = (
-            lambda: rows,
-            lambda: forest,
-            lambda: live,
             lambda: spec,
-            widths,
-            lambda: length,
-            lambda: Finished(np.zeros(200), np.zeros(1, dtype=np.int64)),
+            turn,
             lambda: Uniforms(uniforms, np.zeros(1, dtype=np.int64)),
             lambda: no_evidence(is_audited),
             lambda: None,
         )
 
 
-FINISHED, DICE, EVIDENCE = 6, 7, 8  # places of what steps write into
+TURN, DICE, EVIDENCE = 1, 2, 3  # places of what steps write into
 
 
 def judged_alike(step_of, inputs):
@@ -134,7 +135,8 @@ def judged_alike(step_of, inputs):
     (found, given), (expected, others) = both(step_of, *inputs.makers)
     assert found[1] == expected[1]
     assert_same_numbers(tuple(found[0]), tuple(expected[0]))
-    for place in (FINISHED, DICE, EVIDENCE):
+    assert_same_numbers(tuple(given[TURN].finished), tuple(others[TURN].finished))
+    for place in (DICE, EVIDENCE):
         assert_same_numbers(tuple(given[place]), tuple(others[place]))
     return found[0], found[1], int(given[DICE].used[0])
 

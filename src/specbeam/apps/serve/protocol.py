@@ -78,7 +78,8 @@ def _fields_inside(place: str) -> dict[str, Any]:
 
 def _without_none(kind: Any) -> Any:
     """Return a type without None, if it allows that."""
-    return reduce(or_, [one for one in get_args(kind) if one is not NoneType]) if get_args(kind) else kind
+    others = [one for one in get_args(kind) if one is not NoneType]
+    return reduce(or_, others) if others else kind
 
 
 if TYPE_CHECKING:
@@ -375,7 +376,8 @@ def _nearest(name: str, kind: type[BaseModel]) -> str:
     option = OPTIONS.get(name)
     if option is not None and option.field is not None and option.field.inside:
         return f": put it into the object {option.field.inside}"
-    field = next((other for other in option.names if other in kind.model_fields), "") if option is not None else ""
+    names = () if option is None else option.names
+    field = next((other for other in names if other in kind.model_fields), "")
     if field:
         return f": use {field}"
     near = nearest(name, kind.model_fields)

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from specbeam.core.beams import Beams, Layers, Texts, picked_beams
+from specbeam.core.beams import Beams, Layers, picked_beams
 from specbeam.core.compiling.copies import copy_numbers
 from specbeam.core.control.needs import (
     NO_BUDGET,
@@ -23,7 +23,7 @@ from specbeam.core.control.needs import (
 from specbeam.core.control.width import FixedWidths, Width, is_for_steps, width_by_draft, width_spec
 from specbeam.core.dice import pick
 from specbeam.core.draft.by_steps import drafted_by_steps
-from specbeam.core.draft.turns import Cut, NoDraftSpec, draft_turn, learn_from, rows_kept, uncut
+from specbeam.core.draft.turns import Cut, DraftTask, NoDraftSpec, draft_turn, learn_from, rows_kept, uncut
 from specbeam.core.errors import BrokenProcessor, DeadEnd
 from specbeam.core.forest import (
     DISTINCT,
@@ -478,13 +478,10 @@ def draft_layers(
 
 @draft_turn.of(SharedLayers, SearchedLayers, DrawnLayers)
 @step
-def draft_beams(
-    drafts: Any, model: Any, roots: Forest, live: Beams, texts: Texts, depth: int, width: int, edits: Edits, dice: Any,
-    spent: Array,
-) -> tuple[Cut, int]:  # fmt: skip
+def draft_beams(drafts: Any, model: Any, task: DraftTask, dice: Any, spent: Array) -> tuple[Cut, int]:
     """Draft layers of beams; see `draft_turn`."""
-    begun = start_draft(live, roots, drafts)
-    drafted, condition = draft_layers(model, begun, depth, width, drafts, edits, dice, spent)
+    begun = start_draft(task.live, task.roots, drafts)
+    drafted, condition = draft_layers(model, begun, task.depth, task.width, drafts, task.edits, dice, spent)
     return cut(drafts, drafted), condition
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from specbeam.core.draft.turns import Cut, draft_turn, nodes_of, rows_kept, uniforms_of
+from specbeam.core.draft.turns import Cut, DraftTask, draft_turn, nodes_of, rows_kept, uniforms_of
 from specbeam.core.errors import BrokenLaw
 from specbeam.core.forest import Forest, no_frontier_rows
 from specbeam.core.laws.edits import NO_EDITS
@@ -37,10 +37,8 @@ def drafted_by_steps(lm: Any, session: Session, shape: Shape, spec: Any, roots: 
         spent = np.zeros(2, dtype=np.int64)
         begun = roots._replace(frontier_rows=frontier_rows)
         with model.count_passes(spent):
-            drafted, condition = draft_turn(
-                spec, model.arrays, begun, beams, session.texts, shape.depth, shape.width,
-                NO_EDITS, dice, spent,
-            )  # fmt: skip
+            task = DraftTask(begun, beams, session.texts, shape.depth, shape.width, NO_EDITS)
+            drafted, condition = draft_turn(spec, model.arrays, task, dice, spent)
     session.count.draft_passes += int(spent[0])
     if condition == BROKEN:
         with session.failing_alone("draft model: "):

@@ -8,12 +8,11 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from jaxtyping import Int32, Int64
 
-from specbeam.core.beams import Beams, Layers, Texts, is_end
+from specbeam.core.beams import Layers, is_end
 from specbeam.core.draft.lookup import RETRIEVED, permitted
-from specbeam.core.draft.turns import Cut, draft_turn, learn_from, nodes_of, uncut
+from specbeam.core.draft.turns import Cut, DraftTask, draft_turn, learn_from, nodes_of, uncut
 from specbeam.core.errors import BadSetting, MissingFile
 from specbeam.core.forest import LOST, Forest, TurnRows, find_child, groups_without_laws, start_of, unknown_nodes
-from specbeam.core.laws.edits import Edits
 from specbeam.core.laws.ranking import largest
 from specbeam.core.laws.reduce import SOUND
 from specbeam.core.laws.warp import on_host
@@ -291,12 +290,9 @@ def recycled(roots: Forest, depth: int, spec: RecyclingSpec) -> Forest:
 
 @draft_turn.of(RecyclingSpec)
 @step
-def draft_recycled(
-    drafts: RecyclingSpec, model: Any, roots: Forest, live: Beams, texts: Texts, depth: int, width: int, edits: Edits,
-    dice: Any, spent: Array,
-) -> tuple[Cut, int]:  # fmt: skip
+def draft_recycled(drafts: RecyclingSpec, model: Any, task: DraftTask, dice: Any, spent: Array) -> tuple[Cut, int]:
     """Fill a tree under each root; see `draft_turn`."""
-    return uncut(recycled(roots, depth, drafts)), SOUND
+    return uncut(recycled(task.roots, task.depth, drafts)), SOUND
 
 
 @nodes_of.of(RecyclingSpec)

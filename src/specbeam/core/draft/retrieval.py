@@ -4,11 +4,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specbeam.core.beams import BEAMS, Beams, Texts, is_end
+from specbeam.core.beams import BEAMS, Texts, is_end
 from specbeam.core.draft.indexes import find_after, read_text
-from specbeam.core.draft.turns import Cut, draft_turn, nodes_of, uncut
+from specbeam.core.draft.turns import Cut, DraftTask, draft_turn, nodes_of, uncut
 from specbeam.core.forest import LOST, Forest, find_child, groups_without_laws
-from specbeam.core.laws.edits import Edits
 from specbeam.core.laws.reduce import SOUND
 from specbeam.core.steps import Array, borrowed, step
 
@@ -92,13 +91,10 @@ def hang_chains(roots: Forest, tokens: Array, starts: Array, stops: Array, eos: 
 
 @draft_turn.of(RetrievalSpec)
 @step
-def draft_retrieved(
-    drafts: RetrievalSpec, model: Any, roots: Forest, live: Beams, texts: Texts, depth: int, width: int, edits: Edits,
-    dice: Any, spent: Array,
-) -> tuple[Cut, int]:  # fmt: skip
+def draft_retrieved(drafts: RetrievalSpec, model: Any, task: DraftTask, dice: Any, spent: Array) -> tuple[Cut, int]:
     """Hang a retrieved chain under each root; see `draft_turn`."""
-    starts, stops = find_chains(drafts, texts, depth)
-    return uncut(hang_chains(roots, drafts.index.text, starts, stops, drafts.eos)), SOUND
+    starts, stops = find_chains(drafts, task.texts, task.depth)
+    return uncut(hang_chains(task.roots, drafts.index.text, starts, stops, drafts.eos)), SOUND
 
 
 @nodes_of.of(RetrievalSpec)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 import numpy as np
 from jaxtyping import Int64
 
-from specbeam.core.beams import Beams, Layers, Texts, is_end
+from specbeam.core.beams import Beams, Layers, is_end
 from specbeam.core.control.best_tree import Topology
 from specbeam.core.control.planning import NO_STOP, StopSpec
 from specbeam.core.control.stopping import Stopping, begin_draft, goes_on, learn_stop, stops_of
@@ -29,7 +29,7 @@ from specbeam.core.draft.children import (
     Children,
     Draws,
 )
-from specbeam.core.draft.turns import Cut, draft_turn, keep_tosses, learn_from, nodes_of, tosses_of, uncut
+from specbeam.core.draft.turns import Cut, DraftTask, draft_turn, keep_tosses, learn_from, nodes_of, tosses_of, uncut
 from specbeam.core.errors import BrokenProcessor
 from specbeam.core.forest import (
     CHOSEN,
@@ -618,13 +618,10 @@ def grow_tree(
 
 
 @step
-def draft_tree(
-    drafts: Any, model: Any, roots: Forest, live: Beams, texts: Texts, depth: int, width: int, edits: Edits, dice: Any,
-    spent: Array,
-) -> tuple[Cut, int]:  # fmt: skip
+def draft_tree(drafts: Any, model: Any, task: DraftTask, dice: Any, spent: Array) -> tuple[Cut, int]:
     """Grow a tree under each root; see `draft_turn`."""
-    begun = start_growth(roots, drafts, live, depth, width)
-    draft, condition = grow_tree(model, begun, 0, depth, drafts, edits, dice, spent)
+    begun = start_growth(task.roots, drafts, task.live, task.depth, task.width)
+    draft, condition = grow_tree(model, begun, 0, task.depth, drafts, task.edits, dice, spent)
     return finish_growth(draft, drafts), condition
 
 

@@ -27,21 +27,26 @@ def uncut(forest: Forest) -> Cut:
     return Cut(forest, forest, np.arange(len(forest.tokens)), no_node_odds())
 
 
+class DraftTask(NamedTuple):
+    """What a drafter gets for a turn."""
+
+    roots: Forest  # a root for each live beam, then nodes whose rows are known
+    live: Beams
+    texts: Texts  # of the live beams so far
+    depth: int
+    width: int
+    edits: Edits  # of the draft model's rows
+
+
 @verb(0, has_body=False)
 def draft_turn(  # type: ignore[empty-body]
-    drafts: Any, model: Any, roots: Forest, live: Beams, texts: Texts, depth: int, width: int, edits: Edits, dice: Any,
-    spent: Array,
-) -> tuple[Cut, int]:  # fmt: skip
+    drafts: Any, model: Any, task: DraftTask, dice: Any, spent: Array
+) -> tuple[Cut, int]:
     """Return the draft of a turn, and SOUND, DEAD or BROKEN.
 
     Args:
         drafts: the spec of the drafter.
         model: the session's cache in the draft model; in the target if the drafter has no model.
-        roots: the forest that the turn starts with: a root for each live beam, then nodes whose rows are known.
-        live: the live beams.
-        texts: the texts of the live beams so far.
-        depth, width: of the draft.
-        edits: changes of the model's rows.
         spent: int64[2], to which the number of passes and the processor's cycles in the model are added.
     """
 
@@ -95,12 +100,9 @@ class NoDraftSpec(NamedTuple):
 
 @draft_turn.of(NoDraftSpec)
 @step
-def draft_nothing(
-    drafts: NoDraftSpec, model: Any, roots: Forest, live: Beams, texts: Texts, depth: int, width: int, edits: Edits,
-    dice: Any, spent: Array,
-) -> tuple[Cut, int]:  # fmt: skip
+def draft_nothing(drafts: NoDraftSpec, model: Any, task: DraftTask, dice: Any, spent: Array) -> tuple[Cut, int]:
     """Return the roots; see `draft_turn`."""
-    return uncut(roots), SOUND
+    return uncut(task.roots), SOUND
 
 
 @nodes_of.of(NoDraftSpec)

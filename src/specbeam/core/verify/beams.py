@@ -17,7 +17,6 @@ from specbeam.core.beams import (
     FROM_PASS,
     UNSEEN,
     Beams,
-    Finished,
     Layers,
     Stop,
     add_finished,
@@ -78,7 +77,7 @@ from specbeam.core.records import Trial, Verdict
 from specbeam.core.session import Session
 from specbeam.core.steps import Array, borrowed, step, verb
 from specbeam.core.verify.trials import Drafts, take_draws
-from specbeam.core.verify.turns import ends_between_layers, verify_turn
+from specbeam.core.verify.turns import ScoredTurn, ends_between_layers, verify_turn
 
 ROUNDING = 1e-5  # more than rounding can add to a value
 
@@ -494,10 +493,7 @@ def count_sources(live: Beams, unknown: Beams, known: Array, sources: Array) -> 
 
 @verify_turn.of(SharedSpec, TriedSpec, SearchSpec)
 @step
-def judge(
-    rows: Any, forest: Forest, live: Beams, spec: Any, widths: Any, length: int, finished: Finished,
-    dice: Any, evidence: Evidence, observer: Any,
-) -> tuple[Layers, int]:  # fmt: skip
+def judge(spec: Any, turn: ScoredTurn, dice: Any, evidence: Evidence, observer: Any) -> tuple[Layers, int]:
     """Judge the drafted layers up to the first one with a beam that is not a draft, or to one layer after the last draft.
 
     A lazy turn continues past such a layer while the next one can be decided without the rows of these beams: while no pair
@@ -506,14 +502,11 @@ def judge(
     Returns the layers, and SOUND; or DEAD or BROKEN if the target had no law to draw the next layer from.
 
     Args:
-        rows: the logits of all forest nodes; or an object that makes laws in Python; see `law_at`.
-        live: the live beams, which are the roots.
-        widths: how many draws a layer gets; see `control.width.asked_width`.
-        length: number of tokens before the first layer.
-        finished: scores of the beams that ended; those that end here are added.
         evidence: trials and first draws are noted in it, for audits.
         observer: see `look_at`.
     """
+    forest = turn.forest
+    live = turn.live
     drafted = most_layers(forest)
     most = candidate_count(spec.beams, len(spec.stop.eos))
     room = no_layers(most * (drafted + 1), drafted + 1)
@@ -524,21 +517,21 @@ def judge(
     number = 0
     going = True
     while going:
-        law = law_at(rows, live, spec)
+        law = law_at(turn.rows, live, spec)
         condition = condition_of(law)
         is_whole = len(unknown.tokens) == 0
         if condition != SOUND:
             return first_layers(room, number), condition if is_whole else SOUND
-        longer = length + number + 1
+        longer = turn.length + number + 1
         is_last = longer >= spec.stop.most
         if is_whole:
-            width = asked_width(widths, law, live, forest, number)
+            width = asked_width(turn.widths, law, live, forest, number)
             choice, counts, looked = draw_layer(spec, law, live, forest, number, width, dice, evidence)
             if gathers(evidence):
                 note_first_draw(evidence, law, choice)
             look_at(observer, law, live, choice, looked)
         else:
-            width = width_of_known(widths, law, unknown)
+            width = width_of_known(turn.widths, law, unknown)
             if width == UNDECIDED:
                 return first_layers(room, number), SOUND
             choice = draw_among_known(spec, law, live, width)
@@ -553,13 +546,13 @@ def judge(
         add_layer(room, number, layer, width, passed)
         room.edges[number] = edge_of_layer(spec, choice, width, is_last)
         count_sources(live, unknown, forest.known.nodes, room.sources[number])
-        add_finished(finished, spec.stop, layer, longer)
+        add_finished(turn.finished, spec.stop, layer, longer)
         every = live_of(layer)
         unknown = live_without_rows(every)
         live = live_with_rows(every)
         may_pass = passed or (lazy and number < drafted and len(live.tokens) > 0)
         number += 1
-        going = may_pass and not is_session_over(finished, spec.stop, every.scores, longer)
+        going = may_pass and not is_session_over(turn.finished, spec.stop, every.scores, longer)
     return first_layers(room, number), SOUND
 
 
@@ -712,13 +705,11 @@ def judged_beams(
     is_custom = not is_for_steps(widths)
     if trace or session.limits.stop_strings:
         observer = LayerObserver(session, forest, trace, [])
-    given = (session.length, finished, dice, evidence, observer)
-    if observer is None and not makes_laws and not is_custom:
-        layers, condition = judge(rows, forest, session.beams, spec, widths, *given)
-    else:
-        source = getattr(judge, "py_func", judge)
-        laws = LawsInPython(session, forest, rows) if makes_laws else rows
-        layers, condition = source(laws, forest, session.beams, spec, widths, *given)
+    laws = LawsInPython(session, forest, rows) if makes_laws else rows
+    turn = ScoredTurn(laws, forest, session.beams, widths, session.length, finished)
+    needs_python = observer is not None or makes_laws or is_custom
+    judging = getattr(judge, "py_func", judge) if needs_python else judge
+    layers, condition = judging(spec, turn, dice, evidence, observer)
     finished.held[0] = before  # the session adds them when it moves on
     if condition != SOUND and layers.size == 0:
         try:

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
-from specbeam.core.beams import Beams, Finished, Layers, Stop
+from specbeam.core.beams import Layers, Stop
 from specbeam.core.dice import flip, pick
-from specbeam.core.forest import Forest, GroupsUnder, Siblings, TurnRows, groups_by_node, start_of
+from specbeam.core.forest import Forest, GroupsUnder, Siblings, groups_by_node, start_of
 from specbeam.core.laws.evidence import Evidence, gathers, note_acceptance
 from specbeam.core.laws.named import EXACT
 from specbeam.core.laws.ranking import Truncation
@@ -19,7 +19,7 @@ from specbeam.core.records import Verdict
 from specbeam.core.session import Session
 from specbeam.core.steps import Array, borrowed, open_step, step
 from specbeam.core.verify.trials import NOTHING, Drafts, law_on_trial
-from specbeam.core.verify.turns import verify_turn
+from specbeam.core.verify.turns import ScoredTurn, verify_turn
 from specbeam.core.verify.walk import (
     TokenPath,
     WalkInputs,
@@ -34,6 +34,7 @@ from specbeam.core.verify.walk import (
     norm_of,
     row_at,
     start_walk,
+    with_fresh_rows,
 )
 
 
@@ -192,18 +193,16 @@ def descend(
 
 
 @step
-def climb(
-    rows: Any, forest: Forest, live: Beams, spec: ClimbSpec, widths: Any, length: int, finished: Any,
-    dice: Any, evidence: Evidence, observer: Any,
-) -> tuple[Layers, int]:  # fmt: skip
+def climb(spec: ClimbSpec, turn: ScoredTurn, dice: Any, evidence: Evidence, observer: Any) -> tuple[Layers, int]:
     """Follow the first drafts to a leaf and accept the whole path with its odds; if refused, drop the leaf, and repeat.
 
     The odds of a child follow from those of its parent; dropping a leaf subtracts its law from the law that its parent owes.
 
     Arguments and results as in `walk.walk_down`, but `evidence` is of the trials of the first path only.
     """
-    groups = forest.siblings
-    under = groups_by_node(groups, len(forest.tokens))
+    rows = turn.rows
+    groups = turn.forest.siblings
+    under = groups_by_node(groups, len(turn.forest.tokens))
     path = path_from(0, under.first[0])
     # Only the trials of the first path can be audited. If the shape of a tree depends on its draws, the nodes under one
     # draft are evidence of the other drafts: after a leaf was seen, the next candidate has its law on average over trees,
@@ -226,7 +225,7 @@ def climb(
         tokens[place] = groups.tokens[path.draws[place + 1]]
         found[place] = path.nodes[place + 1]
     accepted = TokenPath(tokens, found, np.ones(count, dtype=np.bool_))
-    going = emit_path(walk, rows, live, spec, length, accepted, evidence, observer)
+    going = emit_path(walk, rows, turn.live, spec, turn.length, accepted, evidence, observer)
     last = path.nodes[count]
     if not going or last < 0:
         return emitted_layers(walk), SOUND
@@ -237,18 +236,15 @@ def climb(
     token = path.tokens[count][place] if len(path.tokens[count]) > 0 else place
     ends = (spec.stop.eos == token).any() and is_drafted(groups, under, last, token)
     drawn = TokenPath(np.full(1, token), np.full(1, -1), np.full(1, ends))
-    emit_path(walk, rows, live, spec, length, drawn, evidence, observer)
+    emit_path(walk, rows, turn.live, spec, turn.length, drawn, evidence, observer)
     return emitted_layers(walk), SOUND
 
 
 @verify_turn.of(ClimbSpec)
 @step
-def verify_climb(
-    rows: TurnRows, forest: Forest, live: Beams, rule: ClimbSpec, widths: Any, length: int, finished: Finished, dice: Any,
-    evidence: Evidence, observer: Any,
-) -> tuple[Layers, int]:  # fmt: skip
-    """Judge a tree from its leaves; see `verify_turn`. All rows are of this turn's pass."""
-    return climb(rows.fresh, forest, live, rule, widths, length, finished, dice, evidence, observer)
+def verify_climb(rule: ClimbSpec, turn: ScoredTurn, dice: Any, evidence: Evidence, observer: Any) -> tuple[Layers, int]:
+    """Judge a tree from its leaves; see `verify_turn`."""
+    return climb(rule, with_fresh_rows(turn), dice, evidence, observer)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 
 from specbeam.core.audit import Audit
-from specbeam.core.beams import Beams, Finished, Layers, Stop, first_layers, is_end, no_layers
+from specbeam.core.beams import Beams, Layers, Stop, first_layers, is_end, no_layers
 from specbeam.core.control.width import FixedWidths
 from specbeam.core.dice import pick
 from specbeam.core.errors import LostLaw
@@ -20,7 +20,6 @@ from specbeam.core.forest import (
     Forest,
     GroupsUnder,
     Siblings,
-    TurnRows,
     find_child,
     groups_by_node,
     start_of,
@@ -37,7 +36,7 @@ from specbeam.core.records import Verdict
 from specbeam.core.session import Session
 from specbeam.core.steps import Array, borrowed, open_step, step, verb
 from specbeam.core.verify.trials import Drafts, try_drafts
-from specbeam.core.verify.turns import verify_turn
+from specbeam.core.verify.turns import ScoredTurn, verify_turn
 
 TRY, MATCH_BY_NOISE, MATCH_BY_DICE = range(3)
 ONE_SEQUENCE = FixedWidths(1)
@@ -289,10 +288,7 @@ def drawn_token(walk: Emitted, rows: Any, row: Array, live: Beams, spec: WalkSpe
 
 
 @step
-def walk_down(
-    rows: Any, forest: Forest, live: Beams, spec: WalkSpec, widths: Any, length: int, finished: Any, dice: Any,
-    evidence: Evidence, observer: Any,
-) -> tuple[Layers, int]:  # fmt: skip
+def walk_down(spec: WalkSpec, turn: ScoredTurn, dice: Any, evidence: Evidence, observer: Any) -> tuple[Layers, int]:
     """Walk down from the root until the text leaves the tree or ends.
 
     At each node the drafts are tried in order, each against its own law, or the target's own token is drawn and looked up.
@@ -300,13 +296,15 @@ def walk_down(
     Returns the layers, of one token each, and SOUND; or DEAD or BROKEN if the target had no law to draw the next token from.
 
     Args:
-        rows: logits of all forest nodes, or an object that processes rows in Python; see `row_at`.
-        live: the one live beam between two turns, which is the root.
-        widths, finished: for rules that judge beams; ignored here.
-        length: number of tokens before the first.
+        turn: with one live beam. Its rows are logits of all forest nodes, or an object that processes rows in Python; see
+            `row_at`. Its `widths` and `finished` are for rules that judge beams.
         evidence: trials and tokens are noted in it, for audits.
         observer: see `look_at_token`.
     """
+    rows = turn.rows
+    forest = turn.forest
+    live = turn.live
+    length = turn.length
     groups = forest.siblings
     under = groups_by_node(groups, len(forest.tokens))
     walk = start_walk(max(min(len(forest.tokens), spec.stop.most - length), 1))
@@ -341,14 +339,17 @@ def walk_down(
     return emitted_layers(walk), SOUND
 
 
+@step
+def with_fresh_rows(turn: ScoredTurn) -> ScoredTurn:
+    """Return a turn of one sequence with the rows of its pass, float32[nodes, vocab]: no rows are known before."""
+    return ScoredTurn(turn.rows.fresh, turn.forest, turn.live, turn.widths, turn.length, turn.finished)
+
+
 @verify_turn.of(WalkSpec)
 @step
-def verify_walk(
-    rows: TurnRows, forest: Forest, live: Beams, rule: WalkSpec, widths: Any, length: int, finished: Finished, dice: Any,
-    evidence: Evidence, observer: Any,
-) -> tuple[Layers, int]:  # fmt: skip
-    """Walk down from the root; see `verify_turn`. All rows are of this turn's pass."""
-    return walk_down(rows.fresh, forest, live, rule, widths, length, finished, dice, evidence, observer)
+def verify_walk(rule: WalkSpec, turn: ScoredTurn, dice: Any, evidence: Evidence, observer: Any) -> tuple[Layers, int]:
+    """Walk down from the root; see `verify_turn`."""
+    return walk_down(rule, with_fresh_rows(turn), dice, evidence, observer)
 
 
 @dataclass(eq=False)
@@ -421,10 +422,9 @@ class WalkInputs:
 
     def take_turn(self, walk: Callable[..., Any], session: Session, forest: Forest, spec: Any) -> tuple[Layers, int]:
         """Return the layers and the condition of a turn by `walk_down`, or another step with its arguments."""
-        given = (ONE_SEQUENCE, session.length, session.finished_with_room(1))
-        found: tuple[Layers, int] = self.run(
-            walk, self.rows, forest, session.beams, spec, *given, self.dice, self.evidence, self.observer
-        )
+        finished = session.finished_with_room(1)
+        turn = ScoredTurn(self.rows, forest, session.beams, ONE_SEQUENCE, session.length, finished)
+        found: tuple[Layers, int] = self.run(walk, spec, turn, self.dice, self.evidence, self.observer)
         return found
 
     def emit(
@@ -481,19 +481,9 @@ def verdict_by_step(
         one = getattr(one, "py_func", one)
     finished = session.finished_with_room(2 * forest.size + widths.most)
     before = int(finished.held[0])
-    turn = turn_rows(rows, forest.size, forest.known)
-    layers, condition = one(
-        turn,
-        forest,
-        session.beams,
-        spec,
-        widths,
-        session.length,
-        finished,
-        inputs.dice,
-        inputs.evidence,
-        inputs.observer,
-    )
+    known_and_fresh = turn_rows(rows, forest.size, forest.known)
+    turn = ScoredTurn(known_and_fresh, forest, session.beams, widths, session.length, finished)
+    layers, condition = one(spec, turn, inputs.dice, inputs.evidence, inputs.observer)
     finished.held[0] = before  # the session adds them when it moves on
     return Verdict(checked(layers, condition, session, scored), audit=inputs.audit(session))
 

@@ -124,7 +124,8 @@ def train_hmt(
 @contextmanager
 def _without_gradients(model: "PreTrainedModel", frozen: bool) -> Iterator[None]:
     """Turn off the gradients of a frozen model in this context."""
-    wanting = [weight for weight in model.parameters() if weight.requires_grad] if frozen else []
+    parameters = list(model.parameters()) if frozen else []
+    wanting = [weight for weight in parameters if weight.requires_grad]
     for weight in wanting:
         weight.requires_grad_(False)
     try:
