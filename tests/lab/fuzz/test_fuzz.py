@@ -10,7 +10,7 @@ from specbeam.errors import BadSetting, BrokenPart
 from specbeam.lab.fuzz import campaign as campaigns
 from specbeam.lab.fuzz.calls import RandomCall, random_call
 from specbeam.lab.fuzz.campaign import CRASHED, HUNG, campaign
-from specbeam.lab.fuzz.invariants import broken_invariants
+from specbeam.lab.fuzz.invariants import broken_invariants, of_options
 from specbeam.lab.fuzz.trying import BROKEN, REFUSED, tried
 from specbeam.lab.fuzz.worlds import WORLDS, world
 from tests.doors.cli.test_commands import specbeam
@@ -62,6 +62,17 @@ def test_what_is_wrong_with_an_answer_is_named(alone):
     for words, damaged in wrong.items():
         found = [*broken_invariants(alone, CALL, method, [damaged])]
         assert any(words in why for why in found), (words, found)
+
+
+def test_a_text_that_a_stop_string_ends_need_not_be_whole(alone):
+    """The schema holds for texts that end by themselves."""
+    (answer,) = sb.generate(alone.pair, CALL.prompts, CALL.make(), **CALL.options)
+    cut = replace(answer, text='{"a', beams=[replace(answer.beams[0], finished=True)])
+    options = {"json_schema": {"type": "object"}}
+    stopped = replace(CALL, options=options | {"stop_strings": "a"})
+    assert [*of_options(alone, stopped, cut)] == []
+    (fault,) = of_options(alone, replace(CALL, options=options), cut)
+    assert "is not JSON" in fault
 
 
 def test_other_texts_without_drafts_are_a_fault(alone, monkeypatch):

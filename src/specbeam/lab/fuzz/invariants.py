@@ -33,7 +33,7 @@ def broken_invariants(world: World, call: RandomCall, method: Method, answers: S
             *_of_tokens(world, call, answer),
             *_of_beams(call, method, answer),
             *_of_report(answer),
-            *_of_options(world, call, answer),
+            *of_options(world, call, answer),
             *_of_scores(world, call, method, answer),
         ):
             yield f"answer {number}: {why}; tokens {answer.tokens}"
@@ -97,7 +97,8 @@ def _of_report(answer: Generation) -> Iterator[str]:
         yield f"the report says {report.seconds} s and law {report.law!r}"
 
 
-def _of_options(world: World, call: RandomCall, answer: Generation) -> Iterator[str]:
+def of_options(world: World, call: RandomCall, answer: Generation) -> Iterator[str]:
+    """Yield what is wrong with an answer by the options of its call."""
     options = call.options
     forced = {options.get("forced_eos_token_id"), options.get("forced_bos_token_id")}
     banned = set(options.get("suppress_tokens", ())) - forced
@@ -105,14 +106,15 @@ def _of_options(world: World, call: RandomCall, answer: Generation) -> Iterator[
     overruled = "prefix_allowed_tokens_fn" in options  # which transformers obeys first, if all it allows is banned
     if found and not overruled:
         yield f"suppressed token {min(found)} was written"
-    if "regex" in options and answer.beams[0].finished and not re.fullmatch(options["regex"], answer.text):
+    stops = as_texts(options.get("stop_strings"))
+    is_whole = answer.beams[0].finished and not any(stop in answer.text for stop in stops)
+    if "regex" in options and is_whole and not re.fullmatch(options["regex"], answer.text):
         yield f"{answer.text!r} does not match {options['regex']!r}"
-    if "json_schema" in options and answer.beams[0].finished:
+    if "json_schema" in options and is_whole:
         try:
             json.loads(answer.text)
         except ValueError:
-            yield f"{answer.text!r} is no JSON"
-    stops = as_texts(options.get("stop_strings"))
+            yield f"{answer.text!r} is not JSON"
     if stops and world.pair.tokenizer is not None:
         before = world.pair.tokenizer.decode(answer.tokens[:-1])
         early = [stop for stop in stops if stop in before]
