@@ -77,7 +77,7 @@ class PlannedText:
 class CallPlan:
     """A planned call. Later steps use these values and never read the options.
 
-    A place is the number of a text. A rejected prompt has one place, which holds its error.
+    Texts are numbered by their places. A rejected prompt has one place, which holds its error.
 
     Attributes:
         pair: the models.
@@ -163,7 +163,7 @@ class CallPlan:
 
 @dataclass(frozen=True, eq=False)
 class _Asked:
-    """The values shared by all texts of a call, and the settings for planning each text.
+    """The values shared by all texts of a call, from which each text is planned.
 
     Attributes:
         guided: the model of the second pass for `guidance_scale`; None without guidance.
@@ -268,7 +268,7 @@ class _Asked:
         """Return the number of new tokens for which the models have positions; None: unlimited.
 
         Raises `BadPrompt` if prompt `number` is too long for the settings or the models. A limit in the model's own
-        generation config does not count: texts then end where the positions end.
+        generation config does not count: texts then end at the last position.
         """
         settings = self.settings
         pair = self.pair
@@ -351,7 +351,7 @@ def _check_tokens(settings: Settings, vocab: int) -> None:
     """Raise `BadSetting` if an option contains a token id outside the model's vocabulary."""
     ends = [token for token in settings.eos(None) if not 0 <= token < vocab]
     if ends:
-        raise BadSetting(f"eos_token_id is {ends[0]}; the model knows 0 to {vocab - 1} ([] for no end token)")
+        raise BadSetting(f"eos_token_id is {ends[0]}; the model's vocabulary is 0 to {vocab - 1} ([] for no end token)")
     words = [token for word in settings.bad_words_ids or [] for token in word]
     named = {
         "bad_words_ids": words,
@@ -364,7 +364,7 @@ def _check_tokens(settings: Settings, vocab: int) -> None:
     for name, tokens in named.items():
         unknown = [token for token in tokens if token is not None and token >= vocab]
         if unknown:
-            raise BadSetting(f"{name} holds {unknown[0]}; the model knows 0 to {vocab - 1}")
+            raise BadSetting(f"{name} holds {unknown[0]}; the model's vocabulary is 0 to {vocab - 1}")
 
 
 def _guided_model(target: Any) -> Any:
@@ -374,7 +374,7 @@ def _guided_model(target: Any) -> Any:
     """
     reason = ""
     if not isinstance(target, HuggingFaceLM):
-        reason = "this target is more than a transformers model"
+        reason = "this target is not a plain transformers model"
     elif isinstance(target, EncoderDecoderLM):
         reason = f"{type(target.model).__name__} reads a source, and transformers guides models that continue prompts"
     elif rounding_of(target):

@@ -125,7 +125,7 @@ def check_forms(options: Mapping[str, Any]) -> None:
             raise BadSetting(f"{name} is the path {value}; give its content: {name}=path.read_text()")
         if name != "json_schema":
             require(isinstance(value, str), name, value, "a text; one form serves all prompts")
-            require(is_proper(value), name, value, "proper text; this holds half a character")
+            require(is_proper(value), name, value, "valid Unicode text; this has half a character (a lone surrogate)")
 
 
 def are_proper(stops: Any) -> bool:
