@@ -1,4 +1,4 @@
-"""The plan of a call: prompts, sources, options and method, translated once into token ids, numbers and parts."""
+"""The plan of a call: its prompts, sources, options and method, translated once into token ids, numbers and parts."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -144,15 +144,15 @@ class CallPlan:
         answers = settings.num_return_sequences
         if answers > 1 and chosen.keeping is not None:
             chosen = chosen.keeping(answers)
-        asked = _Asked.of(pair, chosen, settings, audit, limit_is_given)
+        values = _CallValues.of(pair, chosen, settings, audit, limit_is_given)
         per_session = answers if chosen.beams > 1 else 1
-        placed = list(asked.texts(prompts, None if seed is None else int(seed), answers // per_session))
+        placed = list(values.texts(prompts, None if seed is None else int(seed), answers // per_session))
         return cls(
             pair=pair,
             method=chosen,
-            parts=asked.parts,
-            eos=asked.eos,
-            constraint=asked.constraint,
+            parts=values.parts,
+            eos=values.eos,
+            constraint=values.constraint,
             answers=answers,
             answers_per_session=per_session,
             audit=audit,
@@ -162,7 +162,7 @@ class CallPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class _Asked:
+class _CallValues:
     """The values shared by all texts of a call, from which each text is planned.
 
     Attributes:
@@ -186,7 +186,7 @@ class _Asked:
     limit_is_given: bool
 
     @classmethod
-    def of(cls, pair: Pair, method: Method, settings: Settings, audit: bool, limit_is_given: bool) -> "_Asked":
+    def of(cls, pair: Pair, method: Method, settings: Settings, audit: bool, limit_is_given: bool) -> "_CallValues":
         """Make the parts and check everything that does not depend on a prompt."""
         parts = method.parts(pair.target, pair.draft)
         eos = settings.eos(pair.eos)

@@ -1,6 +1,6 @@
 """Methods composed of a drafter, a rule and a controller.
 
-Combinations that cannot work are refused when the method is made, before any model runs.
+Combinations that cannot work are rejected when the method is made, before any model runs.
 """
 
 from collections.abc import Callable

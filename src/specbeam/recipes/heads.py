@@ -47,7 +47,7 @@ def _is_mtp(head: Head) -> bool:
 
 @dataclass(frozen=True)
 class _HeadKind:
-    """A kind of draft heads, with texts for the message that refuses pairs without one."""
+    """A kind of draft heads, with texts for the message that rejects pairs without one."""
 
     recipe: str
     what: str  # a head of this kind with its article, such as "an EAGLE head"

@@ -9,7 +9,7 @@ from typing import Any
 from specbeam.core.errors import BadSetting
 
 Check = tuple[Callable[[Any], bool], str]  # a check of a value, and a description of valid values
-LARGEST_LENGTH_PENALTY = 32  # with larger ones, scores of long texts overflow
+LARGEST_LENGTH_PENALTY = 32  # larger penalties let the scores of long texts overflow
 LARGEST_INTEGER = 2**31 - 1  # larger numbers would overflow in compiled loops
 FORMS = ("json_schema", "regex", "grammar")
 GRAMMAR_BACKENDS = ("llguidance", "xgrammar")
