@@ -344,7 +344,7 @@ def _tree_of_heads(
     rule: "RuleName | Rule",
     controller: "ControllerName | Controller",
 ) -> Method:
-    """Return the recipe of a kind of heads that drafts the tree of the most probable nodes."""
+    """Return the method of a kind of heads that drafts the tree of the most probable nodes."""
     require_at_least_one(nodes=nodes, depth=depth, top=top)
     drafts = DraftKind(kind.recipe, depth, nodes, has_node_budget=True)
     return _for_heads(kind, tree_method(drafts, BestFirst(top, widest=top, within_layer=True), rule, controller))
@@ -380,7 +380,7 @@ def _tree_of_extra_rows(
     rule: "RuleName | Rule",
     controller: "ControllerName | Controller",
 ) -> Method:
-    """Return the recipe of a kind of heads that drafts with extra rows in the target's pass."""
+    """Return the method of a kind of heads that drafts with extra rows in the target's pass."""
     top_or_default = 10 if top is None else top
     require_at_least_one(nodes=nodes, depth=depth, top=top_or_default)
     one_of("tree", tree, get_args(TreeBy))

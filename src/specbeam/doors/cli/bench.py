@@ -27,7 +27,8 @@ class EfficiencyArguments(DemoPromptArguments, PairArguments):
         int,
         typer.Option(
             min=1,
-            help="Maximum number of measured prompts, evenly spaced over all. As many other prompts select shapes.",
+            help="Maximum number of measured prompts, evenly spaced over all. An equal number of other prompts "
+            "selects the shapes.",
         ),
     ] = 60
     seed: Seed = 0
