@@ -350,7 +350,7 @@ def test_settings_that_contradict_each_other():
         sb.speculative_beam_search(3, 2)
     with refused("drafter is 'oracle'"):
         sb.speculative_beam_search(3, drafter="oracle")
-    with pytest.raises(sb.SpecbeamError, match="drafter 'prompt_lookup' does not look at draft_beams=9"):
+    with pytest.raises(sb.SpecbeamError, match="drafter 'prompt_lookup' ignores draft_beams=9"):
         sb.speculative_beam_search(3, 9, drafter="prompt_lookup")
 
 

@@ -403,7 +403,7 @@ def test_a_decoder_that_looks_positions_up_in_an_unknown_way_is_refused():
             [*range(3, 60), *range(3, 20)],
             "has 74 tokens, and the encoder of BartForConditionalGeneration has 64 positions",
         ),
-        ([3, 99], "has token id 99; the model knows 0 to 60"),
+        ([3, 99], "has token id 99; the model's vocabulary is 0 to 60"),
         ("text", "there is no tokenizer"),
     ],
 )
@@ -431,7 +431,7 @@ def test_settings_that_do_not_fit_are_refused(translator):
     for options, message in (
         ({"decoder_input_ids": [[2], [2]]}, "has 2 prompts, and there are 1 sources"),
         ({"decoder_input_ids": [99]}, "the decoder.s first tokens include 99"),
-        ({"suppress_tokens": [99]}, "suppress_tokens holds 99; the model knows 0 to 60"),
+        ({"suppress_tokens": [99]}, "suppress_tokens holds 99; the model's vocabulary is 0 to 60"),
         ({"forced_bos_token_id": -1}, "forced_bos_token_id is -1"),
         ({"decoder_input_ids": []}, "a list of token ids, or one such list for each source"),
     ):

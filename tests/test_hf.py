@@ -189,7 +189,7 @@ def test_one_beam_is_greedy_search(models, more):
 @pytest.mark.parametrize("draft_beams", [None, 4])
 def test_one_beam_with_any_drafter_is_greedy_search(models, drafter, draft_beams):
     if draft_beams is not None and drafter in ("prompt_lookup", "suffix_match"):
-        with pytest.raises(errors.BadSetting, match="does not look at draft_beams=4"):
+        with pytest.raises(errors.BadSetting, match="ignores draft_beams=4"):
             models[0].generate(
                 **inputs_of(models[2], ["you"]), custom_generate=sb.hf.beam_search, drafter=drafter, draft_beams=4
             )
@@ -235,7 +235,7 @@ def test_weights_that_change_behind_the_back_are_seen(models, change):
 def test_a_draft_that_would_be_ignored_is_refused(models):
     target, draft, tokenizer = models
     call = {"custom_generate": sb.hf.beam_search, "drafter": "prompt_lookup", "draft_model": draft}
-    with pytest.raises(errors.BadSetting, match="drafter='prompt_lookup' does not look at draft_model"):
+    with pytest.raises(errors.BadSetting, match="drafter='prompt_lookup' ignores draft_model"):
         target.generate(**inputs_of(tokenizer, ["Hello"]), num_beams=2, **call)
 
 
@@ -375,7 +375,7 @@ def test_another_method_decodes_in_its_place(models):
         target.generate(**call, do_sample=True, num_beams=3, method="traversal")
     with pytest.raises(sb.SpecbeamError, match="do_sample=True, and beam_search does not sample"):
         target.generate(**call, do_sample=True, num_beams=3, method=sb.beam_search(3))
-    with pytest.raises(sb.SpecbeamError, match="method traversal does not look at depth=2"):
+    with pytest.raises(sb.SpecbeamError, match="method traversal ignores depth=2"):
         target.generate(**call, do_sample=True, method="traversal", depth=2)
     without = {name: value for name, value in call.items() if name != "draft_model"}
     with pytest.raises(sb.SpecbeamError, match="traversal needs draft_model"):

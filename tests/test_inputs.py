@@ -302,7 +302,7 @@ BROKEN = {
     "no prompt in a row": ({"question": "a", "id": 3}, "a dict with question, id; it must have one of input_ids"),
     "one message": (CHAT[1], "a chat is a list of messages"),
     "a negative id": ([5, -100], "has token id -100"),
-    "an unknown id": ([5, 61], "has token id 61; the model knows 0 to 60"),
+    "an unknown id": ([5, 61], "has token id 61; the model's vocabulary is 0 to 60"),
 }
 
 

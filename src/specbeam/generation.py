@@ -54,7 +54,7 @@ def generate(
             chats, or rows of data sets (docs/start.md lists all forms). For an encoder-decoder model, prompts are the inputs
             of its encoder; for a speech model, features: float[channels, frames].
         method: a recipe (`sb.dsbd(beams=4)`) or its name; `sb.methods()` lists them. None: `dsbd` for a pair with a draft,
-            otherwise `beam_sampling`, which has the same law; `report.law` names it.
+            otherwise `beam_sampling`, which has the same law. `report.law` names the law.
         seed: the same seed gives the same answers in any batch. None: a random seed.
         batch_size: maximum number of prompts, or of independent return sequences, decoded together.
         audit: test while decoding that the output has the method's declared law. The result is in each report
@@ -66,9 +66,9 @@ def generate(
         options: the options of generation (`Options`), with the names of transformers; the documentation has a table.
 
     Returns:
-        One `Generation` per prompt and return sequence, in the order of the prompts. Its `beams` are the best texts, best
-        first, at most as many as the method's beams: finished ones before abandoned live ones; texts cut off by the length
-        limit compete with finished ones by score, as in transformers. `report.other_beams` has the rest.
+        One `Generation` per prompt and return sequence, in the order of the prompts. Its `beams` are the best texts,
+        best first, at most one per beam of the method: finished texts before unfinished ones. Texts cut off by the
+        length limit compete with finished ones by score, as in transformers. `report.other_beams` has the rest.
 
     Raises:
         BadSetting, NotSupported: an option is wrong or not supported; raised before decoding.
@@ -148,7 +148,7 @@ def turns_of(
     generation_config: "GenerationConfig | None" = None,
     **options: Unpack[Options],
 ) -> Iterator[Turn]:
-    """Yield the turns of a generation, with the drafts, scores and verdict of each target pass. For pictures and study.
+    """Yield the turns of a generation, with the drafts, scores and verdict of each target pass, for pictures and study.
 
     The arguments and errors are those of `generate`, for one prompt with one return sequence. The logits of a turn are
     valid until the next turn.
@@ -196,13 +196,13 @@ def _check_single(request: Request) -> None:
 
 
 def resolved_method(pair: Pair, prompts: Any, method: Method | str | None, settings: Settings) -> Method:
-    """Return a method by name or by itself; for "auto" the fastest one, for None the pair's default."""
+    """Return the method given as a name or an object; for "auto" the fastest one, for None the pair's default."""
     method = usual_method(pair) if method is None else resolve(method)
     return chosen_by_speed(pair, prompts, settings)[0] if method.name == "auto" else method
 
 
 def chosen_by_speed(pair: Pair, prompts: Any, settings: Settings, tokens: int = 32) -> tuple[Method, FastestMethod]:
-    """Return the fastest exact method, and the figures of the choice.
+    """Return the fastest exact method, and the measurements behind the choice.
 
     Without stored figures, the candidates are measured on the first two prompts with up to `tokens` new tokens each.
     """

@@ -374,8 +374,10 @@ def test_the_law_says_what_is_promised_and_no_more():
     assert sb.mmtad().law == promise + "log q of the best draft beam at their length + log 0.5"
     assert sb.mmtad(theta="max").law == promise + "the largest log q of that length in the draft + log 0.5"
     for make in FAMILY.values():
-        assert "nothing is promised" in make(threshold=0.0).law
-        assert make(threshold=1.0).law == "approximate: at threshold 1 no draft passes, it is the target alone"
+        assert "no guarantee" in make(threshold=0.0).law
+        assert (
+            make(threshold=1.0).law == "approximate: at threshold 1 no draft is accepted, and the target decodes alone"
+        )
 
 
 # Settings: none is ignored, none is without effect.
@@ -384,12 +386,12 @@ def test_the_law_says_what_is_promised_and_no_more():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: sb.mtad(controller=SureDraft(), beams=2), "controller of one's own does not look at beams=2"),
-        (lambda: sb.mmtad(controller=SureDraft(), depth=2), "controller of one's own does not look at depth=2"),
-        (lambda: sb.mmtad(draft=Branching((2, 2), Distinct()), beams=3), "growth Branching does not look at beams=3"),
+        (lambda: sb.mtad(controller=SureDraft(), beams=2), "controller of one's own ignores beams=2"),
+        (lambda: sb.mmtad(controller=SureDraft(), depth=2), "controller of one's own ignores depth=2"),
+        (lambda: sb.mmtad(draft=Branching((2, 2), Distinct()), beams=3), "growth Branching ignores beams=3"),
         (
             lambda: sb.mmtad(draft=StochasticBeam(), replacement=True),
-            "StochasticBeam does not look at replacement=True",
+            "StochasticBeam ignores replacement=True",
         ),
         (lambda: sb.mtad(draft="search", replacement=True), "replacement=True needs draft='sample'"),
         (lambda: sb.mtad(draft=Branching((2, 1), Distinct())), "mtad judges one chain, and the growth Branching may"),

@@ -205,7 +205,7 @@ def test_what_it_cannot_do_is_refused():
     ],
 )
 def test_settings_of_other_modes_are_refused(settings, ignored):
-    with pytest.raises(BadSetting, match=f"does not look at {ignored}; leave it out"):
+    with pytest.raises(BadSetting, match=f"ignores {ignored}; leave it out"):
         sb.mtjd(**settings)
 
 

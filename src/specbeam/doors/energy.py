@@ -12,11 +12,11 @@ RAPL = Path("/sys/class/powercap")
 class EnergyMeter:
     """A meter of the energy of whole CPU packages and GPUs, with all their processes, during a `with` block.
 
-    Use it as ``with EnergyMeter() as meter: ...`` and read `meter.joules` after the block.
+    Use it as ``with EnergyMeter() as meter: ...``, and read `meter.joules` afterwards.
 
     Attributes:
-        joules: energy of the block. None before its end, without a counter, or if the machine has GPUs and the block was
-            shorter than `least_s`.
+        joules: energy of the block. None before the end of the block, without a counter, or if the machine has GPUs and
+            the block was shorter than `least_s`.
     """
 
     joules: float | None = None

@@ -1,6 +1,6 @@
 """The measurement behind the recipe `auto`: the fastest exact method for a pair, settings and machine.
 
-It is made once and stored on disk.
+The measurement is made once and stored on disk.
 """
 
 import statistics
@@ -118,7 +118,7 @@ def _key(pair: Pair, settings: Settings) -> list[Any]:
         settings.repetition_penalty,
         settings.no_repeat_ngram_size,
         settings.guidance_scale,
-        # Without the text of the form; otherwise each form would be measured.
+        # Without the text of a schema or grammar; otherwise methods would be measured for each of them.
         settings.form_kind and [settings.form_kind, settings.grammar_backend],
     ]
 

@@ -1,4 +1,4 @@
-"""Text that grows token by token: the part that later tokens cannot change.
+"""Streamed text: the part of a growing text that later tokens cannot change.
 
 The changeable part depends on the tokenizer's decoder, which may join bytes to characters, decode a run of bytes as a whole,
 decode the last token differently, or remove spaces before punctuation. Exactly this part is held back.
@@ -14,7 +14,7 @@ from specbeam.doors.grammar.spelling import UNKNOWN, special_tokens, text_of_tok
 from specbeam.errors import BrokenPart
 
 CONTEXT = 16  # tokens decoded again before new ones, because the first token of a text may be decoded differently
-HALF_CHARACTER = 3  # maximum number of replacement characters for an incomplete character
+HALF_CHARACTER = 3  # maximum number of replacement characters of an incomplete character
 # Methods of transformers that decode with the tokenizer's decoder or token by token, without other changes. Methods with
 # other names may change texts in any way.
 DECODING = frozenset(

@@ -150,7 +150,7 @@ class PromptReader:
         raise BadPrompt(f"{name} is nested in more than {_DEEPEST} containers; it must be {TAKEN}")
 
     def _known(self, ids: list[int], name: str) -> list[int]:
-        """Return token ids. Raises `BadPrompt` if there are none, or if one is outside the vocabulary."""
+        """Return the token ids if there are any, all in the vocabulary; otherwise raise `BadPrompt`."""
         if not ids:
             raise BadPrompt(f"{name} is empty; it must have at least one token")
         least = min(ids)
@@ -159,7 +159,8 @@ class PromptReader:
         most = max(ids)
         if self.vocab is not None and most >= self.vocab:
             raise BadPrompt(
-                f"{name} has token id {most}; the model knows 0 to {self.vocab - 1}: was it made with another tokenizer?"
+                f"{name} has token id {most}; the model's vocabulary is 0 to {self.vocab - 1}: was it made with "
+                "another tokenizer?"
             )
         return ids
 

@@ -60,7 +60,7 @@ def _kinds(annotation: Any) -> set[type]:
 
 
 def _words(annotation: Any) -> list[str]:
-    """Return the words of `Literal` in a type annotation, such as "auto"."""
+    """Return the strings of `Literal` in a type annotation, such as "auto"."""
     words = []
     for argument in get_args(annotation):
         words += [argument] if isinstance(argument, str) else _words(argument)
@@ -82,7 +82,7 @@ def _example(parameter: inspect.Parameter) -> Any:
 def _read(key: str, value: str, default: Any) -> Any:
     """Return the value of the setting `key`, read as the type of `default`.
 
-    Tuples have commas between their values. Without a default, digits are an integer and all else is text. Raises
+    Tuples have commas between their values. Without a default, digits are an integer and anything else is text. Raises
     `BadSetting` for a value of another type.
     """
     if isinstance(default, bool):

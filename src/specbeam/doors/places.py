@@ -1,4 +1,4 @@
-"""Files named by users: checks before the work, and errors that name the file."""
+"""Files named by users: checks before any work, and errors that name the file."""
 
 import gzip
 import lzma

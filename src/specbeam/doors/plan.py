@@ -1,4 +1,4 @@
-"""The plan of a call: prompts, sources, options and method, translated once into token ids, numbers and parts."""
+"""The plan of a call: its prompts, sources, options and method, translated once into token ids, numbers and parts."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,7 +77,7 @@ class PlannedText:
 class CallPlan:
     """A planned call. Later steps use these values and never read the options.
 
-    A place is the number of a text. A rejected prompt has one place, which holds its error.
+    Texts are numbered by their places. A rejected prompt has one place, which holds its error.
 
     Attributes:
         pair: the models.
@@ -144,15 +144,15 @@ class CallPlan:
         answers = settings.num_return_sequences
         if answers > 1 and chosen.keeping is not None:
             chosen = chosen.keeping(answers)
-        asked = _Asked.of(pair, chosen, settings, audit, limit_is_given)
+        values = _CallValues.of(pair, chosen, settings, audit, limit_is_given)
         per_session = answers if chosen.beams > 1 else 1
-        placed = list(asked.texts(prompts, None if seed is None else int(seed), answers // per_session))
+        placed = list(values.texts(prompts, None if seed is None else int(seed), answers // per_session))
         return cls(
             pair=pair,
             method=chosen,
-            parts=asked.parts,
-            eos=asked.eos,
-            constraint=asked.constraint,
+            parts=values.parts,
+            eos=values.eos,
+            constraint=values.constraint,
             answers=answers,
             answers_per_session=per_session,
             audit=audit,
@@ -162,8 +162,8 @@ class CallPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class _Asked:
-    """The values shared by all texts of a call, and the settings for planning each text.
+class _CallValues:
+    """The values shared by all texts of a call, from which each text is planned.
 
     Attributes:
         guided: the model of the second pass for `guidance_scale`; None without guidance.
@@ -186,7 +186,7 @@ class _Asked:
     limit_is_given: bool
 
     @classmethod
-    def of(cls, pair: Pair, method: Method, settings: Settings, audit: bool, limit_is_given: bool) -> "_Asked":
+    def of(cls, pair: Pair, method: Method, settings: Settings, audit: bool, limit_is_given: bool) -> "_CallValues":
         """Make the parts and check everything that does not depend on a prompt."""
         parts = method.parts(pair.target, pair.draft)
         eos = settings.eos(pair.eos)
@@ -268,7 +268,7 @@ class _Asked:
         """Return the number of new tokens for which the models have positions; None: unlimited.
 
         Raises `BadPrompt` if prompt `number` is too long for the settings or the models. A limit in the model's own
-        generation config does not count: texts then end where the positions end.
+        generation config does not count: texts then end at the last position.
         """
         settings = self.settings
         pair = self.pair
@@ -351,7 +351,7 @@ def _check_tokens(settings: Settings, vocab: int) -> None:
     """Raise `BadSetting` if an option contains a token id outside the model's vocabulary."""
     ends = [token for token in settings.eos(None) if not 0 <= token < vocab]
     if ends:
-        raise BadSetting(f"eos_token_id is {ends[0]}; the model knows 0 to {vocab - 1} ([] for no end token)")
+        raise BadSetting(f"eos_token_id is {ends[0]}; the model's vocabulary is 0 to {vocab - 1} ([] for no end token)")
     words = [token for word in settings.bad_words_ids or [] for token in word]
     named = {
         "bad_words_ids": words,
@@ -364,7 +364,7 @@ def _check_tokens(settings: Settings, vocab: int) -> None:
     for name, tokens in named.items():
         unknown = [token for token in tokens if token is not None and token >= vocab]
         if unknown:
-            raise BadSetting(f"{name} holds {unknown[0]}; the model knows 0 to {vocab - 1}")
+            raise BadSetting(f"{name} holds {unknown[0]}; the model's vocabulary is 0 to {vocab - 1}")
 
 
 def _guided_model(target: Any) -> Any:
@@ -374,7 +374,7 @@ def _guided_model(target: Any) -> Any:
     """
     reason = ""
     if not isinstance(target, HuggingFaceLM):
-        reason = "this target is more than a transformers model"
+        reason = "this target is not a plain transformers model"
     elif isinstance(target, EncoderDecoderLM):
         reason = f"{type(target.model).__name__} reads a source, and transformers guides models that continue prompts"
     elif rounding_of(target):

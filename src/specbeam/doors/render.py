@@ -30,7 +30,7 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class Leaf:
-    """A node of the picture: a root, a draft node, or the target's own choice in place of a draft."""
+    """A node of the picture: a root, a draft node, or the target's own choice where its token was not drafted."""
 
     parent: int  # index into the picture, -1 at a root
     text: str

@@ -1,4 +1,4 @@
-"""Prompts of decoder-only models, and sources: the inputs of encoder-decoder models."""
+"""Prompts of decoder-only models, and sources, which are the inputs of encoder-decoder models."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -212,7 +212,7 @@ def decoder_prompt(pair: Pair, settings: Settings, number: int) -> list[int]:
     unknown = [token for token in tokens if not 0 <= token < pair.target.vocab]
     if unknown:
         raise BadSetting(
-            f"the decoder's first tokens include {unknown[0]}; the model knows 0 to {pair.target.vocab - 1}"
+            f"the decoder's first tokens include {unknown[0]}; the model's vocabulary is 0 to {pair.target.vocab - 1}"
         )
     return [int(token) for token in tokens]
 

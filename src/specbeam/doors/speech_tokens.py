@@ -46,7 +46,7 @@ class SpeechTokens:
         return self.no_timestamps - 1
 
     def choice(self, language: str | None, task: str | None) -> "SpokenChoice":
-        """Return language and task, from the caller or else from the generation config.
+        """Return the language and the task, chosen by the caller or else by the generation config.
 
         A config without them may force tokens, as older ones do; otherwise the task is to transcribe.
 
@@ -101,7 +101,7 @@ class SpeechTokens:
         return found if timestamps else [*found, self.no_timestamps]
 
     def _without_languages(self) -> str:
-        """Return why languages and tasks cannot be chosen, as text."""
+        """Return the reason why languages and tasks cannot be chosen."""
         if getattr(self.config, "is_multilingual", None) is False:
             return "this model transcribes English only; leave language and task out"
         return (

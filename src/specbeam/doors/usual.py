@@ -1,4 +1,4 @@
-"""The default method of a pair, the same for all doors."""
+"""The default method of a pair, the same in Python, on the command line and in the server."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ def usual_name(pair: Pair) -> str:
 
 
 def usual_method(pair: Pair, settings: Sequence[str] = ()) -> Method:
-    """Return the default method of a pair. Its law mentions missing drafts.
+    """Return the default method of a pair. Without a draft, the text of its law mentions this.
 
     Args:
         pair: the models.

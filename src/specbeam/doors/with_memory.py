@@ -43,7 +43,7 @@ def hmt(
         draft_window: for a draft model without memory: read segments of this number of tokens, with as many tokens of the
             previous segment. None: it reads the whole text, which then ends at its last position.
         query: the tokens of queries, "previous_tail" or "refresh" (`MemoryPlan`); None: as in the memory's plan, but
-            "refresh" for "first_half", with which no text can be drawn.
+            "refresh" in place of "first_half", by which no text can be sampled.
 
     Raises:
         BadSetting: no memory is given, an option is wrong or would be ignored, or the target gets a memory and the draft
@@ -123,7 +123,7 @@ def _remembering(lm: HuggingFaceLM, memory: "str | Path | tuple[MemoryPlan, Reca
             )
         plan = replace(plan, query=query)
     elif plan.query == "first_half":
-        plan = replace(plan, query="refresh")  # the same training without lookahead
+        plan = replace(plan, query="refresh")  # trained in the same way, but each token sees earlier tokens only
     if not lm.runner.takes_vectors:
         further_draft = lm.further_draft
         lm = HuggingFaceLM(lm.model, engine="plain", shared=lm.shared)

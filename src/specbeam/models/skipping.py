@@ -80,9 +80,7 @@ class Skipping:
         }
         for name, is_used in used.items():
             if not is_used and getattr(self, name) is not None:
-                raise BadSetting(
-                    f"skip {str(self.skip)!r} does not look at {name}={getattr(self, name)!r}; leave it out"
-                )
+                raise BadSetting(f"skip {str(self.skip)!r} ignores {name}={getattr(self, name)!r}; leave it out")
         if self.ratio is not None and not 0 <= self.ratio < 1:
             raise BadSetting(f"ratio is {self.ratio}; it must be a share in [0, 1)")
         if self.skip == "exit" and self.layers is None:

@@ -1,5 +1,5 @@
-"""Recipes, one for each method: the parts that it consists of, its output law, and its paper."""
+"""Recipes of all methods: for each its parts, its output law and its paper."""
 
 from specbeam.core.lazy import attached
 
-__getattr__, __dir__, __all__ = attached(__name__, __file__)  # the names stand in __init__.pyi
+__getattr__, __dir__, __all__ = attached(__name__, __file__)  # the names are listed in __init__.pyi

@@ -13,8 +13,8 @@ def auto() -> Method:
     Law: exact: plain sampling
     Paper: none
 
-    The candidates are timed once per combination of target, draft model, sampling settings and machine, and the winner is
-    saved on disk. Approximate methods are never candidates.
+    The candidates are timed once per combination of target, draft model, sampling settings and machine, and the fastest
+    is saved on disk. Approximate methods are never candidates.
     """
 
     def build(target: LM | None, draft: LM | None) -> Parts:

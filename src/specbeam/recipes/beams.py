@@ -115,7 +115,7 @@ def _law_of_draws(width: FixedWidth | NucleusWidth | SureWidth, replacement: boo
         widths = f"{width.most} beams"
     elif isinstance(width, NucleusWidth):
         least = f", at least {width.least}" if width.least > min(2, width.most) else ""
-        widths = f"as many of {width.most} beams as hold {width.mass:g} of its law{least}"
+        widths = f"up to {width.most} beams that hold {width.mass:g} of its law{least}"
     else:
         widths = f"given the widths ({width.least} to {width.most} beams)"
     return f"exact: beam sampling, {widths}, {'with' if replacement else 'without'} replacement"
@@ -150,8 +150,8 @@ def dsbd(
     layer that does not pass is emitted too, and ends the turn.
 
     Code: draft beams (alg. 1, l. 3-5) core/draft/beams.py; width (eq. 4-5) core/control/width.py; acceptance (l. 9-21)
-    core/verify/beams.py and core/verify/trials.py; forest attention (sec. 3.3) engines/kv/trie.py; one-sequence memory
-    (sec. 3.4) `collapse`.
+    core/verify/beams.py and core/verify/trials.py; forest attention (sec. 3.3) engines/kv/trie.py; the variant that
+    keeps one beam (sec. 3.4) `collapse`.
 
     Args:
         beams: maximum number of live beams after a step.

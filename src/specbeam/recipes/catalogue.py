@@ -1,4 +1,4 @@
-"""The catalogue of recipes, one per paper. The docstring of a recipe states the law of its output."""
+"""The catalogue of recipes. The docstring of a recipe states the law of its output and its paper."""
 
 from collections.abc import Callable
 
@@ -44,7 +44,7 @@ RECIPES: tuple[Callable[..., Method], ...] = (
     opt_tree, dyspec, gsd, propd, prompt_lookup, suffix_match, token_recycling, swift, auto,
     mtjd, mtad, mjsd, mmtad,
 )  # fmt: skip
-# Recipes for draft heads of one kind; they refuse other pairs.
+# Recipes for draft heads of one kind; they reject other pairs.
 HEAD_RECIPES: tuple[Callable[..., Method], ...] = (
     eagle, fspad, medusa, mtp, chimera, specdiff, eesd, bita, hidden_transfer,
 )  # fmt: skip

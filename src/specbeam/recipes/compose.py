@@ -1,6 +1,6 @@
 """Methods composed of a drafter, a rule and a controller.
 
-Combinations that cannot work are refused when the method is made, before any model runs.
+Combinations that cannot work are rejected when the method is made, before any model runs.
 """
 
 from collections.abc import Callable
@@ -79,7 +79,8 @@ def rule_of(choice: "RuleName | Rule", drafts: DraftKind) -> Rule:
     if drafts.no_law_reason and getattr(rule, "tries", False):
         name = repr(choice) if isinstance(choice, str) else type(choice).__name__
         raise LostLaw(
-            f"rule {name} tries drafts against the law they were drawn from, and {drafts.recipe} {drafts.no_law_reason}; "
+            f"rule {name} tests drafts against the law that they were drawn from, and {drafts.recipe} "
+            f"{drafts.no_law_reason}; "
             "such drafts can only be matched: rule='match'"
         )
     return rule
@@ -213,7 +214,7 @@ def _check_controller(choice: object, part: Controller | None, drafts: DraftKind
     name = repr(choice) if isinstance(choice, str) else type(choice).__name__
     if part is not None and drafts.no_stop_reason and stops_between_layers(part):
         raise BadSetting(
-            f"controller {name} ends a draft between its layers by the odds of its tokens, and {drafts.recipe} "
+            f"controller {name} ends a draft between its layers by the probabilities of its tokens, and {drafts.recipe} "
             f"{drafts.no_stop_reason}; choose one that plans ahead, such as 'thompson'"
         )
     if isinstance(part, SizeByLatency) and not drafts.has_node_budget:

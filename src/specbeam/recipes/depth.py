@@ -34,7 +34,7 @@ ANY_MODEL = IdleLM(1, 0)  # stands for a model where it does not matter which
 LAYERS_AT_ONCE = 3  # number of layers that share the cheap rows of a pass
 MOST_PER_BEAM = 4  # maximum number of drafts per layer and beam
 MEASURED = (HuggingFaceLM, ExitLM, SkippingLM)  # draft models with a key for figures on disk
-DEAR = 0.25  # share of the bytes of a target's pass; draft models that read more are expensive
+DEAR = 0.25  # share of the bytes of a target's pass; a draft model that reads more is expensive
 FREE = CostCurve((1,), (0.0,))  # cost of drafts without a draft model
 # Time of a pass by number of rows, relative to a single row: about the measured values for 1 B parameters in 16 and 8 bits,
 # and for 97 M in 4 bits after passes of a draft model (measurements/engines.md).
@@ -150,9 +150,9 @@ def cost_of_layer(target: LM | None, draft: LM | None, rows: int, depth: int) ->
 def is_dear(draft: LM, target: LM | None) -> bool:
     """Return whether drafts may cost more than they save, judged by the sizes of the weights and not by measured times.
 
-    This is possible if a pass of the draft model reads more than `DEAR` of the target's bytes, and if the target is in 4
-    bits, where reading is so fast that the arithmetic of each drafted row counts. Small targets are excluded, because their
-    passes are not memory-bound.
+    This is the case if a pass of the draft model reads more than `DEAR` of the target's bytes, or if the target is in 4
+    bits, where reading is so fast that the arithmetic of each drafted row counts. Small targets are excluded, because
+    their passes are not memory-bound.
     """
     if not isinstance(target, HuggingFaceLM) or not isinstance(draft, HuggingFaceLM) or target.is_small:
         return False
@@ -168,14 +168,14 @@ def _cheap_rows(curve: CostCurve, beams: int) -> int:
 
 
 def _memory_of(target: LM | None, draft: LM) -> OddsMemory:
-    """Return the memory of the drafts of a pair, shared by all methods of the pair."""
+    """Return the statistics of the drafts of a pair, shared by all methods of the pair."""
     if not isinstance(target, HuggingFaceLM) or not isinstance(draft, MEASURED):
         return OddsMemory()
     return _learnt(target, draft).odds
 
 
 def paces_of(target: LM | None, draft: LM) -> PaceMemory:
-    """Return the measured paces of the sessions of a pair, shared by all methods of the pair."""
+    """Return the measured speeds of a pair's sessions with and without drafts, shared by all its methods."""
     if not isinstance(target, HuggingFaceLM) or not isinstance(draft, MEASURED):
         return PaceMemory()
     return _learnt(target, draft).paces
@@ -183,7 +183,7 @@ def paces_of(target: LM | None, draft: LM) -> PaceMemory:
 
 @dataclass(frozen=True)
 class _Learnt:
-    """The memories of a pair that controllers learn."""
+    """The statistics of a pair from which its controllers plan, updated while decoding."""
 
     odds: OddsMemory
     paces: PaceMemory

@@ -1,4 +1,4 @@
-"""Recipes for draft heads, by the names of their papers: methods for one sequence that draft trees by the heads' odds."""
+"""Recipes for draft heads, named after their papers: methods for one sequence with drafts by the heads' laws."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ from specbeam.recipes.compose import ControllerName, DraftKind, RuleName, sequen
 from specbeam.recipes.method import Method, refuse_ignored, require_at_least_one, require_counts, require_probability
 
 TreeBy = Literal["streamlined", "measured", "odds"]
-# Odds of the likeliest tokens by depth, for heads whose training did not measure them.
+# Acceptance probabilities of the likeliest tokens by depth, for heads whose training did not measure them.
 GUESS = ((0.4, 0.15, 0.08, 0.05, 0.03), (0.3, 0.11, 0.06, 0.04, 0.02), (0.25, 0.09, 0.05, 0.03, 0.02))
 
 
@@ -47,10 +47,10 @@ def _is_mtp(head: Head) -> bool:
 
 @dataclass(frozen=True)
 class _HeadKind:
-    """A kind of draft heads, with texts for the message that refuses pairs without one."""
+    """A kind of draft heads, with texts for the message that rejects pairs without one."""
 
     recipe: str
-    what: str  # a head of this kind
+    what: str  # a head of this kind with its article, such as "an EAGLE head"
     includes: Callable[[Head], bool]
     advice: str = "load the target with draft=<folder of such a head>, or train one (`specbeam train`)"
 
@@ -131,7 +131,7 @@ def medusa(
     rule: "RuleName | Rule" = "match",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
-    """Draft a tree of the most probable nodes with Medusa heads, by the product of the heads' odds.
+    """Draft a tree of the most probable nodes with Medusa heads, by the product of the heads' probabilities.
 
     Law: exact: plain sampling
     Paper: arXiv 2401.10774 (Medusa)
@@ -216,7 +216,7 @@ def specdiff(
     core/verify/trials.py.
 
     Args:
-        steps: number of steps, each of which is a pass of the head. More steps than tokens are of no use.
+        steps: number of steps, each of which is a pass of the head. More steps than tokens gain nothing.
         depth: number of draft tokens per pass of the target. With several steps at most the block size of the head.
         order: the order in which several steps unmask tokens: "confidence" (the most certain tokens first), "random", or
             "left to right".
@@ -260,7 +260,7 @@ def eesd(
     Beta-TS and Calibration-TS core/control/thompson.py; the rule core/verify/walk.py.
 
     Args:
-        depth: maximum number of layers of a draft; with controller="fixed" always as many.
+        depth: maximum number of layers of a draft; with controller="fixed" always this number.
         counts: number of children of each node, by layer; the last number also holds for all deeper layers. (1,) is a chain.
             Several children are drawn without replacement.
         rule: as in `speculative_sampling`.
@@ -290,8 +290,8 @@ def bita(
     Law: exact: plain sampling
     Paper: arXiv 2401.12522 (BiTA)
 
-    The released code accepts by the ratio of both laws, and after a refusal draws from the target's law instead of the
-    residual. This changes the law of the output, so it is left out.
+    The released code accepts by the ratio of both laws, and after a rejection draws from the target's law instead of
+    the residual. This changes the law of the output, so it is left out.
 
     Code: soft prompts and masks models/heads/bita.py; their rows in the pass models/heads/extra_rows_lm.py; the streamlined
     tree core/control/best_tree.py; the rule core/verify/walk.py.
@@ -301,9 +301,9 @@ def bita(
         depth: maximum number of layers. The last mask also drafts all deeper layers.
         top: for tree="odds": number of likeliest tokens considered under each expanded node, and of nodes expanded per
             layer. None: 10.
-        tree: "streamlined": a fixed tree, by odds measured in training, in which only the likeliest node of each layer
-            branches. "measured": the best fixed tree by these odds. "odds": the best tree for each context, by the product
-            of the masks' own odds.
+        tree: "streamlined": a fixed tree, by acceptance measured in training, in which only the likeliest node of each
+            layer branches. "measured": the best fixed tree by this acceptance. "odds": the best tree for each context,
+            by the product of the masks' own probabilities.
         least: minimum draft probability of the path to a node that gets masks of its own. If a turn ends at a node without
             masks, the next turn has no draft.
         rule: as in `eagle`.
@@ -344,7 +344,7 @@ def _tree_of_heads(
     rule: "RuleName | Rule",
     controller: "ControllerName | Controller",
 ) -> Method:
-    """Return the recipe of a kind of heads that drafts the tree of the most probable nodes."""
+    """Return the method of a kind of heads that drafts the tree of the most probable nodes."""
     require_at_least_one(nodes=nodes, depth=depth, top=top)
     drafts = DraftKind(kind.recipe, depth, nodes, has_node_budget=True)
     return _for_heads(kind, tree_method(drafts, BestFirst(top, widest=top, within_layer=True), rule, controller))
@@ -380,7 +380,7 @@ def _tree_of_extra_rows(
     rule: "RuleName | Rule",
     controller: "ControllerName | Controller",
 ) -> Method:
-    """Return the recipe of a kind of heads that drafts with extra rows in the target's pass."""
+    """Return the method of a kind of heads that drafts with extra rows in the target's pass."""
     top_or_default = 10 if top is None else top
     require_at_least_one(nodes=nodes, depth=depth, top=top_or_default)
     one_of("tree", tree, get_args(TreeBy))

@@ -12,7 +12,7 @@ from specbeam.core.session import Controller, Rule
 from specbeam.recipes.compose import ControllerName, DraftKind, RuleName, sequence_method
 from specbeam.recipes.method import Method, require_at_least_one
 
-NO_STOP_REASON = "finds a whole draft at once, without odds"  # see `DraftKind`
+NO_STOP_REASON = "finds a whole draft at once, without probabilities"  # see `DraftKind`
 
 
 def prompt_lookup(
@@ -22,7 +22,7 @@ def prompt_lookup(
     rule: "RuleName | Rule" = "match",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
-    """Look up the last tokens earlier in the text and draft their continuation there; no draft model.
+    """Find an earlier occurrence of the last tokens of the text, and draft its continuation; no draft model.
 
     Law: exact: plain sampling
     Paper: none; prompt lookup decoding (Saxena 2023)
@@ -48,7 +48,7 @@ def suffix_match(
     rule: "RuleName | Rule" = "match",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
-    """Find the longest suffix of the text that occurred before and draft its continuation there; no draft model.
+    """Find the longest suffix of the text that occurred before, and draft its continuation; no draft model.
 
     Law: exact: plain sampling
     Paper: arXiv 2411.10666 (SAM-Decoding)

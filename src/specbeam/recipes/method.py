@@ -22,7 +22,7 @@ class RequestInfo:
     audited: bool
 
 
-MOST = 65_536  # largest accepted number of beams, nodes or layers; larger ones are typing errors
+MOST = 65_536  # largest accepted number of beams, nodes or layers; larger numbers are taken for typing errors
 
 Build = Callable[[LM | None, LM | None], Parts]  # takes the target and the draft model
 Check = Callable[[RequestInfo], None]  # raises an error if the method cannot serve the request
@@ -38,7 +38,8 @@ class Method:
     build: Build
     needs_draft: bool = False
     greedy: bool = False  # whether nothing is drawn
-    # Whether each layer has `beams` beams, if the law has as many. If not, a text may end with fewer finished beams.
+    # Whether each layer has `beams` beams, if that number of pairs has probability. If not, a text may end with fewer
+    # finished beams.
     fills_beams: bool = True
     search: bool = False  # whether scores and processors are those of transformers' beam modes
     plain: bool = (
@@ -162,22 +163,22 @@ def require_at_least_one(**values: int) -> None:
     """Raise `BadSetting` for the first of the named values that is not an integer from 1 to `MOST`."""
     for name, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise BadSetting(f"{name} is {value!r}; it must be a number of at least 1")
+            raise BadSetting(f"{name} is {value!r}; it must be an integer of at least 1")
         if value > MOST:
             raise BadSetting(f"{name} is {value}; it must be at most {MOST:,}")
 
 
 def refuse_ignored(is_used: bool, user: str, **values: object) -> None:
-    """Raise `BadSetting` if settings are given (not None) that would be ignored.
+    """Raise `BadSetting` for settings that are given (not None) but would be ignored.
 
     Args:
         is_used: whether the settings have an effect.
-        user: the name, for the message, of the setting that ignores them otherwise.
+        user: the name, for the message, of the setting that would ignore them.
         values: the settings by name.
     """
     given = [f"{name}={value!r}" for name, value in values.items() if value is not None]
     if given and not is_used:
-        raise BadSetting(f"{user} does not look at {', '.join(given)}; leave it out")
+        raise BadSetting(f"{user} ignores {', '.join(given)}; leave it out")
 
 
 def require_counts(counts: Sequence[int]) -> None:

@@ -53,7 +53,7 @@ def speculative_beam_search(
     """Beam search with drafts: the same tokens, beams and scores as `beam_search`, in fewer passes of the target.
 
     Law: exact: beam search; token-identical to transformers' in float32.
-    Paper: none; the layer rule is that of shared noise in `dsbd` without the noise.
+    Paper: none; the rule for a layer is that of `dsbd` with shared noise, without the noise.
 
     A layer extends every beam by one token. It passes if all beams that the target continues are among the drafts. The first
     layer that does not pass is emitted too, and ends the turn.

@@ -1,4 +1,4 @@
-"""Recipes for one sequence with a draft model, whose tokens are drawn or the most probable ones."""
+"""Recipes for one sequence with a draft model. Draft tokens are drawn, or are the most probable ones."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -206,7 +206,7 @@ def spechub(
     Law: exact: plain sampling
     Paper: arXiv 2411.05289 (Sun et al.), arXiv 2502.18779 (Hu et al.)
 
-    Code: candidates core/draft/children.py; the rule core/verify/walk.py, which attains their optimum.
+    Code: candidates core/draft/children.py; the rule core/verify/walk.py, which is optimal for these candidates.
 
     Args:
         depth: number of layers; the first three branch, deeper ones are chains.
@@ -223,7 +223,7 @@ def traversal(
     children: "Literal['distinct', 'independent', 'best_and_one'] | Children" = "distinct",
     controller: "ControllerName | Controller" = "auto",
 ) -> Method:
-    """Draft a tree and judge it from its leaves to its root: a node is judged after all nodes below it were refused.
+    """Draft a tree and judge it from its leaves to its root: a node is judged after all nodes below it were rejected.
 
     Law: exact: plain sampling
     Paper: arXiv 2505.12398 (Weng et al.)

@@ -31,7 +31,7 @@ def swift(
     rule: "RuleName | Rule" = "path",
     controller: "ControllerName | Controller" = "confidence",
 ) -> Method:
-    """Draft with the target itself, with some sublayers skipped that are chosen while decoding; no draft model.
+    """Draft with the target itself, skipping sublayers that are chosen while decoding; no draft model.
 
     Law: exact: plain sampling
     Paper: arXiv 2410.06916 (SWIFT), arXiv 2309.08168 (Draft & Verify), CLaSp (ACL 2025)

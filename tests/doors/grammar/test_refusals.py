@@ -31,7 +31,7 @@ from tests.support.tiny_models import tiny
         ({"regex": "a", "grammar_backend": "hope"}, "must be 'llguidance' or 'xgrammar'"),
         ({"regex": "ä+"}, "no token of this vocabulary can begin"),
         ({"regex": "a", "eos_token_id": []}, "regex needs an end token"),
-        ({"regex": "a", "eos_token_id": [5000]}, "eos_token_id is 5000; the model knows 0 to 86"),
+        ({"regex": "a", "eos_token_id": [5000]}, "eos_token_id is 5000; the model's vocabulary is 0 to 86"),
         ({"eos_token_id": [1, -1]}, "eos_token_id is -1"),
         ({"regex": "\ud800"}, "half a character"),
         ({"json_schema": False}, "json_schema is False; it must be an object"),

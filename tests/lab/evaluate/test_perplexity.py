@@ -100,7 +100,7 @@ def test_many_passes_give_what_one_gives(monkeypatch):
     [
         ([], [1], "prompt 0 is empty"),
         ([1], [], "output 0 is empty"),
-        ([1], [99], "token id 99; the model knows 0 to 60"),
+        ([1], [99], "token id 99; the model's vocabulary is 0 to 60"),
         ([1], [2] * 300, "has 256 positions"),
     ],
 )

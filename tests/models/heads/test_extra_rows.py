@@ -294,7 +294,7 @@ def test_a_prefix_of_another_size_is_refused(model, tmp_path):
 def test_settings_are_checked():
     with pytest.raises(BadSetting, match="least is 2"):
         sb.bita(least=2)
-    with pytest.raises(BadSetting, match="tree 'measured' does not look at top=3"):
+    with pytest.raises(BadSetting, match="tree 'measured' ignores top=3"):
         sb.hidden_transfer(top=3)
 
 

@@ -1,6 +1,6 @@
 """Commands as functions of a record whose attributes are the arguments and options of the command line.
 
-A group is an attribute that stands for several options; its value is a dictionary. The group `generation` gives all
+A group is an attribute for several options; its value is a dictionary. The group `generation` gives all
 commands the same options of generation, from `options.table`.
 """
 
@@ -125,7 +125,7 @@ def parameter_of(
 
 
 def _simple(kind: Any, default: Any) -> Any:
-    """Return the type of an option on the command line: the first of its types that a word can stand for."""
+    """Return the type of an option on the command line: the first of its types that can be written as a word."""
     found = next(one for one in (kind, *get_args(kind)) if one in _SIMPLE)
     return found if default is not None else found | None
 

@@ -27,7 +27,8 @@ class EfficiencyArguments(DemoPromptArguments, PairArguments):
         int,
         typer.Option(
             min=1,
-            help="Maximum number of measured prompts, evenly spaced over all. As many other prompts select shapes.",
+            help="Maximum number of measured prompts, evenly spaced over all. An equal number of other prompts "
+            "selects the shapes.",
         ),
     ] = 60
     seed: Seed = 0
@@ -57,7 +58,7 @@ def acceptance(given: AcceptanceArguments) -> int:
         print_records([measured])
         return 0
     for place, (odds, error) in enumerate(zip(measured.odds, measured.error, strict=True)):
-        print(f"child {place + 1}: accepted at {odds:.3f} of {measured.nodes} steps (standard error {error:.3f})")
+        print(f"draft {place + 1}: accepted at {odds:.3f} of {measured.nodes} steps (standard error {error:.3f})")
     print(f"use it with --set acceptance={','.join(map(str, measured.odds))}")
     return 0
 

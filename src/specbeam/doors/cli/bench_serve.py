@@ -28,7 +28,8 @@ class LoadTestArguments(Record):
     rate: Annotated[
         float | None,
         typer.Option(
-            help="Requests per second, at random times (Poisson); by default, clients send the next request at once."
+            help="Requests per second, at random times (Poisson); by default, each client sends its next request "
+            "at once."
         ),
     ] = None
     gone: Annotated[float, typer.Option(help="Share of requests whose client disconnects before the end.")] = 0.0

@@ -1,4 +1,4 @@
-"""The command `specbeam bench specbench`: methods on the questions of Spec-Bench, with its statistics and ours."""
+"""The command `specbeam bench specbench`: methods on the questions of Spec-Bench, by its statistics and specbeam's."""
 
 import dataclasses
 import re

@@ -112,7 +112,7 @@ def demo(given: DemoArguments) -> int:
 def _translate(
     pair: "Pair", name: str, method: "Method", sentences: list[tuple[str, str]], seed: int, console: Any
 ) -> DemoContender:
-    """Decode sentences one at a time, as for a single interactive user."""
+    """Decode sentences one at a time, as for one user of an interactive program."""
     from rich.progress import track
 
     from specbeam.doors.energy import EnergyMeter

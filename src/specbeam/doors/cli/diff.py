@@ -144,8 +144,8 @@ def _is_fine(comparison: "Comparison") -> bool:
 
 
 def _printable(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options, with functions and objects replaced by a note."""
-    return {name: value if _is_plain(value) else "(one of ours)" for name, value in options.items()}
+    """Return the options, with functions and other objects replaced by a note."""
+    return {name: value if _is_plain(value) else "(an object)" for name, value in options.items()}
 
 
 def _is_plain(value: Any) -> bool:
@@ -172,12 +172,14 @@ def _show(pair: "Pair", place: str, run: "ComparedRun", difference: "Difference"
 
 def _why(difference: "Difference") -> str:
     """Return whether rounding explains a difference, and why, as text."""
-    distance = f"logits within {difference.apart:.2g} of a plain forward, whose own vary by {difference.noise:.2g}"
+    distance = (
+        f"logits within {difference.apart:.2g} of a plain forward; two plain forwards differ by {difference.noise:.2g}"
+    )
     if not difference.replayed:
-        return "NOT rounding: transformers' search finds other beams in the same logits that specbeam saw"
+        return "NOT rounding: on specbeam's logits, transformers' search finds other beams"
     if not difference.is_rounding:
         return f"NOT rounding: {distance}"
-    return f"rounding: transformers' search finds the same beams in the logits that specbeam saw, {distance}"
+    return f"rounding: on specbeam's logits, transformers' search finds the same beams; {distance}"
 
 
 def _summary(seen: "list[Comparison]", unit: str, beams: int) -> str:
@@ -196,7 +198,7 @@ def _summary(seen: "list[Comparison]", unit: str, beams: int) -> str:
 
 # kind of a comparison without equal beams -> its text in the summary
 _OTHER_KINDS = {
-    "scores": "the same beams with scores apart by rounding",
+    "scores": "have the same beams with scores that differ by rounding",
     "rounding": "differ by rounding",
     "other": "differ otherwise",
     "failed": "failed",

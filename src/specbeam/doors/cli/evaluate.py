@@ -51,7 +51,7 @@ class PerplexityArguments(Record):
     ]
     model: Model = "bundled"
     ended: Annotated[
-        bool, typer.Option("--ended", help="Score the end token of outputs given as text: they are complete.")
+        bool, typer.Option("--ended", help="Outputs given as text are complete: score their end token too.")
     ] = False
     json: Json = False
 
@@ -70,7 +70,7 @@ class TheoryArguments(PairArguments):
 
 
 def same_beams(given: SameBeamsArguments) -> int:
-    """Compare the beams of DSBD of fixed width with those of plain beam sampling for the same seed.
+    """Compare the beams of DSBD with fixed width and of beam sampling for the same seed.
 
     Each prompt with different beams is shown with its gap: the distance in score between the last selected pair and the
     first rejected one.

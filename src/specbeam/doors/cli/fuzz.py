@@ -29,8 +29,8 @@ class FuzzArguments(Record):
 def fuzz(given: FuzzArguments) -> int:
     """Make random calls on tiny random models and check each answer; exit code 1 if a call fails, crashes or hangs.
 
-    The models cover all engines, heads and families. The checks cover tokens, beams, scores, constraints and reports, and
-    that a text stays the same when repeated, alone, and without drafts.
+    The models cover all engines, heads and families. The checks cover tokens, beams, scores, constraints and reports. A
+    text must also stay the same when it is repeated, decoded alone, and decoded without drafts.
     """
     from specbeam.doors.cli.screen import progress_bar
     from specbeam.lab.fuzz.campaign import campaign

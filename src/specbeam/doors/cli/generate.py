@@ -54,7 +54,7 @@ class Writer:
         expected: number of answers per prompt.
         done: the answers so far, by number of the prompt.
         failed: numbers of the failed prompts.
-        written: number of leading prompts whose answers are written or that failed.
+        written: number of prompts, counted from the first, whose answers are written or that failed.
         audit: sum of the audits of all answers; None without audits.
     """
 

@@ -11,7 +11,10 @@ AS_GIVEN = {"allow_extra_args": True, "ignore_unknown_options": True}  # passed 
 
 
 def harness(context: typer.Context) -> None:
-    """Run lm-evaluation-harness with its own options and the model type specbeam: run --model specbeam --tasks ..."""
+    """Run lm-evaluation-harness with its own options and the additional model type specbeam.
+
+    Example: specbeam evaluate harness run --model specbeam --tasks gsm8k
+    """
     try:
         from lm_eval.__main__ import cli_evaluate
     except ImportError as error:

@@ -51,7 +51,7 @@ class Commands(TyperGroup):
 
 
 class ClosedPipe(Exception):
-    """The reader of standard output has closed it."""
+    """Raised when the reader of standard output has closed it."""
 
 
 app = typer.Typer(

@@ -79,8 +79,8 @@ Draft = Annotated[
         "--draft",
         "-d",
         help="Draft model or draft head: a path or a hub id; 'mtp': the multi-token prediction modules in the target's "
-        "files; 'int8', 'int4' or 'fp8': the target itself with rounded weights. By default the draft of the bundled pair, "
-        "or none.",
+        "files; 'int8', 'int4' or 'fp8': the target itself with rounded weights. By default none; the bundled target "
+        "has the bundled draft.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]

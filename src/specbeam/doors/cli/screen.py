@@ -1,4 +1,4 @@
-"""The console of all commands. It shows texts verbatim: markup is not interpreted, control characters are escaped."""
+"""The console of all commands. It interprets no markup in texts and escapes their control characters."""
 
 from typing import Any
 

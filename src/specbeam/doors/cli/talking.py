@@ -23,7 +23,7 @@ from specbeam.recipes.method import Method
 
 CHUNK = 64  # tokens per block of the prefix cache
 KEPT_BYTES = 256 * 2**20  # memory of the prefix caches of all models
-TIMEOUT_S = 600.0  # maximum silence of a server
+TIMEOUT_S = 600.0  # seconds to wait for a server's next bytes
 HELP = """\
 /new              start a new conversation
 /method NAME      choose another decoding method

@@ -1,4 +1,4 @@
-"""The command `specbeam tune`: the cost of passes on this machine, and the resulting draft shapes."""
+"""The command `specbeam tune`: pass times on this machine, acceptance by rank, and sublayers to skip in drafts."""
 
 import dataclasses
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ class TuneArguments(PairArguments):
         float, typer.Option(help="Probability that a draft layer is accepted, in (0, 1), for --explain.")
     ] = 0.6
     explain: Annotated[
-        bool, typer.Option("--explain", help="Show the candidates of depth='auto' and width='auto'.")
+        bool, typer.Option("--explain", help="Show the costs by which depth='auto' chooses drafts and their depth.")
     ] = False
     prompt: PromptTexts = []
     file: Annotated[
@@ -73,7 +73,7 @@ class Measured:
 
 
 def tune(given: TuneArguments) -> int:
-    """Measure pass times and draft acceptance on this machine, and save them for depth='auto', width='auto' and sequoia."""
+    """Measure pass times and draft acceptance on this machine, and save them for depth='auto' and sequoia."""
     from specbeam.recipes.beams import dsbd
 
     _check(given)
@@ -158,8 +158,8 @@ def _show(console: "Screen", measured: Measured, contexts: list[int]) -> None:
     found = measured.sublayers
     if found is not None:
         console.print(
-            f"without the sublayers {found.skipped}, the target finds {found.matchness:.2f} of {found.tokens} of its own "
-            f"tokens the likeliest (at first {found.first:.2f}); {found.tries} sets were tried"
+            f"without the sublayers {found.skipped}, the target predicts a share of {found.matchness:.2f} of its own "
+            f"{found.tokens} tokens (at first {found.first:.2f}); {found.tries} sets were tried"
         )
 
 
@@ -229,11 +229,11 @@ def _need_controller(pair: "Pair", beams: int, width: int | None) -> "NodesByNee
 
 
 def _explain_needs(console: "Screen", controller: "NodesByNeed") -> None:
-    """Print the probabilities of use above which scoring a draft pays."""
+    """Print the probabilities of being needed above which scoring a draft pays."""
     from rich.table import Table
 
     table = Table(
-        title=f"{controller.beams} beams of fixed width: a draft is scored if it is used with at least this probability"
+        title=f"{controller.beams} beams of fixed width: a draft is scored if it is needed with at least this probability"
     )
     for head in ("rows so far", "ms of a pass", "probability"):
         table.add_column(head, justify="right")
@@ -245,7 +245,7 @@ def _explain_needs(console: "Screen", controller: "NodesByNeed") -> None:
             table.add_row(str(rows), f"{1e3 * seconds:.2f}", f"{odds:.2f}" if odds < 1 else "never")
     console.print(table)
     console.print(
-        "assuming that the rows of all beams are used; the probability of use of each draft is learned while decoding"
+        "assuming that the rows of all beams are needed; the probability for each draft is estimated while decoding"
     )
 
 

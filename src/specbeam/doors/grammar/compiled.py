@@ -50,7 +50,7 @@ def compiled(
     key = (form, backend, len(tokenizer), tokenizer.eos_token_id, tuple(tokenizer.all_special_ids), vocab, eos)
     with _LOCK:
         constraint = _COMPILED.setdefault(tokenizer, OrderedDict()).get(key)
-    if constraint is None:  # without the lock, which other threads need
+    if constraint is None:  # compile without the lock, which other threads need
         constraint = _compile(form, backend, tokenizer, vocab, eos)
     with _LOCK:
         known = _COMPILED[tokenizer]

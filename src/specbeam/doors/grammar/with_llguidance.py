@@ -41,7 +41,7 @@ class LLGuidance:
         is_invalid, messages = LLMatcher.validate_grammar_with_warnings(grammar)
         if is_invalid:
             raise _refusal(form, messages)
-        # about keywords that may be ignored according to the form
+        # about keywords that are ignored because the schema allows it
         self.complaints = [f"{form.kind}: {message}" for message in messages]
         end = eos[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
         self._tokenizer = _llguidance_tokenizer(tokenizer, end)

@@ -43,7 +43,7 @@ _NOT_HERE = ("beams", "trace")  # settings of recipes with another name in `gene
 
 
 def _takes_settings_of(recipe: Callable[..., Method]) -> Callable[[Door], Door]:
-    """Return a decorator that adds the settings of a recipe to a door's signature.
+    """Return a decorator that adds the settings of a recipe to the signature of a custom_generate function.
 
     `generate` passes a function only the arguments in its signature.
     """
@@ -61,7 +61,7 @@ def _takes_settings_of(recipe: Callable[..., Method]) -> Callable[[Door], Door]:
 
 
 def _split(door: Door, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a door's further arguments into settings of its recipe and arguments of `generate`."""
+    """Split keyword arguments into settings of the function's recipe and arguments of `generate`."""
     known = inspect.signature(door).parameters
     settings = {name: value for name, value in given.items() if name in known}
     return settings, {name: value for name, value in given.items() if name not in known}

@@ -79,7 +79,7 @@ def _check_draft_reads(pair: Pair, has_sources: bool) -> None:
 
 
 def _generations_or_raise(result: list[Generation] | SpecbeamError) -> list[Generation]:
-    """Return generations, or raise an error."""
+    """Return the generations of a result, or raise its error."""
     if isinstance(result, SpecbeamError):
         raise result
     return result

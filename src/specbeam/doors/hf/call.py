@@ -64,7 +64,7 @@ class Call:
         for name in _OUTPUTS:
             if getattr(self.config, name, None):
                 raise NotSupported(f"{name} is not supported; leave it out")
-        # `generate` itself has applied token healing, and a time limit is one of the criteria.
+        # `generate` has already applied token healing, and a time limit is one of the criteria.
         strategies = read(self.config, (*config_names(), *warper_names(), "token_healing", "max_time"))
         if strategies.refused:
             raise NotSupported(f"{strategies.reason} is not supported; leave it out")

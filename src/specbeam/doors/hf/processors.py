@@ -1,4 +1,4 @@
-"""Adaptation of the logits processors of `generate`, whose rows are beams of all prompts, to rows that are nodes of one."""
+"""Adaptation of the logits processors of `generate`, whose rows are beams of all prompts, to the nodes of one prompt."""
 
 import copy
 from collections.abc import Sequence

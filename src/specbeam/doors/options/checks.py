@@ -9,7 +9,7 @@ from typing import Any
 from specbeam.core.errors import BadSetting
 
 Check = tuple[Callable[[Any], bool], str]  # a check of a value, and a description of valid values
-LARGEST_LENGTH_PENALTY = 32  # with larger ones, scores of long texts overflow
+LARGEST_LENGTH_PENALTY = 32  # larger penalties let the scores of long texts overflow
 LARGEST_INTEGER = 2**31 - 1  # larger numbers would overflow in compiled loops
 FORMS = ("json_schema", "regex", "grammar")
 GRAMMAR_BACKENDS = ("llguidance", "xgrammar")
@@ -125,7 +125,7 @@ def check_forms(options: Mapping[str, Any]) -> None:
             raise BadSetting(f"{name} is the path {value}; give its content: {name}=path.read_text()")
         if name != "json_schema":
             require(isinstance(value, str), name, value, "a text; one form serves all prompts")
-            require(is_proper(value), name, value, "proper text; this holds half a character")
+            require(is_proper(value), name, value, "valid Unicode text; this has half a character (a lone surrogate)")
 
 
 def are_proper(stops: Any) -> bool:

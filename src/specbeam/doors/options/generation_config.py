@@ -86,7 +86,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "force_words_ids": ([],),
     "dola_layers": ([],),
 }
-# Alternatives to unsupported fields.
+# Advice for unsupported fields.
 _ADVICE: Mapping[str, str] = {
     "num_beam_groups": "diverse beam search is not supported; sb.beam_sampling(4) draws different texts",
     "diversity_penalty": "diverse beam search is not supported; sb.beam_sampling(4) draws different texts",

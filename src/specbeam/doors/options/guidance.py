@@ -1,4 +1,4 @@
-"""Classifier-free guidance: rows of the target are corrected by a second pass without the prompt."""
+"""Classifier-free guidance: a second pass of the target without the prompt corrects its rows."""
 
 import inspect
 from typing import TYPE_CHECKING, Any

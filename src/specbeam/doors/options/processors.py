@@ -30,7 +30,7 @@ class TextFacts:
         most: maximum number of new tokens, the last of which is `forced_eos_token_id`; None if unknown.
         search: whether warpers work as in transformers' beam modes: the rows of a call are the live beams of one step, and
             each row keeps at least two tokens, and one more than there are end tokens, so that a beam can continue.
-        source: the tokens of the encoder's input or, without an encoder, the prompt; None for audio.
+        source: the tokens of the encoder's input or, without an encoder, of the prompt; None for audio.
         vocab: size of the target's vocabulary; 0 if unknown.
         guidance: the processor for `guidance_scale`, or None.
     """

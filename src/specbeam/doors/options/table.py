@@ -114,8 +114,8 @@ class GenerationOption:
     Args:
         name: the name in transformers, if it has the option.
         meaning: one line.
-        checks: checks of a value, in this order, each with a description of valid values.
-        default: None: not set.
+        checks: checks of a value, applied in this order, each with a description of valid values.
+        default: the value if the option is not given; None: not set.
         warper: the transformers class that applies the option to sampling; applied in the order of `OPTIONS`.
         off: values without effect.
         of_models: whether the default is taken from a model's own generation config.
@@ -302,7 +302,7 @@ _BUILT_IN = (
         "Texts that end an answer.",
         (
             (checks.are_texts, "texts of at least one character"),
-            (checks.are_proper, "proper text; this holds half a character"),
+            (checks.are_proper, "valid Unicode text; this has half a character (a lone surrogate)"),
         ),
         flag=Flag("Text that ends an answer. May be given several times.", list[str], "stop", is_common=True),
         names=("stop",),
@@ -405,7 +405,7 @@ _BUILT_IN = (
     GenerationOption("watermarking_config", "Watermark: a WatermarkingConfig of transformers or its fields."),
     GenerationOption(
         "renormalize_logits",
-        "Normalise the scores of a beam search after all processors.",
+        "Normalise the log-probabilities of a beam search after all processors.",
         FLAG,
         of_rows=False,
         flag=Flag(),
@@ -446,7 +446,7 @@ OPTIONS: dict[str, GenerationOption] = {option.name: option for option in _BUILT
 def add_option(option: GenerationOption) -> None:
     """Add an option to `generate`, the command line, the server and jobs.
 
-    Call it before importing the command line or the server. Raises `BadSetting` if the name is taken.
+    Call it before importing the command line or the server. Raises `BadSetting` if there is an option of that name.
     """
     if option.name in OPTIONS:
         raise BadSetting(f"there is an option {option.name} already; give yours another name")

@@ -194,7 +194,7 @@ def _check(pair: Pair, prompt: Tokens, output: Tokens, before: int, number: int,
     strange = [token for token in (*prompt, *output) if not 0 <= token < known]
     if strange:
         raise BadPrompt(
-            f"{place}output {number} holds token id {strange[0]}; the model knows 0 to {known - 1}: was it "
+            f"{place}output {number} holds token id {strange[0]}; the model's vocabulary is 0 to {known - 1}: was it "
             "made with another tokenizer?"
         )
 

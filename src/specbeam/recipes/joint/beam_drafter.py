@@ -17,7 +17,7 @@ from specbeam.core.forest import CHOSEN, LOST, Forest, siblings
 from specbeam.core.laws.rows import RowLaw
 from specbeam.core.laws.warp import best_places
 
-FAINT = 1e-100  # relative odds below this are rescaled, for precision
+FAINT = 1e-100  # relative probabilities below this are rescaled, for precision
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +128,7 @@ def _with_ancestors(forest: Forest, nodes: Int64[np.ndarray, " n"]) -> Int64[np.
 def drawn_candidates(
     scores: Float64[np.ndarray, " n"], counts: Int64[np.ndarray, " n"], width: int, replacement: bool, dice: Dice
 ) -> tuple[Int64[np.ndarray, " k"], Int64[np.ndarray, " k"]]:
-    """Return at most `width` draws from the law counts * exp(scores): distinct candidates, best first, and their numbers.
+    """Return at most `width` draws from the law counts * exp(scores): distinct candidates, best first, and counts.
 
     Probabilities are relative to the best remaining candidate, so that much smaller ones do not underflow.
     """

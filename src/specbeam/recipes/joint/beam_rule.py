@@ -150,7 +150,7 @@ def judged_paths(session: Session, forest: Forest, scored: Float[torch.Tensor, "
     if len(forest.logq) == 0 or not np.isfinite(forest.logq).all():
         raise LostLaw(
             "JointRule compares paths by their joint draft likelihood, which these drafts lack (retrieved, merged or "
-            "pruned drafts, or drafts without odds); draft with a model, or use MatchRule"
+            "pruned drafts, or drafts without probabilities); draft with a model, or use MatchRule"
         )
     depths = forest.depths()
     logp = np.zeros(forest.size)

@@ -50,7 +50,8 @@ def mtad(
         depth: number of draft tokens per pass of the target; None: 4.
         threshold: minimum joint likelihood ratio, in [0, 1]. A lower threshold accepts more; at 1 this is plain decoding.
         draft: "sample" draws the beams, "search" takes the best ones; or a growth of core/draft/ that drafts one chain.
-        replacement: draw beams independently, with replacement, as the authors' commands do. Duplicates become one beam.
+        replacement: draw beams independently, with replacement, as in the commands of the authors. Duplicates become
+            one beam.
         prefix: "longest" accepts the longest passing prefix, even if a shorter one fails. "first_failure" stops at the first
             failing prefix.
         bonus: "sample" (drawn), "argmax", or "none" (no bonus after an accepted draft).
@@ -181,9 +182,9 @@ def _assisted(
 def _law(rule: JointRule) -> str:
     """Return the description of the law: the guarantee for accepted blocks (see `records.Certificate`)."""
     if rule.threshold == 1:
-        return "approximate: at threshold 1 no draft passes, it is the target alone"
+        return "approximate: at threshold 1 no draft is accepted, and the target decodes alone"
     if rule.threshold == 0:
-        return f"{CHANGED}at threshold 0 nothing is promised of accepted blocks"
+        return f"{CHANGED}at threshold 0 accepted blocks have no guarantee"
     compared = {
         "own": "log q",
         "chain": "log q of the best draft beam at their length",

@@ -18,7 +18,7 @@ class EveryBlock:
 
     Args:
         vocab: vocabulary size of the target.
-        most: maximum number of draft nodes of a tree; `check` refuses larger trees.
+        most: maximum number of draft nodes of a tree; `check` rejects larger trees.
     """
 
     vocab: int

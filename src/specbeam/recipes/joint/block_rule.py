@@ -22,7 +22,9 @@ BlockMode = Literal["argmax", "ancestral", "joint_temperature", "joint_topk"]
 
 @dataclass(frozen=True)
 class BlockRule:
-    """Choose one of all blocks: paths that are one token longer than the tree is deep, or that end earlier.
+    """Choose one of all blocks.
+
+    A block is a path that is one token longer than the depth of the tree, or that ends earlier.
 
     The tree must hold every path (see `EveryBlock`). The probability p of a block is the product of its warped conditionals.
 

@@ -1,4 +1,4 @@
-"""VERIFY: joint likelihoods of draft paths: which paths pass a threshold, and the longest of them."""
+"""VERIFY: joint likelihoods of draft paths, the paths that pass a threshold, and the longest of these."""
 
 import math
 from dataclasses import dataclass
@@ -96,10 +96,10 @@ def deepest_in_tree(paths: Paths, threshold: float, theta: Theta = "chain", pref
 
 
 def deepest_in_chains(paths: Paths, threshold: float, count: int = 1, prefix: Prefix = "longest") -> int:
-    """Return the last node of the longest passing prefix among the `count` best final beams, each by its own odds.
+    """Return the last node of the longest passing prefix among the `count` best final beams.
 
-    Of equally long prefixes the first wins. The search ends at a beam that passes as a whole and is longer than all prefixes
-    before it: an ended beam may be short.
+    Each beam is judged by its own draft likelihood. Of equally long prefixes the first wins. The search ends at a beam
+    that passes as a whole and is longer than all prefixes before it: an ended beam may be short.
     """
     fine = passing(paths, paths.logq, threshold, prefix)
     found = 0

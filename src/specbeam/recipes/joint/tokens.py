@@ -32,7 +32,7 @@ def mtjd(
     Paper: arXiv 2407.09722 (Qin et al.), sec. 2
 
     `mtad` approximates this method. Sampling from the joint law gains nothing: "ancestral" is plain sampling. Choosing the
-    most probable block lowers the perplexity, though not steadily with `depth`. Turns run one by one, as in `mtad`.
+    most probable block lowers the perplexity, but not steadily with `depth`. Turns run one by one, as in `mtad`.
 
     Args:
         mode: "argmax": the most probable block. "ancestral": one draw. "joint_temperature": one draw from

@@ -8,7 +8,7 @@ from specbeam.core.measure import saved_figures
 from specbeam.core.measure.saved_figures import Figures, NumberField, RecordFields
 from specbeam.models.huggingface import HuggingFaceLM
 
-# Prior odds that the accepted child of a node is the k-th one tried; they count as 20 nodes.
+# Prior probabilities that the accepted child of a node is the k-th one tried; they count as 20 nodes.
 GUESS = (0.7, 0.12, 0.05, 0.03, 0.02)
 GUESS_NODES = 20
 _ACCEPTANCE = Figures(
@@ -21,20 +21,20 @@ _ACCEPTANCE = Figures(
 
 
 def with_guess(odds: Sequence[float], nodes: int) -> tuple[float, ...]:
-    """Return odds measured at `nodes` nodes, mixed with the prior, so that no odds are 0 after few nodes."""
+    """Return probabilities measured at `nodes` nodes, mixed with the prior, so that none is 0 after few nodes."""
     guess = (*GUESS, *[0.0] * len(odds))
     total = nodes + GUESS_NODES
     return tuple((nodes * seen + GUESS_NODES * guessed) / total for seen, guessed in zip(odds, guess, strict=False))
 
 
 def save_acceptance(target: HuggingFaceLM, draft: HuggingFaceLM, odds: Sequence[float]) -> None:
-    """Save, for k = 1, 2, ..., the odds that the accepted child of a node is the k-th one tried."""
+    """Save, for k = 1, 2, ..., the probability that the accepted child of a node is the k-th one tried."""
     _ACCEPTANCE.keep(_key(target, draft), {"odds": list(odds)})
     _KNOWN.setdefault(target, WeakKeyDictionary())[draft] = tuple(odds)
 
 
 def saved_acceptance(target: LM | None, draft: LM | None) -> tuple[float, ...] | None:
-    """Return the saved odds of a pair; None if there are none.
+    """Return the saved acceptance probabilities of a pair; None if there are none.
 
     They do not change while the pair is loaded; otherwise equal seeds could give different texts.
     """

@@ -30,21 +30,19 @@ from specbeam.recipes.tuning.idle_model import IdleLM
 from specbeam.recipes.tuning.stored_prompt import StoredPrompt, made_up_context
 
 NODES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
-QUICK = (1, 2, 4, 6, 8, 12, 16, 24, 32)  # numbers of nodes to measure when a request waits for the curve
-LEAST_S = 3.0  # minimum seconds of measuring a curve, so that a short load of the machine does not affect it
-QUICK_S = 0.5  # the same when a request waits for the curve
+QUICK = (1, 2, 4, 6, 8, 12, 16, 24, 32)  # numbers of nodes to measure while a request waits for the curve
+LEAST_S = 3.0  # minimum seconds of measuring a curve, so that a short load on the machine does not affect it
+QUICK_S = 0.5  # the same while a request waits for the curve
 CONTEXT = 64  # number of tokens before the nodes
 DEEP = 3  # number of layers of timed drafts
-ALONE_S = (
-    0.4  # seconds of successive target passes until the processor's caches hold as much of its weights as they can
-)
+ALONE_S = 0.4  # seconds of successive target passes that fill the processor's caches with its weights
 TURNS = 12  # number of timed turns of each kind of draft
 PartsOf = Callable[[LM, int], Parts]  # makes the parts of a session from a draft model and a depth
 _CURVE_FIELDS = {"nodes": NumberField((None,), least=1, is_whole=True), "seconds": NumberField((None,), least=1e-12)}
 
 
 def _is_curve(record: dict[str, Any]) -> bool:
-    """Return whether the numbers of nodes ascend, with as many seconds, which do not descend."""
+    """Return whether a record has ascending numbers of nodes and, for each, seconds that do not descend."""
     nodes = record["nodes"]
     seconds = record["seconds"]
     return len(nodes) == len(seconds) > 0 and nodes == sorted(set(nodes)) and seconds == sorted(seconds)
@@ -232,7 +230,7 @@ def measure(
 def host_cost(vocab: int, parts: PartsOf, key: list[Any], models: tuple[LM, LM] | None = None) -> HostCost:
     """Return the cost of a session's parts outside the models.
 
-    It is read from disk, or measured in some tenths of a second and saved.
+    The cost is read from disk, or measured in a few tenths of a second and saved.
 
     Args:
         vocab: vocabulary size of the models.
@@ -254,7 +252,7 @@ def host_cost(vocab: int, parts: PartsOf, key: list[Any], models: tuple[LM, LM] 
     return _HOST.setdefault(repr(full_key), known)
 
 
-_HOST: dict[str, HostCost] = {}  # costs by key, so that without a writable disk each is measured only once
+_HOST: dict[str, HostCost] = {}  # costs by key, so that even without a writable disk each is measured only once
 
 
 def measure_host(vocab: int, parts: PartsOf, rounds: int = 3) -> HostCost:

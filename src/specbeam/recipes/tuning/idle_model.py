@@ -17,7 +17,7 @@ ROWS = 64  # number of different rows of logits
 class IdleLM(Uncached):
     """A language model whose logits after each token are one of 64 random rows, float32.
 
-    Models of the same seed always agree, models of different seeds never do.
+    Models with the same seed always agree; models with different seeds never do.
 
     Attributes:
         seconds: time spent inside the model, for the caller to subtract.

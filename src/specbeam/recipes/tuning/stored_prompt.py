@@ -107,7 +107,7 @@ def _turn(forest: Forest, nodes: np.ndarray, parents: np.ndarray) -> Turn:
 
 
 def seconds_of(device: torch.device, work: Callable[[], object], is_of_thread: bool = False) -> float:
-    """Return the seconds of some work, from an idle device to an idle device.
+    """Return the seconds of some work; the device is idle before and after it.
 
     Args:
         is_of_thread: whether the current thread does all the work. Then time in which other programs use its processor does
