@@ -171,7 +171,7 @@ class HuggingFaceLM:
         self.further_draft: Callable[[Any, dict[Any, Any]], LM] | None = None
         self._twins: list[HuggingFaceLM] = []
         self.curves: dict[int, Any] = {}  # cost of a pass by the length of the context; see `tune`
-        self.curves_in_turns: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # the same for both, by draft model
+        self.curves_in_turns: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by draft: costs when alternating
         self.skipping: dict[Any, Any] = {}  # draft models made of this model without some sublayers; `skipping_model`
         self.learnt: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # statistics of controllers, by draft model
 

@@ -71,7 +71,7 @@ from specbeam.recipes import HEAD_RECIPES, recipe_of
 
 LOG = logging.getLogger("specbeam.serve")
 PAGE = Path(__file__).parent / "page" / "index.html"
-WARM_TOKENS = 8  # of each text that is decoded before the server is ready
+WARM_TOKENS = 8  # length of each text that is decoded before the server is ready
 MOST_SHOWN = 2  # concurrent requests whose turns are shown or audited
 CONSTRAINTS = 2  # constraints compiled at the same time
 MOST_NEW = 30  # requests with new method settings per key within `NEW_S` seconds

@@ -46,7 +46,7 @@ from specbeam.errors import Cancelled, SpecbeamError
 PING_S = 15.0  # seconds of silence after which a stream sends a ping
 MOST_EVENTS = 256  # records of turns kept for a slow reader
 LIVE_S = 0.05  # seconds between two records of live beams
-ENDED_ECHO = {"finish_reason": "length", "stop_reason": None}  # of a prompt without new tokens
+ENDED_ECHO = {"finish_reason": "length", "stop_reason": None}  # how a prompt without new tokens ends
 Result = TypeVar("Result")
 
 

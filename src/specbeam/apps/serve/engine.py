@@ -463,7 +463,7 @@ class Engine:
                 try:
                     self._wait_for_work()
                     self._work()
-                except Exception as error:  # of no single session: out of memory, or a bug
+                except Exception as error:  # not the fault of a single session: out of memory, or a bug
                     self._restart(error)
         finally:
             with self._condition:

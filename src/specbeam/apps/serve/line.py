@@ -33,7 +33,7 @@ class Line(Generic[Job]):
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self.weights = dict(weights or {})
-        self.clocks: dict[str, float] = {}  # of keys with waiting or running jobs
+        self.clocks: dict[str, float] = {}  # the clock of each key with waiting or running jobs
         self.running: dict[str, int] = {}  # number of running jobs by key
         self._jobs: dict[str, deque[Job]] = {}
 

@@ -7,7 +7,7 @@ from specbeam.apps.serve.speech_orders import SpeechOrder
 from specbeam.apps.speech.formats import formatted
 from specbeam.apps.speech.records import Segment, Transcript
 
-MEDIA = {"text": "text/plain", "srt": "text/plain", "vtt": "text/vtt"}  # of formats other than JSON
+MEDIA = {"text": "text/plain", "srt": "text/plain", "vtt": "text/vtt"}  # content types of formats other than JSON
 
 
 def transcript_text(order: SpeechOrder, transcript: Transcript) -> str:

@@ -35,7 +35,7 @@ class Transcript:
     """The text of one audio.
 
     Attributes:
-        text: of all segments.
+        text: the text of all segments.
         language: the code of the language, such as "en"; None for a model of one language.
         duration: seconds of audio.
         segments: in the order of time.

@@ -17,9 +17,9 @@ from specbeam.errors import BadSetting, MissingPackage, NotSupported
 from specbeam.lab.bench.outcome import Contender, Outcome
 
 MODES = ("greedy", "sampling", "beam_search", "beam_sampling", "assisted", "assisted_greedy")
-SAMPLING_OPTIONS = warper_names()  # for modes that sample
-_LENGTHS = ("max_new_tokens", "max_length")  # of which every mode has the first
-COMMON_OPTIONS = (*(name for name in config_names() if name not in _LENGTHS), "streamer")  # for every mode
+SAMPLING_OPTIONS = warper_names()  # options of modes that sample
+_LENGTHS = ("max_new_tokens", "max_length")  # every mode takes the first of these
+COMMON_OPTIONS = (*(name for name in config_names() if name not in _LENGTHS), "streamer")  # options of every mode
 DEFAULT_NEW_TOKENS = 64
 SCALED_IF_TIED = ("t5", "mt5", "umt5")  # kinds whose logits CTranslate2 scales where their configurations say "tied"
 

@@ -43,13 +43,13 @@ class MethodLine:
     lossless: bool
     law: str
     metric: str
-    perplexity: Figure  # of the output under the target's raw law, averaged over outputs (see `Perplexity.perplexity`)
-    perplexity_ratio: Figure | None  # to that of plain sampling, prompt by prompt; None if sampling was not measured
+    perplexity: Figure  # perplexity of the outputs under the target's raw law (see `Perplexity.perplexity`)
+    perplexity_ratio: Figure | None  # relative to plain sampling, prompt by prompt; None if not measured
     quality: Figure
     seconds_per_token: Figure
     joules_per_token: Figure | None  # None if the machine has no energy counter
     tokens_per_pass: Figure  # passes of the target
-    tokens_per_pass_ratio: Figure | None  # to that of speculative sampling; None if that was not measured
+    tokens_per_pass_ratio: Figure | None  # relative to speculative sampling; None if not measured
     tokens_per_output: float
     repeated: float  # share of 4-grams that occurred before in the same output
 

@@ -137,9 +137,9 @@ def grown(model: "PreTrainedModel", to: Size | int, seed: int = 0) -> "PreTraine
     whatever their dtype, so does the new model.
 
     Args:
-        model: of the Llama, Mistral, Qwen2 or Qwen3 family. It is not changed.
+        model: a model of the Llama, Mistral, Qwen2 or Qwen3 family. It is not changed.
         to: a size, or a number of parameters for `size_for`.
-        seed: of the new random weights.
+        seed: seed of the new random weights.
 
     Raises:
         NotSupported: the model is of another family.

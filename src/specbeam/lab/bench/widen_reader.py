@@ -106,7 +106,7 @@ def grown_reader(model: "PreTrainedModel", to: ReaderSize | int, seed: int = 0) 
     Args:
         model: a T5, with or without a gate, mT5 or umT5. It is not changed.
         to: a size, or a number of parameters for `reader_size_for`.
-        seed: of the new random weights.
+        seed: seed of the new random weights.
 
     Raises:
         NotSupported: the model is of another family.

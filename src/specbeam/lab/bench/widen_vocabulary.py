@@ -33,9 +33,9 @@ def with_words(model: "PreTrainedModel", words: int, seed: int = 0) -> "PreTrain
     bfloat16 where those of the model do.
 
     Args:
-        model: of a family that `grown` knows. It is not changed.
+        model: a model of a family that `grown` knows. It is not changed.
         words: number of words of the new model.
-        seed: of the choice of the words that are copied.
+        seed: seed of the choice of copied words.
 
     Raises:
         BadSetting: the model has more words already.
@@ -45,7 +45,7 @@ def with_words(model: "PreTrainedModel", words: int, seed: int = 0) -> "PreTrain
     if words < own:
         raise BadSetting(f"cannot grow to {words:,} words: the model has {own:,} already")
     size = Size.of(model.config)
-    place = size.hidden  # of the constant, in the residual width
+    place = size.hidden  # column of the constant in the residual stream
     wider: Any = grown(model, replace(size, hidden=size.hidden + SPARE), seed)
     for layer in wider.model.layers:
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):

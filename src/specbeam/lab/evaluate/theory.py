@@ -37,7 +37,7 @@ from specbeam.lab.evaluate.intervals import interval
 from specbeam.recipes import require_at_least_one
 
 Law = Float64[np.ndarray, " vocab"]
-EDGES = (0.0, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)  # of the buckets of odds of rejection
+EDGES = (0.0, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)  # edges of the buckets of rejection probability
 ALL = "all"
 RELAXED = (0.1, 0.25, 0.5)  # what relaxed acceptance adds to p / q
 BATCHES = (2, 3)  # numbers of drafts under the first node of a turn
@@ -265,7 +265,7 @@ class Context(NamedTuple):
     is_root: bool
     variation: float  # TV of the target's law and that of the first draft; NaN if the drafts state none
     accepted: bool
-    best: float | None  # of any rule, see `best_acceptance`
+    best: float | None  # the best acceptance of any rule, see `best_acceptance`
     relaxed: tuple[tuple[float, float], ...]  # for each of RELAXED: the odds of this draft, and the excess
     batch: float  # odds that all drafts here are rejected, if they are independent draws from one law; else NaN
 

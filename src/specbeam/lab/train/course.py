@@ -43,7 +43,7 @@ class Student(Protocol):
 class Trained:
     """The result of training."""
 
-    folder: Path  # for `load(draft=...)`
+    folder: Path  # give it to `load(draft=...)`
     weights: int  # number of trained weights
     curve: tuple[Point, ...]
 

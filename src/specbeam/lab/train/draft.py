@@ -25,7 +25,7 @@ from specbeam.models import vocab_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-HEAD_SIZE = 64  # of each attention head
+HEAD_SIZE = 64  # size of each attention head
 
 
 def train_draft(

@@ -126,7 +126,7 @@ def tried_exit(
     acceptance, *_ = acceptances(student, held_out, schedule.batch_tokens, pair.target.device)
     head.requires_grad_(False).to(
         pair.target_model.dtype
-    )  # as it would draft: one model with the target's first layers
+    )  # runs as it would in drafting: one model with the target's first layers
     draft = exit_model(head, pair.forgetful_target)
     return expected_speed(pair.forgetful_target, draft, head.after, acceptance)
 

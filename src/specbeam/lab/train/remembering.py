@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LossOn = Literal["all", "last"]
-RATE = 1e-5  # of the model, as is usual
+RATE = 1e-5  # usual learning rate for fine-tuning a model
 CHECK_BATCH = 16  # texts of a pass in a check
 
 
@@ -32,7 +32,8 @@ class MemoryDocument(NamedTuple):
 
     Attributes:
         tokens: at least two.
-        weights: of each token in the loss; None: 1 each. A text with weights has an answer, and is read whole.
+        weights: the weight of each token in the loss; None: 1 each. A text with weights has an answer, and is read
+            whole.
         answer: number of tokens at its end that are an answer; 0: it has none.
     """
 
@@ -127,7 +128,7 @@ class MemoryPoint:
     """A point of the training curve. Held-out figures are means over tokens, in nats."""
 
     step: int
-    seconds: float  # of training so far, summed over all runs
+    seconds: float  # training time so far, summed over all runs
     loss: float  # mean since the point before; NaN at the first
     held_out: float  # surprise of a token
     later: float  # the same, of tokens after those that make the segment's query

@@ -44,8 +44,8 @@ class BlockShape:
     """The shape of a block head.
 
     Attributes:
-        sizes: of a layer.
-        layers: their number.
+        sizes: the sizes of a layer.
+        layers: number of layers.
         taps: the hidden states of the target that make a feature, see `Needs.columns`.
         target_width: size of a hidden state of the target.
         rows: number of rows of a block.
@@ -53,7 +53,7 @@ class BlockShape:
             row.
         draft_vocab: number of tokens of the head.
         correction: how the law of a draft depends on the tokens above it: "no", or one of `CORRECTIONS`.
-        rank: of the matrices of the correction; the size of the network of a "prefix".
+        rank: rank of the correction's matrices; the size of the network of a "prefix".
         has_confidence: whether the head estimates the acceptance probability of a draft.
         confidence_reads_token: whether this estimate reads the token above.
         inner: size of the state of a "prefix" or of the inner layer of a "refiner"; number of tokens of a "selector".
@@ -207,7 +207,7 @@ class BlockHead(LayeredHead):
 
         Args:
             roots: the tokens of the roots.
-            positions: of the roots.
+            positions: the positions of the roots.
             attend: lets the rows of a block attend to the nodes above their root, and to each other.
         """
         filled = torch.full((*roots.shape, self.shape.rows), self.mask, device=roots.device)
@@ -229,7 +229,7 @@ class BlockHead(LayeredHead):
 
         Args:
             rows: the first rows of their blocks.
-            tokens: of the roots.
+            tokens: the tokens of the roots.
             above: the tokens before them.
         """
         correction = self.correction
@@ -242,9 +242,9 @@ class BlockHead(LayeredHead):
 
         Args:
             far: depth of the nodes below the roots of their blocks.
-            rows: of the blocks at this depth.
-            tokens: of the nodes.
-            states: from the nodes' parents.
+            rows: the rows of the blocks at this depth.
+            tokens: the tokens of the nodes.
+            states: the states that the nodes' parents pass down.
         """
         shape = self.shape
         base: Tensor = self.lm_head(rows[..., : shape.sizes.width])
@@ -281,7 +281,7 @@ class BlockHead(LayeredHead):
         """Return the drafts of the blocks below all nodes of trees; see `drafts`.
 
         Args:
-            rows: of these blocks.
+            rows: the rows of these blocks.
             roots: the nodes whose blocks draft; None: all.
         """
         root = trees.columns

@@ -41,7 +41,7 @@ OTHER_NAMES = {
     "candidate_selector.predecessor_codebook.weight": "candidate_selector.predecessor_codebook",
     "candidate_selector.successor_codebook.weight": "candidate_selector.successor_codebook",
 }
-REFUSED_FIELDS = (  # of layers and laws that are not implemented: no writer documents them in full
+REFUSED_FIELDS = (  # for layers and laws that are not implemented, because no writer documents them in full
     "use_swa",
     "use_gemma_norm",
     "attention_value_scale",
@@ -166,7 +166,7 @@ def _local(files: HeadFiles, nested: Fields, width: int, rows: int) -> dict[str,
     """Return the fields of a shape for the mixing of neighbouring rows of a block (DFlash2).
 
     Args:
-        width: of the rows.
+        width: size of a row.
         rows: number of rows of a block.
     """
     name = "layers.0.attention_conv.kernel_projection.weight"

@@ -63,7 +63,8 @@ class NodeCache:
         """Keep the rows that the surviving beams need.
 
         Args:
-            features: of the forest nodes that the target has scored in this turn, ascending; None: rows do not read them.
+            features: features of the forest nodes that the target has scored in this turn, ascending; None: rows do not
+                read them.
         """
         forest = turn.forest
         kept = forest.parents[forest.known.nodes] >= 0
@@ -96,7 +97,7 @@ class NodeCache:
         """Keep the rows of the remaining local nodes.
 
         Args:
-            former: their former numbers; -1 and numbers beyond the last one mark nodes without rows.
+            former: the former numbers of these nodes; -1 and numbers beyond the last one mark nodes without rows.
         """
         known = former < len(self.is_scored)
         at = np.where(known, former, 0)
@@ -306,7 +307,7 @@ class ModuleCache(PairCache):
     Args:
         prompt: the tokens of the prompt.
         first: features for the first module, see `PairCache`; no rows for the others.
-        number: of the module, from 0.
+        number: the number of the module, from 0.
         is_last: whether drafts deeper than the number of modules get rows, too.
     """
 
@@ -314,7 +315,7 @@ class ModuleCache(PairCache):
         super().__init__(prompt, first, layers)
         self.number = number
         self.is_last = is_last
-        self.names = np.arange(len(prompt))  # of local nodes, ascending: the same in the caches of all modules
+        self.names = np.arange(len(prompt))  # the name of each local node, ascending; all caches use the same names
         self.named = len(prompt)  # number of names given so far
         self.has_row = np.zeros(0, dtype=bool)  # by slot
 
@@ -451,7 +452,7 @@ class RootCache(NodeCache):
         prompt: the tokens of the trie at first.
         first: features of the first local nodes.
         is_scored: which local nodes have a feature, see `NodeCache`.
-        views: of the layers.
+        views: the views of the layers; see `View`.
     """
 
     def __init__(self, prompt: list[int], first: Rows, is_scored: Flags, layers: int, views: Views) -> None:
@@ -507,7 +508,7 @@ class RootCache(NodeCache):
         """Return the mixed values of stored rows and of further rows.
 
         Args:
-            keys, values: of the further rows.
+            keys, values: the keys and values of the further rows.
             seen: bool[queries, stored and further rows].
         """
         stored_keys, stored_values = self.stored.first(layer, self.trie.extent)

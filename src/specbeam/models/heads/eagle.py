@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 REFUSED = ("kv_a_proj_with_mqa", "parallel_draft_heads")  # parts of tensor names of unsupported heads
-MASK_ROWS = 8  # of a P-EAGLE block, the row of the pair included, if its files state no number: speculators' default
+MASK_ROWS = 8  # speculators' default number of rows of a P-EAGLE block, including the row of the pair
 
 
 def is_eagle3(config: Mapping[str, Any], names: Collection[str]) -> bool:

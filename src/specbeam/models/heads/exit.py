@@ -60,7 +60,7 @@ class ExitHead(Head):
         self.norm = copy.deepcopy(last_norm(target)).float()
         for module in self.layer.modules():
             if hasattr(module, "layer_idx"):
-                vars(module)["layer_idx"] = after  # by which its keys and values are stored
+                vars(module)["layer_idx"] = after  # the cache stores keys and values by this index
         for weight in self.parameters():
             weight.requires_grad_(True)
         self.shared = (target,)  # in a tuple, so that its weights do not become the head's

@@ -122,7 +122,7 @@ class StoredTrees:
 
     Args:
         tap: the layer whose inputs are kept in `states`, float[rows, length, width]; None: no inputs are kept.
-        keys, values: of a prefix that extra rows see, by layer.
+        keys, values: the keys and values of a prefix that extra rows see, by layer.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ class ExtraCache(NodeCache):
 
     Args:
         prompt: the tokens of the prompt; only the last one is read.
-        device: of logits.
+        device: the device of the logits.
 
     Attributes:
         rows: float[rows, vocab] by local node.

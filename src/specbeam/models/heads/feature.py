@@ -16,7 +16,7 @@ UNLIMITED = 1_000  # depth of heads that make all drafts by one network
 class FeatureSizes(NamedTuple):
     """The sizes of a head on one feature."""
 
-    width: int  # of the target's hidden states
+    width: int  # size of the target's hidden states
     vocab: int  # tokens of the target
     draft_vocab: int  # tokens that the head gives logits for
     depth: int  # number of successive drafts with laws of their own; deeper drafts use the last law

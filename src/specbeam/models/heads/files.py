@@ -23,7 +23,7 @@ class HeadFiles:
     """A stored head. Readers take its tensors by name, and check that none is left.
 
     Attributes:
-        where: its name, for errors.
+        where: the name of the head, for errors.
         config: the content of its config.json.
         tensors: by name, without the taken ones.
         target: the model that the head drafts for.
@@ -133,7 +133,7 @@ def folder_of(source: "str | Path", patterns: Sequence[str] = ("*.json", *TENSOR
     """Return the folder of a head; a head on the hub is fetched. Raises `MissingFile` if there is none.
 
     Args:
-        patterns: of the names of the files to fetch.
+        patterns: patterns of the file names to fetch.
     """
     folder = Path(source).expanduser()
     if folder.is_dir():

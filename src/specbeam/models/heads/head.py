@@ -21,7 +21,7 @@ class DraftRows(NamedTuple):
     """
 
     nodes: PerRow  # row * length + column, ascending
-    logits: Logits  # of the tokens below
+    logits: Logits  # logits of the tokens below
     # Logits of the acceptance probability of a draft below, if the head estimates them.
     confidence: Odds | None = None
     # Estimates of the target's last hidden states there.

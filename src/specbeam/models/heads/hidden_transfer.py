@@ -23,7 +23,7 @@ class HiddenTransfer(ExtraHead):
     Args:
         depth: number of maps.
         layer: the layer whose inputs the maps read, and where their outputs enter.
-        width: of hidden states.
+        width: size of a hidden state.
     """
 
     def __init__(self, target: "PreTrainedModel", depth: int, layer: int, width: int) -> None:

@@ -39,11 +39,11 @@ class LayerSizes:
     """The sizes of a decoder layer, and its optional weights.
 
     Attributes:
-        width: of the rows.
-        reads: of the input of queries, keys and values.
-        heads, kv_heads, head_size: of attention.
-        inner: of the gated inner layer.
-        eps: of norms.
+        width: size of a row.
+        reads: size of the input of queries, keys and values.
+        heads, kv_heads, head_size: the shape of attention.
+        inner: size of the gated MLP.
+        eps: the epsilon of norms.
         has_bias: whether queries, keys and values have a bias.
         norms_heads: whether queries and keys are normed by head, as in Qwen3.
     """
@@ -87,7 +87,7 @@ class Rotary(nn.Module):
     """The rotation of queries and keys by the position of their rows.
 
     Args:
-        sizes: of the layers.
+        sizes: the sizes of the layers.
         rope: `rope_parameters` in transformers: the type, the base `rope_theta`, and numbers of its scaling.
         positions: number of positions in training; some scalings depend on it.
     """
@@ -207,7 +207,7 @@ class LocalMixing(nn.Module):
     """Two weighted sums of neighbouring rows of a block, before and after a sublayer, with weights that depend on the row.
 
     Args:
-        width: of the rows.
+        width: size of a row.
         count: number of rows in a sum: the row itself and the rows just before it in its block.
         group: number of columns that share a row-dependent weight.
     """
@@ -293,7 +293,7 @@ def attended(
     """Return the mixed values of rows.
 
     Args:
-        keys, values: of a slot; or several of a slot, concatenated, each as long as a query.
+        keys, values: one per slot and head; or several per slot, concatenated, each as long as a query.
         seen: which slots each row attends to, at least one.
     """
     each = keys.shape[-1] // queries.shape[-1]

@@ -133,7 +133,7 @@ class HeadLM:
 
         Args:
             fresh, more: see `HuggingFaceLM.cache_for_steps`.
-            needs: of each row; a head provides only logits.
+            needs: the needs of each row; a head provides only logits.
         """
         if not self.supports_runs or needs != LOGITS or not self.is_ready(session):
             yield None
@@ -161,7 +161,7 @@ class HeadLM:
         """Return the cache of a new session for a head in torch.
 
         Args:
-            features: of the prompt's tokens but the last one; no rows if the head does not read the prompt.
+            features: the features of the prompt's tokens except the last; no rows if the head does not read the prompt.
         """
         raise NotImplementedError
 
@@ -181,7 +181,7 @@ class HeadLM:
         """Return the logits of nodes, in float32, made for all nodes of the same number at once.
 
         Args:
-            numbers: of the nodes.
+            numbers: a number for each node, such as its depth.
             logits_of: returns the logits of some nodes, given their number and their places in `numbers`.
         """
         rows = torch.zeros(len(numbers), columns, device=self.device)
@@ -282,8 +282,8 @@ def attending(attends: Sequence[Attend], sizes: Sequence[int]) -> Attend:
     """Return attention for rows of several sessions in one pass: each session's rows attend to its own cache.
 
     Args:
-        attends: of each session.
-        sizes: numbers of rows of each session.
+        attends: the attention of each session.
+        sizes: the number of rows of each session.
     """
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -352,7 +352,7 @@ class ModulesLM(HeadLM):
         """Return the logits of a session at nodes.
 
         Args:
-            numbers: of the module that makes the logits, by node.
+            numbers: for each node, the module that makes its logits.
         """
         modules = self.head.modules_in_a_row
 
@@ -458,7 +458,7 @@ class ChimeraLM(TrunkLM):
 class BlockNode(NamedTuple):
     """A local node of a session, in the block of its root."""
 
-    number: int  # of the session
+    number: int  # the number of the session
     cache: ContextCache
     node: int
     root: int

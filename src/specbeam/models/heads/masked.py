@@ -62,7 +62,7 @@ class MaskTrunk(PairTrunk):
         Args:
             roots: the tokens of the roots.
             above: the features of the nodes above the roots.
-            positions: of the roots.
+            positions: the positions of the roots.
         """
         count = self.rows
         tokens = torch.full((*roots.shape, count), self.mask, device=roots.device)

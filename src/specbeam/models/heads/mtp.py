@@ -62,8 +62,9 @@ class Naming:
     """How a writer stores modules.
 
     Attributes:
-        pattern: of tensor names: the number of the module, if the name has one, and the rest.
-        names: of the tensors outside the layer, and their names here.
+        pattern: a regular expression for tensor names; it matches the number of the module, if the name has one, and
+            the rest.
+        names: the writer's names of the tensors outside the layer, with their names here.
         swaps: whether the feature comes before the embedding in the projection.
     """
 

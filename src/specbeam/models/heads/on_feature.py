@@ -71,7 +71,7 @@ def _counts(files: HeadFiles, kind: str, first: str) -> tuple[int, int]:
     """Return the number of heads, and of their residual layers, for which there are tensors; `BadHead` if there are none.
 
     Args:
-        kind: of the heads, for the error.
+        kind: the name of the kind of heads, for the error.
         first: the name of their first tensor in files, for the error.
     """
     depth = _count(files, r"blocks\.(\d+)\.")

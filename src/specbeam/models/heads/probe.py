@@ -20,7 +20,7 @@ from specbeam.models.heads.head import Head
 from specbeam.models.heads.trees import ScoredTrees, chain_of
 from specbeam.models.huggingface import HuggingFaceLM
 
-TOKENS = 128  # of the text on which a head is tried
+TOKENS = 128  # length of the text on which a head is tried
 CLEARLY = 0.05  # overlap by which a reading must exceed the documented one to replace it
 POOR = 0.2  # overlap below which a head hardly fits the target
 
@@ -103,7 +103,7 @@ class Probed:
 
     Attributes:
         documented: the fit of the reading that its files state.
-        fit: of the best reading.
+        fit: the fit of the best reading.
         changes: differences of the best reading from the stated one.
         tried: readings that differ from the stated one in one thing, and their fit.
     """

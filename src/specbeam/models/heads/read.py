@@ -147,7 +147,7 @@ def head_model(head: Head, target: HuggingFaceLM) -> LM:
         FeatureHead: FeatureLM,
         ExtraHead: ExtraLM,
     }
-    is_widened = is_mapped(target.model) and target.engine in COMPILED  # to float32, whatever the type of its weights
+    is_widened = is_mapped(target.model) and target.engine in COMPILED  # runs the head in float32
     for kind, model in kinds.items():
         if isinstance(head, kind):
             return model(head, target.vocab, engine="widened" if is_widened else "auto")

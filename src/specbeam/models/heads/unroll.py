@@ -40,7 +40,7 @@ class UnrolledRows:
         self.trees = trees
         self.views = views
         self.least = least
-        self.ancestors = [trees.columns]  # of each node, by their distance above it
+        self.ancestors = [trees.columns]  # by distance: the column of each node's ancestor
         self.keys: list[list[Tensor]] = [[] for _ in range(layers)]
         self.values: list[list[Tensor]] = [[] for _ in range(layers)]
         self.seen = self._seen_by_layer()
@@ -115,7 +115,7 @@ class BlocksOnTrees:
     """Attention of the rows of the blocks below all nodes of trees: to the nodes above, and to the rows of the same block.
 
     Args:
-        views: of the layers.
+        views: the views of the layers; see `View`.
         context: keys and values of the nodes by layer; None: those of the first row of the block below each node. Then rows
             see neither later rows of their block nor the first token of a text, which has no row.
     """
