@@ -114,7 +114,7 @@ def _engine_for_sources(request: EngineRequest, wanted: str) -> ChosenEngine:
 
 
 def _engine_of(engines: tuple[EngineKind, ...], request: EngineRequest, wanted: str) -> ChosenEngine:
-    """Do `choose_engine` with these engines; the last one runs every model."""
+    """Choose among these engines as `choose_engine` does; the last one runs every model."""
     if wanted != "auto":
         return ChosenEngine(wanted, _wanted_passes(engines, request, wanted), "")
     model = request.model
@@ -179,12 +179,12 @@ def _too_large(model: "PreTrainedModel") -> str:
 
 
 def _waits_for_compiled(model: "PreTrainedModel") -> str:
-    """Return the reason why a model should not have a second copy of its weights in panels; "" if it may."""
+    """Return the reason why the compiled forward should not copy a model's weights; "" if it may."""
     if is_mapped(model) or matrices_of(model):
         return ""
     if model.dtype != torch.float32:
         return (
-            f"it is in {model.dtype}, and panels would be a second copy of the weights; load it from its files instead"
+            f"it is in {model.dtype}, and the compiled forward would copy the weights; load it from its files instead"
         )
     return _too_large(model)
 

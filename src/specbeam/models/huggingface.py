@@ -91,7 +91,7 @@ class EarlyCacheForSteps(CacheForSteps):
 
 
 def check_wants_logits(lm: Any, sessions: int, needs: EachNeeds) -> None:
-    """Raise `NotSupported` if a part needs more than the logits of a draft model that returns only logits."""
+    """Raise `NotSupported` if a method needs more than logits from a draft model that returns only logits."""
     if any(need.states or need.ranked for need in checked_needs(lm, sessions, needs)):
         raise NotSupported(
             f"{type(lm).__name__} returns only logits, and a part needs hidden states or ranked tokens of its draft model"

@@ -144,7 +144,7 @@ def _replace(model: nn.Module, name: str, tensors: _Tensors, packing: _Packing) 
     except AttributeError:
         raise _CannotRead(f"the files hold {name}.qweight, and the model has no such module") from None
     if not isinstance(module, nn.Linear):
-        raise _CannotRead(f"{name} has 4 bits, and is no nn.Linear")
+        raise _CannotRead(f"{name} has 4 bits, and is not an nn.Linear")
     if module is model.get_output_embeddings():  # type: ignore[operator]
         raise _CannotRead(f"{name}, the model's head, has 4 bits; it must have 16 or 32")
     matrix = _matrix_of(name, (module.out_features, module.in_features), tensors, packing)

@@ -44,7 +44,7 @@ STREAM = 0x5155  # separates the random numbers of a search from the session's o
 
 @dataclass(frozen=True)
 class Skipping:
-    """The sublayers of the target that drafts skip.
+    """Which sublayers of the target drafts skip.
 
     Args:
         skip: "bayes": found while texts are decoded, by random search and Bayesian optimisation (SWIFT). "random": found by

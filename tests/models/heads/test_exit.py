@@ -561,11 +561,11 @@ def test_a_folder_is_read_as_it_was_written(folder):
     assert isinstance(pair.draft, ExitLM)
     assert sb.load(model, draft=str(path), probe=False).draft is not None
     assert "on the target's own cache" in how_it_runs(found, pair.target)
-    assert found.described["kind"] == "EESD: an exit layer behind the target's first 2 of 4 layers"
+    assert found.described["kind"] == "EESD: an exit layer after the target's first 2 of 4 layers"
 
 
 CHANGES = [
-    ({"exit_layer": 4}, {}, "behind 4 layers; LlamaForCausalLM has 4: it must be behind 1 to 3"),
+    ({"exit_layer": 4}, {}, "after 4 layers; LlamaForCausalLM has 4: it must be after 1 to 3"),
     ({"exit_layer": 0}, {}, "exit_layer is 0"),
     ({"exit_layer": None}, {}, "no exit_layer"),
     ({"target": None}, {}, "no target"),

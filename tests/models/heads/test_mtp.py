@@ -525,7 +525,7 @@ def test_a_folder_called_mtp_is_given_as_a_path(speculators_target, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     for source in ("./mtp", Path("mtp")):
         assert isinstance(sb.load(speculators_target, draft=source, probe=False).draft.head, ModulesInARow)
-    with pytest.raises(MissingFile, match=r'names none.*"./mtp" if it is called so'):
+    with pytest.raises(MissingFile, match=r'names none.*"./mtp" if that is its name'):
         sb.load(speculators_target, draft="mtp")
 
 

@@ -16,7 +16,7 @@ from specbeam.core import weights_key, whole
 from specbeam.doors import require_place, writing
 from specbeam.errors import BadPrompt, BadSetting, SpecbeamError
 
-COMMIT_S = 1.0  # seconds between two commits
+COMMIT_S = 1.0  # seconds between commits
 
 
 def batch(

@@ -139,7 +139,7 @@ class BeamServer:
         return self.metrics.engine is not None
 
     def start(self) -> None:
-        """Load the pair and start the engine; this takes long. Raises `BadSetting` if there is too little memory."""
+        """Load the pair and start the engine, which may take minutes. Raises `BadSetting` if there is too little memory."""
         try:
             pair = self._load()
             self._served = served_of(self.config, pair)
@@ -537,7 +537,7 @@ def default_method(config: ServerConfig, pair: Pair) -> Method:
 
 
 def _warm_ears(pair: Pair, served: Served) -> None:
-    """Transcribe a second of noise at the first two temperatures. Runs in the engine's thread."""
+    """Transcribe a second of noise at two temperatures, to compile usual passes. Runs in the engine's thread."""
     noise = np.random.default_rng(0).normal(scale=0.1, size=RATE).astype(np.float32)
     thresholds = Thresholds(compression_ratio=None, log_prob=math.inf, no_speech=None)  # each text fails
     options = {"max_new_tokens": WARM_TOKENS, "eos_token_id": []}

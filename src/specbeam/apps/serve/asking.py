@@ -388,7 +388,7 @@ class Asking:
     async def stream(self) -> AsyncIterator[dict[str, Any] | None]:
         """Yield the chunks of a stream, and None for a ping.
 
-        A delta has only text that all possible answers share, so nothing is ever taken back. The last delta of a choice has
+        A delta has only text that all possible answers share, so it is never retracted. The last delta of a choice has
         the rest of its text. A choice that `min_logp` may drop is sent as a whole at the end.
         """
         order = self.order

@@ -22,8 +22,8 @@ from specbeam.errors import Cancelled, SpecbeamError, TimedOut
 from specbeam.models import EncoderDecoderLM
 
 LOG = logging.getLogger("specbeam.serve")
-DELAY_S = 0.05  # seconds of decoding between two looks at the inbox
-BEATS_S = 0.5  # seconds between two looks at the clock while idle
+DELAY_S = 0.05  # seconds of decoding between two checks of the inbox
+BEATS_S = 0.5  # seconds between two checks of the clock while idle
 RESTARTS = 3  # faults within `RESTARTS_S` seconds after which the engine is dead
 RESTARTS_S = 60.0
 COMPILE_S = 300.0  # seconds in which a method must be compiled and timed before the engine counts as stuck
@@ -96,7 +96,7 @@ class Job:
         lost_at: clock time of that fault; None without one.
         is_over: whether the session has left the engine; `session.failure` holds its error, if any.
         arrived, started, first_token, ended: clock times; None: not yet.
-        joules: its share of the energy of its steps; None without a counter.
+        joules: the job's share of the energy of its steps; None without a counter.
         shared: whether other jobs took part in any of its steps.
         room: the KV cache that the job may need, by model.
         group: jobs of the same request, including this one; empty before it is submitted and after its end.
@@ -451,7 +451,7 @@ class Engine:
         return Decoder(self.pair.target, at_once=self.limits.max_running, filling=1)
 
     def _run(self) -> None:
-        """Work until the engine is closed. A failing session does not end this thread."""
+        """Decode until the engine is closed. A failing session does not end this thread."""
         try:
             for lm in self._models():
                 if hasattr(lm, "guard"):
@@ -467,7 +467,7 @@ class Engine:
                     self._restart(error)
         finally:
             with self._condition:
-                if self.state in ("ready", "draining"):  # it left by an error: no caller may wait for it
+                if self.state in ("ready", "draining"):  # the loop ended by an error: release all waiting callers
                     self.state = "dead"
             self._give_up()
 
@@ -485,7 +485,7 @@ class Engine:
         self._obey(orders)
 
     def _obey(self, orders: Sequence[Callable[[], Any]]) -> None:
-        """Carry out orders; one that goes wrong costs no other."""
+        """Carry out orders; an error in one does not affect the others."""
         for order in orders:
             try:
                 order()
@@ -493,7 +493,7 @@ class Engine:
                 LOG.exception("an order to the engine failed")
 
     def _each(self, jobs: Sequence[Job], do: Callable[[Job], None]) -> None:
-        """Apply a function to each job; a job for which it raises fails, and no other."""
+        """Apply a function to each job; if it raises, only that job fails."""
         for job in jobs:
             try:
                 do(job)
@@ -515,7 +515,7 @@ class Engine:
         self._tell_end(job)
 
     def _work(self) -> None:
-        """Let jobs in and out, and take one step."""
+        """Admit and end jobs, and take one decoding step."""
         now = time.monotonic()
         late = [job for job in self._line if now > job.end_by]
         self._each(late, self._end_late)
@@ -835,7 +835,7 @@ class _Task:
 
 
 def _fail(future: "Future[Any]", error: Exception) -> None:
-    """End a future with an error unless it is done: its caller may cancel it at any moment."""
+    """End a future with an error unless it is done: its caller may have cancelled it."""
     with suppress(InvalidStateError):
         future.set_exception(error)
 

@@ -93,7 +93,7 @@ class Line(Generic[Job]):
             self.clocks[key] += work / self.weights.get(key, 1.0)
 
     def _rank(self, job: Job, now: float) -> float:
-        """Return the priority of a job; lower is earlier. Age improves it up to 0, no further: else floods would win."""
+        """Return the priority of a job; lower is earlier. Age improves it only up to 0, or floods would win."""
         return job.priority if job.priority <= 0 else max(job.priority - (now - job.arrived) // AGE_S, 0)
 
     def _order(self, job: Job, now: float) -> tuple[float, float, float]:

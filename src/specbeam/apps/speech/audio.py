@@ -192,7 +192,7 @@ class _Sound:
 
     Args:
         file: the file to decode.
-        head: its first bytes.
+        head: the first bytes of the file.
 
     Attributes:
         rate: samples per second; known with the first block.

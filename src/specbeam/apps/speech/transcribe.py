@@ -282,7 +282,7 @@ def _without_aliases(named: dict[str, Any], options: dict[str, Any]) -> dict[str
 
 
 def _is_samples(audio: Sequence[Any]) -> bool:
-    """Return whether a list holds samples, as opposed to audios."""
+    """Return whether a sequence is the samples of one audio, and not a list of audios."""
     return bool(audio) and isinstance(audio[0], float)
 
 
@@ -632,7 +632,7 @@ class Ears:
             listening.said = [*listening.said, *self._to_be_continued(one.tokens)]
         if heard.temperature > RESETS:
             listening.said = listening.prompt
-        listening.seek += frames if frames > 0 else left  # a pair of timestamps at 0 would loop forever
+        listening.seek += frames if frames > 0 else left  # without this, a pair of timestamps at 0 would loop forever
 
     def _to_be_continued(self, tokens: list[int]) -> list[int]:
         """Return the tokens of a segment for the prompt of the next window: of two timestamps at the end, only one."""

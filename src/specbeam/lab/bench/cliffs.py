@@ -36,9 +36,9 @@ METHODS: dict[str, tuple[Callable[[], Method], str]] = {
     "greedy": (greedy, "greedy"),
 }
 KINDS = ("trained", "random")
-BEAMS = 4  # in transformers' modes with beams, as our recipes have by default
+BEAMS = 4  # number of beams in transformers' modes; the default of our recipes
 RANDOM_TOKENS = 24  # length of a random prompt
-# A stop string that hardly ever occurs, so that texts are as long as without it. Every tokenizer has its letters.
+# A stop string that hardly ever occurs, so that texts keep their length. Every tokenizer has its letters.
 RARE_STOP = "qqq"
 NO_DIGITS = "[^0-9]*"  # a regular expression that most texts match anyway
 CLIFF_SHARE = 0.5  # a cell below this share of its method's best speed is a cliff
@@ -149,7 +149,7 @@ class Attempt:
         if self.failure is None:
             try:
                 outcome = self._get_contender().run(prompts, seed)
-            except Exception as error:  # whatever a foreign library raises, the table has to go on
+            except Exception as error:  # another library may raise anything, and the table must continue
                 self.failure = error
         if self.on_progress is not None:
             self.on_progress()

@@ -11,7 +11,7 @@ from specbeam.lab.evaluate.perplexity import exp, summary
 from specbeam.lab.evaluate.task import bleu, bleu_counts, bleu_of, exact_match, hits
 
 METRICS = ("BLEU", "exact match")
-# names of the methods to which the ratios of the others are taken
+# names of the methods that ratios refer to
 SAMPLING = "sampling"
 SPECULATIVE = "speculative sampling"
 
@@ -71,7 +71,7 @@ class MethodRun:
     logp: list[float]
 
     def by_prompt(self, values: np.ndarray | Sequence[float]) -> np.ndarray:
-        """Return for each prompt the sum of `values` over its answers."""
+        """Return the sum of `values` over the answers to each prompt."""
         return np.bincount(self.prompts, np.asarray(values, dtype=float))
 
     @property

@@ -56,9 +56,9 @@ class SpeedLine:
         quality: BLEU and exact match by these names; empty without references.
         peak_kv_tokens: most tokens stored at once for a prompt; None if the contender does not report it.
         rows_per_token: rows that the target's passes computed, without those of prompts; None if they are not reported.
-        saved_rows_per_token: rows of earlier turns by which layers of beams were decided; None as above.
-        lazy_layers: share of the layers of beams that were decided without the rows of all live beams; None as above, or if
-            there were no layers of beams.
+        saved_rows_per_token: rows of earlier turns that were reused to decide layers of beams; None as above.
+        lazy_layers: share of the layers of beams that were decided without the rows of all live beams; None as above, or
+            without layers of beams.
         free_layers: share of the layers of beams that were decided only by rows of earlier turns; None as above.
         memory_mb: memory in MB, see `speed`; None if it cannot be read.
         tokens: number of tokens of one round.
@@ -139,7 +139,7 @@ def speed(
     """Measure contenders on the same prompts in interleaved rounds, and return a line of figures per contender.
 
     Args:
-        pair: its target scores the answers, and its tokenizer reads them.
+        pair: the pair whose target scores the answers, and whose tokenizer decodes them.
         contenders: ratios are to the first one.
         rows: the prompts of every round.
         batch_size: number of prompts that a contender answers in one call.

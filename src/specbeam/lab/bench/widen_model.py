@@ -5,8 +5,8 @@ of a real target.
 
 New layers, heads and feed-forward units write nothing, and new residual width carries zeros. All other new weights are
 random, and cost what trained weights would cost. Where the weights of the model are bfloat16 numbers, as in most
-checkpoints, the new ones are too, because an engine may read those faster. So speed is that of the large model, and
-quality that of the small one. Positions can be added too.
+checkpoints, the new ones are too, because an engine may read those faster. So it is as slow as the large model, and
+writes the texts of the small one. Positions can be added too.
 """
 
 import copy
@@ -146,7 +146,9 @@ def grown(model: "PreTrainedModel", to: Size | int, seed: int = 0) -> "PreTraine
         BadSetting: a dimension of the size is smaller than the model's, or its heads do not fit.
     """
     if model.config.model_type not in FAMILIES:
-        raise NotSupported(f"growth knows {', '.join(FAMILIES)}; {type(model).__name__} is {model.config.model_type}")
+        raise NotSupported(
+            f"only {', '.join(FAMILIES)} models can be grown; {type(model).__name__} is {model.config.model_type}"
+        )
     if matrices_of(model):
         raise NotSupported("growth copies weights, and the matrices of this model have 4 bits in its files")
     size = size_for(model, to) if isinstance(to, int) else to
@@ -237,7 +239,7 @@ def check_no_less(own: Any, size: Any) -> None:
     """Raise `BadSetting` if a dimension of a size is smaller than in `own`, of the same dataclass."""
     for name, has in vars(own).items():
         if getattr(size, name) < has:
-            raise BadSetting(f"{name} is {getattr(size, name)}; a model does not shrink, it has {has}")
+            raise BadSetting(f"{name} is {getattr(size, name)}; it must be at least the model's own, {has}")
 
 
 def _check(own: Size, size: Size) -> None:
@@ -266,7 +268,7 @@ def with_positions(model: "PreTrainedModel", positions: int) -> "PreTrainedModel
     if kind not in ROTARY:
         raise NotSupported(
             f"{type(model).__name__} cannot get {positions:,} positions: its own are {kind or 'not rotary'}, and only "
-            f"rotary ones ({', '.join(ROTARY)}) go on by themselves; give lengths that it has positions for"
+            f"rotary ones ({', '.join(ROTARY)}) extend to any length; give lengths within its positions"
         )
     longer = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
     longer.config.max_position_embeddings = positions

@@ -1,4 +1,4 @@
-"""A campaign: many random calls in separate processes, so that a crash or hang of one call does not end others."""
+"""Many random calls in separate processes, so that a crash or hang of one call does not end the others."""
 
 import json
 import queue

@@ -35,10 +35,10 @@ class ExitFigures:
 
     Attributes:
         after: number of the target's layers before it.
-        acceptance: mean odds that a draft token is accepted, on held-out trees.
+        acceptance: mean acceptance probability of a draft token, on held-out trees.
         draft_s: seconds of a draft step.
         rest_s: seconds of the target's pass over one row, without the layers that drafting has run.
-        depth: the length of a chain of drafts with most tokens per second.
+        depth: the chain length with the most tokens per second.
         speed: tokens per second at that length, relative to decoding without drafts.
     """
 
@@ -145,8 +145,8 @@ def _teach(student: Student, batches: list[TreeBatch], schedule: FilledSchedule)
 def expected_speed(target: HuggingFaceLM, draft: Any, after: int, acceptance: float) -> ExitFigures:
     """Return the best chain of drafts of an exit layer by the measured cost of passes, at a constant acceptance rate.
 
-    It is the length K of most expected tokens, 1 + a + ... + a^K, per second of a turn of K draft steps and the target's
-    pass over K + 1 rows. Time of a turn outside of the models is left out.
+    It is the length K with the most expected tokens, 1 + a + ... + a^K, per second of a turn: K draft steps and the
+    target's pass over K + 1 rows. Time outside the models is left out.
 
     Args:
         draft: the exit layer as a draft model.

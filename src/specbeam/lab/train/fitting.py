@@ -92,7 +92,7 @@ class Point:
     epoch: int  # finished epochs
     seconds: float  # training time so far, summed over all runs
     loss: float  # mean over the epoch's batches; NaN before the first
-    acceptance: float  # weighted mean odds that a draft token at depth 1 is accepted, on held-out trees
+    acceptance: float  # weighted mean acceptance probability at depth 1, on held-out trees
     deeper: tuple[float, ...] = ()  # the same at depths 2, 3, ..., for models that draft that deep
 
 

@@ -271,10 +271,11 @@ def numbers_of(learnt: Bool[Tensor, "rows length"]) -> Int64[Tensor, " nodes"]:
 
 
 class ExtraStudent(HeadStudent):
-    """A head of extra rows in the target's pass, in training; it is written with the odds of its likeliest tokens.
+    """A head of extra rows in the target's pass, in training; the probabilities of its likeliest tokens are saved with
+    it.
 
     Args:
-        held_out: trees on which these odds are measured.
+        held_out: trees on which these probabilities are measured.
         batch_tokens: number of tokens of a batch.
     """
 

@@ -60,7 +60,7 @@ class ExtraHead(Head):
     def described_ranks(self) -> dict[str, str]:
         """A description of the probabilities of its likeliest token by depth; nothing if not measured."""
         odds = ", ".join(f"{row[0]:.2f}" for row in self.ranks if row)
-        return {"its likeliest token is the target's next with odds of": f"{odds}, by depth"} if odds else {}
+        return {"mean target probability of its likeliest token": f"{odds}, by depth"} if odds else {}
 
     def features(self, states: Rows) -> Rows:
         """See `Head.features`: the states themselves."""

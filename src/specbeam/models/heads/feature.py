@@ -1,4 +1,4 @@
-"""Heads that read the last hidden state of a scored node, and the tokens below it."""
+"""Heads that draft from the last hidden state of a scored node and the tokens after it."""
 
 from typing import NamedTuple
 

@@ -17,7 +17,7 @@ from specbeam.models.heads.trees import ScoredTrees
 class DraftRows(NamedTuple):
     """Logits that a head gives below nodes of trees, as drafts of one depth.
 
-    As a draft d deep, a node is d below the nearest node that the target has scored.
+    A draft of depth d is d nodes below the nearest node that the target has scored.
     """
 
     nodes: PerRow  # row * length + column, ascending

@@ -82,7 +82,7 @@ class HeadLM:
 
     keeps_nodes = True
     max_positions: int | None = None
-    # Whether the head reads the target's hidden states of the whole prompt, and not only of its last token.
+    # whether the head reads the target's hidden states at all tokens of the prompt, and not only at the last one
     reads_prompt = True
     drafts_blocks = False  # whether one pass drafts all layers of a turn
 
@@ -240,12 +240,12 @@ class HeadLM:
         return self.new_cache(prompt, self._features(states))
 
     def _on_host(self, states: Tensor) -> Float32[np.ndarray, "rows states"]:
-        """Return hidden states of the target on the host, also if there are no rows."""
+        """Return hidden states of the target on the host; there may be no rows."""
         rows = states.to("cpu", torch.float32).reshape(-1, self.head.states_size)
         return np.ascontiguousarray(rows.numpy())
 
     def _features(self, states: Tensor) -> Rows:
-        """Return the features from hidden states of the target, also if there are no rows."""
+        """Return the features from hidden states of the target; there may be no rows."""
         return self.head.features(states.to(self.device).reshape(-1, self.head.states_size))
 
     def take_back(self, session: CacheOwner, forest: Forest) -> None:

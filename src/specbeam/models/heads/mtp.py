@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 OWN = "mtp"  # the name of the draft of the target's own modules
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # fields for the number of modules
-_INSTEAD = f'leave draft="{OWN}" out, or give the folder of a draft: "./{OWN}" if it is called so'
+_INSTEAD = f'leave draft="{OWN}" out, or give the folder of a draft: "./{OWN}" if that is its name'
 # Tensor names of writers, and the names here.
 DEEPSEEK = {
     "enorm.weight": "enorm.weight",

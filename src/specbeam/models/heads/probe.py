@@ -118,7 +118,8 @@ class Probed:
 def probed(head: Head, target: HuggingFaceLM, start: list[int]) -> Probed:
     """Try other readings of a head on a text that the target writes, and return the one that fits best.
 
-    Another reading replaces the stated one only if it is clearly better, with a warning. There is also one if none fits.
+    Another reading replaces the stated one only if it is clearly better, with a warning. It also warns if no reading
+    fits.
 
     Args:
         start: the first tokens of the text.
@@ -146,7 +147,7 @@ def probed(head: Head, target: HuggingFaceLM, start: list[int]) -> Probed:
     if changes:
         warnings.warn(
             f"the head is read with {', '.join(changes)}, against its files: its overlap with the target's law is "
-            f"{best.score:.2f} then, and {documented.score:.2f} as its files say",
+            f"then {best.score:.2f} instead of {documented.score:.2f}",
             stacklevel=2,
         )
     elif best.score < POOR:

@@ -39,7 +39,7 @@ Task = Generator[list[Ask], list[Answer], Result]  # yields requests of model ro
 
 
 class _Late(NamedTuple):
-    """A segment to be read again with its own query, from the token that completes this query."""
+    """A segment to be read again with its own query, which this token has completed."""
 
     node: TextNode
     past: Past
@@ -155,8 +155,8 @@ class MemoryLM:
         if self.recall is not None and plan.recall == "attention":
             memory = f"memory by attention, query '{plan.query}'"
         if self.recall is not None and plan.recall == "previous":
-            memory = "memory of the one before"
-        return f"read in segments of {plan.segment} tokens with {plan.sensory} of the one before, {memory}"
+            memory = "memory of the previous segment"
+        return f"read in segments of {plan.segment} tokens with {plan.sensory} of the previous one, {memory}"
 
     def lacks(self, needs: Needs) -> str:
         """Return the reason why this model cannot provide these needs; "" if it can."""
@@ -227,14 +227,14 @@ class MemoryLM:
             self.lm.close(window.owner)
 
     def _is_done(self, place: TextPlace) -> bool:
-        """Return whether this place needs its window no more, neither for later tokens nor for its memory."""
+        """Return whether a place no longer needs its window, neither for later tokens nor for its memory."""
         if place.row is None:
             return False
         is_full = len(place.tokens) == self.plan.segment
         return place.opening is not None if is_full else self._begins_late(place.window.past, place.tokens)
 
     def _together(self, tasks: "Sequence[Task[Any]]") -> list[Any]:
-        """Run tasks to their ends, with common passes of the model, and return their results.
+        """Run tasks to completion in shared passes of the model, and return their results.
 
         If a pass or a task fails, all tasks end and close their own windows.
         """
@@ -439,7 +439,7 @@ class MemoryLM:
             one.node.place = yield from self._opened(one.past, one.tokens, recalled, tree)
 
     def _close_done(self, tree: TextTree) -> None:
-        """Close the windows that no token can enter any more."""
+        """Close the windows that no further token can enter."""
         roots: dict[Window, list[TextPlace]] = {}
         for beam in tree.beams:
             roots.setdefault(beam.place.window, []).append(beam.place)
