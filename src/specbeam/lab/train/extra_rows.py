@@ -1,4 +1,4 @@
-"""Heads that are extra rows in the target's pass: new ones, the probabilities of their likeliest tokens, and their files."""
+"""Heads that are extra rows in the target's pass: new heads, their files, and the probabilities of their top tokens."""
 
 from collections.abc import Iterable
 from pathlib import Path
