@@ -193,8 +193,8 @@ class HuggingFaceLM:
     def remember_prompts(self, chunk: int, most_bytes: int) -> None:
         """Turn on prefix caching: store prompts in chunks, and reuse the chunks for later prompts with equal beginnings.
 
-        New sessions no longer share rows of the store; a prompt copies the chunks of another one. Prompts with different
-        `Session.namespace` share nothing. This applies to all users of this object, until `forget_prompts`.
+        New sessions no longer share rows of the store; a prompt copies chunks of earlier prompts. Prompts with
+        different `Session.namespace` share nothing. This applies to all users of this object, until `forget_prompts`.
 
         Args:
             chunk: tokens of a chunk; equal beginnings are found at multiples of it.
@@ -610,7 +610,7 @@ class HuggingFaceLM:
         return others * fresh**2 <= 6 * self.model.get_input_embeddings().weight.shape[1] * common
 
     def _take_over_prefixes(self, caches: list[Any]) -> None:
-        """Let each cache take over its prefix from its leader if the leader has stored all of it."""
+        """Give each cache its prefix from its leader if the leader has stored all of it."""
         for cache in caches:
             if cache.leader is not None and cache.leader.trie.prompt_stored >= cache.common:
                 cache.trie.share(cache.leader.trie, cache.prompt, cache.common)
@@ -744,7 +744,7 @@ class OnTargetsCache:
         """Do nothing: the decoding loop settles the target's cache."""
 
     def peak(self, session: CacheOwner) -> int:
-        """See `LM.peak`: that of the target, drafts included."""
+        """See `LM.peak`: the peak of the target's cache, including drafts."""
         return self.target.peak(session)
 
     def close(self, session: CacheOwner) -> None:

@@ -251,7 +251,7 @@ def _load(model: Any, tensors: _Tensors, dtype: Any) -> None:
 
 
 def _checked(name: str, found: torch.Tensor, own: torch.Tensor, words: torch.dtype) -> torch.Tensor:
-    """Return a tensor of the files, floats as `words`. Raises `BadCheckpoint` if its shape is not that of the model."""
+    """Return a tensor of the files, floats as `words`. Raises `BadCheckpoint` if its shape is not the model's."""
     if found.shape != own.shape:
         raise BadCheckpoint(f"{name} is {[*found.shape]} in the files, and {[*own.shape]} by config.json")
     if not own.is_floating_point():

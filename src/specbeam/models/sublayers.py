@@ -69,7 +69,7 @@ Choice = Bool[np.ndarray, " choices"]  # whether each skippable sublayer is skip
 
 
 def choices_of(layers: int) -> int:
-    """Return the number of sublayers that a search may skip: those of all layers except the first and the last."""
+    """Return the number of sublayers that a search may skip: both in each layer except the first and the last."""
     return 2 * max(layers - 2, 0)
 
 

@@ -572,7 +572,7 @@ CHANGES = [
     (
         {"target": {"model_type": "qwen2"}},
         {},
-        "target.model_type is 'qwen2' in config.json; it must be that of the target, 'llama'",
+        "target.model_type is 'qwen2' in config.json; it must be the target's, 'llama'",
     ),
     ({}, {"norm.weight": torch.ones(31)}, "norm.weight is"),
     ({}, {"layer.more": torch.ones(3)}, "tensors that are not known: layer.more"),
@@ -591,7 +591,7 @@ def test_a_head_of_another_target_or_a_broken_one_is_refused_by_name(folder, con
 
 def test_a_head_of_a_target_of_other_layers_is_refused(folder):
     path, _, _ = folder
-    with pytest.raises(BadHead, match=r"num_hidden_layers is 4 in config.json; it must be that of the target, 5"):
+    with pytest.raises(BadHead, match=r"num_hidden_layers is 4 in config.json; it must be the target's, 5"):
         sb.load(model_of(layers=5), draft=path)
 
 

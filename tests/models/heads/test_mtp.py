@@ -650,7 +650,7 @@ def test_shards_that_are_missing_or_broken_are_named(tmp_path):
         ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2 in config.json; it must be 1"),
         (
             {"inner": {"model_type": "llama"}},
-            "transformer_layer_config.model_type is 'llama' in config.json; it must be that of the target, 'qwen3'",
+            "transformer_layer_config.model_type is 'llama' in config.json; it must be the target's, 'qwen3'",
         ),
         (
             {"inner": {"hidden_size": 24}},

@@ -224,7 +224,7 @@ def test_files_that_cannot_be_read_are_named(target, tmp_path):
     with pytest.raises(BadHead, match="kind 'accelerator', which cannot be read"):
         read_head(folder, target)
     wide = changed(tmp_path / "wide", EAGLE, {"hidden_size": 24})
-    with pytest.raises(BadHead, match=r"hidden_size is 24 in config\.json; it must be that of the target, 16"):
+    with pytest.raises(BadHead, match=r"hidden_size is 24 in config\.json; it must be the target's, 16"):
         read_head(wide, target)
 
 

@@ -39,14 +39,14 @@ def lite_search(
     """Search step by step for a text of high value: the most promising node is continued, as often as its value suggests.
 
     Law: each step is drawn from the method's law of the text after the steps before it, independently of other draws. The
-    answer is chosen by value, so its law is that of no plain decoding.
+    answer is chosen by value, so no plain decoding has its law.
     Paper: arXiv 2407.00320 (Wang et al.)
 
     First the greedy text is decoded; it is the answer if its value reaches the threshold. Otherwise iterations follow: the
-    open node with the largest v' + progress * depth / (steps of the greedy text) gets one draw, or all its draws. v' is its
-    value, calibrated by that of the greedy text. A node of value v' whose children have depth d may have
-    ceil(log(1 - confidence) / (d * log(1 - v'))) draws, between 1 and `children`. A search ends at the first finished text
-    whose value reaches the threshold.
+    open node with the largest v' + progress * depth / (steps of the greedy text) gets one draw, or all its draws. v' is
+    its value, calibrated by the value of the greedy text. A node of value v' whose children have depth d may have
+    ceil(log(1 - confidence) / (d * log(1 - v'))) draws, between 1 and `children`. A search ends at the first finished
+    text whose value reaches the threshold.
 
     Args:
         pair: the models, from `load`; or "bundled".

@@ -58,8 +58,7 @@ class SearchResult:
         ended: why the search ended: "value" (an answer reached the threshold), "budget" (no tokens are left), "iterations",
             "exhausted" (no node can be continued, or all draws are done), "failed", or "" while it runs.
         greedy_text, greedy_value, greedy_steps: the greedy text, its value (NaN if it was cut off), its number of steps.
-        law: law of each step given the text before it. The answer is chosen by value, so its law is that of no plain
-            decoding.
+        law: law of each step given the text before it. The answer is chosen by value, so it does not have this law.
         failure: the error that ended the search; None without an error.
     """
 

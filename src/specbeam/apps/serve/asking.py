@@ -1,4 +1,4 @@
-"""A running request: from its order to its answer, at once or as a stream."""
+"""A running request: from its order to its answer, whole or streamed."""
 
 import asyncio
 import contextlib
@@ -43,7 +43,7 @@ from specbeam.core import Session, Turn
 from specbeam.doors import GrowingText, Request, unsent
 from specbeam.errors import Cancelled, SpecbeamError
 
-PING_S = 15.0  # seconds of silence after which a stream sends a ping
+PING_S = 15.0  # seconds without an event after which a stream sends a ping
 MOST_EVENTS = 256  # records of turns kept for a slow reader
 LIVE_S = 0.05  # seconds between two records of live beams
 ENDED_ECHO = {"finish_reason": "length", "stop_reason": None}  # how a prompt without new tokens ends
@@ -82,7 +82,7 @@ class Asking:
         self._last_turn = time.monotonic()
         self._last_live = 0.0
         self._live_text: GrowingText | None = None  # settled part of a text whose live beams are shown
-        self._texts: dict[int, GrowingText] = {}  # streamed text, by place of a session
+        self._texts: dict[int, GrowingText] = {}  # text streamed so far, by the place of its session
 
     @property
     def request(self) -> Request:

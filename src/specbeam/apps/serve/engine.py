@@ -1,4 +1,4 @@
-"""The engine: one thread that owns a pair and decodes the jobs of all other threads, which join and leave between turns."""
+"""The engine: one thread that owns a pair and decodes jobs for other threads; jobs join and leave between turns."""
 
 import logging
 import threading

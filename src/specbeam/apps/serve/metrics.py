@@ -18,7 +18,7 @@ WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 
 
 class ServerMetrics:
-    """The metrics of one server, in a registry of its own. No label value comes from a request.
+    """The metrics of one server, in its own registry. No label value comes from a request.
 
     The event loop updates them when a request ends. The engine keeps plain counters, which `collect` reads.
     """

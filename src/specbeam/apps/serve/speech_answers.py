@@ -71,7 +71,7 @@ def _number(value: float) -> float:
 
 
 def _our_part(order: SpeechOrder, transcript: Transcript, seconds: float) -> dict[str, Any]:
-    """Return the object `specbeam` of an answer; its law is that of windows at the first temperature."""
+    """Return the object `specbeam` of an answer; its law is the law of windows at the first temperature."""
     method = order.method
     found: dict[str, Any] = {"method": method.name, "law": transcript.law, "exact": method.exact}
     options = order.body.specbeam

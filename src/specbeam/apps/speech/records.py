@@ -32,7 +32,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Transcript:
-    """The text of one audio.
+    """The transcript of one recording.
 
     Attributes:
         text: the text of all segments.

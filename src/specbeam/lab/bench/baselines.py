@@ -113,7 +113,7 @@ def _without_padding(tokens: list[int], ends: set[int], padding: int | None) -> 
 
 
 def _end_tokens(pair: Pair) -> set[int]:
-    """Return the end tokens of the target's generation config; if it names none, that of the tokenizer."""
+    """Return the end tokens of the target's generation config; if it names none, the tokenizer's."""
     ends = pair.target_model.generation_config.eos_token_id
     if ends is None:
         ends = getattr(pair.tokenizer, "eos_token_id", None)

@@ -126,7 +126,7 @@ def _ratio(run: MethodRun, above: np.ndarray, below: np.ndarray) -> Figure:
 
 
 def _perplexity_ratio(run: MethodRun, plain: MethodRun | None) -> Figure | None:
-    """Return the perplexity divided by that of `plain`, None if `plain` is None.
+    """Return the perplexity divided by `plain`'s; None if `plain` is None.
 
     Both methods answered the same prompts equally often, so their mean log-likelihoods are subtracted prompt by prompt.
     """

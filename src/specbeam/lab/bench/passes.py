@@ -125,7 +125,7 @@ def _beams_with_copies(plan: PassPlan, size: int, length: int) -> list[int]:
 
 
 def _cell(engine: str, length: int, rows: int, costs: list[TurnCost], size: int) -> PassCell:
-    """Return the cell of these samples; without samples, that of a size whose copies would need too much memory."""
+    """Return the cell of these samples; no samples mean that the copies would need too much memory."""
     if not costs:
         tokens = rows * (length + 1)
         return PassCell(engine, length, rows, None, None, None, tokens, tokens * size / 1e6)

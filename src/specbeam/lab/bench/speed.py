@@ -47,7 +47,7 @@ class SpeedLine:
 
     Attributes:
         tokens_per_second: speed by round.
-        ratio: speed divided by that of the first contender, round by round.
+        ratio: speed divided by the first contender's, round by round.
         ms_per_token: milliseconds per token over all rounds.
         joules_per_token: None if the machine has no energy counter.
         passes_per_token: target passes per token; None if the contender does not report them.
@@ -55,7 +55,7 @@ class SpeedLine:
         logp_per_token: log-likelihood of the answers under the target's raw law, in nats per token.
         quality: BLEU and exact match by these names; empty without references.
         peak_kv_tokens: most tokens stored at once for a prompt; None if the contender does not report it.
-        rows_per_token: rows that the target's passes computed, without those of prompts; None if they are not reported.
+        rows_per_token: rows that the target's passes computed, without prompt rows; None if they are not reported.
         saved_rows_per_token: rows of earlier turns that were reused to decide layers of beams; None as above.
         lazy_layers: share of the layers of beams that were decided without the rows of all live beams; None as above, or
             without layers of beams.

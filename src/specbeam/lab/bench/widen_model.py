@@ -114,10 +114,10 @@ def with_more_units(own: Any, parameters: int, count: Callable[[Any], int]) -> A
 
     Args:
         own: a dataclass with a field `inner`.
-        parameters: number of weights, not below that of `own`. If they are equal, the size is `own`.
+        parameters: number of weights, at least `own`'s. If they are equal, the size is `own`.
         count: returns the number of weights of a size.
 
-    Raises `BadSetting` if the number is nearer to that of `own` than to that of the next larger size.
+    Raises `BadSetting` if the number is nearer to `own`'s than to the next larger size's.
     """
     has = count(own)
     step = count(replace(own, inner=own.inner + UNITS)) - has
@@ -254,11 +254,11 @@ def _check(own: Size, size: Size) -> None:
 def with_positions(model: "PreTrainedModel", positions: int) -> "PreTrainedModel":
     """Return a model with the same weights and more positions, on which long texts can be timed.
 
-    Up to the model's own positions the function stays the same. Beyond them passes cost as much as in a model
-    trained for them, but the texts are worthless.
+    Within the model's own positions the function stays the same. Beyond them, passes cost as much as in a model trained
+    for them, but texts are meaningless.
 
     Args:
-        model: it is not changed, and shares its weights with the new one.
+        model: the model, which is not changed and shares its weights with the new one.
         positions: number of positions of the new model.
 
     Raises:

@@ -111,7 +111,7 @@ def _of_options(world: World, call: RandomCall, answer: Generation) -> Iterator[
         try:
             json.loads(answer.text)
         except ValueError:
-            yield f"{answer.text!r} is no JSON"
+            yield f"{answer.text!r} is not JSON"
     stops = as_texts(options.get("stop_strings"))
     if stops and world.pair.tokenizer is not None:
         before = world.pair.tokenizer.decode(answer.tokens[:-1])

@@ -54,7 +54,7 @@ def train_coral(
     `load(out, draft=Path(out) / "window")` takes both. The written model differs from the target: its last layers, and the
     norm behind them, predict the target's law of the next token as before, and also the tokens after it. In the training
     curve, the acceptance at depth 1 is the overlap of the new law with the target's, which shows how far the law has
-    moved; deeper values are those of the window. Call it again with the same arguments to resume a killed run; see
+    moved; deeper values measure the window. Call it again with the same arguments to resume a killed run; see
     `train_draft`.
 
     Args:

@@ -53,7 +53,7 @@ def new_bita(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, " 
 def new_hidden_transfer(
     target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, " none"] | None
 ) -> HiddenTransfer:
-    """Return new maps, which are the identity: each pseudo state begins as that of the token itself."""
+    """Return new maps, which are the identity: each pseudo state begins as the state of the token itself."""
     width = int(target.config.get_text_config().hidden_size)
     return HiddenTransfer(target, plan.depth, plan.enters, width)
 

@@ -117,7 +117,7 @@ def train_head(
     Args:
         kind: one of `KINDS`.
         target: the target, loaded or a path or hub id.
-        prompts: texts, or lists of token ids, that the target continues; similar to those of later use.
+        prompts: texts, or lists of token ids, that the target continues; similar to later prompts.
         out: the folder to write.
         trees: the folder of the target's draws, which several trainings with the same prompts, draws and seed may share;
             None: `out/training/trees`.

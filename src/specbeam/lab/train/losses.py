@@ -63,7 +63,7 @@ def draft_loss(
         weights: how much each law counts.
         variation: the share of total variation, in [0, 1]; cross-entropy has the rest. Speed depends on total variation, but
             its gradient is zero at tokens with too large q, and small at tokens with small q, so it learns slowly alone. It
-            is multiplied by 4, so that its gradients are about as large as those of cross-entropy.
+            is multiplied by 4, so that its gradients are about as large as the cross-entropy's.
     """
     each = (1 - variation) * surprise + variation * 4 * (1 - accepted)
     return (each * weights).sum() / weights.sum()

@@ -131,7 +131,7 @@ class MemoryPoint:
     seconds: float  # training time so far, summed over all runs
     loss: float  # mean since the point before; NaN at the first
     held_out: float  # surprise of a token
-    later: float  # the same, of tokens after those that make the segment's query
+    later: float  # the same, of tokens after the segment's query tokens
     forgetful: float  # surprise of a token without recall, by the same weights
     answers: float  # share of answers whose tokens are all the likeliest; NaN without answers
 

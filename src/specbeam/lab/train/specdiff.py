@@ -28,7 +28,7 @@ def new_specdiff(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor
     """Return a new SpecDiff head as wide as the target, with blocks of `plan.depth` drafts.
 
     Its embedding is the target's, and so is the matrix that makes logits, unless the head has a separate vocabulary. The
-    embedding of the mask begins as that of a token that texts do not hold.
+    embedding of the mask begins as the embedding of a token that does not occur in texts.
     """
     sizes = layer_sizes(target, plan, norms_heads=True)
     shape = BlockShape(

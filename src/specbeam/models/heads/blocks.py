@@ -153,7 +153,7 @@ def _correction(files: HeadFiles, nested: Fields, rows: int) -> dict[str, Any]:
     if files.has("refiner_head.in_proj.weight"):
         mixed = files.tensors.get("refiner_head.mix_l")
         if mixed is not None and mixed.ndim == 3 and mixed.shape[1] != rows:
-            raise fields.bad("block_size", f"{mixed.shape[1]}, that of the tensor refiner_head.mix_l")
+            raise fields.bad("block_size", f"{mixed.shape[1]}, as in the tensor refiner_head.mix_l")
         return {
             "correction": "refiner",
             "rank": files.size("refiner_head.in_proj.weight", 0),

@@ -214,11 +214,11 @@ class PairCache(NodeCache):
 
     def __init__(self, prompt: list[int], first: Rows, layers: int, views: Views = (), history: int = 1) -> None:
         super().__init__(prompt[1:], first, np.arange(len(prompt)) < len(first))
-        self.states = torch.zeros_like(self.features)  # the head's own, by local node
+        self.states = torch.zeros_like(self.features)  # the head's own states, by local node
         self.stored = StoredRows(layers)
         self.views = views
         self.history = history
-        # By local node, as the trie forgets the nodes above stored ones. Before its first token a text repeats it.
+        # The trie forgets the nodes above stored ones. Short paths are padded with the text's first token.
         padded = np.array([*prompt[:1] * (history - 1), *prompt])
         self.last_tokens = sliding_window_view(padded, history).copy()
 
@@ -228,7 +228,7 @@ class PairCache(NodeCache):
         self._note_tokens(len(self.last_tokens))
 
     def _note_tokens(self, first: int) -> None:
-        """Set the last tokens of the paths to local nodes, from `first` on, by those of their parents."""
+        """Set the last tokens of the paths to local nodes from `first` on, given their parents' last tokens."""
         trie = self.trie
         if self.history == 1 or trie.size <= first:
             return
@@ -459,8 +459,8 @@ class RootCache(NodeCache):
         super().__init__(prompt, first, is_scored)
         self.stored = StoredRows(layers)
         self.views = views
-        # Of this turn: float[rows, width] by the local node of the root; and by local node the states of the head's
-        # correction for its children.
+        # In this turn: the block of each root, float[rows, width], and the correction's states for the children of each
+        # node, both by local node.
         self.blocks: dict[int, Tensor] = {}
         self.carried: dict[int, Tensor] = {}
 

@@ -62,7 +62,7 @@ def read_eagle(files: HeadFiles) -> PairTrunk:
     fields = files.fields
     width = files.width
     if fields.whole("hidden_size") != width:
-        raise fields.bad("hidden_size", f"that of the target, {width}")
+        raise fields.bad("hidden_size", f"the target's, {width}")
     heads = fields.whole("num_attention_heads")
     if width % heads:
         raise fields.bad("num_attention_heads", f"a divisor of hidden_size, {width}")

@@ -74,7 +74,7 @@ class ExitHead(Head):
     def described(self) -> dict[str, str]:
         return {
             "kind": f"EESD: an exit layer after the target's first {self.after} of {len(layers_of(self.target))} layers",
-            "layers": "1, like those of the target, with a norm of its own",
+            "layers": "1, like those of the target, with its own norm",
             "reads": f"the output of layer {self.after - 1} at the node itself, also at drafts",
         }
 

@@ -77,7 +77,7 @@ class FeatureHead(Head):
 
 
 class Residual(nn.Module):
-    """A residual layer: x + silu(W x + b); with `shrinks`, the skip connection has a linear map as well."""
+    """A residual layer: x + silu(W x + b); with `shrinks`, the skip connection has a linear map, too."""
 
     def __init__(self, reads: int, width: int, shrinks: bool = False) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Pair trunks that draft a whole block in one pass, by mask rows after the row of a pair (P-EAGLE).
 
-The first draft is that of a pair trunk. The row of each further draft reads a mask token and a learned state in place of the
-unknown token and feature, and attends to the rows of pairs above and the mask rows before it. So the law of a draft does not
-depend on the drafts above it: it is a product law.
+The first draft is made as in a pair trunk. The row of each further draft reads a mask token and a learned state in
+place of the unknown token and feature, and attends to the rows of pairs above and the mask rows before it. So the law
+of a draft does not depend on the drafts above it: it is a product law.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ class MaskTrunk(PairTrunk):
 
     Args:
         mask: the token that mask rows read.
-        rows: number of rows of a block: that of a pair, and the mask rows after it.
+        rows: number of rows of a block: the row of a pair and the mask rows after it.
     """
 
     def __init__(

@@ -117,7 +117,7 @@ def read_speculators_module(files: HeadFiles) -> Head:
     core = files.fields.required("transformer_layer_config")
     theirs = files.target.config.get_text_config().model_type
     if core.text("model_type") != theirs:
-        raise core.bad("model_type", f"that of the target, {theirs!r}: is it for another target?")
+        raise core.bad("model_type", f"the target's, {theirs!r}: is it for another target?")
     if core.whole("hidden_size") != files.width:
         raise core.bad("hidden_size", f"the width of the target, {files.width}")
     if files.fields.whole("num_nextn_predict_layers", 1) != 1:

@@ -202,7 +202,7 @@ def check_target(files: HeadFiles, expected: Mapping[str, Any], why: str) -> Non
     stated = files.fields.required("target")
     for name, value in expected.items():
         if stated.values.get(name) != value:
-            raise stated.bad(name, f"that of the target, {value!r}: {why}")
+            raise stated.bad(name, f"the target's, {value!r}: {why}")
 
 
 def mask_token(fields: Fields, names: tuple[str, ...], vocab: int) -> int:

@@ -116,8 +116,8 @@ class BlocksOnTrees:
 
     Args:
         views: the views of the layers; see `View`.
-        context: keys and values of the nodes by layer; None: those of the first row of the block below each node. Then rows
-            see neither later rows of their block nor the first token of a text, which has no row.
+        context: keys and values of the nodes by layer; None: the first row of the block below each node provides them.
+            Then rows see neither later rows of their block nor the first token of a text, which has no row.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ class GivenDraft:
     """The draft arguments of `load`: a model, a head, the target without sublayers, or nothing."""
 
     model: Any = None  # a model object, path or hub id
-    head: Any = None  # likewise
+    head: Any = None  # a path, hub id or module
     skipping: Skipping | None = None
     quantize: "Quantize | None" = None  # rounding of the model
 

@@ -49,9 +49,9 @@ class _Late(NamedTuple):
 class MemoryLM:
     """A language model that reads in segments and recalls memories of earlier segments: HMT (arXiv 2405.06067).
 
-    The logits of a node are a function of the text on its path: those of the model in the window of the node's segment,
-    which holds the segment's recall, the last tokens of the previous segment, and its own tokens. Branches of a text tree
-    share windows until they diverge, and all memories of their common past. Rejected drafts leave no state.
+    The logits of a node are a function of the text on its path: the model computes them in the window of the node's
+    segment, which holds the segment's recall, the last tokens of the previous segment, and its own tokens. Branches of a
+    text tree share windows until they diverge, and all memories of their common past. Rejected drafts leave no state.
 
     A pass that crosses the end of a segment takes two passes of the model: the first computes the memories of full
     segments, and the second begins the next segments.
