@@ -124,7 +124,7 @@ class HuggingFaceLM:
             "int8", "int4", "fp8" or "layers". Raises `NotSupported` if the engine cannot run the model.
         share_from: sessions whose prompts begin with at least this number of equal tokens compute and store those tokens
             once, unless attention over the slots of all their new tokens may cost more. None: never. "auto": 64, but never
-            with "compiled", "int8" or "int4", whose rows without sharing have the same bits in any batch.
+            with "compiled", "int8" or "int4", whose results without sharing are bit-identical in any batch.
         kv: "bfloat16" stores keys and values rounded, in half the memory, which changes the model; for the compiled forward,
             rounded or not.
         shared: the tokens that a draft model shares with a target of another vocabulary: the draft model reads the target's
@@ -764,7 +764,7 @@ def _may_recall(cache: Any) -> bool:
 
 
 def _are_same(first: Any, second: Any) -> bool:
-    """Return whether two contexts hold identical objects; equal copies count as different."""
+    """Return whether two contexts hold the same objects; equal copies count as different."""
     if first is second or first is None or second is None:
         return first is second
     return first.keys() == second.keys() and all(first[name] is second[name] for name in first)

@@ -3,10 +3,10 @@
 A benchmark of a small trained pair has real agreement of draft and target. With the target grown, it also has the cost
 of a real target.
 
-New layers, heads and feed-forward units write nothing, and new residual width carries zeros. All other new weights are
-random, and cost what trained weights would cost. Where the weights of the model are bfloat16 numbers, as in most
-checkpoints, the new ones are too, because an engine may read those faster. So it is as slow as the large model, and
-writes the texts of the small one. Positions can be added too.
+New layers, heads and feed-forward units write nothing to the residual stream, and its new columns are zero. All other
+new weights are random, and cost as much as trained weights. Where the weights of the model are bfloat16 numbers, as in
+most checkpoints, the new ones are too, because an engine may read those faster. So it is as slow as the large model,
+and writes the texts of the small one. Positions can be added too.
 """
 
 import copy
@@ -37,7 +37,7 @@ UNITS = 64  # their numbers are multiples of this, or differ from the model's ow
 class Size:
     """The dimensions of a Llama-like decoder."""
 
-    hidden: int  # residual width
+    hidden: int  # width of the residual stream
     layers: int
     inner: int  # feed-forward units
     heads: int
@@ -167,14 +167,14 @@ def grown(model: "PreTrainedModel", to: Size | int, seed: int = 0) -> "PreTraine
         config.layer_types = [config.layer_types[number % own.layers] for number in range(size.layers)]
     large = random_model(type(model), config, model, seed)
     keep_short(large, model)
-    norm_scale = math.sqrt(own.hidden / size.hidden)  # a norm over more width divides by less
+    norm_scale = math.sqrt(own.hidden / size.hidden)  # a norm over more columns, most of them zero, divides by less
     large.model.embed_tokens.weight.zero_()
     insert(large.model.embed_tokens.weight, model.model.embed_tokens.weight)
     if not config.tie_word_embeddings:
         insert(large.lm_head.weight, model.lm_head.weight)
     large.model.norm.weight.fill_(norm_scale)
     insert(large.model.norm.weight, model.model.norm.weight * norm_scale)
-    for layer in large.model.layers:  # new layers, heads and units write nothing
+    for layer in large.model.layers:  # new layers, heads and units write nothing to the residual stream
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
     for layer, source in zip(large.model.layers, model.model.layers, strict=False):
@@ -195,7 +195,7 @@ def random_model(kind: Any, config: Any, like: "PreTrainedModel", seed: int) -> 
         torch.set_default_dtype(like.dtype)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
             torch.manual_seed(seed)
-            return kind(config)  # is not cast afterwards: rotary frequencies have to stay float32
+            return kind(config)  # made in this dtype: a cast would round rotary frequencies
     finally:
         torch.set_default_dtype(before)
 
@@ -230,7 +230,7 @@ def copy_layer(layer: nn.Module, source: nn.Module, norm_scale: float) -> None:
 def insert(new: torch.Tensor, old: torch.Tensor) -> None:
     """Write the old weights into the first rows and columns of the new ones.
 
-    The rest of these rows may stay random: it reads new residual width, which is always zero.
+    The rest of these rows may stay random: it reads new columns of the residual stream, which are always zero.
     """
     new[tuple(slice(length) for length in old.shape)] = old
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 READERS = ("t5", "mt5", "umt5")
 WITHOUT_GATE = 4.0  # feed-forward units per unit of width of layers without a gate
-OUTPUTS = ("o.weight", "wo.weight")  # the ends of the names of matrices that write into the residual width
+OUTPUTS = ("o.weight", "wo.weight")  # suffixes of the names of matrices that write into the residual stream
 NORM = "layer_norm.weight"
 
 
@@ -40,7 +40,7 @@ NORM = "layer_norm.weight"
 class ReaderSize:
     """The dimensions of a T5."""
 
-    hidden: int  # residual width
+    hidden: int  # width of the residual stream
     encoder_layers: int
     decoder_layers: int
     inner: int  # feed-forward units

@@ -49,7 +49,7 @@ def train_coral(
     schedule: Schedule | None = None,
     report: Report = lambda *_: None,
 ) -> Trained:
-    """Teach a copy of a target a window of tokens ahead, and write it to a folder, with the head that reads the window.
+    """Train a copy of a target to predict a window of tokens ahead, and write it to a folder with the window's head.
 
     `load(out, draft=Path(out) / "window")` takes both. The written model differs from the target: its last layers, and the
     norm behind them, predict the target's law of the next token as before, and also the tokens after it. In the training

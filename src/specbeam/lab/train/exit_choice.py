@@ -1,4 +1,4 @@
-"""The choice of the place of an exit layer, by short trials of a few places and the cost of passes.
+"""The choice of an exit layer's depth, by short trials of a few depths and measured pass costs.
 
 More of the target's layers before it make drafts better and slower. The best number depends on the target and the machine.
 """
@@ -102,7 +102,7 @@ def _best(figures: list[ExitFigures]) -> int:
 
 
 def candidates(layers: int) -> list[int]:
-    """Return the numbers of layers to try for a target: up to half of its layers, denser where they are few.
+    """Return the exit depths to try for a target: up to half of its layers, denser near the first layers.
 
     >>> candidates(10), candidates(32), candidates(2)
     ([1, 2, 3, 5], [1, 2, 4, 8, 16], [1])

@@ -59,7 +59,7 @@ def draft_loss(
 
     Args:
         accepted: the overlap of each pair of laws.
-        surprise: the cross-entropy of each.
+        surprise: the cross-entropy of each pair.
         weights: how much each law counts.
         variation: the share of total variation, in [0, 1]; cross-entropy has the rest. Speed depends on total variation, but
             its gradient is zero at tokens with too large q, and small at tokens with small q, so it learns slowly alone. It

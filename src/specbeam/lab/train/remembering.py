@@ -1,4 +1,4 @@
-"""The loop that trains a memory (HMT) through segments, with a state on disk from which a killed run resumes."""
+"""The training loop of a memory (HMT), with a state on disk from which a killed run resumes."""
 
 import math
 import time
@@ -129,10 +129,10 @@ class MemoryPoint:
 
     step: int
     seconds: float  # training time so far, summed over all runs
-    loss: float  # mean since the point before; NaN at the first
-    held_out: float  # surprise of a token
-    later: float  # the same, of tokens after the segment's query tokens
-    forgetful: float  # surprise of a token without recall, by the same weights
+    loss: float  # mean loss since the previous point; NaN at the first
+    held_out: float  # negative log-likelihood per token
+    later: float  # the same, for tokens after the segment's query tokens
+    forgetful: float  # negative log-likelihood per token without recall, with the same weights
     answers: float  # share of answers whose tokens are all the likeliest; NaN without answers
 
 
@@ -247,7 +247,7 @@ def drawn_documents(
 ) -> list[MemoryDocument]:
     """Return `count` random texts of at most `segments` segments of `size` tokens.
 
-    Texts with an answer are taken whole, if they have no more segments than that. Of longer other texts, a piece is taken.
+    Texts with an answer are taken whole if they fit. From longer texts without an answer, a piece is taken.
 
     Raises `BadSetting` if no document fits.
     """
@@ -328,7 +328,7 @@ def _in_last_segment(texts: Sequence[MemoryDocument], length: int, size: int) ->
 def check_texts(
     model: "PreTrainedModel", recall: Recall, plan: MemoryPlan, texts: Sequence[MemoryDocument]
 ) -> tuple[float, float, float, float]:
-    """Return surprise, surprise of later tokens, surprise without recall, and share of right answers (see `MemoryPoint`)."""
+    """Return the held-out figures of a `MemoryPoint`: `held_out`, `later`, `forgetful` and `answers`."""
     forgetful = MemoryPlan(plan.segment, plan.sensory, plan.memories, plan.share, "initial", plan.query)
     whole, later, tokens, later_tokens, right, answered = _sums(model, recall, plan, texts)
     without, *_ = _sums(model, recall, forgetful, texts)
@@ -343,7 +343,7 @@ def check_texts(
 def _sums(
     model: "PreTrainedModel", recall: Recall, plan: MemoryPlan, texts: Sequence[MemoryDocument]
 ) -> tuple[float, float, int, int, int, int]:
-    """Return summed surprise of all tokens and of later ones, their numbers, and the numbers of right and of all answers."""
+    """Return summed negative log-likelihoods of all and of later tokens, their counts, and counts of right and all answers."""
     device = model.get_input_embeddings().weight.device
     reader = SegmentReader(model, recall, plan)
     head = model.get_output_embeddings()

@@ -135,7 +135,7 @@ def _correction(files: HeadFiles, nested: Fields, rows: int) -> dict[str, Any]:
             kind = "rnn"
         holder = _holder(fields, nested, "markov_head_type")
         if holder.text("markov_head_type", kind) != kind:
-            raise holder.bad("markov_head_type", f"{kind!r}, by the tensors there are")
+            raise holder.bad("markov_head_type", f"{kind!r}, as its tensors show")
         return {"correction": kind, "rank": files.size("markov_head.markov_w1.weight", 1)}
     if files.has("domino.prefix_gru.weight_hh_l0"):
         return {

@@ -366,7 +366,7 @@ def _weights_in(head: Any) -> tuple[list[Any], Kind, bool]:
 
 
 def _numbers_in(module: Any, name: str = "weight") -> np.ndarray:
-    """Return a weight of a module; no numbers if it has none."""
+    """Return a weight of a module; an empty array if it has none."""
     weight = getattr(module, name, None)
     return _NONE if weight is None else numbers_of(weight)
 

@@ -71,7 +71,7 @@ def read_eagle(files: HeadFiles) -> PairTrunk:
     sizes = layer_sizes(files, core)
     has_bias = fields.flag("bias", default=files.has("fc.bias"))
     if fields.flag("qkv_bias", default=sizes.has_bias) != sizes.has_bias:
-        raise fields.bad("qkv_bias", f"{str(sizes.has_bias).lower()}, by the tensors there are")
+        raise fields.bad("qkv_bias", f"{str(sizes.has_bias).lower()}, as its tensors show")
     shape = TrunkShape(
         sizes=sizes,
         layers=layer_count(files, fields, 1),
@@ -195,7 +195,7 @@ def _norms_of_features(files: HeadFiles) -> str:
     for name, kind in (("norm_before_fc", "all"), ("fc_norm", "each")):
         is_kind = found == kind
         if fields.flag(name, default=is_kind) != is_kind:
-            raise fields.bad(name, f"{str(is_kind).lower()}, by the tensors there are")
+            raise fields.bad(name, f"{str(is_kind).lower()}, as its tensors show")
     return found
 
 

@@ -127,8 +127,8 @@ def _read(files: HeadFiles) -> Head:
         return read_eagle(files)
     kind = files.config.get("speculators_model_type") or files.config.get("model_type")
     raise BadHead(
-        f"{files.where} is a head of kind {kind!r}, which cannot be read; "
-        "EAGLE-1, 2, 3, HASS, P-EAGLE, MTP, DFlash, DSpark, Medusa, Hydra, MLP speculator and ReDrafter heads can, and "
+        f"{files.where} is a head of kind {kind!r}, which cannot be read; readable kinds are "
+        "EAGLE-1, 2, 3, HASS, P-EAGLE, MTP, DFlash, DSpark, Medusa, Hydra, MLP speculator and ReDrafter, and "
         "heads trained by specbeam"
     )
 
