@@ -131,7 +131,7 @@ def _engine_of(engines: tuple[EngineKind, ...], request: EngineRequest, wanted: 
 
 
 def _with_rounded_kv(chosen: ChosenEngine, kv: KVType) -> ChosenEngine:
-    """Let the chosen engine store rounded keys and values. Raises `NotSupported` if it is not the compiled forward."""
+    """Make the chosen engine store rounded keys and values. Raises `NotSupported` if it is not the compiled forward."""
     if chosen.name not in COMPILED:
         raise NotSupported(
             f"kv={kv!r} needs the compiled forward, rounded or not, and the engine is {chosen.name!r}; leave kv out"
@@ -191,7 +191,7 @@ def _waits_for_compiled(model: "PreTrainedModel") -> str:
 
 def _waits_for_gpu(model: "PreTrainedModel") -> str:
     if model.device.type != "cuda":
-        return f"it is on {model.device}, where this engine serves tests only"
+        return f"on {model.device} this engine is for tests only"
     if reads_sources(model):
         return "it is used on request only for decoders with cross-attention: docs/models.md lists the tests there"
     return ""

@@ -320,7 +320,7 @@ class HuggingFaceLM:
     def caches_before_roots(self, sessions: Sessions) -> list[Any]:
         """Store all tokens before the roots of these sessions, and return their caches, for passes on scratch slots.
 
-        To be called at the start of a turn, of models run by the compiled forward; see `SkippingLM`.
+        Call this at the start of a turn, only for models run by the compiled forward; see `SkippingLM`.
 
         Raises `NotSupported` if a session shares its row of the store, as the others might fill the same free slots.
         """

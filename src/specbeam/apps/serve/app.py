@@ -198,7 +198,7 @@ class BeamServer:
         return self.keys.client(http.headers.get("authorization"))
 
     def health(self) -> tuple[int, dict[str, Any]]:
-        """Return whether the server can answer, as status and JSON."""
+        """Return the HTTP status and JSON of a health check."""
         engine = self.engine
         state = self.state
         if engine is not None and state in ("ready", "draining"):

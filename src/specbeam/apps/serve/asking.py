@@ -467,7 +467,7 @@ class Asking:
         return taken
 
     async def _settled_text(self, job: Job) -> str:
-        """Return the part of a text that can be sent: settled, without a partial stop string or character at its end."""
+        """Return the settled part of a text that can be sent, without a partial stop string or character at its end."""
         tokens = job.settled
         if not tokens:
             return ""

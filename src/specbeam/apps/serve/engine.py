@@ -203,7 +203,7 @@ class Engine:
         self._open: set[Future[Any]] = set()  # results that other threads wait for
         self._patience_s = 0.0  # additional seconds granted to the running task
         self._turn_s = 0.01  # moving average of the seconds per turn
-        self._restarted: deque[float] = deque(maxlen=RESTARTS)  # clock times of faults of the engine
+        self._restarted: deque[float] = deque(maxlen=RESTARTS)  # clock times of the engine's faults
         self._explained: set[float] = set()  # faults that were reproduced by one job alone
         self._known: set[str] = set()  # keys of methods whose parts were made before
         self._thread = threading.Thread(target=self._run, name="specbeam engine", daemon=True)
@@ -589,7 +589,7 @@ class Engine:
         return sum(lm.held(job.session) for job in self.inside if lm in job.session.state)
 
     def _turns_ahead(self) -> int:
-        """Return the number of turns that fit into `DELAY_S`; 0 if any job shows its turns."""
+        """Return the number of turns to run per step, within `DELAY_S`; 0 if any job shows its turns."""
         if any(job.see is not None for job in self.inside):
             return 0
         return min(max(int(DELAY_S / max(self._turn_s, 1e-5)), 1), TURNS)

@@ -343,7 +343,7 @@ def check_texts(
 def _sums(
     model: "PreTrainedModel", recall: Recall, plan: MemoryPlan, texts: Sequence[MemoryDocument]
 ) -> tuple[float, float, int, int, int, int]:
-    """Return summed negative log-likelihoods of all and of later tokens, their counts, and counts of right and all answers."""
+    """Return the negative log-likelihoods of all and of later tokens, their counts, and counts of right and all answers."""
     device = model.get_input_embeddings().weight.device
     reader = SegmentReader(model, recall, plan)
     head = model.get_output_embeddings()

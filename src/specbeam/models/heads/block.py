@@ -197,13 +197,13 @@ class BlockHead(LayeredHead):
         return self.hidden_norm(self.fc(states.to(self.fc.weight.dtype)))
 
     def context(self, features: Rows, positions: PerRow) -> list[tuple[Tensor, Tensor]]:
-        """Return the keys and values of scored nodes by layer: all layers read the same features."""
+        """Return the keys and values of scored nodes by layer; all layers read the same features."""
         angles = self.rotary(positions)
         attentions: list[Any] = [layer.self_attn for layer in self.layers]
         return [attention.keys_and_values(features, angles) for attention in attentions]
 
     def blocks(self, roots: PerRow, positions: PerRow, attend: Attend) -> Blocks:
-        """Return the rows of the blocks below roots, which make the logits; see also `Correction.reads_mean`.
+        """Return the rows of the blocks below roots, from which logits are made; see also `Correction.reads_mean`.
 
         Args:
             roots: the tokens of the roots.
@@ -262,7 +262,7 @@ class BlockHead(LayeredHead):
         return self.confidence_head(rows)
 
     def drafts(self, trees: ScoredTrees, depth: int, wanted: PerNode) -> list[DraftRows]:
-        """See `Head.drafts`: each node is the root of a block, and a draft in the blocks of the nodes above it."""
+        """See `Head.drafts`: each node is the root of its own block, and a draft in the blocks of its ancestors."""
         return self.drafts_in(self.blocks(trees.tokens, trees.depths, self.attend_in(trees)), trees, depth, wanted)
 
     def attend_in(self, trees: ScoredTrees) -> Attend:

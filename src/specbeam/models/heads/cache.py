@@ -301,8 +301,8 @@ class ModuleCache(PairCache):
     above, has a slot without a row, which no row sees. It gets a row after the target has scored the nodes above it, because
     drafts are entered again when a turn is settled; or never, if there are too few nodes above.
 
-    The caches of all modules get the same nodes, and drop different ones: a cache keeps nodes that it has not stored yet. So
-    nodes have names, numbers that are the same in all caches.
+    The caches of all modules get the same nodes but drop different ones, because a cache keeps nodes that it has not
+    stored yet. So each node has a name, a number that is the same in all caches.
 
     Args:
         prompt: the tokens of the prompt.
@@ -359,7 +359,7 @@ class ModuleCache(PairCache):
         return None
 
     def _with_something_to_read(self, start: int) -> Flags:
-        """Return which of the next pending nodes have a known input, up to the first one that waits for its parent."""
+        """Return whether each of the next pending nodes has a known input, up to the first that waits for its parent."""
         above = self.trie.parents[start : start + CHUNK]
         is_deep = self.trie.positions[start : start + CHUNK] >= self.number
         reads_feature = is_deep & self.is_scored[above]
@@ -444,7 +444,7 @@ class ModulesCache:
 
 
 class RootCache(NodeCache):
-    """A cache of a head that drafts a block of rows below each root: the first node of a path that was not scored.
+    """The cache of a head that drafts a block of rows below each root: the first unscored node of a path.
 
     The target has scored all stored nodes. A block lasts for one turn.
 

@@ -136,7 +136,7 @@ class Chimera(LayeredHead):
     @property
     def described(self) -> dict[str, str]:
         shape = self.shape
-        how = "a matrix of tokens for each" if shape.read_out == OWN else "a map for each, and one matrix of tokens"
+        how = "an output matrix for each" if shape.read_out == OWN else "a map for each, and one output matrix"
         return {
             "kind": "Chimera: reads the last three tokens, and the features of all tokens above",
             "layers": "1",

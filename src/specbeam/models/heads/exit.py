@@ -74,7 +74,7 @@ class ExitHead(Head):
     def described(self) -> dict[str, str]:
         return {
             "kind": f"EESD: an exit layer after the target's first {self.after} of {len(layers_of(self.target))} layers",
-            "layers": "1, like those of the target, with its own norm",
+            "layers": "1, like the target's, with its own norm",
             "reads": f"the output of layer {self.after - 1} at the node itself, also at drafts",
         }
 
@@ -181,9 +181,9 @@ class ExitLM(OnTargetsCache, HeadLM):
     they are kept and dropped together.
 
     Args:
-        head: the head.
-        target: the model that it is for, run by an engine that runs ranges of layers: the compiled forward, rounded or not,
-            or "layers".
+        head: the exit head.
+        target: the model that the head is for, run by an engine that runs ranges of layers: the compiled forward,
+            rounded or not, or "layers".
     """
 
     head: ExitHead

@@ -2,9 +2,9 @@
 
 An extra row hangs below a node of the forest that the target scores. It sees the path to the node, the node, the extra rows
 between, and possibly a learned prefix; no row of the text sees an extra row or the prefix. Extra row j below a node takes
-the place of a token j positions later, so its logits are a law of the token after that position: the node itself gives the
-law of the next token, and extra row 1 the law of the second one, whatever the first one will be. So the law of a draft is a
-product law.
+the place of a token j positions later, so its logits are a law of the token after that position: the node itself gives
+the law of the next token, and extra row 1 the law of the second one, independent of the first. So the law of a draft is
+a product law.
 """
 
 from collections.abc import Callable, Iterator
@@ -232,7 +232,8 @@ class _TreeLayer(CacheLayerMixin):
             parts.insert(0, prefix[self.number].to(own).expand(len(own), -1, -1, -1))
         return torch.cat(parts, 2)
 
-    # transformers derives masks and positions from these. Passes here have explicit ones, so the values do not matter.
+    # transformers derives masks and positions from these. Passes here give both explicitly, so the values do not
+    # matter.
     def get_seq_length(self) -> int:
         """Return 0."""
         return 0

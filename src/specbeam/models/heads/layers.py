@@ -1,4 +1,4 @@
-"""The layers of heads: norms, attention over any rows, and gated inner layers.
+"""The layers of heads: norms, attention over any rows, and gated MLPs.
 
 Modules are named like the tensors of checkpoints. The caller of attention chooses which rows a row attends to, so that
 drafting in a tree and training on whole texts run the same layers.
@@ -152,14 +152,14 @@ class Attention(nn.Module):
         return rotated(keys, angles), self.v_proj(x).unflatten(-1, shape)
 
     def forward(self, x: Float[Tensor, "*rows reads"], angles: Any, layer: int, attend: Attend) -> Rows:
-        """Return the output of attention, to be added to rows."""
+        """Return attention's output, which the caller adds to the rows."""
         keys, values = self.keys_and_values(x, angles)
         mixed = attend(layer, self.queries(x, angles), keys, values)
         return self.o_proj(mixed.flatten(-2))
 
 
 class Gated(nn.Module):
-    """The gated inner layer of a Llama.
+    """The gated MLP of a Llama.
 
     Args:
         gate: size of the input of the gate; None: the width.
@@ -172,7 +172,7 @@ class Gated(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Rows) -> Rows:
-        """Return the output of the inner layer, to be added to rows."""
+        """Return the MLP's output, which the caller adds to the rows."""
         return self.gated(x, x)
 
     def gated(self, gate: Float[Tensor, "*rows gate"], x: Rows) -> Rows:
@@ -181,7 +181,7 @@ class Gated(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A layer of a Llama: attention and an inner layer, each on normed rows.
+    """A layer of a Llama: attention and an MLP, each on normed rows.
 
     Args:
         has_first_norm: whether attention reads normed rows; the first layer of an EAGLE-1 head has no such norm.

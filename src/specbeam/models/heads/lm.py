@@ -170,7 +170,7 @@ class HeadLM:
         raise NotImplementedError
 
     def is_ready(self, session: CacheOwner) -> bool:
-        """Return whether the head can draft for a session: its prompt was scored, and consists of tokens only."""
+        """Return whether the head can draft for a session: the prompt was scored, and has no embedding rows."""
         return self in session.state and min(session.prompt) >= 0
 
     def on_device(self, arrays: Sequence[np.ndarray]) -> Tensor:
@@ -178,7 +178,7 @@ class HeadLM:
         return torch.from_numpy(np.concatenate(arrays)).to(self.device)
 
     def in_groups(self, numbers: AnyNodes, columns: int, logits_of: Callable[[int, Nodes], Logits]) -> Logits:
-        """Return the logits of nodes, in float32, made for all nodes of the same number at once.
+        """Return the logits of nodes in float32, computed at once for all nodes with the same number.
 
         Args:
             numbers: a number for each node, such as its depth.
@@ -214,7 +214,7 @@ class HeadLM:
         return [self._of_all_tokens(known.float()) for known in self.logits(caches, wanted)]
 
     def _of_all_tokens(self, known: Logits) -> Float[Tensor, "rows vocab"]:
-        """Return logits of all tokens of the target: -inf for tokens that the head lacks."""
+        """Return logits for all of the target's tokens, -inf for tokens that the head lacks."""
         tokens = self.head.tokens
         if tokens is None:
             return known
@@ -508,7 +508,7 @@ class BlockLM(HeadLM):
         return found
 
     def _correct(self, nodes: list[BlockNode]) -> Logits:
-        """Return the logits at nodes, and store the states for their children; with a state all have the same depth."""
+        """Return the logits at nodes, and store the states for their children; with a state, all nodes have one depth."""
         shape = self.head.shape
         last = shape.rows - 1
         rows = torch.stack([one.cache.blocks[one.root][min(shape.first_row + one.far, last)] for one in nodes])

@@ -72,7 +72,7 @@ class MaskTrunk(PairTrunk):
         return tokens, given, positions[..., None] + torch.arange(count, device=roots.device)
 
     def drafts(self, trees: ScoredTrees, depth: int, wanted: PerNode) -> list[DraftRows]:
-        """See `Head.drafts`: each node is the root of a block, and a draft in the blocks of the nodes above it."""
+        """See `Head.drafts`: each node is the root of its own block, and a draft in the blocks of its ancestors."""
         root = trees.columns
         above = trees.at(self.features(trees.states_at(self.taps)), trees.above(root))
         tokens, given, positions = self.read_by(trees.tokens, above, trees.depths)
@@ -86,7 +86,7 @@ class MaskTrunk(PairTrunk):
         return found
 
     def other_readings(self, layers: int) -> Iterator[tuple[str, PairTrunk]]:
-        """See `Head.other_readings`: the readings of a pair trunk, except for its feedback, which is missing here."""
+        """See `Head.other_readings`: a pair trunk's readings, except of feedback, which this head lacks."""
         for name, other in super().other_readings(layers):
             if other.shape.feeds_normed == self.shape.feeds_normed:
                 yield name, other

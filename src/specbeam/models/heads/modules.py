@@ -46,7 +46,7 @@ class ModulesInARow(Head):
     @property
     def described(self) -> dict[str, str]:
         count = len(self.row)
-        what = f"one in {count} places" if self.is_one else str(count)
+        what = f"one, used {count} times" if self.is_one else str(count)
         return self.modules_in_a_row[0].described | {"modules": f"{what}, for drafts 1 to {count} deep"}
 
     @property

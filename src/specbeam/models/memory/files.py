@@ -68,7 +68,7 @@ def backbone_of(folder: "str | Path") -> str:
 
 
 def read_memory(folder: "str | Path") -> tuple[MemoryPlan, Recall, str | None]:
-    """Return the plan of a memory, its weights, and the hash of its model's weights (`weights_key`).
+    """Return the plan of a memory, its weights, and the hash of the weights of its model (`weights_key`).
 
     Raises `MissingFile` if files are missing, `BadHead` if they cannot be read or do not fit each other.
     """

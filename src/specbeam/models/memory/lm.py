@@ -47,7 +47,7 @@ class _Late(NamedTuple):
 
 
 class MemoryLM:
-    """A language model that reads in segments and recalls memories of earlier segments: HMT (arXiv 2405.06067).
+    """A language model that reads text in segments and recalls memories of earlier segments: HMT (arXiv 2405.06067).
 
     The logits of a node are a function of the text on its path: the model computes them in the window of the node's
     segment, which holds the segment's recall, the last tokens of the previous segment, and its own tokens. Branches of a
@@ -326,7 +326,7 @@ class MemoryLM:
         return memory, answers[-1].hidden[0] if wanted else None
 
     def _answered(self, asks: list[Ask]) -> "Task[list[Answer]]":
-        """Ask for rows of windows, and close the windows."""
+        """Request rows of windows, then close the windows."""
         if not asks:
             return []
         try:
@@ -479,7 +479,7 @@ class MemoryLM:
         return tokens[:size] if self.plan.refreshes and len(tokens) >= size else tail[-size:]
 
     def _summary(self, memories: int, query: tuple[int, ...]) -> list[Ask]:
-        """Return the request for the summary of a query; none if the recall does not depend on it."""
+        """Return the request for the summary of a query; an empty list if the recall does not depend on it."""
         if self.recall is None or not self.plan.needs_summary(memories):
             return []
         owner = self._owner([-1, *query, -1], self.recall.summary.detach())
