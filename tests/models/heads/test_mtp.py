@@ -611,7 +611,7 @@ def test_stated_modules_that_are_missing_are_named(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     model.save_pretrained(tmp_path)
     with pytest.raises(
-        BadHead, match=r"though config\.json says num_nextn_predict_layers 3: were they lost in a conversion"
+        BadHead, match=r"though config\.json states num_nextn_predict_layers 3: were they lost in a conversion"
     ):
         read_head("mtp", loaded(tmp_path))
     tensors = stored(tmp_path) | {"model.mtp_block.0.norm.weight": torch.ones(16)}
