@@ -489,7 +489,7 @@ def test_sources_of_a_translation_model_are_decoded_and_models_that_hear_are_ref
     code, _, err = specbeam(
         "batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out2.jsonl"), "-m", str(folder), "--target-language", "fr"
     )
-    assert (code, "leave the language of the text out" in err) == (2, True)
+    assert (code, "leave the target language out" in err) == (2, True)
 
     tiny_reader("whisper").save_pretrained(tmp_path / "ears")
     words.tokenizer().save_pretrained(tmp_path / "ears")
