@@ -157,7 +157,7 @@ class BeamServer:
             if isinstance(error, MemoryError):
                 running = self.config.max_running
                 raise BadSetting(
-                    f"not enough memory to decode max_running={running} texts side by side; lower it ({error})"
+                    f"not enough memory to decode max_running={running} texts at the same time; lower it ({error})"
                 ) from error
             raise
         self.metrics.engine = self.engine

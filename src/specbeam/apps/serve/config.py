@@ -224,5 +224,5 @@ def _read_file(path: Path) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise BadSetting(f"{path} holds a {type(values).__name__}; it must hold names with values, like 'port: 8000'")
+        raise BadSetting(f"{path} holds a {type(values).__name__}; it must map names to values, like 'port: 8000'")
     return {str(name).replace("-", "_"): value for name, value in values.items()}

@@ -549,7 +549,7 @@ class Engine:
             if job is None:
                 return
             with self._condition:
-                self.inside.append(job)  # before it leaves the line, so that `drain` sees it in one of them
+                self.inside.append(job)  # before it leaves the line, so that `drain` always sees it in one of the two
                 job.is_queued = False
                 self._queued -= 1
             job.started = now
@@ -769,7 +769,7 @@ class Engine:
             self.state = "dead"
 
     def _note_fault(self, now: float) -> None:
-        """Record a fault of the running jobs unless one of them explains it.
+        """Record a fault of the engine unless one of the running jobs explains it.
 
         If a job fails again when it is repeated alone, it caused the earlier fault, which then does not count against the
         engine. If a second job of the same step fails alone, too, the fault counts again: it may be the engine's.

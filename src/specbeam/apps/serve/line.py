@@ -24,7 +24,7 @@ class Line(Generic[Job]):
 
     Each key has a clock, which `charge` advances by the work done for the key. Among the jobs of the best priority, the job
     whose key has the lowest clock comes next; jobs of one key keep their order. Waiting improves a low priority up to the
-    usual one, 0, so no job starves, unless a stream of jobs with priorities below 0 holds up all others. A key that returns
+    usual one, 0, so no job starves, unless jobs with priorities below 0 keep arriving. A key that returns
     after a pause starts at the lowest clock of the busy keys: a pause earns no credit.
 
     Args:

@@ -46,7 +46,7 @@ class LimitedPool:
     def _is_over(self, working: "asyncio.Future[Any]") -> None:
         self._free.release()
         if not working.cancelled():
-            working.exception()  # marks it as retrieved: the client may be gone
+            working.exception()  # marks the exception as retrieved, because the client may be gone
 
     def close(self) -> None:
         """Stop the threads after their current work."""

@@ -84,7 +84,8 @@ def thresholds_of(
 ) -> Thresholds:
     """Return thresholds. "auto" is the value in the model's generation config, or else the usual one.
 
-    Raises `NotSupported` for "auto" if the config has a threshold of the compression ratio, which would be one of tokens.
+    Raises `NotSupported` for "auto" if the config has a compression ratio threshold, which counts tokens instead of
+    text.
     """
     own = getattr(config, "compression_ratio_threshold", None)
     if own is not None and compression_ratio == "auto":
@@ -161,7 +162,7 @@ class Heard:
     temperature: float
     avg_logprob: float
     compression_ratio: float
-    no_speech_prob: float  # NaN if there is no threshold for it
+    no_speech_prob: float  # NaN if no threshold uses it
 
 
 def transcribe(

@@ -171,7 +171,7 @@ def in_batches(count: int, batch_size: int) -> list[list[int]]:
 
 
 def rotated(values: Sequence[T], number: int) -> list[T]:
-    """Return the values in an order that begins elsewhere for each number, so that no value always comes first."""
+    """Return the values rotated by `number`, so that no value always comes first."""
     start = number % max(len(values), 1)
     return [*values[start:], *values[:start]]
 
@@ -269,7 +269,7 @@ def _quality(pair: Pair, answers: list[list[int]], references: list[str | None])
 
 
 def _gpu_memory_of(work: Callable[[], object], device: torch.device) -> float:
-    """Do the work; return the peak memory of tensors on the GPU meanwhile, above that before, in MB."""
+    """Do the work; return the peak GPU memory of tensors during it, minus the memory before, in MB."""
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     work()
@@ -277,7 +277,7 @@ def _gpu_memory_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _memory_of(work: Callable[[], object]) -> float | None:
-    """Do the work; return the peak resident memory meanwhile, above that before, in MB; None if it cannot be read."""
+    """Do the work; return the peak resident memory during it, minus the memory before, in MB; None if unreadable."""
     before = _resident_mb()
     if before is None:
         work()

@@ -1,6 +1,6 @@
 """The cache of transformers' own beam search, for timing.
 
-It holds a copy of the prompt per beam, and all of them are copied again whenever beams are reordered.
+It holds a copy of the prompt per beam, and all copies are made anew whenever beams are reordered.
 """
 
 import copy

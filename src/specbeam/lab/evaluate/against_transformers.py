@@ -195,7 +195,7 @@ def transformers_arguments(
     arguments |= {"max_new_tokens": session.limits.max_new_tokens, "eos_token_id": list(session.limits.eos)}
     if not session.limits.eos:
         arguments["pad_token_id"] = (
-            1  # else transformers looks for an end token to pad with, although nothing is padded
+            1  # otherwise transformers requires an end token for padding, although nothing is padded
         )
     if arguments.get("stop_strings"):
         arguments["tokenizer"] = pair.tokenizer

@@ -167,10 +167,10 @@ def _tokens_of(text: str, tokenizer: "PreTrainedTokenizerBase | None") -> list[i
 def split_documents(
     documents: Sequence[MemoryDocument], segment: int, segments: int, seed: int
 ) -> tuple[list[MemoryDocument], list[MemoryDocument]]:
-    """Return the documents to learn from, and the pieces to check with.
+    """Return the training documents, and the held-out pieces.
 
-    A tenth of the documents is held out, at most 32; with fewer than ten documents, the last tenth of each. Texts
-    without answers are checked in pieces of twice as many segments as in training.
+    A tenth of the documents is held out, at most 32; with fewer than ten documents, the last tenth of each. Held-out
+    texts without answers are split into pieces of twice as many segments as in training.
 
     Raises `BadPrompt` if there are no texts, or if all fit into one segment: there is nothing to remember.
     """

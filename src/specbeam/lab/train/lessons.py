@@ -46,7 +46,7 @@ def drawn_lessons(
         report: called with "drawing", the number of prompts done, and of all.
 
     Raises:
-        BadSetting: there are fewer than two distinct prompts, or the folder holds trees of something else.
+        BadSetting: there are fewer than two distinct prompts, or the folder holds trees made with other settings.
         BadPrompt: the target can continue none of the prompts.
     """
     learnt, held_out = split(prompts, seed)

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 LossOn = Literal["all", "last"]
 RATE = 1e-5  # usual learning rate for fine-tuning a model
-CHECK_BATCH = 16  # texts of a pass in a check
+CHECK_BATCH = 16  # texts per pass when held-out texts are checked
 
 
 class MemoryDocument(NamedTuple):
-    """A text to learn from.
+    """A training text.
 
     Attributes:
         tokens: at least two.

@@ -321,4 +321,4 @@ class BlockHead(LayeredHead):
         for name, is_causal in (("all rows of their block", False), ("rows of their block before them", True)):
             views = tuple(view._replace(is_causal=is_causal) if view.within else view for view in self.shape.views)
             if views != self.shape.views:
-                yield f"rows that look at {name} where there are windows", self.changed(views=views)
+                yield f"rows that attend to {name} in layers with windows", self.changed(views=views)

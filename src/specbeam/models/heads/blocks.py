@@ -118,7 +118,7 @@ def _check_fields(fields: Fields, nested: Fields) -> None:
 
 
 def _holder(fields: Fields, nested: Fields, name: str) -> Fields:
-    """Return the fields that hold a field which writers put at the top or in `dflash_config`; the latter comes first."""
+    """Return the part of the configuration with this field: `dflash_config` if it is there, else the top level."""
     return nested if nested.has(name) else fields
 
 

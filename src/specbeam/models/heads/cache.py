@@ -295,7 +295,7 @@ class PairCache(NodeCache):
 
 
 class ModuleCache(PairCache):
-    """The rows of one session in one of several modules in a row (see heads/modules.py).
+    """A session's rows in one module of several in a row (see heads/modules.py).
 
     The features of its nodes are the states of the module before. A node without a feature above it, or with too few nodes
     above, has a slot without a row, which no row sees. It gets a row after the target has scored the nodes above it, because
@@ -378,7 +378,7 @@ class ModuleCache(PairCache):
 
 
 class ModulesCache:
-    """The rows of one session in all of several modules in a row.
+    """A session's rows in all modules of several in a row.
 
     Args:
         prompt: the tokens of the prompt.

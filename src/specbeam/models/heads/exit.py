@@ -217,7 +217,7 @@ class ExitLM(OnTargetsCache, HeadLM):
             yield found
 
     def extend(self, sessions: Sessions, forests: Forests, needs: EachNeeds = None) -> list[Scored]:
-        checked_needs(self, len(sessions), needs)  # there are only logits
+        checked_needs(self, len(sessions), needs)  # the head returns only logits
         self.passes += 1
         return self.target.extend_early(sessions, forests, self.layer.after, self.needs_of_target)
 

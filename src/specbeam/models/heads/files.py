@@ -37,7 +37,7 @@ class HeadFiles:
     taken: set[str] = field(default_factory=set)
 
     def has(self, name: str) -> bool:
-        """Return whether there is a tensor of this name that is not taken."""
+        """Return whether a tensor of this name is left to take."""
         return name in self.tensors
 
     def take(self, name: str, *shape: int) -> Tensor:
@@ -57,7 +57,7 @@ class HeadFiles:
         return self.tensors[name]
 
     def check_all_taken(self) -> None:
-        """Raise `BadHead` if tensors are left over: the head is of another kind."""
+        """Raise `BadHead` if tensors are left, which means that the head is of another kind."""
         if self.tensors:
             raise BadHead(
                 f"{self.where} holds tensors that are not known: {_some(self.tensors)}; heads of this kind cannot be read"
@@ -168,7 +168,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     for path in paths:
         found = read_tensors(path, BadHead)
         if twice := sorted(tensors.keys() & found.keys()):
-            raise BadHead(f"several files in {folder} hold {twice[0]}, {path.name} among them; leave one of them")
+            raise BadHead(f"several files in {folder} hold {twice[0]}, including {path.name}; keep one of them")
         tensors |= found
     return tensors
 

@@ -79,7 +79,7 @@ def check_layers(files: HeadFiles, core: Fields, sizes: LayerSizes, names: Mappi
 
 
 def layer_count(files: HeadFiles, core: Fields, default: int | None = None) -> int:
-    """Return the number of a head's layers. Raises `BadHead` unless there are tensors of the stated number."""
+    """Return the number of a head's layers. Raises `BadHead` unless the files hold the stated number."""
     stated = core.whole("num_hidden_layers", default)
     stored = stored_layers(files)
     if stored != stated:
