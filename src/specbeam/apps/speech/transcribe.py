@@ -84,8 +84,8 @@ def thresholds_of(
 ) -> Thresholds:
     """Return thresholds. "auto" is the value in the model's generation config, or else the usual one.
 
-    Raises `NotSupported` for "auto" if the config has a compression ratio threshold, which counts tokens instead of
-    text.
+    Raises `NotSupported` for "auto" if the config sets a compression ratio threshold, because transformers compares it
+    with the ratio of tokens, not of text.
     """
     own = getattr(config, "compression_ratio_threshold", None)
     if own is not None and compression_ratio == "auto":

@@ -51,9 +51,10 @@ def train_coral(
 ) -> Trained:
     """Train a copy of a target to predict a window of tokens ahead, and write it to a folder with the window's head.
 
-    `load(out, draft=Path(out) / "window")` takes both. The written model differs from the target: its last layers, and the norm after them, predict the target's law of the next token as before, and also the tokens after it. In the training
-    curve, the acceptance at depth 1 is the overlap of the new law with the target's, which shows how far the law has
-    moved; deeper values measure the window. Call it again with the same arguments to resume a killed run; see
+    `load(out, draft=Path(out) / "window")` takes both. The written model differs from the target: its last layers, and
+    the norm after them, predict the target's law of the next token as before, and also the tokens after it. In the
+    training curve, the acceptance at depth 1 is the overlap of the new law with the target's, which shows how far the
+    law has moved; deeper values measure the window. Call it again with the same arguments to resume a killed run; see
     `train_draft`.
 
     Args:
