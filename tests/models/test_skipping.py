@@ -488,7 +488,7 @@ def test_what_cannot_work_is_refused_with_a_reason():
     lm = target_of()
     for settings, why in (
         ({"skip": "a9"}, "layers 0 to 4"),
-        ({"skip": " ".join(f"a{n} m{n}" for n in range(LAYERS))}, "some must stay"),
+        ({"skip": " ".join(f"a{n} m{n}" for n in range(LAYERS))}, "at least one must run"),
         ({"skip": "exit", "layers": LAYERS}, "5 layers: choose 1 to 4"),
         ({"skip": "exit"}, "needs layers"),
         ({"skip": "best"}, "names no sublayer"),

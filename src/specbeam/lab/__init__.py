@@ -1,1 +1,1 @@
-"""The lab, for those who measure and train; it imports public names only."""
+"""Measurement and training tools, which import public names only."""

@@ -114,7 +114,7 @@ def _engine_for_sources(request: EngineRequest, wanted: str) -> ChosenEngine:
 
 
 def _engine_of(engines: tuple[EngineKind, ...], request: EngineRequest, wanted: str) -> ChosenEngine:
-    """Do `choose_engine` with these engines; the last one runs every model."""
+    """Choose among these engines as `choose_engine` does; the last one runs every model."""
     if wanted != "auto":
         return ChosenEngine(wanted, _wanted_passes(engines, request, wanted), "")
     model = request.model
@@ -131,7 +131,7 @@ def _engine_of(engines: tuple[EngineKind, ...], request: EngineRequest, wanted: 
 
 
 def _with_rounded_kv(chosen: ChosenEngine, kv: KVType) -> ChosenEngine:
-    """Let the chosen engine store rounded keys and values. Raises `NotSupported` if it is not the compiled forward."""
+    """Make the chosen engine store rounded keys and values. Raises `NotSupported` if it is not the compiled forward."""
     if chosen.name not in COMPILED:
         raise NotSupported(
             f"kv={kv!r} needs the compiled forward, rounded or not, and the engine is {chosen.name!r}; leave kv out"
@@ -179,19 +179,19 @@ def _too_large(model: "PreTrainedModel") -> str:
 
 
 def _waits_for_compiled(model: "PreTrainedModel") -> str:
-    """Return the reason why a model should not have a second copy of its weights in panels; "" if it may."""
+    """Return the reason why the compiled forward should not copy a model's weights; "" if it may."""
     if is_mapped(model) or matrices_of(model):
         return ""
     if model.dtype != torch.float32:
         return (
-            f"it is in {model.dtype}, and panels would be a second copy of the weights; load it from its files instead"
+            f"it is in {model.dtype}, and the compiled forward would copy the weights; load it from its files instead"
         )
     return _too_large(model)
 
 
 def _waits_for_gpu(model: "PreTrainedModel") -> str:
     if model.device.type != "cuda":
-        return f"it is on {model.device}, where this engine serves tests only"
+        return f"on {model.device} this engine is for tests only"
     if reads_sources(model):
         return "it is used on request only for decoders with cross-attention: docs/models.md lists the tests there"
     return ""

@@ -91,7 +91,7 @@ class EarlyCacheForSteps(CacheForSteps):
 
 
 def check_wants_logits(lm: Any, sessions: int, needs: EachNeeds) -> None:
-    """Raise `NotSupported` if a part needs more than the logits of a draft model that returns only logits."""
+    """Raise `NotSupported` if a method needs more than logits from a draft model that returns only logits."""
     if any(need.states or need.ranked for need in checked_needs(lm, sessions, needs)):
         raise NotSupported(
             f"{type(lm).__name__} returns only logits, and a part needs hidden states or ranked tokens of its draft model"
@@ -124,7 +124,7 @@ class HuggingFaceLM:
             "int8", "int4", "fp8" or "layers". Raises `NotSupported` if the engine cannot run the model.
         share_from: sessions whose prompts begin with at least this number of equal tokens compute and store those tokens
             once, unless attention over the slots of all their new tokens may cost more. None: never. "auto": 64, but never
-            with "compiled", "int8" or "int4", whose rows without sharing have the same bits in any batch.
+            with "compiled", "int8" or "int4", whose results without sharing are bit-identical in any batch.
         kv: "bfloat16" stores keys and values rounded, in half the memory, which changes the model; for the compiled forward,
             rounded or not.
         shared: the tokens that a draft model shares with a target of another vocabulary: the draft model reads the target's
@@ -171,7 +171,7 @@ class HuggingFaceLM:
         self.further_draft: Callable[[Any, dict[Any, Any]], LM] | None = None
         self._twins: list[HuggingFaceLM] = []
         self.curves: dict[int, Any] = {}  # cost of a pass by the length of the context; see `tune`
-        self.curves_in_turns: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # the same for both, by draft model
+        self.curves_in_turns: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by draft: costs when alternating
         self.skipping: dict[Any, Any] = {}  # draft models made of this model without some sublayers; `skipping_model`
         self.learnt: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # statistics of controllers, by draft model
 
@@ -193,8 +193,8 @@ class HuggingFaceLM:
     def remember_prompts(self, chunk: int, most_bytes: int) -> None:
         """Turn on prefix caching: store prompts in chunks, and reuse the chunks for later prompts with equal beginnings.
 
-        New sessions no longer share rows of the store; a prompt copies the chunks of another one. Prompts with different
-        `Session.namespace` share nothing. This applies to all users of this object, until `forget_prompts`.
+        New sessions no longer share rows of the store; a prompt copies chunks of earlier prompts. Prompts with
+        different `Session.namespace` share nothing. This applies to all users of this object, until `forget_prompts`.
 
         Args:
             chunk: tokens of a chunk; equal beginnings are found at multiples of it.
@@ -320,7 +320,7 @@ class HuggingFaceLM:
     def caches_before_roots(self, sessions: Sessions) -> list[Any]:
         """Store all tokens before the roots of these sessions, and return their caches, for passes on scratch slots.
 
-        To be called at the start of a turn, of models run by the compiled forward; see `SkippingLM`.
+        Call this at the start of a turn, only for models run by the compiled forward; see `SkippingLM`.
 
         Raises `NotSupported` if a session shares its row of the store, as the others might fill the same free slots.
         """
@@ -610,7 +610,7 @@ class HuggingFaceLM:
         return others * fresh**2 <= 6 * self.model.get_input_embeddings().weight.shape[1] * common
 
     def _take_over_prefixes(self, caches: list[Any]) -> None:
-        """Let each cache take over its prefix from its leader if the leader has stored all of it."""
+        """Give each cache its prefix from its leader if the leader has stored all of it."""
         for cache in caches:
             if cache.leader is not None and cache.leader.trie.prompt_stored >= cache.common:
                 cache.trie.share(cache.leader.trie, cache.prompt, cache.common)
@@ -744,7 +744,7 @@ class OnTargetsCache:
         """Do nothing: the decoding loop settles the target's cache."""
 
     def peak(self, session: CacheOwner) -> int:
-        """See `LM.peak`: that of the target, drafts included."""
+        """See `LM.peak`: the peak of the target's cache, including drafts."""
         return self.target.peak(session)
 
     def close(self, session: CacheOwner) -> None:
@@ -764,7 +764,7 @@ def _may_recall(cache: Any) -> bool:
 
 
 def _are_same(first: Any, second: Any) -> bool:
-    """Return whether two contexts hold identical objects; equal copies count as different."""
+    """Return whether two contexts hold the same objects; equal copies count as different."""
     if first is second or first is None or second is None:
         return first is second
     return first.keys() == second.keys() and all(first[name] is second[name] for name in first)

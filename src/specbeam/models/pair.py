@@ -137,8 +137,8 @@ def load(
             "torchao-int8", "torchao-int4", "bitsandbytes-int8" and "bitsandbytes-nf4" let these libraries round any model
             while transformers loads it from files. Files of rounded weights need no option; 4-bit GPTQ and AWQ files are
             read without their libraries on a CPU (docs/quantised.md).
-        quantize_draft: the same for the draft, without effect on the law of the output. None: the draft is not rounded. With
-            a 4-bit target, a 16-bit draft reads much memory for its size: round it too.
+        quantize_draft: the same for the draft, without effect on the law of the output. None: the draft is not rounded.
+            With a 4-bit target, also round the draft: in 16 bits it would read much memory for its size.
         check: compare the logits of a small token tree with those of plain forwards, once per model, and reject the model
             if they differ.
         compile: use torch.compile for models without a forward of specbeam's on a CPU. Compiling takes about five seconds
@@ -149,13 +149,13 @@ def load(
             where sharing changes the last bits of a text's logits.
         probe: try a draft head on about 128 tokens that the target writes, with the conventions of its files and with those
             of other writers of heads, and use the convention that fits clearly best. A warning is given if this is not the
-            convention of the files, or if none fits. Takes the time of these passes of the target.
+            convention of the files, or if none fits. It takes the time of these target passes.
         device_map: where transformers and accelerate put the layers of the target: a name such as "auto", or a dictionary
             from module names to devices, including "cpu" and "disk". transformers then runs the target; the draft is put
             on `device`.
         tensor_parallel: shard the target's weights over the processes that ``torchrun`` has started (docs/guides/scale.md).
             `load` returns only on rank 0; the other ranks follow rank 0 and end with it (`SystemExit`). The draft is loaded
-            whole, on rank 0 only. `check` is not done.
+            whole, on rank 0 only. `check` is skipped.
         kv: "bfloat16" stores the target's keys and values in bfloat16, including those of sources: half the memory for long
             texts. For the compiled forward on a CPU. The output has the law of the target with rounded keys and values, and
             reports state it. A draft that is the target with rounded weights stores them likewise. None: the engine's type,

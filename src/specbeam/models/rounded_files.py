@@ -144,7 +144,7 @@ def _replace(model: nn.Module, name: str, tensors: _Tensors, packing: _Packing) 
     except AttributeError:
         raise _CannotRead(f"the files hold {name}.qweight, and the model has no such module") from None
     if not isinstance(module, nn.Linear):
-        raise _CannotRead(f"{name} has 4 bits, and is no nn.Linear")
+        raise _CannotRead(f"{name} has 4 bits, and is not an nn.Linear")
     if module is model.get_output_embeddings():  # type: ignore[operator]
         raise _CannotRead(f"{name}, the model's head, has 4 bits; it must have 16 or 32")
     matrix = _matrix_of(name, (module.out_features, module.in_features), tensors, packing)
@@ -251,7 +251,7 @@ def _load(model: Any, tensors: _Tensors, dtype: Any) -> None:
 
 
 def _checked(name: str, found: torch.Tensor, own: torch.Tensor, words: torch.dtype) -> torch.Tensor:
-    """Return a tensor of the files, floats as `words`. Raises `BadCheckpoint` if its shape is not that of the model."""
+    """Return a tensor of the files, floats as `words`. Raises `BadCheckpoint` if its shape is not the model's."""
     if found.shape != own.shape:
         raise BadCheckpoint(f"{name} is {[*found.shape]} in the files, and {[*own.shape]} by config.json")
     if not own.is_floating_point():

@@ -114,7 +114,7 @@ class Found:
         self.matchness = (1 - WEIGHT) * self.matchness + WEIGHT * matchness
 
     def after(self, begun: "Found", ended: "Found") -> "Found":
-        """Return this state merged with that of a session from `begun` to `ended`: the session's set, and both trials."""
+        """Return this state merged with a session's, from `begun` to `ended`: the session's set, and both trials."""
         fresh = ended.tries - begun.tries
         first = max(len(ended.scores) - fresh, 0)
         choices = np.concatenate([self.choices, ended.choices[first:]])[-MOST_TRIALS:]
@@ -132,7 +132,7 @@ def random_choice(choices: int, count: int, stream: np.random.Generator) -> Choi
 def suggested(found: Found, stream: np.random.Generator) -> Choice:
     """Return the set with the largest upper confidence bound among random sets and the neighbours of the best set.
 
-    A neighbour swaps one sublayer for another one.
+    A neighbour differs by the exchange of one sublayer.
     """
     best = found.choices[int(np.argmax(found.scores))]
     pool = [random_choice(len(best), int(best.sum()), stream) for _ in range(POOL)]

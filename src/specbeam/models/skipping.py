@@ -44,16 +44,16 @@ STREAM = 0x5155  # separates the random numbers of a search from the session's o
 
 @dataclass(frozen=True)
 class Skipping:
-    """The sublayers of the target that drafts skip.
+    """Which sublayers of the target drafts skip.
 
     Args:
         skip: "bayes": found while texts are decoded, by random search and Bayesian optimisation (SWIFT). "random": found by
-            random search only. "clasp": whole layers, chosen again every few turns (CLaSp). "exit": all sublayers after the
+            random search only. "clasp": whole layers, rechosen every few turns (CLaSp). "exit": all sublayers after the
             first layers. Or a fixed set, also as a text such as "a3 m3 m5" (Draft & Verify).
         ratio: share of sublayers that are skipped; for a search, of all layers except the first and the last; for "clasp",
             of all layers. None: 0.45.
         layers: number of first layers that run, for "exit".
-        every: number of turns after which "clasp" chooses again. None: 16.
+        every: number of turns between choices of "clasp". None: 16.
         task: a name for the kind of texts. A target stores the results of a search for each kind.
         search: the settings of a search. None: as in the paper.
 

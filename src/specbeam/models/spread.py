@@ -76,7 +76,7 @@ def _part_of(name: str, dtype: "str | torch.dtype", on_gpu: bool) -> "PreTrained
 
 
 def end_together(channel: Channel) -> None:
-    """Let the other ranks end when the process of rank 0 ends."""
+    """End the other ranks when the process of rank 0 ends."""
 
     def end() -> None:
         sys.stdout.flush()

@@ -62,14 +62,14 @@ class Sublayers:
         if numbers and not (min(numbers) >= 0 and max(numbers) < layers):
             raise BadSetting(f"skip names the sublayers {self}; the target has layers 0 to {layers - 1}")
         if len(self) == 2 * layers:
-            raise BadSetting(f"skip names all {len(self)} sublayers of the target; some must stay")
+            raise BadSetting(f"skip names all {len(self)} sublayers of the target; at least one must run")
 
 
 Choice = Bool[np.ndarray, " choices"]  # whether each skippable sublayer is skipped, in the order of `chosen`
 
 
 def choices_of(layers: int) -> int:
-    """Return the number of sublayers that a search may skip: those of all layers except the first and the last."""
+    """Return the number of sublayers that a search may skip: both in each layer except the first and the last."""
     return 2 * max(layers - 2, 0)
 
 

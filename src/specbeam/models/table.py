@@ -17,8 +17,8 @@ class TableLM(Uncached):
     """A language model whose next-token law is a function of the new tokens, or constant.
 
     Args:
-        law: a function of the tokens after the prompt that returns the odds of each next token, which need not sum to 1;
-            their logs are the logits. Or a sequence of odds, the same after any tokens.
+        law: a function of the tokens after the prompt that returns the weight of each next token; their logs are the
+            logits, so they need not sum to 1. Or a sequence of weights, the same after any tokens.
     """
 
     def __init__(self, law: Callable[[tuple[int, ...]], Sequence[float]] | Sequence[float]) -> None:

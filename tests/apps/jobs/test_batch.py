@@ -222,7 +222,7 @@ def test_what_would_spoil_a_job_is_refused_before_anything_is_decoded(pair, make
         work_of(pair, METHOD, 0, 4, {"num_return_sequences": 3})
     good = write_jsonl(tmp_path / "good.jsonl", prompts(2))
     batch(make_work, good, tmp_path / "good_out.jsonl")
-    with pytest.raises(BadSetting, match="is there already"):
+    with pytest.raises(BadSetting, match="already exists"):
         batch(no_work, good, tmp_path / "good_out.jsonl")
     assert batch(no_work, good, tmp_path / "good_out.jsonl", resume=True).done == 2
 
@@ -489,7 +489,7 @@ def test_sources_of_a_translation_model_are_decoded_and_models_that_hear_are_ref
     code, _, err = specbeam(
         "batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out2.jsonl"), "-m", str(folder), "--target-language", "fr"
     )
-    assert (code, "leave the language of the text out" in err) == (2, True)
+    assert (code, "leave the target language out" in err) == (2, True)
 
     tiny_reader("whisper").save_pretrained(tmp_path / "ears")
     words.tokenizer().save_pretrained(tmp_path / "ears")

@@ -499,7 +499,7 @@ def test_an_output_that_appears_while_the_job_begins_is_kept(folder, monkeypatch
             (folder / "out.jsonl").write_text("of another process")
 
     monkeypatch.setattr(jobs, "Journal", Late)
-    with pytest.raises(BadSetting, match="is there already"):
+    with pytest.raises(BadSetting, match="already exists"):
         run(folder, resume=False)
     assert (folder / "out.jsonl").read_text() == "of another process"
     assert not journal_of(folder).exists()
@@ -512,7 +512,7 @@ PLACES = {
     "onto its own table": ("in.jsonl", "write the answers to another file"),
     "onto a link to its table": ("link.jsonl", "write the answers to another file"),
     "onto another name of its table": ("hard.jsonl", "write the answers to another file"),
-    "onto another file": ("undisturbed.jsonl", "is there already"),
+    "onto another file": ("undisturbed.jsonl", "already exists"),
     "under too long a name": ("x" * 300 + ".jsonl", "File name too long"),
     "under no kind": ("out", "must end in"),
     "under another kind": ("out.txt", "must end in"),

@@ -143,7 +143,7 @@ def test_in_a_browser_the_page_shows_the_text_of_the_server_and_each_turn(worded
             assert page.get_by_test_id("text").first.inner_text().strip() == expected[0].strip()
             assert page.get_by_test_id("forest").first.locator("circle").count() > 3
             for _ in range(4):  # the last turns have no room for three layers
-                page.get_by_role("button", name="Turn before").first.click()
+                page.get_by_role("button", name="Previous turn").first.click()
             assert "of 3 draft layers passed" in page.get_by_test_id("turn").first.inner_text()
             fates = page.evaluate("[...document.querySelectorAll('g.node')].map((one) => one.getAttribute('class'))")
             assert {"node root", "node rejected"} <= set(fates)

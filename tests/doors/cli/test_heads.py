@@ -223,7 +223,7 @@ def test_an_exit_head_says_whether_layers_run_twice(target, tmp_path):
     head = ExitHead(model, 3)
     write_head(head, own_config("eesd", head, model), tmp_path, model)
     about = json.loads(shown(str(tmp_path), "-m", "other", "--json"))
-    assert about["kind"] == "EESD: an exit layer behind the target's first 3 of 8 layers"
+    assert about["kind"] == "EESD: an exit layer after the target's first 3 of 8 layers"
     on_its_cache = heads.quiet_load("", None).target.engine == "compiled"
     assert ("its first layers run once" if on_its_cache else "are computed twice") in about["drafts"]
     assert len(about["as stated"]) == 1

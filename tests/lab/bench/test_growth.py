@@ -101,7 +101,7 @@ def test_a_number_little_above_the_own_is_not_ignored():
 def test_a_model_does_not_shrink():
     model = tiny("llama")
     own = Size.of(model.config)
-    with pytest.raises(BadSetting, match="does not shrink"):
+    with pytest.raises(BadSetting, match="must be at least the model's own"):
         grown(model, Size(own.hidden, own.layers - 1, own.inner, own.heads, own.kv_heads))
     with pytest.raises(BadSetting, match="already"):
         grown(model, 10)

@@ -197,7 +197,7 @@ def test_the_words_of_a_head_of_its_own_count(name):
 def test_a_model_does_not_shrink_and_others_are_refused():
     model = model_of("t5")
     own = ReaderSize.of(model.config)
-    with pytest.raises(BadSetting, match="heads is 3; a model does not shrink, it has 4"):
+    with pytest.raises(BadSetting, match="heads is 3; it must be at least the model's own, 4"):
         grown_reader(model, replace(own, heads=3))
     with pytest.raises(BadSetting, match="already"):
         grown_reader(model, 10)

@@ -336,7 +336,7 @@ def test_readings_that_are_tried(model):
         "the first mask row for the first draft"
     ]  # the taps are all there are, and the base is the usual one
     windowed = [name for name, _ in block_of(model, "windows from the root").other_readings(2)]
-    assert windowed[0] == "rows that look at all rows of their block where there are windows"
+    assert windowed[0] == "rows that attend to all rows of their block in layers with windows"
     assert not [name for name, _ in block_of(model, "refiner").other_readings(2) if "first draft" in name]
     moved = block_of(model, "mask rows").changed(rope={"rope_type": "default", "rope_theta": 5e5}, taps=(1,))
     assert [name for name, _ in moved.other_readings(2)] == [

@@ -561,18 +561,18 @@ def test_a_folder_is_read_as_it_was_written(folder):
     assert isinstance(pair.draft, ExitLM)
     assert sb.load(model, draft=str(path), probe=False).draft is not None
     assert "on the target's own cache" in how_it_runs(found, pair.target)
-    assert found.described["kind"] == "EESD: an exit layer behind the target's first 2 of 4 layers"
+    assert found.described["kind"] == "EESD: an exit layer after the target's first 2 of 4 layers"
 
 
 CHANGES = [
-    ({"exit_layer": 4}, {}, "behind 4 layers; LlamaForCausalLM has 4: it must be behind 1 to 3"),
+    ({"exit_layer": 4}, {}, "after 4 layers; LlamaForCausalLM has 4: it must be after 1 to 3"),
     ({"exit_layer": 0}, {}, "exit_layer is 0"),
     ({"exit_layer": None}, {}, "no exit_layer"),
     ({"target": None}, {}, "no target"),
     (
         {"target": {"model_type": "qwen2"}},
         {},
-        "target.model_type is 'qwen2' in config.json; it must be that of the target, 'llama'",
+        "target.model_type is 'qwen2' in config.json; it must be the target's, 'llama'",
     ),
     ({}, {"norm.weight": torch.ones(31)}, "norm.weight is"),
     ({}, {"layer.more": torch.ones(3)}, "tensors that are not known: layer.more"),
@@ -591,7 +591,7 @@ def test_a_head_of_another_target_or_a_broken_one_is_refused_by_name(folder, con
 
 def test_a_head_of_a_target_of_other_layers_is_refused(folder):
     path, _, _ = folder
-    with pytest.raises(BadHead, match=r"num_hidden_layers is 4 in config.json; it must be that of the target, 5"):
+    with pytest.raises(BadHead, match=r"num_hidden_layers is 4 in config.json; it must be the target's, 5"):
         sb.load(model_of(layers=5), draft=path)
 
 

@@ -264,11 +264,11 @@ def test_files_are_read_as_they_were_written(kind, model, tmp_path):
         ({"depth": None}, "config.json has no depth"),
         (
             {"target": {"model_type": "llama", "width": 64, "layers": 2}},
-            r"target\.width is 64 in config\.json; it must be that of the target, 32",
+            r"target\.width is 64 in config\.json; it must be the target's, 32",
         ),
         (
             {"target": {"model_type": "gpt2", "width": 32, "layers": 2}},
-            r"target\.model_type is 'gpt2' in config\.json; it must be that of the target, 'llama'",
+            r"target\.model_type is 'gpt2' in config\.json; it must be the target's, 'llama'",
         ),
         ({"target": None}, "config.json has no target"),
         ({"ranks": [["high"]]}, r"ranks is \[\['high'\]\] in config\.json; it must be a table of probabilities"),

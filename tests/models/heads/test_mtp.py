@@ -525,7 +525,7 @@ def test_a_folder_called_mtp_is_given_as_a_path(speculators_target, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     for source in ("./mtp", Path("mtp")):
         assert isinstance(sb.load(speculators_target, draft=source, probe=False).draft.head, ModulesInARow)
-    with pytest.raises(MissingFile, match=r'names none.*"./mtp" if it is called so'):
+    with pytest.raises(MissingFile, match=r'names none.*"./mtp" if that is its name'):
         sb.load(speculators_target, draft="mtp")
 
 
@@ -611,7 +611,7 @@ def test_stated_modules_that_are_missing_are_named(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     model.save_pretrained(tmp_path)
     with pytest.raises(
-        BadHead, match=r"though config\.json says num_nextn_predict_layers 3: were they lost in a conversion"
+        BadHead, match=r"though config\.json states num_nextn_predict_layers 3: were they lost in a conversion"
     ):
         read_head("mtp", loaded(tmp_path))
     tensors = stored(tmp_path) | {"model.mtp_block.0.norm.weight": torch.ones(16)}
@@ -650,7 +650,7 @@ def test_shards_that_are_missing_or_broken_are_named(tmp_path):
         ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2 in config.json; it must be 1"),
         (
             {"inner": {"model_type": "llama"}},
-            "transformer_layer_config.model_type is 'llama' in config.json; it must be that of the target, 'qwen3'",
+            "transformer_layer_config.model_type is 'llama' in config.json; it must be the target's, 'qwen3'",
         ),
         (
             {"inner": {"hidden_size": 24}},

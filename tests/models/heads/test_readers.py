@@ -182,7 +182,7 @@ MAP = load_file(GOLDEN / "two_layers" / "model.safetensors")["d2t"]
         ({"config": {"norm_before_residual": "yes"}}, "norm_before_residual is 'yes' in config.json"),
         ({"config": {"draft_vocab_size": "many"}}, "draft_vocab_size is 'many'"),
         ({"config": {"draft_vocab_size": 21}}, "lm_head.weight has 20 rows, and 21 by draft_vocab_size"),
-        ({"config": {"fc_norm": True}}, "fc_norm is True in config.json; it must be false, by the tensors there are"),
+        ({"config": {"fc_norm": True}}, "fc_norm is True in config.json; it must be false, as its tensors show"),
         ({"config": {"target_hidden_size": 24}}, "target_hidden_size is 24 in config.json; it must be the width"),
         ({"without": ["d2t", "t2d"]}, "20 of 32 tokens, and no map d2t"),
         ({"tensors": {"d2t": MAP.flip(0)}}, "do not ascend|names tokens from"),
@@ -224,7 +224,7 @@ def test_files_that_cannot_be_read_are_named(target, tmp_path):
     with pytest.raises(BadHead, match="kind 'accelerator', which cannot be read"):
         read_head(folder, target)
     wide = changed(tmp_path / "wide", EAGLE, {"hidden_size": 24})
-    with pytest.raises(BadHead, match=r"hidden_size is 24 in config\.json; it must be that of the target, 16"):
+    with pytest.raises(BadHead, match=r"hidden_size is 24 in config\.json; it must be the target's, 16"):
         read_head(wide, target)
 
 

@@ -169,7 +169,7 @@ def _shown(beam: Beam) -> dict[str, Any]:
 
 
 def _reason(beam: Beam) -> str:
-    """Return "stop" for a finished text, "length" for a cut one."""
+    """Return "stop" for a finished text, "length" for one cut off at the limit."""
     return "stop" if beam.finished else "length"
 
 

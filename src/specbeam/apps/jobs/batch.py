@@ -16,7 +16,7 @@ from specbeam.core import weights_key, whole
 from specbeam.doors import require_place, writing
 from specbeam.errors import BadPrompt, BadSetting, SpecbeamError
 
-COMMIT_S = 1.0  # seconds between two commits
+COMMIT_S = 1.0  # seconds between commits
 
 
 def batch(
@@ -64,7 +64,7 @@ def batch(
     path = out.with_name(out.name + ".job")
     if out.exists() and not path.exists():
         if not resume:
-            raise BadSetting(f"{out} is there already; delete it, or give another name")
+            raise BadSetting(f"{out} already exists; delete it, or give another name")
         found = _count(out)
         if retry_failed and found.failed:
             raise BadSetting(
@@ -76,7 +76,7 @@ def batch(
     journal = Journal(path, {"specbeam": __version__, "columns": asdict(columns), **(described or {})}, resume)
     try:
         if out.exists() and not resume:  # written by another process in the meantime
-            raise BadSetting(f"{out} is there already; delete it, or give another name")
+            raise BadSetting(f"{out} already exists; delete it, or give another name")
         journal.note_rows(_rows(source, columns))
         if retry_failed:
             journal.forget_failed()

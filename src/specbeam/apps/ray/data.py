@@ -122,7 +122,7 @@ def decode_table(
     context.checkpoint_config = CheckpointConfig(
         id_column=id_column,
         checkpoint_path=str(checkpoint),
-        delete_checkpoint_on_success=False,  # or running a finished job again would write each answer twice
+        delete_checkpoint_on_success=False,  # otherwise rerunning a finished job would write each answer twice
     )
     readers = {".jsonl": ray.data.read_json, ".csv": ray.data.read_csv}
     suffix = Path(source).suffix

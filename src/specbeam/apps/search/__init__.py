@@ -1,1 +1,1 @@
-"""SEARCH: trees of reasoning steps, guided by a value function of the user."""
+"""SEARCH: trees of reasoning steps, guided by the user's value function."""

@@ -49,7 +49,7 @@ def best_of(
         growth.extend(wishes)
         _end_found(growth, threshold)
     _end_exhausted(growth)
-    return growth.checked()  # without the check of `end`: cut texts are not the fault of a separator
+    return growth.checked()  # skips the check of `end`: a text may be cut off without a wrong separator
 
 
 def step_beams(

@@ -35,7 +35,7 @@ class Drawn:
 
     Attributes:
         tokens: the new token ids.
-        text: their text.
+        text: the text of these tokens.
         finished: whether the model ended the text.
         complete: whether the separator or the model ended it, as opposed to the limit.
         law: law of the continuation.

@@ -39,28 +39,29 @@ def lite_search(
     """Search step by step for a text of high value: the most promising node is continued, as often as its value suggests.
 
     Law: each step is drawn from the method's law of the text after the steps before it, independently of other draws. The
-    answer is chosen by value, so its law is that of no plain decoding.
+    answer is chosen by value, so no plain decoding has its law.
     Paper: arXiv 2407.00320 (Wang et al.)
 
     First the greedy text is decoded; it is the answer if its value reaches the threshold. Otherwise iterations follow: the
-    open node with the largest v' + progress * depth / (steps of the greedy text) gets one draw, or all its draws. v' is its
-    value, calibrated by that of the greedy text. A node of value v' whose children have depth d may have
-    ceil(log(1 - confidence) / (d * log(1 - v'))) draws, between 1 and `children`. A search ends at the first finished text
-    whose value reaches the threshold.
+    open node with the largest v' + progress * depth / (steps of the greedy text) gets one draw, or all its draws. v' is
+    its value, calibrated by the value of the greedy text. A node of value v' whose children have depth d may have
+    ceil(log(1 - confidence) / (d * log(1 - v'))) draws, between 1 and `children`. A search ends at the first finished
+    text whose value reaches the threshold.
 
     Args:
         pair: the models, from `load`; or "bundled".
         prompts: one prompt or many, as for `generate`. The searches share passes of the models and calls of the value
             function.
         value: a function that takes a list of texts, each a prompt with the steps so far, and returns a number in [0, 1] for
-            each: the odds that the text leads to a right answer, or that a finished text is right. A text of value 0 is not
+            each: the probability that the text leads to a right answer, or that a finished text is right. A text of
+                value 0 is not
             continued. Or the folder of a sequence classifier of transformers (see `classifier_value`).
         method: the recipe that draws steps, or its name; it must sample. Drafts only change the speed.
         separator: a step ends with the token that completes this text.
         ends: a step that contains one of these texts finishes the text, like the model's end token: for models that continue
             with the next question.
-        budget: the most new tokens that are drawn for a prompt, the greedy text included; None: no limit. It is kept
-            strictly: the last steps may be cut off.
+        budget: the most new tokens that are drawn for a prompt, the greedy text included; None: no limit. It is a hard
+            limit: the last steps may be cut off.
         expand: "incremental" draws one step per iteration, "batch" all steps that the node may have at once.
         iterations: maximum number of iterations per prompt.
         children: maximum number of draws at a node.

@@ -46,10 +46,10 @@ class SearchResult:
 
     Attributes:
         prompt: token ids of the prompt.
-        prompt_text: its text.
+        prompt_text: the text of the prompt.
         text: the answer: the finished text of largest value, including the greedy one; "" if no text was finished.
-        tokens: its token ids.
-        value: its value; NaN if there is no answer.
+        tokens: the token ids of the answer.
+        value: the value of the answer; NaN if there is none.
         nodes: the tree; node 0 is the root, and parents come before their children.
         path: numbers of the nodes of the answer, from the first step on; empty if it is the greedy text.
         spent: number of drawn tokens, including the greedy text; at most the budget.
@@ -58,8 +58,7 @@ class SearchResult:
         ended: why the search ended: "value" (an answer reached the threshold), "budget" (no tokens are left), "iterations",
             "exhausted" (no node can be continued, or all draws are done), "failed", or "" while it runs.
         greedy_text, greedy_value, greedy_steps: the greedy text, its value (NaN if it was cut off), its number of steps.
-        law: law of each step given the text before it. The answer is chosen by value, so its law is that of no plain
-            decoding.
+        law: law of each step given the text before it. The answer is chosen by value, so it does not have this law.
         failure: the error that ended the search; None without an error.
     """
 
@@ -112,8 +111,8 @@ class BudgetRule:
     def limit(self, value: float, depth: int) -> int:
         """Return the number of draws at a node of this calibrated value, whose children have this depth; at least 1.
 
-        With n independent draws, each right with odds v, at least one is right with odds 1 - (1 - v)^n. The n that makes
-        this `confidence` is divided by the depth, because deep nodes have been selected already.
+        If each of n independent draws is right with probability v, at least one is right with probability 1 - (1 -
+        v)^n. The n at which this equals `confidence` is divided by the depth, because deep nodes were already selected.
         """
         if value <= 0:
             return self.most

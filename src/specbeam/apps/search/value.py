@@ -14,7 +14,7 @@ Value = Callable[[list[str]], Sequence[float]]
 
 
 def as_value(value: "Value | str | Path") -> Value:
-    """Return a value function: `value` itself, or that of the classifier in a folder."""
+    """Return a value function: `value` itself, or one made from the classifier in a folder."""
     if isinstance(value, str | Path):
         return classifier_value(value)
     return value

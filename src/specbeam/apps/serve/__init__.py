@@ -1,1 +1,1 @@
-"""SERVE: one thread that decodes for many clients, and the HTTP server in front of it."""
+"""SERVE: one thread that decodes for many clients, and its HTTP server."""

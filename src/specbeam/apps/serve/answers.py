@@ -125,7 +125,7 @@ def shows_special(order: Order) -> bool:
 
 
 def cut_text(request: Request, order: Order, tokens: list[int]) -> tuple[str, str | None, list[int]]:
-    """Return a text cut at its stop string, this string (None without one), and the tokens of the cut text."""
+    """Return a text up to its stop string, the stop string (None without one), and the tokens of this text."""
     special = shows_special(order)
     text = request.text_of(tokens, special)
     cut, stop = cut_at(order, text)
@@ -139,7 +139,7 @@ def cut_text(request: Request, order: Order, tokens: list[int]) -> tuple[str, st
 
 
 def cut_at(order: Order, text: str) -> tuple[str, str | None]:
-    """Return a text cut at its stop string, and this string; the whole text and None without one."""
+    """Return a text up to its stop string, and the stop string; the whole text and None without one."""
     found = [(text.find(stop), stop) for stop in as_texts(order.settings.stop_strings) if stop in text]
     if not found:
         return text, None

@@ -71,7 +71,7 @@ from specbeam.recipes import HEAD_RECIPES, recipe_of
 
 LOG = logging.getLogger("specbeam.serve")
 PAGE = Path(__file__).parent / "page" / "index.html"
-WARM_TOKENS = 8  # of each text that is decoded before the server is ready
+WARM_TOKENS = 8  # length of each text that is decoded before the server is ready
 MOST_SHOWN = 2  # concurrent requests whose turns are shown or audited
 CONSTRAINTS = 2  # constraints compiled at the same time
 MOST_NEW = 30  # requests with new method settings per key within `NEW_S` seconds
@@ -139,7 +139,7 @@ class BeamServer:
         return self.metrics.engine is not None
 
     def start(self) -> None:
-        """Load the pair and start the engine; this takes long. Raises `BadSetting` if there is too little memory."""
+        """Load the pair and start the engine, which may take minutes. Raises `BadSetting` if there is too little memory."""
         try:
             pair = self._load()
             self._served = served_of(self.config, pair)
@@ -157,7 +157,7 @@ class BeamServer:
             if isinstance(error, MemoryError):
                 running = self.config.max_running
                 raise BadSetting(
-                    f"not enough memory to decode max_running={running} texts side by side; lower it ({error})"
+                    f"not enough memory to decode max_running={running} texts at the same time; lower it ({error})"
                 ) from error
             raise
         self.metrics.engine = self.engine
@@ -198,7 +198,7 @@ class BeamServer:
         return self.keys.client(http.headers.get("authorization"))
 
     def health(self) -> tuple[int, dict[str, Any]]:
-        """Return whether the server can answer, as status and JSON."""
+        """Return the HTTP status and JSON of a health check."""
         engine = self.engine
         state = self.state
         if engine is not None and state in ("ready", "draining"):
@@ -537,7 +537,7 @@ def default_method(config: ServerConfig, pair: Pair) -> Method:
 
 
 def _warm_ears(pair: Pair, served: Served) -> None:
-    """Transcribe a second of noise at the first two temperatures. Runs in the engine's thread."""
+    """Transcribe a second of noise at two temperatures, to compile usual passes. Runs in the engine's thread."""
     noise = np.random.default_rng(0).normal(scale=0.1, size=RATE).astype(np.float32)
     thresholds = Thresholds(compression_ratio=None, log_prob=math.inf, no_speech=None)  # each text fails
     options = {"max_new_tokens": WARM_TOKENS, "eos_token_id": []}

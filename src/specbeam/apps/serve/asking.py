@@ -1,4 +1,4 @@
-"""A running request: from its order to its answer, at once or as a stream."""
+"""A running request: from its order to its answer, whole or streamed."""
 
 import asyncio
 import contextlib
@@ -43,10 +43,10 @@ from specbeam.core import Session, Turn
 from specbeam.doors import GrowingText, Request, unsent
 from specbeam.errors import Cancelled, SpecbeamError
 
-PING_S = 15.0  # seconds of silence after which a stream sends a ping
+PING_S = 15.0  # seconds without an event after which a stream sends a ping
 MOST_EVENTS = 256  # records of turns kept for a slow reader
 LIVE_S = 0.05  # seconds between two records of live beams
-ENDED_ECHO = {"finish_reason": "length", "stop_reason": None}  # of a prompt without new tokens
+ENDED_ECHO = {"finish_reason": "length", "stop_reason": None}  # how a prompt without new tokens ends
 Result = TypeVar("Result")
 
 
@@ -82,7 +82,7 @@ class Asking:
         self._last_turn = time.monotonic()
         self._last_live = 0.0
         self._live_text: GrowingText | None = None  # settled part of a text whose live beams are shown
-        self._texts: dict[int, GrowingText] = {}  # streamed text, by place of a session
+        self._texts: dict[int, GrowingText] = {}  # text streamed so far, by the place of its session
 
     @property
     def request(self) -> Request:
@@ -388,7 +388,7 @@ class Asking:
     async def stream(self) -> AsyncIterator[dict[str, Any] | None]:
         """Yield the chunks of a stream, and None for a ping.
 
-        A delta has only text that all possible answers share, so nothing is ever taken back. The last delta of a choice has
+        A delta has only text that all possible answers share, so it is never retracted. The last delta of a choice has
         the rest of its text. A choice that `min_logp` may drop is sent as a whole at the end.
         """
         order = self.order
@@ -467,7 +467,7 @@ class Asking:
         return taken
 
     async def _settled_text(self, job: Job) -> str:
-        """Return the part of a text that can be sent: settled, without a partial stop string or character at its end."""
+        """Return the settled part of a text that can be sent, without a partial stop string or character at its end."""
         tokens = job.settled
         if not tokens:
             return ""

@@ -35,14 +35,16 @@ class ServerConfig:
         cors_origins: origins whose pages may call the server.
         max_running, max_waiting: maximum numbers of texts decoded at the same time, and waiting.
         max_running_per_key: maximum number of texts of a key decoded at the same time; 0: `max_running`.
-        queue_timeout, request_timeout, drain_timeout: seconds.
+        queue_timeout: seconds that a request may wait for its start.
+        request_timeout: seconds from the arrival of a request to its end.
+        drain_timeout: seconds that running requests get to finish when the server shuts down.
         reader_timeout: seconds after which a client that does not read its stream is disconnected.
         stall_timeout: seconds without a step after which the engine counts as dead, and the process ends. Compiling a step
             takes time, too.
         warm_up: whether usual requests are compiled and timed before the server is ready.
         max_tokens: maximum number of new tokens of a text.
         max_model_len: maximum number of tokens of prompt and text together; 0: the number of positions of the models.
-        max_beams, max_n, max_prompts: limits of a request.
+        max_beams, max_n, max_prompts: maximum numbers of beams, answers per prompt, and prompts of a request.
         max_texts: maximum number of beams of a request, summed over its prompts and answers.
         max_body: maximum number of bytes of a request.
         max_audio_body, max_audio_seconds: maximum number of bytes and seconds of the audio of a request.
@@ -54,8 +56,8 @@ class ServerConfig:
         prefix_cache_shared: whether API keys share the prefix cache; response times then reveal the prompts of others.
         chunk: number of prompt tokens stored between the turns of other requests.
         default_beams: number of beams of a beam search that names none.
-        chat_template: a file with a chat template in Jinja.
-        log_texts: whether the log has prompts and answers.
+        chat_template: a file with a Jinja chat template.
+        log_texts: whether prompts and answers are logged.
         tensor_parallel: whether the target is spread over the processes that torchrun has started.
     """
 
@@ -222,5 +224,5 @@ def _read_file(path: Path) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise BadSetting(f"{path} holds a {type(values).__name__}; it must hold names with values, like 'port: 8000'")
+        raise BadSetting(f"{path} holds a {type(values).__name__}; it must map names to values, like 'port: 8000'")
     return {str(name).replace("-", "_"): value for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""The engine: one thread that owns a pair and decodes the jobs of all other threads, which join and leave between turns."""
+"""The engine: one thread that owns a pair and decodes jobs for other threads; jobs join and leave between turns."""
 
 import logging
 import threading
@@ -22,8 +22,8 @@ from specbeam.errors import Cancelled, SpecbeamError, TimedOut
 from specbeam.models import EncoderDecoderLM
 
 LOG = logging.getLogger("specbeam.serve")
-DELAY_S = 0.05  # seconds of decoding between two looks at the inbox
-BEATS_S = 0.5  # seconds between two looks at the clock while idle
+DELAY_S = 0.05  # seconds of decoding between two checks of the inbox
+BEATS_S = 0.5  # seconds between two checks of the clock while idle
 RESTARTS = 3  # faults within `RESTARTS_S` seconds after which the engine is dead
 RESTARTS_S = 60.0
 COMPILE_S = 300.0  # seconds in which a method must be compiled and timed before the engine counts as stuck
@@ -96,7 +96,7 @@ class Job:
         lost_at: clock time of that fault; None without one.
         is_over: whether the session has left the engine; `session.failure` holds its error, if any.
         arrived, started, first_token, ended: clock times; None: not yet.
-        joules: its share of the energy of its steps; None without a counter.
+        joules: the job's share of the energy of its steps; None without a counter.
         shared: whether other jobs took part in any of its steps.
         room: the KV cache that the job may need, by model.
         group: jobs of the same request, including this one; empty before it is submitted and after its end.
@@ -203,7 +203,7 @@ class Engine:
         self._open: set[Future[Any]] = set()  # results that other threads wait for
         self._patience_s = 0.0  # additional seconds granted to the running task
         self._turn_s = 0.01  # moving average of the seconds per turn
-        self._restarted: deque[float] = deque(maxlen=RESTARTS)  # clock times of faults of the engine
+        self._restarted: deque[float] = deque(maxlen=RESTARTS)  # clock times of the engine's faults
         self._explained: set[float] = set()  # faults that were reproduced by one job alone
         self._known: set[str] = set()  # keys of methods whose parts were made before
         self._thread = threading.Thread(target=self._run, name="specbeam engine", daemon=True)
@@ -451,7 +451,7 @@ class Engine:
         return Decoder(self.pair.target, at_once=self.limits.max_running, filling=1)
 
     def _run(self) -> None:
-        """Work until the engine is closed. A failing session does not end this thread."""
+        """Decode until the engine is closed. A failing session does not end this thread."""
         try:
             for lm in self._models():
                 if hasattr(lm, "guard"):
@@ -463,11 +463,11 @@ class Engine:
                 try:
                     self._wait_for_work()
                     self._work()
-                except Exception as error:  # of no single session: out of memory, or a bug
+                except Exception as error:  # not the fault of a single session: out of memory, or a bug
                     self._restart(error)
         finally:
             with self._condition:
-                if self.state in ("ready", "draining"):  # it left by an error: no caller may wait for it
+                if self.state in ("ready", "draining"):  # the loop ended by an error: release all waiting callers
                     self.state = "dead"
             self._give_up()
 
@@ -485,7 +485,7 @@ class Engine:
         self._obey(orders)
 
     def _obey(self, orders: Sequence[Callable[[], Any]]) -> None:
-        """Carry out orders; one that goes wrong costs no other."""
+        """Carry out orders; an error in one does not affect the others."""
         for order in orders:
             try:
                 order()
@@ -493,7 +493,7 @@ class Engine:
                 LOG.exception("an order to the engine failed")
 
     def _each(self, jobs: Sequence[Job], do: Callable[[Job], None]) -> None:
-        """Apply a function to each job; a job for which it raises fails, and no other."""
+        """Apply a function to each job; if it raises, only that job fails."""
         for job in jobs:
             try:
                 do(job)
@@ -515,7 +515,7 @@ class Engine:
         self._tell_end(job)
 
     def _work(self) -> None:
-        """Let jobs in and out, and take one step."""
+        """Admit and end jobs, and take one decoding step."""
         now = time.monotonic()
         late = [job for job in self._line if now > job.end_by]
         self._each(late, self._end_late)
@@ -549,7 +549,7 @@ class Engine:
             if job is None:
                 return
             with self._condition:
-                self.inside.append(job)  # before it leaves the line, so that `drain` sees it in one of them
+                self.inside.append(job)  # before it leaves the line, so that `drain` always sees it in one of the two
                 job.is_queued = False
                 self._queued -= 1
             job.started = now
@@ -589,7 +589,7 @@ class Engine:
         return sum(lm.held(job.session) for job in self.inside if lm in job.session.state)
 
     def _turns_ahead(self) -> int:
-        """Return the number of turns that fit into `DELAY_S`; 0 if any job shows its turns."""
+        """Return the number of turns to run per step, within `DELAY_S`; 0 if any job shows its turns."""
         if any(job.see is not None for job in self.inside):
             return 0
         return min(max(int(DELAY_S / max(self._turn_s, 1e-5)), 1), TURNS)
@@ -769,7 +769,7 @@ class Engine:
             self.state = "dead"
 
     def _note_fault(self, now: float) -> None:
-        """Record a fault of the running jobs unless one of them explains it.
+        """Record a fault of the engine unless one of the running jobs explains it.
 
         If a job fails again when it is repeated alone, it caused the earlier fault, which then does not count against the
         engine. If a second job of the same step fails alone, too, the fault counts again: it may be the engine's.
@@ -835,7 +835,7 @@ class _Task:
 
 
 def _fail(future: "Future[Any]", error: Exception) -> None:
-    """End a future with an error unless it is done: its caller may cancel it at any moment."""
+    """End a future with an error unless it is done: its caller may have cancelled it."""
     with suppress(InvalidStateError):
         future.set_exception(error)
 

@@ -1,4 +1,4 @@
-"""A transcription in progress: its thread goes from window to window, and the engine decodes them among its other jobs."""
+"""A transcription in progress: its thread goes from window to window, and the engine decodes each among its other jobs."""
 
 import threading
 import time

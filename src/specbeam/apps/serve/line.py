@@ -24,7 +24,7 @@ class Line(Generic[Job]):
 
     Each key has a clock, which `charge` advances by the work done for the key. Among the jobs of the best priority, the job
     whose key has the lowest clock comes next; jobs of one key keep their order. Waiting improves a low priority up to the
-    usual one, 0, so no job starves, unless a stream of jobs with priorities below 0 holds up all others. A key that returns
+    usual one, 0, so no job starves, unless jobs with priorities below 0 keep arriving. A key that returns
     after a pause starts at the lowest clock of the busy keys: a pause earns no credit.
 
     Args:
@@ -33,7 +33,7 @@ class Line(Generic[Job]):
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self.weights = dict(weights or {})
-        self.clocks: dict[str, float] = {}  # of keys with waiting or running jobs
+        self.clocks: dict[str, float] = {}  # the clock of each key with waiting or running jobs
         self.running: dict[str, int] = {}  # number of running jobs by key
         self._jobs: dict[str, deque[Job]] = {}
 
@@ -93,7 +93,7 @@ class Line(Generic[Job]):
             self.clocks[key] += work / self.weights.get(key, 1.0)
 
     def _rank(self, job: Job, now: float) -> float:
-        """Return the priority of a job; lower is earlier. Age improves it up to 0, no further: else floods would win."""
+        """Return the priority of a job; lower is earlier. Age improves it only up to 0, or floods would win."""
         return job.priority if job.priority <= 0 else max(job.priority - (now - job.arrived) // AGE_S, 0)
 
     def _order(self, job: Job, now: float) -> tuple[float, float, float]:

@@ -659,7 +659,7 @@ def _reference_outside(schema: Any) -> str | None:
 
 
 def _forced_tool(body: ChatBody) -> str | None:
-    """Return the name of the function that the answer must call; None if it is to be a text."""
+    """Return the name of the function that the answer must call; None for a plain text."""
     choice = body.tool_choice
     tools = body.tools or []
     names = [_function_of(tool)["name"] for tool in tools]

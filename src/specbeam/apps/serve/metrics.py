@@ -18,7 +18,7 @@ WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 
 
 class ServerMetrics:
-    """The metrics of one server, in a registry of its own. No label value comes from a request.
+    """The metrics of one server, in its own registry. No label value comes from a request.
 
     The event loop updates them when a request ends. The engine keeps plain counters, which `collect` reads.
     """
@@ -33,9 +33,9 @@ class ServerMetrics:
         self.totals: Counter[str] = Counter()
         self.audio_seconds = 0.0  # seconds of transcribed audio
         self.passed: Counter[int] = Counter()  # draft layers, by their depth
-        self.first_token = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
-        self.latency = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", SECONDS)
-        self.queue = self._histogram("request_queue_time_seconds", "From arrival to decoding.", SECONDS)
+        self.first_token = self._histogram("time_to_first_token_seconds", "Seconds to the first token.", SECONDS)
+        self.latency = self._histogram("e2e_request_latency_seconds", "Seconds from arrival to the end.", SECONDS)
+        self.queue = self._histogram("request_queue_time_seconds", "Seconds from arrival to decoding.", SECONDS)
         self.per_token = self._histogram(
             "request_time_per_output_token_seconds", "Seconds per token after the first.", SECONDS
         )

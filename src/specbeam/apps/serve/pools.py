@@ -1,4 +1,4 @@
-"""Threads for slow work of requests, with a limit on the time that a request waits for one."""
+"""Threads for slow work of requests; a request waits for a free one for a limited time."""
 
 import asyncio
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class LimitedPool:
     async def start(
         self, function: Callable[[], Result], message: str, field: str | None = None
     ) -> "asyncio.Future[Result]":
-        """Start a function in a free thread, which it keeps until it returns, even if nobody waits for it any more.
+        """Start a function in a free thread, which it occupies until it returns, even if its caller has gone.
 
         Raises `Refusal`, with this message and field, if no thread becomes free in time.
         """
@@ -46,7 +46,7 @@ class LimitedPool:
     def _is_over(self, working: "asyncio.Future[Any]") -> None:
         self._free.release()
         if not working.cancelled():
-            working.exception()  # marks it as retrieved: the client may be gone
+            working.exception()  # marks the exception as retrieved, because the client may be gone
 
     def close(self) -> None:
         """Stop the threads after their current work."""

@@ -7,7 +7,7 @@ from specbeam.apps.serve.speech_orders import SpeechOrder
 from specbeam.apps.speech.formats import formatted
 from specbeam.apps.speech.records import Segment, Transcript
 
-MEDIA = {"text": "text/plain", "srt": "text/plain", "vtt": "text/vtt"}  # of formats other than JSON
+MEDIA = {"text": "text/plain", "srt": "text/plain", "vtt": "text/vtt"}  # content types of formats other than JSON
 
 
 def transcript_text(order: SpeechOrder, transcript: Transcript) -> str:
@@ -71,7 +71,7 @@ def _number(value: float) -> float:
 
 
 def _our_part(order: SpeechOrder, transcript: Transcript, seconds: float) -> dict[str, Any]:
-    """Return the object `specbeam` of an answer; its law is that of windows at the first temperature."""
+    """Return the object `specbeam` of an answer; its law is the law of windows at the first temperature."""
     method = order.method
     found: dict[str, Any] = {"method": method.name, "law": transcript.law, "exact": method.exact}
     options = order.body.specbeam

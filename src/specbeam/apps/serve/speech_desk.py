@@ -38,14 +38,14 @@ ROOM = 4  # accepted requests (uploading, waiting or transcribed) per transcript
 class _Place:
     """A request at the desk."""
 
-    working: "asyncio.Future[Transcript] | None" = None  # its transcription, once it has begun
+    working: "asyncio.Future[Transcript] | None" = None  # the running transcription, once it has begun
 
 
 class SpeechDesk:
     """Accepts audio requests up to a limit, and answers them.
 
     Args:
-        server: its engine decodes.
+        server: the server whose engine decodes.
     """
 
     def __init__(self, server: "BeamServer") -> None:

@@ -1,1 +1,1 @@
-"""Speech to text with models that hear: audio, windows, the transcript and its formats."""
+"""Speech to text: audio, its windows, the transcript and its formats."""

@@ -20,7 +20,7 @@ HIGHEST_RATE = 96_000  # samples per second of untrusted files
 MOST_CHANNELS = 8  # channels of untrusted files
 BLOCK = 2**18  # frames that are mixed and resampled at once
 
-# Containers that hold sound themselves. Others, such as playlists, refer to files and addresses that would be opened.
+# Containers that include their sound. Others, such as playlists, name files and addresses, which would be opened.
 _FORMATS = (
     "wav,w64,aiff,caf,au,voc,flac,wv,tta,ape,mp3,aac,ac3,eac3,dts,amr,amrnb,amrwb,ogg,matroska,webm,mov,mp4,m4a,3gp,avi,asf,"
     "flv,mpeg,mpegts,nut"
@@ -62,7 +62,8 @@ def read_audio(audio: Any, rate: int | None = None) -> Samples:
 def read_audio_bytes(raw: bytes, most_seconds: float) -> Samples:
     """Return the audio in the bytes of an untrusted file as one channel of 16 kHz.
 
-    It is read and resampled block by block, up to the limit, because a small file may hold many samples. Memory grows with
+    It is read and resampled in blocks, up to the limit, because a small file may expand to many samples. Memory grows
+    with
     the duration only, not with rate and channels: 64,000 bytes per second, twice that at the end, and some blocks.
 
     Args:
@@ -192,7 +193,7 @@ class _Sound:
 
     Args:
         file: the file to decode.
-        head: its first bytes.
+        head: the first bytes of the file.
 
     Attributes:
         rate: samples per second; known with the first block.

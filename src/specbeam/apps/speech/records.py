@@ -32,10 +32,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class Transcript:
-    """The text of one audio.
+    """The transcript of one recording.
 
     Attributes:
-        text: of all segments.
+        text: the text of all segments.
         language: the code of the language, such as "en"; None for a model of one language.
         duration: seconds of audio.
         segments: in the order of time.

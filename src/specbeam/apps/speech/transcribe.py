@@ -84,7 +84,8 @@ def thresholds_of(
 ) -> Thresholds:
     """Return thresholds. "auto" is the value in the model's generation config, or else the usual one.
 
-    Raises `NotSupported` for "auto" if the config has a threshold of the compression ratio, which would be one of tokens.
+    Raises `NotSupported` for "auto" if the config sets a compression ratio threshold, because transformers compares it
+    with the ratio of tokens, not of text.
     """
     own = getattr(config, "compression_ratio_threshold", None)
     if own is not None and compression_ratio == "auto":
@@ -107,7 +108,7 @@ def thresholds_of(
 
 @dataclass
 class Listening:
-    """The transcription of one audio in progress.
+    """The transcription of one recording in progress.
 
     Attributes:
         start: the first tokens of the decoder, without the text of previous windows.
@@ -161,7 +162,7 @@ class Heard:
     temperature: float
     avg_logprob: float
     compression_ratio: float
-    no_speech_prob: float  # NaN if there is no threshold for it
+    no_speech_prob: float  # NaN if no threshold uses it
 
 
 def transcribe(
@@ -198,7 +199,7 @@ def transcribe(
 
     Args:
         pair: the models, from `load`; or the path or hub id of a model, which is loaded after the audio has been read.
-        audio: one audio or a list of them; each is a file, or an array for `specbeam.apps.speech.audio.read_audio`.
+        audio: one recording or a list of them; each is a file, or an array for `specbeam.apps.speech.audio.read_audio`.
         method: the recipe, or its name, at temperature 0. None: beam search with 5 beams, or the model's own `num_beams`,
             with drafts if there is a draft.
         rate: samples per second of arrays; None: 16,000.
@@ -216,12 +217,12 @@ def transcribe(
         compression_ratio_threshold, log_prob_threshold, no_speech_threshold: see `Thresholds`; "auto": the model's own, or
             else the usual ones, 2.4, -1.0 and 0.6. Also `logprob_threshold`.
         seed: the same seed gives the same transcript. None: a random seed.
-        batch_size: maximum number of audios whose windows are decoded side by side.
+        batch_size: maximum number of recordings whose windows are decoded together.
         feature_extractor: None: the one in the model's folder, or Whisper's usual one.
-        on_progress: called with (number of the audio, seconds done, total seconds) after each window.
+        on_progress: called with (number of the recording, seconds done, total seconds) after each window.
         options: as for `generate`: max_new_tokens, length_penalty, repetition_penalty, ...
 
-    Returns: a transcript for each audio.
+    Returns: a transcript for each recording.
 
     Raises:
         NotSupported: the model is not a Whisper model, or its generation config has a setting that is not supported.
@@ -282,7 +283,7 @@ def _without_aliases(named: dict[str, Any], options: dict[str, Any]) -> dict[str
 
 
 def _is_samples(audio: Sequence[Any]) -> bool:
-    """Return whether a list holds samples, as opposed to audios."""
+    """Return whether a sequence is the samples of one recording, and not a list of recordings."""
     return bool(audio) and isinstance(audio[0], float)
 
 
@@ -406,7 +407,7 @@ class Ears:
     def begin(
         self, extractor: Any, samples: Samples, language: str | None, task: str | None, prompt: str | None
     ) -> Listening:
-        """Return a new transcription of an audio. It is over already if the audio is silent."""
+        """Return a new transcription of a recording; it is over already if the recording is silent."""
         choice = self.tokens.choice(language, task)
         before = [] if prompt is None else self._prompt_tokens(prompt)
         features = features_of(self.lm, extractor, samples)
@@ -472,7 +473,7 @@ class Ears:
         return found
 
     def hear(self, listenings: list[Listening]) -> None:
-        """Decode the next window of each audio."""
+        """Decode the next window of each recording."""
         windows = [self._window(one) for one in listenings]
         waiting = windows
         heard: dict[int, Heard] = {}
@@ -605,7 +606,7 @@ class Ears:
         return limit is not None and heard.no_speech_prob > limit and self._is_unlikely(heard)
 
     def _take(self, window: SpeechWindow, heard: Heard) -> None:
-        """Add the segments of a window to its audio, and move to the beginning of the next window."""
+        """Add the segments of a window to its recording, and move to the beginning of the next window."""
         listening = window.listening
         left = listening.features.left(listening.seek)
         if self._is_silence(heard) or not heard.tokens:
@@ -632,7 +633,7 @@ class Ears:
             listening.said = [*listening.said, *self._to_be_continued(one.tokens)]
         if heard.temperature > RESETS:
             listening.said = listening.prompt
-        listening.seek += frames if frames > 0 else left  # a pair of timestamps at 0 would loop forever
+        listening.seek += frames if frames > 0 else left  # without this, a pair of timestamps at 0 would loop forever
 
     def _to_be_continued(self, tokens: list[int]) -> list[int]:
         """Return the tokens of a segment for the prompt of the next window: of two timestamps at the end, only one."""
@@ -641,7 +642,7 @@ class Ears:
         return tokens
 
     def finished(self, listening: Listening) -> Transcript:
-        """Return the transcript of an audio that is over."""
+        """Return the transcript of a finished recording."""
         text = "".join(segment.text for segment in listening.segments).strip()
         return replace(listening.transcript, text=text, segments=listening.segments)
 

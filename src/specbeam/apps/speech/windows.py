@@ -15,7 +15,7 @@ HOP_S = 0.01  # seconds between two frames
 
 @dataclass(frozen=True, eq=False)
 class Features:
-    """The features of a whole audio.
+    """The features of a whole recording.
 
     Attributes:
         frames: number of frames that are audio; the others are padding.

@@ -1,4 +1,4 @@
-"""Acceptance by rank: how often the k-th draft token tried is the accepted one. Sequoia plans its tree by these odds."""
+"""Acceptance by rank: how often the k-th draft token tried is the accepted one. Sequoia plans its tree with this."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from specbeam.doors import Prompt
 
 @dataclass(frozen=True)
 class Acceptance:
-    """The odds that the child accepted at a node is the k-th one tried, and the number of nodes that they rest on.
+    """The probability that the child accepted at a node is the k-th one tried, and the number of nodes counted.
 
     Attributes:
         odds: share of the nodes at which the k-th child was accepted, for each k. The rest of the nodes accepted none.
@@ -49,7 +49,7 @@ def acceptance(pair: Pair, prompts: Sequence[Prompt], children: int = 8, seed: i
                 counts[_rank_of_accepted(turn)] += 1
     nodes = int(counts.sum())
     odds = counts[:-1] / max(nodes, 1)
-    rounded = np.floor(odds * 10_000 + 1e-6) / 10_000  # down, so that their sum is at most 1
+    rounded = np.floor(odds * 10_000 + 1e-6) / 10_000  # rounds down, so that the sum is at most 1
     return Acceptance(tuple(rounded.tolist()), nodes)
 
 

@@ -17,11 +17,11 @@ from specbeam.errors import BadSetting, MissingPackage, NotSupported
 from specbeam.lab.bench.outcome import Contender, Outcome
 
 MODES = ("greedy", "sampling", "beam_search", "beam_sampling", "assisted", "assisted_greedy")
-SAMPLING_OPTIONS = warper_names()  # for modes that sample
-_LENGTHS = ("max_new_tokens", "max_length")  # of which every mode has the first
-COMMON_OPTIONS = (*(name for name in config_names() if name not in _LENGTHS), "streamer")  # for every mode
+SAMPLING_OPTIONS = warper_names()  # options of modes that sample
+_LENGTHS = ("max_new_tokens", "max_length")  # every mode takes the first of these
+COMMON_OPTIONS = (*(name for name in config_names() if name not in _LENGTHS), "streamer")  # options of every mode
 DEFAULT_NEW_TOKENS = 64
-SCALED_IF_TIED = ("t5", "mt5", "umt5")  # kinds whose logits CTranslate2 scales where their configurations say "tied"
+SCALED_IF_TIED = ("t5", "mt5", "umt5")  # model types whose logits CTranslate2 scales if the configuration says "tied"
 
 
 def transformers(pair: Pair, mode: str, beams: int = 4, **options: Any) -> Contender:
@@ -46,7 +46,7 @@ def transformers(pair: Pair, mode: str, beams: int = 4, **options: Any) -> Conte
     arguments: dict[str, Any] = {"do_sample": samples, "num_beams": beams if mode.startswith("beam") else 1}
     if samples:
         if pair.target_model.generation_config.top_k is None:
-            arguments["top_k"] = 0  # transformers would take 50
+            arguments["top_k"] = 0  # transformers' default is 50
         arguments |= {name: options[name] for name in SAMPLING_OPTIONS if options.get(name) is not None}
     arguments |= {name: options[name] for name in COMMON_OPTIONS if options.get(name) not in (None, [])}
     if "stop_strings" in arguments:
@@ -57,7 +57,7 @@ def transformers(pair: Pair, mode: str, beams: int = 4, **options: Any) -> Conte
         sizes = [model.config.get_text_config().vocab_size for model in (pair.target_model, pair.draft_model)]
         if sizes[0] != sizes[1]:
             raise NotSupported(
-                f"transformers/{mode} takes drafts with as many tokens as the target, and these have {sizes[1]} and "
+                f"transformers/{mode} needs a draft with the target's vocabulary size, but they have {sizes[1]} and "
                 f"{sizes[0]}; leave it out"
             )
         arguments["assistant_model"] = pair.draft_model
@@ -113,7 +113,7 @@ def _without_padding(tokens: list[int], ends: set[int], padding: int | None) -> 
 
 
 def _end_tokens(pair: Pair) -> set[int]:
-    """Return the end tokens of the target's generation config; if it names none, that of the tokenizer."""
+    """Return the end tokens of the target's generation config; if it names none, the tokenizer's."""
     ends = pair.target_model.generation_config.eos_token_id
     if ends is None:
         ends = getattr(pair.tokenizer, "eos_token_id", None)
@@ -189,7 +189,7 @@ def _converted(pair: Pair, folder: Path, compute_type: str) -> str:
     model.save_pretrained(source, state_dict=_weights_to_convert(model))
     written: Any = copy.deepcopy(pair.tokenizer)
     if reads and written.unk_token is None:
-        written.unk_token = written.eos_token  # without one the converted model cannot be read
+        written.unk_token = written.eos_token  # CTranslate2 cannot read the converted model without one
     written.save_pretrained(source)
     converted = folder / "converted"
     TransformersConverter(str(source)).convert(str(converted), quantization=compute_type)
@@ -197,7 +197,7 @@ def _converted(pair: Pair, folder: Path, compute_type: str) -> str:
     if reads and start is not None:
         path = converted / "config.json"
         numbers = json.loads(path.read_text(encoding="utf-8"))
-        if numbers.get("decoder_start_token") is None:  # the converter leaves it to the caller, of mBART
+        if numbers.get("decoder_start_token") is None:  # the converter does not set it for mBART
             numbers["decoder_start_token"] = written.convert_ids_to_tokens(start)
             path.write_text(json.dumps(numbers), encoding="utf-8")
     return str(converted)

@@ -36,12 +36,12 @@ METHODS: dict[str, tuple[Callable[[], Method], str]] = {
     "greedy": (greedy, "greedy"),
 }
 KINDS = ("trained", "random")
-BEAMS = 4  # in transformers' modes with beams, as our recipes have by default
+BEAMS = 4  # number of beams in transformers' modes; the default of our recipes
 RANDOM_TOKENS = 24  # length of a random prompt
-# A stop string that hardly ever occurs, so that texts are as long as without it. Every tokenizer has its letters.
+# A stop string that hardly ever occurs, so that texts keep their length. Every tokenizer has its letters.
 RARE_STOP = "qqq"
 NO_DIGITS = "[^0-9]*"  # a regular expression that most texts match anyway
-CLIFF_SHARE = 0.5  # a cell below this share of its method's best speed is a cliff
+CLIFF_SHARE = 0.5  # cells below this share of their method's best speed are cliffs
 
 
 class DiscardingStreamer:
@@ -149,7 +149,7 @@ class Attempt:
         if self.failure is None:
             try:
                 outcome = self._get_contender().run(prompts, seed)
-            except Exception as error:  # whatever a foreign library raises, the table has to go on
+            except Exception as error:  # another library may raise anything, and the table must continue
                 self.failure = error
         if self.on_progress is not None:
             self.on_progress()
@@ -198,7 +198,7 @@ def why_not_theirs(mode: str, option: str, batch_size: int) -> str:
     if option == "stream" and mode.startswith("beam"):
         return "no beams"
     if option == "stop_strings" and mode == "assisted":
-        return "no stops"  # they need the tokenizer, which transformers does not hand on to its assistant
+        return "no stops"  # they need the tokenizer, which transformers does not pass to its assistant
     if mode in ("greedy", "beam_search") and option in warper_names():
         return "no draws"
     return ""
@@ -334,7 +334,7 @@ def with_rates(cell: SpeedCell, ours: Sequence[float], theirs: Sequence[float]) 
 def flagged(cells: Sequence[SpeedCell]) -> list[SpeedCell]:
     """Return the cells with their flags, and with their share of the best speed.
 
-    The best is that of all options of the same method, kind of prompts and batch size.
+    The best speed is taken over all options with the same method, kind of prompts and batch size.
     """
     best: dict[tuple[str, str, int], float] = {}
     for cell in cells:

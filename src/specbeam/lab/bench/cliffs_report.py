@@ -36,7 +36,7 @@ def overview(cells: Sequence[SpeedCell]) -> str:
     """Return a table with a row per method and a column per option: the median ratio to transformers, and the flags.
 
     Args:
-        cells: of one kind of prompts and one batch size.
+        cells: cells of one kind of prompts and one batch size.
     """
     options = list(dict.fromkeys(cell.option for cell in cells))
     methods = list(dict.fromkeys(cell.method for cell in cells))

@@ -1,8 +1,8 @@
 """Block efficiency at a fixed budget of scored nodes: tokens per pass of the target (the protocol of RSD).
 
 A comparison of trees at equal depth favours wide trees, but the target pays for nodes. So each recipe has several shapes
-that fit the budget. The best shape is chosen on separate prompts, because the best of several figures measured on the
-reported prompts would be too good.
+that fit the budget. The best shape is chosen on separate prompts, because the best of several figures on the reported
+prompts would be biased upwards.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,7 +69,7 @@ def contenders(
     depth = 2 if budget < 14 else 3
     half = min(budget // 2, 8)
     nodes = f"{budget} nodes"
-    fixed: dict[str, Any] = {"controller": "fixed"}  # no drafts are skipped: shapes are compared
+    fixed: dict[str, Any] = {"controller": "fixed"}  # turns never skip drafting, because shapes are compared
     best_and_one = partial(sb.traversal, children="best_and_one")
     hub: dict[str, Callable[[], Method]] = {f"depth {depth}": partial(sb.spechub, depth, **fixed)}
     found: dict[str, dict[str, Callable[[], Method]]] = {

@@ -11,7 +11,7 @@ from specbeam.lab.evaluate.perplexity import exp, summary
 from specbeam.lab.evaluate.task import bleu, bleu_counts, bleu_of, exact_match, hits
 
 METRICS = ("BLEU", "exact match")
-# names of the methods to which the ratios of the others are taken
+# names of the methods that ratios refer to
 SAMPLING = "sampling"
 SPECULATIVE = "speculative sampling"
 
@@ -43,13 +43,13 @@ class MethodLine:
     lossless: bool
     law: str
     metric: str
-    perplexity: Figure  # of the output under the target's raw law, averaged over outputs (see `Perplexity.perplexity`)
-    perplexity_ratio: Figure | None  # to that of plain sampling, prompt by prompt; None if sampling was not measured
+    perplexity: Figure  # perplexity of the outputs under the target's raw law (see `Perplexity.perplexity`)
+    perplexity_ratio: Figure | None  # relative to plain sampling, prompt by prompt; None if not measured
     quality: Figure
     seconds_per_token: Figure
     joules_per_token: Figure | None  # None if the machine has no energy counter
     tokens_per_pass: Figure  # passes of the target
-    tokens_per_pass_ratio: Figure | None  # to that of speculative sampling; None if that was not measured
+    tokens_per_pass_ratio: Figure | None  # relative to speculative sampling; None if not measured
     tokens_per_output: float
     repeated: float  # share of 4-grams that occurred before in the same output
 
@@ -71,7 +71,7 @@ class MethodRun:
     logp: list[float]
 
     def by_prompt(self, values: np.ndarray | Sequence[float]) -> np.ndarray:
-        """Return for each prompt the sum of `values` over its answers."""
+        """Return the sum of `values` over the answers to each prompt."""
         return np.bincount(self.prompts, np.asarray(values, dtype=float))
 
     @property
@@ -126,7 +126,7 @@ def _ratio(run: MethodRun, above: np.ndarray, below: np.ndarray) -> Figure:
 
 
 def _perplexity_ratio(run: MethodRun, plain: MethodRun | None) -> Figure | None:
-    """Return the perplexity divided by that of `plain`, None if `plain` is None.
+    """Return the perplexity divided by `plain`'s; None if `plain` is None.
 
     Both methods answered the same prompts equally often, so their mean log-likelihoods are subtracted prompt by prompt.
     """

@@ -1,4 +1,4 @@
-"""The cost of a target pass by its rows and by the tokens in the cache, and of a step of beams, also in transformers.
+"""The cost of a target pass by rows and by cached tokens, and of a step of beams, in specbeam and in transformers.
 
 Transformers keeps a copy of the prompt per beam. Every round times all lengths and sizes, so that a busy moment of the
 machine affects all of them.
@@ -63,7 +63,7 @@ class PassCell:
         settle_ms: time between the pass and the next one, in `settle` or in transformers' `reorder_cache`.
         turn_ms: sum of both times.
         kv_tokens: number of tokens stored after the pass.
-        kv_mb: their keys and values in MB (1e6 bytes).
+        kv_mb: the keys and values of these tokens in MB (1e6 bytes).
     """
 
     engine: str
@@ -80,8 +80,8 @@ def passes(lm: HuggingFaceLM, plan: PassPlan, on_progress: Callable[[], None] | 
     """Time passes of a model with specbeam's cache and with transformers' cache.
 
     Args:
-        lm: its model is timed, with its engine. Each length gets a cache store for itself, because a long cache widens
-            those that share its store.
+        lm: the model that is timed, with its engine. Each length gets its own cache store, because a long cache widens
+            the others in its store.
         on_progress: called after every prompt that is stored and after every turn that is timed.
 
     Returns:
@@ -104,7 +104,7 @@ def passes(lm: HuggingFaceLM, plan: PassPlan, on_progress: Callable[[], None] | 
         for number in range(plan.repeats + 1):  # the first round is warm-up
             for engine, length in rotated([*contenders], number):
                 turn, sizes = contenders[engine, length]
-                turn(1)  # not timed: the contender before has driven the weights from the CPU's caches
+                turn(1)  # not timed: the previous contender has evicted the weights from the CPU's caches
                 for rows in rotated(sizes, number) if number or engine == OURS else ():
                     cost = turn(rows)
                     if number:
@@ -125,7 +125,7 @@ def _beams_with_copies(plan: PassPlan, size: int, length: int) -> list[int]:
 
 
 def _cell(engine: str, length: int, rows: int, costs: list[TurnCost], size: int) -> PassCell:
-    """Return the cell of these samples; without samples, that of a size whose copies would need too much memory."""
+    """Return the cell of these samples; no samples mean that the copies would need too much memory."""
     if not costs:
         tokens = rows * (length + 1)
         return PassCell(engine, length, rows, None, None, None, tokens, tokens * size / 1e6)

@@ -29,7 +29,7 @@ def provenance() -> dict[str, str]:
 
 
 def _commit(source: Path = Path(__file__)) -> str:
-    """Return the commit of the checkout that holds `source`, "none" if it is not a checkout of specbeam.
+    """Return the commit of the checkout that contains `source`; "none" if it is not a checkout of specbeam.
 
     An installed specbeam may lie in an environment inside the repository of another project.
     """

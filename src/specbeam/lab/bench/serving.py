@@ -68,7 +68,7 @@ class Load:
         clients: number of clients, each with one request at a time; with `rate` the maximum number of open requests.
         requests: maximum number of requests.
         rate: requests per second at random times (Poisson); None: each client asks again as soon as it has its answer.
-        gone: share of the requests whose client disconnects in the middle.
+        gone: share of the requests whose client disconnects before the end.
         stream: whether answers are streamed, which shows the time to the first text.
         key: API key.
         seed: seed of the times, and of the first request; further requests count up.
@@ -101,7 +101,7 @@ class Load:
             if getattr(self, name) < 1:
                 raise BadSetting(f"{name} is {getattr(self, name)}; it must be at least 1")
         if not 0 <= self.gone <= 1:
-            raise BadSetting(f"gone is {self.gone}; it is a share, in [0, 1]")
+            raise BadSetting(f"gone is {self.gone}; it must be a share, in [0, 1]")
         for name in ("rate", "seconds"):
             value = getattr(self, name)
             if value is not None and not value > 0:

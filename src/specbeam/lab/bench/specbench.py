@@ -102,9 +102,9 @@ class SpecBenchLine:
 
     Attributes:
         accepted: Spec-Bench's "mean accepted tokens": new tokens per pass of the target, over all passes.
-        their_speedup: Spec-Bench's: the mean over questions of tokens per second, over that of plain decoding.
-        speedup: ours: seconds per token of plain decoding divided by the method's, over all tokens.
-        low, high: its 95 % interval, by bootstrap over questions.
+        their_speedup: Spec-Bench's: mean tokens per second over questions, divided by plain decoding's.
+        speedup: ours: plain decoding's seconds per token divided by the method's, over all tokens.
+        low, high: the 95 % interval of `speedup`, by bootstrap over questions.
         same: share of the questions whose texts equal those of plain decoding.
     """
 
@@ -230,7 +230,7 @@ def _line(name: str, task: str, own: list[Reply], plain: list[Reply]) -> SpecBen
     plain_tokens = sum(sum(one.tokens) for one in plain)
     plain_s = [sum(one.seconds) for one in plain]
     own_s = [sum(one.seconds) for one in own]
-    # Texts may differ in length from those of plain decoding, so seconds are scaled to the same number of tokens.
+    # Texts may differ in length from plain decoding's, so seconds are scaled to the same number of tokens.
     scale = plain_tokens / tokens
     low, high = ratio_interval(plain_s, [seconds * scale for seconds in own_s])
     return SpecBenchLine(

@@ -47,7 +47,7 @@ class SpeedLine:
 
     Attributes:
         tokens_per_second: speed by round.
-        ratio: speed divided by that of the first contender, round by round.
+        ratio: speed divided by the first contender's, round by round.
         ms_per_token: milliseconds per token over all rounds.
         joules_per_token: None if the machine has no energy counter.
         passes_per_token: target passes per token; None if the contender does not report them.
@@ -55,10 +55,10 @@ class SpeedLine:
         logp_per_token: log-likelihood of the answers under the target's raw law, in nats per token.
         quality: BLEU and exact match by these names; empty without references.
         peak_kv_tokens: most tokens stored at once for a prompt; None if the contender does not report it.
-        rows_per_token: rows that the target's passes computed, without those of prompts; None if they are not reported.
-        saved_rows_per_token: rows of earlier turns by which layers of beams were decided; None as above.
-        lazy_layers: share of the layers of beams that were decided without the rows of all live beams; None as above, or if
-            there were no layers of beams.
+        rows_per_token: rows that the target's passes computed, without prompt rows; None if they are not reported.
+        saved_rows_per_token: rows of earlier turns that were reused to decide layers of beams; None as above.
+        lazy_layers: share of the layers of beams that were decided without the rows of all live beams; None as above, or
+            without layers of beams.
         free_layers: share of the layers of beams that were decided only by rows of earlier turns; None as above.
         memory_mb: memory in MB, see `speed`; None if it cannot be read.
         tokens: number of tokens of one round.
@@ -139,7 +139,7 @@ def speed(
     """Measure contenders on the same prompts in interleaved rounds, and return a line of figures per contender.
 
     Args:
-        pair: its target scores the answers, and its tokenizer reads them.
+        pair: the pair whose target scores the answers, and whose tokenizer decodes them.
         contenders: ratios are to the first one.
         rows: the prompts of every round.
         batch_size: number of prompts that a contender answers in one call.
@@ -171,7 +171,7 @@ def in_batches(count: int, batch_size: int) -> list[list[int]]:
 
 
 def rotated(values: Sequence[T], number: int) -> list[T]:
-    """Return the values in an order that begins elsewhere for each number, so that no value always comes first."""
+    """Return the values rotated by `number`, so that no value always comes first."""
     start = number % max(len(values), 1)
     return [*values[start:], *values[:start]]
 
@@ -269,7 +269,7 @@ def _quality(pair: Pair, answers: list[list[int]], references: list[str | None])
 
 
 def _gpu_memory_of(work: Callable[[], object], device: torch.device) -> float:
-    """Do the work; return the peak memory of tensors on the GPU meanwhile, above that before, in MB."""
+    """Do the work; return the peak GPU memory of tensors during it, minus the memory before, in MB."""
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     work()
@@ -277,7 +277,7 @@ def _gpu_memory_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _memory_of(work: Callable[[], object]) -> float | None:
-    """Do the work; return the peak resident memory meanwhile, above that before, in MB; None if it cannot be read."""
+    """Do the work; return the peak resident memory during it, minus the memory before, in MB; None if unreadable."""
     before = _resident_mb()
     if before is None:
         work()

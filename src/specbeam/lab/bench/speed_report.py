@@ -14,7 +14,7 @@ from specbeam.lab.bench.tables import (
     spread_text,
 )
 
-SCALES = {"BLEU": 1, "exact match": 100}  # of each metric of quality, in a table
+SCALES = {"BLEU": 1, "exact match": 100}  # factor of each quality metric in tables
 
 
 def as_markdown(lines: Sequence[SpeedLine]) -> str:

@@ -1,6 +1,6 @@
 """The cache of transformers' own beam search, for timing.
 
-It holds a copy of the prompt per beam, and all of them are copied again whenever beams are reordered.
+It holds a copy of the prompt per beam, and all copies are made anew whenever beams are reordered.
 """
 
 import copy
@@ -39,7 +39,7 @@ class CopiedPrompt:
         cache.batch_repeat_interleave(beams)
         order = torch.arange(beams, device=self.model.device)
         rows = (order % self.model.config.vocab_size)[:, None]
-        self.model(input_ids=rows[:1])  # making the copies has driven the weights from the CPU's caches
+        self.model(input_ids=rows[:1])  # making the copies has evicted the weights from the CPU's caches
         step = {"input_ids": rows, "past_key_values": cache, "use_cache": True}
         pass_s = seconds_of(self.model.device, lambda: self.model(**step))
         kv_tokens = _bytes(cache) // token_bytes(self.model)

@@ -1,4 +1,4 @@
-"""Growth of a head with its target: the head makes the same drafts for the grown target.
+"""Growth of a head with its target, so that it makes the same drafts for the grown target.
 
 Only heads whose rows pass layers of the target grow: the exit layer of EESD, and the extra rows of BiTA and Hidden Transfer.
 Their drafts then cost as much as for a target of that size, and are accepted as before.
@@ -27,7 +27,7 @@ def grown_head(head: Head, target: "PreTrainedModel") -> Head:
 
     Args:
         head: an exit head, or a BiTA or Hidden Transfer head. It is not changed.
-        target: what `grown` has made of the model that the head is for.
+        target: the result of `grown` on the head's own target.
 
     Raises `NotSupported` for heads of other kinds.
     """

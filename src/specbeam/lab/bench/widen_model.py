@@ -3,10 +3,10 @@
 A benchmark of a small trained pair has real agreement of draft and target. With the target grown, it also has the cost
 of a real target.
 
-New layers, heads and feed-forward units write nothing, and new residual width carries zeros. All other new weights are
-random, and cost what trained weights would cost. Where the weights of the model are bfloat16 numbers, as in most
-checkpoints, the new ones are too, because an engine may read those faster. So speed is that of the large model, and
-quality that of the small one. Positions can be added too.
+New layers, heads and feed-forward units write nothing to the residual stream, and its new columns are zero. All other
+new weights are random, and cost as much as trained weights. Where the weights of the model are bfloat16 numbers, as in
+most checkpoints, the new ones are too, because an engine may read those faster. So it is as slow as the large model,
+and writes the texts of the small one. Positions can be added too.
 """
 
 import copy
@@ -37,7 +37,7 @@ UNITS = 64  # their numbers are multiples of this, or differ from the model's ow
 class Size:
     """The dimensions of a Llama-like decoder."""
 
-    hidden: int  # residual width
+    hidden: int  # width of the residual stream
     layers: int
     inner: int  # feed-forward units
     heads: int
@@ -114,10 +114,10 @@ def with_more_units(own: Any, parameters: int, count: Callable[[Any], int]) -> A
 
     Args:
         own: a dataclass with a field `inner`.
-        parameters: number of weights, not below that of `own`. If they are equal, the size is `own`.
+        parameters: number of weights, at least `own`'s. If they are equal, the size is `own`.
         count: returns the number of weights of a size.
 
-    Raises `BadSetting` if the number is nearer to that of `own` than to that of the next larger size.
+    Raises `BadSetting` if the number is nearer to `own`'s than to the next larger size's.
     """
     has = count(own)
     step = count(replace(own, inner=own.inner + UNITS)) - has
@@ -137,16 +137,18 @@ def grown(model: "PreTrainedModel", to: Size | int, seed: int = 0) -> "PreTraine
     whatever their dtype, so does the new model.
 
     Args:
-        model: of the Llama, Mistral, Qwen2 or Qwen3 family. It is not changed.
+        model: a model of the Llama, Mistral, Qwen2 or Qwen3 family. It is not changed.
         to: a size, or a number of parameters for `size_for`.
-        seed: of the new random weights.
+        seed: seed of the new random weights.
 
     Raises:
         NotSupported: the model is of another family.
         BadSetting: a dimension of the size is smaller than the model's, or its heads do not fit.
     """
     if model.config.model_type not in FAMILIES:
-        raise NotSupported(f"growth knows {', '.join(FAMILIES)}; {type(model).__name__} is {model.config.model_type}")
+        raise NotSupported(
+            f"only {', '.join(FAMILIES)} models can be grown; {type(model).__name__} is {model.config.model_type}"
+        )
     if matrices_of(model):
         raise NotSupported("growth copies weights, and the matrices of this model have 4 bits in its files")
     size = size_for(model, to) if isinstance(to, int) else to
@@ -165,14 +167,14 @@ def grown(model: "PreTrainedModel", to: Size | int, seed: int = 0) -> "PreTraine
         config.layer_types = [config.layer_types[number % own.layers] for number in range(size.layers)]
     large = random_model(type(model), config, model, seed)
     keep_short(large, model)
-    norm_scale = math.sqrt(own.hidden / size.hidden)  # a norm over more width divides by less
+    norm_scale = math.sqrt(own.hidden / size.hidden)  # a norm over more columns, most of them zero, divides by less
     large.model.embed_tokens.weight.zero_()
     insert(large.model.embed_tokens.weight, model.model.embed_tokens.weight)
     if not config.tie_word_embeddings:
         insert(large.lm_head.weight, model.lm_head.weight)
     large.model.norm.weight.fill_(norm_scale)
     insert(large.model.norm.weight, model.model.norm.weight * norm_scale)
-    for layer in large.model.layers:  # new layers, heads and units write nothing
+    for layer in large.model.layers:  # new layers, heads and units write nothing to the residual stream
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
     for layer, source in zip(large.model.layers, model.model.layers, strict=False):
@@ -193,7 +195,7 @@ def random_model(kind: Any, config: Any, like: "PreTrainedModel", seed: int) -> 
         torch.set_default_dtype(like.dtype)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
             torch.manual_seed(seed)
-            return kind(config)  # is not cast afterwards: rotary frequencies have to stay float32
+            return kind(config)  # made in this dtype: a cast would round rotary frequencies
     finally:
         torch.set_default_dtype(before)
 
@@ -228,7 +230,7 @@ def copy_layer(layer: nn.Module, source: nn.Module, norm_scale: float) -> None:
 def insert(new: torch.Tensor, old: torch.Tensor) -> None:
     """Write the old weights into the first rows and columns of the new ones.
 
-    The rest of these rows may stay random: it reads new residual width, which is always zero.
+    The rest of these rows may stay random: it reads new columns of the residual stream, which are always zero.
     """
     new[tuple(slice(length) for length in old.shape)] = old
 
@@ -237,7 +239,7 @@ def check_no_less(own: Any, size: Any) -> None:
     """Raise `BadSetting` if a dimension of a size is smaller than in `own`, of the same dataclass."""
     for name, has in vars(own).items():
         if getattr(size, name) < has:
-            raise BadSetting(f"{name} is {getattr(size, name)}; a model does not shrink, it has {has}")
+            raise BadSetting(f"{name} is {getattr(size, name)}; it must be at least the model's own, {has}")
 
 
 def _check(own: Size, size: Size) -> None:
@@ -252,11 +254,11 @@ def _check(own: Size, size: Size) -> None:
 def with_positions(model: "PreTrainedModel", positions: int) -> "PreTrainedModel":
     """Return a model with the same weights and more positions, on which long texts can be timed.
 
-    Up to the model's own positions the function stays the same. Beyond them passes cost as much as in a model
-    trained for them, but the texts are worthless.
+    Within the model's own positions the function stays the same. Beyond them, passes cost as much as in a model trained
+    for them, but texts are meaningless.
 
     Args:
-        model: it is not changed, and shares its weights with the new one.
+        model: the model, which is not changed and shares its weights with the new one.
         positions: number of positions of the new model.
 
     Raises:
@@ -266,7 +268,7 @@ def with_positions(model: "PreTrainedModel", positions: int) -> "PreTrainedModel
     if kind not in ROTARY:
         raise NotSupported(
             f"{type(model).__name__} cannot get {positions:,} positions: its own are {kind or 'not rotary'}, and only "
-            f"rotary ones ({', '.join(ROTARY)}) go on by themselves; give lengths that it has positions for"
+            f"rotary ones ({', '.join(ROTARY)}) extend to any length; give lengths within its positions"
         )
     longer = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
     longer.config.max_position_embeddings = positions

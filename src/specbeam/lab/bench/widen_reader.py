@@ -1,4 +1,4 @@
-"""Growth of a T5, whose decoder looks at a source, into a larger one with the same function; see `widen_model`.
+"""Growth of a T5, an encoder-decoder model, into a larger one with the same function; see `widen_model`.
 
 The encoder and the decoder grow alike. New heads have distance biases of 0, and write nothing. Norms over more width, most
 of it zeros, find a smaller mean square, and the logits of some models are divided by the root of the width: the weights of
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 READERS = ("t5", "mt5", "umt5")
 WITHOUT_GATE = 4.0  # feed-forward units per unit of width of layers without a gate
-OUTPUTS = ("o.weight", "wo.weight")  # the ends of the names of matrices that write into the residual width
+OUTPUTS = ("o.weight", "wo.weight")  # suffixes of the names of matrices that write into the residual stream
 NORM = "layer_norm.weight"
 
 
@@ -40,7 +40,7 @@ NORM = "layer_norm.weight"
 class ReaderSize:
     """The dimensions of a T5."""
 
-    hidden: int  # residual width
+    hidden: int  # width of the residual stream
     encoder_layers: int
     decoder_layers: int
     inner: int  # feed-forward units
@@ -101,12 +101,12 @@ def reader_size_for(model: "PreTrainedModel", parameters: int) -> ReaderSize:
 def grown_reader(model: "PreTrainedModel", to: ReaderSize | int, seed: int = 0) -> "PreTrainedModel":
     """Return a new T5 with more weights that computes the same logits up to rounding.
 
-    Type, device and short numbers are as in `grown`.
+    Type, device and rounding to bfloat16 are as in `grown`.
 
     Args:
         model: a T5, with or without a gate, mT5 or umT5. It is not changed.
         to: a size, or a number of parameters for `reader_size_for`.
-        seed: of the new random weights.
+        seed: seed of the new random weights.
 
     Raises:
         NotSupported: the model is of another family.

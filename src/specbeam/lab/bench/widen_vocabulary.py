@@ -1,8 +1,8 @@
 """Growth of a vocabulary: a model with more words and the same texts.
 
 The cost of laws, sorting and sums over 128,000 words does not depend on the words. So each new word is a copy of one of
-the model's own, with a logit that lies far below: the row of logits has the shape of a large vocabulary's, and no
-new word is ever drawn.
+the model's own with a far smaller logit: logits have the shape of a large vocabulary, and new words are practically
+never drawn.
 """
 
 import math
@@ -18,24 +18,25 @@ from specbeam.lab.bench.widen_model import Size, grown
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-SPARE = 64  # new residual width, whose first component carries a constant
-CONSTANT = 2.0**-10  # so small that no norm feels it
+SPARE = 64  # columns added to the residual stream; the first carries a constant
+CONSTANT = 2.0**-10  # too small to affect a norm
 LOUDNESS = 2.0**10  # weight of the constant in the last norm
-SHIFT = 30.0  # least distance of the logit of a new word from that of the word it copies
+SHIFT = 30.0  # minimum distance between the logits of a new word and of the word it copies
 SAMPLES = (8, 32)  # rows and columns of random tokens on which the last norm is measured
 
 
 @torch.no_grad()
 def with_words(model: "PreTrainedModel", words: int, seed: int = 0) -> "PreTrainedModel":
-    """Return a new model with more words, each at least exp(-30) times as probable as one of the model's own, or less.
+    """Return a new model with more words, each at most exp(-30) times as probable as the word of the model that it
+    copies.
 
-    The probabilities of the model's own words stay as they are, up to rounding. The new words carry numbers of
-    bfloat16 where those of the model do.
+    The probabilities of the model's own words stay as they are, up to rounding. The weights of new words are bfloat16
+    numbers wherever the model's own are.
 
     Args:
-        model: of a family that `grown` knows. It is not changed.
+        model: a model of a family that `grown` knows. It is not changed.
         words: number of words of the new model.
-        seed: of the choice of the words that are copied.
+        seed: seed of the choice of copied words.
 
     Raises:
         BadSetting: the model has more words already.
@@ -45,7 +46,7 @@ def with_words(model: "PreTrainedModel", words: int, seed: int = 0) -> "PreTrain
     if words < own:
         raise BadSetting(f"cannot grow to {words:,} words: the model has {own:,} already")
     size = Size.of(model.config)
-    place = size.hidden  # of the constant, in the residual width
+    place = size.hidden  # column of the constant in the residual stream
     wider: Any = grown(model, replace(size, hidden=size.hidden + SPARE), seed)
     for layer in wider.model.layers:
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
@@ -74,7 +75,7 @@ def with_words(model: "PreTrainedModel", words: int, seed: int = 0) -> "PreTrain
 
 
 def _weight_of_constant(model: Any) -> float:
-    """Return the weight of the constant with which a logit falls by `SHIFT` or more; a power of two."""
+    """Return the weight of the constant that lowers a logit by at least `SHIFT`, a power of two."""
     seen: list[torch.Tensor] = []
     hook = model.model.norm.register_forward_pre_hook(lambda norm, given: seen.append(given[0].float()))
     try:

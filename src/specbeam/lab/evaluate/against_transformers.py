@@ -15,7 +15,7 @@ from specbeam.lab.evaluate.replay import EqualsInOrder, Recorder, Rows, forward_
 
 ScoredBeams = list[tuple[list[int], float]]  # new tokens and score of each beam, best first
 CLOSE = 1e-4  # scores that differ by less count as equal
-LIKELY = 10.0  # tokens whose log-odds lie further below the best one's cannot decide anything
+LIKELY = 10.0  # tokens whose logits are further below the best one's cannot decide anything
 SPREAD = 4.0  # the logits may differ by this multiple of the difference between transformers' own passes
 
 
@@ -195,7 +195,7 @@ def transformers_arguments(
     arguments |= {"max_new_tokens": session.limits.max_new_tokens, "eos_token_id": list(session.limits.eos)}
     if not session.limits.eos:
         arguments["pad_token_id"] = (
-            1  # else transformers looks for an end token to pad with, although nothing is padded
+            1  # otherwise transformers requires an end token for padding, although nothing is padded
         )
     if arguments.get("stop_strings"):
         arguments["tokenizer"] = pair.tokenizer
@@ -304,7 +304,7 @@ def _noise(model: Any, text: list[int], start: int) -> float:
 
 
 def _distance(plain: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the largest distance between the log-odds of likely tokens, those at most `LIKELY` below the best one."""
+    """Return the largest distance between the log-odds of likely tokens, which are at most `LIKELY` below the best one."""
     plain = plain.float().log_softmax(-1)
     other = other.float().log_softmax(-1)
     likely = plain > plain.amax(-1, keepdim=True) - LIKELY

@@ -89,7 +89,7 @@ def _append(outputs: Outputs, record: Any, pair: Pair, ended: bool) -> None:
 
 
 def _end_token(pair: Pair) -> list[int]:
-    """Return the end token, in a list: that of the tokenizer if generation stops at it, else the first one."""
+    """Return a list with one end token: the tokenizer's if generation stops at it, else the first."""
     if not pair.eos:
         raise ValueError("texts cannot be ended: neither generation config nor tokenizer has an end token")
     preferred = getattr(pair.tokenizer, "eos_token_id", None)

@@ -1,8 +1,8 @@
 """The likelihood of outputs of any decoder under the raw probabilities of the target, from one pass over each text.
 
 Raw means temperature 1, no truncation and no logits processor, so that the outputs of all methods are scored alike. Low
-perplexity alone proves little, because repetitive texts have it, too. So length and repetition are reported as well, and
-with references a task metric.
+perplexity alone proves little, because repetitive texts also have it. So length and repetition are reported as well,
+and with references a task metric.
 """
 
 import math
@@ -19,7 +19,7 @@ from specbeam.errors import BadPrompt, NotSupported
 from specbeam.lab.evaluate.intervals import ratio_interval
 from specbeam.models import EncoderDecoderLM
 
-LOGITS_PER_PASS = 2**26  # keeps the memory of a pass below some hundred megabytes
+LOGITS_PER_PASS = 2**26  # keeps the memory of a pass below a few hundred megabytes
 REPEAT = 4  # number of tokens that make a repetition
 MOST_NATS = math.log(sys.float_info.max)  # the largest argument of exp
 
@@ -34,7 +34,7 @@ class Perplexity:
         outputs: number of outputs.
         tokens: number of their tokens.
         perplexity: exp of minus the mean over outputs of the mean log p per token; every output has the same weight.
-        low, high: its 95 % interval, by bootstrap over prompts.
+        low, high: the 95 % interval of `perplexity`, by bootstrap over prompts.
         by_token: exp of minus the mean log p over all tokens; every token has the same weight.
         mean_of_outputs: mean over outputs of their own perplexities.
         tokens_per_output: mean length.
@@ -155,7 +155,7 @@ def log_likelihoods(
         begins = [decoder_prompt(pair, Settings(), 0)] * len(prompts)
         sources = prompts
     else:
-        _ = pair.forgetful_target  # logits are those of plain forwards
+        _ = pair.forgetful_target  # raises an error for a target with memory
     for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         place = f"{places[number]}: " if places else ""
         _check(pair, prompt, output, len(begins[number]), number, place)
@@ -175,7 +175,7 @@ def _check(pair: Pair, prompt: Tokens, output: Tokens, before: int, number: int,
     """Raise `BadPrompt` if the target cannot score an output.
 
     Args:
-        before: number of tokens in front of the output.
+        before: number of tokens before the output.
     """
     if not prompt or not output:
         what = "prompt" if not prompt else "output"

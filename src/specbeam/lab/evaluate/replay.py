@@ -104,7 +104,7 @@ def forward_logits(model: "PreTrainedModel", path: Sequence[int]) -> Float[torch
 
 
 def leaves(rows: Rows) -> Iterator[Path]:
-    """Yield the paths that are not the beginning of another path. Every path is the beginning of one of them."""
+    """Yield the paths that are not a prefix of another path; every path is a prefix of a yielded one."""
     ordered = sorted(rows)
     for path, after in zip(ordered, [*ordered[1:], ()], strict=True):
         if after[: len(path)] != path:

@@ -30,7 +30,7 @@ class BeamsDifference:
         step: number of new tokens before the step.
         plain: beams of plain beam sampling after the step, live and just ended ones.
         other: beams of the method.
-        gap: distance between the last pair taken and the first one left, in log-odds plus noise.
+        gap: distance between the last pair taken and the first pair left, in log-probability plus noise.
     """
 
     prompt: int

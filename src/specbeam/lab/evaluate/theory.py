@@ -1,8 +1,8 @@
 """The theory of rejections, measured on one's own runs (arXiv 2411.00841, NeurIPS 2024).
 
-A draft that is tried against the target's law p after having been drawn from q is rejected with the odds of the total
-variation of the two laws, TV = 1 - sum(min(p, q)). This predicts for every run the number of rejections, the accepted
-tokens, the gain of several drafts, and the possible gain of a better rule. Each `TheoryRow` compares a prediction with
+A draft from q that is tried against the target's law p is rejected with a probability equal to the total variation of
+the two laws, TV = 1 - sum(min(p, q)). This predicts for every run the number of rejections, the accepted tokens, the
+gain of several drafts, and the possible gain of a better rule. Each `TheoryRow` compares a prediction with
 counts.
 """
 
@@ -37,11 +37,11 @@ from specbeam.lab.evaluate.intervals import interval
 from specbeam.recipes import require_at_least_one
 
 Law = Float64[np.ndarray, " vocab"]
-EDGES = (0.0, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)  # of the buckets of odds of rejection
+EDGES = (0.0, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)  # edges of the buckets of rejection probability
 ALL = "all"
 RELAXED = (0.1, 0.25, 0.5)  # what relaxed acceptance adds to p / q
 BATCHES = (2, 3)  # numbers of drafts under the first node of a turn
-MIN_CONTEXTS = 30  # fewer contexts make no bucket
+MIN_CONTEXTS = 30  # buckets with fewer contexts are left out
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class TheoryRow:
         check: "acceptance", "rejections", "rejections of other texts", "accepted tokens", "optimum", "optimum of a chain",
             "relaxed" or "batch".
         method: the recipe whose runs were counted.
-        bucket: "all", or the odds with which a draft is rejected in the contexts counted, as "0.2 to 0.4": their total
-            variation; for "optimum" the odds with which even the best rule rejects all drafts.
+        bucket: "all", or the range of the rejection probability in the contexts counted, such as "0.2 to 0.4": their
+            total variation; for "optimum" the probability that even the best rule rejects all drafts.
         count: number of contexts, turns or tokens that the figure is a mean over.
         measured: the count per context, turn or token.
         predicted: the theory's value for the same contexts; for "optimum" the acceptance of the best rule.
@@ -137,12 +137,12 @@ def verifiers() -> dict[str, Method]:
 
 
 def total_variation(p: Law, q: Law) -> float:
-    """Return the total variation of two laws: the odds that a draft from q is rejected against p."""
+    """Return the total variation of two laws: the probability that a draft from q is rejected against p."""
     return 1.0 - float(np.minimum(p, q).sum())
 
 
 def rejection_of_batch(p: Law, q: Law, count: int) -> float:
-    """Return the odds that `count` independent drafts from q, tried one after the other, are all rejected."""
+    """Return the probability that `count` independent drafts from q, tried one after the other, are all rejected."""
     odds = 1.0
     rest = p
     for _ in range(count):
@@ -156,10 +156,10 @@ def rejection_of_batch(p: Law, q: Law, count: int) -> float:
 
 
 def relaxed(p: Law, q: Law, more: float) -> tuple[Law, float]:
-    """Return the odds with which each draft passes if min(1, p / q + more) are its odds, and the law's least distance.
+    """Return each draft's acceptance probability, min(1, p / q + more), and the law's least distance from p.
 
-    The distance is the total variation between p and the best law that the emitted token can then have: the mass that passes
-    beyond p.
+    The distance is the total variation between p and the best law that the emitted token can then have: the
+    mass accepted in excess of p.
     """
     ratio = np.divide(p, q, out=np.full_like(p, np.inf), where=q > 0)
     odds = np.minimum(1.0, ratio + more)
@@ -173,8 +173,8 @@ def chain_odds(ratios: Sequence[float]) -> tuple[float, float]:
     Args:
         ratios: p / q of each token of the chain.
 
-    Token by token a prefix survives with the product of min(1, ratio). By blocks its odds are P = min(1, P * ratio), which
-    no rule for chains exceeds (arXiv 2403.10444).
+    Token by token a prefix survives with the product of min(1, ratio). By blocks its probability is P = min(1, P *
+    ratio), which no rule for chains exceeds (arXiv 2403.10444).
     """
     token = 1.0
     block = 1.0
@@ -189,11 +189,12 @@ def chain_odds(ratios: Sequence[float]) -> tuple[float, float]:
 
 
 def best_acceptance(p: Law, groups: Sequence[Siblings]) -> float | None:
-    """Return the largest odds with which any exact rule can take its token from these drafts; None if no formula is known.
+    """Return the largest acceptance probability of any exact rule on these drafts; None if no formula is known.
 
-    The optimum over all rules is the least of p(H) + 1 - P(all drafts are in H) over sets H of tokens (arXiv 2310.15141).
-    Where drafts share a law, the least is at a set of tokens of smallest p / q (arXiv 2502.18779). Known are: independent
-    drafts from one law, two drafts without replacement, one draft and chosen tokens, and chosen tokens only.
+    The optimum over all rules is the minimum of p(H) + 1 - P(all drafts are in H) over sets H of tokens (arXiv
+    2310.15141). If the drafts share a law, the minimum is at a set of tokens of smallest p / q (arXiv 2502.18779).
+    Formulas are known for independent drafts from one law, two drafts without replacement, one draft and chosen tokens,
+    and chosen tokens only.
     """
     chosen = [int(token) for group in groups if group.kinds[0] == CHOSEN for token in group.tokens]
     drawn = [group for group in groups if group.kinds[0] != CHOSEN]
@@ -248,7 +249,7 @@ def _best_of_distinct_two(p: Law, q: Law) -> float:
     order = _by_ratio(p, q)
     odds = q[order]
     left = 1.0 - odds
-    # a token that has all the mass leaves nothing for a second draft: one draft is all there is
+    # a token with all the mass leaves none for a second draft, so there is only one
     share = np.divide(odds, left, out=np.zeros_like(odds), where=left > 0)
     if (left <= 0).any():
         return 1.0 - total_variation(p, q)
@@ -260,14 +261,14 @@ def _best_of_distinct_two(p: Law, q: Law) -> float:
 
 
 class Context(NamedTuple):
-    """A node at which drafts were on trial."""
+    """A node at which drafts were tried."""
 
     is_root: bool
-    variation: float  # TV of the target's law and that of the first draft; NaN if the drafts state none
+    variation: float  # TV between the target's law and the first draft's; NaN if the drafts state no law
     accepted: bool
-    best: float | None  # of any rule, see `best_acceptance`
-    relaxed: tuple[tuple[float, float], ...]  # for each of RELAXED: the odds of this draft, and the excess
-    batch: float  # odds that all drafts here are rejected, if they are independent draws from one law; else NaN
+    best: float | None  # the best acceptance of any rule, see `best_acceptance`
+    relaxed: tuple[tuple[float, float], ...]  # for each of RELAXED: this draft's acceptance probability, and the excess
+    batch: float  # probability that all drafts here are rejected if drawn independently from one law; else NaN
 
 
 class TurnFacts(NamedTuple):
@@ -298,7 +299,7 @@ def _facts(pair: Pair, prompt: Prompt, method: Method, seed: int, options: dict[
         raise error
     session = request.sessions[0]
     if session.warp.greedy:
-        raise NotSupported("at temperature 0 nothing is drawn, so there are no odds to measure; give a temperature")
+        raise NotSupported("at temperature 0 nothing is drawn, so no rejection is random; give a temperature")
     if not session.warp.takes_raw_rows:
         raise NotSupported(
             "laws are compared without processors and constraints; leave out penalties, bans and grammars"
@@ -402,7 +403,7 @@ def _by_bucket(
     odds_of: Callable[[Context], float],
     sums_of: Callable[[list[Context]], Sums],
 ) -> list[TheoryRow]:
-    """Return the row of all contexts, and that of each bucket of odds of rejection that holds enough of them."""
+    """Return the row of all contexts, and a row for each bucket of rejection probability with enough of them."""
     rows = [figure(check, method, ALL, [sums_of(some) for some in contexts])]
     for low, high in itertools.pairwise(EDGES):
         inside = [[one for one in some if _bucket_of(odds_of(one)) == low] for some in contexts]
@@ -412,7 +413,7 @@ def _by_bucket(
 
 
 def _bucket_of(odds: float) -> float:
-    """Return the lower edge of the bucket that odds fall into; rounding may have left them just outside of [0, 1]."""
+    """Return the lower edge of the bucket of a probability, which rounding may have left just outside of [0, 1]."""
     return max((edge for edge in EDGES[:-1] if edge <= odds), default=EDGES[0])
 
 
@@ -471,7 +472,7 @@ def _variation(turns: list[TurnFacts]) -> float:
 
 
 def _relaxed_rows(run: Runs, seed: int) -> list[TheoryRow]:
-    """Compare rejections by relaxed coins, plus the distance of the best law that is then left, with the mean TV."""
+    """Compare relaxed acceptance's rejections, plus the remaining distance of the best law, with the mean TV."""
     rng = np.random.default_rng(seed)
     rows = []
     for place, more in enumerate(RELAXED):
@@ -486,7 +487,7 @@ def _relaxed_rows(run: Runs, seed: int) -> list[TheoryRow]:
 
 
 def _chain_rows(run: Runs) -> list[TheoryRow]:
-    """Compare accepted tokens per turn with the sum of acceptance odds; and with that of the best rule for chains."""
+    """Compare accepted tokens per turn with the sum of acceptance probabilities, and with the best rule for chains."""
     is_block = run.name == "block_verification"
     own = []
     best = []
@@ -503,8 +504,8 @@ def _chain_rows(run: Runs) -> list[TheoryRow]:
 def _optimum_rows(run: Runs, name: str) -> list[TheoryRow]:
     """Compare how often one of the drafts under a node was accepted with the best rule for these drafts.
 
-    A rule that walks down is compared at each node that it visits. One that judges from the leaves is compared at the root:
-    whether it visits a deeper node depends on the nodes below.
+    A rule that walks down is compared at each node that it visits. A rule that decides from the leaves up is compared
+    at the root, because whether it visits a deeper node depends on the nodes below.
     """
     only_roots = run.name == "traversal"
     contexts = []
@@ -521,10 +522,10 @@ def _optimum_rows(run: Runs, name: str) -> list[TheoryRow]:
 
 
 def _batch_rows(run: Runs, name: str) -> list[TheoryRow]:
-    """Compare the rejections that several chains under the first node of a turn save with the theory, per emitted token.
+    """Compare the rejections per emitted token that several chains under a turn's first node save with the theory.
 
-    With one chain, TV of them are expected at a node. Where several drafts compete, all are rejected with the product of
-    the total variations along the residuals.
+    With one chain, TV rejections are expected at a node. If several drafts compete, the probability that all are
+    rejected is the product of the total variations along the residuals.
     """
     sums = []
     for turns in run.turns:
@@ -543,7 +544,7 @@ def _batch_rows(run: Runs, name: str) -> list[TheoryRow]:
 def as_markdown(rows: Sequence[TheoryRow]) -> str:
     """Return a table with a line per row."""
     lines = [
-        "| figure | method | odds of rejection | counted over | measured | theory | measured - theory |",
+        "| figure | method | probability of rejection | counted over | measured | theory | measured - theory |",
         "| --- | --- | --- | --: | --- | --- | --- |",
     ]
     for row in rows:

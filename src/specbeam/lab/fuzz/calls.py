@@ -1,4 +1,4 @@
-"""Random calls: a recipe with settings, options, prompts, and the door by which they go in."""
+"""Random calls: a recipe with settings, options and prompts, and the entry point that is called."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -76,7 +76,7 @@ class RandomCall:
         method, settings: the recipe and its settings.
         prompts: token ids, or features of audio.
         options: keyword arguments of `generate`.
-        door: one of `DOORS`.
+        door: the entry point, one of `DOORS`.
     """
 
     method: str
@@ -174,7 +174,7 @@ def _random_options(rng: np.random.Generator, world: World, method: str, single:
 
 
 def _random_form(rng: np.random.Generator) -> dict[str, Any]:
-    """Return a form of texts, and the library that enforces it."""
+    """Return a constraint on texts, and the library that enforces it."""
     form: dict[str, Any] = _one_of(
         rng,
         (

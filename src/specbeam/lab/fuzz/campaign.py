@@ -1,4 +1,4 @@
-"""A campaign: many random calls in separate processes, so that a crash or hang of one call does not end others."""
+"""Many random calls in separate processes, so that a crash or hang of one call does not end the others."""
 
 import json
 import queue
@@ -17,7 +17,7 @@ HUNG = "hung"
 FAULTS = (BROKEN, CRASHED, HUNG)
 LONGEST_CALL_S = 900.0  # with checked indices, a first call may compile for minutes
 SHARD = 100  # calls of one world in one process
-_WORLD = "(the world itself)"  # in place of a call, while a process builds its world
+_WORLD = "(the world itself)"  # stands for a call while a process builds its world
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Tally:
 
     outcomes: Counter[str] = field(default_factory=Counter)
     answered_by_method: Counter[str] = field(default_factory=Counter)
-    refusals: Counter[str] = field(default_factory=Counter)  # by their first words
+    refusals: Counter[str] = field(default_factory=Counter)  # number of refusals by the first words of their message
     faults: list[Fault] = field(default_factory=list)
 
     @property

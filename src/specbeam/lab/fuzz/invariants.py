@@ -149,7 +149,7 @@ def differs_by_more_than_rounding(first: Sequence[Generation], second: Sequence[
     """Return why two answers to one call are not the same; "" if they are, or if a tie explains the difference.
 
     Args:
-        exact: whether each pass has the same bits in both, so that there are no ties.
+        exact: whether passes are bit-identical in both, so that no tie can explain a difference.
     """
     for number, (one, other) in enumerate(zip(first, second, strict=True)):
         if one.tokens == other.tokens:

@@ -75,7 +75,7 @@ _WHISPER = _READER | {
 
 
 def tiny_decoder(family: str, seed: int, **changes: Any) -> PreTrainedModel:
-    """Return a decoder-only model in float32 whose laws differ clearly from token to token."""
+    """Return a decoder-only model in float32 with clearly different laws after different tokens."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **(_DECODER | _OWN.get(family, {}) | changes))
     attention = "eager" if family == "gemma2" else "sdpa"

@@ -84,9 +84,9 @@ def _answers(world: World, call: RandomCall, method: Method, **more: Any) -> lis
 
 
 def _faults_of_comparisons(world: World, call: RandomCall, method: Method, answers: Sequence[Generation]) -> list[str]:
-    """Decode again, in another way that must give the same texts."""
+    """Return faults found by decoding again in ways that must give the same texts."""
     faults = []
-    same_method = call.make()  # with a separate memory
+    same_method = call.make()  # with its own cache
     if call.door == "again":
         why = differs_by_more_than_rounding(answers, _answers(world, call, same_method), world.same_alone)
         faults.append(why and f"called again: {why}")

@@ -26,7 +26,7 @@ OF_SEQUENCES = (
 )  # fmt: skip
 JOINT = ("mtad", "mjsd", "mmtad")
 OF_MODELS = (*ALONE, *OF_BEAMS, "speculative_sampling", "specinfer", "rsd_s", "prompt_lookup")
-# The recipes of each kind of head, in addition to recipes that take any draft.
+# The recipes for each kind of head, in addition to recipes that take any draft.
 HEAD_METHODS = {
     "eagle3": ("eagle", "dsbd"),
     "peagle": ("eagle", "speculative_sampling"),
@@ -50,8 +50,8 @@ class World:
         vocab: number of tokens in prompts.
         longest: number of tokens of the longest prompt.
         reads: "tokens", or "features" of audio.
-        texts: whether there is a tokenizer, for stop strings and streams of text.
-        forms: whether calls have constraints (regex, JSON schema, grammar).
+        texts: whether there is a tokenizer, which stop strings and streamed text need.
+        forms: whether calls may have constraints (regex, JSON schema, grammar).
         is_plain: whether the target's logits equal its model object's, so that scores can be recomputed.
         same_alone: whether a text is bit-identical in a batch and alone, as in the compiled forward.
     """

@@ -34,7 +34,7 @@ class TreeBatch(NamedTuple):
 def batches_of(trees: Trees, most_tokens: int, rng: np.random.Generator) -> Iterator[TreeBatch]:
     """Yield all trees in batches of at most `most_tokens` tokens with padding, in random order.
 
-    Trees of a batch have nearly equal length. A longer tree is a batch of its own.
+    Trees of a batch have nearly equal length. A longer tree gets its own batch.
     """
     lengths = trees.lengths
     order = np.argsort(lengths + rng.uniform(0, 2, len(lengths)), kind="stable")

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 def new_chimera(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, " draft_vocab"] | None) -> Chimera:
     """Return a new Chimera head as wide as the target, whose read-outs begin as the target's matrix, twice.
 
-    Its embedding is the target's, and so is the matrix behind "shared" read-outs, unless the head has a vocabulary of its
-    own.
+    Its embedding is the target's, and so is the matrix behind "shared" read-outs, unless the head has its own
+    vocabulary.
     """
     sizes = layer_sizes(target, plan)
     shape = ChimeraShape(sizes, plan.depth, plan.draft_vocab, plan.read_out)

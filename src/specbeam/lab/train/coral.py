@@ -49,12 +49,13 @@ def train_coral(
     schedule: Schedule | None = None,
     report: Report = lambda *_: None,
 ) -> Trained:
-    """Teach a copy of a target a window of tokens ahead, and write it to a folder, with the head that reads the window.
+    """Train a copy of a target to predict a window of tokens ahead, and write it to a folder with the window's head.
 
-    `load(out, draft=Path(out) / "window")` takes both. The written model differs from the target: its last layers, and the
-    norm behind them, predict the target's law of the next token as before, and also the tokens after it. In the training
-    curve, the acceptance at depth 1 is the overlap of the new law with the target's, which is the price; deeper values are
-    those of the window. Call it again with the same arguments to resume a killed run; see `train_draft`.
+    `load(out, draft=Path(out) / "window")` takes both. The written model differs from the target: its last layers, and
+    the norm after them, predict the target's law of the next token as before, and also the tokens after it. In the
+    training curve, the acceptance at depth 1 is the overlap of the new law with the target's, which shows how far the
+    law has moved; deeper values measure the window. Call it again with the same arguments to resume a killed run; see
+    `train_draft`.
 
     Args:
         target: the target, loaded or a path or hub id: a Llama, Mistral or Qwen2.
@@ -104,7 +105,7 @@ def train_coral(
 
 
 class LearntWindow(HiddenTransfer):
-    """The window of a model whose last layers, and the norm behind them, are trained.
+    """The window of a model whose last layers, and the norm after them, are trained.
 
     It is a Hidden Transfer head whose maps are the identity and are not trained.
 
@@ -205,7 +206,7 @@ class CoralStudent(ExtraStudent):
         super().save(folder)
 
     def _write(self, window: Any, target: "PreTrainedModel", plan: HeadPlan, folder: Path) -> None:
-        """Write identity maps, with the odds of the window's likeliest tokens."""
+        """Write identity maps, with the probabilities of the window's likeliest tokens."""
         head = HiddenTransfer(target, window.depth, window.layer, int(target.config.hidden_size))
         head.ranks = window.ranks[1:]  # the first are of the model's next token
         write_head(head, {**extra_rows_config(head), "base_model_name_or_path": None}, folder / WINDOW, target)

@@ -1,4 +1,4 @@
-"""A course of training on trees that the target drew, with a state from which a killed run resumes."""
+"""Training on trees that the target drew, with a saved state from which a killed run resumes."""
 
 import math
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Student(Protocol):
         ...
 
     def accepted(self, batch: TreeBatch) -> list[tuple[Float[Tensor, " laws"], Float[Tensor, " laws"]]]:
-        """Return the odds that drafts are accepted, and their weights, by depth."""
+        """Return the acceptance probabilities of drafts, and their weights, by depth."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -43,13 +43,13 @@ class Student(Protocol):
 class Trained:
     """The result of training."""
 
-    folder: Path  # for `load(draft=...)`
+    folder: Path  # give it to `load(draft=...)`
     weights: int  # number of trained weights
     curve: tuple[Point, ...]
 
     @property
     def acceptance(self) -> float:
-        """The mean odds that a draft token at depth 1 is accepted, on held-out trees."""
+        """The mean probability that a draft token at depth 1 is accepted, on held-out trees."""
         return self.curve[-1].acceptance
 
 
@@ -81,7 +81,7 @@ def take_course(
 
 @torch.no_grad()
 def acceptances(student: Student, trees: Trees, batch_tokens: int, device: torch.device) -> tuple[float, ...]:
-    """Return by depth the mean odds that a draft token is accepted; nodes are weighted by their number of children."""
+    """Return the mean acceptance probability of a draft token by depth; nodes are weighted by their number of children."""
     sums: list[tuple[float, float]] = []
     for batch in batches_of(trees, batch_tokens, np.random.default_rng(0)):
         found = student.accepted(batch.to(device))

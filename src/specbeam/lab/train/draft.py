@@ -25,7 +25,7 @@ from specbeam.models import vocab_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-HEAD_SIZE = 64  # of each attention head
+HEAD_SIZE = 64  # size of each attention head
 
 
 def train_draft(
@@ -52,7 +52,7 @@ def train_draft(
 
     Args:
         target: the target, loaded or a path or hub id.
-        prompts: texts, or lists of token ids, that the target continues; similar to those of later use.
+        prompts: texts, or lists of token ids, that the target continues; similar to later prompts.
         out: the folder to write.
         trees: the folder of the target's draws, which several trainings with the same prompts, draws and seed may share;
             None: `out/training/trees`.

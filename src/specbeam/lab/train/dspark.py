@@ -37,12 +37,12 @@ def new_dspark(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, 
     logits = shared_head(target, tokens)
     head = BlockHead(shape, Rotary(sizes, *target_rope(target)), own_embedding(target), logits, mask_of(target), tokens)
     first_weights(head)
-    head.markov_head.markov_w2.weight.data.zero_()  # no correction at first
+    head.markov_head.markov_w2.weight.data.zero_()  # the correction starts at zero
     return head
 
 
 def mask_of(target: "PreTrainedModel") -> int:
-    """Return the token whose embedding represents an unknown token: one that does not occur in texts.
+    """Return the token whose embedding stands for an unknown token: one that does not occur in texts.
 
     That is the padding token, if it has an embedding that is not zero (rows of zeros would all be alike) and does not also
     end or begin texts, or else the last token whose embedding is not zero.

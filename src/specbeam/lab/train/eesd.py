@@ -1,7 +1,7 @@
 """New EESD heads: an exit layer after the target's first layers (arXiv 2406.03853).
 
-No code of the paper is public. That the layer begins as the target's last one, with its norm, is our choice: its logits make
-sense from the start.
+No code of the paper is public. Our choice is to initialise the layer and its norm from the target's last layer and
+norm: logits make sense from the start.
 """
 
 from typing import TYPE_CHECKING

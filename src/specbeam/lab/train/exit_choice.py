@@ -1,4 +1,4 @@
-"""The choice of the place of an exit layer, by short trials of a few places and the cost of passes.
+"""The choice of an exit layer's depth, by short trials of a few depths and measured pass costs.
 
 More of the target's layers before it make drafts better and slower. The best number depends on the target and the machine.
 """
@@ -35,10 +35,10 @@ class ExitFigures:
 
     Attributes:
         after: number of the target's layers before it.
-        acceptance: mean odds that a draft token is accepted, on held-out trees.
+        acceptance: mean acceptance probability of a draft token, on held-out trees.
         draft_s: seconds of a draft step.
         rest_s: seconds of the target's pass over one row, without the layers that drafting has run.
-        depth: the length of a chain of drafts with most tokens per second.
+        depth: the chain length with the most tokens per second.
         speed: tokens per second at that length, relative to decoding without drafts.
     """
 
@@ -102,7 +102,7 @@ def _best(figures: list[ExitFigures]) -> int:
 
 
 def candidates(layers: int) -> list[int]:
-    """Return the numbers of layers to try for a target: up to half of its layers, denser where they are few.
+    """Return the exit depths to try for a target: up to half of its layers, denser near the first layers.
 
     >>> candidates(10), candidates(32), candidates(2)
     ([1, 2, 3, 5], [1, 2, 4, 8, 16], [1])
@@ -126,7 +126,7 @@ def tried_exit(
     acceptance, *_ = acceptances(student, held_out, schedule.batch_tokens, pair.target.device)
     head.requires_grad_(False).to(
         pair.target_model.dtype
-    )  # as it would draft: one model with the target's first layers
+    )  # runs as it would in drafting: one model with the target's first layers
     draft = exit_model(head, pair.forgetful_target)
     return expected_speed(pair.forgetful_target, draft, head.after, acceptance)
 
@@ -145,8 +145,8 @@ def _teach(student: Student, batches: list[TreeBatch], schedule: FilledSchedule)
 def expected_speed(target: HuggingFaceLM, draft: Any, after: int, acceptance: float) -> ExitFigures:
     """Return the best chain of drafts of an exit layer by the measured cost of passes, at a constant acceptance rate.
 
-    It is the length K of most expected tokens, 1 + a + ... + a^K, per second of a turn of K draft steps and the target's
-    pass over K + 1 rows. Time of a turn outside of the models is left out.
+    It is the length K with the most expected tokens, 1 + a + ... + a^K, per second of a turn: K draft steps and the
+    target's pass over K + 1 rows. Time outside the models is left out.
 
     Args:
         draft: the exit layer as a draft model.

@@ -1,4 +1,4 @@
-"""Heads that are extra rows in the target's pass: new ones, the odds of their likeliest tokens, and their files."""
+"""Heads that are extra rows in the target's pass: new heads, their files, and the probabilities of their top tokens."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,7 +16,7 @@ from specbeam.models.heads import Bita, ExtraHead, Head, HiddenTransfer, StoredT
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-RANKS = 16  # likeliest tokens whose odds are written with a head
+RANKS = 16  # number of likeliest tokens whose probabilities are saved with a head
 
 
 def new_bita(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, " none"] | None) -> Bita:
@@ -53,7 +53,7 @@ def new_bita(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, " 
 def new_hidden_transfer(
     target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, " none"] | None
 ) -> HiddenTransfer:
-    """Return new maps, which are the identity: each pseudo state begins as that of the token itself."""
+    """Return new maps, which are the identity: each pseudo state begins as the state of the token itself."""
     width = int(target.config.get_text_config().hidden_size)
     return HiddenTransfer(target, plan.depth, plan.enters, width)
 
@@ -68,10 +68,10 @@ class RankedDrafts(NamedTuple):
 
 
 def rank_odds(batches: Iterable[list[RankedDrafts]]) -> tuple[tuple[float, ...], ...]:
-    """Return, for each depth, the mean odds under the target of the head's likeliest token, of the second, and so on.
+    """Return, by depth, the mean probability under the target of the head's likeliest token, of the second, and so on.
 
-    A child of that rank is the target's next token with these odds, given its parent. Tokens whose odds under the target are
-    not stored count as impossible.
+    This is the probability that a child of that rank is the target's next token, given its parent. Tokens whose
+    probability under the target is not stored count as impossible.
 
     Args:
         batches: drafts by batch and depth.

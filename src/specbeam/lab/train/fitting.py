@@ -90,10 +90,10 @@ class Point:
     """A point of the training curve."""
 
     epoch: int  # finished epochs
-    seconds: float  # of training so far, summed over all runs
+    seconds: float  # training time so far, summed over all runs
     loss: float  # mean over the epoch's batches; NaN before the first
-    acceptance: float  # weighted mean odds that a draft token at depth 1 is accepted, on held-out trees
-    deeper: tuple[float, ...] = ()  # the same at depth 2, 3, ..., if the model drafts so deep
+    acceptance: float  # weighted mean acceptance probability at depth 1, on held-out trees
+    deeper: tuple[float, ...] = ()  # the same at depths 2, 3, ..., for models that draft that deep
 
 
 class Training:

@@ -34,7 +34,7 @@ def work_folder(folder: Path, options: dict[str, Any], leftovers: str) -> Iterat
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
             delete_leftovers(folder, "*.part")
-            _check_options(folder, json.loads(json.dumps(options)), leftovers)  # as they are read again
+            _check_options(folder, json.loads(json.dumps(options)), leftovers)  # as JSON would read them back
             yield
     except (SpecbeamError, ConnectionError):  # ConnectionError: a report was printed to a closed pipe
         raise

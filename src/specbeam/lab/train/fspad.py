@@ -1,8 +1,8 @@
 """New FSPAD heads: EAGLE-1 heads with feature sampling and partial alignment (arXiv 2408.15562).
 
 No code of the paper is public. The two modules are our reading of its text: the drawn token changes the feature through a
-gate, and a small network separates the states that estimate the target's from the states that make logits, so that the two
-aims interfere less.
+gate, and a small network separates the states that estimate the target's from the states that make logits, so that the
+two goals interfere less.
 """
 
 from typing import TYPE_CHECKING

@@ -20,7 +20,7 @@ SPECULATORS = "0.9.0"
 def target_rope(target: "PreTrainedModel") -> tuple[dict[str, Any], int]:
     """Return the rotary parameters of a target and its number of positions, for a head.
 
-    Heads of a target without rotary positions, or with several kinds of them, get the usual ones.
+    Heads for a target without rotary positions, or with several kinds of them, get the default ones.
     """
     config = target.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
@@ -82,7 +82,7 @@ def write_head(
 ) -> None:
     """Write the configuration and the weights of a head (`as_written`), with the maps of a separate vocabulary.
 
-    Files are whole or not there.
+    Each file is written atomically.
 
     Args:
         leaves_out: prefixes of the names of weights that are not written.

@@ -117,7 +117,7 @@ def train_head(
     Args:
         kind: one of `KINDS`.
         target: the target, loaded or a path or hub id.
-        prompts: texts, or lists of token ids, that the target continues; similar to those of later use.
+        prompts: texts, or lists of token ids, that the target continues; similar to later prompts.
         out: the folder to write.
         trees: the folder of the target's draws, which several trainings with the same prompts, draws and seed may share;
             None: `out/training/trees`.
@@ -271,10 +271,11 @@ def numbers_of(learnt: Bool[Tensor, "rows length"]) -> Int64[Tensor, " nodes"]:
 
 
 class ExtraStudent(HeadStudent):
-    """A head of extra rows in the target's pass, in training; it is written with the odds of its likeliest tokens.
+    """A head of extra rows in the target's pass, in training; the probabilities of its likeliest tokens are saved with
+    it.
 
     Args:
-        held_out: trees on which these odds are measured.
+        held_out: trees on which these probabilities are measured.
         batch_tokens: number of tokens of a batch.
     """
 

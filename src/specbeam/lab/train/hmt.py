@@ -23,7 +23,7 @@ from specbeam.models.memory import BACKBONE, MemoryLM, MemoryPlan, new_recall, s
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-HELD_OUT = 32  # pieces of text to check with
+HELD_OUT = 32  # maximum number of held-out pieces of text
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,10 @@ def train_hmt(
 
     Args:
         target: the model, loaded or a path or hub id. Its object is not changed.
-        documents: texts, lists of token ids, or these with weights and an answer. Of ten or more a tenth is held out, at
-            most 32; of fewer the last tenth of each.
+        documents: texts, lists of token ids, or `MemoryDocument`s. A tenth of the documents is held out, at most 32;
+            with fewer than ten documents, the last tenth of each.
         out: the folder to write.
-        plan: how texts are read. Its query may be "first_half", as in the paper: `hmt` then decodes by another.
+        plan: how texts are read. Its query may be "first_half", as in the paper: `hmt` then decodes with another query.
         width: width of queries and keys; None: the size of an embedding.
         schedule: duration and rates.
         report: called with "remembering", the number of finished steps, and of all steps.
@@ -167,10 +167,10 @@ def _tokens_of(text: str, tokenizer: "PreTrainedTokenizerBase | None") -> list[i
 def split_documents(
     documents: Sequence[MemoryDocument], segment: int, segments: int, seed: int
 ) -> tuple[list[MemoryDocument], list[MemoryDocument]]:
-    """Return the documents to learn from, and the pieces to check with.
+    """Return the training documents, and the held-out pieces.
 
-    Of ten or more documents a tenth is held out, at most 32; of fewer, the last tenth of each. Texts without answers are
-    checked in pieces of twice as many segments as in training.
+    A tenth of the documents is held out, at most 32; with fewer than ten documents, the last tenth of each. Held-out
+    texts without answers are split into pieces of twice as many segments as in training.
 
     Raises `BadPrompt` if there are no texts, or if all fit into one segment: there is nothing to remember.
     """

@@ -37,7 +37,7 @@ class Lessons:
 def drawn_lessons(
     pair: Pair, prompts: Sequence[Prompt], draws: DrawPlan, seed: int, folder: Path, report: Report
 ) -> Lessons:
-    """Let the target draw below prompts, into a folder; existing trees are not drawn again.
+    """Have the target draw trees below prompts into a folder; existing trees are not drawn again.
 
     At most 512 prompts, or a tenth, are held out.
 
@@ -46,7 +46,7 @@ def drawn_lessons(
         report: called with "drawing", the number of prompts done, and of all.
 
     Raises:
-        BadSetting: there are fewer than two distinct prompts, or the folder holds trees of something else.
+        BadSetting: there are fewer than two distinct prompts, or the folder holds trees made with other settings.
         BadPrompt: the target can continue none of the prompts.
     """
     learnt, held_out = split(prompts, seed)
@@ -98,14 +98,14 @@ def check_prompts(prompts: Sequence[Prompt]) -> None:
     distinct = len(_distinct(prompts))
     if distinct < 2:
         raise BadSetting(
-            f"there are {distinct} distinct prompts; training needs at least 2, one to learn from and one to check with"
+            f"there are {distinct} distinct prompts; training needs at least 2, one to train on and one to hold out"
         )
 
 
 def split(prompts: Sequence[Prompt], seed: int) -> tuple[list[Prompt], list[Prompt]]:
-    """Return the prompts to learn from, and the prompts to check with, at most a tenth; both shuffled.
+    """Return the training prompts and the held-out prompts, at most a tenth of all; both are shuffled.
 
-    Repeated prompts count once, so that no prompt is on both sides.
+    Repeated prompts count once, so that no prompt is in both lists.
     """
     distinct = _distinct(prompts)
     order = np.random.default_rng(seed).permutation(len(distinct))

@@ -25,14 +25,14 @@ def overlap(
 ) -> tuple[Float[Tensor, " laws"], Float[Tensor, " laws"]]:
     """Return the overlap of each draft law q with the target's law p, and the cross-entropy of q to p in nats.
 
-    The overlap is the sum over tokens of min(p, q), the odds that a token drawn from q is accepted; one minus it is the
-    total variation. All tokens with unknown p count as a single token, so the overlap is an upper bound, by at most their
-    probability, and the cross-entropy a lower bound.
+    The overlap is the sum over tokens of min(p, q), the probability that a token drawn from q is accepted; one minus it
+    is the total variation. All tokens with unknown p count as a single token, so the overlap is an upper bound, by at
+    most their probability, and the cross-entropy a lower bound.
 
     Args:
         logits: logits of the draft.
         ids: the tokens whose probability under the target is known, distinct in each row.
-        logp: their log-probabilities.
+        logp: log-probabilities of these tokens.
         known: whether each of these tokens is in the draft's vocabulary, at the place in `ids`; others have probability 0 in
             the draft, and are left out of the cross-entropy. None: all are.
     """
@@ -59,11 +59,11 @@ def draft_loss(
 
     Args:
         accepted: the overlap of each pair of laws.
-        surprise: the cross-entropy of each.
+        surprise: the cross-entropy of each pair.
         weights: how much each law counts.
         variation: the share of total variation, in [0, 1]; cross-entropy has the rest. Speed depends on total variation, but
             its gradient is zero at tokens with too large q, and small at tokens with small q, so it learns slowly alone. It
-            is multiplied by 4, so that its gradients are about as large as those of cross-entropy.
+            is multiplied by 4, so that its gradients are about as large as the cross-entropy's.
     """
     each = (1 - variation) * surprise + variation * 4 * (1 - accepted)
     return (each * weights).sum() / weights.sum()

@@ -12,8 +12,8 @@ from specbeam.models.heads import READ_OUTS
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LATE = 0.5  # share of a target's layers below the one at which rows enter by default
-FULL_VOCAB = 32_000  # tokens of a target, up to which a head knows them all by default
+LATE = 0.5  # by default, rows enter after this share of the target's layers
+FULL_VOCAB = 32_000  # heads take a vocabulary of up to this size whole by default
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The loop that trains a memory (HMT) through segments, with a state on disk from which a killed run resumes."""
+"""The training loop of a memory (HMT), with a state on disk from which a killed run resumes."""
 
 import math
 import time
@@ -23,16 +23,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LossOn = Literal["all", "last"]
-RATE = 1e-5  # of the model, as is usual
-CHECK_BATCH = 16  # texts of a pass in a check
+RATE = 1e-5  # usual learning rate for fine-tuning a model
+CHECK_BATCH = 16  # texts per pass when held-out texts are checked
 
 
 class MemoryDocument(NamedTuple):
-    """A text to learn from.
+    """A training text.
 
     Attributes:
         tokens: at least two.
-        weights: of each token in the loss; None: 1 each. A text with weights has an answer, and is read whole.
+        weights: the weight of each token in the loss; None: 1 each. A text with weights has an answer, and is read
+            whole.
         answer: number of tokens at its end that are an answer; 0: it has none.
     """
 
@@ -127,11 +128,11 @@ class MemoryPoint:
     """A point of the training curve. Held-out figures are means over tokens, in nats."""
 
     step: int
-    seconds: float  # of training so far, summed over all runs
-    loss: float  # mean since the point before; NaN at the first
-    held_out: float  # surprise of a token
-    later: float  # the same, of tokens after those that make the segment's query
-    forgetful: float  # surprise of a token without recall, by the same weights
+    seconds: float  # training time so far, summed over all runs
+    loss: float  # mean loss since the previous point; NaN at the first
+    held_out: float  # negative log-likelihood per token
+    later: float  # the same, for tokens after the segment's query tokens
+    forgetful: float  # negative log-likelihood per token without recall, with the same weights
     answers: float  # share of answers whose tokens are all the likeliest; NaN without answers
 
 
@@ -246,7 +247,7 @@ def drawn_documents(
 ) -> list[MemoryDocument]:
     """Return `count` random texts of at most `segments` segments of `size` tokens.
 
-    Texts with an answer are taken whole, if they have no more segments than that. Of longer other texts, a piece is taken.
+    Texts with an answer are taken whole if they fit. From longer texts without an answer, a piece is taken.
 
     Raises `BadSetting` if no document fits.
     """
@@ -327,7 +328,7 @@ def _in_last_segment(texts: Sequence[MemoryDocument], length: int, size: int) ->
 def check_texts(
     model: "PreTrainedModel", recall: Recall, plan: MemoryPlan, texts: Sequence[MemoryDocument]
 ) -> tuple[float, float, float, float]:
-    """Return surprise, surprise of later tokens, surprise without recall, and share of right answers (see `MemoryPoint`)."""
+    """Return the held-out figures of a `MemoryPoint`: `held_out`, `later`, `forgetful` and `answers`."""
     forgetful = MemoryPlan(plan.segment, plan.sensory, plan.memories, plan.share, "initial", plan.query)
     whole, later, tokens, later_tokens, right, answered = _sums(model, recall, plan, texts)
     without, *_ = _sums(model, recall, forgetful, texts)
@@ -342,7 +343,7 @@ def check_texts(
 def _sums(
     model: "PreTrainedModel", recall: Recall, plan: MemoryPlan, texts: Sequence[MemoryDocument]
 ) -> tuple[float, float, int, int, int, int]:
-    """Return summed surprise of all tokens and of later ones, their numbers, and the numbers of right and of all answers."""
+    """Return the negative log-likelihoods of all and of later tokens, their counts, and counts of right and all answers."""
     device = model.get_input_embeddings().weight.device
     reader = SegmentReader(model, recall, plan)
     head = model.get_output_embeddings()

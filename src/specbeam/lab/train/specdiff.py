@@ -1,6 +1,6 @@
 """New SpecDiff heads, which are denoisers of masked diffusion (arXiv 2408.05636), and their additional loss.
 
-A part of the blocks is learned with all drafts masked, as for drafts in one step, from the target's laws. In each other
+Some blocks are learned with all drafts masked, as for drafts in one step, from the target's laws. In each other
 block a random share of the drafts is masked and learned from the tokens that the target drew.
 """
 
@@ -28,7 +28,7 @@ def new_specdiff(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor
     """Return a new SpecDiff head as wide as the target, with blocks of `plan.depth` drafts.
 
     Its embedding is the target's, and so is the matrix that makes logits, unless the head has a separate vocabulary. The
-    embedding of the mask begins as that of a token that texts do not hold.
+    embedding of the mask begins as the embedding of a token that does not occur in texts.
     """
     sizes = layer_sizes(target, plan, norms_heads=True)
     shape = BlockShape(
@@ -88,8 +88,8 @@ def denoising_loss(
 ) -> Float[Tensor, ""]:
     """Return the weighted cross-entropy of masked drafts, by the number of drafts, masked or not.
 
-    With weights of one over the odds of being masked, this is the bound of absorbing diffusion. Drafts that the head does
-    not know are left out.
+    With weights of one over the probability of being masked, this is the bound of absorbing diffusion. Drafts outside
+    the head's vocabulary are left out.
     """
     counted = weights > 0
     wanted = tokens[counted]

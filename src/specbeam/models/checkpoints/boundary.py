@@ -21,9 +21,10 @@ _BEGINNINGS = {  # first bytes of common wrong files, with advice
 
 @contextmanager
 def reading(what: str, error: type[SpecbeamError] = BadCheckpoint, advice: str = "") -> Iterator[None]:
-    """Turn exceptions of a library that reads files into an error of specbeam, with the library's as its cause.
+    """Raise a file-reading library's exceptions as a specbeam error, with the original as its cause.
 
-    Wrap calls of libraries only: a bug in specbeam must not be reported as a broken file. Errors of specbeam pass.
+    Wrap library calls only: a bug in specbeam must not be reported as a broken file. specbeam's own errors pass
+        through.
 
     Args:
         what: beginning of the message, such as "x cannot be read".
@@ -42,7 +43,7 @@ def reading(what: str, error: type[SpecbeamError] = BadCheckpoint, advice: str =
 
 @contextmanager
 def reading_file(path: Path, error: type[SpecbeamError] = BadCheckpoint) -> Iterator[None]:
-    """Turn exceptions of a library that reads one file into an error that names the file's fault."""
+    """Raise a library's exceptions about one file as an error that names the file and its fault."""
     try:
         with reading(f"{path} cannot be read", error):
             yield
@@ -67,7 +68,7 @@ def json_object(path: Path, error: type[SpecbeamError] = BadCheckpoint) -> dict[
 
 
 def beginning(error: BaseException) -> str:
-    """Return the type of an error and the beginning of its message, as some list all models of transformers."""
+    """Return the type of an error and the start of its message; some messages list every model of transformers."""
     said = " ".join(str(error).split())
     short = said if len(said) <= _LONGEST else f"{said[:_LONGEST]} ..."
     return f"{type(error).__name__}: {short}" if short else type(error).__name__

@@ -29,9 +29,9 @@ _TASKS = {  # suffixes of classes that do not generate text, and their task
     "RewardModel": "scores texts",
 }
 _MASKED = ("ForMaskedLM", "ForPreTraining")
-_PACKED = 16  # maximum number of rounded weights in one stored number
-_MOST_EXPERTS = 1024  # maximum of expert fields for files with fewer tensors
-_SLACK = 2**26  # weights that a model may have beyond twice its files': computed positions
+_PACKED = 16  # maximum number of rounded weights packed into one stored number
+_MOST_EXPERTS = 1024  # number of experts above which the files must hold at least as many tensors
+_SLACK = 2**26  # weights allowed beyond twice those in the files, for computed positions
 _NO_MATRIX = (
     "vocab",
     "position",
@@ -40,7 +40,7 @@ _NO_MATRIX = (
     "max_",
     "length",
     "ctx",
-)  # parts of names of fields that are no dimension of a layer's matrices
+)  # parts of the names of fields that are not matrix sizes in each layer
 
 
 def described_by(name: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ def fault_of(weight: Tensor) -> str:
         return f"is stored as {str(weight.dtype).removeprefix('torch.')}"
     if not weight.numel():
         return ""
-    # Both are NaN if any number is. aminmax is torch's only reduction at the speed of memory for all of these types.
+    # Both are NaN if any number is. aminmax is torch's only reduction that is memory-bound for all of these types.
     least, most = (float(one) for one in torch.aminmax(weight.detach()))
     if least != least:
         return _NAN

@@ -4,12 +4,12 @@ import numpy as np
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-Rows = Float[Tensor, "*rows width"]  # hidden states, features or embeddings
-PerRow = Int64[Tensor, "*rows"]  # tokens or positions of rows
+Rows = Float[Tensor, "*rows width"]  # hidden states, features or embeddings, one per row
+PerRow = Int64[Tensor, "*rows"]  # a token or position per row
 TargetStates = Float[Tensor, "*rows states"]  # hidden states of the target at all taps, concatenated
 Odds = Float[Tensor, "*rows"]
-States = Float[Tensor, "*rows state"]  # carried from draft to draft
-StatesAbove = Float[Tensor, "*rows above"]  # of the parents
+States = Float[Tensor, "*rows state"]  # states that a head passes from draft to draft
+StatesAbove = Float[Tensor, "*rows above"]  # the parents' states
 Heads = Float[Tensor, "*rows heads size"]  # queries, keys or values by head of attention
 Angles = tuple[Float[Tensor, "*rows size"], Float[Tensor, "*rows size"]]  # cosines and sines of positions
 Logits = Float[Tensor, "_ draft_vocab"]

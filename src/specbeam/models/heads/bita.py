@@ -22,7 +22,7 @@ class Bita(ExtraHead):
     Args:
         depth: number of mask embeddings.
         sizes: number of layers, of key-value heads, of soft prompts, and size of a head.
-        width: of embeddings.
+        width: size of an embedding.
     """
 
     def __init__(self, target: "PreTrainedModel", depth: int, sizes: tuple[int, int, int, int], width: int) -> None:

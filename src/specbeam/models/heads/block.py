@@ -44,8 +44,8 @@ class BlockShape:
     """The shape of a block head.
 
     Attributes:
-        sizes: of a layer.
-        layers: their number.
+        sizes: the sizes of a layer.
+        layers: number of layers.
         taps: the hidden states of the target that make a feature, see `Needs.columns`.
         target_width: size of a hidden state of the target.
         rows: number of rows of a block.
@@ -53,7 +53,7 @@ class BlockShape:
             row.
         draft_vocab: number of tokens of the head.
         correction: how the law of a draft depends on the tokens above it: "no", or one of `CORRECTIONS`.
-        rank: of the matrices of the correction; the size of the network of a "prefix".
+        rank: rank of the correction's matrices; the size of the network of a "prefix".
         has_confidence: whether the head estimates the acceptance probability of a draft.
         confidence_reads_token: whether this estimate reads the token above.
         inner: size of the state of a "prefix" or of the inner layer of a "refiner"; number of tokens of a "selector".
@@ -197,17 +197,17 @@ class BlockHead(LayeredHead):
         return self.hidden_norm(self.fc(states.to(self.fc.weight.dtype)))
 
     def context(self, features: Rows, positions: PerRow) -> list[tuple[Tensor, Tensor]]:
-        """Return the keys and values of scored nodes by layer: all layers read the same features."""
+        """Return the keys and values of scored nodes by layer; all layers read the same features."""
         angles = self.rotary(positions)
         attentions: list[Any] = [layer.self_attn for layer in self.layers]
         return [attention.keys_and_values(features, angles) for attention in attentions]
 
     def blocks(self, roots: PerRow, positions: PerRow, attend: Attend) -> Blocks:
-        """Return the rows of the blocks below roots, which make the logits; see also `Correction.reads_mean`.
+        """Return the rows of the blocks below roots, from which logits are made; see also `Correction.reads_mean`.
 
         Args:
             roots: the tokens of the roots.
-            positions: of the roots.
+            positions: the positions of the roots.
             attend: lets the rows of a block attend to the nodes above their root, and to each other.
         """
         filled = torch.full((*roots.shape, self.shape.rows), self.mask, device=roots.device)
@@ -229,7 +229,7 @@ class BlockHead(LayeredHead):
 
         Args:
             rows: the first rows of their blocks.
-            tokens: of the roots.
+            tokens: the tokens of the roots.
             above: the tokens before them.
         """
         correction = self.correction
@@ -242,9 +242,9 @@ class BlockHead(LayeredHead):
 
         Args:
             far: depth of the nodes below the roots of their blocks.
-            rows: of the blocks at this depth.
-            tokens: of the nodes.
-            states: from the nodes' parents.
+            rows: the rows of the blocks at this depth.
+            tokens: the tokens of the nodes.
+            states: the states that the nodes' parents pass down.
         """
         shape = self.shape
         base: Tensor = self.lm_head(rows[..., : shape.sizes.width])
@@ -262,7 +262,7 @@ class BlockHead(LayeredHead):
         return self.confidence_head(rows)
 
     def drafts(self, trees: ScoredTrees, depth: int, wanted: PerNode) -> list[DraftRows]:
-        """See `Head.drafts`: each node is the root of a block, and a draft in the blocks of the nodes above it."""
+        """See `Head.drafts`: each node is the root of its own block, and a draft in the blocks of its ancestors."""
         return self.drafts_in(self.blocks(trees.tokens, trees.depths, self.attend_in(trees)), trees, depth, wanted)
 
     def attend_in(self, trees: ScoredTrees) -> Attend:
@@ -281,7 +281,7 @@ class BlockHead(LayeredHead):
         """Return the drafts of the blocks below all nodes of trees; see `drafts`.
 
         Args:
-            rows: of these blocks.
+            rows: the rows of these blocks.
             roots: the nodes whose blocks draft; None: all.
         """
         root = trees.columns
@@ -321,4 +321,4 @@ class BlockHead(LayeredHead):
         for name, is_causal in (("all rows of their block", False), ("rows of their block before them", True)):
             views = tuple(view._replace(is_causal=is_causal) if view.within else view for view in self.shape.views)
             if views != self.shape.views:
-                yield f"rows that look at {name} where there are windows", self.changed(views=views)
+                yield f"rows that attend to {name} in layers with windows", self.changed(views=views)

@@ -41,7 +41,7 @@ OTHER_NAMES = {
     "candidate_selector.predecessor_codebook.weight": "candidate_selector.predecessor_codebook",
     "candidate_selector.successor_codebook.weight": "candidate_selector.successor_codebook",
 }
-REFUSED_FIELDS = (  # of layers and laws that are not implemented: no writer documents them in full
+REFUSED_FIELDS = (  # for layers and laws that are not implemented, because no writer documents them in full
     "use_swa",
     "use_gemma_norm",
     "attention_value_scale",
@@ -118,7 +118,7 @@ def _check_fields(fields: Fields, nested: Fields) -> None:
 
 
 def _holder(fields: Fields, nested: Fields, name: str) -> Fields:
-    """Return the fields that hold a field which writers put at the top or in `dflash_config`; the latter comes first."""
+    """Return the part of the configuration with this field: `dflash_config` if it is there, else the top level."""
     return nested if nested.has(name) else fields
 
 
@@ -135,7 +135,7 @@ def _correction(files: HeadFiles, nested: Fields, rows: int) -> dict[str, Any]:
             kind = "rnn"
         holder = _holder(fields, nested, "markov_head_type")
         if holder.text("markov_head_type", kind) != kind:
-            raise holder.bad("markov_head_type", f"{kind!r}, by the tensors there are")
+            raise holder.bad("markov_head_type", f"{kind!r}, as its tensors show")
         return {"correction": kind, "rank": files.size("markov_head.markov_w1.weight", 1)}
     if files.has("domino.prefix_gru.weight_hh_l0"):
         return {
@@ -153,7 +153,7 @@ def _correction(files: HeadFiles, nested: Fields, rows: int) -> dict[str, Any]:
     if files.has("refiner_head.in_proj.weight"):
         mixed = files.tensors.get("refiner_head.mix_l")
         if mixed is not None and mixed.ndim == 3 and mixed.shape[1] != rows:
-            raise fields.bad("block_size", f"{mixed.shape[1]}, that of the tensor refiner_head.mix_l")
+            raise fields.bad("block_size", f"{mixed.shape[1]}, as in the tensor refiner_head.mix_l")
         return {
             "correction": "refiner",
             "rank": files.size("refiner_head.in_proj.weight", 0),
@@ -166,7 +166,7 @@ def _local(files: HeadFiles, nested: Fields, width: int, rows: int) -> dict[str,
     """Return the fields of a shape for the mixing of neighbouring rows of a block (DFlash2).
 
     Args:
-        width: of the rows.
+        width: size of a row.
         rows: number of rows of a block.
     """
     name = "layers.0.attention_conv.kernel_projection.weight"

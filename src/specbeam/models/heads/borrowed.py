@@ -108,7 +108,7 @@ class Borrowed:
     """The target's kind of layer, for modules of the same kind.
 
     Args:
-        config: of the layers; None: the target's own.
+        config: the configuration of the layers; None: the target's own.
         where: name of the files with the weights, for errors.
 
     Raises `BadHead` if the target's layers cannot run on chosen rows.
@@ -222,7 +222,7 @@ def joined_experts(tensors: Mapping[str, Tensor], names: set[str]) -> dict[str, 
     """Return weights by name, with the weights of single experts joined where transformers has one weight for all experts.
 
     Args:
-        names: of the weights that transformers' layer has.
+        names: the names of the weights in transformers' layer.
     """
     joined = {}
     experts: dict[str, dict[tuple[int, str], Tensor]] = {}

@@ -63,7 +63,8 @@ class NodeCache:
         """Keep the rows that the surviving beams need.
 
         Args:
-            features: of the forest nodes that the target has scored in this turn, ascending; None: rows do not read them.
+            features: features of the forest nodes that the target has scored in this turn, ascending; None: rows do not
+                read them.
         """
         forest = turn.forest
         kept = forest.parents[forest.known.nodes] >= 0
@@ -96,7 +97,7 @@ class NodeCache:
         """Keep the rows of the remaining local nodes.
 
         Args:
-            former: their former numbers; -1 and numbers beyond the last one mark nodes without rows.
+            former: the former numbers of these nodes; -1 and numbers beyond the last one mark nodes without rows.
         """
         known = former < len(self.is_scored)
         at = np.where(known, former, 0)
@@ -213,11 +214,11 @@ class PairCache(NodeCache):
 
     def __init__(self, prompt: list[int], first: Rows, layers: int, views: Views = (), history: int = 1) -> None:
         super().__init__(prompt[1:], first, np.arange(len(prompt)) < len(first))
-        self.states = torch.zeros_like(self.features)  # the head's own, by local node
+        self.states = torch.zeros_like(self.features)  # the head's own states, by local node
         self.stored = StoredRows(layers)
         self.views = views
         self.history = history
-        # By local node, as the trie forgets the nodes above stored ones. Before its first token a text repeats it.
+        # The trie forgets the nodes above stored ones. Short paths are padded with the text's first token.
         padded = np.array([*prompt[:1] * (history - 1), *prompt])
         self.last_tokens = sliding_window_view(padded, history).copy()
 
@@ -227,7 +228,7 @@ class PairCache(NodeCache):
         self._note_tokens(len(self.last_tokens))
 
     def _note_tokens(self, first: int) -> None:
-        """Set the last tokens of the paths to local nodes, from `first` on, by those of their parents."""
+        """Set the last tokens of the paths to local nodes from `first` on, given their parents' last tokens."""
         trie = self.trie
         if self.history == 1 or trie.size <= first:
             return
@@ -294,19 +295,19 @@ class PairCache(NodeCache):
 
 
 class ModuleCache(PairCache):
-    """The rows of one session in one of several modules in a row (see heads/modules.py).
+    """A session's rows in one module of several in a row (see heads/modules.py).
 
     The features of its nodes are the states of the module before. A node without a feature above it, or with too few nodes
     above, has a slot without a row, which no row sees. It gets a row after the target has scored the nodes above it, because
     drafts are entered again when a turn is settled; or never, if there are too few nodes above.
 
-    The caches of all modules get the same nodes, and drop different ones: a cache keeps nodes that it has not stored yet. So
-    nodes have names, numbers that are the same in all caches.
+    The caches of all modules get the same nodes but drop different ones, because a cache keeps nodes that it has not
+    stored yet. So each node has a name, a number that is the same in all caches.
 
     Args:
         prompt: the tokens of the prompt.
         first: features for the first module, see `PairCache`; no rows for the others.
-        number: of the module, from 0.
+        number: the number of the module, from 0.
         is_last: whether drafts deeper than the number of modules get rows, too.
     """
 
@@ -314,7 +315,7 @@ class ModuleCache(PairCache):
         super().__init__(prompt, first, layers)
         self.number = number
         self.is_last = is_last
-        self.names = np.arange(len(prompt))  # of local nodes, ascending: the same in the caches of all modules
+        self.names = np.arange(len(prompt))  # the name of each local node, ascending; all caches use the same names
         self.named = len(prompt)  # number of names given so far
         self.has_row = np.zeros(0, dtype=bool)  # by slot
 
@@ -358,7 +359,7 @@ class ModuleCache(PairCache):
         return None
 
     def _with_something_to_read(self, start: int) -> Flags:
-        """Return which of the next pending nodes have a known input, up to the first one that waits for its parent."""
+        """Return whether each of the next pending nodes has a known input, up to the first that waits for its parent."""
         above = self.trie.parents[start : start + CHUNK]
         is_deep = self.trie.positions[start : start + CHUNK] >= self.number
         reads_feature = is_deep & self.is_scored[above]
@@ -377,7 +378,7 @@ class ModuleCache(PairCache):
 
 
 class ModulesCache:
-    """The rows of one session in all of several modules in a row.
+    """A session's rows in all modules of several in a row.
 
     Args:
         prompt: the tokens of the prompt.
@@ -443,7 +444,7 @@ class ModulesCache:
 
 
 class RootCache(NodeCache):
-    """A cache of a head that drafts a block of rows below each root: the first node of a path that was not scored.
+    """The cache of a head that drafts a block of rows below each root: the first unscored node of a path.
 
     The target has scored all stored nodes. A block lasts for one turn.
 
@@ -451,15 +452,15 @@ class RootCache(NodeCache):
         prompt: the tokens of the trie at first.
         first: features of the first local nodes.
         is_scored: which local nodes have a feature, see `NodeCache`.
-        views: of the layers.
+        views: the views of the layers; see `View`.
     """
 
     def __init__(self, prompt: list[int], first: Rows, is_scored: Flags, layers: int, views: Views) -> None:
         super().__init__(prompt, first, is_scored)
         self.stored = StoredRows(layers)
         self.views = views
-        # Of this turn: float[rows, width] by the local node of the root; and by local node the states of the head's
-        # correction for its children.
+        # In this turn: the block of each root, float[rows, width], and the correction's states for the children of each
+        # node, both by local node.
         self.blocks: dict[int, Tensor] = {}
         self.carried: dict[int, Tensor] = {}
 
@@ -507,7 +508,7 @@ class RootCache(NodeCache):
         """Return the mixed values of stored rows and of further rows.
 
         Args:
-            keys, values: of the further rows.
+            keys, values: the keys and values of the further rows.
             seen: bool[queries, stored and further rows].
         """
         stored_keys, stored_values = self.stored.first(layer, self.trie.extent)

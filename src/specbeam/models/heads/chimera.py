@@ -31,7 +31,7 @@ class ChimeraShape:
     """The shape of a Chimera head.
 
     Attributes:
-        sizes: of its layer, as wide as the target's hidden states.
+        sizes: the sizes of its layer, which is as wide as the target's hidden states.
         depth: number of successive drafts with a matrix of their own; deeper drafts use the last one.
         draft_vocab: number of tokens of the head.
         read_out: "own": an output matrix for each depth, as in the paper's code. "shared": a map to the width of the target
@@ -89,7 +89,8 @@ class ContextLayer(DecoderLayer):
         """Return the rows after the layer.
 
         Args:
-            angles, angles_above: of the positions of the rows, and of the nodes above them, the positions of the features.
+            angles: the angles of the rows' positions.
+            angles_above: the angles of the positions of the nodes above, which the features belong to.
         """
         normed = self.input_layernorm(codes)
         keys, values = self.self_attn.keys_and_values(normed, angles)
@@ -135,7 +136,7 @@ class Chimera(LayeredHead):
     @property
     def described(self) -> dict[str, str]:
         shape = self.shape
-        how = "a matrix of tokens for each" if shape.read_out == OWN else "a map for each, and one matrix of tokens"
+        how = "an output matrix for each" if shape.read_out == OWN else "a map for each, and one output matrix"
         return {
             "kind": "Chimera: reads the last three tokens, and the features of all tokens above",
             "layers": "1",
@@ -153,7 +154,7 @@ class Chimera(LayeredHead):
 
         Args:
             tokens: the last three on the path to each row, its own last.
-            features: of the node above each row.
+            features: the feature of the node above each row.
             positions: any numbers that grow by one from node to node; only differences count.
             attend: lets rows attend to the rows above them, and to themselves.
         """
@@ -169,7 +170,7 @@ class Chimera(LayeredHead):
 
         Args:
             far: how far below the last scored node the rows are, at least 1.
-            features: of that scored node above each row.
+            features: the feature of that scored node.
         """
         number = min(far, self.shape.depth) - 1
         both = torch.cat([features, x], -1)

@@ -1,6 +1,6 @@
 """Draft heads in the compiled layers of the CPU engine (engines/cpu/head_steps.py).
 
-torch runs heads with weights on another device or of another type, and heads with modules that a Llama lacks.
+torch runs the other heads: those on another device, of another type, or with modules that a Llama lacks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -63,7 +63,7 @@ from specbeam.models.heads.head import Head
 from specbeam.models.heads.layers import LayerSizes, Rotary
 from specbeam.models.heads.trunk import PairTrunk
 
-SHORT = 4 * BLOCK  # tokens of a short text with the drafts of a turn; caches start with room for them
+SHORT = 4 * BLOCK  # initial capacity of a cache: a short text with the drafts of a turn
 WORDS = (torch.float32, torch.bfloat16, torch.float16)  # types of weights that can become float32
 _NONE = np.zeros(0, dtype=np.float32)
 _NO_TOKENS = np.zeros(0, dtype=np.int64)
@@ -366,7 +366,7 @@ def _weights_in(head: Any) -> tuple[list[Any], Kind, bool]:
 
 
 def _numbers_in(module: Any, name: str = "weight") -> np.ndarray:
-    """Return a weight of a module; no numbers if it has none."""
+    """Return a weight of a module; an empty array if it has none."""
     weight = getattr(module, name, None)
     return _NONE if weight is None else numbers_of(weight)
 

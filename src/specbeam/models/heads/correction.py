@@ -18,24 +18,24 @@ class BlockNodes(NamedTuple):
     """Nodes of blocks, all at the same depth below their roots."""
 
     far: int  # the depth
-    rows: Rows  # of the blocks at this depth
-    tokens: PerRow  # of the nodes
-    states: States  # from the nodes' parents
-    base: Logits  # of the rows
+    rows: Rows  # the rows of the blocks at this depth
+    tokens: PerRow  # the tokens of the nodes
+    states: States  # the states that the nodes' parents passed down
+    base: Logits  # the logits of the rows, before the correction
 
 
 class Corrected(NamedTuple):
     """The results of a correction at nodes."""
 
-    logits: Logits  # of the tokens below
-    states: States  # for the nodes' children
+    logits: Logits  # logits of the tokens below
+    states: States  # states for the nodes' children
 
 
 class Correction(nn.Module):
     """A correction. This one adds nothing and carries no state (DFlash).
 
     Attributes:
-        state_size: of the state that is passed down.
+        state_size: size of the state that is passed down.
         reads_mean: whether the mean of all rows of a block is appended to each of its rows.
     """
 
@@ -46,8 +46,8 @@ class Correction(nn.Module):
         """Return the states of roots if mask rows draft; the rows of the roots draft nothing then.
 
         Args:
-            rows: of the roots.
-            tokens: of the roots.
+            rows: the rows of the roots.
+            tokens: the tokens of the roots.
             above: the tokens before them.
         """
         return rows.new_zeros(len(rows), self.state_size)

@@ -18,7 +18,7 @@ from specbeam.models.heads.arrays import Blocks, PerRow, TokenMap
 from specbeam.models.heads.block import BlockHead, BlockShape
 from specbeam.models.heads.layers import Attend, Rotary
 
-NO_TOKEN = -1  # in place of `BlockHead`'s mask token: the mask is a row of the head, not a token of the target
+NO_TOKEN = -1  # replaces `BlockHead`'s mask token: the mask is an embedding of the head, not a token of the target
 
 
 class Denoiser(BlockHead):

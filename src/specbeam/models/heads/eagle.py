@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 REFUSED = ("kv_a_proj_with_mqa", "parallel_draft_heads")  # parts of tensor names of unsupported heads
-MASK_ROWS = 8  # of a P-EAGLE block, the row of the pair included, if its files state no number: speculators' default
+MASK_ROWS = 8  # speculators' default number of rows of a P-EAGLE block, including the row of the pair
 
 
 def is_eagle3(config: Mapping[str, Any], names: Collection[str]) -> bool:
@@ -62,7 +62,7 @@ def read_eagle(files: HeadFiles) -> PairTrunk:
     fields = files.fields
     width = files.width
     if fields.whole("hidden_size") != width:
-        raise fields.bad("hidden_size", f"that of the target, {width}")
+        raise fields.bad("hidden_size", f"the target's, {width}")
     heads = fields.whole("num_attention_heads")
     if width % heads:
         raise fields.bad("num_attention_heads", f"a divisor of hidden_size, {width}")
@@ -71,7 +71,7 @@ def read_eagle(files: HeadFiles) -> PairTrunk:
     sizes = layer_sizes(files, core)
     has_bias = fields.flag("bias", default=files.has("fc.bias"))
     if fields.flag("qkv_bias", default=sizes.has_bias) != sizes.has_bias:
-        raise fields.bad("qkv_bias", f"{str(sizes.has_bias).lower()}, by the tensors there are")
+        raise fields.bad("qkv_bias", f"{str(sizes.has_bias).lower()}, as its tensors show")
     shape = TrunkShape(
         sizes=sizes,
         layers=layer_count(files, fields, 1),
@@ -195,7 +195,7 @@ def _norms_of_features(files: HeadFiles) -> str:
     for name, kind in (("norm_before_fc", "all"), ("fc_norm", "each")):
         is_kind = found == kind
         if fields.flag(name, default=is_kind) != is_kind:
-            raise fields.bad(name, f"{str(is_kind).lower()}, by the tensors there are")
+            raise fields.bad(name, f"{str(is_kind).lower()}, as its tensors show")
     return found
 
 

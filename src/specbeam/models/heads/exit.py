@@ -1,7 +1,7 @@
-"""Exit heads: one trained layer after the first layers of the target; the target's head makes logits of its output (EESD).
+"""Exit heads: one trained layer after the target's first layers, followed by the target's output head (EESD).
 
-The output of the first layers is exact for drafts, too, as they are layers of the target. So a row of the exit layer is
-never computed from estimates, and is kept if its node survives.
+The first layers belong to the target, so their output is exact for drafts, too. A row of the exit layer is never
+computed from estimates, and is kept if its node survives.
 
 Source: EESD (arXiv 2406.03853).
 """
@@ -52,7 +52,7 @@ class ExitHead(Head):
         total = len(layers_of(target))
         if not 1 <= after < total:
             raise BadHead(
-                f"the exit layer stands behind {after} layers; {type(target).__name__} has {total}: it must be behind 1 to "
+                f"the exit layer is after {after} layers; {type(target).__name__} has {total}: it must be after 1 to "
                 f"{total - 1} of them"
             )
         self.after = after
@@ -60,7 +60,7 @@ class ExitHead(Head):
         self.norm = copy.deepcopy(last_norm(target)).float()
         for module in self.layer.modules():
             if hasattr(module, "layer_idx"):
-                vars(module)["layer_idx"] = after  # by which its keys and values are stored
+                vars(module)["layer_idx"] = after  # the cache stores keys and values by this index
         for weight in self.parameters():
             weight.requires_grad_(True)
         self.shared = (target,)  # in a tuple, so that its weights do not become the head's
@@ -73,8 +73,8 @@ class ExitHead(Head):
     @property
     def described(self) -> dict[str, str]:
         return {
-            "kind": f"EESD: an exit layer behind the target's first {self.after} of {len(layers_of(self.target))} layers",
-            "layers": "1, like those of the target, with a norm of its own",
+            "kind": f"EESD: an exit layer after the target's first {self.after} of {len(layers_of(self.target))} layers",
+            "layers": "1, like the target's, with its own norm",
             "reads": f"the output of layer {self.after - 1} at the node itself, also at drafts",
         }
 
@@ -139,7 +139,7 @@ class ExitHead(Head):
 
 
 class _Reached(Exception):
-    """Ends a pass when it reaches the exit layer."""
+    """Raised to end a pass that reaches the exit layer."""
 
 
 def _each(change: Any, named: dict[str, Any]) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def read_exit(files: HeadFiles) -> ExitHead:
         head = ExitHead(files.target, after)
     except NotSupported as error:
         raise BadHead(f"{files.where} is an exit head, and {error}") from error
-    why = "an exit layer stands between layers of the very model that it was trained for"
+    why = "an exit layer works only in the model that it was trained for"
     check_target(files, exit_config(head)["target"], why)
     return filled(head, files)
 
@@ -181,9 +181,9 @@ class ExitLM(OnTargetsCache, HeadLM):
     they are kept and dropped together.
 
     Args:
-        head: the head.
-        target: the model that it is for, run by an engine that runs ranges of layers: the compiled forward, rounded or not,
-            or "layers".
+        head: the exit head.
+        target: the model that the head is for, run by an engine that runs ranges of layers: the compiled forward,
+            rounded or not, or "layers".
     """
 
     head: ExitHead
@@ -217,7 +217,7 @@ class ExitLM(OnTargetsCache, HeadLM):
             yield found
 
     def extend(self, sessions: Sessions, forests: Forests, needs: EachNeeds = None) -> list[Scored]:
-        checked_needs(self, len(sessions), needs)  # there are only logits
+        checked_needs(self, len(sessions), needs)  # the head returns only logits
         self.passes += 1
         return self.target.extend_early(sessions, forests, self.layer.after, self.needs_of_target)
 

@@ -2,9 +2,9 @@
 
 An extra row hangs below a node of the forest that the target scores. It sees the path to the node, the node, the extra rows
 between, and possibly a learned prefix; no row of the text sees an extra row or the prefix. Extra row j below a node takes
-the place of a token j positions later, so its logits are a law of the token after that position: the node itself gives the
-law of the next token, and extra row 1 the law of the second one, whatever the first one will be. So the law of a draft is a
-product law.
+the place of a token j positions later, so its logits are a law of the token after that position: the node itself gives
+the law of the next token, and extra row 1 the law of the second one, independent of the first. So the law of a draft is
+a product law.
 """
 
 from collections.abc import Callable, Iterator
@@ -60,7 +60,7 @@ class ExtraHead(Head):
     def described_ranks(self) -> dict[str, str]:
         """A description of the probabilities of its likeliest token by depth; nothing if not measured."""
         odds = ", ".join(f"{row[0]:.2f}" for row in self.ranks if row)
-        return {"its likeliest token is the target's next with odds of": f"{odds}, by depth"} if odds else {}
+        return {"mean target probability of its likeliest token": f"{odds}, by depth"} if odds else {}
 
     def features(self, states: Rows) -> Rows:
         """See `Head.features`: the states themselves."""
@@ -122,7 +122,7 @@ class StoredTrees:
 
     Args:
         tap: the layer whose inputs are kept in `states`, float[rows, length, width]; None: no inputs are kept.
-        keys, values: of a prefix that extra rows see, by layer.
+        keys, values: the keys and values of a prefix that extra rows see, by layer.
     """
 
     def __init__(
@@ -232,7 +232,8 @@ class _TreeLayer(CacheLayerMixin):
             parts.insert(0, prefix[self.number].to(own).expand(len(own), -1, -1, -1))
         return torch.cat(parts, 2)
 
-    # transformers derives masks and positions from these. Passes here have explicit ones, so the values do not matter.
+    # transformers derives masks and positions from these. Passes here give both explicitly, so the values do not
+    # matter.
     def get_seq_length(self) -> int:
         """Return 0."""
         return 0

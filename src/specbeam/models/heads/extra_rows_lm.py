@@ -24,7 +24,7 @@ class ExtraCache(NodeCache):
 
     Args:
         prompt: the tokens of the prompt; only the last one is read.
-        device: of logits.
+        device: the device of the logits.
 
     Attributes:
         rows: float[rows, vocab] by local node.
@@ -50,7 +50,7 @@ class ExtraCache(NodeCache):
 
     @property
     def can_draft(self) -> bool:
-        """Whether there are logits to draft from below any root."""
+        """Whether any root has logits to draft from."""
         roots = self.trie.root_at.tolist()
         nearest = [root if self.is_scored[root] else self.scored_above(root)[0] for root in roots]
         return any(node in self.rows for node in nearest)
@@ -63,7 +63,7 @@ class _Groups:
 class ExtraLM(HeadLM):
     """A head of extra rows as a draft model: it adds extra rows below the nodes of each forest.
 
-    If a text continues from a node without extra rows, the next turn has nothing to draft from.
+    If a text continues from a node without extra rows, the next turn makes no drafts.
 
     Args:
         least: nodes get extra rows if the draft's probability of the path to them is at least this, or unknown; 0: all nodes

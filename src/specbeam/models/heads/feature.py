@@ -1,4 +1,4 @@
-"""Heads that read the last hidden state of a scored node, and the tokens below it."""
+"""Heads that draft from the last hidden state of a scored node and the tokens after it."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ UNLIMITED = 1_000  # depth of heads that make all drafts by one network
 class FeatureSizes(NamedTuple):
     """The sizes of a head on one feature."""
 
-    width: int  # of the target's hidden states
+    width: int  # size of the target's hidden states
     vocab: int  # tokens of the target
     draft_vocab: int  # tokens that the head gives logits for
     depth: int  # number of successive drafts with laws of their own; deeper drafts use the last law
@@ -77,7 +77,7 @@ class FeatureHead(Head):
 
 
 class Residual(nn.Module):
-    """A residual layer: x + silu(W x + b); with `shrinks`, the skip connection has a linear map as well."""
+    """A residual layer: x + silu(W x + b); with `shrinks`, the skip connection has a linear map, too."""
 
     def __init__(self, reads: int, width: int, shrinks: bool = False) -> None:
         super().__init__()

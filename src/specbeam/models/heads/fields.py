@@ -59,7 +59,7 @@ class Fields:
         """Return a finite number of at least 0.
 
         Args:
-            default: of a field that is missing or null; None: it must be present.
+            default: the value if the field is missing or null; None: it must be present.
             most: the largest value allowed.
             may_be_0: whether 0 is allowed.
         """
@@ -75,7 +75,7 @@ class Fields:
         """Return an integer.
 
         Args:
-            default: of a field that is missing or null; None: it must be present.
+            default: the value if the field is missing or null; None: it must be present.
             least, most: the range allowed.
         """
         expected = f"an integer of at least {least}"

@@ -23,7 +23,7 @@ class HeadFiles:
     """A stored head. Readers take its tensors by name, and check that none is left.
 
     Attributes:
-        where: its name, for errors.
+        where: the name of the head, for errors.
         config: the content of its config.json.
         tensors: by name, without the taken ones.
         target: the model that the head drafts for.
@@ -37,7 +37,7 @@ class HeadFiles:
     taken: set[str] = field(default_factory=set)
 
     def has(self, name: str) -> bool:
-        """Return whether there is a tensor of this name that is not taken."""
+        """Return whether a tensor of this name is left to take."""
         return name in self.tensors
 
     def take(self, name: str, *shape: int) -> Tensor:
@@ -57,7 +57,7 @@ class HeadFiles:
         return self.tensors[name]
 
     def check_all_taken(self) -> None:
-        """Raise `BadHead` if tensors are left over: the head is of another kind."""
+        """Raise `BadHead` if tensors are left, which means that the head is of another kind."""
         if self.tensors:
             raise BadHead(
                 f"{self.where} holds tensors that are not known: {_some(self.tensors)}; heads of this kind cannot be read"
@@ -133,7 +133,7 @@ def folder_of(source: "str | Path", patterns: Sequence[str] = ("*.json", *TENSOR
     """Return the folder of a head; a head on the hub is fetched. Raises `MissingFile` if there is none.
 
     Args:
-        patterns: of the names of the files to fetch.
+        patterns: patterns of the file names to fetch.
     """
     folder = Path(source).expanduser()
     if folder.is_dir():
@@ -168,7 +168,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     for path in paths:
         found = read_tensors(path, BadHead)
         if twice := sorted(tensors.keys() & found.keys()):
-            raise BadHead(f"several files in {folder} hold {twice[0]}, {path.name} among them; leave one of them")
+            raise BadHead(f"several files in {folder} hold {twice[0]}, including {path.name}; keep one of them")
         tensors |= found
     return tensors
 

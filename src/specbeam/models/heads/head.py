@@ -17,11 +17,11 @@ from specbeam.models.heads.trees import ScoredTrees
 class DraftRows(NamedTuple):
     """Logits that a head gives below nodes of trees, as drafts of one depth.
 
-    As a draft d deep, a node is d below the nearest node that the target has scored.
+    A draft of depth d is d nodes below the nearest node that the target has scored.
     """
 
     nodes: PerRow  # row * length + column, ascending
-    logits: Logits  # of the tokens below
+    logits: Logits  # logits of the tokens below
     # Logits of the acceptance probability of a draft below, if the head estimates them.
     confidence: Odds | None = None
     # Estimates of the target's last hidden states there.
@@ -78,13 +78,14 @@ class Head(nn.Module):
 
 
 class LayeredHead(Head):
-    """A head with layers of its own, which read features made from hidden states of the target.
+    """A head with its own layers, which read features made from hidden states of the target.
 
     Args:
         shape: has at least `taps`, `target_width` (the size of a hidden state) and `sizes` (of a layer).
         rotary: the rotation by positions.
         embedding: float[vocab, width], the target's or the head's own.
-        head: float[draft_vocab, width], the output matrix, likewise; None: there is no single one.
+        head: float[draft_vocab, width], the output matrix, the target's or the head's own; None: there is no single
+            one.
         tokens: see `Head.tokens`.
     """
 
@@ -131,7 +132,7 @@ class LayeredHead(Head):
                 yield f"hidden states one layer {name}", self.changed(taps=moved)
 
     def with_usual_base(self) -> Iterator[tuple[str, Any]]:
-        """Yield the reading with positions of the usual base, if that is another one; see `other_readings`."""
+        """Yield the reading with positions of the default base, if the head's base differs; see `other_readings`."""
         rope = self.rotary.rope
         if rope["rope_theta"] != BASE:
             yield f"positions of base {BASE:g}", self.changed({**rope, "rope_theta": BASE})

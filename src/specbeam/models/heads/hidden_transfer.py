@@ -1,6 +1,6 @@
 """Hidden Transfer: linear maps turn a token's state between two layers into states of later tokens (arXiv 2404.12022).
 
-The paper's code is not public; where its text leaves a choice, this is our reading.
+The paper's code is not public; where its text leaves a choice, the choice is ours.
 """
 
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ class HiddenTransfer(ExtraHead):
     Args:
         depth: number of maps.
         layer: the layer whose inputs the maps read, and where their outputs enter.
-        width: of hidden states.
+        width: size of a hidden state.
     """
 
     def __init__(self, target: "PreTrainedModel", depth: int, layer: int, width: int) -> None:
@@ -42,7 +42,7 @@ class HiddenTransfer(ExtraHead):
     @property
     def described(self) -> dict[str, str]:
         return {
-            "kind": "HiddenTransfer: states made of states, in the target's own pass",
+            "kind": "HiddenTransfer: maps states to later tokens' states, in the target's own pass",
             "drafts": str(self.depth),
             "reads": f"the input of layer {self.layer}, where its rows enter",
             **self.described_ranks,

@@ -1,4 +1,4 @@
-"""The layers of heads: norms, attention over any rows, and gated inner layers.
+"""The layers of heads: norms, attention over any rows, and gated MLPs.
 
 Modules are named like the tensors of checkpoints. The caller of attention chooses which rows a row attends to, so that
 drafting in a tree and training on whole texts run the same layers.
@@ -39,11 +39,11 @@ class LayerSizes:
     """The sizes of a decoder layer, and its optional weights.
 
     Attributes:
-        width: of the rows.
-        reads: of the input of queries, keys and values.
-        heads, kv_heads, head_size: of attention.
-        inner: of the gated inner layer.
-        eps: of norms.
+        width: size of a row.
+        reads: size of the input of queries, keys and values.
+        heads, kv_heads, head_size: the shape of attention.
+        inner: size of the gated MLP.
+        eps: the epsilon of norms.
         has_bias: whether queries, keys and values have a bias.
         norms_heads: whether queries and keys are normed by head, as in Qwen3.
     """
@@ -87,7 +87,7 @@ class Rotary(nn.Module):
     """The rotation of queries and keys by the position of their rows.
 
     Args:
-        sizes: of the layers.
+        sizes: the sizes of the layers.
         rope: `rope_parameters` in transformers: the type, the base `rope_theta`, and numbers of its scaling.
         positions: number of positions in training; some scalings depend on it.
     """
@@ -152,14 +152,14 @@ class Attention(nn.Module):
         return rotated(keys, angles), self.v_proj(x).unflatten(-1, shape)
 
     def forward(self, x: Float[Tensor, "*rows reads"], angles: Any, layer: int, attend: Attend) -> Rows:
-        """Return the output of attention, to be added to rows."""
+        """Return attention's output, which the caller adds to the rows."""
         keys, values = self.keys_and_values(x, angles)
         mixed = attend(layer, self.queries(x, angles), keys, values)
         return self.o_proj(mixed.flatten(-2))
 
 
 class Gated(nn.Module):
-    """The gated inner layer of a Llama.
+    """The gated MLP of a Llama.
 
     Args:
         gate: size of the input of the gate; None: the width.
@@ -172,7 +172,7 @@ class Gated(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Rows) -> Rows:
-        """Return the output of the inner layer, to be added to rows."""
+        """Return the MLP's output, which the caller adds to the rows."""
         return self.gated(x, x)
 
     def gated(self, gate: Float[Tensor, "*rows gate"], x: Rows) -> Rows:
@@ -181,7 +181,7 @@ class Gated(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A layer of a Llama: attention and an inner layer, each on normed rows.
+    """A layer of a Llama: attention and an MLP, each on normed rows.
 
     Args:
         has_first_norm: whether attention reads normed rows; the first layer of an EAGLE-1 head has no such norm.
@@ -207,7 +207,7 @@ class LocalMixing(nn.Module):
     """Two weighted sums of neighbouring rows of a block, before and after a sublayer, with weights that depend on the row.
 
     Args:
-        width: of the rows.
+        width: size of a row.
         count: number of rows in a sum: the row itself and the rows just before it in its block.
         group: number of columns that share a row-dependent weight.
     """
@@ -293,7 +293,7 @@ def attended(
     """Return the mixed values of rows.
 
     Args:
-        keys, values: of a slot; or several of a slot, concatenated, each as long as a query.
+        keys, values: one per slot and head; or several per slot, concatenated, each as long as a query.
         seen: which slots each row attends to, at least one.
     """
     each = keys.shape[-1] // queries.shape[-1]

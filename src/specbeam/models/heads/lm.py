@@ -82,7 +82,7 @@ class HeadLM:
 
     keeps_nodes = True
     max_positions: int | None = None
-    # Whether the head reads the target's hidden states of the whole prompt, and not only of its last token.
+    # whether the head reads the target's hidden states at all tokens of the prompt, and not only at the last one
     reads_prompt = True
     drafts_blocks = False  # whether one pass drafts all layers of a turn
 
@@ -133,7 +133,7 @@ class HeadLM:
 
         Args:
             fresh, more: see `HuggingFaceLM.cache_for_steps`.
-            needs: of each row; a head provides only logits.
+            needs: the needs of each row; a head provides only logits.
         """
         if not self.supports_runs or needs != LOGITS or not self.is_ready(session):
             yield None
@@ -161,7 +161,7 @@ class HeadLM:
         """Return the cache of a new session for a head in torch.
 
         Args:
-            features: of the prompt's tokens but the last one; no rows if the head does not read the prompt.
+            features: the features of the prompt's tokens except the last; no rows if the head does not read the prompt.
         """
         raise NotImplementedError
 
@@ -170,7 +170,7 @@ class HeadLM:
         raise NotImplementedError
 
     def is_ready(self, session: CacheOwner) -> bool:
-        """Return whether the head can draft for a session: its prompt was scored, and consists of tokens only."""
+        """Return whether the head can draft for a session: the prompt was scored, and has no embedding rows."""
         return self in session.state and min(session.prompt) >= 0
 
     def on_device(self, arrays: Sequence[np.ndarray]) -> Tensor:
@@ -178,10 +178,10 @@ class HeadLM:
         return torch.from_numpy(np.concatenate(arrays)).to(self.device)
 
     def in_groups(self, numbers: AnyNodes, columns: int, logits_of: Callable[[int, Nodes], Logits]) -> Logits:
-        """Return the logits of nodes, in float32, made for all nodes of the same number at once.
+        """Return the logits of nodes in float32, computed at once for all nodes with the same number.
 
         Args:
-            numbers: of the nodes.
+            numbers: a number for each node, such as its depth.
             logits_of: returns the logits of some nodes, given their number and their places in `numbers`.
         """
         rows = torch.zeros(len(numbers), columns, device=self.device)
@@ -214,7 +214,7 @@ class HeadLM:
         return [self._of_all_tokens(known.float()) for known in self.logits(caches, wanted)]
 
     def _of_all_tokens(self, known: Logits) -> Float[Tensor, "rows vocab"]:
-        """Return logits of all tokens of the target: -inf for tokens that the head lacks."""
+        """Return logits for all of the target's tokens, -inf for tokens that the head lacks."""
         tokens = self.head.tokens
         if tokens is None:
             return known
@@ -240,12 +240,12 @@ class HeadLM:
         return self.new_cache(prompt, self._features(states))
 
     def _on_host(self, states: Tensor) -> Float32[np.ndarray, "rows states"]:
-        """Return hidden states of the target on the host, also if there are no rows."""
+        """Return hidden states of the target on the host; there may be no rows."""
         rows = states.to("cpu", torch.float32).reshape(-1, self.head.states_size)
         return np.ascontiguousarray(rows.numpy())
 
     def _features(self, states: Tensor) -> Rows:
-        """Return the features from hidden states of the target, also if there are no rows."""
+        """Return the features from hidden states of the target; there may be no rows."""
         return self.head.features(states.to(self.device).reshape(-1, self.head.states_size))
 
     def take_back(self, session: CacheOwner, forest: Forest) -> None:
@@ -282,8 +282,8 @@ def attending(attends: Sequence[Attend], sizes: Sequence[int]) -> Attend:
     """Return attention for rows of several sessions in one pass: each session's rows attend to its own cache.
 
     Args:
-        attends: of each session.
-        sizes: numbers of rows of each session.
+        attends: the attention of each session.
+        sizes: the number of rows of each session.
     """
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -352,7 +352,7 @@ class ModulesLM(HeadLM):
         """Return the logits of a session at nodes.
 
         Args:
-            numbers: of the module that makes the logits, by node.
+            numbers: for each node, the module that makes its logits.
         """
         modules = self.head.modules_in_a_row
 
@@ -458,7 +458,7 @@ class ChimeraLM(TrunkLM):
 class BlockNode(NamedTuple):
     """A local node of a session, in the block of its root."""
 
-    number: int  # of the session
+    number: int  # the number of the session
     cache: ContextCache
     node: int
     root: int
@@ -508,7 +508,7 @@ class BlockLM(HeadLM):
         return found
 
     def _correct(self, nodes: list[BlockNode]) -> Logits:
-        """Return the logits at nodes, and store the states for their children; with a state all have the same depth."""
+        """Return the logits at nodes, and store the states for their children; with a state, all nodes have one depth."""
         shape = self.head.shape
         last = shape.rows - 1
         rows = torch.stack([one.cache.blocks[one.root][min(shape.first_row + one.far, last)] for one in nodes])

@@ -1,8 +1,8 @@
 """Pair trunks that draft a whole block in one pass, by mask rows after the row of a pair (P-EAGLE).
 
-The first draft is that of a pair trunk. The row of each further draft reads a mask token and a learned state in place of the
-unknown token and feature, and attends to the rows of pairs above and the mask rows before it. So the law of a draft does not
-depend on the drafts above it: it is a product law.
+The first draft is made as in a pair trunk. The row of each further draft reads a mask token and a learned state in
+place of the unknown token and feature, and attends to the rows of pairs above and the mask rows before it. So the law
+of a draft does not depend on the drafts above it: it is a product law.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ class MaskTrunk(PairTrunk):
 
     Args:
         mask: the token that mask rows read.
-        rows: number of rows of a block: that of a pair, and the mask rows after it.
+        rows: number of rows of a block: the row of a pair and the mask rows after it.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class MaskTrunk(PairTrunk):
         Args:
             roots: the tokens of the roots.
             above: the features of the nodes above the roots.
-            positions: of the roots.
+            positions: the positions of the roots.
         """
         count = self.rows
         tokens = torch.full((*roots.shape, count), self.mask, device=roots.device)
@@ -72,7 +72,7 @@ class MaskTrunk(PairTrunk):
         return tokens, given, positions[..., None] + torch.arange(count, device=roots.device)
 
     def drafts(self, trees: ScoredTrees, depth: int, wanted: PerNode) -> list[DraftRows]:
-        """See `Head.drafts`: each node is the root of a block, and a draft in the blocks of the nodes above it."""
+        """See `Head.drafts`: each node is the root of its own block, and a draft in the blocks of its ancestors."""
         root = trees.columns
         above = trees.at(self.features(trees.states_at(self.taps)), trees.above(root))
         tokens, given, positions = self.read_by(trees.tokens, above, trees.depths)
@@ -86,7 +86,7 @@ class MaskTrunk(PairTrunk):
         return found
 
     def other_readings(self, layers: int) -> Iterator[tuple[str, PairTrunk]]:
-        """See `Head.other_readings`: the readings of a pair trunk, except for its feedback, which is missing here."""
+        """See `Head.other_readings`: a pair trunk's readings, except of feedback, which this head lacks."""
         for name, other in super().other_readings(layers):
             if other.shape.feeds_normed == self.shape.feeds_normed:
                 yield name, other

@@ -1,4 +1,4 @@
-"""Modules of multi-token prediction in a row: each makes the drafts of one depth from the states of the one before it.
+"""Modules of multi-token prediction in a row: each drafts one depth from the states of the previous module.
 
 Row v of module k belongs to a node with at least k + 1 nodes above it. It reads v's token, and the state of module k - 1 at
 the node above v; the first module reads the target's feature there. So the row depends on the feature k + 1 nodes above and
@@ -31,7 +31,7 @@ class ModulesInARow(Head):
 
     @property
     def modules_in_a_row(self) -> list[PairTrunk]:
-        """The modules, from that of the first draft on."""
+        """The modules in order; the first makes the first draft."""
         return [one for one in self.row if isinstance(one, PairTrunk)]
 
     @property
@@ -46,7 +46,7 @@ class ModulesInARow(Head):
     @property
     def described(self) -> dict[str, str]:
         count = len(self.row)
-        what = f"one in {count} places" if self.is_one else str(count)
+        what = f"one, used {count} times" if self.is_one else str(count)
         return self.modules_in_a_row[0].described | {"modules": f"{what}, for drafts 1 to {count} deep"}
 
     @property

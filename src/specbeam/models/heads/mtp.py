@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 OWN = "mtp"  # the name of the draft of the target's own modules
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # fields for the number of modules
-_INSTEAD = f'leave draft="{OWN}" out, or give the folder of a draft: "./{OWN}" if it is called so'
+_INSTEAD = f'leave draft="{OWN}" out, or give the folder of a draft: "./{OWN}" if that is its name'
 # Tensor names of writers, and the names here.
 DEEPSEEK = {
     "enorm.weight": "enorm.weight",
@@ -62,8 +62,9 @@ class Naming:
     """How a writer stores modules.
 
     Attributes:
-        pattern: of tensor names: the number of the module, if the name has one, and the rest.
-        names: of the tensors outside the layer, and their names here.
+        pattern: a regular expression for tensor names; it matches the number of the module, if the name has one, and
+            the rest.
+        names: the writer's names of the tensors outside the layer, with their names here.
         swaps: whether the feature comes before the embedding in the projection.
     """
 
@@ -116,7 +117,7 @@ def read_speculators_module(files: HeadFiles) -> Head:
     core = files.fields.required("transformer_layer_config")
     theirs = files.target.config.get_text_config().model_type
     if core.text("model_type") != theirs:
-        raise core.bad("model_type", f"that of the target, {theirs!r}: is it for another target?")
+        raise core.bad("model_type", f"the target's, {theirs!r}: is it for another target?")
     if core.whole("hidden_size") != files.width:
         raise core.bad("hidden_size", f"the width of the target, {files.width}")
     if files.fields.whole("num_nextn_predict_layers", 1) != 1:

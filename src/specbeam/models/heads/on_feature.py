@@ -68,10 +68,10 @@ def _count(files: HeadFiles, pattern: str) -> int:
 
 
 def _counts(files: HeadFiles, kind: str, first: str) -> tuple[int, int]:
-    """Return the number of heads, and of their residual layers, for which there are tensors; `BadHead` if there are none.
+    """Return the numbers of heads and of their residual layers, by their tensors. Raises `BadHead` if there are none.
 
     Args:
-        kind: of the heads, for the error.
+        kind: the name of the kind of heads, for the error.
         first: the name of their first tensor in files, for the error.
     """
     depth = _count(files, r"blocks\.(\d+)\.")
@@ -138,7 +138,7 @@ def _mlp_speculator(files: HeadFiles) -> MLPSpeculator:
 
 
 def _check_depth(files: HeadFiles, depth: int) -> None:
-    """Raise `BadHead` unless there are tensors of the stated number of heads."""
+    """Raise `BadHead` unless the files hold the stated number of heads."""
     found = _count(files, r"emb\.(\d+)\.")
     if found != depth:
         raise files.fields.bad("n_predict", f"{found}, the number of heads with tensors")

@@ -20,7 +20,7 @@ from specbeam.models.heads.head import Head
 from specbeam.models.heads.trees import ScoredTrees, chain_of
 from specbeam.models.huggingface import HuggingFaceLM
 
-TOKENS = 128  # of the text on which a head is tried
+TOKENS = 128  # length of the text on which a head is tried
 CLEARLY = 0.05  # overlap by which a reading must exceed the documented one to replace it
 POOR = 0.2  # overlap below which a head hardly fits the target
 
@@ -103,7 +103,7 @@ class Probed:
 
     Attributes:
         documented: the fit of the reading that its files state.
-        fit: of the best reading.
+        fit: the fit of the best reading.
         changes: differences of the best reading from the stated one.
         tried: readings that differ from the stated one in one thing, and their fit.
     """
@@ -118,7 +118,8 @@ class Probed:
 def probed(head: Head, target: HuggingFaceLM, start: list[int]) -> Probed:
     """Try other readings of a head on a text that the target writes, and return the one that fits best.
 
-    Another reading replaces the stated one only if it is clearly better, with a warning. There is also one if none fits.
+    Another reading replaces the stated one only if it is clearly better, with a warning. It also warns if no reading
+    fits.
 
     Args:
         start: the first tokens of the text.
@@ -146,7 +147,7 @@ def probed(head: Head, target: HuggingFaceLM, start: list[int]) -> Probed:
     if changes:
         warnings.warn(
             f"the head is read with {', '.join(changes)}, against its files: its overlap with the target's law is "
-            f"{best.score:.2f} then, and {documented.score:.2f} as its files say",
+            f"then {best.score:.2f} instead of {documented.score:.2f}",
             stacklevel=2,
         )
     elif best.score < POOR:

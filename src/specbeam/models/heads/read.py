@@ -127,8 +127,8 @@ def _read(files: HeadFiles) -> Head:
         return read_eagle(files)
     kind = files.config.get("speculators_model_type") or files.config.get("model_type")
     raise BadHead(
-        f"{files.where} is a head of kind {kind!r}, which cannot be read; "
-        "EAGLE-1, 2, 3, HASS, P-EAGLE, MTP, DFlash, DSpark, Medusa, Hydra, MLP speculator and ReDrafter heads can, and "
+        f"{files.where} is a head of kind {kind!r}, which cannot be read; readable kinds are "
+        "EAGLE-1, 2, 3, HASS, P-EAGLE, MTP, DFlash, DSpark, Medusa, Hydra, MLP speculator and ReDrafter, and "
         "heads trained by specbeam"
     )
 
@@ -147,7 +147,7 @@ def head_model(head: Head, target: HuggingFaceLM) -> LM:
         FeatureHead: FeatureLM,
         ExtraHead: ExtraLM,
     }
-    is_widened = is_mapped(target.model) and target.engine in COMPILED  # to float32, whatever the type of its weights
+    is_widened = is_mapped(target.model) and target.engine in COMPILED  # runs the head in float32
     for kind, model in kinds.items():
         if isinstance(head, kind):
             return model(head, target.vocab, engine="widened" if is_widened else "auto")

@@ -19,8 +19,8 @@ from specbeam.models.heads.vocabulary import read_tokens
 HeadKind = TypeVar("HeadKind", bound=Head)
 FULL = "full_attention"
 SLIDING = "sliding_attention"
-MOST_ROWS = 1024  # of a block
-MOST_BASE = 1e11  # of positions
+MOST_ROWS = 1024  # largest number of rows of a block
+MOST_BASE = 1e11  # largest base of rotary positions
 FIELD_NAMES = {  # transformers' names of the sizes of a layer
     "width": "hidden_size",
     "heads": "num_attention_heads",
@@ -62,7 +62,7 @@ def check_layers(files: HeadFiles, core: Fields, sizes: LayerSizes, names: Mappi
 
     Args:
         core: the fields that state them.
-        names: of the fields by size.
+        names: the name of each size's field.
     """
     if sizes.heads % sizes.kv_heads:
         raise core.bad(names["kv_heads"], f"a divisor of {names['heads']}, {sizes.heads}")
@@ -79,7 +79,7 @@ def check_layers(files: HeadFiles, core: Fields, sizes: LayerSizes, names: Mappi
 
 
 def layer_count(files: HeadFiles, core: Fields, default: int | None = None) -> int:
-    """Return the number of a head's layers. Raises `BadHead` unless there are tensors of the stated number."""
+    """Return the number of a head's layers. Raises `BadHead` unless the files hold the stated number."""
     stated = core.whole("num_hidden_layers", default)
     stored = stored_layers(files)
     if stored != stated:
@@ -117,7 +117,7 @@ def rope_of(core: Fields, name: str | None = None) -> dict[str, Any]:
     """Return the parameters of the positions.
 
     Args:
-        name: of the field that holds them; None: the name in transformers 5, or in earlier versions.
+        name: the name of their field; None: the name in transformers 5 or earlier, whichever is there.
     """
     outer = core.number("rope_theta", BASE, most=MOST_BASE, may_be_0=False)
     name = name or _rope_field(core)
@@ -202,14 +202,14 @@ def check_target(files: HeadFiles, expected: Mapping[str, Any], why: str) -> Non
     stated = files.fields.required("target")
     for name, value in expected.items():
         if stated.values.get(name) != value:
-            raise stated.bad(name, f"that of the target, {value!r}: {why}")
+            raise stated.bad(name, f"the target's, {value!r}: {why}")
 
 
 def mask_token(fields: Fields, names: tuple[str, ...], vocab: int) -> int:
     """Return the token whose embedding mask rows read. Raises `BadHead` if none is stated, or the embedding lacks it.
 
     Args:
-        names: of the fields that may state it; the first one found counts.
+        names: the names of the fields that may state it; the first one found counts.
         vocab: number of tokens of the embedding.
     """
     name = next(filter(fields.has, names), names[0])

@@ -9,7 +9,7 @@ from torch.nn import functional
 from specbeam.models.heads.arrays import Logits, PerRow, Rows, States, StatesAbove
 from specbeam.models.heads.feature import FeatureHead, FeatureSizes, Residual
 
-EPS = 1e-6  # of the norms of MLP speculators
+EPS = 1e-6  # epsilon of the norms of MLP speculators
 
 
 class Hydra(FeatureHead):
@@ -114,7 +114,7 @@ class ReDrafter(FeatureHead):
 
     Args:
         layers: number of residual layers.
-        exit_size: of these layers.
+        exit_size: size of these layers.
         is_recurrent: whether the state comes from a recurrent network; otherwise it is the sum of embeddings.
         embedding: the target's.
     """

@@ -33,7 +33,7 @@ class TrunkShape:
     """The shape of a pair trunk.
 
     Attributes:
-        sizes: of a layer that reads rows of the head's width.
+        sizes: the sizes of a layer that reads rows of the head's width.
         layers: number of layers.
         taps: the hidden states of the target that make a feature, see `Needs.columns`.
         target_width: size of a hidden state of the target.
@@ -102,9 +102,9 @@ class BorrowedParts(NamedTuple):
     """The parts of a trunk of a target's kind (see heads/borrowed.py), with their weights."""
 
     layer: nn.Module  # called as `DecoderLayer` is
-    enorm: nn.Module  # of embeddings
-    hnorm: nn.Module  # of features
-    norm: nn.Module  # of the head's own rows
+    enorm: nn.Module  # norm of embeddings
+    hnorm: nn.Module  # norm of features
+    norm: nn.Module  # norm of the head's output
 
 
 class PairTrunk(LayeredHead):
@@ -220,8 +220,8 @@ class PairTrunk(LayeredHead):
         """Return the head's states of rows.
 
         Args:
-            tokens: of each row.
-            features: of the node above each row.
+            tokens: the token of each row.
+            features: the feature of the node above each row.
             positions: any numbers that grow by one from node to node; only differences count.
             attend: lets rows attend to the rows above them.
         """
@@ -253,7 +253,7 @@ class PairTrunk(LayeredHead):
     def logits(self, x: Rows) -> Float[Tensor, "*rows draft_vocab"]:
         """Return the logits of the next token, from the states of rows."""
         share = self.shape.logit_gradient
-        if share < 1:  # the same numbers with a smaller gradient
+        if share < 1:  # scales the gradient, not the value
             x = share * x + (1 - share) * x.detach()
         if self.shape.alignment:
             x = self.alignment(x)

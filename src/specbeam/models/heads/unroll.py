@@ -1,12 +1,12 @@
-"""Heads on whole trees at once, several drafts deep: for training, and for finding out how a head was trained.
+"""Heads run on whole trees at once, several drafts deep, to train them and to find out how they were trained.
 
 The row of a node as a draft one deep reads the target's feature of the node above. As a draft s + 1 deep it reads the head's
 own state of the node above as a draft s deep. It sees the depth-1 rows of the nodes above its s nearest ancestors, and the
 rows of these ancestors as drafts 2, 3, ... deep: the rows that drafting would see (EAGLE-3's training-time test, arXiv
 2503.01840, here on trees).
 
-Of modules in a row each makes the drafts of one depth, and its rows see only its own rows. The last module also makes deeper
-drafts, like a single trunk.
+Each of several modules in a row makes the drafts of one depth, and its rows see only its own rows. The last module also
+makes deeper drafts, like a single trunk.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,7 +40,7 @@ class UnrolledRows:
         self.trees = trees
         self.views = views
         self.least = least
-        self.ancestors = [trees.columns]  # of each node, by their distance above it
+        self.ancestors = [trees.columns]  # by distance: the column of each node's ancestor
         self.keys: list[list[Tensor]] = [[] for _ in range(layers)]
         self.values: list[list[Tensor]] = [[] for _ in range(layers)]
         self.seen = self._seen_by_layer()
@@ -115,9 +115,9 @@ class BlocksOnTrees:
     """Attention of the rows of the blocks below all nodes of trees: to the nodes above, and to the rows of the same block.
 
     Args:
-        views: of the layers.
-        context: keys and values of the nodes by layer; None: those of the first row of the block below each node. Then rows
-            see neither later rows of their block nor the first token of a text, which has no row.
+        views: the views of the layers; see `View`.
+        context: keys and values of the nodes by layer; None: the first row of the block below each node provides them.
+            Then rows see neither later rows of their block nor the first token of a text, which has no row.
     """
 
     def __init__(

@@ -12,8 +12,8 @@ from specbeam.models.heads.files import HeadFiles
 def read_tokens(files: HeadFiles, count: int) -> TokenMap:
     """Return the target's token for each of the head's, from the maps `d2t` and `t2d`; None if they are the same.
 
-    `d2t` holds the difference of both numbers. With a wrong map a head would silently draft wrong tokens, so implausible
-    maps are refused.
+    `d2t` holds the target's token id minus the head's. With a wrong map a head would silently draft wrong tokens, so
+    implausible maps are refused.
 
     Args:
         count: number of the head's tokens.
@@ -39,12 +39,12 @@ def read_tokens(files: HeadFiles, count: int) -> TokenMap:
     if marks is not None:
         _check_is_same(files, tokens, marks.bool().cpu(), vocab)
     elif count < vocab and not differences.any():
-        raise BadHead(f"{files.where}: d2t is all zero, which means the first {count} tokens: is the map lost?")
+        raise BadHead(f"{files.where}: d2t is all zero, which means the first {count} tokens: was the map lost?")
     return None if count == vocab else tokens
 
 
 def _taken(files: HeadFiles, name: str) -> Int64[Tensor, " n"] | None:
-    """Return a map as integers; None if there is none. Raises `BadHead` for other types."""
+    """Take a map and return it as integers; None if there is none. Raises `BadHead` for other types."""
     if not files.has(name):
         return None
     found = files.take(name)

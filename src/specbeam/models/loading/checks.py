@@ -76,7 +76,7 @@ def check_scores_forests(lm: HuggingFaceLM, role: str = "") -> None:
         expected = expected[:, is_drafted.to(expected.device)]
     expected = expected.float().to(found.device)
     _check_finite(lm, expected, name)
-    is_banned = expected == -torch.inf  # some models ban tokens
+    is_banned = expected == -torch.inf  # models that ban tokens give them -inf
     if bool((is_banned != (found == -torch.inf)).any()):
         raise _does_not_honour(name, "they are -inf for other tokens than on plain texts")
     expected = expected.masked_fill(is_banned, 0.0)
@@ -132,7 +132,7 @@ def _check_encoder(lm: EncoderDecoderLM, name: str) -> None:
         raise BrokenLaw(f"the states of {name}'s encoder are NaN or infinite for an ordinary source: {fault}")
     if not error <= 1e-3:
         raise UnsupportedModel(
-            f"the encoder of {name} differs from that of its family: compiled states are off by {error:.2g} standard "
+            f"the encoder of {name} differs from its family's: compiled states are off by {error:.2g} standard "
             "deviations; set SPECBEAM_KERNELS=off to let transformers run the model"
         )
 

@@ -34,7 +34,7 @@ class GivenDraft:
     """The draft arguments of `load`: a model, a head, the target without sublayers, or nothing."""
 
     model: Any = None  # a model object, path or hub id
-    head: Any = None  # likewise
+    head: Any = None  # a path, hub id or module
     skipping: Skipping | None = None
     quantize: "Quantize | None" = None  # rounding of the model
 
@@ -148,7 +148,7 @@ def _reading_draft(
             raise NotSupported(f"the draft reads {own.input_name}, and the target reads {target.input_name}")
         return own
     prepare_to_score(model)
-    # Each target needs its own cache of the draft.
+    # Each target needs its own draft cache.
     lm = EncoderDecoderLM(model, encoder=target.encoder, engine=quantize or "auto", kv=kv, shared=shared)
     if check and model is not target.model:
         check_scores_forests(lm, _ROLE)

@@ -150,7 +150,7 @@ def _with_words(tokenizer: Any) -> Any:
 
 
 def _known_by_size(own: Vocabulary, other: Vocabulary) -> tuple[Bool[np.ndarray, " vocab"], str]:
-    """Return which of the target's tokens a draft knows, by sizes only, and a warning or "".
+    """Return which of the target's tokens a draft has, judged by sizes only, and a warning or "".
 
     Raises `VocabularyMismatch` unless padding explains a difference.
     """
@@ -181,7 +181,7 @@ def _is_padded(smaller: int, larger: int) -> bool:
 
 
 def _known_by_words(own: Vocabulary, other: Vocabulary) -> tuple[Bool[np.ndarray, " vocab"], str]:
-    """Return which of the target's tokens a draft knows, by their spelling, and a warning or "".
+    """Return which of the target's tokens a draft has, judged by their spelling, and a warning or "".
 
     Raises `VocabularyMismatch` if ordinary tokens differ.
     """

@@ -68,7 +68,7 @@ def backbone_of(folder: "str | Path") -> str:
 
 
 def read_memory(folder: "str | Path") -> tuple[MemoryPlan, Recall, str | None]:
-    """Return the plan of a memory, its weights, and the hash of its model's weights (`weights_key`).
+    """Return the plan of a memory, its weights, and the hash of the weights of its model (`weights_key`).
 
     Raises `MissingFile` if files are missing, `BadHead` if they cannot be read or do not fit each other.
     """
@@ -109,7 +109,7 @@ def warn_of_other_model(folder: "str | Path", key: str | None, model: "PreTraine
     """Warn if a memory was trained with a model of other weights; only models in float32 can be compared."""
     if key is not None and model.dtype == torch.float32 and key != weights_key(model):
         warnings.warn(
-            f"{folder} was trained with other weights than those of this {type(model).__name__}: texts have the law of this "
+            f"{folder} was trained with other weights than this {type(model).__name__} has: texts have the law of this "
             "model with this memory, and recalled memories may be noise",
             stacklevel=4,
         )

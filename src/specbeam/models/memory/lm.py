@@ -39,7 +39,7 @@ Task = Generator[list[Ask], list[Answer], Result]  # yields requests of model ro
 
 
 class _Late(NamedTuple):
-    """A segment to be read again with its own query, from the token that completes this query."""
+    """A segment to be read again with its own query, which this token has completed."""
 
     node: TextNode
     past: Past
@@ -47,11 +47,11 @@ class _Late(NamedTuple):
 
 
 class MemoryLM:
-    """A language model that reads in segments and recalls memories of earlier segments: HMT (arXiv 2405.06067).
+    """A language model that reads text in segments and recalls memories of earlier segments: HMT (arXiv 2405.06067).
 
-    The logits of a node are a function of the text on its path: those of the model in the window of the node's segment,
-    which holds the segment's recall, the last tokens of the previous segment, and its own tokens. Branches of a text tree
-    share windows until they diverge, and all memories of their common past. Rejected drafts leave no state.
+    The logits of a node are a function of the text on its path: the model computes them in the window of the node's
+    segment, which holds the segment's recall, the last tokens of the previous segment, and its own tokens. Branches of a
+    text tree share windows until they diverge, and all memories of their common past. Rejected drafts leave no state.
 
     A pass that crosses the end of a segment takes two passes of the model: the first computes the memories of full
     segments, and the second begins the next segments.
@@ -155,8 +155,8 @@ class MemoryLM:
         if self.recall is not None and plan.recall == "attention":
             memory = f"memory by attention, query '{plan.query}'"
         if self.recall is not None and plan.recall == "previous":
-            memory = "memory of the one before"
-        return f"read in segments of {plan.segment} tokens with {plan.sensory} of the one before, {memory}"
+            memory = "memory of the previous segment"
+        return f"read in segments of {plan.segment} tokens with {plan.sensory} of the previous one, {memory}"
 
     def lacks(self, needs: Needs) -> str:
         """Return the reason why this model cannot provide these needs; "" if it can."""
@@ -227,14 +227,14 @@ class MemoryLM:
             self.lm.close(window.owner)
 
     def _is_done(self, place: TextPlace) -> bool:
-        """Return whether this place needs its window no more, neither for later tokens nor for its memory."""
+        """Return whether a place no longer needs its window, neither for later tokens nor for its memory."""
         if place.row is None:
             return False
         is_full = len(place.tokens) == self.plan.segment
         return place.opening is not None if is_full else self._begins_late(place.window.past, place.tokens)
 
     def _together(self, tasks: "Sequence[Task[Any]]") -> list[Any]:
-        """Run tasks to their ends, with common passes of the model, and return their results.
+        """Run tasks to completion in shared passes of the model, and return their results.
 
         If a pass or a task fails, all tasks end and close their own windows.
         """
@@ -326,7 +326,7 @@ class MemoryLM:
         return memory, answers[-1].hidden[0] if wanted else None
 
     def _answered(self, asks: list[Ask]) -> "Task[list[Answer]]":
-        """Ask for rows of windows, and close the windows."""
+        """Request rows of windows, then close the windows."""
         if not asks:
             return []
         try:
@@ -439,7 +439,7 @@ class MemoryLM:
             one.node.place = yield from self._opened(one.past, one.tokens, recalled, tree)
 
     def _close_done(self, tree: TextTree) -> None:
-        """Close the windows that no token can enter any more."""
+        """Close the windows that no further token can enter."""
         roots: dict[Window, list[TextPlace]] = {}
         for beam in tree.beams:
             roots.setdefault(beam.place.window, []).append(beam.place)
@@ -479,7 +479,7 @@ class MemoryLM:
         return tokens[:size] if self.plan.refreshes and len(tokens) >= size else tail[-size:]
 
     def _summary(self, memories: int, query: tuple[int, ...]) -> list[Ask]:
-        """Return the request for the summary of a query; none if the recall does not depend on it."""
+        """Return the request for the summary of a query; an empty list if the recall does not depend on it."""
         if self.recall is None or not self.plan.needs_summary(memories):
             return []
         owner = self._owner([-1, *query, -1], self.recall.summary.detach())

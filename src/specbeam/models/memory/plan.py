@@ -25,8 +25,9 @@ class MemoryPlan:
             the previous segment (RMT). "initial": no memory, but a learned vector.
         query: the tokens of the query of "attention". "previous_tail": the last tokens of the previous segment. "refresh":
             the same until the segment has enough tokens itself; it is then read again, with a query of these tokens.
-            "first_half": always the first tokens of the segment, as in the paper. This has no law, as the odds of these
-            tokens depend on the tokens themselves; it serves to read texts and to reproduce figures.
+            "first_half": always the first tokens of the segment, as in the paper. This has no law, because the
+            probabilities of these tokens depend on the tokens themselves; use it to read texts and to reproduce
+            figures.
     """
 
     segment: int
@@ -70,7 +71,7 @@ class MemoryPlan:
         """Raise `BadSetting` if the plan has no law from which texts can be drawn."""
         if self.recall == "attention" and self.query == "first_half":
             raise BadSetting(
-                "query is 'first_half', with which the odds of a segment's first tokens depend on the tokens themselves, so "
+                "query is 'first_half', so the law of a segment's first tokens depends on the tokens themselves, and "
                 "no text can be drawn; decode with 'previous_tail' or 'refresh'"
             )
 
