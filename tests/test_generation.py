@@ -555,7 +555,7 @@ def test_a_drafter_without_a_hash_is_refused(pair):
     ("made", "message"),
     [
         (lambda forest: None, "AttributeError"),
-        (lambda forest: forest.grown([61], [0]), r"holds tokens \[61\], and the target knows 0 to 60"),
+        (lambda forest: forest.grown([61], [0]), r"returned tokens \[61\], but the target's vocabulary is 0 to 60"),
         (lambda forest: forest.grown([-3], [0]), r"holds tokens \[-3\]"),
     ],
 )

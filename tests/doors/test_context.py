@@ -116,7 +116,7 @@ def test_the_compiled_forward_refuses_a_context_besides_tokens():
         Decoder(pair.target).add(session)
     table = TableLM([0.5, 0.5])
     session.context = {table: {}}
-    with pytest.raises(NotSupported, match="TableLM takes tokens alone"):
+    with pytest.raises(NotSupported, match="TableLM takes tokens only"):
         Decoder(table).add(session)
 
 

@@ -242,7 +242,7 @@ def test_targets_that_cannot_take_them_refuse_them_by_name(monkeypatch):
     model = tiny("llama", **OURS)
     pair = pair_of(model, "hidden_transfer")
     session = session_of(pair, sb.speculative_sampling(2))
-    with pytest.raises(NotSupported, match="and the target is TableLM with another model; load them together"):
+    with pytest.raises(NotSupported, match="but the target is TableLM with another model; load them together"):
         Decoder(TableLM([1 / 64] * 64)).add(session)
     with pytest.raises(NotSupported, match="the target is HuggingFaceLM with another model"):
         Decoder(HuggingFaceLM(tiny("llama", **OURS), engine="plain")).add(session)
@@ -274,6 +274,6 @@ def test_a_pass_takes_the_rows_of_one_drafter():
     model = tiny("llama", **OURS)
     pair = pair_of(model, "bita")
     other = ExtraLM(extra_head(model, "hidden_transfer"), 64)
-    with pytest.raises(BadSetting, match="add extra rows to the target's pass, which takes those of one"):
+    with pytest.raises(BadSetting, match="which takes extra rows from one part only"):
         session_of(pair, multi_draft([other], (1, 1))).parts.extra_owner  # noqa: B018
     assert session_of(pair, multi_draft([pair.target], (1, 1))).parts.extra_owner is pair.draft

@@ -207,7 +207,7 @@ def test_a_forest_in_another_order_is_refused():
     LiveLayers(lm, 1).extend([one], [Forest.rooted([4]).grown([5, 6], [0, 0])])
     for other in (Forest.rooted([4]).grown([6, 5], [0, 0]), Forest.rooted([4]).grown([7, 5], [0, 0])):
         with pytest.raises(
-            BadForest, match=r"have seen 3 nodes.*must begin with the ones that it keeps, in the same order"
+            BadForest, match=r"have processed 3 nodes.*must begin with those that it keeps, in the same order"
         ):
             lm.extend([one], [other])
 

@@ -307,7 +307,7 @@ def test_a_model_that_gives_no_hidden_states_is_refused_before_the_first_pass(pa
     hidden = sessions_of(pair, method(NextFromHidden(), MatchRule()), [3, 4, 5])
     for lm in (TableLM([1 / 64] * 64), LogitsAlone(pair.target)):
         with pytest.raises(
-            NotSupported, match=r"a part needs .*hidden=True.* (has no hidden states|gives logits alone)"
+            NotSupported, match=r"a part needs .*hidden=True.* (has no hidden states|returns logits only)"
         ):
             list(decode(lm, hidden))
 

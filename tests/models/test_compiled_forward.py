@@ -62,8 +62,8 @@ def test_logits_are_those_of_the_model(name):
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
-        ("opt", {}, "its family is not among those that this engine knows"),
-        ("falcon", {}, "its family is not among those that this engine knows"),
+        ("opt", {}, "its family is not supported by this engine"),
+        ("falcon", {}, "its family is not supported by this engine"),
         ("llama", {"hidden_act": "sigmoid"}, "its activation is 'sigmoid'"),
         (
             "llama",

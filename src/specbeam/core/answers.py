@@ -5,7 +5,7 @@ from jaxtyping import Float
 
 from specbeam.core.records import Needs, Ranked, Scored
 
-LOGITS = Needs(logits=True)  # the needs of a session whose parts name none
+LOGITS = Needs(logits=True)  # the needs of a session whose parts state none
 _NONE = torch.zeros(0, 0)
 
 
@@ -33,12 +33,12 @@ def scored_rows(
 def ranked_rows(logits: Float[torch.Tensor, "nodes vocab"], count: int) -> Ranked:
     """Return the `count` likeliest tokens of each row, best first, on the device of the logits.
 
-    Of tokens with equal logits the first in the vocabulary comes first.
+    Tokens with equal logits are in the order of the vocabulary.
     """
     count = min(count, logits.shape[1])
     values, tokens = logits.topk(count, dim=-1)
     reaching = (logits >= values[:, -1:]).sum(-1)
-    if bool((reaching > count).any()):  # `topk` does not define which of equal logits it takes
+    if bool((reaching > count).any()):  # `topk` breaks ties in no defined order
         values, tokens = (column[:, :count] for column in logits.sort(dim=-1, descending=True, stable=True))
     else:
         tokens, order = tokens.sort(-1)

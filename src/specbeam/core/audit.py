@@ -1,4 +1,4 @@
-"""The audit: a statistical test during decoding that draws have their declared laws."""
+"""The audit: a statistical test, run during decoding, of whether draws follow their declared laws."""
 
 import math
 from dataclasses import dataclass
@@ -28,11 +28,12 @@ NO_GAINS = (0.0,) * len(TILTS)
 class Audit:
     """The evidence of a run against its declared law. Audits of turns, and of sessions, can be added.
 
-    The test bets on each random outcome x before it is known, at the odds of the declared law. A bet of tilt t stakes all
-    its wealth, on each x in proportion to its probability times exp(t * x). If the declared law is the true one, a bet gains
-    as much as it loses on average: its wealth is a martingale that starts at 1, and so is the mean wealth of all bets, the
-    `evidence`. By Ville's inequality the probability that the evidence ever reaches c is at most 1/c, for any number of
-    draws and any stopping rule. If outcomes are larger or smaller on average than declared, some bet grows exponentially.
+    The test bets on each random outcome x before it is known, at the odds of the declared law. A bet of tilt t spreads
+    all its wealth over the outcomes x in proportion to their probability times exp(t * x). If the declared law is the
+    true one, a bet neither gains nor loses on average: its wealth is a martingale that starts at 1, and so is the
+    mean wealth of all bets, the `evidence`. By Ville's inequality the probability that the evidence ever reaches c is
+    at most 1/c, for any number of draws and any stopping rule. If outcomes are larger or smaller on average than
+    declared, some bet grows exponentially.
 
     The quotients `z_accept` and `z_logp` describe a long run: a surprise divided by the square root of its variance, which
     is close to N(0, 1). For every method, a large `z_accept` shows a wrong draft law, a large `z_logp` a wrong output law.
@@ -45,7 +46,7 @@ class Audit:
     trials: int = 0  # number of drafts tried
     draws: int = 0  # number of tokens drawn
     impossible: int = 0  # number of tokens drawn that have probability 0
-    trial_gains: tuple[float, ...] = NO_GAINS  # log-wealth of the bets on trials, a bet per tilt
+    trial_gains: tuple[float, ...] = NO_GAINS  # log-wealth of the bets on trials, one bet per tilt
     draw_gains: tuple[float, ...] = NO_GAINS  # log-wealth of the bets on drawn tokens
 
     def __add__(self, other: "Audit") -> "Audit":
@@ -93,7 +94,7 @@ class Audit:
 
     @classmethod
     def of(cls, evidence: Evidence) -> "Audit":
-        """Return the audit of the evidence of steps; an empty one if they gathered none."""
+        """Return the audit of the evidence that steps gathered; an empty audit if there is none."""
         if not gathers(evidence):
             return cls()
         numbers = evidence.numbers

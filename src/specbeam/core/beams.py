@@ -9,7 +9,7 @@ from specbeam.core.compiling.copies import copy_numbers
 from specbeam.core.forest import Forest, part, start_of
 from specbeam.core.steps import Array, borrowed, step
 
-FEW_ENDS = 16  # end tokens that are compared one by one, which is faster than a binary search
+FEW_ENDS = 16  # up to this many end tokens, comparing one by one is faster than a binary search
 BEST_LIVE_MAY_WIN, FIRST_ENOUGH, NEVER = range(3)  # early_stopping False, True and "never"
 
 
@@ -85,8 +85,8 @@ class Layers(NamedTuple):
     draw_ends: Array  # int64[layers]
     widths: Array  # int64[layers]
     passed: Array  # bool[layers]
-    # int64[layers, 3]: the number of live beams before each layer whose rows the pass computed (FROM_PASS), whose rows
-    # earlier turns computed (FROM_BEFORE), and without whose rows the layer was decided (UNSEEN)
+    # int64[layers, 3]: the live beams before each layer, counted by the source of their rows: the turn's pass
+    # (FROM_PASS), an earlier turn (FROM_BEFORE), or none, as the layer was decided without them (UNSEEN)
     sources: Array
     # float64[layers]: the value of the last pair that each layer depends on; NaN if values were not compared
     edges: Array
@@ -97,13 +97,13 @@ class Layers(NamedTuple):
         return len(self.draw_ends)
 
     def layer(self, number: int) -> Layer:
-        """Return layer `number` by itself."""
+        """Return layer `number` as a single layer."""
         here = part(self.draw_ends, number)
         beams = Beams(*(values[here] for values in self.beams))
         return Layer(self.parents[here], beams, self.ended[here], int(self.widths[number]), bool(self.passed[number]))
 
     def all(self) -> tuple[Layer, ...]:
-        """Return each layer by itself."""
+        """Return all layers as single layers."""
         return tuple(self.layer(number) for number in range(self.size))
 
 
@@ -192,10 +192,10 @@ class Finished(NamedTuple):
 
 @borrowed
 class Stop(NamedTuple):
-    """The numbers by which steps stop a session; see `core.limits.Limits`."""
+    """The stop rules of a session as numbers for steps; see `core.limits.Limits`."""
 
-    most: int  # the most new tokens
-    keep: int  # number of finished beams that are wanted
+    most: int  # maximum number of new tokens
+    keep: int  # number of finished beams to collect
     early: int  # BEST_LIVE_MAY_WIN, FIRST_ENOUGH or NEVER
     penalty: float  # the length penalty, see `normalised_score`
     eos: Array  # int64[ends], ascending
@@ -265,8 +265,8 @@ BEAMS, LENGTH, SETTLED = range(3)  # indices into `Texts.sizes`
 class Texts(NamedTuple):
     """The new tokens of all live beams, in a buffer with spare capacity."""
 
-    tokens: Array  # int64[rows, columns]: the first BEAMS rows and LENGTH columns are in use, a row per beam
-    sizes: Array  # int64[3]: number of beams (BEAMS), tokens of each (LENGTH), first tokens that all share (SETTLED)
+    tokens: Array  # int64[rows, columns]: first sizes[BEAMS] rows and sizes[LENGTH] columns in use, a row per beam
+    sizes: Array  # int64[3]: number of beams (BEAMS), tokens of each (LENGTH), leading tokens that all share (SETTLED)
 
     @property
     def settled(self) -> Int64[np.ndarray, " settled"]:

@@ -17,17 +17,17 @@ _SIGNATURE = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_int64] * NUMBERS)
 
 
 class Callback:
-    """A function of Python that compiled steps can call by its `address` while this object lives.
+    """A Python function that compiled steps can call by its `address` while this object lives.
 
     Args:
-        function: takes `NUMBERS` integers and returns nothing. Exceptions, also interrupts, are stored in `failure`, because
-            compiled code cannot raise them; the calling step then gets 1 instead of 0.
+        function: takes `NUMBERS` integers and returns nothing. Exceptions, including interrupts, are stored in
+            `failure`, because compiled code cannot raise them; the calling step then gets 1 instead of 0.
     """
 
     def __init__(self, function: Callable[..., None]) -> None:
         self.failure: BaseException | None = None
         self._function = function
-        self._entry = _SIGNATURE(self._run)  # the address is valid while there is a reference
+        self._entry = _SIGNATURE(self._run)  # the address is valid only while this reference exists
         self.address = ctypes.cast(self._entry, ctypes.c_void_p).value or 0
 
     def _run(self, *numbers: int) -> int:

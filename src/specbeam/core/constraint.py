@@ -26,7 +26,7 @@ class Form(NamedTuple):
 
 @runtime_checkable
 class Walker(Protocol):
-    """A place in a constraint, after some text; moves forward and back by tokens."""
+    """A position in a constraint after some text, which moves forward and back by tokens."""
 
     def take(self, token: int) -> None:
         """Move forward by a token, which must be allowed here. Raises `BrokenLaw` if the constraint fails to follow it."""
@@ -37,19 +37,19 @@ class Walker(Protocol):
         ...
 
     def copy(self) -> "Walker":
-        """Return another walker at the same place. The cost may grow with the length of the text."""
+        """Return another walker at the same position. The cost may grow with the length of the text."""
         ...
 
 
 @runtime_checkable
 class Constraint(Protocol):
-    """A form that texts must have, as a set of allowed next tokens at each place. Sessions may share a constraint.
+    """A form that texts must have, as a set of allowed next tokens at each position. Sessions may share a constraint.
 
     An optional attribute `complaints` lists parts of the form that are not enforced; each request issues them as warnings.
     """
 
     def start(self) -> Walker:
-        """Return a walker before the first new token."""
+        """Return a walker at the position before the first new token."""
         ...
 
     def allowed(self, walkers: Sequence[Any]) -> UInt8[np.ndarray, "walkers bytes"]:
@@ -72,7 +72,7 @@ class Trail:
     tokens: list[int] = field(default_factory=list)
 
     def move_to(self, tokens: list[int]) -> None:
-        """Move the walker to the place after the live beam and `tokens`, with as few steps as possible."""
+        """Move the walker to the position after the live beam and `tokens`, with as few steps as possible."""
         shared = _common_length(self.tokens, tokens)
         if shared < len(self.tokens):
             self.walker.back(len(self.tokens) - shared)
@@ -82,7 +82,7 @@ class Trail:
             self.tokens.append(token)
 
     def copy(self) -> "Trail":
-        """Return a trail with a walker of its own at the same place."""
+        """Return a trail with its own walker at the same position."""
         return Trail(self.walker.copy(), list(self.tokens))
 
 
@@ -93,10 +93,10 @@ class Constrained:
     stored until the turn ends (`keep`), so draft and target share them.
 
     An end token is allowed exactly where the text may end. After a banned token nothing is banned: such a path is never
-    emitted, but its drafter may ask for its law.
+    emitted, but a drafter may ask for its law.
 
     Args:
-        eos: the end tokens; without any, no text ends by its form.
+        eos: the end tokens; without any, no text ends when its form is complete.
         prompt_length: number of tokens before the new ones in each path.
         name: the name of the constraint in messages.
     """
@@ -108,8 +108,8 @@ class Constrained:
         self.eos = eos
         self.prompt_length = prompt_length
         self.name = name
-        # The name of a path is the bytes of its new tokens after the first ones, which all live beams share.
-        self._shared = 0  # number of shared first tokens
+        # The name of a path is the bytes of its new tokens after the prefix that all live beams share.
+        self._shared = 0  # length of the shared prefix in tokens
         self._size = 0  # number of bytes in the name of a live beam
         self._live = [b""]  # the names of the live beams
         self._trails = {b"": Trail(constraint.start())}  # by the name of a live beam
@@ -269,6 +269,6 @@ def _with_ends(
 
 
 def _common_length(first: list[int], second: list[int]) -> int:
-    """Return the number of tokens that both lists start with."""
+    """Return the length of the common prefix of two lists."""
     pairs = zip(first, second, strict=False)
     return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))

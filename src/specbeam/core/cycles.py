@@ -1,4 +1,4 @@
-"""The cycle counter of the processor, by which compiled steps measure times."""
+"""The processor's cycle counter, with which compiled steps measure times."""
 
 import platform
 import time
@@ -15,7 +15,7 @@ READABLE = platform.machine().lower() in ("x86_64", "amd64")  # on other process
 
 
 def cycles() -> int:
-    """Return a count of ticks of constant length, of which only differences have a meaning."""
+    """Return a count of ticks of constant length; only differences between counts are meaningful."""
     return time.perf_counter_ns()
 
 

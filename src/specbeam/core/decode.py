@@ -11,15 +11,15 @@ from specbeam.core.session import Session
 from specbeam.core.turn import Turns, turns
 
 __all__ = ["Decoder", "Turns", "decode", "decode_live", "turns"]
-DELAY_S = 0.02  # delay of a stream in seconds, too short to notice
+DELAY_S = 0.02  # seconds for which a stream may hold back text, too short to notice
 
 
 def decode(target: LM, waiting: Iterable[Session], at_once: int = 32, ahead: int = 0) -> Iterator[Turns]:
     """Decode sessions until all are over, and yield the turns of each step (see `Decoder.step`).
 
-    Sessions may differ in everything except the target. A session that fails keeps its error in `session.failure`, has no
-    turn, and does not affect the others. When a session is over, the next one of `waiting` takes its place; `waiting` is
-    advanced before each step.
+    Sessions may differ in everything except the target. A session that fails keeps its error in `session.failure`,
+    yields no turn, and does not affect the others. When a session is over, the next one of `waiting` takes its place;
+    `waiting` is advanced before each step.
 
     Args:
         target: the target model.

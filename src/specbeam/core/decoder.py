@@ -1,4 +1,4 @@
-"""A decoder of many sessions side by side, which are added and cancelled at any time: for batches, streams and servers."""
+"""Decoding of many sessions side by side, for batches, streams and servers; sessions may come and go at any time."""
 
 import math
 import threading
@@ -48,7 +48,7 @@ class Decoder:
         self.at_once_filling = filling
         self.waiting: deque[Session] = deque()
         self.filling: list[Session] = []  # their prompts are being stored
-        self.live: list[Session] = []  # they take turns
+        self.live: list[Session] = []  # they are being decoded
         self._guards: list[ThreadGuard] = []  # of all models of these sessions
         self._thread: threading.Thread | None = None  # the thread that used them last
         self._stepping = threading.Lock()
@@ -176,7 +176,7 @@ class Decoder:
         self.close()
 
     def _let_in(self) -> None:
-        """Move waiting sessions to the free places."""
+        """Start waiting sessions while there are free places."""
         batch_size = min(len(self.waiting) + len(self.filling) + len(self.live), self.at_once)
         while self.waiting and len(self.filling) + len(self.live) < self.at_once:
             session = self.waiting.popleft()
@@ -193,7 +193,7 @@ class Decoder:
             filled = fill_prompts(self.target, self.filling, needs, self.at_once_filling)
             stored = [session for session, is_filled in zip(self.filling, filled, strict=True) if is_filled]
             later: list[Session] = []
-            if self.live:  # otherwise no session is delayed if a draft model stores the prompt in its first draft
+            if self.live:  # without live sessions, a draft model delays nobody by storing the prompt in its first draft
                 later = fill_drafters(stored, self.at_once_filling)
         ready = [session for session in stored if session not in later]
         self.filling = [session for session in self.filling if session not in ready]
@@ -221,7 +221,7 @@ class Decoder:
             return [session] if ran else []
 
     def _close(self, sessions: list[Session]) -> None:
-        # The last row of a store moves to the one that becomes free: from the last on, nothing has to move.
+        # Freeing a row moves the store's last row into the gap; in reverse order nothing has to move.
         last_first = sessions[::-1]
         for session in last_first:
             self.target.close(session)

@@ -1,4 +1,4 @@
-"""The random numbers of a session: its dice, and the uniforms that steps take from them.
+"""The random numbers of a session: its dice, and the uniform numbers that steps consume.
 
 A session's dice are seeded by (seed, prompt, occurrence) alone, so the other prompts of a batch cannot change its text.
 """
@@ -13,7 +13,7 @@ from jaxtyping import Float64
 from specbeam.core.compiling.sums import picked as place_of
 from specbeam.core.steps import Array, borrowed, verb
 
-TAKEN_TOGETHER = 64  # least number of uniforms drawn from a stream at once
+TAKEN_TOGETHER = 64  # minimum number of uniforms drawn from a stream at once
 SMALLEST = 2.0**-53  # in place of a uniform that is 0
 
 
@@ -46,7 +46,7 @@ def pick(dice: Any, law: Array) -> int:
 
 @pick.of(Uniforms)
 def pick_by_uniform(dice: Uniforms, law: Array) -> int:
-    """Return the index at which the sum of `law` passes the next uniform share of the whole; see `pick`."""
+    """Return the index at which the cumulative sum of `law` passes the next uniform times its total; see `pick`."""
     dice.used[0] += 1
     return place_of(law, dice.values[dice.used[0] - 1])
 

@@ -33,7 +33,7 @@ class BadPrompt(SpecbeamError, ValueError):
 
 
 class NoPrompts(BadPrompt, BadSetting):
-    """The prompts of a call are not prompts, or there are none."""
+    """A call has no prompts, or its prompts are of the wrong type."""
 
 
 class BadAudio(SpecbeamError, ValueError):
@@ -65,7 +65,7 @@ class BadHead(SpecbeamError, ValueError):
 
 
 class MissingPackage(SpecbeamError, ImportError):
-    """A required optional package is not installed."""
+    """An optional package that the call needs is not installed."""
 
 
 class BrokenLaw(SpecbeamError, ArithmeticError):
@@ -91,11 +91,11 @@ class BrokenPart(SpecbeamError, RuntimeError):
 
 
 class Cancelled(SpecbeamError):
-    """A session was ended by its user; the text generated so far is not an answer."""
+    """A session was cancelled by its user; the text generated so far is not an answer."""
 
 
 class TimedOut(SpecbeamError, TimeoutError):
-    """A session had no token, or had not started, at its deadline."""
+    """A session had not started, or had no token, at its deadline."""
 
 
 class ServerRefused(SpecbeamError):

@@ -12,7 +12,7 @@ from specbeam.core.steps import Array, step
 
 INDEPENDENT, DISTINCT, CHOSEN, SHARED, LOST = range(5)  # kinds of siblings, see `Siblings`
 _HAVE_LAWS = (INDEPENDENT, DISTINCT, CHOSEN)
-MOST_KEPT = 64  # most nodes that a turn keeps for the next one
+MOST_KEPT = 64  # maximum number of nodes that a turn keeps for the next one
 _NO_NUMBERS = np.zeros(0, dtype=np.int64)
 _NO_ODDS = np.zeros(0)
 
@@ -26,8 +26,9 @@ class Siblings(NamedTuple):
     which of the two is possible:
 
     - INDEPENDENT, DISTINCT: drawn from the stated law, with or without replacement; they can be tried.
-    - CHOSEN: chosen and not drawn, like the best tokens of a model; each is tried as a draw from a law with all mass on it.
-    - SHARED: the best pairs of the draft model under the noise that the target uses, too; they can be matched.
+    - CHOSEN: chosen, not drawn, like the likeliest tokens of a model; each is tried as a draw from a law with all
+      mass on it.
+    - SHARED: the best pairs of the draft model under the same noise as the target's; they can be matched.
     - LOST: of unknown law (pruned by content, merged, retrieved); they can be matched, not tried.
     """
 
@@ -182,7 +183,7 @@ def joined(parts: Sequence[Siblings]) -> Siblings:
 
 
 def _named_pairs(groups: Siblings) -> Array:
-    """Return the pair of each of `law_odds`, even where `law_pairs` is empty because they are all pairs in order."""
+    """Return the pair of each of `law_odds`; where `law_pairs` is empty, all pairs in order."""
     if len(groups.law_pairs):
         return groups.law_pairs
     sizes = np.diff(groups.law_ends, prepend=0)
@@ -296,7 +297,9 @@ class Forest(NamedTuple):
         """Return the forest itself if all its tokens are below `vocab`; raises `BadForest` if not."""
         if self.size and not 0 <= int(self.tokens.min()) <= int(self.tokens.max()) < vocab:
             strange = sorted({token for token in self.tokens.tolist() if not 0 <= token < vocab})
-            raise BadForest(f"the forest holds tokens {strange[:5]}, and the target knows 0 to {vocab - 1}")
+            raise BadForest(
+                f"the drafter returned tokens {strange[:5]}, but the target's vocabulary is 0 to {vocab - 1}"
+            )
         return self
 
     @property
@@ -320,9 +323,10 @@ class Forest(NamedTuple):
 
         A group that loses a draw becomes LOST, because the selection may depend on the draws. If it loses all of its draws,
         it stays as an empty group, so that no rule takes its parent for a leaf. CHOSEN groups stay CHOSEN. If nodes are
-        selected by their content, call `lost` on the result: even that a group has kept all of its draws depends on them.
+        selected by their content, call `lost` on the result: even a group that kept all of its draws was selected by
+        them.
         """
-        node_map = np.full(self.size + 1, -1, dtype=np.int64)  # the last entry renames -1 to itself
+        node_map = np.full(self.size + 1, -1, dtype=np.int64)  # the last entry maps -1 to itself
         node_map[nodes] = np.arange(len(nodes))
         groups = []
         for group in self.siblings.groups():

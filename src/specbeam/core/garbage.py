@@ -34,11 +34,11 @@ def _enter() -> None:
             _before = gc.get_threshold()
             (young, middle, old) = _before
             gc.set_threshold(young, middle, max(old, _RARELY))
-            _ours = gc.get_threshold()  # some versions of Python keep no third number
+            _ours = gc.get_threshold()  # some versions of Python ignore the third threshold
 
 
 def _leave() -> None:
-    """Uncount a context; the last one restores the thresholds if they are still those of the first one."""
+    """Count down a context; the last one restores the thresholds if they are still those of the first one."""
     global _inside
     with _LOCK:
         _inside -= 1

@@ -20,7 +20,7 @@ class ThreadGuard:
     def hold(self, user: object) -> threading.Thread | None:
         """Register `user` in the current thread, until `drop`.
 
-        Returns its former thread, for `give_back`; None if it was not registered.
+        Returns its former thread, to pass to `give_back`; None if it was not registered.
 
         Raises `NotSupported` if another user works in another thread that is alive.
         """

@@ -15,7 +15,7 @@ from specbeam.core.garbage import rarely_collected
 
 
 def homes_in(stub: Path) -> dict[str, tuple[str, str]]:
-    """Return the home of each name that a stub file imports: name -> (module, name there), in the order of the file."""
+    """Return where a stub file imports each name from: name -> (module, name there), in the order of the file."""
     homes = {}
     for line in ast.parse(stub.read_text(encoding="utf-8")).body:
         if isinstance(line, ast.ImportFrom) and line.module:

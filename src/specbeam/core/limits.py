@@ -9,7 +9,7 @@ from jaxtyping import Bool, Int64
 
 from specbeam.core.beams import BEST_LIVE_MAY_WIN, FIRST_ENOUGH, NEVER, Stop, normalised_score
 
-SPAN = 128  # most tokens of a compiled run
+SPAN = 128  # maximum number of tokens of a compiled run
 Decode = Callable[[list[int]], str]
 
 
@@ -26,16 +26,16 @@ class Ended:
 class Limits:
     """The stop rules of one session. They depend on outcomes, never on drafts, so they do not change any law.
 
-    `early_stopping` is that of transformers: True stops at `keep` finished beams; False stops when the best live beam, at
-    its current length, cannot beat the worst of the `keep` best finished ones; "never" stops when it cannot do so at any
-    length.
+    `early_stopping` has the same meaning as in transformers: True stops at `keep` finished beams; False stops when the
+    best live beam, at its current length, cannot beat the worst of the `keep` best finished ones; "never" stops when it
+    cannot do so at any length.
     """
 
     max_new_tokens: int
     eos: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
-    decode: Decode | None = None  # text of tokens; needed for stop strings
-    keep: int = 1  # number of finished beams that are wanted
+    decode: Decode | None = None  # turns tokens into text; needed for stop strings
+    keep: int = 1  # number of finished beams to collect
     early_stopping: bool | str = False
     length_penalty: float = 1.0
     closing: Bool[np.ndarray, " vocab"] | None = None  # whether a token can complete a stop string; None: unknown

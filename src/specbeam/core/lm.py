@@ -1,4 +1,4 @@
-"""SCORE: the protocol of language models, and checks of models by the decoding loop."""
+"""SCORE: the protocol of language models, and the decoding loop's checks of them."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -34,10 +34,10 @@ class LM(Protocol):
         whole prompt. Later calls may pass a forest that has grown. The logits of a node equal those of a plain forward on
         its path.
 
-        Returns one row per new node, on the host or on the model's device, valid until the session's next turn begins, but
-        none for nodes whose rows are known (`forest.known`). Only models with an attribute `keeps_nodes` that is True get
-        such nodes: when settled, they keep the nodes `turn.verdict.kept`, and the next forest starts with the roots and
-        these.
+        Returns one row per new node, except nodes whose rows are known (`forest.known`). Rows are on the host or on the
+        model's device, and valid until the session's next turn begins. Only models with an attribute `keeps_nodes` that
+        is True get such nodes: when settled, they keep the nodes `turn.verdict.kept`, and the next forest starts with
+        the roots and these.
 
         Args:
             needs: the outputs for the rows of each session; None: logits for all. The decoding loop passes None if every
@@ -84,9 +84,9 @@ def check_gives(lm: Any, needs: Needs) -> None:
     if not (needs.states or needs.ranked or needs.exit_layer is not None):
         return
     lacks = getattr(lm, "lacks", None)
-    why = f"{type(lm).__name__} gives logits alone" if lacks is None else lacks(needs)
+    why = f"{type(lm).__name__} returns logits only" if lacks is None else lacks(needs)
     if why:
-        raise NotSupported(f"a part needs {needs}, and {why}")
+        raise NotSupported(f"a part needs {needs}, but {why}")
 
 
 def check_takes(lm: Any, session: Session) -> None:
@@ -98,11 +98,11 @@ def check_takes(lm: Any, session: Session) -> None:
     inputs = session.extra_inputs
     if inputs is not None and inputs.model is not getattr(lm, "model", None):
         raise NotSupported(
-            f"the draft adds learned extra rows to the passes of {type(inputs.model).__name__}, and the target is "
+            f"the draft adds learned extra rows to the passes of {type(inputs.model).__name__}, but the target is "
             f"{type(lm).__name__} with another model; load them together: load(target, draft=...)"
         )
     given = lm in session.context or lm in session.vectors
-    why = refuses(session) if refuses else f"{type(lm).__name__} takes tokens alone" if given else ""
+    why = refuses(session) if refuses else f"{type(lm).__name__} takes tokens only" if given else ""
     if why:
         raise NotSupported(why)
     if session.vectors and session.prompt[-1] < 0:
@@ -207,7 +207,7 @@ def fill_prompts(lm: Any, sessions: Sequence[Session], needs: Sequence[Needs] | 
 
 
 class Uncached:
-    """A base class of models without a cache, whose state is the number of nodes that were scored in a session's turn."""
+    """A base class of models without a cache. Their only state is the number of nodes scored in a session's turn."""
 
     max_positions: int | None = None
     keeps_nodes = True

@@ -11,7 +11,7 @@ import numpy as np
 
 from specbeam.core.steps import Array, step
 
-ALL_TOKENS = 2**32 - 1  # in place of a token: the noise of all extensions of a path together
+ALL_TOKENS = 2**32 - 1  # in place of a token: for the joint noise of all extensions of a path
 _ODD = np.uint32(0x9E3779B1)
 _ROUND_1 = np.uint32(0x21F0AAAD)
 _ROUND_2 = np.uint32(0xD35A2D97)

@@ -1,7 +1,7 @@
 """SCORE: the steps of one session's cache in a model. The engine that makes a kind of cache registers its steps.
 
 An engine whose cache is a record with the steps `extend`, `has_room_for`, `rewind` and `settle_target` takes part in
-compiled runs; the bodies of the other verbs are for ordinary caches.
+compiled runs; the bodies of the other verbs fit ordinary caches.
 """
 
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ class SettledTurn(NamedTuple):
 def extend(cache: Any, tokens: Array, parents: Array, wanted: Array) -> Array:
     """Store a forest and all pending nodes, and return the logits of the `wanted` nodes, float32[wanted, vocab].
 
-    Does `LM.extend` for one session.
+    Implements `LM.extend` for one session.
 
     Args:
         tokens, parents: int64[nodes] of the forest.

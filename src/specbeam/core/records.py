@@ -1,4 +1,4 @@
-"""The records that parts and models pass to each other. They are never changed after they are made."""
+"""The immutable records that parts and models pass to each other."""
 
 import math
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """A draft node that was judged, or a pair that was drawn in its place, for pictures."""
+    """A draft node that was judged, or a pair that was drawn in its place, for visualisations."""
 
     layer: int
     parent: int  # forest node
@@ -119,8 +119,8 @@ class Needs:
     ranked: int = 0  # number of likeliest tokens; 0: none
     hidden: bool = False  # the last hidden states after the final norm, which the model's head reads
     prompt: bool = False  # the hidden states of the rows before the first root: the prompt without its last token
-    # Numbers of layers: the hidden states before these layers, without a norm. The number of all layers stands for the
-    # states after the last one.
+    # Layer numbers: the hidden states before these layers, without a norm. The number of layers stands for the states
+    # after the last layer.
     taps: tuple[int, ...] = ()
     # The exit layer (`engines.cpu.early.ExitLayer`) that drafts after the first layers of the model, from the model's cache;
     # its keys and values are stored for all tokens, including the prompt.
@@ -284,7 +284,7 @@ class Beam:
 
 @dataclass(frozen=True)
 class RowCounts:
-    """The logits that the target computed for layers of beams, and those that it did not have to compute."""
+    """The numbers of rows that the target computed for layers of beams, and of rows that it did not have to compute."""
 
     scored: int = 0  # number of rows that its passes computed, without those of the prompt
     saved: int = 0  # number of rows of earlier turns that decided layers
@@ -299,7 +299,7 @@ class RowCounts:
 
 @dataclass(frozen=True)
 class Report:
-    """The law of a generation's output, and its cost."""
+    """The output law of a generation, and its cost."""
 
     law: str  # the law of the output, exact or approximate
     tokens: int = 0  # number of new tokens

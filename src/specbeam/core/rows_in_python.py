@@ -23,17 +23,17 @@ _ONE_AT_A_TIME = threading.Lock()  # held by the callback that runs
 class RowsOfSession:
     """Callbacks through which a run processes a session's rows in Python, by logits processors and constraints.
 
-    If a processor raises, the turn is undone, and turn-by-turn decoding meets the same error and reports it. An error of the
-    constraint between two turns ends the run, and `Run.keep` raises it.
+    If a processor raises, the turn is undone, and turn-by-turn decoding then raises and reports the same error. An
+    error of the constraint between two turns ends the run, and `Run.keep` raises it.
     """
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        here = weakref.ref(self)  # a callback with a reference would keep the session until garbage is collected
+        here = weakref.ref(self)  # a strong reference would keep the session until garbage collection
         self.rows = Callback(lambda *numbers: _alive(here)._process(*numbers))
         self.moved = Callback(lambda *numbers: _alive(here)._move(*numbers))
         processors = session.warp.processors or []
-        self.constraint = session.warp.constraint if len(processors) == 1 else None  # if nothing else changes rows
+        self.constraint = session.warp.constraint if len(processors) == 1 else None  # if only it changes rows
 
     def for_run(self, spec: RunSpec) -> RunSpec:
         """Return the spec of a run with these callbacks; this object has to outlive the run."""
@@ -42,7 +42,7 @@ class RowsOfSession:
         return spec._replace(edits=edits, moved=self.moved.address if constrained else 0)
 
     def raise_what_remains(self) -> None:
-        """Raise errors of the constraint, and interrupts; turn-by-turn decoding meets other errors of processors again."""
+        """Raise errors of the constraint, and interrupts; turn-by-turn decoding raises other errors of processors again."""
         for failure in (self.moved.failure, self.rows.failure):
             if failure is not None and (failure is self.moved.failure or not isinstance(failure, Exception)):
                 raise failure

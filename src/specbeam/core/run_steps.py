@@ -75,14 +75,14 @@ from specbeam.core.verify.turns import ScoredTurn, verify_turn
 
 PARTS = ("draft", "draft/model", "score/model", "verify", "settle")  # of the time of a turn
 DRAFT, DRAFT_MODEL, SCORE, VERIFY, SETTLE = range(5)
-# of `RunRoom.numbers`; the last five are the counts of `RowCounts`
+# Indices of `RunRoom.numbers`; the last five are the counts of `RowCounts`.
 DONE, DRAFT_PASSES, SCORED, DRAFT_SCORED, DRAFTED, LAYERS, ROWS, SAVED, JUDGED, LAZY, FREE = range(11)
 LOOK = 3  # a condition like SOUND, DEAD and BROKEN: Python has to check whether a stop string ended a text
 
 
 @borrowed
 class RunSpec(NamedTuple):
-    """The numbers by which the parts of a session take its turns."""
+    """The specs and settings with which compiled turns run the parts of a session."""
 
     plan: Any  # the numbers of the controller, which have a step `plan_depth`
     drafts: Any  # the spec of the drafter, which has a step `draft_turn`

@@ -78,9 +78,9 @@ class _Looking:
 
 
 def spec_of(part: object, verb: str, session: Session) -> Any:
-    """Return the numbers by which steps do the verb of a part; None if it has none.
+    """Return the spec with which steps run a verb of a part; None if the part has none.
 
-    A subclass that overrides the verb without a spec of its own does it in Python.
+    A subclass that overrides the verb but not the spec runs in Python.
     """
     for kind in type(part).__mro__:
         if verb in vars(kind):
@@ -90,7 +90,7 @@ def spec_of(part: object, verb: str, session: Session) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class PlannedRun:
-    """The turns of a session as numbers for steps, and the models that they run."""
+    """The turns of a session in the form that steps take, and the models that they run."""
 
     spec: RunSpec
     models: list[RunLM]  # the target, and the draft model if there is one
@@ -98,7 +98,7 @@ class PlannedRun:
 
 
 def planned_run(target: LM, session: Session, most_turns: int) -> PlannedRun | None:
-    """Return the turns of a session as numbers for steps; None if a part decides in Python.
+    """Return the turns of a session in the form that steps take; None if a part decides in Python.
 
     Raises `UnknownKind` if no step is registered for the spec of a part.
     """
@@ -140,7 +140,7 @@ def planned_run(target: LM, session: Session, most_turns: int) -> PlannedRun | N
 
 
 def widths_of(rule: object, session: Session) -> Any:
-    """Return the numbers by which steps choose the widths of a rule's layers, or a policy that chooses in Python.
+    """Return the spec with which steps choose the widths of a rule's layers, or a policy that chooses in Python.
 
     A rule without a method `widths` judges one sequence.
     """
@@ -149,10 +149,10 @@ def widths_of(rule: object, session: Session) -> Any:
 
 
 def _drafts_of(drafter: object, controller: object, session: Session, tosses: int) -> Any:
-    """Return the numbers by which steps draft; None if a part does it in Python.
+    """Return the spec with which steps draft; None if a part drafts in Python.
 
     Args:
-        tosses: maximum number of coins of a controller that a run tosses.
+        tosses: maximum number of coins that a run tosses for the controller.
     """
     drafts = spec_of(drafter, "draft", session)
     stops = stops_of(controller, session, tosses)
@@ -164,7 +164,7 @@ def _drafts_of(drafter: object, controller: object, session: Session, tosses: in
 
 
 def numbers_of(controller: object, session: Session) -> Any:
-    """Return the numbers by which a controller plans; None if it plans in Python."""
+    """Return the record with which steps plan in place of a controller; None if it plans in Python."""
     for kind in type(controller).__mro__:
         if "plan" in vars(kind):
             return controller.numbers(session) if "numbers" in vars(kind) else None  # type: ignore[attr-defined]
@@ -248,7 +248,7 @@ class Run:
         return self.target_cache if target.still_has(self.session, self.target_cache) else None
 
     def take(self, caches: list[Any]) -> None:
-        """Take the turns. The interpreter is free meanwhile, so several runs can go in parallel threads."""
+        """Take the turns. The interpreter lock is released meanwhile, so several runs can proceed in parallel threads."""
         turns = self.session.count.target_passes
         self.live, self.start, self.condition = run_turns(
             caches[0], caches[-1], self.spec, self.session.beams, self.start, self.room, turns, self.dice
@@ -294,7 +294,7 @@ class Run:
 class PausedRun:
     """A run that the next run of its session continues, if nothing is drafted and Python processes no rows.
 
-    Planning a run and allocating its buffers takes as long as a turn of a small model.
+    Planning a run and allocating its buffers take as long as a turn of a small model.
     """
 
     run: Run
@@ -304,7 +304,7 @@ class PausedRun:
 
     @classmethod
     def of(cls, run: Run) -> "PausedRun":
-        """Return a finished run with the settings that it was made of."""
+        """Return the record of a finished run, with the settings that it was planned from."""
         session = run.session
         return cls(run, session.parts, session.limits, session.warp)
 
@@ -385,7 +385,7 @@ def run_side_by_side(target: LM, sessions: Sequence[Session], most_turns: int = 
 def run_together(target: LM, sessions: Sequence[Session], most_turns: int = TURNS) -> list[Session]:
     """Advance sessions that draft nothing, each by its own run, with shared passes of the target.
 
-    It ends when one of them cannot continue, so that another session can take its place, or after `PATIENCE` seconds.
+    Ends when one of them cannot continue, so that another session can take its place, or after `PATIENCE` seconds.
     Returns the sessions that took a turn or failed.
     """
     if len(sessions) < 2 or not shares_passes(target):
@@ -493,8 +493,8 @@ def _failed(sessions: Sequence[Session]) -> list[Session]:
 def _faster_separately(target: LM, session: Session) -> bool:
     """Return whether a run of a session is faster than its share of passes of many sessions, on a single thread.
 
-    A shared pass reads the weights once for all, but Python goes from session to session. So separate runs are faster for
-    the smallest models, and for sessions with drafts, whose turns Python would take.
+    A shared pass reads the weights once for all, but Python goes from session to session. So separate runs are faster
+    for the smallest models, and for sessions with drafts, which would otherwise be decoded turn by turn in Python.
     """
     return not _drafts_nothing(session) or getattr(target, "weights", 0) < READ_IN_PYTHONS_TIME
 
@@ -522,7 +522,8 @@ def _most_nodes(spec: RunSpec, session: Session, deepest: int) -> int:
 def _uniforms_of(spec: RunSpec, fresh: int, roots: int, deepest: int) -> int:
     """Return the number of uniforms to draw for the turns of a run.
 
-    If a turn may take thousands of them, they suffice for fewer turns, but at least one, and the run ends with the last.
+    If a turn may consume thousands of them, they are drawn for fewer turns, at least one, and the run ends when they
+    are used up.
     """
     draws = fresh + spec.most_beams * (deepest + 1)
     of_turn = 2 * draws + uniforms_of(spec.drafts, roots, deepest, spec.plan.width)

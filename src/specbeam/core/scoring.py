@@ -1,4 +1,4 @@
-"""Logits of a model below a prompt, for given texts."""
+"""Logits of a model for given continuations of a prompt."""
 
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
@@ -27,7 +27,7 @@ def logits_below(
 ) -> Generator[torch.Tensor, None, None]:
     """Yield the logits at the end of a prompt and at the nodes of a forest below it, float[rows, vocab] for each pass.
 
-    Each pass reads up to `ROWS` nodes, in their order. A pass that only stores a part of a long prompt yields no rows.
+    Each pass reads up to `ROWS` nodes, in their order. A pass that only stores a chunk of a long prompt yields no rows.
 
     Args:
         prompt: token ids, at least one. Its last token is node 0.

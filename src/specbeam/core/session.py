@@ -169,14 +169,14 @@ class Parts:
     def extra_owner(self) -> Any:
         """The drafter, or its model, that adds extra rows to the target's pass; None if there are none.
 
-        Raises `BadSetting` if several add rows: a pass takes those of one.
+        Raises `BadSetting` if several add rows: a pass takes extra rows of one part only.
         """
         each = (self.drafter, *(getattr(self.drafter, "models", None) or ()))
         found = list({id(one): one for one in each if hasattr(one, "extra_rows")}.values())
         if len(found) > 1:
             raise BadSetting(
                 f"{' and '.join(type(one).__name__ for one in found)} add extra rows to the target's pass, which takes "
-                "those of one; draft with one of them"
+                "extra rows from one part only; draft with one of them"
             )
         return found[0] if found else None
 
@@ -198,7 +198,7 @@ class Counters:
     widths: list[int] = field(default_factory=list)
     peak_kv_tokens: int = 0
     rows: RowCounts = field(default_factory=RowCounts)
-    # share of the time of the steps that it took part in, split equally among their sessions; NaN if code was compiled
+    # its share of the time of decoding steps, which is split equally among their sessions; NaN if code was compiled
     seconds: float = 0.0
     began: float = field(default_factory=time.perf_counter)
 
@@ -235,7 +235,7 @@ class Session:
         keeps_nodes: whether nodes are kept from turn to turn; see `keeps_nodes`.
         context: further inputs by model, passed to its engine as they are. For models of transformers these are keyword
             arguments of the forward, tensors with a first dimension of 1 (the states of an encoder).
-        read: tokens of a source that the decoder also knows, so that drafts may copy from them.
+        read: tokens of a source in the decoder's vocabulary, so that drafts may copy from them.
         vectors: inputs given as embeddings (soft prompts, images), by model, float[rows, size]: the token -1 - k of a
             prompt, or of a drafter's extra rows, stands for row k.
         namespace: prompts of the same namespace may share stored prefixes; see `HuggingFaceLM.remember_prompts`.
@@ -300,7 +300,7 @@ class Session:
 
     @property
     def settled(self) -> list[int]:
-        """The new tokens that all live beams share."""
+        """The new tokens that all live beams have in common."""
         return self.texts.settled.tolist()
 
     @property

@@ -38,7 +38,7 @@ class Verb(Generic[Given, Answer]):
 
     Args:
         body: runs for kinds without a step of their own; a step, or a function that only Python can run.
-        place: index of the argument whose type decides.
+        place: index of the argument whose type selects the step.
         has_body: False if the verb raises `UnknownKind` for kinds without a step.
     """
 
@@ -85,7 +85,7 @@ def verb(place: int, has_body: bool = True) -> Callable[[Callable[Given, Answer]
     """Return a decorator that makes a verb of a function; see `Verb`.
 
     Args:
-        place: index of the argument whose type decides.
+        place: index of the argument whose type selects the step.
         has_body: whether the function runs for kinds without a step of their own; False: it only describes the verb.
     """
 

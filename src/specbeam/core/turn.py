@@ -20,7 +20,7 @@ def turns(target: LM, live: list[Session]) -> Turns:
     with span("plan"):
         shapes = [_planned(session, len(live)) for session in live]  # how deep, how wide
     with span("draft"):
-        forests = drafted(live, shapes, target.vocab)  # guesses hung under the live beams
+        forests = drafted(live, shapes, target.vocab)  # token trees under the live beams
     with span("score"):
         scored = _scored(target, live, forests)  # one pass over every node
     done = []
@@ -30,13 +30,13 @@ def turns(target: LM, live: list[Session]) -> Turns:
             continue
         with session.failing_alone():
             with span("verify"):
-                verdict = _verdict(session, forest, found)  # what lives on
+                verdict = _verdict(session, forest, found)  # the surviving beams
                 if session.keeps_nodes:
                     verdict = replace(verdict, kept=kept_nodes(forest.parents, verdict.beams.nodes))
             turn = Turn(shape, forest, found, verdict)
             with span("settle"):
                 for part in (target, session.parts.drafter, session.parts.controller):
-                    part.settle(session, turn)  # caches and statistics catch up
+                    part.settle(session, turn)  # update caches and statistics
                 session.count.peak_kv_tokens = target.peak(session)
                 session.advance(turn)
             done.append((session, turn))

@@ -16,12 +16,13 @@ _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP}  # file systems without fsync
 def whole(path: Path, outlasts_power: bool = True) -> Iterator[Path]:
     """Yield a temporary path to write to; its file replaces `path` if no error occurs.
 
-    The temporary file is in the same folder, has a name of its own, so that several processes may write the same file, and
-    is deleted after an error. A symbolic link stays, and its target is replaced; devices and pipes are written to directly.
+    The temporary file is in the same folder and has a unique name, so that several processes may write the same file;
+    it is deleted after an error. A symbolic link stays, and its target is replaced; devices and pipes are written to
+    directly.
 
     Args:
-        outlasts_power: whether to wait until content and name of the new file are on the disk; without it, a loss of power
-            may leave a damaged file.
+        outlasts_power: whether to wait until the content and name of the new file are on the disk; otherwise a power
+            loss may leave a damaged file.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written.

@@ -2,4 +2,4 @@
 
 from specbeam.core.lazy import attached
 
-__getattr__, __dir__, __all__ = attached(__name__, __file__)  # the names stand in __init__.pyi
+__getattr__, __dir__, __all__ = attached(__name__, __file__)  # names are listed in __init__.pyi

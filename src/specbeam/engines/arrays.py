@@ -16,7 +16,7 @@ WindowSizes = Int64[np.ndarray, " kinds"]  # sliding window of each kind of laye
 
 Vector = Float32[np.ndarray, " hidden"]
 States = Float32[np.ndarray, "n hidden"]
-OwnStates = Float32[np.ndarray, "_ hidden"]  # states of one of several sessions or sources
+OwnStates = Float32[np.ndarray, "_ hidden"]  # states of a single session or source among several
 Tapped = Float32[np.ndarray, "n tapped"]
 LogitRows = Float32[np.ndarray, "n vocab"]
 Features = Float32[np.ndarray, "channels frames"]  # features of a window of audio

@@ -1,8 +1,8 @@
 """A forward that calls the layers of a Llama-like transformers model one by one, on any device and in any float type.
 
 Drafts can exit after a layer, and the target's pass continues from there on the same cache, as in the compiled forward.
-`PackedPasses` drives both. States pass through the host between the parts of a pass, and attention runs per session, so this
-engine is slower than the others if the model's own layers do not draft.
+`PackedPasses` drives both. States are copied through the host between the parts of a pass, and attention runs per
+session, so this engine is slower than the others unless the model's own layers draft.
 """
 
 import copy
@@ -98,7 +98,7 @@ class LayerDecoder:
         return _on_host(found)
 
     def exit_layer(self, layer: nn.Module, norm: Any, after: int, place: int) -> ExitLayer:
-        """Return a layer of the same class as the model's layers as its exit layer, on its device and in its type.
+        """Return an exit layer made of a layer of the same class as the model's, on its device and in its type.
 
         Args:
             norm: the norm after the layer.
@@ -138,7 +138,7 @@ class LayerDecoder:
         """Return the input of the first layer. Raises `IndexError` if the rows of negative tokens are not in `vectors`."""
         negative = rows.tokens < 0
         if negative.any() and {*np.flatnonzero(negative).tolist()} != {*vectors}:
-            raise IndexError("a token is beyond those of the model")
+            raise IndexError("a token is outside the model's vocabulary")
         known = torch.from_numpy(np.maximum(readable(self.shared, rows.tokens), 0)).to(self.embedding.device)
         x = self.model.get_input_embeddings()(known).clone()
         for row, vector in vectors.items():
@@ -160,7 +160,7 @@ class LayerDecoder:
         Args:
             places: the indices of these layers in the store.
             kinds: their kinds of attention.
-            taps: indices into `modules`; their number stands for the output of the last one.
+            taps: indices into `modules`; the number of modules stands for the output of the last one.
 
         Returns the output of the last layer, float[rows, hidden], and the inputs of the layers `taps`, concatenated.
         """

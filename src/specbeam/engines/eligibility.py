@@ -14,7 +14,7 @@ _LLAMA_LIKE = ("llama", "mistral", "qwen2")
 
 
 def is_llama_like(model: "PreTrainedModel") -> bool:
-    """Return whether a model is an unchanged Llama, Mistral or Qwen2, without hooks, adapters or rounding."""
+    """Return whether a model is an unmodified Llama, Mistral or Qwen2: no hooks, adapters or rounding."""
     config = model.config
     if config.model_type not in _LLAMA_LIKE or misfit_of_family(model):
         return False
@@ -38,7 +38,7 @@ def layers_of(model: "PreTrainedModel") -> nn.ModuleList:
     total = model.config.get_text_config().num_hidden_layers
     lists = [one for one in model.modules() if isinstance(one, nn.ModuleList) and len(one) == total]
     if len(lists) != 1:
-        raise NotSupported(f"{type(model).__name__} does not hold its {total} layers in one list")
+        raise NotSupported(f"{type(model).__name__} does not keep its {total} layers in one list")
     return lists[0]
 
 

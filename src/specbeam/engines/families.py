@@ -1,7 +1,8 @@
 """The table of model families that specbeam's own forwards run.
 
-A row of `FAMILIES` names the parts of a layer in transformers. `architecture_of` reads the settings of one model from its
-configuration, and `parts_of` returns the weights of a layer in a common order. An engine's forward uses nothing else.
+A row of `FAMILIES` names the parts of a layer in transformers. `architecture_of` reads the settings of one model from
+its configuration, and `parts_of` returns the weights of a layer in a common order. An engine's forward reads nothing
+else.
 """
 
 import inspect
@@ -34,18 +35,18 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
 }
 Matrix = Any  # a Tensor, float[outputs, inputs], or a `PackedMatrix` of this shape
-FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # angles that do not depend on the length of the text
-ROPES = (*FIXED_ROPES, "longrope")  # also angles that do not change within `positions_of`
+FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # angles are independent of the length of the text
+ROPES = (*FIXED_ROPES, "longrope")  # angles do not change within `positions_of`
 NO_TOKEN = -(1 << 60)
 _MOST_SINES = 4096  # minimum number of positions of a model with sinusoidal positions
 
 
 class Numbers(NamedTuple):
-    """The constants of a model besides its weights. The defaults are a Llama's.
+    """The constants of a model besides its weights. The defaults are those of Llama.
 
     Attributes:
         attention_cap: c, if an attention score s becomes c * tanh(s / c); 0: no cap.
-        embedding: factor of embeddings, both of tokens and of embedding rows.
+        embedding: factor of input embeddings, of tokens and of given embedding rows.
         residual: factor of a sublayer's output before it is added.
         logits_divisor: divisor of logits.
         logits_cap: the same as `attention_cap` for logits.
@@ -74,7 +75,7 @@ _LLAMA_NORMS = Norms()
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """The parts of a family's layers, by their names in transformers. The defaults are a Llama's.
+    """The parts of a family's layers, by their names in transformers. The defaults are those of Llama.
 
     The name of a module may be a path, such as "layer.0.layer_norm"; "" names the containing module itself.
 
@@ -82,7 +83,7 @@ class ModelFamily:
         name: the family's name.
         kind: `model_type` of its configurations.
         model: the class of its models.
-        is_of: returns whether a configuration of this kind belongs to this row.
+        is_of: returns whether this row describes a configuration of this kind.
         body: the model's body, or its decoder in an encoder-decoder model; "": `base_model`.
         layers: the list of layers in the body.
         final_norm: the norm after the last layer; "": none.
@@ -94,7 +95,7 @@ class ModelFamily:
         up: the first matrices of the MLP: gate and up, one matrix of both, or the matrix of an MLP without a gate.
         down: the last matrix of the MLP.
         norms: the norms of a layer.
-        norm_of_sum: whether a norm after a sublayer is applied to the sum with its input, and not to its output.
+        norm_of_sum: whether a norm after a sublayer is applied to the sum with its input instead of its output.
         norm: "rms"; "rms + 1", whose stored weight is one less; "layer", a LayerNorm with a bias.
         gated: whether the MLP has a gate.
         activation: the setting with the name of the activation.
@@ -102,7 +103,7 @@ class ModelFamily:
         transposed: whether matrices are stored as [inputs, outputs].
         heads: the setting with the number of query heads.
         kv_heads: the setting with the number of KV heads; "": the number of query heads.
-        by_head: whether the rows of `qkv` are stored head by head: query, key and value of each head.
+        by_head: whether the rows of `qkv` are stored head by head: query, key and value.
         parallel: the setting that lets the MLP read the input of attention instead of its output; "": none.
         positions: the module of positions that are added to embeddings; "": positions are rotary or biases of attention.
         distances: the module of attention biases by distance between tokens, in the attention of each layer or only of the
@@ -428,7 +429,7 @@ class Architecture:
         family: its row of the table.
         heads, kv_heads: numbers of query heads and KV heads.
         size: size of a head.
-        eps: term that norms add to the mean square.
+        eps: the epsilon of norms, added to the mean square.
         activation: activation of the MLP.
         parallel: whether the MLP reads the input of attention.
         scales: factor of attention scores, by layer.
@@ -528,10 +529,10 @@ def _biases_of(modules: list[Any], family: ModelFamily) -> tuple[Tensor, ...]:
 def biases_by_distance(table: Any, module: Any) -> Tensor:
     """Return the biases of attention scores by distance, float[heads, distances]; the last is for all larger distances.
 
-    Those of an encoder, whose tokens also attend to later ones, begin with the largest distinguished distance ahead.
+    Encoders, whose tokens also attend to later ones, begin with the largest distinct distance ahead.
 
     Args:
-        table: the embedding of the ranges of distances, one number for each head.
+        table: the embedding of distance ranges, with one number per head.
         module: the attention module.
     """
     most = module.relative_attention_max_distance
@@ -542,7 +543,7 @@ def biases_by_distance(table: Any, module: Any) -> Tensor:
 
 
 def bucket_settings(module: Any) -> dict[str, Any]:
-    """Return the arguments of an attention module's function from distances to their ranges."""
+    """Return the arguments of the function by which an attention module maps distances to ranges."""
     if "bidirectional" not in inspect.signature(module._relative_position_bucket).parameters:
         return {}
     return {
@@ -569,7 +570,7 @@ def _ropes_by_kind(config: Any) -> list[Any]:
 
 
 def positions_of(config: Any) -> int | None:
-    """Return the maximum length of a text, prompt included; None if the configuration has no limit.
+    """Return the maximum length of a text, including the prompt; None if the configuration has no limit.
 
     Stored keys remain valid up to this length; see `most_before_angles_change`.
     """
@@ -583,7 +584,7 @@ def most_before_angles_change(config: Any) -> int | None:
     """Return the length above which all tokens of a text have other rotary angles; None if there is none.
 
     "longrope" (arXiv 2402.13753) has two lists of factors, for texts up to a length and for longer ones. Stored keys contain
-    their angles, so a text that crosses this length would need new keys. The lists may be equal.
+    their angles, so a text that crosses this length would need new keys, unless the lists are equal.
     """
     lengths = [
         int(rope["original_max_position_embeddings"])
@@ -624,7 +625,7 @@ def angle_tables(model: "PreTrainedModel", of: Architecture, limit: int) -> list
 
 
 def _eps_of(model: "PreTrainedModel", family: ModelFamily) -> float:
-    """Return the term that the norms of a model add to the mean square."""
+    """Return the epsilon of a model's norms, which they add to the mean square."""
     body = body_of(model, family)
     first = layers_in(model, family)[0]
     norm = module_at(body, family.final_norm) if family.final_norm else module_at(first, family.norms.after_attention)
@@ -634,19 +635,19 @@ def _eps_of(model: "PreTrainedModel", family: ModelFamily) -> float:
 def misfit_of_family(model: "PreTrainedModel") -> str:
     """Return the reason why no row of the table describes a model; "" if one does.
 
-    Hooks, adapters and rounded weights change what a model computes.
+    Hooks, adapters and rounded weights change a model's results, so they are misfits.
     """
     family = family_of(model)
     if family is None:
-        return f"its family is not among those that this engine knows: {known_families()}"
+        return f"its family is not supported by this engine, which supports {known_families()}"
     config: Any = model.config
     if why := family.refuses(config):
         return why
     if (named := getattr(config, family.activation)) not in ACTIVATIONS:
-        return f"its activation is {named!r}, and this engine knows {', '.join(ACTIVATIONS)}"
+        return f"its activation is {named!r}, and this engine supports {', '.join(ACTIVATIONS)}"
     for rope in _ropes_by_kind(config):
         if (kind := rope.get("rope_type", "default")) not in ROPES:
-            return f"its rope_type is {kind!r}, and this engine knows {', '.join(ROPES)}"
+            return f"its rope_type is {kind!r}, and this engine supports {', '.join(ROPES)}"
     head: Any = model.get_output_embeddings()
     if head.bias is not None:
         return "its head has a bias"
@@ -665,7 +666,7 @@ def misfit_of_encoder(model: "PreTrainedModel") -> str:
     """Return the reason why the encoder of a model of the table is not that of its family; "" if it is."""
     family = family_of(model)
     if family is None or not family.cross:
-        return "its family is not among those that this engine knows"
+        return "its family is not supported by this engine"
     body = body_of(model, encoder_family(family))
     if body is None:
         return "it is a decoder without an encoder"
@@ -681,7 +682,8 @@ def _misfit_of_these(modules: list[Any], family: ModelFamily) -> str:
     own = (nn.Linear, Conv1D) if family.transposed else (nn.Linear,)
     holds_matrix = [one for one in modules if hasattr(one, "weight") and hasattr(one, "in_features")]
     holds_matrix += [one for one in modules if isinstance(one, Conv1D)]
-    # Adapters and most rounded layers are other modules; torchao keeps the modules and replaces their tensors.
+    # Adapters and most rounded layers are modules of other classes; torchao keeps the modules and replaces their
+    # tensors.
     if any(type(one) not in own or type(one.weight) is not nn.Parameter for one in holds_matrix):
         return "its matrices have adapters or are rounded"
     return ""
@@ -727,16 +729,16 @@ class LayerParts(NamedTuple):
     after_inner: Tensor
     head_norms: Tensor  # [2, size]: norms of each head's queries and keys
     wide_norms: Tensor  # [(heads + kv_heads) * size]: norms of all queries, and of all keys
-    qkv: list[Matrix]  # to be joined: queries, keys, values, in the order in which they are stored; see `rows_in_order`
+    qkv: list[Matrix]  # to be joined: queries, keys, values, in their stored order; see `rows_in_order`
     qkv_bias: Tensor
     out: Matrix
     out_bias: Tensor
     up: list[Matrix]  # to be joined: gate and up, or up only; for a mixture, gate and up of each expert in turn
     up_bias: Tensor
-    down: Matrix  # for a mixture, a list with that of each expert
+    down: Matrix  # for a mixture, a list of one per expert
     down_bias: Tensor
     cross: "CrossParts"
-    router: Tensor  # [experts, hidden], the matrix by which rows choose experts; [0, 0] without experts
+    router: Tensor  # [experts, hidden], scores the experts of each row; [0, 0] without experts
 
 
 class CrossParts(NamedTuple):
@@ -872,7 +874,7 @@ def places_of(body: Any, of: Architecture) -> Tensor:
 
 
 def unplaced_in(body: Any, family: ModelFamily) -> int:
-    """Return the token without a position: the padding token of models that skip it when they count positions."""
+    """Return the token without a position: the padding token of models that skip it in counting positions."""
     module = module_at(body, family.positions) if family.positions else None
     return NO_TOKEN if module is None or isinstance(module, nn.Embedding) else int(module.padding_idx)
 
@@ -885,7 +887,7 @@ def logits_bias_of(model: Any) -> Tensor:
 
 
 def bias_of_tokens(model: Any, shared: SharedTokens | None) -> Tensor:
-    """Return the bias of a model's logits, float[vocab], by the target's tokens for a draft model that shares them.
+    """Return the bias of a model's logits, float[vocab], by the target's tokens if it is a draft model with shared tokens.
 
     Tokens of the target that the model does not know get -inf. Empty if there is no bias.
     """

@@ -1,7 +1,7 @@
-"""Release of weights in memory-mapped files: only pages that were read take memory, and they can be given back.
+"""Release of weights in memory-mapped files: only pages that were read take memory, and that memory can be released.
 
 transformers maps safetensors if their type is not converted: a weight is a view of the file. If an engine releases each
-weight after it has packed it, only its own copy stays in memory. Later reads get the weight from the file again.
+weight after packing it, only the packed copy stays in memory. Later reads load the weight from the file again.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ _DONT_NEED = 4  # MADV_DONTNEED of Linux
 
 
 def mark_mapped(model: "PreTrainedModel") -> None:
-    """Mark a model whose weights `load` has left in mapped files, for an engine that computes in float32."""
+    """Mark a model whose weights `load` has left in mapped files, for engines that compute in float32."""
     object.__setattr__(model, _MAPPED, True)
 
 
@@ -60,7 +60,7 @@ NOTHING_MAPPED = MappedFiles(())
 
 
 def mapped_files(model: "PreTrainedModel") -> MappedFiles:
-    """Return the memory ranges of a mapped model's weights; none if they cannot be known.
+    """Return the memory ranges of a mapped model's weights; none if they cannot be determined.
 
     Ranges that this process has written to, for example in training, are excluded: releasing them would undo the changes.
     """

@@ -1,8 +1,8 @@
 """4-bit matrices of GPTQ and AWQ checkpoints: integers in groups, with a scale and a zero point for each group.
 
-A weight is exactly (number - zero point) * scale. `PackedMatrix` locates a matrix in the files of a checkpoint and reads it;
-`PackedLinear` replaces the module of the matrix in a transformers model. Neither holds the numbers, which are in the file
-and in the panels of the engine (engines/cpu/nibbles.py).
+A weight is exactly (number - zero point) * scale. `PackedMatrix` locates a matrix in the files of a checkpoint and
+reads it; `PackedLinear` replaces the matrix's module in a transformers model. Neither keeps the numbers, which are in
+the file and in the engine's panels (engines/cpu/nibbles.py).
 
 The layouts are those of GPTQ (auto-gptq and gptqmodel; Frantar et al. 2022, "GPTQ: Accurate Post-Training Quantization for
 Generative Pre-trained Transformers") and of AWQ (Lin et al. 2023, "AWQ: Activation-aware Weight Quantization").
@@ -28,7 +28,7 @@ BITS = 4
 LARGEST_NUMBER = 15
 # "gptq" stores zero points minus one, "gptq_v2" stores them unchanged; "awq" stores the columns of a word in another order.
 Layout = Literal["gptq", "gptq_v2", "awq"]
-_AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # the column, of eight, in each place of a word
+_AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight columns each place of a word holds
 _SHIFTS = np.arange(0, BITS * PER_WORD, BITS, dtype=np.uint32)
 
 
@@ -152,7 +152,7 @@ class PackedMatrix:
 class PackedLinear(nn.Module):
     """A replacement of `nn.Linear` with a 4-bit matrix, for direct calls of the model.
 
-    Each call reads the file, and multiplies in the type of its input. Engines pack `matrix` once instead.
+    Each call reads the file and multiplies in the type of its input. Engines pack `matrix` once instead.
     """
 
     def __init__(self, matrix: PackedMatrix, bias: nn.Parameter | None) -> None:

@@ -13,10 +13,10 @@ from torch.nn import functional
 
 @dataclass(frozen=True, eq=False)
 class SharedTokens:
-    """The target's tokens that a draft model has under the same ids. It drafts only these.
+    """The target's tokens that a draft model has under the same ids. It drafts only these tokens.
 
     A language model with shared tokens reads the target's ids and returns a logit for each of them: -inf for tokens that it
-    does not know. Its own tokens that the target lacks get no logit.
+    does not know. Tokens of the model that the target lacks get no logit.
 
     Attributes:
         known: whether the draft model knows each of the target's tokens.
@@ -59,7 +59,7 @@ class SharedTokens:
         return np.where(tokens < 0, tokens, self.read_as[np.maximum(tokens, 0)])
 
     def fitted_bias(self, bias: Float[Tensor, " own"]) -> Float[Tensor, " vocab"]:
-        """Return the bias of logits by the target's tokens, given that by the draft model's; an empty bias is none."""
+        """Return the bias of logits by the target's tokens, given the bias by the draft model's tokens; empty: no bias."""
         if len(bias):
             return self.fitted_logits(bias)
         if self.knows_all:

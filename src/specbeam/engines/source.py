@@ -24,7 +24,7 @@ class Source:
         inputs: token ids or audio features; None if only states are given.
         states: encoded inputs, by encoder.
         given: states computed elsewhere, used for every encoder if there are no inputs.
-        keeps: whether the states are stored after a session, for further sessions.
+        keeps: whether the states are kept after a session, for later sessions.
         after: the source that will be read next, if known, so that one pass may read both.
         ahead: cross-attention keys and values that were computed before a session needs them, by decoder.
     """
@@ -54,7 +54,7 @@ class Source:
 
     @torch.inference_mode()
     def states_of(self, encoder: Any) -> SourceStates:
-        """Return the states of the source by an encoder, which runs once, on this source only.
+        """Return the encoder's states of the source. The encoder runs at most once, on this source only.
 
         Raises `NotSupported` if the source has neither inputs nor given states.
         """
@@ -82,7 +82,7 @@ class Source:
 
 
 def line_up(sources: Sequence[Source]) -> None:
-    """Link each source to the next one, until `part`; earlier links are dropped."""
+    """Link each source to the next one, until `part` is called; earlier links are dropped."""
     each = list(dict.fromkeys(sources))
     for source in each:
         source.after = None
@@ -116,7 +116,7 @@ def in_line(sources: Sequence[Source], more: int) -> Iterator[Source]:
 def grouped(line: Iterable[tuple[Source, int]], asked: Collection[Source], most: int) -> Iterator[list[Source]]:
     """Yield the sources of a line in groups to read together, of up to `most` rows or a single larger source.
 
-    Sources that are not needed now fill up the last group, but do not begin a group.
+    Sources that are not needed now may fill up the last group, but never begin a group.
 
     Args:
         line: sources with their numbers of rows.

@@ -650,7 +650,7 @@ def test_the_compiled_layers_are_the_same_function_for_both():
 
 def test_rows_need_be_logits():
     draft = exit_of(2)
-    with pytest.raises(NotSupported, match="ExitLM gives logits alone"):
+    with pytest.raises(NotSupported, match="ExitLM returns logits only"):
         draft.extend([seat([3])], [Forest.rooted([3])], [Needs(hidden=True)])
     other = ExitLM(head_of(draft.target.model, 1), draft.target)
     with pytest.raises(BadSetting, match="by different exit layers"):

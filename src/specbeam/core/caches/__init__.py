@@ -1,1 +1,1 @@
-"""Cache files shared between processes: machine code and measurements. Texts never depend on them."""
+"""Cache files shared between processes: machine code and measurements. Generated texts never depend on them."""

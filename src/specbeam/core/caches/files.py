@@ -19,7 +19,7 @@ DAY_S = 86_400.0
 UNUSED_S = 30 * DAY_S  # time without use after which a file is deleted
 LEFT_S = DAY_S  # time after which files of killed processes are deleted: claims and partly written files
 MOST_BYTES = 4 << 30  # maximum size of a folder; beyond it the least recently used files are deleted
-_CLEANED = "cleaned"  # file whose modification time is that of the last cleaning
+_CLEANED = "cleaned"  # file whose modification time is the time of the last cleaning
 # Do not follow links, and do not wait for pipes.
 _READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
@@ -30,7 +30,7 @@ def digest_of(key: str, content: bytes) -> bytes:
 
 
 def read_sealed(path: Path, key: str) -> bytes | None:
-    """Return the content that `save_sealed` saved under this key; None if there is none.
+    """Return the content that `save_sealed` stored under this key; None if there is none.
 
     A damaged file, or one with another key, is deleted.
     """
@@ -120,7 +120,7 @@ class _CacheFile(NamedTuple):
 def clean(folder: Path) -> None:
     """Delete files of a folder that have not been used for a month, and the least recently used ones beyond `MOST_BYTES`.
 
-    Runs at most once a day. Files of other checkouts and versions stay as long as they are used.
+    Runs at most once a day. Files of other checkouts and versions remain as long as they are used.
     """
     stamp = folder / _CLEANED
     now = time.time()

@@ -26,12 +26,12 @@ class _UnusableFolderError(Exception):
 def cache_folder(name: str, stated: str = "", variable: str = "") -> Path | None:
     """Return a folder below the root of all cache files, created if it is missing.
 
-    The root is `SPECBEAM_CACHE`, or specbeam's folder in the user's cache directory. Without a usable folder it returns None
-    and warns once.
+    The root is `SPECBEAM_CACHE`, or specbeam's folder in the user's cache directory. Without a usable folder, returns
+    None and warns once.
 
     Args:
         name: name of the folder.
-        stated: another root, or "".
+        stated: a different root, or "".
         variable: the environment variable that states this root, for messages.
     """
     try:
@@ -43,16 +43,16 @@ def cache_folder(name: str, stated: str = "", variable: str = "") -> Path | None
         warn_once(
             "folder",
             f"{reason}, so machine code and measurements are not saved, and each process compiles and measures again. "
-            f"Set {VARIABLE} to the absolute path of a folder that belongs to this user and that no other user can write to",
+            f"Set {VARIABLE} to the absolute path of a folder that this user owns and no other user can write to",
         )
         return None
     return folder
 
 
 def lend_folder(variable: str, name: str) -> None:
-    """Set the environment variable of another library's cache folder, unless it is set.
+    """Point another library's cache folder below specbeam's root, by its environment variable, unless that is set.
 
-    The folder is below specbeam's root; without a usable root it is temporary and deleted with this process.
+    Without a usable root, the folder is temporary and deleted when this process ends.
     """
     if os.environ.get(variable):
         return
@@ -72,7 +72,7 @@ def warn_once(kind: str, text: str) -> None:
 
 def distrust(status: os.stat_result) -> str:
     """Return the reason not to trust a file or folder with this status; "" if it can be trusted."""
-    if not hasattr(os, "geteuid"):  # Windows has no such owners
+    if not hasattr(os, "geteuid"):  # Windows has no numeric file owners
         return ""
     user = os.geteuid()
     if status.st_uid != user:

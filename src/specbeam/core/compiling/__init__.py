@@ -1,4 +1,4 @@
-"""The compilation of steps, and compiled sums over the vocabulary."""
+"""Compilation of steps, and compiled sums over the vocabulary."""
 
 from specbeam.core.compiling.compiler import AVAILABLE, most_threads
 

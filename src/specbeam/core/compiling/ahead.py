@@ -24,7 +24,7 @@ from typing import Any
 from specbeam.core.compiling.claims import LOCKS, end_all, wait_for
 from specbeam.core.errors import BadSetting
 
-MOST = 8  # maximum number of processes; more would be idle
+MOST = 8  # maximum number of processes; more would idle
 _MEMORY_OF_ONE = 1.5e9  # bytes per process; measured: 0.9e9
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: processor microseconds per period, and the period
 _MEMORY = Path("/proc/meminfo")
@@ -36,7 +36,7 @@ _PATIENCE = 60.0  # seconds without work after which a process ends
 _OPEN, _TAKEN, _DONE = range(3)
 _PROGRAM = "import sys, json; given = json.loads(sys.stdin.readline()); sys.path[:] = given.pop(0); "
 _PROGRAM += "from specbeam.core.compiling.ahead import work; work(*given)"
-_SETTINGS = ("CACHE_DIR", "CPU_NAME", "CPU_FEATURES")  # settings of numba that a program may set in Python
+_SETTINGS = ("CACHE_DIR", "CPU_NAME", "CPU_FEATURES")  # settings of numba that a program may change in Python
 _BEGUN: list[Any] = []  # the started worker processes; started at most once per process
 
 
@@ -93,7 +93,7 @@ def begin(function: Callable[..., Any]) -> None:
 
 
 def _can_start_python() -> bool:
-    """Return whether `sys.executable` is Python. An application that embeds Python would be started a second time."""
+    """Return whether `sys.executable` is Python. If an application embeds Python, it would be started a second time."""
     name = Path(sys.executable or "").name
     return name.startswith(("python", "pypy")) and not getattr(sys, "frozen", False)
 
@@ -136,7 +136,7 @@ def _begin_with(process: Any, line: bytes) -> None:
 
 
 def _end(process: Any) -> None:
-    """End the first worker process, and with it the others."""
+    """End the first worker process, which ends the others."""
     with suppress(OSError):  # unwritten data
         process.stdin.close()
     try:
@@ -168,18 +168,18 @@ def work(processes: int, program: int) -> None:
     """
     from specbeam.core.compiling.form_list import PLACE, forms_in
 
-    os.nice(10)  # other work on the machine goes first
+    os.nice(10)  # yield to all other work on the machine
     _leave_with(program)
-    # Of several programs, one compiles the list; the next one then compiles the rest.
+    # If several programs start, one compiles the list, and the next one compiles what is left.
     place = place_of_claim()
     claim = None if place is None else wait_for(place, _PATIENCE, _LONGEST_PAUSE)
     if claim is None:
         return
     forms = forms_in(PLACE.read_text())
     for form in forms:
-        with suppress(Exception):  # the list may be from other sources
+        with suppress(Exception):  # the list may belong to other sources
             form.function()  # imports its module
-    gc.freeze()  # scanning the imported modules for garbage would take a seventh of the time
+    gc.freeze()  # garbage collection would spend a seventh of the time on the imported modules
     states = mmap.mmap(-1, len(forms))  # _OPEN, _TAKEN or _DONE; shared by all processes
     first = os.getpid()
     others = []
@@ -207,7 +207,7 @@ def place_of_claim() -> Path | None:
 
 
 def _leave_with(parent: int) -> None:
-    """Make this process end when its parent or the program at the other end of stdin ends."""
+    """End this process when its parent or the program at the other end of stdin ends."""
     threading.Thread(target=_wait_and_leave, args=(parent,), daemon=True).start()
 
 
@@ -240,7 +240,7 @@ def _compile_all(forms: list[Any], states: Any) -> None:
 
 def _compile(form: Any, number: int, states: Any) -> bool:
     """Compile a form unless it is saved or cannot be compiled. Returns False if another process is compiling it."""
-    with suppress(Exception):  # the list may be from other sources
+    with suppress(Exception):  # the list may belong to other sources
         function = form.function()
         if not function._cache.keeps(form.kinds, function.targetctx):
             if not function._cache.claim(form.kinds, function.targetctx):
@@ -254,7 +254,7 @@ def _compile(form: Any, number: int, states: Any) -> bool:
 def _heights(forms: list[Any]) -> list[int]:
     """Return the length of the longest chain of forms that depend on each form."""
     heights = [0] * len(forms)
-    for number in reversed(range(len(forms))):  # callers come after their callees
+    for number in reversed(range(len(forms))):  # callees come before their callers
         for need in forms[number].needs:
             heights[need] = max(heights[need], heights[number] + 1)
     return heights

@@ -24,7 +24,7 @@ if AVAILABLE:
     _ALIGN = 8
 
     def _place(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        """Return the address of a number in an int64 array, given the array and the index as the first arguments."""
+        """Return the address of an element of an int64 array; the first arguments are the array and the index."""
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
         return builder.gep(data, [args[1]])
 

@@ -1,8 +1,9 @@
 """Borrowed records: read-only arguments of compiled functions, passed as one address and without reference counts.
 
 numba splits a record at each call into about ten numbers per array, and counts references to each array at each assignment.
-The cache of a model holds eighty arrays, so most of the code of its callees served this. A borrowed record stays in memory
-unchanged, and its fields are read where they are used. The caller owns its arrays and keeps them alive during the call.
+A model's cache holds eighty arrays, so most of the code of its callees served only this. A borrowed record stays in
+memory unchanged, and its fields are read where they are used. The caller owns its arrays and keeps them alive during
+the call.
 """
 
 from collections.abc import Callable
@@ -81,8 +82,8 @@ class _Model(models.DataModel):
 def borrow(record: type) -> None:
     """Make compiled functions borrow records of a class, a NamedTuple.
 
-    Compiled functions cannot make such a record from their own arrays, nor return one to Python, because its arrays would be
-    freed; see `views_of`. They can read fields only by name, and cannot use such a record as a constant.
+    Compiled functions cannot make such a record from their own arrays (see `views_of`), nor return one to Python,
+    because its arrays would be freed. They can read fields only by name, and cannot use such a record as a constant.
     """
 
     @typeof_impl.register(record)
@@ -139,7 +140,7 @@ def _from_python(kind: RecordKind, value: Any, c: Any) -> Any:
     builder = c.builder
     memory = c.context.data_model_manager[kind].memory
     place = _room(builder, memory)
-    builder.store(ir.Constant(memory, None), place)  # fields that an error leaves unread must be empty
+    builder.store(ir.Constant(memory, None), place)  # fields must be empty if an error leaves them unread
     has_failed = cgutils.alloca_once_value(builder, cgutils.false_bit)
     releases: list[Callable[[], None]] = []
     _read(kind, value, place, c, has_failed, releases)
@@ -187,7 +188,7 @@ def _release(kind: Any, place: Any, cleanup: Callable[[], None] | None, c: Any) 
 def _read_array(kind: Any, value: Any, place: Any, c: Any) -> Any:
     """Write the call that reads a Python array into memory; return whether it failed.
 
-    One function per module reads all arrays: inlined for each array, this was half the code of an entry.
+    One function per module reads all arrays: inlined for each array, its code was half of an entry.
     """
     arguments = [c.pyapi.pyobj, _BYTES, _INDEX]
     function = cgutils.get_or_insert_function(c.builder.module, ir.FunctionType(_BIT, arguments), "specbeam.read_array")

@@ -1,4 +1,4 @@
-"""Claims on files, by file locks: of several processes that need a file, one makes it and the others wait."""
+"""Claims on files, by file locks: if several processes need a file, one makes it and the others wait."""
 
 import os
 import time
@@ -25,7 +25,7 @@ class Claim:
 
     def __init__(self, path: Path, number: int) -> None:
         self._path = path
-        self._number = number  # of the open file whose lock is the claim
+        self._number = number  # descriptor of the open file whose lock is the claim
         _HELD.add(self)
 
     def end(self) -> None:
@@ -35,7 +35,7 @@ class Claim:
             return
         self._number = -1
         _HELD.discard(self)
-        with suppress(OSError):  # the folder may be read-only by now
+        with suppress(OSError):  # the folder may have become read-only
             self._path.unlink()
         os.close(number)
 
@@ -85,7 +85,7 @@ def wait_for(path: Path, seconds: float, pause: float = _PAUSE) -> Claim | None:
 
 
 def wait_patiently(path: Path) -> Claim | None:
-    """Return a claim like `wait_for` within `PATIENCE`; without waiting if this process has timed out before."""
+    """Return the result of `wait_for` within `PATIENCE`; do not wait if this process has timed out before."""
     global _is_patient
     claim = wait_for(path, PATIENCE if _is_patient else 0)
     if claim is None:

@@ -1,8 +1,8 @@
 """The cache of machine code on disk: a function is loaded only if all sources that were compiled into it are unchanged.
 
 numba's own cache checks only the file of the function. But its callees, record types and constants come from other files.
-After an upgrade numba would run old code, or fail to load code that refers to removed classes. It also trusts any file that
-it finds, and fails on damaged ones.
+After an upgrade numba would run old code, or fail to load code that refers to removed classes. numba also trusts any
+file that it finds, and fails on damaged ones.
 
 Each form of a function has its own file, named by a hash of everything that its machine code depends on. So checkouts and
 versions share one folder without overwriting each other's files.
@@ -69,7 +69,7 @@ def compiled_by() -> tuple[Any, ...]:
 
 
 def specbeam_version() -> str:
-    """Return the version of specbeam; "" for a package of its kernels alone, with another name."""
+    """Return the version of specbeam; "" if its kernels are packaged alone under another name."""
     return getattr(specbeam, "__version__", "")
 
 
@@ -187,7 +187,7 @@ class CodeCache(_Cache):
         self._py_func = function
         self._called = called
         self._sources = digest(Path(function.__code__.co_filename))
-        self._claims: dict[Any, Claim] = {}  # by signature, for forms that this process compiles
+        self._claims: dict[Any, Claim] = {}  # by signature, of forms that this process is compiling
         self._is_enabled = True
 
     @property
@@ -220,10 +220,10 @@ class CodeCache(_Cache):
         place = self._place(sig, target_context.codegen())
         loaded = _load(place, target_context)
         if loaded is None and self._claim(sig, place, wait_patiently):
-            loaded = _load(place, target_context)  # another process may have saved it meanwhile
+            loaded = _load(place, target_context)  # another process may have saved it in the meantime
         if loaded is None:
             LOG.info("compiling %s", self._py_func.__qualname__)
-            if sig in self._claims:  # locks work, so other processes can share files
+            if sig in self._claims:  # locks work here, so other processes can share files
                 ahead.begin(self._py_func)
         else:
             self.give_up(sig)
@@ -280,7 +280,7 @@ class CodeCache(_Cache):
         return _Place(folder / f"{self._name()}-{sha256(key.encode()).hexdigest()[:32]}.nbc", key)
 
     def _name(self) -> str:
-        """Return the name of the function, with which its file names begin."""
+        """Return the name of the function, the prefix of its file names."""
         (*_, module) = self._py_func.__module__.split(".")
         return re.sub(r"[^\w.]", "", f"{module}.{self._py_func.__qualname__}")[:100]
 
@@ -307,7 +307,7 @@ def _load(place: _Place | None, target_context: Any) -> Any:
         return None
     try:
         return CompileResult._rebuild(target_context, *pickle.loads(content))
-    except Exception as error:  # any error that a library raises for unexpected content
+    except Exception as error:  # libraries raise all kinds of errors for unexpected content
         discard(place.path, f"it cannot be loaded ({type(error).__name__}: {error})")
         return None
 

@@ -39,10 +39,11 @@ if numba is not None:
 
 AVAILABLE = numba is not None and not numba.config.DISABLE_JIT and os.environ.get("SPECBEAM_KERNELS") != "off"
 Array = Any  # numba infers the types
-BLOCK = 64  # values that are summed or compared together
+BLOCK = 64  # number of values that are summed or compared at a time
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])  # a compiled function has the signature of its source
 Record = TypeVar("Record", bound=type)
-# Count references to arrays, also in functions that are first compiled for an uncounted caller; see `compiling.uncounted`.
+# Count references to arrays even in functions that are first compiled for an uncounted caller; see
+# `compiling.uncounted`.
 _COUNTED = {"_nrt": True}
 
 
@@ -95,7 +96,7 @@ def compiled_only(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def refuse(*arguments: Any) -> Any:
-        raise NotImplementedError(f"{function.__name__} has compiled forms only; call it from a compiled function")
+        raise NotImplementedError(f"{function.__name__} has only compiled forms; call it from a compiled function")
 
     return refuse
 
@@ -118,7 +119,7 @@ def most_threads() -> int:
 def address_of(function: Any, *arguments: Any) -> int:
     """Return the address of a compiled function's form for the types of these arguments, for `call_at`.
 
-    Callers by address are compiled without the callee, so a long function is compiled only once.
+    Callers do not compile a callee that they call by address, so a long function is compiled only once.
     """
     kinds = tuple(numba.typeof(argument) for argument in arguments)
     function.compile(kinds)

@@ -1,4 +1,4 @@
-"""Multiply-adds with a single rounding on every processor; otherwise the compiler decides whether to fuse them."""
+"""Multiply-adds that round once on every processor; for plain a * b + c the compiler decides."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A guard that delays interrupts to the end of a turn."""
+"""A guard that delays signal handlers to the end of a turn."""
 
 import signal
 from threading import current_thread, main_thread
@@ -6,7 +6,7 @@ from types import FrameType
 from typing import Any
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGALRM")  # signals whose handlers usually raise
-_COMPILES = ("compile_for_python", "_compile_for_args")  # functions in compiling/linking.py and in numba
+_COMPILES = ("compile_for_python", "_compile_for_args")  # functions that compile, in compiling/linking.py and in numba
 _SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
 
@@ -14,8 +14,8 @@ class hold_interrupts:  # noqa: N801
     """A context manager around turns that delays signal handlers to its end.
 
     Compiled steps return named tuples, which numba makes by calling their classes. If a signal handler raises in such a
-    call, as that of Ctrl-C does, numba continues with a missing object and the process crashes with a segmentation fault.
-    While numba compiles, and at the second signal of the same kind, handlers run immediately.
+    call, as for Ctrl-C, numba continues with a missing object and the process crashes with a segmentation fault. While
+    numba compiles, and at the second signal of the same kind, handlers run immediately.
     """
 
     def __enter__(self) -> None:

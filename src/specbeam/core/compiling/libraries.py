@@ -38,11 +38,11 @@ class CachedLibrary(JITCodeLibrary):
         return _Codegen(self)
 
     def _optimize_functions(self, module: Any) -> None:
-        """Do not optimise single functions: the passes of the whole module repeat this."""
+        """Skip the optimisation of single functions, which the passes over the whole module repeat."""
         module.data_layout = self._codegen._data_layout
 
     def _optimize_final_module(self) -> None:
-        """Optimise the whole module once. numba adds a smaller pass before, which removes a few more reference counts."""
+        """Optimise the whole module once. numba adds a cheaper pass before it, which removes a few more reference counts."""
         (manager, builder) = self._codegen._module_pass_manager()
         manager.run(self._final_module, builder)
 
@@ -111,7 +111,7 @@ class CachedLibrary(JITCodeLibrary):
     @classmethod
     def _unserialize(cls, codegen: Any, state: Any) -> Any:
         (name, kind, data) = state
-        if kind != _WITH_NAMES:  # of a callee that numba itself has cached
+        if kind != _WITH_NAMES:  # a callee that numba itself has cached
             library = super()._unserialize(codegen, state)
             library._make_machine_code()
             return library

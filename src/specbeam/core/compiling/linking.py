@@ -63,7 +63,7 @@ def is_long(library: Any) -> bool:
     for function in module.functions:
         if function.is_declaration or function.name.startswith("_ZN7cpython"):
             continue
-        # Instructions are indented by two blanks. Iterating over them takes seconds.
+        # Instructions are indented by two blanks. Iterating over them would take seconds.
         lines += str(function).count("\n  ")
         if lines > LONG:
             return True
@@ -126,7 +126,7 @@ class PythonEntry:
         self._make = make
 
     def __getattr__(self, name: str) -> Any:
-        with global_compiler_lock:  # only one of several threads makes it
+        with global_compiler_lock:  # only one thread makes it
             if "_made" not in vars(self):
                 self._made = self._make()
         return getattr(self._made, name)
@@ -137,9 +137,9 @@ def add_python_entry(function: Any, python_entry: PythonEntry) -> None:
 
     inserted = set()
 
-    def compile_for_python(*values: Any) -> Any:  # keyword arguments are already in their positions
+    def compile_for_python(*values: Any) -> Any:  # keyword arguments have been moved to their positions
         kinds = tuple(function.typeof_pyval(value) for value in values)
-        with global_compiler_lock:  # numba finds no form that was inserted twice
+        with global_compiler_lock:  # numba does not find a form that was inserted twice
             address = python_entry.compile(kinds)
             if kinds not in inserted:
                 function._insert([kind._code for kind in kinds], address, False)

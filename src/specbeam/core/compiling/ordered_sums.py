@@ -1,8 +1,8 @@
 """Sums of float32 numbers in an order that is the same on every processor.
 
-Number k of a row is added to partial sum k % 32. The 32 partial sums are computed in parallel, in vector registers of any
-width, and then the upper half is added to the lower one repeatedly. A compiler would otherwise add the numbers one by one,
-or in an order that depends on the processor.
+Number k of a row is added to partial sum k % 32. The 32 partial sums are computed in parallel, in vector registers of
+any width; then the upper half is added to the lower half until one number is left. A compiler would otherwise add the
+numbers one by one, or in an order that depends on the processor.
 """
 
 from typing import Any
@@ -86,7 +86,7 @@ if AVAILABLE:
             return b.call(load, [pointer, ir.IntType(32)(_WORD), mask, zeros])
 
         def _total(self, parts: Any) -> Any:
-            """Add the upper half to the lower one until one number is left; return it."""
+            """Add the upper half to the lower half until one number is left; return it."""
             b = self.builder
             half = _SIDE_BY_SIDE // 2
             while half:
@@ -109,7 +109,7 @@ if AVAILABLE:
         @intrinsic
         def total(typing: Any, x: Any) -> Any:
             if not (isinstance(x, types.Array) and x.layout == "C" and x.ndim == 1 and x.dtype == types.float32):
-                raise TypeError(f"sums in order take contiguous float32[n], found {x}")
+                raise TypeError(f"ordered sums take contiguous float32[n], found {x}")
 
             def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
                 row = context.make_array(signature.args[0])(context, builder, args[0])

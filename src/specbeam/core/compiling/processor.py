@@ -24,7 +24,7 @@ define <16 x i32> @sum(<16 x i32> %a, <16 x i32> %b) {
 def features() -> frozenset[str]:
     """Return the features of the processor, by their LLVM names.
 
-    If the user names a processor without its features, only the width of its registers is known.
+    If the user names a processor without listing its features, only the width of its registers is known.
     """
     stated = get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
     switches = [switch.strip() for switch in stated.split(",")]

@@ -1,4 +1,4 @@
-"""Repeated calls from Python with the same argument types, which numba checks only once.
+"""Repeated calls from Python with the same argument types, which are checked only at the first call.
 
 At every call numba determines the types of all arguments to choose the compiled form. For a record of a few hundred arrays
 this takes three times as long as reading it.

@@ -19,7 +19,7 @@ _MAGNITUDE = np.int32(0x7FFFFFFF)
 _BIAS = np.int32(127)
 _FRACTION = np.int32(23)
 _WIDE_LOG2E = 1.4426950408889634
-_WIDE_LN2_HIGH = 0.693147180369123816490  # the leading bits of log(2): its product with a whole number is exact
+_WIDE_LN2_HIGH = 0.693147180369123816490  # the leading bits of log(2), whose product with a whole number is exact
 _WIDE_LN2_LOW = 1.90821492927058770002e-10
 _ROUNDING = 1.5 * 2.0**52  # added to a number, it leaves the nearest whole number in the last bits
 _WIDE_BIAS = np.int64(1023)
@@ -44,7 +44,7 @@ def _sum(block: Array) -> Array:
 def picked_by_blocks(law: Array, uniform: float) -> int:
     """Return the index that a uniform in [0, 1) draws from a long law, float64[n], which need not sum to 1.
 
-    Sums whole blocks first, and single tokens only in the chosen block.
+    Sums whole blocks first, then single tokens in the chosen block only.
     """
     blocks = (len(law) + BLOCK - 1) // BLOCK
     sums = np.zeros(blocks)

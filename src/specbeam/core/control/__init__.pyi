@@ -1,4 +1,4 @@
-"""The public parts of this room, each once: `specbeam.core.lazy` reads this list when the package runs."""
+"""The public names of this package, each once: `specbeam.core.lazy` reads this list when the package runs."""
 
 from specbeam.core.control.confidence import SureDraft as SureDraft
 from specbeam.core.control.confidence import TrackedThreshold as TrackedThreshold

@@ -30,7 +30,7 @@ def size_of(topology: Topology) -> int:
 
 
 def sequoia_tree(acceptance: Sequence[float], nodes: int, depth: int) -> tuple[Topology, float]:
-    """Return the tree with the most expected tokens per pass, and this number (Sequoia, arXiv 2402.12374, sec. 3.1).
+    """Return the tree with the most expected tokens per pass, and their number (Sequoia, arXiv 2402.12374, sec. 3.1).
 
     Args:
         acceptance: probability that the accepted child of a node is the k-th one tried.
@@ -130,7 +130,7 @@ def fastest_tree(
     most_depth: int,
     sizes: Sequence[int] | None = None,
 ) -> tuple[Topology, float]:
-    """Return the tree with the least time per token, and this time in seconds (Sequoia's hardware-aware rule).
+    """Return the tree with the least time per token, and that time in seconds (Sequoia's hardware-aware rule).
 
     Args:
         acceptance: as in `sequoia_tree`.

@@ -24,7 +24,7 @@ class CostCurve:
     def last_slope(self) -> float:
         """The seconds of an additional node: the larger slope of the last two sizes and of the last doubling.
 
-        The last two sizes alone may have equal times by chance, and then any number of nodes would cost nothing.
+        The last two sizes alone may have equal times by chance; then additional nodes would seem to cost nothing.
         """
         half = min(int(np.searchsorted(self.nodes, self.nodes[-1] / 2)), len(self.nodes) - 2)
         return max(

@@ -13,7 +13,7 @@ from specbeam.core.records import Shape, Turn
 from specbeam.core.session import Session
 
 GUESS = 0.6  # prior probability that a layer passes
-WEIGHT = 3.0  # number of layers that the prior counts as
+WEIGHT = 3.0  # weight of the prior, in layers
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class DepthByCost:
 
     E(d) is 1 plus, for each of the d drafted layers, the probability that this layer and all layers above it pass, as
     measured in this session. T(d) is the time of the target's pass over the roots and d layers, of d passes of the draft
-    model, and of the work outside the models. In a batch, each session is charged its share of a pass, so with many prompts
-    rows are expensive and drafts are shorter. The controller reads only past turns of its own session, so it affects
-    neither the law of the output nor the other prompts of a batch.
+    model, and of the work outside the models. In a batch, each session is charged its share of a pass, so in large
+    batches rows are expensive and drafts are shorter. The controller reads only past turns of its own session, so it
+    affects neither the law of the output nor the other prompts of a batch.
 
     Args:
         target, draft: seconds of a pass by number of scored nodes; see `specbeam tune`.
@@ -65,8 +65,8 @@ class DepthByCost:
         most: maximum number of layers of a draft.
         host: seconds of a turn outside the models.
         explore: every `explore`-th turn drafts one layer if the plan is to draft none, to keep measuring acceptance.
-        alone: plan as if passes were never shared. For rules whose text depends on the depth: a seed must give the same
-            text whatever else is in the batch.
+        alone: plan as if passes were never shared; for rules whose text depends on the depth, so that a seed gives the
+            same text in every batch.
     """
 
     target: CostCurve

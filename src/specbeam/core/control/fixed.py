@@ -12,7 +12,7 @@ from specbeam.core.session import Session
 class FixedShape:
     """A controller that plans the same shape in every turn.
 
-    A turn emits up to `beyond` layers more than it drafts, so the last turns of a session draft fewer layers.
+    A turn emits up to `beyond` layers more than it drafts, so near the end of a session it drafts fewer layers.
     """
 
     depth: int

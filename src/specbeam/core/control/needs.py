@@ -1,9 +1,9 @@
 """PLAN: the drafts that the target scores, chosen by the odds that their rows are needed and by the cost of a row.
 
 With or without drafts, the target must score the row of every live beam that decides a layer. If rows are kept from turn to
-turn, it scores each of them once, so the speed of decoding is the number of *needed* rows that are scored per second.
-Scoring a draft pays if its odds of being needed exceed this speed times the seconds that its row adds to the pass, wherever
-in the forest it is.
+turn, it scores each of them once, so the speed of decoding is the number of *needed* rows scored per second.
+Wherever a draft is in the forest, scoring it pays if its odds of being needed exceed this speed times the seconds that
+its row adds to the pass.
 """
 
 import time
@@ -31,7 +31,7 @@ from specbeam.core.steps import Array, borrowed, step
 EDGES = np.array([-3.0, -2.0, -1.0, -0.5, -1e-9, 0.0, 0.5, 1.0, 2.0, 3.0])
 MARGINS = len(EDGES) + 1
 STEPS = 4  # classes of the number of draft laws on a path: 0, 1, 2, more
-# First of the cells of drafts that the draft's truncation cuts, one per number of draft laws.
+# The first cell of drafts that the draft's truncation cuts; there is one cell per number of draft laws.
 CUT = STEPS * MARGINS
 CELLS = CUT + STEPS
 UNSURE = MARGINS  # cell of beams with an unknown margin, in `Odds.needed`
@@ -39,7 +39,7 @@ HITS, TRIALS = range(2)
 GROWTH = 0.75  # prior of the odds of a layer as a share of those of the layer above
 DEPTHS = 4  # classes of depths for growth: 1, 2, 3, more
 FORGET = 0.98  # weight of earlier turns in the growth after each turn
-LEAST_GAIN = 1.05  # minimum expected speed with another layer, relative to the speed without it, to draft the layer
+LEAST_GAIN = 1.05  # a layer is drafted if it multiplies the expected speed by at least this factor
 MOST_TRIALS = 400.0  # maximum weight of a cell; older trials count less
 KEEP_EVERY_S = 5.0  # minimum seconds between two writes to disk
 FADE = 0.02  # weight of the prior of growth in a turn without a layer of this depth
@@ -261,7 +261,7 @@ def best_count(needs: Array, sure: int, sure_needs: float, budget: Budget, other
 
     Args:
         needs: float64[n], odds of drafts of being needed, descending.
-        sure: number of rows that are scored in any case.
+        sure: number of rows that are scored anyway.
         sure_needs: the sum of the odds of these rows.
         other_s: seconds of the turn without the target's pass.
     """
@@ -296,7 +296,7 @@ def _capped_needs(forest: Forest, odds: NodeOdds) -> Array:
 
 @step
 def _sure_and_open(forest: Forest) -> tuple[Array, Array]:
-    """Return the nodes without rows: the roots, which the target scores in any case, and the others."""
+    """Return the nodes without rows: the roots, which the target always scores, and the others."""
     unknown = unknown_nodes(0, len(forest.tokens), forest.known.nodes)
     is_root = forest.parents[unknown] < 0
     return unknown[is_root], unknown[~is_root]
@@ -490,7 +490,7 @@ class OddsMemory:
                 (known.needed, begun.needed, ended.needed),
             ):
                 cells += after - before
-                weights = np.minimum(1.0, MOST_TRIALS / cells[:, TRIALS])  # so that the odds adapt to new texts
+                weights = np.minimum(1.0, MOST_TRIALS / cells[:, TRIALS])  # to adapt to new texts
                 cells *= weights[:, None]
             known.growth[:] = ended.growth
             self._changed.add(kind)
@@ -529,8 +529,8 @@ class NodesByNeed:
     """A controller that grows and cuts drafts by the cost of rows and the odds that rows are needed.
 
     It chooses no shape: of the drafts of all layers, the target scores those with the most needed rows per second (see the
-    docstring of this module). For rules whose text does not depend on the drafts. The odds are learned from past turns of
-    the session.
+    docstring of this module). It is for rules whose text does not depend on the drafts. The odds are learned from past
+    turns of the session.
 
     Args:
         target, draft: seconds of a pass by number of scored nodes; see `specbeam tune`.
@@ -539,7 +539,7 @@ class NodesByNeed:
         most: maximum number of layers.
         host: seconds of a turn outside the models.
         memory: the odds that earlier sessions learned.
-        paces: the paces of earlier sessions with and without drafts.
+        paces: the speeds of earlier sessions with and without drafts.
     """
 
     target: CostCurve
@@ -573,7 +573,7 @@ class NodesByNeed:
         return plan_of_shape(self.most, self.width)
 
     def _kind(self, session: Session) -> str:
-        """Return the name of the kind of a session, which shares learned odds."""
+        """Return the name of a session's kind; sessions of one kind share learned odds."""
         is_lazy = _says(session.parts.rule, "is_lazy", session)
         warp = session.warp
         width = getattr(session.parts.rule, "width", None)

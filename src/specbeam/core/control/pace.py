@@ -2,8 +2,8 @@
 
 The odds and costs that determine drafts are estimates. If drafts hardly pay, for example with a target that is nearly as
 fast as its draft model, the errors of these estimates exceed the possible gain. So sessions of a kind alternate: one phase
-with drafts, one without, then the faster mode. The slower mode is tried again from time to time, at growing intervals. Only
-for rules whose texts do not depend on the drafts.
+with drafts, one without, then the faster mode. The slower mode is tried again at growing intervals. This is only for
+rules whose texts do not depend on the drafts.
 """
 
 import math
@@ -75,7 +75,7 @@ class Pace:
         """Record the pace of a finished session.
 
         Args:
-            seconds: time of its turns, with an equal share of turns of a batch; NaN if the session does not count.
+            seconds: time of its turns; in a batch, its equal share; NaN if the session does not count.
             layers: number of layers that it decided.
             sessions: minimum number of sessions of a phase.
         """
@@ -172,7 +172,7 @@ class Entered:
     """The decision of `enter_pace` for a session."""
 
     kind: str
-    batch_size: int  # sessions running when this one began, itself included
+    batch_size: int  # number of sessions running when this one began, including it
     phase: Phase
 
 
@@ -183,13 +183,13 @@ NO_DRAFTS = plan_of_shape(0, 1)
 class DraftsIfFaster:
     """A controller that plans as another one does, but only for sessions that are faster with drafts.
 
-    A session drafts in all of its turns or in none, by the pace of earlier sessions (`Pace`). This applies if its rule
-    states that the text does not depend on the drafts, for example at temperature 0 (`Rule.ignores_drafts`). Other sessions
-    always draft.
+    A session drafts in all of its turns or in none, depending on the pace of earlier sessions (`Pace`). This applies
+    only if its rule states that the text does not depend on the drafts, for example at temperature 0
+    (`Rule.ignores_drafts`). Other sessions always draft.
 
     Args:
         planned: plans the drafts.
-        drafts: name of the kind of drafts; sessions are compared with others of the same kind.
+        drafts: name of the kind of drafts; sessions are compared only with sessions of the same kind.
         paces: the paces of earlier sessions with and without drafts.
     """
 

@@ -1,6 +1,7 @@
 """PLAN: the records by which steps plan the next draft (`Plan`) and end it between layers (`StopSpec`).
 
-A controller whose `numbers` are another record, with a field `width`, registers its own steps for the verbs below.
+A controller may return a record of its own from `numbers`, with a field `width`; it then registers steps for the verbs
+below.
 """
 
 from typing import Any, NamedTuple

@@ -1,7 +1,7 @@
 """The probability that a draft layer is accepted in full, by its width; widths are chosen by it.
 
-It depends only on the laws of the layer, never on its draws or noise. So a width that is chosen by it does not change the
-law of the layer.
+It depends only on the laws of the layer, never on its draws or noise. So choosing a width by it does not change the law
+of the layer.
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ from specbeam.core.steps import Array, step
 
 RACES = 64  # number of simulated exponential races
 ENTRANTS = 64  # number of most probable pairs in a race
-NEVER = 10**9  # number of drafts until a pair is among them, if it never is
+NEVER = 10**9  # in place of the number of drafts until a pair is drafted, if it never is
 RACE_NOISE = np.random.default_rng(0).exponential(size=(RACES, ENTRANTS))
 
 
@@ -68,9 +68,9 @@ def _first(arrival: Array, count: int, order: Array) -> None:
 
 @step
 def _needed_by_rank(arrival: Array, likeliest: Array, most: int, order: Array, needed: Array) -> None:
-    """Write into `needed` the number of drafts until each pair is a draft, if a truncation cuts the draft law.
+    """Write into `needed` the number of drafts until each pair is drafted, if a truncation cuts the draft law.
 
-    Drafts are then the first `most` pairs to arrive, followed by the most probable others.
+    Then the first `most` pairs to arrive are drafted, followed by the most probable other pairs.
     """
     core = 0
     needed[:] = 0
@@ -87,7 +87,7 @@ def _needed_by_rank(arrival: Array, likeliest: Array, most: int, order: Array, n
 
 @step
 def _needed_by_race(arrival: Array, among: Array, rest: float, needed: Array) -> None:
-    """Write into `needed` the number of drafts until each pair of `among` is a draft, if drafts are the first to arrive.
+    """Write into `needed` the number of drafts until each pair of `among` is one, if drafts are the first to arrive.
 
     It counts the pair itself, the pairs that arrive before it, and the expected number of earlier pairs in the mass `rest`.
     """
@@ -107,8 +107,8 @@ def odds_by_drafts(p: Array, q: Array, drafts: int, most: int, rest: float, like
     """Return the probabilities that the first 0, 1, ..., `most` draws from `p` are among 0, 1, ..., `drafts` drafts.
 
     The pairs run an exponential race (Gumbel-max in another form): pair i arrives at e_i / p_i at the target and at
-    e_i / q_i at the draft model, with the same e_i. Draws are the first pairs to arrive. The probabilities are estimated to
-    about 0.06, from simulated races with noise of their own, the same for all layers.
+    e_i / q_i at the draft model, with the same e_i. Draws are the first pairs to arrive. The probabilities are
+    estimated, to about 0.06, from simulated races whose separate noise is the same for all layers.
 
     Args:
         p, q: target and draft probabilities of the same pairs, float64[pairs], at most `ENTRANTS` of them.

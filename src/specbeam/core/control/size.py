@@ -23,7 +23,7 @@ class PassStatistics:
         self.tries = np.full((depth, ranks), 2.0)
 
     def accuracy(self) -> Float64[np.ndarray, "depth ranks"]:
-        """Return the share of correct trials of the k-th candidate of each layer."""
+        """Return the share of trials in which the k-th candidate of each layer was correct."""
         return self.hits / self.tries
 
     def learn(self, turn: Turn) -> None:

@@ -1,4 +1,4 @@
-"""PLAN: end a draft between two layers: the interface of controllers that do so, and the same decision in steps.
+"""PLAN: ending a draft between two layers: the interface of controllers that do so, and their decisions as steps.
 
 After each layer that could be continued, including the last one, the controller is asked whether to continue. Compiled runs
 and Python ask at the same points, so controllers consume their random numbers alike.

@@ -13,7 +13,7 @@ from specbeam.core.steps import step
 # tokens drafted in this turn are accepted. The only entry of `settings` is the cost of a draft step.
 TOKENS, COST, SURVIVAL = range(3)
 BINS = 10  # of draft probabilities, in `StopSpec.hits` and `StopSpec.tries`
-WEIGHT = 4.0  # tokens per bin that the prior counts for
+WEIGHT = 4.0  # weight of the prior in each bin, in tokens
 
 
 def survival_prior(cost: float, most: int) -> StopSpec:
@@ -48,7 +48,7 @@ def gains_by_drafting(stop: StopSpec, confidence: float) -> bool:
 
 @step
 def learn_survival(stop: StopSpec, drafted: int, accepted: int) -> None:
-    """Count a turn. Tokens after the first refusal were not judged."""
+    """Count a turn. Tokens after the first rejection were not judged."""
     for place in range(min(stop.counted[0], accepted + 1)):
         at = bin_of(stop, stop.scores[place])
         if place < accepted:
@@ -63,8 +63,8 @@ class Survival(PlansMostLayers):
     """A controller that continues a draft while the expected gain of the next token exceeds its cost.
 
     The condition is: P(all drafted tokens are accepted) x P(the next token is accepted) > cost x (tokens per cost so far).
-    The right side is the number of tokens that the time of a draft step yields otherwise. The controller reads past turns
-    and tokens that are already drafted, so it does not change the law of the output.
+    The right side is the number of tokens that the time of a draft step would otherwise yield. The controller reads
+    past turns and tokens that are already drafted, so it does not change the law of the output.
 
     Args:
         cost: time of a draft step as a share of a target pass.

@@ -1,8 +1,8 @@
 """PLAN: the length of drafts by Thompson sampling of the acceptance rate (EESD, arXiv 2406.03853).
 
-The paper's controllers draw a rate from its posterior and toss a coin with this rate. Only the coin matters, and its law is
-that of a coin whose odds are the posterior mean, given the earlier coins of the same rate. So coins are tossed with these
-odds, in closed form, and no rate is drawn.
+The paper's controllers draw a rate from its posterior and toss a coin with this rate. Only the coin matters. Its odds
+are the posterior mean of the rate, given the earlier coins of the same rate. So coins are tossed with these odds, in
+closed form, and no rate is drawn.
 """
 
 import math
@@ -65,7 +65,7 @@ def calibrated_odds(stop: StopSpec, score: float) -> float:
 def odds_of_coin(stop: StopSpec) -> float:
     """Return the odds of continuing the draft after the newest noted layer.
 
-    If all coins of a turn share a rate, each earlier coin counts as an acceptance: it fell for continuing.
+    If all coins of a turn share a rate, each earlier coin counts as an acceptance, because it decided to continue.
     """
     newest = stop.counted[0] - 1
     if stop.settings[CALIBRATED] == 1:

@@ -25,7 +25,7 @@ from specbeam.core.laws.ranking import Truncation, ascending, cuts, sorted_place
 from specbeam.core.steps import Array, step, verb
 
 UNDECIDED = -1  # in place of a width that depends on missing rows
-MARGIN = 1e-4  # larger than the rounding error of a share of a law
+MARGIN = 1e-4  # exceeds the rounding error of a share of a law
 
 
 class FixedWidths(NamedTuple):
@@ -304,8 +304,8 @@ def nucleus_width_of_known(widths: NucleusWidths, law: JointLaw, unknown: Beams)
     """Return `nucleus_width` for the law of all live beams; UNDECIDED if it depends on the unknown beams.
 
     For each unknown beam only an upper bound of the weight of its pairs is known. The share of the most probable pairs is
-    smallest if each unknown beam has this weight, spread over many pairs. It is largest if some of them have it on a single
-    pair, and the others have weight 0.
+    smallest if each unknown beam has this weight, spread over many pairs. It is largest if some of them have all of it
+    on a single pair, and the others have weight 0.
     """
     temperature = law.truncation.temperature
     pairs = likeliest_pairs(law, widths.most)
@@ -399,7 +399,7 @@ def odds_when_shared(
         return _odds_of_whole_laws(law, draft, row_of, drafts, most, noise)
     target_pairs, target_odds = head_of(law)
     draft_pairs, draft_odds = head_of(draft)
-    # The most probable drafts come first: in this order the extra pairs of a layer are chosen.
+    # Most probable drafts first: the order in which the extra pairs of a layer are chosen.
     likeliest = likeliest_pairs(draft, drafts + most)
     pairs = np.empty(len(likeliest) + len(target_pairs), dtype=np.int64)
     count = 0

@@ -1,4 +1,4 @@
-"""The public parts of this room, each once: `specbeam.core.lazy` reads this list when the package runs."""
+"""The public names of this package, each once: `specbeam.core.lazy` reads this list when the package runs."""
 
 from specbeam.core.draft.beams import BeamDrafter as BeamDrafter
 from specbeam.core.draft.beams import NoDraft as NoDraft

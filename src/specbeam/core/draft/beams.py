@@ -73,14 +73,15 @@ class SharedLayers(NamedTuple):
     eos: Array  # int64[ends]
     keeps_rows: bool  # whether `Forest.frontier_rows` is stored, because widths depend on the laws of the draft
     # Whether pairs that the target has already scored come in addition to the width. Only if widths are independent of
-    # drafts: which nodes are known depends on the noise of their layer, so the number of drafts would reveal it.
+    # drafts: which nodes are known depends on the noise of their layer, so the number of drafts would depend on it,
+    # too.
     more_if_known: bool
     budget: Budget  # by which the draft grows and is cut; only if widths are independent of drafts
 
 
 @borrowed
 class SearchedLayers(NamedTuple):
-    """How layers are drafted for transformers' beam modes: core pairs are those that would go on; no ends are drafted."""
+    """How layers are drafted for transformers' beam modes: core pairs would stay live; end tokens are not drafted."""
 
     noisy: bool  # False: temperature 0, where there is no noise
     core: int  # number of pairs that the draft model by itself would keep
@@ -118,14 +119,14 @@ def candidate_count(beams: int, ends: int) -> int:
 
 @step
 def going_on(scores: Array, ends: Array, beams: int) -> Array:
-    """Return the indices of the candidates that go on: up to `beams` of largest score that did not end, best first."""
+    """Return the indices of the candidates that stay live: up to `beams` of largest score that did not end, best first."""
     alive = np.flatnonzero(~ends)
     return alive[sorted_places(scores[alive])[:beams]]
 
 
 @step
 def _chosen_as_search_does(law: JointLaw, frontier: Beams, core: Array, width: int, spec: SearchedLayers) -> Choice:
-    """Return up to `width` pairs without ends for transformers' beam modes; the core are the pairs that would go on."""
+    """Return up to `width` pairs without ends for transformers' beam modes; the core are the pairs that would stay live."""
     vocab = law.logits.shape[1]
     keys = frontier.keys if spec.noisy else frontier.keys[:0]
     every = np.ones(len(core), dtype=np.bool_)
@@ -155,7 +156,7 @@ def draw_pairs(odds: Array, count: int, again: bool, dice: Any) -> Array:
     left = odds.copy()
     places = np.empty(count, dtype=np.int64)
     for draw in range(count):
-        if not (left > 0).any():  # the probabilities that are left are too small for a float
+        if not (left > 0).any():  # the remaining probabilities have rounded to 0
             return places[:draw]
         places[draw] = pick(dice, left)
         if not again:
@@ -388,7 +389,7 @@ def thinned(spec: Any, drafted: Drafted) -> Drafted:
 @thinned.of(SharedLayers, SearchedLayers)
 @step
 def thinned_by_budget(spec: Any, drafted: Drafted) -> Drafted:
-    """Return a draft without the frontier nodes that its budget allows no further layer; see `thinned`."""
+    """Return a draft without the frontier nodes to which its budget allows no further layer; see `thinned`."""
     frontier = drafted.frontier
     if len(spec.budget.target_s) == 0 or len(frontier.nodes) == 0:
         return drafted
@@ -412,7 +413,7 @@ def thinned_by_budget(spec: Any, drafted: Drafted) -> Drafted:
 
 @verb(0)
 def cut(spec: Any, drafted: Drafted) -> Cut:
-    """Return the part of a draft that the target scores: the nodes that pay for their score, or all of them."""
+    """Return the part of a draft that the target scores: the nodes whose rows pay for their cost, or all of them."""
     return uncut(drafted.forest)
 
 
@@ -566,7 +567,7 @@ class GrowingBeams:
             forest = self.drafted.forest
             rows = processed_rows(rows, session.warp, lambda: session.paths(forest, frontier.nodes))
             law = law_of_beams(rows, frontier, session.warp)
-        except (DeadEnd, BrokenProcessor):  # on a drafted path, which the target need not take
+        except (DeadEnd, BrokenProcessor):  # on a drafted path, which the target may never take
             self.end()
             return
         width = self.shape.width
@@ -608,7 +609,8 @@ class BeamDrafter:
             cuts them.
         coupling: "noise": draft under the noise of the target; "rejection": draw by dice and state the law.
         replacement: draw with replacement, independently, instead of without (coupling "rejection" only).
-        search: draft for transformers' beam modes, in which an ended beam frees its place, so ends are not drafted.
+        search: draft for transformers' beam modes, in which an ended beam frees its place, so end tokens are not
+            drafted.
         keeps_rows: pass on the laws that layers were drawn from, for rules that choose widths by them.
         width: how the target chooses the widths of layers; None: they all have `beams` draws.
     """

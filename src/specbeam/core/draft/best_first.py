@@ -65,10 +65,10 @@ class BestFirstDraft(NamedTuple):
     values: Array  # float64[nodes]: log values; those of the roots are relative to the best beam
     roots: int
     candidates: Candidates
-    surest: float  # largest draft probability of an expanded node below the last frontier; 1 if there is none
+    surest: float  # largest draft probability of an expanded node below the last frontier; 1 without one
     layers: int  # number of layers so far
-    depth: int  # most layers
-    width: int  # most nodes
+    depth: int  # maximum number of layers
+    width: int  # maximum number of nodes
 
 
 @start_growth.of(BestFirstSpec)
@@ -91,7 +91,7 @@ def _best_values(draft: BestFirstDraft, candidates: Candidates) -> Array:
 
 @open_step
 def _considered(draft: BestFirstDraft, rows: Any, spec: BestFirstSpec) -> tuple[Candidates, int]:
-    """Return the likeliest candidates below the frontier, and SOUND; or BROKEN if a row holds NaN or +inf."""
+    """Return the likeliest candidates below the frontier, and SOUND, or BROKEN if a row contains NaN or +inf."""
     most = len(draft.frontier) * spec.top
     values = np.empty(most)
     parents = np.empty(most, dtype=np.int64)
@@ -329,7 +329,7 @@ class DrawsSpec(NamedTuple):
     """The growth of a tree by draws of the largest value."""
 
     least: float  # least value of a draw
-    greedy: bool  # whether the likeliest tokens are taken in place of draws
+    greedy: bool  # whether to take the likeliest tokens instead of drawing
     truncation: Truncation
     eos: Array  # int64[ends]
     stops: StopSpec = NO_STOP  # how the controller may end a draft between layers
@@ -344,7 +344,7 @@ class DrawsDraft(NamedTuple):
     roots: int
     laws: StatedLaws
     surest: float  # largest draft probability of a draw of the newest layer; 1 if it has none
-    width: int  # most nodes
+    width: int  # maximum number of nodes
 
 
 @start_growth.of(DrawsSpec)
@@ -358,7 +358,7 @@ def start_draws(roots: Forest, spec: DrawsSpec, live: Beams, depth: int, width: 
 
 @step
 def _draw_best(draft: DrawsDraft, law_ends: Array, odds: Array, spec: DrawsSpec, dice: Any) -> tuple[LayerDraws, Array]:
-    """Draw where the next draw has the largest value, while it is enough and the budget lasts. Returns draws and values.
+    """Draw where the next draw is worth most, while it is worth `least` and the budget lasts. Returns draws and values.
 
     Args:
         law_ends: int64[frontier], the index after the law of each node in `odds`; nodes without allowed tokens have none.
@@ -430,7 +430,7 @@ def nodes_of_draws(drafts: DrawsSpec, roots: int, depth: int, width: int) -> int
 
 @uniforms_of.of(DrawsSpec)
 def uniforms_of_draws(drafts: DrawsSpec, roots: int, depth: int, width: int) -> int:
-    """Return a bound: one uniform for each draw, and two for its trial; draws of end tokens are no nodes."""
+    """Return a bound: one uniform for each draw, and two for its trial; draws of end tokens get no node."""
     return 3 * depth * width
 
 
@@ -441,9 +441,10 @@ register_growth(DrawsSpec)
 class BestFirstDraws(Complete):
     """A growth that draws children of the largest value first (DySpec, arXiv 2410.11744, the variant with a threshold).
 
-    The value of the next draw at a node is the value of the node times the draft probability that its earlier draws left.
-    Draws continue while the largest value is at least `least` and the tree has fewer than `shape.width` nodes. Values depend
-    on laws and on earlier draws, never on the draw in question, so each draw has the draft law without its earlier siblings.
+    The value of the next draw at a node is the value of the node times the draft probability that its earlier draws
+    left over. Draws continue while the largest value is at least `least` and the tree has fewer than `shape.width`
+    nodes. Values depend on laws and on earlier draws, never on the draw in question, so each draw has the draft law
+    without its earlier siblings.
     """
 
     least: float = 0.05

@@ -1,4 +1,4 @@
-"""DRAFT: chains whose tokens have siblings, more of them where the draft model is less sure (SWIFT, arXiv 2410.06916)."""
+"""DRAFT: chains whose tokens have siblings, more where the draft model is less sure (SWIFT, arXiv 2410.06916)."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ from specbeam.core.laws.reduce import BROKEN, SOUND, exponentials
 from specbeam.core.laws.rows import RowLaw
 from specbeam.core.steps import Array, borrowed, step
 
-Counts = tuple[tuple[float, int], ...]  # (odds, number of children), descending: of the first odds that are exceeded
+Counts = tuple[tuple[float, int], ...]  # (odds, number of children), by descending odds; the first exceeded odds count
 OF_BEST: Counts = ((0.95, 3), (0.8, 5), (0.5, 8), (0.0, 10))
 OF_DRAWN: Counts = ((0.95, 1), (0.8, 3), (0.5, 5), (0.0, 10))
 
@@ -49,14 +49,14 @@ class CaterpillarSpec(NamedTuple):
         Array  # float64[classes], descending: a first draw is of the first class whose odds it exceeds, or of the last
     )
     counts: Array  # int64[classes]: number of children, the first included
-    greedy: bool  # whether children are the likeliest tokens; if not, they are drawn without replacement
+    greedy: bool  # True: children are the likeliest tokens; False: they are drawn without replacement
     truncation: Truncation
     eos: Array  # int64[ends]
     stops: StopSpec = NO_STOP  # how the controller may end a draft between layers
 
 
 class CaterpillarDraft(NamedTuple):
-    """Chains while they grow, and the siblings of their tokens, which become nodes after the last layer."""
+    """Chains while they grow, with the siblings of their tokens, which become nodes after the last layer."""
 
     forest: Forest  # of the chains alone
     frontier: Array  # int64[frontier]: nodes whose children are drawn next
@@ -91,7 +91,7 @@ def number_of_children(spec: CaterpillarSpec, odds: float) -> int:
 
 @step
 def draw_family(logp: Array, odds: Array, spec: CaterpillarSpec, dice: Any) -> Array:
-    """Return the children of a node as indices into its law, int64[children]; the chain goes on by the first one."""
+    """Return the children of a node as indices into its law, int64[children]; the chain continues with the first one."""
     if spec.greedy:
         return likeliest_places(logp, number_of_children(spec, odds.max()))
     left = odds.copy()
@@ -137,7 +137,7 @@ def _with_frontier(draft: CaterpillarDraft, frontier: Array, surest: float) -> C
 def _with_family(
     draft: CaterpillarDraft, parent: int, law: RowLaw, spec: CaterpillarSpec, dice: Any
 ) -> CaterpillarDraft:
-    """Return chains with the children of one node: the first is a node, unless it is an end; the others will be."""
+    """Return chains with the children of one node: the first becomes a node now, unless it is an end, the others later."""
     odds = exponentials(law.logp)
     places = draw_family(law.logp, odds, spec, dice)
     first = places[0]
@@ -212,12 +212,12 @@ register_growth(CaterpillarSpec)
 class Caterpillar(Complete):
     """A growth of chains in which each token has siblings, which are leaves and never scored by the draft model.
 
-    The chain goes on by the first draw under a node. The number of further draws depends on the odds of the first one, which
-    is tried before them, so each is still drawn from the law that it is tried against.
+    The chain continues with the first draw under a node. The number of further draws depends on the odds of the first
+    one, which is tried before them, so each draw still has the law that it is tried against.
 
     Args:
-        of_drawn: number of children by the odds of the first, if they are drawn, without replacement.
-        of_best: the same if they are the likeliest tokens, at temperature 0.
+        of_drawn: number of children by the odds of the first, if they are drawn (without replacement).
+        of_best: the same for the likeliest tokens, at temperature 0.
     """
 
     of_drawn: Counts = OF_DRAWN

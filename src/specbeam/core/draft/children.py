@@ -19,7 +19,7 @@ class Draws:
     tokens: list[int]
     law: Law | None = None  # the law of the draws; None: unknown
     replacement: bool = False  # whether they were drawn with replacement
-    deterministic: bool = False  # whether they were chosen and not drawn
+    deterministic: bool = False  # whether they were chosen, not drawn
 
 
 @runtime_checkable
@@ -55,13 +55,13 @@ class Distinct:
 
     @property
     def way(self) -> int:
-        """The way in which steps draw them."""
+        """The number of this way for steps."""
         return STRUCK_OUT_THEN_ANY if self.fallback else STRUCK_OUT
 
 
 @dataclass(frozen=True)
 class Best:
-    """The likeliest tokens, chosen and not drawn (EAGLE-2, OPT-Tree, Medusa trees)."""
+    """The likeliest tokens, chosen instead of drawn (EAGLE-2, OPT-Tree, Medusa trees)."""
 
     way: int = LIKELIEST
 

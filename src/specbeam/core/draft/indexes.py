@@ -1,4 +1,4 @@
-"""DRAFT without a model, as steps: an index of a growing text finds earlier occurrences of its last tokens.
+"""DRAFT without a model, as steps: indexes of a growing text that find earlier occurrences of its last tokens.
 
 Each kind of index is a record of arrays that has registered `add_token` and `find_after`.
 """
@@ -26,8 +26,8 @@ def find_after(index: Any, offset: int, texts: Texts, beam: int, depth: int) -> 
 
     Args:
         offset: number of tokens before the first new one.
-        texts: the new tokens of the live beams; the index has read what all of them share.
-        depth: the most tokens to return.
+        texts: the new tokens of the live beams; the index has read their common prefix.
+        depth: maximum number of tokens to return.
     """
 
 
@@ -39,7 +39,7 @@ def hashed(before: int, number: int) -> int:
 
 @step
 def read_text(index: Any, offset: int, texts: Texts) -> None:
-    """Add to an index the tokens that it lacks, up to the last new token that all live beams share."""
+    """Add the missing tokens to an index, up to the last new token that all live beams share."""
     stop = min(offset + texts.sizes[SETTLED], len(index.text))
     for place in range(index.numbers[READ], stop):
         token = index.text[place] if place < offset else texts.tokens[0, place - offset]
@@ -54,7 +54,7 @@ def token_of_beam(index: Any, offset: int, texts: Texts, beam: int, place: int) 
 
 @borrowed
 class GramIndex(NamedTuple):
-    """An index of where each run of up to `longest` tokens occurred last (or first), as a hash table."""
+    """A hash table of where each run of up to `longest` tokens occurred last (or first)."""
 
     text: Array  # int64[capacity]
     places: Array  # int64[slots]: the index after a run; 0: the slot is free
@@ -101,7 +101,7 @@ def _slot_of_run(index: GramIndex, run: Array, size: int, code: int) -> int:
 @add_token.of(GramIndex)
 @step
 def add_to_grams(index: GramIndex, token: int) -> None:
-    """Store the next place for each run that the text ended with; see `add_token`."""
+    """Append a token, and store its index for each run that ends before it; see `add_token`."""
     place = index.numbers[READ]
     longest = min(index.longest, place)
     run = np.empty(longest, dtype=np.int64)

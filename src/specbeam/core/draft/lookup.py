@@ -1,6 +1,6 @@
-"""DRAFT without a model: continue the text as it continued when its last tokens occurred before.
+"""DRAFT without a model: repeat what followed an earlier occurrence of the last tokens.
 
-Nothing is drawn, but the drafts depend on the text, so they can be matched and not tried.
+Nothing is drawn, but the drafts depend on the text, so they can be matched but not tried.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ RETRIEVED = "retrieves its drafts"  # the reason why their law is unknown
 def retrieved_chains(session: Session, guesses: list[list[int]]) -> Forest:
     """Return a chain of guesses under each live beam, cut before the first end token or banned token.
 
-    Guesses that are kept nodes of earlier turns get no second node.
+    Guesses that are already nodes, kept from earlier turns, get no second node.
     """
     sizes = np.array([len(chain) for chain in guesses])
     stops = np.cumsum(sizes)
@@ -88,7 +88,7 @@ class Retrieval:
     no_law_reason: ClassVar[str] = RETRIEVED
 
     def make_index(self, room: int) -> Any:
-        """Return an empty index with room for `room` tokens."""
+        """Return an empty index with capacity for `room` tokens."""
         raise NotImplementedError
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
@@ -117,9 +117,9 @@ class Retrieval:
 
 
 def updated_index(owner: object, session: Session, make: Callable[[int], Any]) -> Any:
-    """Return the index of a session, with capacity for its text after a run, and with source and prompt in its text.
+    """Return the index of a session, with capacity for the text of a run; its text begins with source and prompt.
 
-    Steps add the tokens of the text; a larger index that replaces a full one gets all of them again.
+    Steps add the generated tokens; if a larger index replaces a full one, all tokens are added again.
     """
     needed = len(session.read) + len(session.prompt) + session.length + SPAN
     index = session.state.get(owner)
@@ -135,8 +135,8 @@ class PromptLookup(Retrieval):
     """A drafter that continues the last (or first) earlier match of the last tokens (prompt lookup decoding).
 
     Args:
-        longest: length of the longest match that is tried; shorter ones are tried after it, down to one token.
-        match: which of several matches to continue.
+        longest: length of the longest match to look for; shorter ones follow, down to one token.
+        match: which match to continue if there are several.
     """
 
     longest: int = 3

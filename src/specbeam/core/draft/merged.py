@@ -1,4 +1,4 @@
-"""DRAFT: unions of trees, pruned trees, and trees of graphs that merge repeated tokens."""
+"""DRAFT: unions of trees, pruned trees, and trees unrolled from graphs that merge repeated tokens."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -96,7 +96,7 @@ class ManyDrafters:
 
     def settle(self, session: Session, turn: Turn) -> None:
         own, renamings = session.state.pop(self, ([turn.forest] * len(self.drafters), None))
-        if renamings is None:  # nothing was drafted, as a model was not ready
+        if renamings is None:  # nothing was drafted, because a model was not ready
             for drafter in self.drafters:
                 drafter.settle(session, turn)
             return
@@ -111,7 +111,7 @@ class ManyDrafters:
 
 @dataclass(frozen=True)
 class Pruned:
-    """A drafter that prunes the trees of another one by the target's first layers (ProPD, arXiv 2402.13485).
+    """A drafter that prunes the trees of another drafter by the target's first layers (ProPD, arXiv 2402.13485).
 
     A node stays if its token is among the `top` likeliest after its parent under `early`, the target's first layers. Pruning
     depends on the tokens, so drawn groups become LOST; CHOSEN groups stay CHOSEN.
@@ -150,7 +150,7 @@ class Pruned:
 
     def settle(self, session: Session, turn: Turn) -> None:
         drafted = session.state.pop(self, None)
-        whole = turn if drafted is None else turn.on(*drafted)  # None: nothing was drafted, as a model was not ready
+        whole = turn if drafted is None else turn.on(*drafted)  # None: nothing drafted, because a model was not ready
         self.drafter.settle(session, whole)
         self.early.settle(session, whole)
 
@@ -181,15 +181,15 @@ class Graph(Complete):
     """A growth that drafts a repeated run of tokens only once (GSD, arXiv 2407.16207).
 
     A candidate that repeats an earlier node and the `context` tokens before it gets an edge to that node instead of a node
-    of its own. At the end the graph is unrolled into a tree. An edge never leads to a node from which its start can be
-    reached, so the graph has no cycles. Copies reuse what was drafted in another context, so all groups are LOST.
+    of its own. At the end the graph is unrolled into a tree. No edge leads to a node from which its start can be
+    reached, so the graph has no cycles. Copies reuse drafts from another context, so all groups are LOST.
 
     Args:
         top: number of candidates per node.
         context: number of tokens before the candidate that must agree as well; -1: never merge.
         least: a node of smaller draft probability gets no children.
         least_sibling: candidates whose draft probability is below this share of their best sibling's are left out.
-        most_nodes: the most nodes of the unrolled trees, roots included.
+        most_nodes: maximum number of nodes of the unrolled trees, including roots.
     """
 
     top: int = 4
@@ -251,7 +251,7 @@ class Graph(Complete):
         queue = [(root, root, 0) for root in kept]  # (node, node of the graph that it stands for, its depth)
         while queue and len(kept) < self.most_nodes:
             node, origin, depth = queue.pop(0)
-            if depth >= tree.session.remaining - 1:  # merged edges may lead deeper than was drafted
+            if depth >= tree.session.remaining - 1:  # merged edges may lead deeper than the draft
                 continue
             for target in edges.get(origin, []):
                 if len(kept) == self.most_nodes:

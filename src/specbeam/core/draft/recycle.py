@@ -47,7 +47,7 @@ def template() -> list[Ranks]:
 
 
 def likeliest(nodes: int) -> tuple[Ranks, ...]:
-    """Return the `nodes` paths of the template of smallest rank sum plus depth; parents always come before children."""
+    """Return the `nodes` paths of the template with the smallest sum of ranks plus depth, parents before children."""
     return tuple(sorted(template(), key=lambda path: (sum(path) + len(path), path))[:nodes])
 
 
@@ -55,7 +55,7 @@ def likeliest(nodes: int) -> tuple[Ranks, ...]:
 class Successors:
     """A table of the `k` tokens that the target last found likeliest after each token.
 
-    All sessions share it and it outlives calls, so drafts learn from other requests. Outputs never depend on it.
+    All sessions and calls share it, so drafts learn from other requests. Outputs never depend on it.
     """
 
     table: Int32[np.ndarray, "vocab k"]  # row t: the tokens after token t, likeliest first
@@ -66,7 +66,7 @@ class Successors:
         return cls(np.zeros((vocab, k), dtype=np.int32))
 
     def learn(self, tokens: np.ndarray, best: np.ndarray) -> None:
-        """Store each row of `best` for its token of `tokens`; of equal tokens the last, deepest one counts."""
+        """Store each row of `best` for its token of `tokens`; for equal tokens the last (deepest) one counts."""
         for token, row in zip(tokens.tolist(), best, strict=True):
             self.table[token, : len(row)] = row
 
@@ -190,7 +190,7 @@ def nodes_with_children(filled: FilledTree, depth: int, spec: RecyclingSpec) -> 
 
 @step
 def fill_layer(filled: FilledTree, depth: int, spec: RecyclingSpec, followers: Array, counts: Array) -> None:
-    """Add layer `depth` to a tree. Of equal siblings the one of smallest rank stays; end tokens get no node.
+    """Add layer `depth` to a tree. Of equal siblings, the one with the smallest rank remains; end tokens get no node.
 
     Args:
         followers: int[n, k], the tokens in the table after each of `nodes_with_children`.
@@ -305,7 +305,7 @@ def most_recycled_nodes(drafts: RecyclingSpec, roots: int, depth: int, width: in
 
 @step
 def learn_rows(table: Array, tokens: Array, rows: Array) -> None:
-    """Store the likeliest tokens of each row for its token; of equal tokens the last, deepest one counts.
+    """Store the likeliest tokens of each row for its token; for equal tokens the last (deepest) one counts.
 
     Args:
         table: int32[vocab, k], see `Successors`.
@@ -335,7 +335,7 @@ class TokenRecycling:
 
     Args:
         memory: the table.
-        ranks: rank paths of the tree, parents before children: (0, 2) is the third likeliest token after the likeliest one.
+        ranks: rank paths of the tree, parents before children: (0, 2) is the third likeliest token after the likeliest.
     """
 
     memory: Successors
@@ -364,8 +364,7 @@ class TokenRecycling:
     def _allowed_followers(
         self, session: Session, filled: FilledTree, nodes: Int64[np.ndarray, " n"]
     ) -> tuple[Int32[np.ndarray, "n k"], Int64[np.ndarray, " n"]]:
-        """Return the tokens in the table after each of these equally deep nodes, and how many the constraint allows.
-
+        """Return the tokens in the table after each of these equally deep nodes, and the number of allowed ones.
         Allowed tokens come first.
         """
         size = int(filled.sizes[NODES])
@@ -377,7 +376,7 @@ class TokenRecycling:
         return np.take_along_axis(rows, order, axis=1), allowed.sum(axis=1)
 
     def spec(self, session: Session) -> RecyclingSpec | None:
-        """Return how steps fill trees; None if the session has a constraint, which has to see the drafts."""
+        """Return the spec by which steps fill trees; None if a constraint of the session has to see the drafts."""
         return None if session.warp.constraint is not None else self._spec(session)
 
     def _spec(self, session: Session) -> RecyclingSpec:
@@ -389,6 +388,6 @@ class TokenRecycling:
         tokens = turn.forest.tokens[turn.scored_nodes]
         if rows.device.type == "cpu":
             learn_rows(self.memory.table, tokens, on_host(rows))
-        else:  # rows are slow to copy
+        else:  # avoid copying rows, which is slow
             best = rows.topk(min(self.memory.table.shape[1], rows.shape[1]), dim=-1).indices
             self.memory.learn(tokens, best.cpu().numpy().astype(np.int32))

@@ -38,8 +38,8 @@ def find_chains(spec: RetrievalSpec, texts: Texts, depth: int) -> tuple[Array, A
 def hang_chains(roots: Forest, tokens: Array, starts: Array, stops: Array, eos: Array) -> Forest:
     """Return a forest with a chain under each root, the tokens from starts[k] to before stops[k] under root k.
 
-    A chain ends before its first end token, or negative token, which stands for an embedding in a prompt. Tokens that are
-    nodes of the forest already get no second node. All groups are LOST.
+    A chain ends before its first end token or negative token; the latter stands for an embedding in a prompt. Tokens
+    that already are nodes of the forest get no second node. All groups are LOST.
 
     Args:
         roots: the forest that a turn starts with, without groups of siblings.
@@ -92,7 +92,7 @@ def hang_chains(roots: Forest, tokens: Array, starts: Array, stops: Array, eos: 
 @draft_turn.of(RetrievalSpec)
 @step
 def draft_retrieved(drafts: RetrievalSpec, model: Any, task: DraftTask, dice: Any, spent: Array) -> tuple[Cut, int]:
-    """Hang a retrieved chain under each root; see `draft_turn`."""
+    """Return a retrieved chain under each root; see `draft_turn`."""
     starts, stops = find_chains(drafts, task.texts, task.depth)
     return uncut(hang_chains(task.roots, drafts.index.text, starts, stops, drafts.eos)), SOUND
 

@@ -45,7 +45,7 @@ class StochasticSpec(NamedTuple):
     greedy: bool  # whether the sequences of a layer are the likeliest ones, without noise
     truncation: Truncation
     eos: Array  # int64[ends]
-    vocab: int = 0  # number of tokens of the draft model, which bounds the uniforms per node
+    vocab: int = 0  # size of the draft model's vocabulary, which bounds the uniforms per node
     stops: StopSpec = NO_STOP  # how the controller may end a draft between layers
 
 
@@ -64,12 +64,12 @@ class StochasticDraft(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """The best sequences of a layer so far, by descending value; of equal values the first comes first."""
+    """The best sequences of a layer so far, by descending value; equal values are in the order of insertion."""
 
     values: Array  # float64[width]: perturbed log-likelihoods
     numbers: Array  # int64[width]: of the parent in the frontier
     places: Array  # int64[width]: of the token in the law of the parent
-    held: Array  # int64[1]: how many there are
+    held: Array  # int64[1]: number of sequences so far
 
 
 @start_growth.of(StochasticSpec)
@@ -83,7 +83,7 @@ def start_stochastic(roots: Forest, spec: StochasticSpec, live: Beams, depth: in
 
 @step
 def _offer(best: Sequences, value: float, number: int, place: int) -> None:
-    """Insert a sequence into the best ones if it is one of them; sequences are offered by ascending number of the parent."""
+    """Insert a sequence if it is one of the best; sequences are offered by ascending number of the parent."""
     held = best.held[0]
     rank = held
     while rank > 0:

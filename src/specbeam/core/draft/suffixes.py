@@ -1,4 +1,4 @@
-"""DRAFT without a model, as steps: a suffix automaton of a growing text finds its longest suffix that occurred before.
+"""DRAFT without a model, as steps: a suffix automaton finds the longest suffix of a growing text that occurred before.
 
 States and edges are numbered in the order of their creation; state 0 is the empty string.
 
@@ -115,7 +115,7 @@ def _next_match(index: SuffixIndex, state: int, matched: int, token: int) -> tup
 
 @step
 def _split(index: SuffixIndex, above: int, below: int, token: int) -> int:
-    """Split the shorter strings off state `below`, to which an edge leads from `above`; return their new state.
+    """Split the shorter strings off state `below`, reached by an edge from `above`; return their new state.
 
     If the match is in the split state and is one of the shorter strings, it moves with them.
     """
@@ -139,7 +139,7 @@ def _split(index: SuffixIndex, above: int, below: int, token: int) -> int:
 @add_token.of(SuffixIndex)
 @step
 def add_to_suffixes(index: SuffixIndex, token: int) -> None:
-    """Extend the match by a token, then insert the token, so that the match is always earlier; see `add_token`."""
+    """Extend the match by a token, and only then insert the token, so that the match is always earlier; see `add_token`."""
     numbers = index.numbers
     state, matched = _next_match(index, numbers[STATE], numbers[MATCHED], token)
     numbers[STATE] = state

@@ -1,7 +1,7 @@
 """DRAFT: token trees that a draft model grows layer by layer. A growth decides their shape.
 
-Rules that try drafts against their law work with one live beam, and so with trees of one root. Beam search only needs the
-nodes: with several live beams a tree grows under each, and the likelier beams get the larger part of a budget.
+Rules that try drafts against their law take one live beam, and so a tree with one root. Beam search needs only the
+nodes: with several live beams a tree grows under each, and likelier beams get a larger part of the budget.
 """
 
 import itertools
@@ -58,7 +58,7 @@ ROOM = 4096  # initial capacity for the probabilities of stated laws
 
 @borrowed
 class TreeSpec(NamedTuple):
-    """The topology of a tree and the way of drawing children, as numbers for steps.
+    """The topology of a tree and its way of drawing children, in the form that steps take.
 
     Each node has a place in the topology, 0 for roots. A node at place t gets counts[t] children; the k-th draw, from k = 0
     on, has the place first[t] + k * apart.
@@ -66,7 +66,7 @@ class TreeSpec(NamedTuple):
 
     counts: Array  # int64[places]
     first: Array  # int64[places]
-    apart: int  # 1; or 0: all children of a node have the same place, because counts depend on the layer only
+    apart: int  # 1; or 0, if all children of a node share a place because counts depend only on the layer
     way: int  # ONE_BY_ONE, STRUCK_OUT, STRUCK_OUT_THEN_ANY, LIKELIEST or LIKELIEST_AND_ONE
     truncation: Truncation
     eos: Array  # int64[ends]
@@ -110,7 +110,7 @@ class TreeDraft(NamedTuple):
 
 @step
 def start_tree(roots: Forest, room: int) -> TreeDraft:
-    """Return a tree without layers, with capacity for `room` probabilities of stated laws."""
+    """Return a tree without layers, with capacity for `room` probabilities in stated laws."""
     size = len(roots.tokens)
     frontier = np.arange(size)
     places = np.zeros(size, dtype=np.int64)
@@ -169,7 +169,7 @@ def add_draw(born: Newborn, token: int, node: int) -> None:
 
 @step
 def bear(born: Newborn, siblings_from: int, parent: int, token: int, logq: float, place: int, eos: Array) -> None:
-    """Add a draw under a parent. End tokens get no node, and draws of the same token share one.
+    """Add a draw under a parent. End tokens get no node; draws of the same token share one.
 
     Args:
         siblings_from: number of nodes of the layer that were added before the first child of this parent.
@@ -637,12 +637,12 @@ def tosses_of_tree(drafts: Any) -> int:
 
 
 def keep_tosses_of_tree(drafts: Any, used: int) -> None:
-    """Take back the coins after the first `used`; see `keep_tosses`."""
+    """Undo the tosses after the first `used` coins; see `keep_tosses`."""
     drafts.stops.coins.used[0] = used
 
 
 def register_growth(spec: type) -> None:
-    """Let turns grow trees by the steps that a spec has registered, and end their drafts by its field `stops`."""
+    """Register a spec so that turns grow trees by its steps, and end drafts by its field `stops`."""
     draft_turn.of(spec)(draft_tree)
     learn_from.of(spec)(learn_stop_of_tree)
     tosses_of.of(spec)(tosses_of_tree)
@@ -654,7 +654,7 @@ register_growth(TreeSpec)
 
 @dataclass(eq=False)
 class GrowingTree:
-    """One session's tree while it grows. The draft model scores all nodes of `forest`; leaves may be added at the end."""
+    """One session's tree while it grows. The draft model scores all nodes of `forest`, except leaves added at the end."""
 
     session: Session
     shape: Shape
@@ -688,7 +688,7 @@ class GrowingTree:
     def laws(self, rows: Rows) -> list[RowLaw]:
         """Return the draft laws of the frontier, without ends and nodes that allow no token, which leave the frontier.
 
-        Logits processors need not support paths after an end token.
+        They leave because logits processors need not support paths after an end token.
         """
         eos = self.session.limits.eos
         frontier = self.frontier.tolist()
@@ -711,11 +711,11 @@ class GrowingTree:
 class Growth(Protocol):
     """A part that decides the shape of a tree: by steps, with a method `spec` as in `Branching`, or as `GrowthInPython`.
 
-    If its drafts must not be tried, it states the reason in an attribute `no_law_reason`.
+    If its drafts cannot be tried, an attribute `no_law_reason` states the reason.
     """
 
     def finish(self, tree: GrowingTree) -> None:
-        """Add leaves that the draft model need not score, and choose which nodes are passed on, after the last layer."""
+        """After the last layer, add leaves that the draft model need not score, and choose which nodes are passed on."""
 
 
 class GrowthInPython(Growth, Protocol):
@@ -769,14 +769,14 @@ class TreeDrafter:
         return [self._finish(tree) for tree in trees]
 
     def spec(self, session: Session) -> Any:
-        """Return the numbers by which compiled turns grow trees; None if Python draws children or makes laws."""
+        """Return the spec by which compiled turns grow trees; None if Python draws children or makes laws."""
         if session.warp.others or not self.counts_passes:
             return None
         spec = self._spec_of_layers(session)
         return None if isinstance(spec, OwnChildrenSpec) else spec
 
     def _spec_of_layers(self, session: Session) -> Any:
-        """Return the numbers by which steps add a layer, given the rows or laws of the frontier; None if Python adds it."""
+        """Return the spec by which steps add a layer, given the rows or laws of the frontier; None if Python adds it."""
         if not hasattr(self.growth, "spec"):
             return None
         warp = session.warp
@@ -898,7 +898,7 @@ def _confidence(forest: Forest, before: Forest, laws: dict[int, RowLaw]) -> floa
     for number in range(before.siblings.size, forest.siblings.size):
         group = forest.siblings.group(number)
         drawn += zip(group.draw_parents.tolist(), group.tokens.tolist(), strict=True)
-    if not drawn:  # the growth adds groups only at the end
+    if not drawn:  # growths may add all groups at the end
         drawn += zip(forest.parents[before.size :].tolist(), forest.tokens[before.size :].tolist(), strict=True)
     odds: list[float] = []
     for parent, token in drawn:
@@ -932,7 +932,7 @@ class Complete:
         """Do nothing."""
 
 
-DEEPEST = 64  # least number of layers in the layout of fixed counts
+DEEPEST = 64  # minimum number of layers in the layout of fixed counts
 
 
 def _spec_of_layout(
@@ -988,7 +988,7 @@ class FixedTree(Complete):
         if constrained and isinstance(spec, TreeSpec) and spec.way == STRUCK_OUT_THEN_ANY:
             return spec._replace(
                 way=STRUCK_OUT
-            )  # no fallback: beyond the support of a law nearly all tokens are banned
+            )  # no fallback: outside the support of a law nearly all tokens are banned
         return spec
 
     @cached_property

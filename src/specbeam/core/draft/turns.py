@@ -28,7 +28,7 @@ def uncut(forest: Forest) -> Cut:
 
 
 class DraftTask(NamedTuple):
-    """What a drafter gets for a turn."""
+    """The input of a drafter for one turn."""
 
     roots: Forest  # a root for each live beam, then nodes whose rows are known
     live: Beams

@@ -1,9 +1,10 @@
 """DRAFT: blocks of tokens that a denoiser unmasks in several steps (SpecDiff, arXiv 2408.05636).
 
 All drafts of a block begin as masks. Each step computes the law of each mask, given the known tokens, and replaces some
-masks by tokens. So a token may be drawn before tokens to its left, which then depend on it. Given these, its law is not the
-one that it was drawn from, but a rule that tries drafts needs that law: such drafts can only be matched. If masks become
-tokens from left to right, or all in one step, each token is drawn from its law given those to its left, and can be tried.
+masks by tokens. So a token may be drawn before tokens to its left, which then depend on it. A rule that tries drafts
+needs the law of a token given the tokens to its left, which differs from the law that it was drawn from: such drafts
+can only be matched. If masks become tokens from left to right, or all in one step, each token is drawn from its law
+given the tokens to its left, and can be tried.
 """
 
 import math
@@ -66,7 +67,7 @@ class MaskedBlocks:
 
 @dataclass(frozen=True)
 class Unmasking:
-    """A drafter of one chain below each beam, unmasked in several steps, by one pass of the model each.
+    """A drafter of one chain below each beam, unmasked in several steps of one model pass each.
 
     Each step unmasks an equal share of the remaining masks, rounded up.
 
@@ -75,7 +76,7 @@ class Unmasking:
         steps: number of steps.
         order: the order of masks: by the probability of their likeliest tokens ("confidence"), at random ("random"), or
             "left to right".
-        drawn: whether tokens are drawn from their laws; if not, they are the likeliest.
+        drawn: True: tokens are drawn from their laws; False: they are the likeliest.
     """
 
     lm: Any  # an `LM` that is `Denoising`
@@ -195,7 +196,7 @@ class Unmasking:
 
 
 def no_law_reason(steps: int, order: Order, drawn: bool) -> str:
-    """Return why the law of these drafts is unknown, as the end of a sentence "RECIPE ..."; "" if it is known."""
+    """Return why the law of these drafts is unknown, as the predicate of a sentence "RECIPE ..."; "" if it is known."""
     if not drawn or steps == 1 or order == "left to right":
         return ""
     return "draws tokens before those to their left, so their law given these is not known"

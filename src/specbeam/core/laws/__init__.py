@@ -5,4 +5,4 @@ All computations that scale with the vocabulary are in this package.
 
 from specbeam.core.lazy import attached
 
-__getattr__, __dir__, __all__ = attached(__name__, __file__)  # the names stand in __init__.pyi
+__getattr__, __dir__, __all__ = attached(__name__, __file__)  # names are listed in __init__.pyi

@@ -1,6 +1,6 @@
 """Edits of logits by steps: repetition penalty, minimum number of new tokens, banned tokens.
 
-They equal transformers' processors. All other processors run in Python (laws/warp.py).
+They have the results of transformers' processors. All other processors run in Python (laws/warp.py).
 """
 
 from typing import NamedTuple
@@ -88,7 +88,7 @@ def edited_rows(rows: Array, nodes: Array, tokens: Array, parents: Array, edits:
 
 @step
 def rows_with_bans(rows: Array, edits: Edits) -> Array:
-    """Return an edited copy of rows of logits, float[n, vocab], for edits that do not depend on the text."""
+    """Return an edited copy of rows of logits, float[n, vocab], given edits that do not depend on the text."""
     edited = log_probabilities(rows) if edits.of_logp else rows.copy()
     _ban_tokens(edited, edits.banned)
     return edited

@@ -10,8 +10,8 @@ from specbeam.core.steps import Array, step
 TILTS = (1.0, -1.0, 1 / 4, -1 / 4, 1 / 16, -1 / 16, 1 / 64, -1 / 64)  # size and side of each bet
 BETS = len(TILTS)
 ACCEPT_SURPRISE, ACCEPT_VARIANCE, LOGP_SURPRISE, LOGP_VARIANCE, TRIALS, DRAWS, IMPOSSIBLE, FIRST_BET = range(8)
-UNLIKELY = -16.0  # draws of lower log-odds count as one outcome, so that the long tail of a law costs little
-SMALLEST = 1e-300  # odds below this are left out of a mean: exp(-log(odds)) would overflow
+UNLIKELY = -16.0  # draws of lower log-odds count as a single outcome, so that the long tail of a law costs little
+SMALLEST = 1e-300  # smaller odds are left out of a mean, because exp(-log(odds)) would overflow
 _TILTS = np.array(TILTS)
 _LARGEST_TILT_RATIO = 64.0  # the largest tilt over the smallest one
 

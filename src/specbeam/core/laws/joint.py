@@ -25,7 +25,7 @@ from specbeam.core.laws.reduce import BROKEN, DEAD, SOUND, exponentials, log_nor
 from specbeam.core.noise import ALL_TOKENS, child_keys, gumbel, with_largest
 from specbeam.core.steps import Array, step
 
-HEAD = 14.0  # pairs of probability below exp(-14) times the best pair's do not affect widths
+HEAD = 14.0  # pairs less probable than exp(-14) times the best pair do not affect widths
 
 
 class JointLaw(NamedTuple):
@@ -124,7 +124,7 @@ def likelihoods_at(law: JointLaw, pairs: Array) -> Array:
     first = 0
     for place in range(len(pairs)):
         pair = pairs[place]
-        if pair < first or pair >= first + vocab:  # neighbours usually share a beam, and divisions are slow
+        if pair < first or pair >= first + vocab:  # neighbouring pairs usually share a beam, and divisions are slow
             beam = pair // vocab
             first = beam * vocab
         logliks[place] = np.float64(law.logits[beam, pair - first]) + shift[beam]
@@ -257,7 +257,7 @@ def log_masses(law: JointLaw) -> Array:
 
 @step
 def bound_of(truncation: Truncation, noisy: bool, score: float, count: int, key: Array) -> float:
-    """Return an upper bound, up to rounding, of the values of a beam's pairs in a law without truncation, without its row.
+    """Return an upper bound, up to rounding, of a beam's values in a law without truncation, computed without its row.
 
     At temperatures up to 1 the total weight of a beam's pairs is at most exp(score / temperature), and their largest value
     is the log of this weight plus noise that only depends on the beam (see `drawn_pairs`). Without noise, values are scores,
@@ -281,7 +281,7 @@ def drawn_pairs(law: JointLaw, keys: Array, among: Array, count: int) -> tuple[A
 
     The law must have no truncation. A value is a log weight plus Gumbel noise, drawn from the top down: first the largest
     value of each beam's pairs, from the beam's total weight; then the values of its pairs, given this one. So these are
-    draws without replacement from the law, and beams that cannot win are known without their rows.
+    draws without replacement from the law, and beams that cannot win can be identified without their rows.
 
     Args:
         keys: uint64[beams]; empty for no noise.
@@ -314,7 +314,7 @@ def drawn_pairs(law: JointLaw, keys: Array, among: Array, count: int) -> tuple[A
 
 @step
 def best_of_all(law: JointLaw, keys: Array, among: Array, count: int) -> tuple[Array, Array]:
-    """Return `drawn_pairs`. A single beam needs no noise of the whole beam."""
+    """Return `drawn_pairs`, without the noise of whole beams if there is a single beam."""
     if len(law.scores) > 1:
         return drawn_pairs(law, keys, among, count)
     temperature = law.truncation.temperature
@@ -343,9 +343,10 @@ def values_within(law: JointLaw, keys: Array, support: Array, pairs: Array) -> A
 def core_and_extra(law: JointLaw, keys: Array, among: Array, core: int, width: int) -> tuple[Array, Array, int]:
     """Return up to max(core, width) pairs, their values, and the number of core pairs.
 
-    The core are the `core` best pairs of the beams `among`. The most probable other pairs, the extra ones, are added up to
-    `width` pairs. A truncation cuts only core pairs, because the target may keep pairs that the draft's truncation cuts;
-    extra pairs are then chosen without noise. The value of a truncated pair is -inf; others are log weights plus noise.
+    The core are the `core` best pairs of the beams `among`. The most probable other pairs are added as extra pairs, up
+    to `width` pairs in all. A truncation cuts only core pairs, because the target may keep pairs that the draft's
+    truncation cuts; extra pairs are then chosen without noise. The value of a truncated pair is -inf; others are log
+    weights plus noise.
 
     Args:
         keys: uint64[beams], keys of the beams' noise; empty for no noise.
@@ -372,7 +373,7 @@ def core_and_extra(law: JointLaw, keys: Array, among: Array, core: int, width: i
         is_core = among[others // vocab]
         best = others[is_core][:core]
         best_values = other_values[is_core][:core]
-        if len(best) < core and is_restricted:  # other core pairs are further down the ranking
+        if len(best) < core and is_restricted:  # the other core pairs are further down the ranking
             best, best_values = best_of_all(law, keys, among, core)
     pairs = np.empty(max(width, len(best)), dtype=np.int64)
     values = np.empty(len(pairs))
@@ -393,7 +394,7 @@ class Choice(NamedTuple):
     parents: Array  # int64[pairs]: index of the beam that each pair extends
     tokens: Array  # int64[pairs]
     values: Array  # float64[pairs]: see `core_and_extra`; NaN if the pairs were drawn by dice
-    scores: Array  # float64[pairs]: log-likelihood of the extended beams
+    scores: Array  # float64[pairs]: log-likelihoods of the extended beams
     keys: Array  # uint64[pairs]: keys of the extended beams
     ends: Array  # bool[pairs]: whether the token is an end token
     core: int  # number of core pairs

@@ -1,4 +1,4 @@
-"""Descriptions of output laws, as reports and the catalogue of methods print them."""
+"""Descriptions of output laws in reports and in the catalogue of methods."""
 
 EXACT = "exact: plain sampling"
 UNKNOWN = "unknown: the rule does not state the law of its output"

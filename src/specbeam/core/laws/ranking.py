@@ -1,6 +1,6 @@
 """The best (beam, token) pairs, with or without noise, and the pairs that temperature, top-k, top-p and min-p keep.
 
-They are found without sorting the vocabulary. A pair is the number beam * vocabulary size + token. Pairs are compared in
+All are found without sorting the vocabulary. A pair is the number beam * vocabulary size + token. Pairs are compared in
 float64; float32 only preselects them.
 """
 
@@ -15,7 +15,7 @@ from specbeam.core.steps import BLOCK, Array, step
 BUCKETS = 4096  # number of buckets of values, by the distance to the largest value
 BUCKETS_PER_NAT = 64
 INSERTED = 512  # maximum length of rankings made by insertion; longer ones sort the top buckets
-FIRST_LOOK = 64  # number of pairs ranked at first without a top-k
+FIRST_LOOK = 64  # number of pairs in the first ranking without a top-k
 GROWTH = 8  # growth factor of each further ranking
 
 
@@ -331,7 +331,7 @@ def sorted_places(values: Array) -> Array:
 def ascending(numbers: Array) -> Array:
     """Return integers, int64[n], in ascending order.
 
-    Used in place of `np.sort`, which numba compiles from five functions that are longer than most steps.
+    It replaces `np.sort`, which numba compiles from five functions that are longer than most steps.
     """
     heap = numbers.copy()
     for root in range(len(heap) // 2 - 1, -1, -1):
@@ -362,7 +362,7 @@ def _sink(heap: Array, root: int, size: int) -> None:
 
 
 class Truncation(NamedTuple):
-    """Temperature, top-k, top-p and min-p, applied successively in this order, as in transformers."""
+    """Temperature, top-k, top-p and min-p, applied in this order, as in transformers."""
 
     temperature: float = 1.0
     top_k: int = 0  # 0: off

@@ -12,7 +12,7 @@ NO_SHIFT = np.zeros(1)
 
 
 class RowLaw(NamedTuple):
-    """The law of one token, on the tokens that a truncation keeps: few of many thousands.
+    """The law of one token, on the tokens that a truncation keeps, often a few of many thousands.
 
     >>> law = RowLaw(np.array([3, 7]), np.log([0.25, 0.75]), 10)
     >>> [law.place(token) for token in (3, 7, 4)], law.at([4, 7]).tolist()

@@ -69,10 +69,10 @@ class Warp:
             each beam's row separately.
         truncation: temperature, top-k, top-p and min-p, applied to the flattened joint law of all beams, as in DSBD (arXiv
             2409.16560, sec. 3.1).
-        greedy: whether to choose the best pairs instead of drawing: temperature 0.
+        greedy: whether to choose the best pairs instead of drawing (temperature 0).
         search: whether to follow the order of transformers' beam modes: processors and truncation process the
             log-probabilities of each beam's row separately, and the result is not renormalised.
-        constraint: the processor with a state per path, if any; the session informs it of surviving beams.
+        constraint: the processor with a state per path, if any; the session passes it the surviving beams.
         others: further warpers of transformers. They process the joint law last, and may only ban.
     """
 
@@ -131,7 +131,7 @@ class Warp:
 
 
 def _never_raises(processor: Any) -> bool:
-    """Return whether the probabilities of each row sum to at most 1 after a processor of log-probabilities."""
+    """Return whether the probabilities of each row still sum to at most 1 after a processor of log-probabilities."""
     import transformers
 
     kind = type(processor)
@@ -220,7 +220,7 @@ def processed_rows(rows: Rows, warp: Warp, paths: Paths) -> Rows:
     if not mends:
         check_rows(rows)
     if warp.search:
-        is_broken = mends and any_broken(rows)  # then use torch, whose result transformers' processors see
+        is_broken = mends and any_broken(rows)  # then use torch's result, which transformers' processors get
         rows = torch.from_numpy(rows).log_softmax(-1).numpy() if is_broken else log_probabilities(rows)
     return _processed(torch.from_numpy(rows), warp.processors, paths())
 
@@ -254,8 +254,8 @@ def check_condition(condition: int, rows: Rows, warp: Warp) -> None:
 def row_laws(rows: Rows, warp: Warp) -> list[RowLaw | None]:
     """Return the law of each processed row; None for rows whose tokens are all banned.
 
-    At temperature 0 nothing is cut, because only the order of the tokens matters. Raises `BrokenLaw` if rows contain NaN or
-    +inf.
+    At temperature 0 nothing is truncated, because only the order of the tokens matters. Raises `BrokenLaw` if rows
+    contain NaN or +inf.
     """
     laws: list[RowLaw | None] = []
     for row in rows:
@@ -292,7 +292,7 @@ def best_places(values: Float64[np.ndarray, " n"], count: int) -> Int64[np.ndarr
 
 
 def left_by_others(law: JointLaw, warp: Warp) -> JointLaw:
-    """Return the law without the pairs that further warpers ban, which see the truncated joint law."""
+    """Return the law without the pairs banned by further warpers, which get the truncated joint law."""
     pairs = all_pairs(law)
     left = torch.full((law.logits.size,), -torch.inf, dtype=torch.float64)
     left[torch.from_numpy(pairs)] = torch.from_numpy(np.log(odds_among(law, pairs)))

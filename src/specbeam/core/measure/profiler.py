@@ -85,7 +85,7 @@ def span(name: str) -> AbstractContextManager[None]:
 def record_share(name: str, since: float, share: float) -> None:
     """Record a share of the time since `since` (of `time.perf_counter`) as a span inside the current one.
 
-    The share, from 0 to 1, was measured by other means. Does nothing if no profile is being recorded.
+    The share, from 0 to 1, comes from another measurement. Does nothing if no profile is being recorded.
     """
     profile = _RUNNING.get()
     if profile is not None:

@@ -41,7 +41,7 @@ def machine() -> list[Any]:
 
 @cache
 def _processor() -> str:
-    """Return the name of the processor, or what `platform` knows of it."""
+    """Return the name of the processor, or the description by `platform`."""
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
         for line in lines:
             (name, _, value) = line.partition(":")
@@ -53,8 +53,8 @@ def _processor() -> str:
 def model_key(model: "PreTrainedModel | None") -> list[str] | None:
     """Return a key from a model's configuration, weight shapes, dtype and device; None for no model.
 
-    It excludes the path of the model, where another one may be by now, and the values of its weights, which do not affect
-    the cost of a pass.
+    It excludes the model's path, which may hold another model by now, and the values of its weights, which do not
+    affect the cost of a pass.
     """
     if model is None:
         return None
@@ -91,7 +91,7 @@ def weights_key(model: "torch.nn.Module | None") -> str | None:
 
 @cache
 def source_key(*rooms: str) -> str:
-    """Return a hash of the sources of these subpackages, such as "engines", with which costs may change."""
+    """Return a hash of the sources of these subpackages, such as "engines": costs may change with them."""
     package = Path(__file__).parent.parent.parent
     digest = hashlib.blake2b(digest_size=8)
     for room in rooms:
@@ -196,9 +196,9 @@ class Figures:
         return found
 
     def keep(self, key: Any, record: dict[str, Any]) -> None:
-        """Keep a record on disk under a key of JSON values. Does nothing if the disk cannot be written.
+        """Save a record on disk under a key of JSON values. Does nothing if the disk cannot be written.
 
-        The key is completed by the machine and the version of specbeam. A record that makes no sense is not kept.
+        The machine and the version of specbeam are added to the key. An invalid record is not kept.
         """
         (path, whole_key) = self._place(key)
         as_read = json.loads(json.dumps(record))

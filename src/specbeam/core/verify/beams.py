@@ -1,6 +1,6 @@
 """VERIFY: beams, layer by layer. The survivors have the law of beam sampling with the width of each layer.
 
-One loop and one joint law judge both couplings and transformers' beam modes, which differ in how they draw.
+One loop and one joint law serve both couplings and transformers' beam modes, which differ only in how they draw.
 """
 
 from dataclasses import dataclass
@@ -79,7 +79,7 @@ from specbeam.core.steps import Array, borrowed, step, verb
 from specbeam.core.verify.trials import Drafts, take_draws
 from specbeam.core.verify.turns import ScoredTurn, ends_between_layers, verify_turn
 
-ROUNDING = 1e-5  # more than rounding can add to a value
+ROUNDING = 1e-5  # exceeds the rounding error of a value
 
 
 @borrowed
@@ -87,7 +87,7 @@ class SharedSpec(NamedTuple):
     """Layers are the target's own best pairs under noise that drafts share, or its best pairs at temperature 0."""
 
     noisy: bool  # False: nothing is drawn
-    beams: int  # the most draws of a layer
+    beams: int  # maximum number of draws of a layer
     truncation: Truncation
     stop: Stop
     lazy: bool  # whether a layer is decided without the rows of live beams that cannot win, see `most_value`
@@ -105,7 +105,7 @@ class TriedSpec(NamedTuple):
 
 @borrowed
 class SearchSpec(NamedTuple):
-    """Layers are those of transformers' beam modes: candidates, some of which go on."""
+    """Layers are those of transformers' beam modes: candidates, some of which stay live."""
 
     noisy: bool  # False: nothing is drawn, unless by dice
     by_dice: bool
@@ -138,7 +138,7 @@ def law_of_rows(rows: TurnRows, live: Beams, spec: JudgeSpec) -> JointLaw:
 
 @verb(0)
 def look_at(observer: Any, law: JointLaw, live: Beams, choice: Choice, looked: int) -> None:
-    """Show an observer the draws of a layer, so that it marks texts that ended; do nothing if it is None.
+    """Show the draws of a layer to an observer, which marks texts that ended; do nothing if it is None.
 
     Args:
         looked: number of drafts that were tried.
@@ -172,8 +172,8 @@ def rows_of_beams(forest: Forest, number: int, live: Beams) -> tuple[Array, Arra
 def drafts_on(forest: Forest, number: int, live: Beams, pairs: Array, vocab: int) -> Drafts:
     """Return the drafts of layer `number` on trial against a law over these pairs of live beams, ascending.
 
-    The draft law's mass under dead parents is left out, so its sum may be below 1: a draft there is refused, and the
-    residual takes the refusal into account (docs/exactness.md).
+    The draft law's mass under dead parents is left out, so its sum may be below 1: a draft there is rejected, and the
+    residual accounts for the rejection (docs/exactness.md).
     """
     groups = forest.siblings
     row_of, beam_of = rows_of_beams(forest, number, live)
@@ -227,7 +227,7 @@ def draw_layer(  # type: ignore[empty-body]
 ) -> tuple[Choice, Array, int]:
     """Return the pairs that a layer drew, how often each was drawn, and how many drafts were tried.
 
-    For transformers' beam modes the pairs are candidates, some of which go on (`which_settle`).
+    For transformers' beam modes the pairs are candidates, some of which stay live (`which_settle`).
     """
 
 
@@ -356,7 +356,7 @@ def pairs_needed(spec: Any, choice: Choice, width: int, is_last: bool) -> int:
 @pairs_needed.of(SearchSpec)
 @step
 def candidates_needed(spec: SearchSpec, choice: Choice, width: int, is_last: bool) -> int:
-    """Return how many candidates matter: all if they are drawn, otherwise those down to the last one that goes on.
+    """Return how many candidates matter: all if they are drawn, otherwise those down to the last one that stays live.
 
     The first `beams` always matter, because they may finish; in the last layer of a text no others do.
     """
@@ -385,7 +385,7 @@ def is_decided(spec: Any, choice: Choice, unknown: Beams, width: int, is_last: b
 @is_decided.of(SharedSpec, SearchSpec)
 @step
 def is_above(spec: Any, choice: Choice, unknown: Beams, width: int, is_last: bool) -> bool:
-    """Return whether all pairs that a layer depends on are better than any pair of the other beams can be."""
+    """Return whether every pair that a layer depends on is better than any possible pair of the other beams."""
     needed = pairs_needed(spec, choice, width, is_last)
     return len(choice.values) >= needed and most_value(spec, unknown) < choice.values[needed - 1]
 
@@ -403,8 +403,8 @@ def edge_of_layer(spec: Any, choice: Choice, width: int, is_last: bool) -> float
 def which_settle(spec: Any, choice: Choice, is_last: bool) -> Array:
     """Return which drawn pairs make the layer, int64[pairs].
 
-    In transformers' beam modes the best-scored candidates that did not end go on, and the first ones may finish; in the
-    last layer of a text all beams come from the first candidates.
+    In transformers' beam modes the best-scored candidates that did not end stay live, and the first ones may finish; in
+    the last layer of a text all beams come from the first candidates.
     """
     return np.arange(len(choice.tokens))
 
@@ -412,7 +412,7 @@ def which_settle(spec: Any, choice: Choice, is_last: bool) -> Array:
 @which_settle.of(SearchSpec)
 @step
 def which_go_on_or_finish(spec: SearchSpec, choice: Choice, is_last: bool) -> Array:
-    """Return the candidates that go on or may finish; see `which_settle`."""
+    """Return the candidates that stay live or may finish; see `which_settle`."""
     first = min(spec.beams, len(choice.tokens))
     looked = first if is_last else len(choice.tokens)
     going = going_on(choice.scores[:looked], choice.ends[:looked], spec.beams)
@@ -496,8 +496,9 @@ def count_sources(live: Beams, unknown: Beams, known: Array, sources: Array) -> 
 def judge(spec: Any, turn: ScoredTurn, dice: Any, evidence: Evidence, observer: Any) -> tuple[Layers, int]:
     """Judge the drafted layers up to the first one with a beam that is not a draft, or to one layer after the last draft.
 
-    A lazy turn continues past such a layer while the next one can be decided without the rows of these beams: while no pair
-    of theirs can be drawn, whatever their rows hold. So laziness changes when a turn ends, and never what is drawn.
+    A lazy turn continues past such a layer while the next one can be decided without the rows of these beams: while
+    none of their pairs can be drawn, whatever their rows contain. So laziness changes when a turn ends, and never what
+    is drawn.
 
     Returns the layers, and SOUND; or DEAD or BROKEN if the target had no law to draw the next layer from.
 
@@ -510,8 +511,8 @@ def judge(spec: Any, turn: ScoredTurn, dice: Any, evidence: Evidence, observer: 
     drafted = most_layers(forest)
     most = candidate_count(spec.beams, len(spec.stop.eos))
     room = no_layers(most * (drafted + 1), drafted + 1)
-    # Audits need all rows of every layer: seeing only the layers that could not be decided lazily would select noise that
-    # favours the beams without rows.
+    # Audits need all rows of every layer: the layers that cannot be decided lazily are selected for noise that favours
+    # the beams without rows.
     lazy = is_lazy(spec) and not gathers(evidence)
     unknown = live_without_rows(live)
     number = 0
@@ -578,7 +579,7 @@ class LawsInPython:
 
 @dataclass(eq=False)
 class LayerObserver:
-    """An observer of the layers of a turn, which marks texts that a stop string ended and records laws for pictures."""
+    """An observer of a turn's layers, which marks texts ended by a stop string and records laws for visualisations."""
 
     session: Session
     forest: Forest
@@ -586,7 +587,7 @@ class LayerObserver:
     seen: "list[tuple[JointLaw, Beams, int]]"
 
     def look(self, law: JointLaw, live: Beams, choice: Choice, looked: int) -> None:
-        """Look at the draws of the next layer, for which `looked` drafts were tried."""
+        """Observe the draws of the next layer, for which `looked` drafts were tried."""
         limits = self.session.limits
         if limits.stop_strings:
             nodes = live.nodes[choice.parents]
@@ -601,8 +602,8 @@ class LayerObserver:
 def can_be_lazy(warp: Warp) -> bool:
     """Return whether the weight of all pairs of a beam is bounded by the beam's score, see `most_value`.
 
-    Custom warpers may change any score. Transformers' beam modes do not normalise scores after processors, so there no
-    processor may raise a score.
+    Custom warpers may change any score. Transformers' beam modes do not normalise scores after processors, so no
+    processor may raise a score there.
     """
     is_bounded = warp.is_bounded and warp.cut.temperature <= 1
     return is_bounded and (warp.greedy or not warp.others)
@@ -615,10 +616,10 @@ class BeamRule:
     Args:
         width: the number of draws of each layer, decided before its drafts are tried.
         coupling: "noise": the target takes its own best pairs under the noise of (seed, path, token), and the layer
-            passes if they are drafts. "rejection": draft draws are accepted or refused one by one.
+            passes if they are drafts. "rejection": draft draws are accepted or rejected one by one.
         replacement: draws with replacement (coupling "rejection" only).
         collapse: keep only the live beam of highest likelihood after each turn (arXiv 2409.16560, sec. 3.4).
-        trace: record every trial in the verdict, for pictures.
+        trace: record every trial in the verdict, for visualisations.
 
     Law: given the widths, every layer is `width` draws from the target's joint law over (live beam, token) pairs
     (docs/exactness.md, trajectory theorem). With a fixed width this is beam sampling.
@@ -638,11 +639,11 @@ class BeamRule:
         return self.coupling == "rejection"
 
     def spec(self, session: Session) -> JudgeSpec | None:
-        """Return the numbers by which compiled turns are judged; None if Python collapses or traces after each turn."""
+        """Return the spec by which compiled turns are judged; None if Python collapses or traces after each turn."""
         return None if self.collapse or self.trace else self.judge_spec(session)
 
     def judge_spec(self, session: Session) -> JudgeSpec:
-        """Return the numbers by which steps judge layers for a session; nothing is drawn at temperature 0."""
+        """Return the spec by which steps judge layers for a session; nothing is drawn at temperature 0."""
         warp = session.warp
         stop = session.limits.stop
         if self.coupling == "rejection" and not warp.greedy:
@@ -661,7 +662,7 @@ class BeamRule:
         return bool(is_lazy(self.judge_spec(session)))
 
     def widths(self, session: Session) -> Any:
-        """Return the numbers by which steps choose widths, or a user's own policy."""
+        """Return the spec by which steps choose widths, or a user's own policy."""
         width = FixedWidth(self.width.most) if session.warp.greedy else self.width
         return width_spec(width, self.coupling == "noise")
 
@@ -699,7 +700,7 @@ def judged_beams(
     makes_laws = not session.warp.takes_raw_rows
     if makes_laws and session.warp.is_for_runs and not trace and not session.limits.stop_strings:
         edits = session.warp.edits(session.prompt)
-        if edits is not None and not follows_text(edits):  # Python need not see the rows
+        if edits is not None and not follows_text(edits):  # Python does not have to see the rows
             rows = rows._replace(fresh=rows_with_bans(rows.fresh, edits), known=rows_with_bans(rows.known, edits))
             makes_laws = False
     is_custom = not is_for_steps(widths)
@@ -710,7 +711,7 @@ def judged_beams(
     needs_python = observer is not None or makes_laws or is_custom
     judging = getattr(judge, "py_func", judge) if needs_python else judge
     layers, condition = judging(spec, turn, dice, evidence, observer)
-    finished.held[0] = before  # the session adds them when it moves on
+    finished.held[0] = before  # the session adds them when it advances
     if condition != SOUND and layers.size == 0:
         try:
             check_condition(condition, rows_of_nodes(rows, session.beams.nodes), session.warp)

@@ -1,4 +1,4 @@
-"""VERIFY: beam search and beam sampling of transformers, layer by layer, whatever was drafted."""
+"""VERIFY: beam search and beam sampling as in transformers, layer by layer, with any drafts."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,17 +15,17 @@ from specbeam.core.verify.beams import SearchSpec, can_be_lazy, judged_beams
 
 @dataclass(frozen=True)
 class SearchRule:
-    """Each layer takes the target's own candidates; it passes if the beams that go on are drafts.
+    """Each layer takes the target's own candidates; it passes if the beams that stay live are drafts.
 
     The semantics are those of transformers 5: per step max(2, 1 + end tokens) x `beams` candidates, the best ones or, in
     beam sampling, drawn without replacement from the softmax over all scores; of the candidates the first `beams` may
-    finish, and the best-scored ones that did not end go on. A score is the sum of processed log-probabilities, which are not
-    normalised again.
+    finish, and the best-scored ones that did not end stay live. A score is the sum of processed log-probabilities,
+    which are not renormalised.
 
     Args:
-        beams: number of beams that go on.
+        beams: number of beams that stay live.
         coupling: "noise" draws by the noise of (seed, path, token), so that drafts made with the same noise pass more often;
-            "dice" draws one pair after the other. The law is the same.
+            "dice" draws one pair after the other. Both have the same law.
 
     Law: the target's beam search or beam sampling; the output never depends on the drafts.
     """
@@ -35,7 +35,7 @@ class SearchRule:
     keeps_nodes: ClassVar[bool] = True
 
     def spec(self, session: Session) -> SearchSpec:
-        """Return the numbers by which steps judge layers for a session; nothing is drawn at temperature 0."""
+        """Return the spec by which steps judge layers for a session; nothing is drawn at temperature 0."""
         warp = session.warp
         by_dice = self.coupling == "dice" and not warp.greedy
         lazy = not by_dice and can_be_lazy(warp)

@@ -1,4 +1,4 @@
-"""VERIFY: from the leaves to the root. A node is judged after all nodes below it were refused."""
+"""VERIFY: from the leaves to the root. A node is judged after all nodes below it were rejected."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -54,7 +54,7 @@ class Path(NamedTuple):
     """
 
     nodes: Any  # int: forest node; -1 for a draft that ends its text and has none
-    draws: Any  # int: which draw it was; -1 for the root
+    draws: Any  # int: index of the draw; -1 for the root
     odds: Any  # float: of accepting the path up to it, given the drafts that have failed
     groups: Any  # int: the group of drafts on trial under it; -1 if none is left
     failed: Any  # int: number of draws of that group that have failed
@@ -103,7 +103,7 @@ def pop(path: Path) -> None:
 
 @open_step
 def owe(path: Path, rows: Any, spec: ClimbSpec) -> int:
-    """Compute the law after the newest node, unless it is known. Returns SOUND, or DEAD or BROKEN if there is none."""
+    """Compute the law after the newest node, unless it is known. Returns SOUND, DEAD or BROKEN."""
     top = len(path.nodes) - 1
     if len(path.owed[top]) > 0:
         return SOUND
@@ -194,7 +194,7 @@ def descend(
 
 @step
 def climb(spec: ClimbSpec, turn: ScoredTurn, dice: Any, evidence: Evidence, observer: Any) -> tuple[Layers, int]:
-    """Follow the first drafts to a leaf and accept the whole path with its odds; if refused, drop the leaf, and repeat.
+    """Follow the first drafts to a leaf and accept the whole path with its odds; if rejected, drop the leaf; repeat.
 
     The odds of a child follow from those of its parent; dropping a leaf subtracts its law from the law that its parent owes.
 
@@ -249,10 +249,10 @@ def verify_climb(rule: ClimbSpec, turn: ScoredTurn, dice: Any, evidence: Evidenc
 
 @dataclass(frozen=True)
 class TraversalRule:
-    """Follow the first drafts to a leaf and accept the whole path with its odds; if refused, drop the leaf and repeat.
+    """Follow the first drafts to a leaf and accept the whole path with its odds; if rejected, drop the leaf and repeat.
 
-    On a chain this is block verification, and accepts at least as many tokens on average as `PathRule`; on trees it was
-    never found to accept fewer.
+    On a chain this is block verification, which on average accepts at least as many tokens as `PathRule`; on trees it
+    has never been found to accept fewer.
 
     Law: exact: the target's. Source: traversal verification (arXiv 2505.12398); block verification (2403.10444).
     """
@@ -266,7 +266,7 @@ class TraversalRule:
         return session.warp.greedy
 
     def spec(self, session: Session) -> ClimbSpec:
-        """Return the numbers by which steps judge the trees of a session."""
+        """Return the spec by which steps judge the trees of a session."""
         return ClimbSpec(session.warp.greedy, session.warp.cut, session.limits.stop)
 
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:

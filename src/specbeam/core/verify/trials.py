@@ -1,7 +1,7 @@
-"""VERIFY: try draft draws, in order, against the law of the tokens that are still wanted.
+"""VERIFY: try draft draws, in order, against the wanted law: the law that the emitted token still has to have.
 
-One lemma serves all rules: a candidate of law q is accepted with odds min(1, r / q); after a refusal the wanted law is
-norm((r - q)^+). Then the emitted token has law r (docs/exactness.md).
+One lemma serves all rules: a candidate of law q is accepted with odds min(1, r / q); after a rejection the wanted law
+is norm((r - q)^+). Then the emitted token has law r (docs/exactness.md).
 """
 
 from typing import Any, NamedTuple
@@ -17,9 +17,9 @@ NOTHING = 1e-12  # missing mass below this is rounding
 
 @step
 def residual(wanted: Array, drafted: Array) -> Array:
-    """Return norm((wanted - drafted)^+): the wanted law after a draw from `drafted` was refused.
+    """Return norm((wanted - drafted)^+): the wanted law after a draw from `drafted` was rejected.
 
-    If both laws are equal up to rounding, the refusal had odds of about 0, and the result is `wanted` itself.
+    If both laws are equal up to rounding, the rejection had odds of about 0, and the result is `wanted` itself.
     """
     missing = np.maximum(wanted - drafted, 0.0)
     total = missing.sum()
@@ -50,7 +50,7 @@ def law_on_trial(drafts: Drafts, place: int, mass: float, size: int) -> Array:
 
 @step
 def refuse(rest: Array, drafts: Drafts, place: int, mass: float) -> None:
-    """Replace the wanted law `rest` by its `residual` after a refused candidate, in place."""
+    """Replace the wanted law `rest` by its `residual` after a rejected candidate, in place."""
     if drafts.chosen:
         if place < 0 or rest.sum() - rest[place] <= NOTHING:
             return
@@ -73,7 +73,7 @@ def refuse(rest: Array, drafts: Drafts, place: int, mass: float) -> None:
 def try_drafts(rest: Array, drafts: Drafts, start: int, dice: Any, evidence: Evidence) -> int:
     """Try the draws from `start` on until one is accepted. Returns its index, or the number of draws if none is accepted.
 
-    `rest`, float64[n], the wanted law, becomes the residual of the refusals.
+    `rest`, float64[n], the wanted law, becomes the residual after the rejections.
     """
     places = drafts.places
     struck = drafts.distinct and not drafts.chosen
@@ -87,7 +87,7 @@ def try_drafts(rest: Array, drafts: Drafts, start: int, dice: Any, evidence: Evi
                 # A draw whose odds were rounded away to 0 is judged as if they were tiny.
                 likely = drafts.on_wanted[place] / mass
                 odds = odds / likely if likely > 0 else 1.0
-            # Odds of 0 consume a number of the dice, too: whether a residual is 0 or 1e-17 is a matter of rounding, and must
+            # Odds of 0 consume a number of the dice, too: rounding decides whether a residual is 0 or 1e-17, and must
             # not shift all later numbers.
             accepted = flip(dice, min(1.0, odds))
         if gathers(evidence):
@@ -122,7 +122,8 @@ def take_draws(
 
     Args:
         wanted: float64[n], sums to 1.
-        again: whether draws are independent; otherwise without replacement, and fewer if few have positive odds.
+        again: whether draws are independent; otherwise they are without replacement, and fewer if too few tokens or
+            pairs have positive odds.
 
     Law: `count` independent draws from `wanted`, or successive draws without replacement, whatever the drafts.
     Source: speculative sampling (arXiv 2211.17192) for one candidate and one draw; SpecInfer (2305.09781) and RSD

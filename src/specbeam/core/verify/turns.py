@@ -29,7 +29,7 @@ def verify_turn(  # type: ignore[empty-body]
         rule: the spec of the rule.
         dice: the uniforms of the session.
         evidence: trials and first draws are noted in it, for audits.
-        observer: an object that sees each layer in Python; None: there is none.
+        observer: an object that is shown each layer in Python, or None.
     """
 
 

@@ -177,7 +177,7 @@ class TokenPath(NamedTuple):
 def emit_path(
     walk: Emitted, rows: Any, live: Beams, spec: Any, length: int, path: TokenPath, evidence: Evidence, observer: Any
 ) -> bool:
-    """Emit these tokens, one after the other, until the text ends. Returns False if it ended.
+    """Emit these tokens one after the other, until the text ends. Returns False if it ended.
 
     Args:
         spec: a record with fields `truncation` and `stop`.
@@ -275,7 +275,7 @@ def draw_by_noise(rows: Any, row: Array, key: Array, truncation: Truncation) -> 
 
 @open_step
 def drawn_token(walk: Emitted, rows: Any, row: Array, live: Beams, spec: WalkSpec, dice: Any) -> int:
-    """Return the target's token after the node where the walk stands: the best at temperature 0, else a draw."""
+    """Return the target's token after the node where the walk stands: the likeliest at temperature 0, else a draw."""
     if spec.greedy:
         return best_token(row)
     if spec.way == MATCH_BY_DICE:
@@ -341,7 +341,7 @@ def walk_down(spec: WalkSpec, turn: ScoredTurn, dice: Any, evidence: Evidence, o
 
 @step
 def with_fresh_rows(turn: ScoredTurn) -> ScoredTurn:
-    """Return a turn of one sequence with the rows of its pass, float32[nodes, vocab]: no rows are known before."""
+    """Return a turn of one sequence with the rows of its pass, float32[nodes, vocab]; no rows were known before."""
     return ScoredTurn(turn.rows.fresh, turn.forest, turn.live, turn.widths, turn.length, turn.finished)
 
 
@@ -516,7 +516,7 @@ class PathRule:
         return session.warp.greedy
 
     def spec(self, session: Session) -> WalkSpec:
-        """Return the numbers by which steps judge the trees of a session."""
+        """Return the spec by which steps judge the trees of a session."""
         return WalkSpec(TRY, session.warp.greedy, session.warp.cut, session.limits.stop)
 
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
@@ -547,7 +547,7 @@ class MatchRule:
         return self.coupling == "noise" or session.warp.greedy
 
     def spec(self, session: Session) -> WalkSpec:
-        """Return the numbers by which steps judge the trees of a session."""
+        """Return the spec by which steps judge the trees of a session."""
         way = MATCH_BY_NOISE if self.coupling == "noise" else MATCH_BY_DICE
         return WalkSpec(way, session.warp.greedy, session.warp.cut, session.limits.stop)
 

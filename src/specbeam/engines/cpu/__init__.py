@@ -1,1 +1,1 @@
-"""The engine for CPUs: compiled layers of the families in families.py, which read the weights in panels."""
+"""The engine for CPUs: compiled layers, for the families in families.py, that read weights in panels."""

@@ -1,7 +1,7 @@
 """Attention of rows to the KV caches of their sessions, on one thread or shared with a team of threads.
 
-A task is a part of the queries that read one key-value head of a session. Tasks write to separate places, and one thread
-does each of them in a fixed order, so the number of threads does not change the results.
+A task is some of the queries that read one key-value head of a session. Tasks write to separate memory, and each is
+done by one thread in a fixed order, so the number of threads does not change the results.
 """
 
 from collections.abc import Callable
@@ -34,8 +34,8 @@ from specbeam.engines.cpu.sums import MOST, WIDTH, PanelPlaces, write_row_sums
 _F0 = np.float32(0)
 _F1 = np.float32(1)
 _UNSEEN = np.float32(-1e30)
-_SHARED_FROM = 200_000  # products of queries and keys from which threads share the tasks
-SHARES_EACH = 4  # of tasks for each thread
+_SHARED_FROM = 200_000  # number of products of queries and keys from which threads share the tasks
+SHARES_EACH = 4  # number of shares of the tasks per thread
 # Numbers of the forms of attention in the memory of a team, after the forms of products, by dtype of keys and values.
 _OF_FLOATS = len(FORM_OF)
 _OF_WORDS = _OF_FLOATS + 1
@@ -49,7 +49,7 @@ _FIELDS = 56
 
 @compiled_without_counts
 def largest(x: Array, scratch: Array) -> np.float32:
-    """Return the maximum of float32[n], compared as integers in the same order; NaN if any number is a positive NaN.
+    """Return the maximum of float32[n], computed by integer comparisons; NaN if any number is a positive NaN.
 
     Args:
         scratch: int32[n], n > 0; its first number is overwritten.
@@ -300,7 +300,7 @@ def _share_function(kind: Any) -> Callable[[int, int], None]:
         begin, end = part_of(team, share)
         _do_tasks(begin, end, AttentionWork(q, cache, look, scoring, out))
 
-    do_share.__name__ = f"do_attention_share_{np.dtype(kind).name}"  # by which numba caches its code
+    do_share.__name__ = f"do_attention_share_{np.dtype(kind).name}"  # the name under which numba caches its code
     do_share.__qualname__ = do_share.__name__
     return compiled(do_share)
 
@@ -310,11 +310,11 @@ attention_functions = {np.dtype(kind).name: _share_function(kind) for kind in (n
 
 @compiled_without_counts
 def add_biases(scores: Array, biases: Array, back: Array) -> None:
-    """Add to scores, float32[slots], the bias of each slot's distance.
+    """Add to scores, float32[slots], the bias for the slot's distance.
 
     Args:
-        biases: float32[distances], by number of positions back; the last one is for all greater distances, too.
-        back: int32[slots or more]; slots with a negative distance are masked anyway.
+        biases: float32[distances], by number of positions back; the last one is also for all greater distances.
+        back: int32[slots or more]; slots at negative distances are masked anyway.
     """
     most = len(biases) - 1
     for slot in range(len(scores)):

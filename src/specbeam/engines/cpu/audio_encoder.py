@@ -1,4 +1,4 @@
-"""The compiled encoder of audio: two convolutions turn the features of a window into rows, which the layers read."""
+"""The compiled encoder of audio: two convolutions turn the features of a window into rows for the layers."""
 
 import copy
 from collections.abc import Sequence
@@ -38,12 +38,12 @@ def misfit_of_convolutions(encoder: Any) -> str:
         if shape != ((KERNEL,), (stride,), (1,), (1,), 1):
             return f"its convolution {name} has another kernel, stride, padding, dilation or number of groups"
         if (deep := KERNEL * found.in_channels) % steps_in("float32"):
-            return f"its convolution {name} is {deep} deep, and that must be a multiple of {steps_in('float32')}"
+            return f"its convolution {name} is {deep} deep, which must be a multiple of {steps_in('float32')}"
     return ""
 
 
 class Convolution:
-    """A convolution over rows followed by GELU: one product of concatenated neighbouring rows and a matrix.
+    """A convolution over rows, followed by GELU: one product of concatenated neighbouring rows with a matrix.
 
     Its weights are never rounded: they are few, and all later layers read its output.
 
@@ -65,7 +65,7 @@ class Convolution:
     def made_of(
         self, padded: Float32[np.ndarray, "rows width"], threads: int
     ) -> Float32[np.ndarray, "made_rows columns"]:
-        """Return the output of the convolution, with a row of zeros at either end, as in `padded`.
+        """Return the output of the convolution, with a row of zeros at both ends, as in `padded`.
 
         Args:
             threads: see `panels.multiply`.
@@ -85,7 +85,7 @@ class Convolution:
 
 
 class AudioEncoder(CompiledEncoder):
-    """The encoder of windows of audio; see `CompiledEncoder`. transformers' encoder reads windows of other lengths.
+    """The encoder of audio windows; see `CompiledEncoder`. transformers' encoder reads windows of other lengths.
 
     Its convolutions keep their type when the matrices of its layers are rounded.
     """

@@ -1,4 +1,4 @@
-"""A session's cache for the compiled forward: its trie, and the hidden states of its stored nodes."""
+"""A session's cache for the compiled forward: its trie and the hidden states of its stored nodes."""
 
 from dataclasses import dataclass
 
@@ -24,24 +24,24 @@ from specbeam.engines.kv.member import RowMember
 from specbeam.engines.kv.steps import BLOCK
 from specbeam.engines.kv.trie import Feed, KVTrie, widened
 
-# Tokens of a short text with the drafts of a turn; caches start with room for them, as growing is slower.
+# Tokens of a short text with the drafts of a turn; caches start with capacity for them, because growing is slow.
 SHORT = 4 * BLOCK
 
 
 class CpuCache(RowMember):
     """A session's cache for the compiled forward.
 
-    The forward returns hidden states, and logits are computed from them on request: a hidden state is small, so the cache
-    keeps one for every stored node.
+    The forward returns hidden states, and logits are computed from them on request: hidden states are small, so the
+    cache keeps one for every stored node.
 
     If the first layers are run ahead of the others, `early` holds their output, see `engines/cpu/early.py`.
 
     Attributes:
-        answered: number of forest nodes whose logits were handed out in this turn.
+        answered: number of forest nodes whose logits were returned in this turn.
         outputs: float32[room, hidden], the output of the last layer by stored local node.
         taps: float32[room, taps * hidden], the states that enter the layers of `needs.taps`, by stored local node.
-        early: nodes that only the first layers have seen, with the output of these layers.
-        answered_early: number of forest nodes whose output of the first layers was handed out in this turn.
+        early: nodes that only the first layers have processed, with the output of these layers.
+        answered_early: number of forest nodes whose first-layer output was returned in this turn.
         unfinished_prompt: for each pass of the first layers that still lacks the pass of the other layers, its first stored
             local node and its number of nodes before the first root.
     """
@@ -66,7 +66,7 @@ class CpuCache(RowMember):
 
     @property
     def is_for_steps(self) -> bool:
-        """Whether compiled steps can run the passes: all inputs are tokens, and no run ahead has to keep prompt states."""
+        """Whether compiled steps can run the passes: all inputs are tokens, and early passes need not keep prompt states."""
         return self.vectors is None and self.extra_inputs is None and not (self.needs.prompt and self.runs_ahead)
 
     @property
@@ -81,7 +81,7 @@ class CpuCache(RowMember):
 
     @property
     def unfinished(self) -> int:
-        """The number of stored nodes that only the first layers have seen: the newest ones."""
+        """The number of stored nodes that only the first layers have processed: the newest ones."""
         return int(self.early.counts[UNFINISHED])
 
     @property
@@ -90,8 +90,8 @@ class CpuCache(RowMember):
         return int(self.early.counts[WAITING])
 
     def make_room(self, fresh: int) -> None:
-        """Make room for `fresh` new forest nodes, and to store them and all pending nodes."""
-        # Nodes before the first root may be listed along with the forest's, see `take_back_drafts`.
+        """Make room for `fresh` new forest nodes, and for storing them and all pending nodes."""
+        # Nodes before the first root may be listed with the nodes of the forest, see `take_back_drafts`.
         self.trie.make_room(fresh + (self.trie.pending if self.runs_ahead else 0))
         self.trie.make_slots(self.trie.pending + fresh)
         self.make_rows(self.trie.pending + fresh)
@@ -106,7 +106,7 @@ class CpuCache(RowMember):
             self._make_early_rows(rows, self.waiting + fresh + MOST_WAITING)
 
     def _make_early_rows(self, rows: int, waiting: int) -> None:
-        """Make room for `rows` nodes that the first layers have seen, and `waiting` ones that wait for the exit layer."""
+        """Make room for `rows` outputs of the first layers, and for `waiting` nodes that wait for the exit layer."""
         early = self.early
         hidden = self.outputs.shape[1]
         if rows > len(early.outputs):
@@ -128,7 +128,7 @@ class CpuCache(RowMember):
         self.early = early
 
     def finish_run(self, roots: int) -> None:
-        """Take over the `roots` roots from the arrays, after steps have settled the last turn of a run there."""
+        """Read the `roots` roots from the arrays, in which steps have settled the last turn of a run."""
         self.trie.root_at = self.trie.local[:roots].copy()
         self.answered = 0
         self.answered_early = 0
@@ -171,7 +171,7 @@ class CpuCache(RowMember):
         return Feed(no_tokens, waiting.positions[:count], waiting.slots[:count], waiting.seen[:count], stored)
 
     def answer_early(self, forest: Forest) -> States:
-        """Return the states that make the logits of early drafts for new forest nodes; mark all nodes as handed out.
+        """Return the states that make the early drafts' logits of new forest nodes; mark all nodes as returned.
 
         They are the output of the exit layer if there is one, otherwise of the first layers.
         """
@@ -180,9 +180,10 @@ class CpuCache(RowMember):
         return (self.early.exited if self.has_exit else self.early.outputs)[wanted]
 
     def fit(self, forest: Forest) -> None:
-        """Take back nodes that the first layers have seen in this turn and the forest lacks, and free their slots.
+        """Remove nodes that the first layers have processed in this turn and the forest lacks, and free their slots.
 
-        Raises `BadForest` if the nodes that the first layers have seen do not come first in the forest, in the same order.
+        Raises `BadForest` unless the nodes that the first layers have processed come first in the forest, in the same
+        order.
         """
         if self.unfinished == 0:
             return
@@ -199,7 +200,7 @@ class CpuCache(RowMember):
         ]
 
     def _seen_early(self, forest: Forest) -> Forest:
-        """Return the forest of this turn as the first layers have seen it; it begins with the same nodes as `forest`."""
+        """Return the forest of this turn as the first layers have processed it; it begins like `forest`."""
         trie = self.trie
         start = forest.roots + int((forest.parents[forest.known.nodes] >= 0).sum())
         places = np.full(trie.size, -1)
@@ -222,13 +223,13 @@ class CpuCache(RowMember):
         slots = waiting.slots[:count].copy()
         for before, after in zip(source.tolist(), goal.tolist(), strict=True):
             waiting.slots[:count][slots == before] = after
-        known = source < waiting.seen.shape[1]  # these nodes do not see slots that the trie got later
+        known = source < waiting.seen.shape[1]  # these nodes do not attend to slots that the trie got later
         columns = waiting.seen[:count, source[known]]
         waiting.seen[:count, source[known]] = False
         waiting.seen[:count, goal[known]] = columns
 
     def answer(self, forest: Forest) -> Integers:
-        """Return the local nodes of new forest nodes, neither handed out nor known, and mark all nodes as handed out."""
+        """Return the local nodes of new forest nodes, neither returned nor known, and mark all nodes as returned."""
         wanted = unknown_nodes(self.answered, self.trie.known, forest.known.nodes)
         self.answered = self.trie.known
         return self.trie.local[wanted]
@@ -244,7 +245,7 @@ class CpuCache(RowMember):
 
 @dataclass(frozen=True)
 class Drafting:
-    """A session's cache as the layers that are run ahead see it: their rows are for drafts."""
+    """A session's cache as used by the layers that are run ahead, whose rows are for drafts."""
 
     cache: CpuCache
 
@@ -255,7 +256,7 @@ class Drafting:
 
     @property
     def answered(self) -> int:
-        """The number of forest nodes whose logits were handed out for drafts in this turn."""
+        """The number of forest nodes whose draft logits were returned in this turn."""
         return self.cache.answered_early
 
 
@@ -282,8 +283,8 @@ def _nodes_in_both(seen: Forest, forest: Forest) -> Int64[np.ndarray, " both"]:
     is_in_order = bool((kept < size).all() and (kept[1:] > kept[:-1]).all())
     if not is_in_order or not _begin_alike(seen, forest, roots):
         raise BadForest(
-            f"the first layers have seen {size} nodes of this turn; a forest of {forest.size} nodes must begin with the "
-            "ones that it keeps, in the same order"
+            f"the first layers have processed {size} nodes of this turn; a forest of {forest.size} nodes must begin with "
+            "those that it keeps, in the same order"
         )
     return kept
 

@@ -1,4 +1,4 @@
-"""Steps on a session's cache in a compiled model: run a whole pass in one call, settle a turn, take a turn back."""
+"""Steps on a session's cache in a compiled model: run a whole pass in one call, settle a turn, undo a turn."""
 
 from typing import Any, NamedTuple
 
@@ -43,14 +43,14 @@ if AVAILABLE:
     from specbeam.core.compiling.compiler import call_at
 
 
-# The layers that the passes on a cache run: all layers; the first layers, ahead, for drafts; or the other layers, after the
-# first layers have seen all nodes. FIRST and LAST share their arrays.
+# The layers that passes on a cache run: all layers; for drafts, the first layers ahead of the others; or the other
+# layers, after the first layers have processed all nodes. FIRST and LAST share their arrays.
 ALL, FIRST, LAST = range(3)
 
 
 @borrowed
 class CacheArrays(NamedTuple):
-    """A session's cache in a compiled model as arrays for steps, with room for everything that they store."""
+    """A session's cache in a compiled model as arrays for steps, with capacity for everything that they store."""
 
     trie: Trie
     outputs: Array  # float32[nodes, hidden]: the output of the last layer by stored local node
@@ -117,10 +117,10 @@ def _feed(cache: CacheArrays, sources: Sources) -> LayerRows:
     tokens = trie.nodes[0][start:stop]
     positions = trie.nodes[2][start:stop]
     if positions.max() >= cache.model.angles.shape[2]:
-        raise IndexError("a position is beyond those of the model")
+        raise IndexError("a position is beyond the model's last position")
     known = len(cache.model.embedding) if len(cache.model.read_as) == 0 else len(cache.model.read_as)
     if tokens.min() < 0 or tokens.max() >= known:
-        raise IndexError("a token is beyond those of the model")
+        raise IndexError("a token is outside the model's vocabulary")
     return _pass_rows(cache, positions, slots, trie.seen[start:stop], sources)
 
 
@@ -216,7 +216,7 @@ def _run_exit(cache: CacheArrays) -> None:
 
 @compiled
 def _finish(cache: CacheArrays) -> None:
-    """Run the other layers on the nodes that only the first layers have seen, and store the outputs."""
+    """Run the other layers on the nodes that only the first layers have processed, and store the outputs."""
     trie = cache.trie
     early = cache.early
     first = cache.first_layers
@@ -250,13 +250,13 @@ def _store_first_and_others(cache: CacheArrays) -> None:
 @extend.of(CacheArrays)
 @compiled
 def extend_cache(cache: CacheArrays, tokens: Array, parents: Array, wanted: Array) -> Array:
-    """Do `LM.extend` for one session: store the forest and all pending nodes, return the logits of the `wanted` nodes.
+    """Implement `LM.extend` for one session: store its nodes, pending and new, return the logits of `wanted` nodes.
 
     Raises `IndexError` for tokens and positions outside the model's range.
 
     Args:
-        tokens, parents: int64[nodes] of the forest. With `part` LAST the forest must hold all nodes that the first layers
-            have seen in this turn, see `keep_given`.
+        tokens, parents: int64[nodes] of the forest. With `part` LAST the forest must contain all nodes that the first
+            layers have processed in this turn, see `keep_given`.
         wanted: int64[n], nodes of the forest.
     """
     trie = cache.trie
@@ -310,7 +310,7 @@ def open_pass(cache: CacheArrays, tokens: Array, parents: Array) -> tuple[Array,
 @keep_only.of(CacheArrays)
 @compiled
 def keep_given(cache: CacheArrays, nodes: Array) -> None:
-    """Take back the nodes that the first layers have seen in this turn and the target does not score; see `keep_only`."""
+    """Remove the nodes that the first layers have processed in this turn and the target does not score; see `keep_only`."""
     if cache.part != LAST or cache.early.counts[UNFINISHED] == 0:
         return
     known = cache.trie.counts[KNOWN]
@@ -336,7 +336,7 @@ def has_pending_nodes(cache: Any) -> bool:
 
 @compiled
 def has_trie_room(trie: Trie, states: Array, fresh: int, beams: int, listed: int) -> bool:
-    """Return whether a trie has room for a turn of `fresh` new forest nodes after which at most `beams` beams live.
+    """Return whether a trie has capacity for a turn of `fresh` new forest nodes that leaves at most `beams` beams.
 
     Args:
         states: an array by local node that needs room for the nodes, too.
@@ -352,7 +352,7 @@ def has_trie_room(trie: Trie, states: Array, fresh: int, beams: int, listed: int
 @has_room_for.of(CacheArrays)
 @compiled
 def has_room(cache: CacheArrays, fresh: int, beams: int) -> bool:
-    """Return whether the cache has room for a turn; see `has_trie_room`."""
+    """Return whether the cache has capacity for a turn; see `has_trie_room`."""
     trie = cache.trie
     size = trie.counts[SIZE] + fresh + beams
     pending = trie.counts[SIZE] - trie.counts[STORED]
@@ -366,9 +366,9 @@ def has_room(cache: CacheArrays, fresh: int, beams: int) -> bool:
 def settle_cache(
     cache: CacheArrays, tree: tuple[Array, Array], nodes: Array, tokens: Array, parents: Array, kept: Array
 ) -> None:
-    """Do `LM.settle` for one session: keep the paths to the surviving beams and to kept nodes, free the rest.
+    """Implement `LM.settle` for one session: keep the paths to the surviving beams and to kept nodes, free the rest.
 
-    There must be room. A cache with `part` FIRST is settled with the target's, whose arrays it shares.
+    The cache must have capacity. A cache with `part` FIRST is settled with the target's, whose arrays it shares.
 
     Args:
         tree: tokens and parents of the turn's forest.
@@ -385,10 +385,10 @@ def settle_cache(
 @rewind.of(CacheArrays)
 @compiled
 def rewind_cache(cache: CacheArrays, nodes: int) -> None:
-    """Take the cache back to the beginning of the turn, whose forest started with `nodes` nodes."""
+    """Restore the cache to the beginning of the turn, whose forest started with `nodes` nodes."""
     if cache.part == FIRST:
         return
-    if cache.early.counts[UNFINISHED] > 0:  # nodes above the roots lose their numbers, so the other layers come first
+    if cache.early.counts[UNFINISHED] > 0:  # first run the other layers: nodes above the roots lose their numbers
         _finish(cache)
     _keep(cache, cache.trie.local[:nodes].copy())
 

@@ -1,7 +1,7 @@
-"""Types of stored keys and values: float32, or bfloat16 in half the memory.
+"""Types of stored keys and values: float32, or bfloat16 for half the memory.
 
-With bfloat16, every row reads rounded keys and values, its own included. So the output of a row does not depend on the pass
-that stored them, and the law is that of the model with rounded keys and values.
+With bfloat16, every row reads rounded keys and values, including its own. So the output of a row does not depend on the
+pass that stored them, and the law is that of the model with rounded keys and values.
 """
 
 import inspect
@@ -18,7 +18,7 @@ if compiling.AVAILABLE:
     from specbeam.core.compiling.compiler import chosen_for
 
 KVType = Literal["float32", "bfloat16"]
-# The dtype of the arrays; numpy lacks bfloat16, so uint16 holds its bits.
+# The dtype of the arrays; numpy lacks bfloat16, so uint16 arrays hold the bits.
 WORDS: dict[KVType, Any] = {"float32": np.float32, "bfloat16": np.uint16}
 
 

@@ -9,7 +9,7 @@ from specbeam.core.compiling.uncounted import compiled_without_counts
 
 _F1 = np.float32(1)
 LOG2E = np.float32(1.4426950408889634)
-LN2_HEAD = np.float32(0.693359375)  # few bits, so that its multiples are exact
+LN2_HEAD = np.float32(0.693359375)  # has few bits, so that its multiples are exact
 LN2_REST = np.float32(-2.12194440e-4)
 _HALF, LEAST, _MOST = (np.float32(n) for n in (0.5, -87, 87))
 _TANH_3, _TANH_5, _TANH_7, _TANH_9 = (np.float32(n) for n in (-1 / 3, 2 / 15, -17 / 315, 62 / 2835))

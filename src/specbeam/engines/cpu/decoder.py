@@ -1,4 +1,4 @@
-"""The compiled forward of models on a CPU, which reads the weights in panels; engines/families.py lists the models.
+"""The compiled forward of models on a CPU, which reads weights in panels; engines/families.py lists the models.
 
 One pass holds the rows of all sessions without padding; each row attends to its own session's cache. The results equal
 transformers' forward up to rounding; `load` compares both on a token tree.
@@ -76,14 +76,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# Parameters from which unrounded matrices use tiles. A smaller model fits the processor's caches, where vector instructions
-# multiply a few rows faster than tiles. For rounded matrices `multiply` chooses by the number of rows.
+# Number of parameters from which unrounded matrices use tiles. Smaller models fit the processor's caches, where vector
+# instructions multiply a few rows faster than tiles. For rounded matrices `multiply` chooses by the number of rows.
 TILED_FROM = 30_000_000
 
 Rounding = Literal["int8", "int4"]
-_NO_LIMIT = 1 << 40  # positions of a model that uses distances only
+_NO_LIMIT = 1 << 40  # number of positions of a model that uses only distances
 _WORDS = (torch.float32, torch.bfloat16, torch.float16)  # the types that panels keep
-# The types whose bits are laid out in panels of a kind without conversion to float32.
+# The types whose bits are laid out in panels of a kind without a conversion to float32.
 _TYPE_IN_WORDS: dict[Kind, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "tiles": torch.bfloat16,
@@ -110,7 +110,7 @@ class Model(NamedTuple):
     embedding: Array  # float32, uint16 or int16[vocab, hidden], see `table_of`
     embedding_scale: np.float32  # factor of embeddings of tokens
     places: Array  # float32[positions, hidden], added to embeddings; no positions: they are rotary
-    unplaced: int  # a token without a position embedding, or a number that is not a token
+    unplaced: int  # the token without a position embedding, or a number that is not a token
     first_norm: Array  # before the first layer, see `Weights`
     weights: Weights
     angles: Array  # float32[tables, 2, positions, pairs], see `Stack`
@@ -120,7 +120,7 @@ class Model(NamedTuple):
     last_norm: Array  # see `Weights`
     head: Array  # in panels
     vocab: int
-    read_as: Array  # int64[vocab]: the row of `embedding` of each token; no numbers: the row of the token's number
+    read_as: Array  # int64[vocab]: the row of `embedding` of each token; empty: row t for token t
     logits_divisor: np.float32  # see `layers.shape_logits`
     logits_cap: np.float32
     logits_bias: Array  # float32[vocab], or no numbers
@@ -159,7 +159,7 @@ class CompiledDecoder:
     """The compiled forward of a model for which `misfit` returns "".
 
     Args:
-        rounding: type of all matrices except the embedding; rounding makes another model. "int8" weights are read in a
+        rounding: type of all matrices except the embedding; rounding changes the model. "int8" weights are read in a
             quarter of the time of float32, "int4" weights in a seventh. None: matrices keep their type.
         shared: the target's tokens, which the model reads and drafts; None: its own tokens.
 
@@ -260,8 +260,8 @@ class CompiledDecoder:
     ) -> tuple[States, Tapped]:
         """Run layers on all rows, and store their keys and values.
 
-        Returns the output of the last of these layers, and the inputs of the layers `taps`, concatenated. `logits` takes the
-        output of the model's last layer.
+        Returns the output of the last of these layers, to be passed to `logits` if it is the model's last one, and the
+        inputs of the layers `taps`, concatenated.
 
         Args:
             vectors: embeddings by row, for the rows whose token is negative.
@@ -318,7 +318,7 @@ class CompiledDecoder:
         self._run(x, rows, self.weights, self.kinds, _in_store(store, slice(None)))
 
     def exit_layer(self, layer: nn.Module, norm: Any, after: int, place: int) -> ExitLayer:
-        """Return a layer of the same shape as the model's as an exit layer.
+        """Return an exit layer made of a layer of the same shape as the model's.
 
         Its matrices get the type of the model's: bfloat16, float16, 8 or 4 bits. With 16-bit matrices its norms are rounded,
         too.
@@ -344,7 +344,7 @@ class CompiledDecoder:
         """Return the input of the first layer; raise `IndexError` for negative tokens whose rows `vectors` lacks."""
         negative = rows.tokens < 0
         if negative.any() and {*np.flatnonzero(negative).tolist()} != {*vectors}:
-            raise IndexError("a token is beyond those of the model")
+            raise IndexError("a token is outside the model's vocabulary")
         tokens = readable(self.shared, rows.tokens)
         x = embedded_rows(self.embedding, np.maximum(tokens, 0)) * self.model.embedding_scale
         for row, vector in vectors.items():
@@ -392,7 +392,7 @@ class CompiledDecoder:
 
     @cached_property
     def _no_exit(self) -> ExitWeights:
-        """The stand-in for a missing exit layer: logits of drafts use the model's last norm."""
+        """The placeholder for a missing exit layer, with the model's last norm for the logits of drafts."""
         none = layers_of_weights(self.weights, 0, 0)
         return ExitWeights(none, self.last_norm, self.kinds[:0], -1)
 
@@ -466,7 +466,7 @@ class SourceReader:
 
 
 def kind_of_panels(weights: list[Tensor], rounding: Rounding | None, tiled: bool, files: MappedFiles) -> Kind:
-    """Return the smallest kind of panels that holds matrices exactly, or rounded by `rounding`.
+    """Return the smallest kind of panels that represents matrices exactly, or rounded by `rounding`.
 
     Args:
         tiled: whether tiles are used.
@@ -490,7 +490,7 @@ def kind_of_panels(weights: list[Tensor], rounding: Rounding | None, tiled: bool
 
 
 def kinds_of_panels(parts: LayerParts, kind: Kind) -> Kinds:
-    """Return the kinds of panels of the matrices of layers: packed 4-bit weights of files stay packed unless rounded again.
+    """Return the kinds of panels of layers' matrices: 4-bit weights in files stay packed unless rounded again.
 
     Args:
         parts: of the first layer.
@@ -533,7 +533,7 @@ def panels_of(
             files.release(_pieces_of(parts, first, stop))
 
         write_panels(goal, partial(_columns_of, in_order, kind), columns, depth, kind, leave)
-        files.release(parts)  # the pages between the columns that were read together
+        files.release(parts)  # pages between columns that were read together
     return panels
 
 
@@ -627,7 +627,7 @@ def _matrices_of(found: Matrix | list[Matrix]) -> list[Matrix]:
 
 
 def _routers_of(parts: list[LayerParts]) -> Float32[np.ndarray, "layers panels words"]:
-    """Return the routers of experts in float32 panels, whatever the kind of the other matrices."""
+    """Return the routers of experts in float32 panels, regardless of the other matrices' kind."""
     routers = [one.router for one in parts]
     if len(routers[0]) == 0:
         return np.zeros((len(parts), 0, 0), dtype=np.float32)
@@ -652,7 +652,7 @@ def misfit(model: "PreTrainedModel", rounding: Rounding | None) -> str:
 
 
 def misfit_of_shape(model: "PreTrainedModel", rounding: Rounding | None) -> str:
-    """Do `misfit` for a model whose weights may not be loaded yet: look at its configuration only."""
+    """Return `misfit` by the configuration alone, for a model whose weights may not be loaded yet."""
     if not compiling.AVAILABLE:
         if find_spec("numba") is None:
             return "numba is missing (pip install 'numba>=0.63')"

@@ -1,4 +1,4 @@
-"""Nodes in a session's cache that only the first layers of a model have seen, and the steps that change them.
+"""Nodes in a session's cache that only the first layers of a model have processed, and the steps that change them.
 
 If the first layers are run ahead of the others (see `LiveLayers`, `ExitLM`), a node goes through two passes: the first
 layers run when it is drafted, the other layers when the target scores it. An exit layer runs between the two.
@@ -15,23 +15,23 @@ from specbeam.core.compiling.copies import copy_numbers, copy_rows
 from specbeam.engines.kv.steps import KNOWN, SIZE, STORED, Trie, prune
 
 UNFINISHED, WAITING, FIRST_ROWS, EXIT_ROWS, LAST_ROWS = range(5)  # indices of `EarlyNodes.counts`
-MOST_WAITING = 64  # nodes that may wait for the exit layer when nothing is drafted for long
+MOST_WAITING = 64  # maximum number of nodes that wait for the exit layer while nothing is drafted
 
 
 @borrowed
 class Waiting(NamedTuple):
     """Nodes that wait for the exit layer after the first layers, such as the last layer of a draft.
 
-    Most of them are rejected. Survivors go through the exit layer together with the next draft. The arrays have
-    spare room; the number of nodes is in `EarlyNodes.counts`.
+    Most of them are rejected. Survivors go through the exit layer together with the next draft. The arrays have spare
+    capacity; the number of nodes is in `EarlyNodes.counts`.
     """
 
     nodes: (
-        Array  # int64[room]: the stored local node of each; -1 for nodes above the roots, which have lost their numbers
+        Array  # int64[room]: the stored local node of each; -1 for nodes above the roots, which have no number any more
     )
     slots: Array  # int64[room]
     positions: Array  # int64[room]
-    seen: Array  # bool[room, slots]: the slots on the path to each, its own included
+    seen: Array  # bool[room, slots]: the slots on the path to each, including its own
     states: Array  # float32[room, hidden]: output of the first layers
 
 
@@ -43,7 +43,7 @@ class EarlyNodes(NamedTuple):
     # that wait for the exit layer (WAITING); the number of rows that the first layers (FIRST_ROWS), the exit layer
     # (EXIT_ROWS) and the other layers (LAST_ROWS) have computed so far
     counts: Array
-    slots: Array  # int64[nodes]: the slot of each stored local node that the first layers have seen
+    slots: Array  # int64[nodes]: the slot of each stored local node that the first layers have processed
     outputs: Array  # float32[nodes, hidden]: the output of the first layers by stored local node
     exited: Array  # float32[nodes, hidden]: the output of the exit layer by stored local node, where it has run
     waiting: Waiting
@@ -81,7 +81,7 @@ class ExitLayer:
 
 
 def no_early_nodes(hidden: int) -> EarlyNodes:
-    """Return the arrays of a cache without such nodes."""
+    """Return the arrays of a cache without early nodes."""
     numbers = np.zeros(0, dtype=np.int64)
     states = np.zeros((0, hidden), dtype=np.float32)
     waiting = Waiting(numbers, numbers, numbers, np.zeros((0, 0), dtype=np.bool_), states)
@@ -131,7 +131,7 @@ def keep_exits(early: EarlyNodes, rows: Array) -> None:
 
 @compiled
 def finish_early(early: EarlyNodes) -> None:
-    """Note that the other layers have seen all nodes."""
+    """Record that the other layers have processed all nodes."""
     early.counts[LAST_ROWS] += early.counts[UNFINISHED]
     early.counts[UNFINISHED] = 0
 
@@ -171,9 +171,9 @@ def rename_early(early: EarlyNodes, trie: Trie, former: Array) -> None:
 
 @compiled
 def take_back_drafts(early: EarlyNodes, trie: Trie, nodes: Array) -> Array:
-    """Take back the nodes of this turn's forest except `nodes`, and free their slots.
+    """Remove the nodes of this turn's forest except `nodes`, and free their slots.
 
-    Unfinished nodes before the first root stay, too. `trie.local` must have room for all of them.
+    Unfinished nodes before the first root stay, too. `trie.local` must have capacity for all of them.
 
     Args:
         nodes: int64[n], forest nodes that stay, ascending: the roots, and further nodes with their parents.

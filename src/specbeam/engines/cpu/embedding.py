@@ -19,7 +19,7 @@ if compiling.AVAILABLE:
 
     from specbeam.core.compiling.compiler import chosen_for
 
-# Integers of the same size, for types that numpy or numba lacks.
+# Integer types of the same size, for types that numpy or numba lacks.
 _BITS = {torch.bfloat16: np.uint16, torch.float16: np.int16}
 
 Table = Shaped[np.ndarray, "vocab hidden"]
@@ -53,7 +53,7 @@ def embedded_rows(table: Table, tokens: Integers) -> States:
     if table.dtype == np.float32:
         return table.take(tokens, 0)
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < len(table):
-        raise IndexError("a token is beyond those of the model")
+        raise IndexError("a token is outside the model's vocabulary")
     out = np.empty((len(tokens), table.shape[1]), dtype=np.float32)
     look_up_rows(table, tokens, out)
     return out

@@ -51,14 +51,14 @@ from specbeam.engines.source import Source, grouped, in_line
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Rows of a pass above which further sources save no time: reading the weights no longer dominates.
+# Number of rows of a pass from which further sources save no time, because reading the weights no longer dominates.
 TOGETHER = 256
 _NO_DISTANCES = no_distances()
 _NO_SOURCES = no_sources()
 
 
 def misfit(model: "PreTrainedModel") -> str:
-    """Return the reason why the compiled layers cannot run the encoder of a model whose decoder they run; "" if they can."""
+    """Return the reason why compiled layers cannot run the encoder of a model whose decoder they run; "" if they can."""
     if why := misfit_of_encoder(model):
         return why
     return misfit_of_depths(model, architecture_of(model, _family_of_encoder(model)), steps_in("float32"))
@@ -73,8 +73,8 @@ def _family_of_encoder(model: "PreTrainedModel") -> ModelFamily:
 class CompiledEncoder(nn.Module, ABC):
     """The encoder of a model for which `misfit` returns "", called like transformers' encoder.
 
-    If the decoder's matrices are rounded, to 8 or to 4 bits, the encoder's are rounded to 8 bits: every token of the
-    text reads its output. The states of a source do not depend on other sources in the pass.
+    If the decoder's matrices are rounded to 8 or 4 bits, the encoder's are rounded to 8 bits, because every token of
+    the text reads its output. The states of a source do not depend on other sources in the pass.
 
     Args:
         decoder: the compiled decoder of the same model.
@@ -149,7 +149,7 @@ class CompiledEncoder(nn.Module, ABC):
         """Return the states of a source by transformers' encoder in float32, given its inputs."""
 
     def stack(self, weights: Weights) -> Stack:
-        """Return layers of this encoder in the form that compiled layers take."""
+        """Return layers of this encoder in the form of the compiled layers."""
         return Stack(weights, self.angles, self.eps, self.heads, self.heads, self.size)
 
     def module_in_float32(self) -> Any:
@@ -167,7 +167,7 @@ class CompiledEncoder(nn.Module, ABC):
     def read_together(self, sources: Sequence[Source]) -> None:
         """Store the states of sources that this encoder has not read yet, several short sources in one pass.
 
-        Sources that come later in the queue fill up the last pass.
+        Later sources in the queue fill up the last pass.
         """
         asked = {*sources}
         for group in grouped(self._unread(sources, asked), asked, TOGETHER):
@@ -203,7 +203,8 @@ class CompiledEncoder(nn.Module, ABC):
 class TextEncoder(CompiledEncoder):
     """The encoder of texts; see `CompiledEncoder`.
 
-    transformers' encoder reads sources with padding if positions skip padding, and sources longer than the position table.
+    transformers' encoder reads sources longer than the position table, and, if positions skip padding, sources with
+    padding.
     """
 
     def __init__(self, model: "PreTrainedModel", decoder: CompiledDecoder) -> None:
@@ -278,7 +279,7 @@ class TextEncoder(CompiledEncoder):
         back = _NO_DISTANCES
         if self.middle >= 0:
             back = (places[:, None] - slots[None] + self.middle).astype(np.int32)
-        # All layers store their keys and values in the same place, one after the other.
+        # All layers store their keys and values in the same buffers, one after the other.
         width = -(-self.size // WIDTH) * WIDTH
         keys = np.zeros((1, len(lengths), self.heads, panels, self.size, WIDTH), dtype=np.float32)
         values = np.zeros((1, len(lengths), self.heads, panels * WIDTH, width), dtype=np.float32)

@@ -1,4 +1,4 @@
-"""Optional parts of layers: the compiled layers run all families, and this record holds the parts that only some have."""
+"""Optional parts of layers: compiled layers run all families, and this record holds the parts that only some have."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,7 +19,7 @@ _NUMBER_OF: dict[Activation, int] = {"silu": SILU, "gelu tanh": GELU_TANH, "gelu
 class Extras(NamedTuple):
     """Parts of layers other than matrices and the norms before sublayers; a missing part is an array without columns.
 
-    Settings that all layers share are plain numbers: branching on them costs nothing compared with a product.
+    Settings shared by all layers are plain numbers: branching on them costs nothing compared with a product.
     """
 
     # float32[layers, ...]: weight of the norm of attention's output, or of the sum; see `Weights`
@@ -39,8 +39,8 @@ class Extras(NamedTuple):
     parallel: bool  # whether the inner layer reads the input of attention instead of its output
     norm_of_sum: bool  # whether norms after a sublayer are of the sum with its input
     router: Array  # float32[layers, panels, words]: the matrix that scores experts; no panels without experts
-    experts: int  # their number; their matrices follow each other in the panels of a layer. 0: there are none
-    chosen: int  # experts of a row
+    experts: int  # number of experts, whose matrices follow each other in the panels of a layer; 0: none
+    chosen: int  # number of experts of a row
     divides: bool  # whether the weights of the chosen experts are divided by their sum
 
 

@@ -1,4 +1,4 @@
-"""Steps on a session's cache in a compiled draft head: compute rows, settle a turn, take a turn back.
+"""Steps on a session's cache in a compiled draft head: compute rows, settle a turn, undo a turn.
 
 The cache is a trie of nodes with features made from the target's hidden states; engines/cpu/layers.py runs the layers. There
 are two kinds of heads: a pair trunk (heads/trunk.py) has a row for each node, which reads the feature of the node above; a
@@ -51,7 +51,7 @@ from specbeam.engines.kv.steps import (
 if AVAILABLE:
     from specbeam.core.compiling.compiler import call_at
 
-CHUNK = 512  # rows of a prompt in a pass
+CHUNK = 512  # maximum number of rows of a prompt in a pass
 # How a pair trunk joins features and embeddings, see `TrunkShape.pairs`.
 ATTENTION, PROJECTION, NORMED_PROJECTION = range(3)
 # Which of the target's hidden states are normed together before they make a feature.
@@ -132,7 +132,7 @@ class Blocks(NamedTuple):
 
 @borrowed
 class HeadArrays(NamedTuple):
-    """A session's cache in a compiled head as arrays for steps, with room for everything that they store."""
+    """A session's cache in a compiled head as arrays for steps, with capacity for everything that they store."""
 
     trie: Trie
     features: Array  # float32[nodes, width]: of the local nodes that the target has scored
@@ -224,7 +224,7 @@ def pair_layers(x: Array, model: TrunkModel, feed: PairFeed, sessions: Array, ca
 
 @compiled
 def run_all(x: Array, stack: Stack, rows: LayerRows, kinds: Array, cache: KeyValues, threads: int) -> None:
-    """Do `layers.all_layers` without taps."""
+    """Run `layers.all_layers` without taps."""
     taps = Taps(np.empty(0, dtype=np.int64), np.empty((len(x), 0), dtype=np.float32))
     all_layers(x, stack, rows, kinds, cache, taps, threads)
 
@@ -349,7 +349,7 @@ def scored(cache: HeadArrays, x: Array) -> Array:
 
 @compiled
 def of_all_tokens(model: Any, logits: Array) -> Array:
-    """Return logits of all tokens of the target, -inf for tokens unknown to the head."""
+    """Return logits of all tokens of the target; -inf for tokens that the head does not have."""
     vocab = model.vocab
     if len(model.tokens) == 0:
         return logits[:, :vocab].copy() if logits.shape[1] > vocab else logits
@@ -433,7 +433,7 @@ def _make_blocks(cache: HeadArrays, roots: Array) -> None:
     positions = np.empty(count, dtype=np.int64)
     for root in roots:
         start = (blocks.at[root] - first) * model.rows
-        if start < 0:  # an earlier pass has made it
+        if start < 0:  # an earlier pass has made this block
             continue
         for place in range(model.rows):
             row = start + place
@@ -454,7 +454,7 @@ def _make_blocks(cache: HeadArrays, roots: Array) -> None:
 @has_room_for.of(HeadArrays)
 @compiled
 def head_has_room(cache: HeadArrays, fresh: int, beams: int) -> bool:
-    """Return whether the cache has room for a turn; see `has_trie_room`."""
+    """Return whether the cache has capacity for a turn; see `has_trie_room`."""
     blocks = cache.trie.counts[KNOWN] + fresh
     has_blocks = blocks * cache.model.rows <= len(cache.blocks.base)
     return has_trie_room(cache.trie, cache.features, fresh, beams, 0) and has_blocks
@@ -489,9 +489,10 @@ def states_of(cache: CacheArrays, nodes: Array, reads_final: bool) -> Array:
 
 @compiled
 def settle_head_cache(cache: HeadArrays, turn: SettledTurn, scored_nodes: Array, states: Array) -> None:
-    """Do `LM.settle` for one session: keep the paths to the surviving beams and to kept nodes, free the rest.
+    """Implement `LM.settle` for one session: keep the paths to the surviving beams and to kept nodes, free the rest.
 
-    Rows computed from the head's own states serve the drafts of one turn only, and are taken back first. There must be room.
+    Rows computed from the head's own states serve the drafts of one turn only, and are removed first. The cache must
+    have capacity.
 
     Args:
         scored_nodes: int64[n], the nodes of the head's forest that the target has scored in this turn.
@@ -522,7 +523,7 @@ def settle_head(draft: HeadArrays, target: CacheArrays, turn: SettledTurn) -> No
 @rewind.of(HeadArrays)
 @compiled
 def rewind_head_cache(cache: HeadArrays, nodes: int) -> None:
-    """Take back all nodes of this turn's forest except the first `nodes`."""
+    """Remove all nodes of this turn's forest except the first `nodes`."""
     if cache.trie.counts[KNOWN] > nodes:
         _keep(cache, cache.trie.local[:nodes].copy())
 

@@ -3,8 +3,8 @@
 One implementation serves all families (engines/families.py); `Extras` holds the optional parts of a family, and branches on
 them are outside of loops over numbers.
 
-A row's results are the same to the last bit whatever other rows are in the pass: the source fixes the order of each sum, and
-no option lets the compiler change that order or the rounding.
+A row's results are bit-identical whatever other rows are in the pass: the source fixes the order of each sum, and no
+option lets the compiler change that order or the rounding.
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from specbeam.engines.cpu.sums import STEP, WIDTH
 
 _F0 = np.float32(0)
 _F1 = np.float32(1)
-NO_ATTENTION = 1 << 20  # more than there are kinds of layers
+NO_ATTENTION = 1 << 20  # exceeds the number of kinds of layers
 NO_INNER = 1 << 21
 _HALF = np.float32(0.5)
 _GELU_CUBE, _GELU_SCALE = (np.float32(n) for n in (0.044715, -2 * 0.7978845608028654))
@@ -50,7 +50,7 @@ def normalise_row(x: Array, weight: Array, eps: float, out: Array) -> None:
     """Write the norm of x, float32[n], contiguous, to `out`, which may be x.
 
     Args:
-        weight: float32[n] of an RMSNorm; float32[2 * n], weight and bias, of a LayerNorm; no numbers: x is copied.
+        weight: float32[n] of an RMSNorm; float32[2 * n], weight and bias, of a LayerNorm; empty: x is copied.
     """
     if len(weight) == len(x):
         square = sum_of_squares(x)
@@ -81,7 +81,8 @@ def rotate(x: Array, first: int, heads: int, size: int, angles: Array, positions
     """Apply rotary positions, in place, to `heads` heads of x from column `first` on.
 
     Args:
-        angles: float32[2, positions, pairs], cosines and sines; columns after the first `pairs` pairs of a head stay.
+        angles: float32[2, positions, pairs], cosines and sines; columns after the first `pairs` pairs of a head are
+            unchanged.
     """
     half = angles.shape[2]
     for row in range(len(x)):
@@ -108,7 +109,7 @@ def activate(both: Array, inner: int, extras: Extras, out: Array) -> None:
 
 @compiled_without_counts
 def _activate_rows(both: Array, inner: int, extras: Extras, out: Array, powers: Array, scratch: Array) -> None:
-    """Do `activate`; `powers`, int32[inner], and `scratch`, float32[inner], are overwritten."""
+    """Run `activate` with the buffers `powers`, int32[inner], and `scratch`, float32[inner]."""
     for row in range(len(both)):
         x = both[row][:inner]
         if extras.activation == SILU:
@@ -174,7 +175,7 @@ def store_keys_and_values(qkv: Array, heads: int, sessions: Array, slots: Array,
 
 @compiled_without_counts
 def _store_kept(kept: Array, heads: int, sessions: Array, slots: Array, keys: Array, values: Array) -> None:
-    """Do `store_keys_and_values` for numbers of the store's type."""
+    """Store keys and values that are already in the store's type; see `store_keys_and_values`."""
     kv_heads = keys.shape[1]
     size = keys.shape[3]
     for session in range(len(sessions)):
@@ -191,7 +192,7 @@ def _store_kept(kept: Array, heads: int, sessions: Array, slots: Array, keys: Ar
 
 
 class LayerRoom(NamedTuple):
-    """Scratch arrays of layers, with a row for each row of the pass, and the threads that help."""
+    """Scratch arrays of layers, with a row for each row of the pass, and the number or team of threads."""
 
     normed: Array  # float32[rows, hidden]: input of attention or of the inner layer
     parallel: Array  # the same: input of an inner layer that runs parallel to attention; otherwise no rows
@@ -373,8 +374,8 @@ def run_inner(x: Array, weights: Any, layer: int, eps: float, room: LayerRoom) -
 def run_experts(reads: Array, weights: Any, layer: int, room: LayerRoom) -> None:
     """Write the weighted sum of the outputs of each row's experts to `room.out`.
 
-    Each expert multiplies all rows that chose it in one product. The sum of a row runs over its own experts in ascending
-    order, whatever other rows have chosen.
+    Each expert multiplies all rows that chose it in one product. The sum of a row runs over its own experts in
+    ascending order, regardless of the choices of other rows.
     """
     extras = weights.extras
     threads = room.threads
@@ -452,8 +453,8 @@ def choose_experts(reads: Array, router: Array, chosen: int, divides: bool, shar
 def _score_experts(reads: Array, router: Array, scores: Array) -> None:
     """Write the products of rows and the router's panels to `scores`, float32[rows, columns of the panels].
 
-    `multiply` would be compiled for float32 panels in every model, because the code of all layers includes experts. Sums run
-    over the depth in order, and are written every fourth step.
+    It replaces `multiply`, which would be compiled for float32 panels in every model, because the code of all layers
+    includes experts. Sums run over the depth in order, and are written every fourth step.
     """
     for row in range(len(reads)):
         for panel in range(len(router)):
@@ -481,7 +482,7 @@ def all_layers(
     """Run layers one after the other on x, float32[rows, hidden], in place, and store keys and values.
 
     Args:
-        kinds: int64[layers]: the kind of each layer, plus NO_ATTENTION or NO_INNER if that sublayer is skipped: it then
+        kinds: int64[layers]: the kind of each layer, plus NO_ATTENTION or NO_INNER to skip that sublayer, which then
             changes and stores nothing.
         cache: keys and values of these layers.
     """
@@ -576,7 +577,7 @@ def score_rows(x: Array, weight: Array, eps: float, head: Array, logits: Array, 
 
 @compiled
 def shape_logits(logits: Array, divisor: np.float32, cap: np.float32, bias: Array) -> None:
-    """Divide logits by `divisor`, cap them, see `cap_scores`, and add a bias; 1, 0 and an empty bias change nothing."""
+    """Divide logits by `divisor`, cap them (see `cap_scores`), and add a bias; 1, 0 and an empty bias change nothing."""
     if divisor != 1:
         for row in range(len(logits)):
             for place in range(logits.shape[1]):

@@ -1,7 +1,7 @@
-"""The layout of matrices in panels: compiled loops that read each weight once, panel by panel, in pieces that fit the cache.
+"""The layout of matrices in panels: compiled loops that read each weight once, panel by panel, in cache-sized pieces.
 
-numpy would round a matrix in several passes over memory, and transpose it by reading one word of each column in turn, which
-is slow; these loops read the columns one after the other.
+numpy would round a matrix in several passes over memory, and transpose it slowly, by reading one word of each column in
+turn; these loops read the columns one after the other.
 """
 
 import numpy as np
@@ -112,10 +112,10 @@ def lay_out_bytes(matrix: Array, panels: Array) -> None:
 def lay_out_groups(matrix: Array, panels: Array) -> None:
     """Round a matrix to 4 bits in groups and write its panels, int32[panels, words].
 
-    A group in a panel has its words, of eight steps of depth each, and then the scales, two in a word. Numbers are stored
-    plus 8, without a sign; the first four of the eight steps are in the lower halves of the bytes. Only the upper 16 bits of
-    a scale are stored, as the others are 0: in the lower halves of the words for the first half of a panel's columns, in the
-    upper halves for the second half.
+    A group in a panel has its words, of eight steps of depth each, and then the scales, two in a word. Numbers are
+    stored unsigned, with an offset of 8; the first four of the eight steps are in the lower halves of the bytes. Only
+    the upper 16 bits of a scale are stored, because the others are 0: in the lower halves of the words for the first
+    half of a panel's columns, in the upper halves for the second half.
 
     Args:
         matrix: as in `lay_out_bytes`.

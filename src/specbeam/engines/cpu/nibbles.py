@@ -1,7 +1,7 @@
 """Panels of 4-bit integers with a scale and a zero point for each group, which represent exact float32 weights.
 
-Rows are not rounded: while a panel is read, each number becomes (number - zero point) * scale in a register. float32 holds
-it exactly, so products equal those of float32 panels to the last bit. A weight takes 5 bits.
+Rows are not rounded: while a panel is read, each number becomes (number - zero point) * scale in a register. float32
+represents it exactly, so products are bit-identical to those of float32 panels. A weight takes 5 bits.
 
 A panel is a sequence of groups of `GROUP` steps of depth. A group has four words for each column, see `Grouped.words`, and a
 fifth one: the upper 19 bits of the float32 scale, enough for a float16 or bfloat16 number, and then the zero point.
@@ -20,7 +20,7 @@ WORDS = GROUP // PER_WORD  # of a group in a column
 
 
 def fits_scales(scales: Float32[np.ndarray, "groups columns"]) -> bool:
-    """Return whether panels hold these scales exactly, as they do float16 and bfloat16 numbers."""
+    """Return whether panels represent these scales exactly, as they do float16 and bfloat16 numbers."""
     return not bool((np.ascontiguousarray(scales).view(np.uint32) & np.uint32(OF_ZERO)).any())
 
 

@@ -13,7 +13,7 @@ from specbeam.engines.cpu.llvm import CodeWriter, Value, constant
 from specbeam.engines.cpu.sums import WIDTH
 
 # exp(y) is 2^n exp(f) with the whole number n nearest to y / log(2), and f = y - n log(2), by a polynomial of degree 6.
-_OF_EXP = (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0)  # from the highest power on
+_OF_EXP = (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0)  # from the highest power down
 _BIAS = 127
 _FRACTION = 23
 
@@ -31,7 +31,7 @@ class _Odds(CodeWriter):
     """A writer of the LLVM code; see `write_odds`."""
 
     def write(self, scores: Any, count: Any, totals: Any) -> None:
-        """Write a loop that finds the largest scores, and one that replaces scores by exponentials and sums them up."""
+        """Write a loop that finds the largest scores, and another that replaces scores by exponentials and sums them."""
         b = self.builder
         keys = Value(b, count)
         first = self._lanes(scores, self.index(0))

@@ -1,17 +1,17 @@
-"""Products of a few rows with a large matrix, in the time that it takes to read the matrix.
+"""Products of a few rows with a large matrix, in the time of reading the matrix once.
 
-In libraries a float32 product of a few rows, from two to eight depending on the library, takes twice as long as that of one
-row. Here a matrix is laid out once in panels of a few columns. A panel is streamed through registers, while the sums of up
-to `MOST` rows stay in other registers (engines/cpu/sums.py).
+In libraries a float32 product of a few rows (from two to eight, depending on the library) takes twice as long as that
+of one row. Here a matrix is laid out once in panels of a few columns. A panel is streamed through registers, while the
+sums of up to `MOST` rows stay in other registers (engines/cpu/sums.py).
 
 Weights that bfloat16 represents exactly, as in most checkpoints, are stored in bfloat16: they are read in half the time,
 and the products are the same. float16 checkpoints are stored in float16. With tile registers, sixteen rows are multiplied
 at once (engines/cpu/tiles.py), which pays for matrices too large for the processor's caches. Weights rounded to 8 bits are
-read in a quarter of the time; weights of 4 bits, in groups with a scale each, in a seventh. For these each row of x is
-rounded to 8 bits, relative to its own largest number, which takes a quarter of the arithmetic. 4-bit weights of quantised
-checkpoints are exact, and rows are not rounded (engines/cpu/nibbles.py).
+read in a quarter of the time; weights of 4 bits, in groups with a scale each, in a seventh. For both, each row of x is
+rounded to 8 bits, relative to its own largest number, which takes a quarter of the arithmetic. 4-bit weights of
+quantised checkpoints are exact, and rows are not rounded (engines/cpu/nibbles.py).
 
-The functions above `_source_of` only declare what they do: numba chooses a compiled form by the dtype of the panels.
+The functions above `_source_of` are declarations only: numba chooses a compiled form by the dtype of the panels.
 """
 
 import inspect
@@ -58,25 +58,25 @@ if compiling.AVAILABLE:
     from specbeam.core.compiling.compiler import chosen_for
 
 LINE = 64  # bytes of a cache line
-SIGN_OF_NIBBLES = 8  # offset of numbers of 4 bits in panels, where they have no sign
-_UNPACKED_FROM = 16  # parts of rows from which a panel is unpacked to float32 once, and not for each part
-_HELD_BYTES = 1 << 20  # of panels that stay in a processor's cache while the pieces of many rows are multiplied
-_TILES_FROM = 6  # rows of bytes from which tiles are faster than vectors
+SIGN_OF_NIBBLES = 8  # offset of 4-bit numbers in panels, where they are unsigned
+_UNPACKED_FROM = 16  # number of parts of rows from which a panel is unpacked to float32 once instead of for each part
+_HELD_BYTES = 1 << 20  # bytes of panels that stay in a processor's cache while the pieces of many rows are multiplied
+_TILES_FROM = 6  # number of rounded rows from which tiles are faster than vectors
 _SHARED_FROM = 300_000  # size of the panels from which threads share a product
 
-_LAID_OUT_TOGETHER = 1 << 22  # numbers of a matrix that are laid out at a time
+_LAID_OUT_TOGETHER = 1 << 22  # number of weights that are laid out at a time
 
 Kind = Literal["float32", "bfloat16", "float16", "tiles", "int8", "int8 tiles", "int4", "nibbles"]
-Array = Any  # numba finds the types by itself
+Array = Any  # numba infers the types
 
 
 class Words(NamedTuple):
-    """How the numbers of a kind of panels lie in memory."""
+    """The memory layout of a kind of panels."""
 
     stored: Any  # dtype of the words that are written, of 2 or 4 bytes
     read_as: Any  # dtype of the panels, by which numba chooses the compiled form of a product
-    steps: int  # of depth that are written together
-    words: int  # that these take in a column
+    steps: int  # steps of depth that are written together
+    words: int  # words of a column for these steps
     after: int = 0  # further words of a column, after all steps
     halves: int = 0  # 16-bit numbers of a column after these steps, two columns in a word
 
@@ -135,17 +135,17 @@ def write_transposed(x: Array, start: int, rows: int, transposed: Array) -> None
 
 @compiled_only
 def scratch_for(panels: Array, rows: int, depth: int) -> Array:
-    """Return room for this number of transposed rows, of the dtype that goes with the panels."""
+    """Return a buffer for this number of transposed rows, in the dtype required by the panels."""
 
 
 @compiled_only
 def for_few_rows(panels: Array) -> Array:
-    """Return the panels for products of fewer rows than `_TILES_FROM`: vectors multiply bytes then, not tiles."""
+    """Return the panels for products of fewer rows than `_TILES_FROM`, in which vectors multiply bytes instead of tiles."""
 
 
 @compiled_only
 def unpacked(panel: Array, depth: int) -> Array:
-    """Return the numbers of one panel as float32; a panel of rounded numbers is returned as it is."""
+    """Return the numbers of one panel as float32; a panel of rounded numbers is returned unchanged."""
 
 
 @compiled_only
@@ -154,7 +154,7 @@ def form_of(panels: Array) -> Any:
 
 
 def _source_of(function: Any) -> Any:
-    """Return the source of a function, which numba needs: tests wrap functions into type checks."""
+    """Return the source of a function for numba, because tests wrap functions into type checks."""
     return inspect.unwrap(function)
 
 
@@ -252,7 +252,7 @@ def _write_transposed_floats(x: Array, start: int, rows: int, transposed: Array)
 
 @compiled_without_counts
 def _transpose_floats(x: Array, start: int, rows: int, transposed: Array) -> None:
-    """Do `write_transposed` for float32."""
+    """Write transposed float32 rows; see `write_transposed`."""
     steps = transposed[: rows * x.shape[1]].reshape(x.shape[1], rows)
     for row in range(rows):
         column = steps[:, row]
@@ -267,7 +267,7 @@ def _write_transposed_bytes(x: Array, start: int, rows: int, transposed: Array) 
 
 @compiled_without_counts
 def _transpose_bytes(x: Array, start: int, rows: int, transposed: Array, numbers: Array) -> None:
-    """Do `write_transposed` for uint8; `numbers`, uint8[depth], are overwritten."""
+    """Write transposed rows as uint8; see `write_transposed`. `numbers`, uint8[depth], is overwritten."""
     words = x.shape[1] // STEP
     scales = transposed[rows * words : rows * (words + 1)].view(np.float32)
     in_words = numbers.view(np.int32)
@@ -350,7 +350,7 @@ def _one_piece(rows: int) -> int:
 def _multiply_panel_in_parts(
     panels: Array, panel: int, transposed: Array, rows: int, depth: int, out: Array, piece: int
 ) -> None:
-    """Do `multiply_panel` for all rows, transposed part by part.
+    """Multiply all rows, transposed part by part; see `multiply_panel`.
 
     While a part is multiplied, a share of the next panel is prefetched.
     """
@@ -374,7 +374,7 @@ def _multiply_panel_in_parts(
 
 @compiled
 def _multiply_unpacked(panels: Array, panel: int, transposed: Array, rows: int, depth: int, out: Array) -> None:
-    """Do `_multiply_panel_in_parts` for many rows: the numbers of the panel are unpacked first."""
+    """Multiply many rows after unpacking the panel; see `_multiply_panel_in_parts`."""
     columns = out.shape[1]
     count = part_count(rows)
     each = len(transposed) // rows
@@ -425,7 +425,7 @@ def _multiply_some(panels: Array, first: int, stop: int, packed: Array, rows: in
 
 @compiled
 def _multiply_with_team(x: Array, panels: Array, out: Array, address: int) -> None:
-    """Do `multiply` by the products of these panels, with the team whose memory is at this address."""
+    """Run `multiply` with the team whose memory is at this address."""
     team = memory_of(address)
     rows, depth = x.shape
     packed = packed_rows(x, panels)
@@ -459,7 +459,7 @@ def _share_function(kind: Any, of_rows: Any) -> Any:
         _multiply_some(panels, first, stop, packed, team[ROWS], team[DEPTH], out)
 
     source = _source_of(do_share)
-    source.__name__ = f"do_share_{np.dtype(kind).name}"  # by which numba caches its code
+    source.__name__ = f"do_share_{np.dtype(kind).name}"  # the name under which numba caches its code
     source.__qualname__ = source.__name__
     return compiled(source)
 
@@ -481,7 +481,7 @@ share_functions = {np.dtype(kind).name: _share_function(kind, rows) for kind, ro
 
 @compiled
 def _multiply(x: Array, panels: Array, out: Array, threads: int) -> None:
-    """Do `multiply` by the products of these panels."""
+    """Run `multiply` in the compiled form for these panels."""
     if threads > 1 and panels.size >= _SHARED_FROM and has_form(threads, form_of(panels)):
         _multiply_with_team(x, panels, out, threads)
     else:
@@ -504,7 +504,7 @@ def multiply(x: Array, panels: Array, out: Array, threads: int) -> None:
 
 
 def fits_bfloat16(matrix: Dense) -> bool:
-    """Return whether bfloat16 represents all numbers exactly, and the depth is even, so that two steps can share a word."""
+    """Return whether bfloat16 represents all numbers exactly, and the depth is even (two steps share a word)."""
     columns, depth = matrix.shape
     if depth % 2:
         return False
@@ -534,7 +534,7 @@ def in_panels(matrix: Dense, kind: Kind = "float32") -> Panels:
 
 
 def empty_panels(matrices: int, columns: int, depth: int, kind: Kind) -> Shaped[np.ndarray, "matrices panels words"]:
-    """Return room for the panels of matrices of one shape, aligned to cache lines; see `in_panels`."""
+    """Return a buffer for the panels of matrices of one shape, aligned to cache lines; see `in_panels`."""
     unit = steps_in(kind)
     if depth % unit:
         raise ValueError(f"the depth of a matrix in panels must be a multiple of {unit}, found {depth}")
@@ -552,7 +552,7 @@ def write_panels(
     kind: Kind,
     done: Callable[[int, int], None] = lambda first, stop: None,
 ) -> None:
-    """Lay a matrix out in its panels, some columns at a time to save memory.
+    """Lay out a matrix in its panels, some columns at a time to save memory.
 
     As many threads as compiled code may use lay out a large matrix; they call `columns_of` and `done`.
 
@@ -578,14 +578,14 @@ def write_panels(
     if threads > 1:
         with ThreadPoolExecutor(threads) as pool:
             for _ in pool.map(write, pieces):
-                pass  # an error of a piece is raised here
+                pass  # raises the error of a piece, if any
         return
     for first in pieces:
         write(first)
 
 
 def _lay_out(panels: Panels, matrix: Shaped[np.ndarray, "columns depth"], kind: Kind) -> None:
-    """Write whole panels; see `write_panels`. Columns that the matrix lacks become zeros."""
+    """Write whole panels; see `write_panels`. Missing columns become zeros."""
     if kind == "int4":
         lay_out_groups(matrix, panels)
         return
@@ -619,7 +619,7 @@ def steps_in(kind: Kind) -> int:
 
 
 def empty_in_lines(shape: tuple[int, ...], dtype: Any) -> AnyArray:
-    """Return room aligned to cache lines: otherwise each register would be read from two lines."""
+    """Return a buffer aligned to cache lines: otherwise loading a register would read two lines."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     room = np.empty(size + LINE, dtype=np.uint8)
     start = -room.ctypes.data % LINE

@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 class PackedPasses:
     """The passes of a model whose layers can run in ranges: by the compiled forward, or by `engines/by_layer.py`.
 
-    With the compiled forward one compiled step, `extend_cache`, serves a single session.
+    With the compiled forward, a single session is served by one compiled step, `extend_cache`.
 
     Args:
         decoder: a `CompiledDecoder` or a `LayerDecoder`.
         caches: the caches of all sessions in each row of the store.
     """
 
-    most_rows_in_steps = 1 << 30  # of a pass in compiled steps: no limit
+    most_rows_in_steps = 1 << 30  # rows of a pass in compiled steps: no limit
 
     def __init__(self, model: "PreTrainedModel", decoder: Any, caches: list[CpuCache]) -> None:
         self.model = model
@@ -54,7 +54,7 @@ class PackedPasses:
         self.caches = caches
         self.store = decoder.store()
         self.masks = Masks(model.config, "sdpa", model.dtype)
-        self.exit_layers: dict[int, ref[ExitLayer]] = {}  # by their layer of the store
+        self.exit_layers: dict[int, ref[ExitLayer]] = {}  # by their layer in the store
         self.windows = self.masks.window_sizes(decoder.names)
 
     def cache(self, row: int, prompt: list[int]) -> CpuCache:
@@ -62,14 +62,14 @@ class PackedPasses:
         return CpuCache(row, prompt, self.decoder.embedding.shape[1])
 
     def store_kv_as(self, kv: KVType) -> None:
-        """Store keys and values in this type from now on; nothing may be stored yet."""
+        """Set the type of stored keys and values. Call it before anything is stored."""
         self.decoder.kv = kv
         self.store = self.decoder.store()
 
     def skipping(self, attention: Sequence[int], inner: Sequence[int]) -> "PackedPasses":
         """Return passes that skip some sublayers, on the same store; see `CompiledDecoder.skipping`.
 
-        Use them with scratch caches (`CpuCache.scratch`): their keys and values are wrong for the whole model.
+        Use them with scratch caches (`CpuCache.scratch`), because their keys and values are wrong for the whole model.
         """
         fewer = copy.copy(self)
         fewer.decoder = self.decoder.skipping(attention, inner)
@@ -88,7 +88,7 @@ class PackedPasses:
 
     def refuses(self, context: object) -> str:
         """Return the reason why these passes refuse a context: they take tokens only."""
-        return "the compiled forward takes no context besides tokens: HuggingFaceLM(model, engine='plain') does"
+        return "the compiled forward takes no context besides tokens; use HuggingFaceLM(model, engine='plain')"
 
     def lacks(self, needs: Needs) -> str:
         """Return the reason why these passes cannot provide `needs`; "" if they can."""
@@ -97,7 +97,7 @@ class PackedPasses:
             if made is None or made() is not needs.exit_layer:
                 return "the exit layer was made for another model; load both together: load(target, draft=...)"
             if needs.taps:
-                return "with an exit layer on its cache the target gives no states between its layers (taps)"
+                return "with an exit layer on its cache the target returns no states between its layers (taps)"
         return lacks_taps(self.model, needs.taps)
 
     def extend(self, caches: list[CpuCache], forests: Sequence[Forest]) -> list[Scored]:
@@ -120,7 +120,7 @@ class PackedPasses:
         return [self._hand_out(*results) for results in zip(caches, each, nodes, strict=True)]
 
     def _hand_out(self, cache: CpuCache, logits: Logits, nodes: Nodes) -> Scored:
-        """Return the rows with what the parts of a session need, hidden states included; see `hand_out`.
+        """Return the rows in the form that the parts of a session need, including hidden states; see `hand_out`.
 
         Args:
             nodes: the stored local node of each row.
@@ -178,7 +178,7 @@ class PackedPasses:
                 keep_exits(cache.early, rows)
 
     def finish(self, caches: list[CpuCache]) -> None:
-        """Run the other layers on the nodes that only the first layers have seen."""
+        """Run the other layers on the nodes that only the first layers have processed."""
         for layers, batch in _by_layers([cache for cache in caches if cache.unfinished]).items():
             feeds = [cache.unfinished_feed for cache in batch]
             early = [cache.early.outputs[cache.trie.stored - cache.unfinished : cache.trie.stored] for cache in batch]
@@ -211,7 +211,7 @@ class PackedPasses:
     def exit_layer(self, layer: nn.Module, norm: nn.Module, after: int) -> ExitLayer:
         """Return a layer after the first `after` layers as an exit layer of the model, with room in the store.
 
-        The room is new, or reused from an exit layer that no longer exists.
+        The layer of the store is new, or reused from an exit layer that no longer exists.
         """
         free = [place for place, known in self.exit_layers.items() if known() is None]
         made = self.decoder.exit_layer(layer, norm, after, free[0] if free else self.store.add_layer())
@@ -291,7 +291,7 @@ class PackedPasses:
         states: States | None,
         taps: Sequence[int],
     ) -> tuple[States, Tapped]:
-        """Do `CompiledDecoder.forward` where some rows enter at an inner layer; their states before it are zeros.
+        """Run `CompiledDecoder.forward` with rows that enter at an inner layer; their states before it are zeros.
 
         Args:
             entering: the rows that enter at an inner layer.
@@ -322,7 +322,7 @@ class PackedPasses:
         return states, tapped.reshape(len(entries), -1)
 
     def _extend_by_step(self, cache: CpuCache, forest: Forest) -> Scored:
-        """Do `extend` for a single session, by one compiled step."""
+        """Implement `extend` for a single session in one compiled step."""
         wanted = unknown_nodes(cache.answered, forest.size, forest.known.nodes)
         start = cache.trie.stored
         before_roots = cache.trie.pending_before_roots
@@ -333,7 +333,7 @@ class PackedPasses:
         return self._hand_out(cache, torch.from_numpy(logits), cache.trie.local[wanted])
 
     def _extend_early_by_step(self, cache: CpuCache, forest: Forest) -> Scored:
-        """Do `extend_early` for a single session, by one compiled step."""
+        """Implement `extend_early` for a single session in one compiled step."""
         wanted = unknown_nodes(cache.answered_early, forest.size, forest.known.nodes)
         with self.arrays_for_steps(cache, forest.size - cache.trie.known, drafts=True) as arrays, span("model"):
             logits = extend_cache(arrays, forest.tokens, forest.parents, wanted)
@@ -347,7 +347,7 @@ class PackedPasses:
         positions an `IndexError` instead.
 
         Args:
-            arrays: the caches of the sessions, with room for these nodes; their passes must run all layers.
+            arrays: the caches of the sessions, with capacity for these nodes; their passes must run all layers.
         """
         found: list[CacheArrays | IndexError] = [*arrays]
         places = []
@@ -441,8 +441,8 @@ class PackedPasses:
         Valid until the session's arrays grow.
 
         Args:
-            cache: in the same row of the store, with room for everything that the steps add to it.
-            more: room for further nodes in the scratch cache.
+            cache: in the same row of the store, with capacity for everything that the steps add to it.
+            more: capacity for further nodes in the scratch cache.
         """
         scratch = cache.scratch(cache.trie.room_for_scratch(more))
         scratch.make_rows()

@@ -1,4 +1,4 @@
-"""Rounding to 8 or 4 bits: of the columns of a matrix once, of rows in each product."""
+"""Rounding to 8 or 4 bits: of a matrix's columns once, of rows in each product."""
 
 from typing import Any
 
@@ -10,17 +10,18 @@ from specbeam.core.compiling.uncounted import compiled_without_counts
 from specbeam.engines.arrays import Dense
 
 BYTES_PER_WORD = 4
-# The byte that represents 0 in a row: instructions multiply unsigned bytes of rows with signed bytes of columns.
+# The byte that represents 0 in a row, because instructions multiply unsigned bytes of rows with signed bytes of
+# columns.
 ZERO = 128
 LARGEST = 127
 LEAST = 1e-30  # smallest scale times `LARGEST`, so that rows and columns of zeros stay zeros
-GROUP = 32  # steps of depth that share a scale where numbers have 4 bits
+GROUP = 32  # steps of depth that share a scale in 4-bit matrices
 LOWEST = -8  # 4-bit integer; the largest is 7
 # The bits of a float32 that hold a scale of float16 or bfloat16, and the remaining bits, for a zero point.
 OF_SCALE = 0xFFFFE000
 OF_ZERO = 0x1FFF
 
-# Adding this number rounds to an integer, which is then in the lowest bits of the sum.
+# Adding this number rounds to an integer, which ends up in the lowest bits of the sum.
 _LAST_BIT_IS_1 = np.float32(1.5 * 2**23)
 _BITS_OF_ZERO = _LAST_BIT_IS_1.view(np.int32)  # of this number plus 0
 _SIGN = np.int32(-(2**31))
@@ -53,7 +54,7 @@ def _round_columns_in_groups(matrix: Array, numbers: Array, scales: Array) -> No
 def _largest_bits(bits: Array) -> np.int32:
     """Return the bits of the maximum of |x| and `LEAST`, given the bits of x, int32[n].
 
-    Without signs, bits are in the order of the numbers, and vector instructions compare integers.
+    Without their signs, bits are ordered like the numbers, and vector instructions compare integers.
     """
     top = np.int32(_LEAST_BITS)
     for step in range(len(bits)):
@@ -97,7 +98,8 @@ def round_column_in_groups(source: Array, numbers: Array, scales: Array) -> None
     lowest = np.int32(LOWEST)
     for group in range(len(scales)):
         first = group * GROUP
-        # As integers, the bits of nonnegative numbers are in the order of the numbers; the bits of others are negative.
+        # As integers, the bits of nonnegative numbers are ordered like the numbers; the bits of negative numbers are
+        # negative.
         above = np.int32(_SIGN)
         below = np.int32(_SIGN)
         for step in range(GROUP):
@@ -106,7 +108,7 @@ def round_column_in_groups(source: Array, numbers: Array, scales: Array) -> None
             above = number_bits if number_bits > above else above
             below = turned if turned > below else below
         farthest[0] = above if above > below else below ^ _SIGN
-        if above == below:  # tie between both signs: the first one counts
+        if above == below:  # tie between both signs: the first one wins
             place = first
             while (bits[place] & _WITHOUT_SIGN) != above:
                 place += 1
@@ -115,7 +117,7 @@ def round_column_in_groups(source: Array, numbers: Array, scales: Array) -> None
         half = np.uint32(0x7FFF) + ((scale_bits[group] >> np.uint32(16)) & np.uint32(1))
         scale_bits[group] = (scale_bits[group] + half) & np.uint32(0xFFFF0000)
         divisor = scales[group]
-        if abs(divisor) < np.float32(LEAST):  # a group of zeros is zeros times anything
+        if abs(divisor) < np.float32(LEAST):  # a group of zeros: any scale will do
             divisor = np.float32(1)
         for step in range(GROUP):
             shifted[step] = source[first + step] / divisor + _LAST_BIT_IS_1

@@ -48,7 +48,8 @@ class KeyValues(NamedTuple):
 class Taps(NamedTuple):
     """Hidden states between layers that a pass writes."""
 
-    # int64[taps]: layers whose input is written, counted from the first that runs; their number means the last output
+    # int64[taps]: layers whose input is written, counted from the first that runs; the number of layers stands for the
+    # last output
     layers: Array
     states: Array  # float32[rows, taps * hidden], written
 

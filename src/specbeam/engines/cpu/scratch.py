@@ -1,7 +1,7 @@
-"""Scratch caches: passes on slots that are free in the cache of a text, which restart in each turn.
+"""Scratch caches: caches on the free slots of a text's cache, which start anew in each turn.
 
 Drafts by the target with skipped sublayers read the keys and values of the whole target, and store keys and values that are
-wrong for it. No node of the text ever sees these slots, and the target's own pass overwrites them.
+wrong for it. No node of the text attends to these slots, and the target's own pass overwrites them.
 """
 
 from typing import NamedTuple
@@ -27,7 +27,7 @@ class ScratchArrays(NamedTuple):
 
 @compiled
 def stored_among(trie: Trie, wanted: Array) -> Array:
-    """Return the wanted forest nodes that are already stored, and so must run again."""
+    """Return the wanted forest nodes that are already stored and therefore have to run again."""
     again = np.empty(len(wanted), dtype=np.int64)
     count = 0
     for node in wanted:
@@ -40,7 +40,7 @@ def stored_among(trie: Trie, wanted: Array) -> Array:
 @extend.of(ScratchArrays)
 @compiled
 def extend_scratch(cache: ScratchArrays, tokens: Array, parents: Array, wanted: Array) -> Array:
-    """Do `extend_cache`; the first pass of a turn starts from the cache of the text."""
+    """Run `extend_cache`; the first pass of a turn starts from the cache of the text."""
     own = cache.own.trie
     numbers = cache.numbers
     if numbers[BEGUN] == 0:
@@ -56,7 +56,7 @@ def extend_scratch(cache: ScratchArrays, tokens: Array, parents: Array, wanted: 
 @has_room_for.of(ScratchArrays)
 @compiled
 def scratch_has_room(cache: ScratchArrays, fresh: int, beams: int) -> bool:
-    """Return whether there is room for `fresh` new nodes of a turn, and for a second copy of all roots."""
+    """Return whether there is capacity for `fresh` new nodes of a turn and a second copy of all roots."""
     counts = cache.trie.counts
     own = cache.own.trie
     again = counts[KNOWN]
@@ -69,7 +69,7 @@ def scratch_has_room(cache: ScratchArrays, fresh: int, beams: int) -> bool:
 @rewind.of(ScratchArrays)
 @compiled
 def forget_scratch(cache: ScratchArrays, nodes: int) -> None:
-    """Forget all nodes of this turn, whatever `nodes`."""
+    """Forget all nodes of this turn; `nodes` is ignored."""
     cache.numbers[BEGUN] = 0
 
 

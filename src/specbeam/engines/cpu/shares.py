@@ -1,12 +1,13 @@
-"""Shares of a product or of attention, which the threads of a team take one after the other.
+"""Shares of a product or of attention, which the threads of a team claim one after the other.
 
-The caller takes shares like every other thread, and waits only for shares in progress. So a suspended thread delays no other
-one, and a product costs no barrier: helpers poll for shares instead of being woken. Each panel is multiplied by one thread,
-in the same order as without helpers, so the number of threads does not change the results.
+The caller takes shares like every other thread, and finally waits only for shares in progress. So a thread that is
+suspended between shares delays no other thread. A product needs no barrier: helpers poll for shares instead of being
+woken. Each panel is multiplied by one thread, in the same order as without helpers, so the number of threads does not
+change the results.
 
-The memory of a team is int64[`WORDS`]. Its ticket counts the shares of the present work and the shares taken, so that one
-atomic operation reads and increments both. The rest of the description is written before the ticket and is valid until all
-shares are done.
+The memory of a team is int64[`WORDS`]. Its ticket counts the shares of the current work and the shares taken, so that
+one atomic operation reads and increments both. The rest of the description is written before the ticket, and is valid
+until all shares are done.
 """
 
 from typing import Any
@@ -22,10 +23,10 @@ if compiling.AVAILABLE:
 
 # Places in the memory of a team. Numbers that different threads change lie in different lines of a cache.
 TICKET = 0
-DONE = 8  # shares of the present product that are done
+DONE = 8  # shares of the current product that are done
 OPEN = 16  # helpers poll for shares while it is not 0
 HELPED = 17  # number of shares done by helpers so far
-FUNCTION = 24  # address of the function that does a share of the present product
+FUNCTION = 24  # address of the function that does a share of the current product
 PANELS = 25  # address of its panels, their number, and numbers of a panel
 COUNT = 26
 SIZE = 27
@@ -69,7 +70,7 @@ def has_form(address: int, form: int) -> bool:
 
 @compiled
 def publish(team: Array, shares: int) -> None:
-    """Let all threads take shares of the product that the memory of the team describes."""
+    """Offer the shares of the product that the memory of the team describes to all threads."""
     team[SHARES] = shares
     store_shared(team, DONE, 0)
     store_shared(team, TICKET, shares << _HALF)
@@ -98,7 +99,8 @@ def share_out(address: int, form: int, shares: int, kept: Any) -> None:
 
     Args:
         form: number of the function that does a share.
-        kept: arrays of the caller that the memory refers to by address: numba frees an array after its last use.
+        kept: arrays of the caller that the memory refers to by address: numba frees an array after its last use in the
+            code.
     """
     team = memory_of(address)
     team[FUNCTION] = team[FORMS + form]
@@ -137,7 +139,7 @@ def described(call: Array, kind: Any) -> Array:
 
 @compiled
 def rest(team: Array, looks: int) -> int:
-    """Pause between two polls of a number; return the number of polls so far."""
+    """Pause between two polls; return the number of polls so far."""
     if looks < _SPINS or team[YIELD] == 0:
         pause()
     else:

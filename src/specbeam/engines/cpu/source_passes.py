@@ -68,7 +68,7 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
             self._read_group(group, encoder)
 
     def _read_but_not_stored(self, sources: Sequence[Source], encoder: Any) -> Iterator[tuple[Source, int]]:
-        """Yield sources, and sources after them in the queue, that lack keys and values, with their numbers of frames."""
+        """Yield sources without keys and values, then such sources after them in the queue, with their numbers of frames."""
         held = {source for source, _ in self.readers}
         for source in in_line(sources, TOGETHER):
             if source not in held and self not in source.ahead and encoder in source.states:

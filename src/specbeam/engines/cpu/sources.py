@@ -1,4 +1,4 @@
-"""Sources in the form that compiled layers read: keys and values, stored once for all rows that attend to them."""
+"""Sources in the form of the compiled layers: keys and values, stored once for all rows that attend to them."""
 
 from typing import NamedTuple
 

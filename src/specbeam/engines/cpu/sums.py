@@ -36,7 +36,7 @@ if compiling.AVAILABLE:
         LANES = 16
     elif "avx2" in features():
         LANES = 8
-    MOST = 6 if LANES == 8 else 12  # rows at a time, whose sums fit in the registers
+    MOST = 6 if LANES == 8 else 12  # maximum number of rows at a time, whose sums fit in the registers
     # Whether one instruction multiplies four pairs of bytes in each lane and adds up the products.
     DOTS_BYTES = {16: "avx512vnni", 8: "avxvnni"}.get(LANES) in features()
 else:
@@ -48,7 +48,7 @@ else:
 
 ACROSS = 2  # registers across a panel
 WIDTH = ACROSS * LANES  # columns of a panel
-STEP = 4  # steps of depth in a round of the loop, at least; every depth is a multiple of it
+STEP = 4  # minimum number of steps of depth in a round of the loop; divides every depth
 _AHEAD = 32  # prefetch distance in words of a column
 _STEPS_PER_NIBBLES = 8  # steps of depth in a word of numbers of 4 bits
 _LOWER = 0x0F0F0F0F  # the lower half of each byte
@@ -56,7 +56,7 @@ FLOAT16_SCALE = np.float32(2.0**112)  # float32 exponents count from 127, those 
 
 
 class PanelPlaces(NamedTuple):
-    """Where `write_sums` finds its numbers in flat arrays: indices of their first words, and strides in words."""
+    """The places of the numbers of `write_sums` in flat arrays: indices of first words, and strides in words."""
 
     weights: Any  # index of the panel
     stride: Any  # between steps of depth of the panel
@@ -163,7 +163,8 @@ class _Loop(CodeWriter):
     def _prefetch_later(self, word: Value) -> None:
         """Prefetch a line of the next panel while a word of this one is multiplied.
 
-        With few rows, computing takes no longer than reading the panel, which leaves no time to read another panel.
+        With few rows, reading the panel takes at least as long as computing, which leaves no time to read another
+        panel.
         """
         if self.later is not None and self.rows > MOST // 2:
             start, stride = (Value(self.builder, one) for one in self.later)
@@ -179,7 +180,7 @@ class _LoopOfHalves(_Loop):
     def _columns_of(self, word: Value) -> list[list[Value]]:
         b = self.builder
         loaded = self._panel_at(word * self.stride, ir.VectorType(HALF_WORD, LANES))
-        if LANES > 4:  # one instruction converts them
+        if LANES > 4:  # a single instruction converts them
             halves = ir.VectorType(ir.HalfType(), LANES)
             return [[Value(b, b.fpext(bits.seen_as(halves).register, self.vector)) for bits in loaded]]
         scale = constant(b, self.vector, float(FLOAT16_SCALE))
@@ -206,8 +207,8 @@ class _LoopOfWords(_Loop):
 class _LoopOfWeights(_Loop):
     """A `_Loop` for panels of 4-bit numbers that represent exact float32 weights; see engines/cpu/nibbles.py.
 
-    A weight is number * scale - zero point * scale, in one operation that rounds once. Both products and the weight have so
-    few bits that float32 holds them exactly.
+    A weight is number * scale - zero point * scale, in one operation that rounds once. Both products and the weight
+    have so few bits that float32 represents them exactly.
     """
 
     def _columns_of(self, word: Value) -> Iterator[list[Value]]:
@@ -229,8 +230,8 @@ class _LoopOfWeights(_Loop):
 class _LoopOfBytes(_Loop):
     """A `_Loop` for panels with four int8 in a word and rows with four uint8 in a word, summed as integers.
 
-    So the result is the same on every machine. In the panel the columns are followed by their scales, and by the
-    contribution of the offset of x, 128, to their sums. x is followed by the scales of its rows.
+    So results are the same on every machine. In the panel, the columns are followed by their scales and by the
+    contribution of the offset 128 of x to their sums. x is followed by the scales of its rows.
     """
 
     def _columns_of(self, word: Value) -> list[list[Value]]:
@@ -273,11 +274,11 @@ class _LoopOfBytes(_Loop):
 class _LoopOfNibbles(_LoopOfBytes):
     """A `_LoopOfBytes` for panels with eight 4-bit numbers in a word, in groups with a scale for each column.
 
-    The numbers of the panel are unsigned, 8 too large, and those of x are signed. The sum of a group is an integer; it is
-    then multiplied by the scale and added to the sums of earlier groups. After the words of a group comes one word for each
-    two columns: its lower half is the scale, a bfloat16, of a column in the first half of the panel, its upper half the
-    scale of one in the second half. After the scales of the rows of x comes the correction for the 8, for each group and
-    row.
+    The numbers of the panel are unsigned, with an offset of 8; those of x are signed. The sum of a group is an integer;
+    it is then multiplied by the scale and added to the sums of earlier groups. After the words of a group comes one
+    word for each two columns: its lower half is the scale, a bfloat16, of a column in the first half of the panel, its
+    upper half the scale of one in the second half. After the scales of the rows of x comes the correction for the
+    offset, per group and row.
     """
 
     def _results(self) -> list[Value]:
@@ -343,7 +344,7 @@ if compiling.AVAILABLE:
 
     @intrinsic
     def write_row_sums(typing: Any, rows: Any, weights: Any, x: Any, out: Any, places: Any) -> Any:
-        """Do `write_sums` for rows of x that are not transposed: `PanelPlaces.x_pitch` apart.
+        """Write the same products as `write_sums` for rows of x that are not transposed, `PanelPlaces.x_pitch` apart.
 
         Weights are float32, or uint16, the bits of bfloat16 numbers.
         """
@@ -363,7 +364,7 @@ def _code_of_sums(loop_of: Callable[[Any, int, Any, PanelPlaces], _Loop]) -> Cal
         starts = ((1, places.weights), (2, places.x), (3, places.out))
         weights, x, out = places_in(context, builder, signature, args, starts)
         kind = signature.args[1].dtype
-        if kind in (types.int16, types.uint64):  # the registers are words in any case
+        if kind in (types.int16, types.uint64):  # registers hold words anyway
             weights = builder.bitcast(weights, WORD.as_pointer())
         if kind == types.uint8:
             weights = builder.bitcast(weights, HALF_WORD.as_pointer())

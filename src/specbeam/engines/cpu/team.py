@@ -15,8 +15,8 @@ from specbeam.engines.cpu import shares
 from specbeam.engines.cpu.attention import ATTENTION_FORM_OF, attention_functions
 from specbeam.engines.cpu.panels import FORM_OF, share_functions
 
-# Weights from which other threads help: they poll for shares all the time, and products of smaller models are too short for
-# this to pay.
+# Number of weights from which other threads help. They poll for shares all the time, which does not pay for the short
+# products of smaller models.
 HELPED_FROM = 30_000_000
 
 
@@ -36,7 +36,7 @@ class Team:
         self._begin()
 
     def begin_anew(self) -> None:
-        """Start without helpers in a forked process: the parent's threads, which may hold the lock, do not run in it.
+        """Start without helpers in a forked process: the parent's threads, one of which may hold the lock, are gone.
 
         A caller in `threads` during a fork keeps the former memory, and does all shares itself.
         """
@@ -45,7 +45,7 @@ class Team:
         self.memory[shares.FORMS :] = forms
 
     def _begin(self) -> None:
-        self._alone = threading.RLock()  # a team serves one caller at a time, which may run two models
+        self._alone = threading.RLock()  # a team serves one caller at a time; a caller may run two models
         self.memory = shares.new_memory()
         self.address = self.memory.ctypes.data
         self.memory[shares.YIELD] = _address_of_yield()
@@ -99,7 +99,7 @@ class Team:
             thread = threading.Thread(target=_help, args=(self.memory, waker), name=name, daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # no more threads: the others do the shares
+            except RuntimeError:  # no more threads: the existing ones do the shares
                 break
             self.wakers.append(waker)
         helpers = self.wakers[: count - 1]

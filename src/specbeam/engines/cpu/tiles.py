@@ -3,8 +3,9 @@
 A tile holds 16 rows of 64 bytes. One instruction adds the products of 16 rows of x with 16 columns of the matrix, over 32
 steps of depth in bfloat16, to 16 x 16 sums: sixteen times the work of a vector instruction. A float32 is exactly the sum of
 three bfloat16, so three such instructions multiply float32 rows with a bfloat16 matrix. The result differs from that of
-vectors only by the order of the sums and by terms below 1e-33, as tiles treat denormals as zero; infinities become NaN.
-Panels of bfloat16 already have the layout of tiles: a word holds the two steps of a column that are multiplied together.
+vector instructions only by the order of the sums, by terms below 1e-33, because tiles treat denormals as zero, and by
+infinities, which become NaN. Panels of bfloat16 already have the layout of tiles: a word holds the two steps of a
+column that are multiplied together.
 
 Another instruction multiplies bytes over 64 steps of depth and adds up integers, so the products of a matrix rounded to 8
 bits are the same with and without tiles.
@@ -56,7 +57,7 @@ else:
 
 
 class BlockPlaces(NamedTuple):
-    """Where `write_tile_sums` finds its numbers in flat arrays: indices of their first words, and sizes."""
+    """The places of the numbers of `write_tile_sums` in flat arrays: indices of first words, and sizes."""
 
     weights: Any  # index of the panel
     words: Any  # of a column
@@ -101,9 +102,8 @@ class _Tiles(CodeWriter):
 class _Panel(_Tiles):
     """A writer of the code for the products of a panel with one block of rows of x, or with two; see `write_tile_sums`.
 
-    Use of the tiles if the depth is a multiple of theirs: 0 to 3 are sums (two for each block), 4 and 5 are x, 6 and 7 are
-    columns. Otherwise 0 and 1 are sums, 2 is x, 3 and 4 are columns; 5 is x, and 6 and 7 are columns for the rest of the
-    depth.
+    If the depth is a multiple of a tile's, tiles 0 to 3 hold sums (two for each block), 4 and 5 x, 6 and 7 columns.
+    Otherwise 0 and 1 hold sums, 2 x, 3 and 4 columns; 5 holds x, 6 and 7 columns for the rest of the depth.
     """
 
     parts = PARTS  # of a row of x
@@ -173,7 +173,7 @@ class _PanelOfBytes(_Panel):
     def _finish(self, blocks: int, pitch: Value) -> None:
         """Write the code that converts the sums to results, in a contiguous buffer.
 
-        Rows of `out` may be a distance apart that maps all of them to the same few sets of the first-level cache.
+        With some strides, all rows of `out` would map to the same few sets of the first-level cache.
         """
         b = self.builder
         columns = self.words * WIDTH
@@ -278,11 +278,11 @@ def _start(block: int, each: int, rows: int) -> int:
 
 @compiled
 def _room(rows: int, words: int, row_words: int) -> Array:
-    """Return room for rows packed for tiles, after the configuration of the tiles (see `_Panel`).
+    """Return a buffer for rows packed for tiles, after the configuration of the tiles (see `_Panel`).
 
     Args:
         words: of the depth.
-        row_words: words of a packed row, its scale included.
+        row_words: words of a packed row, including its scale.
     """
     count, each = blocks(rows)
     size = _SHAPE + count * each * row_words

@@ -1,11 +1,11 @@
 """Attention of all rows of long windows to each other, on one thread or shared with a team of threads.
 
-No row is masked, and the rows of a window are its keys, too. A block of `WIDTH` queries lies side by side in registers.
-Their scores for all keys are one product, whose rows are the keys. Softmax runs over the keys for all of them at once.
+No row is masked, and the rows of a window are also its keys. A block of `WIDTH` queries is side by side in registers.
+Their scores for all keys are one product, whose rows are the keys. Softmax runs over the keys for all queries at once.
 Mixing the values is a second product, whose rows are the dimensions of the values. Only the scores of one block are in
 memory, float32[frames, WIDTH], and stay in the processor's cache.
 
-A task is a block of queries of one head. Tasks write to separate places, and one thread does each of them, so neither the
+A task is a block of queries of one head. Tasks write to separate memory, and each is done by one thread, so neither the
 number of threads nor other windows of the pass change the results.
 """
 
@@ -42,7 +42,7 @@ class Windows(NamedTuple):
     """The attention of rows to all rows of their windows in one layer."""
 
     qkv: Array  # float32[rows, ...], contiguous: queries, keys and values of all heads, as `write_qkv` writes them
-    ends: Array  # int64[windows]: one past the last row of each window; they follow each other
+    ends: Array  # int64[windows]: one past the last row of each window; windows are contiguous
     heads: int
     size: int  # of a head, a multiple of `STEP`
     scale: np.float32  # factor of scores

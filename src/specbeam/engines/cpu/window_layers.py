@@ -8,8 +8,8 @@ from specbeam.engines.cpu.rows import Stack
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.cpu.window_attention import Windows, attend_within
 
-# Rows in a product. It reads all of them for each panel, so they should fit the processor's cache, and it reads each panel
-# once for all of them, so there should be many.
+# Number of rows in a product. All rows are read for each panel, so they should fit the processor's cache; each panel is
+# read once for all rows, so there should be many.
 ROWS_TOGETHER = 96
 
 

@@ -1,1 +1,1 @@
-"""The engine for GPUs: few kernels per layer of the families in families.py, captured passes, and steps to launch them."""
+"""The engine for GPUs: few kernels per layer, captured passes, and steps that launch them."""

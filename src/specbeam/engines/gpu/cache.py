@@ -20,7 +20,7 @@ from specbeam.engines.kv.trie import KVTrie
 if AVAILABLE:
     from specbeam.core.compiling.compiler import call_c
 
-FIRST_ROWS = 32  # initial room for rows of logits, within `FIRST_BYTES`
+FIRST_ROWS = 32  # initial capacity for rows of logits, within `FIRST_BYTES`
 FIRST_BYTES = 2**22
 
 
@@ -92,7 +92,7 @@ def neighbour_slices(nodes: Integers) -> list[slice]:
 
 @borrowed
 class GpuCacheArrays(NamedTuple):
-    """The arrays of a session's cache in a model on a GPU, with room for all nodes that steps store."""
+    """The arrays of a session's cache in a model on a GPU, with capacity for all nodes that steps store."""
 
     trie: Trie
     outputs: Array  # float32[nodes, vocab]: logits by forest node, in memory that the GPU writes
@@ -160,13 +160,13 @@ def _run_pass(cache: GpuCacheArrays, wanted: Array) -> None:
             place += 1
     failed |= call_c(wait, (cache.stream,))
     if failed != 0:
-        raise RuntimeError("a call of the CUDA driver failed in a pass on the GPU")
+        raise RuntimeError("a CUDA driver call failed in a pass on the GPU")
 
 
 @extend.of(GpuCacheArrays)
 @compiled
 def extend_gpu_cache(cache: GpuCacheArrays, tokens: Array, parents: Array, wanted: Array) -> Array:
-    """Do `LM.extend` for one session: store the forest and all pending nodes, return the logits of the `wanted` nodes.
+    """Implement `LM.extend` for one session: store its nodes, pending and new, return the logits of `wanted` nodes.
 
     Raises `IndexError` for tokens and positions that the model does not have, and `RuntimeError` if a call of the CUDA
     driver fails.

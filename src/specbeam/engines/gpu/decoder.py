@@ -1,8 +1,8 @@
 """A forward of models on a GPU in few kernels and without padding, with matrix products by cuBLAS.
 
-The time of a pass of a small draft model depends on the number of kernels, not on arithmetic: a Llama layer takes ten
-kernels here and about forty in transformers. The results equal transformers' up to rounding; `load` compares both on a token
-tree.
+The time of a small draft model's pass is bound by the number of kernels, not by arithmetic: a Llama layer takes ten
+kernels here and about forty in transformers. The results equal transformers' up to rounding; `load` compares both on a
+token tree.
 """
 
 from collections.abc import Iterator
@@ -99,8 +99,8 @@ class GpuLayer:
 class GpuDecoder:
     """The forward of one model on a GPU; engines/families.py lists the models.
 
-    It joins matrices that read the same rows, and turns the model's matrices into views of the joined ones. So the model
-    object works as before, and only norms, some biases and tables of sines are in memory twice.
+    It joins matrices that read the same rows, and turns the model's matrices into views of the joined ones. So the
+    model object works as before, and only norms, some biases and tables of sines are stored twice.
 
     Args:
         rounded: whether all matrices are rounded to fp8, in copies; the model's own matrices do not change.
@@ -246,7 +246,7 @@ class GpuDecoder:
             logits = torch.tanh(logits / cap) * cap
         missing = self.vocab - logits.shape[1]
         if missing:
-            logits = functional.pad(logits, (0, missing))  # their biases are -inf
+            logits = functional.pad(logits, (0, missing))  # the biases of missing tokens are -inf
         return logits + self.logits_bias if len(self.logits_bias) else logits
 
     def _matrix(self, numbers: Tensor) -> GpuMatrix:

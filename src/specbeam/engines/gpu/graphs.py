@@ -14,7 +14,7 @@ from specbeam.engines.gpu.staging import Staging
 from specbeam.engines.torch.captured import Capture, SecondUseCache
 from specbeam.engines.torch.sizes import rounded_up
 
-FEW = 64  # number of rows up to which the head takes as long as for one row
+FEW = 64  # number of rows up to which the head takes no longer than for one row
 Graph = tuple[torch.cuda.CUDAGraph, torch.Tensor]  # a graph, and the logits that it writes
 # The addresses of the driver's functions: copy to the device, launch a graph, copy to the host, wait for the stream.
 Calls = tuple[int, int, int, int]
@@ -32,7 +32,7 @@ class CapturedGraphs(NamedTuple):
 class Graphs:
     """The graphs of one model's passes: each size of a pass is captured at its second use.
 
-    Passes whose inputs are not in `staging` are not captured, as graphs read their inputs there.
+    Passes whose inputs are not in `staging` are not captured, because graphs read their inputs there.
 
     Args:
         capture: whether to capture passes, which needs a GPU. Otherwise the same kernels are launched one by one, as a
@@ -63,7 +63,7 @@ class Graphs:
             self.capture.clear()
 
     def _follow_table(self) -> None:
-        """Delete all graphs if the store's table of pages was replaced, as they read the old one."""
+        """Delete all graphs if the store's table of pages was replaced, because they read the old one."""
         if self.store.table is not self._table:
             self.clear()
             self._table = self.store.table
@@ -72,7 +72,7 @@ class Graphs:
         """Run a pass on the inputs of a staging, and return its logits, which are valid until the next pass."""
         self._follow_table()
         forward = partial(self.decoder.forward, staging.inputs, shape, self.store)
-        if self.capture is None or staging is not self.staging:  # graphs read from self.staging
+        if self.capture is None or staging is not self.staging:  # graphs read only from self.staging
             return forward()
         known = self.graphs.get(shape, partial(self.capture, forward))
         if known is None:
@@ -92,7 +92,7 @@ class Graphs:
         if calls is None or most > FEW or not self._capture_up_to(most):
             return None
         stream = torch.cuda.current_stream(self.staging.device)
-        stream.query()  # a runtime call gives this thread the device's context, which driver calls need
+        stream.query()  # any runtime call gives this thread the device's context, which driver calls need
         return CapturedGraphs(self._by_rows, stream.cuda_stream, calls)
 
     def _capture_up_to(self, most: int) -> bool:

@@ -37,7 +37,7 @@ def _norm(
 ):  # fmt: skip
     """Write the norm of one row of x, [rows, width], to `out`: an RMSNorm, or, centred, a LayerNorm with a bias.
 
-    Of a sum it is that of x and `residual` times `more`, rounded as x is; `out` may be x.
+    With `more`, it is the norm of the sum of x and `residual` times `more`, rounded to the type of x; `out` may be x.
     """
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -102,10 +102,11 @@ def _rotate_and_store(
 ):  # fmt: skip
     """Apply rotary positions to one head of one row; write a query to `q`, a key or a value to its slot.
 
-    The page of the slot is in `table`, [rows of the store, pitch]; `first` numbers of a page belong to the layers before.
+    The page of the slot is in `table`, [rows of the store, pitch]; the first `first` numbers of a page belong to
+    earlier layers.
 
-    The first HALF numbers of a head turn with the next HALF, and the others stay. If the rows are laid out by head, the
-    query, key and value of a head follow each other.
+    The first HALF numbers of a head rotate with the next HALF; the others are unchanged. If the rows are laid out by
+    head, the query, key and value of a head follow each other.
     """
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -147,7 +148,7 @@ def _write_part(
     Args:
         mixed, total, top: unnormalised outputs, float32[rows, BLOCK], their sums and the maxima of the scores.
         head_at: number of the head of each row, among the heads of all rows.
-        real: which rows there are.
+        real: which rows exist.
     """
     at = tl.arange(0, BLOCK)
     here = real[:, None] & (at < SIZE)[None, :]
@@ -170,7 +171,7 @@ def _attend(
 ):  # fmt: skip
     """Compute attention for rows of one session and all query heads of one key-value head, over one part of the slots.
 
-    If there are several parts, each writes unnormalised outputs, their sums and their maxima, which `_join` puts together.
+    If there are several parts, each writes unnormalised outputs, their sums and their maxima, which `_join` combines.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     head = tl.program_id(0) // SPLITS
@@ -226,7 +227,7 @@ def _attend(
 
 @step
 def _join(parts, sums, tops, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-    """Put the parts of attention together for one head of one row."""
+    """Combine the parts of attention for one head of one row."""
     head_of_row = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     part = tl.arange(0, SPLITS)
@@ -307,7 +308,7 @@ def rotate_and_store(
     """Store keys, with rotary positions, and values in their slots; return the queries with rotary positions.
 
     Args:
-        angles: angles of the rotated pairs, of which there may be none.
+        angles: angles of the rotated pairs; there may be none.
         by_head: see `ModelFamily.by_head`.
     """
     rows = len(qkv)
@@ -346,7 +347,7 @@ def attended(
     Args:
         sessions: number of sessions in the pass.
         most: maximum number of rows of one session.
-        processors: number of multiprocessors of the device; the slots are split so that all of them have work.
+        processors: number of multiprocessors of the device; the slots are split so that all multiprocessors have work.
     """
     biases = scores.biases
     rows, heads, size = q.shape

@@ -1,7 +1,7 @@
 """The paged KV store on a GPU: pages of slots, and a table on the device of the pages of each row.
 
-A growing store adds pages without moving or copying any. Captured graphs read the table, so they remain valid. Each row
-takes only the pages that its own session needs.
+A growing store adds pages without moving or copying others. Captured graphs read the table, so they remain valid. Each
+row takes only the pages that its own session needs.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ TABLE_PAGES = 512
 class LayerPages(NamedTuple):
     """The keys and values of one layer for kernels."""
 
-    pool: Tensor  # places in the store are offsets from the first number of `pool`
+    pool: Tensor  # places in the store are offsets from the first element of `pool`
     table: Int64[Tensor, "rows pages"]  # the place of each page of a row of the store
     first: int  # offset in a page of the layer's keys, which its values follow
 
@@ -39,7 +39,8 @@ class PagedStore(KVStore):
         like: a tensor with the dtype and device of the pages.
 
     Attributes:
-        pool: the first pages, [pages, layers, 2, heads, slots, size]; places of all pages are offsets from its first number.
+        pool: the first pages, [pages, layers, 2, heads, slots, size]; places of all pages are offsets from its first
+            element.
         table: int64[rows, pages] on the device: the place of each page of a row.
         part: number of elements of one layer's keys, or values, in a page.
     """
@@ -120,7 +121,7 @@ class PagedStore(KVStore):
 
     @torch.inference_mode()
     def _take_back(self, pages: list[int]) -> None:
-        """Free pages and fill them with zeros, as masked slots enter products and a NaN in them would spread."""
+        """Free pages and fill them with zeros, because masked slots enter products and a NaN in them would spread."""
         for page in pages:
             self._pages[page].zero_()
         self._free.extend(pages)

@@ -132,7 +132,7 @@ class GpuPasses:
             )  # fmt: skip
 
     def _extend_by_step(self, cache: GpuCache, forest: Forest) -> Logits | None:
-        """Do `extend` for a single session in one compiled step; return None if steps cannot run passes here."""
+        """Implement `extend` for a single session in one compiled step; return None if steps cannot run passes here."""
         with self.arrays_for_steps(cache, forest.size - cache.trie.known) as arrays:
             if arrays is None:
                 return None
@@ -170,7 +170,7 @@ class GpuPasses:
                         cache.outputs[nodes[part.start] : nodes[part.stop - 1] + 1].copy_(rows, non_blocking=True)
             finally:
                 if self.device.type == "cuda":
-                    torch.cuda.current_stream(self.device).synchronize()  # so that the staging can be filled again
+                    torch.cuda.current_stream(self.device).synchronize()  # before the staging is filled again
 
     def _fill_staging(self, parts: list[tuple[GpuCache, int, Nodes]], shape: PassShape) -> tuple[Staging, int]:
         """Assign slots to the rows of a pass, and write its inputs to a staging; return it and the bytes of the mask.
@@ -192,13 +192,13 @@ class GpuPasses:
             staging = Staging(self.device, shape.rows, shape.sessions, most)
         inputs = staging.filled
         for session, (cache, count, _) in enumerate(parts):
-            cache.trie.make_slots(count)  # other sessions in the same row of the store may just have taken slots
+            cache.trie.make_slots(count)  # other sessions in the same row of the store may have just taken slots
             source = self._source_of(cache)
             place = (session, row, byte)
             byte = write_inputs(cache.trie.arrays, count, cache.row, source, self.limits, inputs, place)
             row += count
         for numbers in (inputs.tokens, inputs.positions, inputs.caches, inputs.slots):
-            numbers[row : shape.rows] = 0  # padding goes to the waste slot
+            numbers[row : shape.rows] = 0  # padding writes to the waste slot
         inputs.sessions[:, len(parts) : shape.sessions] = 0
         return staging, byte
 

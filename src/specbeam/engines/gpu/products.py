@@ -1,7 +1,7 @@
 """Products with the matrices of a model: by cuBLAS without rounding, by a Triton kernel with rounding.
 
-A rounded matrix is in fp8 (e4m3) with a scale for each output. A product with few rows is memory-bound, and fp8 has half the
-bytes.
+A rounded matrix is in fp8 (e4m3) with a scale for each output. A product with few rows is memory-bound, and fp8 halves
+the bytes.
 """
 
 from typing import NamedTuple
@@ -36,7 +36,7 @@ class GpuMatrix(NamedTuple):
 def rounded_matrix(numbers: Float[Tensor, "outputs inputs"]) -> GpuMatrix:
     """Return a copy of a matrix in fp8; a scale maps the largest number of each output to the largest fp8 number.
 
-    Numbers are rounded to nearest, in steps of an eighth to a sixteenth of their size; numbers below the smallest fp8
+    Numbers are rounded to nearest, in steps of a sixteenth to an eighth of their size; numbers below the smallest fp8
     number, a 200,000th of the largest, become zero.
     """
     numbers = numbers.detach()
@@ -58,7 +58,7 @@ def _multiply(
     """Write the products of some rows of x, [rows, width], with some outputs of a matrix, [outputs, width], to `out`.
 
     If ADDED, the products are added to `out`. If DIVIDED, each of several programs takes `each` inputs, and
-    writes its sums to its part of `parts`, [programs, rows, outputs], which `_join_parts` puts together.
+    writes its sums to its part of `parts`, [programs, rows, outputs], which `_join_parts` combines.
     """
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -95,7 +95,7 @@ def _multiply(
 def _join_parts(
     parts, scales, bias, out, rows, outputs, count, BLOCK: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr
 ):
-    """Add up the parts of one row of a product, in their order, and do with the sums what `_multiply` does."""
+    """Add up the parts of one row of a product, in their order, and write the sums as `_multiply` does."""
     row = tl.program_id(0).to(tl.int64)
     output = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_output = output < outputs
@@ -125,8 +125,8 @@ class ProductBlocks(NamedTuple):
 def blocks_for(rows: int, outputs: int, width: int) -> ProductBlocks:
     """Return the blocks with which a product was fastest on an H100.
 
-    Few rows take narrow strips of outputs, and matrices of few outputs are split into parts, so that all multiprocessors
-    read at once.
+    Products with few rows use narrow strips of outputs, and matrices with few outputs are split into parts, so that all
+    multiprocessors read at once.
     """
     is_wide = outputs > 8192
     if rows <= 16:

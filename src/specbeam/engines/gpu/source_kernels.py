@@ -23,7 +23,7 @@ def _look_at_source(
 ):  # fmt: skip
     """Compute the attention of rows of one session, for one head, over one part of the frames of its source.
 
-    If there are several parts, each writes unnormalised outputs, their sums and their maxima, which `_join` puts together.
+    If there are several parts, each writes unnormalised outputs, their sums and their maxima, which `_join` combines.
     """
     head = tl.program_id(0) // SPLITS
     part = tl.program_id(0) % SPLITS
@@ -54,7 +54,7 @@ def _look_at_source(
             key = tl.load(keys + source, mask=stored, other=0.0)
             score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
             score = tl.where(known[None, :], score, UNSEEN)
-            higher = tl.maximum(top, tl.max(score, 1))  # the first frame of a block is always known
+            higher = tl.maximum(top, tl.max(score, 1))  # every block has at least one valid frame
             weight = tl.exp(score - higher[:, None])
             shrunk = tl.exp(top - higher)
             value = tl.load(values + source, mask=stored, other=0.0)
@@ -80,7 +80,7 @@ def looked_at_sources(
         keys, values: keys and values of all sources in one layer.
         sessions: number of sessions in the pass.
         most: maximum number of rows of one session.
-        processors: number of multiprocessors of the device; the frames are split so that all of them have work.
+        processors: number of multiprocessors of the device; the frames are split so that all multiprocessors have work.
         scale: factor of scores.
     """
     rows, heads, size = q.shape

@@ -32,7 +32,7 @@ class Inputs(NamedTuple):
 class ModelLimits(NamedTuple):
     """The limits of a model: its windows, its numbers of positions and tokens, and its ranges of distances."""
 
-    windows: Array  # int64[kinds]: sliding window of each kind of layer, the row's own token included; 0: all tokens
+    windows: Array  # int64[kinds]: sliding window of each kind of layer, including the row's own token; 0: all tokens
     positions: int
     vocab: int
     # uint8[distances]: for each distance, 1 plus the index of its range of equal attention biases (see `Scores`); the last
@@ -44,14 +44,14 @@ class ModelLimits(NamedTuple):
 def check_nodes(trie: Trie, count: int, model: ModelLimits) -> None:
     """Raise `IndexError` if any of the next `count` pending nodes has a token or a position that the model does not have.
 
-    Kernels would read outside the model's arrays.
+    Otherwise kernels would read outside the model's arrays.
     """
     start = trie.counts[STORED]
     stop = trie.counts[STORED] + count
     if count > 0 and trie.nodes[2, start:stop].max() >= model.positions:
-        raise IndexError("a position is beyond those of the model")
+        raise IndexError("a position is beyond the model's last position")
     if count > 0 and (trie.nodes[0, start:stop].min() < 0 or trie.nodes[0, start:stop].max() >= model.vocab):
-        raise IndexError("a token is beyond those of the model")
+        raise IndexError("a token is outside the model's vocabulary")
 
 
 @compiled
@@ -81,7 +81,7 @@ def write_inputs(
 ) -> int:
     """Assign slots to the next `count` pending nodes of a session, and write their rows of a pass to `inputs`.
 
-    There must be room for them, and `check_nodes` must have accepted them.
+    There must be capacity for them, and `check_nodes` must have accepted them.
 
     Args:
         store_row: the session's row of the store.

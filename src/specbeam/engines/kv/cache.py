@@ -21,7 +21,7 @@ Columns = tuple[torch.Tensor, ...]  # logits, and hidden states if a part needs 
 class PaddedCache(RowMember):
     """A session's cache for models that run padded batches.
 
-    It holds rows of logits until the turn is settled, and those of the new roots for the next turn.
+    It keeps rows of logits until the turn is settled, and the rows of new roots for the next turn.
     """
 
     def __init__(self, row: int, prompt: list[int]) -> None:
@@ -35,7 +35,7 @@ class PaddedCache(RowMember):
         """Add the new nodes of a forest; return the local nodes whose logits the next pass must compute."""
         self.trie.enter(forest)
         wanted = self._wanted(forest)
-        if self.answered:  # these nodes are new in this turn, so none of them is stored
+        if self.answered:  # these nodes are new in this turn, so none is stored
             return wanted
         return wanted[wanted >= self.trie.stored]
 
@@ -74,13 +74,13 @@ class PaddedCache(RowMember):
         pieces: list[tuple[Nodes, Columns]] = []  # indices into the wanted nodes, and their rows
         for nodes, columns in self._blocks:
             at = nodes.searchsorted(wanted)
-            at[at == len(nodes)] = 0  # after the last node; a block may be empty
+            at[at == len(nodes)] = 0  # beyond the last node; a block may be empty
             places = np.flatnonzero(nodes[at] == wanted) if len(nodes) else np.flatnonzero(nodes)
             if len(places) == len(wanted):
                 return tuple(rows_at(rows, at) for rows in columns)
             pieces.append((places, tuple(rows_at(rows, at[places]) for rows in columns)))
         if sum(len(places) for places, _ in pieces) != len(wanted):
-            raise IndexError(f"the logits of local nodes {wanted} are needed, but some of these nodes were not scored")
+            raise IndexError(f"the logits of local nodes {wanted} are needed, but some of these were not scored")
         outs = tuple(rows.new_empty(len(wanted), rows.shape[1]) for rows in pieces[0][1])
         for places, columns in pieces:
             for out, rows in zip(outs, columns, strict=True):

@@ -1,4 +1,4 @@
-"""Stores of cross-attention keys and values: each source is stored once, for all beams and sessions that read it."""
+"""Stores of cross-attention keys and values, each source once for all beams and sessions that read it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -118,7 +118,7 @@ class CrossStore(SourceRows):
         return row
 
     def _reserve(self, rows: int, frames: int, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Make room for `rows`, at least doubling them, and for exactly `frames`, as sources are long."""
+        """Make room for `rows`, at least doubling them, and for exactly `frames`, because sources are long."""
         if not self.keys:
             self.keys = [one.new_zeros(rows, *one.shape[1:]) for one in keys]
             self.values = [one.new_zeros(rows, *one.shape[1:]) for one in values]
@@ -223,7 +223,7 @@ class CrossPanels(SourceRows):
         by_panel = keys.reshape(panels, self.width, *keys.shape[1:])
         self.keys[:, row, :, :panels] = by_panel.transpose(2, 3, 0, 4, 1)
         self.values[:, row, :, :frames, : both.shape[4]] = both[:, :, 1].transpose(1, 2, 0, 3)
-        # Whole panels are summed with weight 0 after the last frame, where old numbers may be NaN.
+        # Sums run over whole panels, with weight 0 after the last frame, so old NaN there must be overwritten.
         self.values[:, row, :, frames : panels * self.width] = 0
         self.lengths.append(frames)
         return row
@@ -233,7 +233,7 @@ class CrossPanels(SourceRows):
             buffer[:, goal] = buffer[:, source]
 
     def _reserve(self, rows: int, frames: int) -> None:
-        """Make room for `rows`, at least doubling them, and for exactly the panels of `frames`, as sources are long."""
+        """Make room for `rows`, at least doubling them, and for exactly the panels of `frames`, because sources are long."""
         known_rows = self.keys.shape[1]
         known_panels = self.keys.shape[3]
         panels = -(-frames // self.width)
@@ -276,7 +276,7 @@ class ReadsSources(ABC):
     def read_ahead(self, sources: Sequence[Source], encoder: Any) -> None:
         """Compute the keys and values of these sources, and of sources linked after them, together.
 
-        Engines without a gain from this do nothing.
+        Engines that gain nothing from this do nothing.
         """
         return
 
@@ -286,7 +286,7 @@ class ReadsSources(ABC):
         """The number of positions of the decoder; None if there is no limit."""
 
     def misfit_of_encoder(self) -> str:
-        """Return the reason why transformers runs the encoder although the engine could run encoders; "" otherwise."""
+        """Return the reason why transformers runs this encoder although the engine can run encoders; "" otherwise."""
         return ""
 
     def own_encoder(self) -> Any:
@@ -299,7 +299,7 @@ class ReadsSources(ABC):
 
     @torch.inference_mode()
     def hold(self, cache: Any, source: Source, encoder: Any) -> None:
-        """Assign the row of its source to a session; store the source if no session has done so."""
+        """Assign the row of its source to a session; store the source if no earlier session has."""
         for row, (known, readers) in enumerate(self.readers):
             if known is source:
                 readers.append(cache)
@@ -334,16 +334,16 @@ class ReadsSources(ABC):
     def lacks(self, needs: Needs) -> str:
         """Return the reason why these passes cannot provide `needs`; "" if they can."""
         unread = needs.states or needs.exit_layer is not None
-        return f"{type(self.model).__name__} reads sources, and {NO_HEADS}" if unread else ""
+        return f"{type(self.model).__name__} reads sources, so {NO_HEADS}" if unread else ""
 
     def refuses_extra_rows(self, inputs: ExtraInputs) -> str:
         """Return the reason why these passes cannot take extra rows."""
-        return f"{type(self.model).__name__} reads sources, and {NO_HEADS}"
+        return f"{type(self.model).__name__} reads sources, so {NO_HEADS}"
 
     def refuses(self, context: object) -> str:
         """Return the reason why these passes cannot take a context; "" if it is a source."""
         if isinstance(context, Source):
             return ""
         return (
-            f"{type(self.model).__name__} needs a source for each prompt, and the context is {type(context).__name__}"
+            f"{type(self.model).__name__} needs a source for each prompt, but the context is {type(context).__name__}"
         )

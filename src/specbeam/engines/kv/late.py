@@ -13,7 +13,7 @@ from specbeam.engines.kv.trie import Feed
 
 @dataclass(frozen=True, eq=False)
 class LateRows:
-    """The rows of a session that enter a pass between two layers.
+    """Rows of a session that enter a pass between two layers.
 
     Attributes:
         inputs: the inputs of these rows.
@@ -29,7 +29,7 @@ class LateRows:
 
     @property
     def layer(self) -> int:
-        """The first layer that they go through."""
+        """The first layer that processes these rows."""
         return self.inputs.layer
 
     @torch.inference_mode()

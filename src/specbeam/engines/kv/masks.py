@@ -46,7 +46,7 @@ def slots_back(feed: Feed, table: SlotPositions, extent: int) -> Int32[np.ndarra
 def visible_slots(feeds: list[Feed], width: int, extent: int) -> Bool[np.ndarray, "batch width extent"]:
     """Return which slots each row of a padded pass attends to; the rows of a session are aligned to the right.
 
-    A padding row attends to the waste slot: rows without any slot become NaN in some backends.
+    Padding rows attend to the waste slot, because rows without any slot become NaN in some backends.
     """
     seen = np.zeros((len(feeds), width, extent), dtype=bool)
     seen[:, :, WASTE] = True
@@ -73,8 +73,9 @@ def additive(seen: Bool[torch.Tensor, "*shape"], dtype: torch.dtype) -> torch.Te
 class Masks:
     """A builder of the mask argument of one model.
 
-    SDPA takes booleans. Eager attention adds the mask to the scores, so it gets 0 and the lowest finite number: booleans
-    would silently be added as 0 and 1, and -inf would make NaN. A model with several layer types gets a dict by layer type.
+    SDPA takes booleans. Eager attention adds the mask to the scores, so its mask holds 0 and the lowest finite number:
+    booleans would silently be added as 0 and 1, and -inf could produce NaN. A model with several layer types gets a
+    dict by layer type.
     """
 
     def __init__(self, config: object, implementation: str, dtype: torch.dtype) -> None:
@@ -103,7 +104,7 @@ class Masks:
         Args:
             feeds: one for each sequence of the batch.
             width: rows of each sequence, padding included.
-            extent: number of slots that attention goes over.
+            extent: number of slots that attention runs over.
         """
         seen = visible_slots(feeds, width, extent)
         back = distances_back(feeds, tries, width, extent) if self._windowed else None

@@ -20,8 +20,8 @@ class RowMember:
     Attributes:
         row: index of the row.
         row_caches: the caches of all sessions in this row, including this one.
-        leader: another cache that stores the beginning of this session's prompt; None without one, and once this cache has
-            taken over the beginning.
+        leader: another cache that stores the beginning of this session's prompt; None if there is none, or once this
+            cache has taken over the beginning.
         common: number of tokens that the leader stores for this session.
         context, vectors: the session's context and embeddings for this model (see `Session`); None if missing.
         early_layers: number of first layers that draft on this cache; None: no drafts by the model's own layers.
@@ -59,7 +59,7 @@ class RowMember:
         """Update slot numbers after tokens were moved between two turns. This class stores none."""
 
     def take_extra_inputs(self, inputs: ExtraInputs | None) -> None:
-        """Set the inputs of extra rows, and reserve the slots of their prefix. Must be called before anything is stored."""
+        """Set the inputs of extra rows, and reserve the slots of their prefix. Call it before anything is stored."""
         self.extra_inputs = inputs
         if inputs is not None and inputs.prefix:
             self.trie.reserve_prefix(inputs.prefix)
@@ -79,7 +79,7 @@ class RowMember:
         if token <= LEARNT and inputs is not None and inputs.embeddings is not None:
             return inputs.embeddings[LEARNT - token]
         if token <= LEARNT or self.vectors is None:
-            raise IndexError("a token is beyond those of the model")
+            raise IndexError("a token is outside the model's vocabulary")
         return self.vectors[-1 - token]
 
     @property

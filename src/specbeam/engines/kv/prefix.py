@@ -1,4 +1,4 @@
-"""The prefix cache: keys and values of the beginnings of earlier prompts, which later prompts copy."""
+"""The prefix cache: keys and values of the beginnings of earlier prompts, for later prompts to copy."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ Chunk = list[Any]  # a result of `KVStore.take`
 
 @dataclass(eq=False)
 class PromptNode:
-    """A chunk of a prompt after a certain beginning.
+    """A node of the tree: a chunk shared by prompts that are equal up to its end.
 
     Attributes:
         above: the node of the previous chunk; None for the node of a namespace.
@@ -49,17 +49,17 @@ class Beginning:
 class KnownPrompts:
     """A tree of prompt chunks of one model, with the keys and values of each chunk.
 
-    Only whole chunks that were computed in one pass are stored, and they are found only at the same positions of a prompt.
-    So the logits after a copied beginning have the same bits as after a computed one. Entries are copies, on which no
-    running session depends. The least recently used entries are dropped first.
+    Only whole chunks computed in one pass are stored, and they are found only at the same positions of a prompt.
+    So logits after a copied beginning are bit-identical to logits after a computed one. Entries are copies, so running
+    sessions do not depend on them. The least recently used entries are dropped first.
 
     Args:
         chunk: tokens of a chunk.
         most_bytes: maximum bytes of all keys and values together.
 
     Attributes:
-        asked: prompt tokens that could have been found so far.
-        found: prompt tokens that were found.
+        asked: number of prompt tokens looked up so far.
+        found: number of prompt tokens found.
         dropped: number of chunks dropped to make room.
         size: bytes in use.
     """

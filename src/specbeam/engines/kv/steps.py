@@ -22,7 +22,7 @@ class Trie(NamedTuple):
     used: Array  # bool[slots]: slots that some stored node sees
     slot_position: Array  # int64[slots]: position in the text of the token in each slot
     # int64[6]: the number of local nodes (SIZE), of stored local nodes (STORED), of forest nodes known in this turn (KNOWN),
-    # of tokens stored now (HELD) and its maximum so far (PEAK); one past the last slot in use (EXTENT)
+    # of tokens stored now (HELD) and its maximum so far (PEAK); and one past the last slot in use (EXTENT)
     counts: Array
 
 
@@ -71,7 +71,7 @@ def feed_slots(trie: Trie, slots: Array) -> None:
 def copy_for_scratch(source: Trie, goal: Trie, again: Array) -> None:
     """Initialise `goal` with the state of `source` at the start of a turn; it assigns slots that are free in `source`.
 
-    There must be room for all nodes of `source`, and for two more for each of `again`.
+    `goal` must have capacity for all nodes of `source`, and for two more per node of `again`.
 
     Args:
         again: int64[count], stored forest nodes for `goal` to store again, under their parents.
@@ -148,7 +148,7 @@ def prune(trie: Trie, leaves: Array) -> Array:
     """Drop all nodes that these leaves do not need, free their slots, and renumber the remaining nodes.
 
     The leaves are the roots of the next turn. Stored leaves and the stored parents of pending nodes come first, then the
-    pending nodes; a stored node needs no other nodes above it, as it holds the slots on its path.
+    pending nodes; a stored node does not need the nodes above it, because it holds the slots on its path.
 
     Returns the former number of each remaining local node.
     """

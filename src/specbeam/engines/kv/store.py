@@ -1,6 +1,7 @@
 """The KV store: keys and values of many sessions in preallocated buffers that passes write in place.
 
-The dimension `caches` of a buffer counts the rows of the store. A session's cache is in one row, which sessions may share.
+The dimension `caches` of a buffer is the rows of the store. A session's cache is in one row, which several sessions may
+share.
 """
 
 from collections.abc import Iterator
@@ -45,7 +46,7 @@ class StoreLayer(CacheLayerMixin):
         self.device = key_states.device
         caches = self.store.caches
         slots = self.store.slots
-        # Zeros, not empty: masked slots enter products, and a NaN in them would spread.
+        # Zeros instead of `empty`: masked slots enter products, and a NaN in them would spread.
         self.keys = key_states.new_zeros(caches, key_states.shape[1], slots, key_states.shape[3])
         self.values = value_states.new_zeros(caches, value_states.shape[1], slots, value_states.shape[3])
         self.is_initialized = True
@@ -88,7 +89,7 @@ class StoreLayer(CacheLayerMixin):
         if self.is_initialized:
             self.keys, self.values = (_larger(buffer, caches, slots) for buffer in (self.keys, self.values))
 
-    # transformers derives masks and positions from these. Passes here give both, so the values do not matter.
+    # transformers derives masks and positions from these. Passes state both, so these values do not matter.
     def get_seq_length(self) -> int:
         return 0
 
@@ -108,7 +109,7 @@ class KVStore(Cache):
         self.caches = 1
         self.slots = 64
         self.place = Place(slice(0, 1), torch.zeros(1, 0, dtype=torch.long), 0)
-        self.model_layers = layers  # a store may get further layers after these
+        self.model_layers = layers  # further layers may be added after these
         super().__init__(layers=[StoreLayer(self) for _ in range(layers)])
 
     def reserve(self, caches: int, slots: int) -> None:
@@ -127,7 +128,7 @@ class KVStore(Cache):
         self.reserve(row + 1, slots)
 
     def touch(self) -> None:
-        """Write to each page of the buffers, so that their memory is allocated now and not while decoding.
+        """Write to each page of the buffers, so that their memory is allocated now instead of during decoding.
 
         Torch buffers are written when they are created, so this does nothing.
         """
@@ -177,7 +178,7 @@ class KVStore(Cache):
 
     @torch.inference_mode()
     def clear_cache(self, cache: int) -> None:
-        """Write zeros to one row: masked slots enter products, and NaN of another text would spread."""
+        """Write zeros to one row: masked slots enter products, and a NaN of another text would spread."""
         for buffer in self._buffers():
             buffer[cache].zero_()
 
@@ -216,8 +217,8 @@ def in_words(numbers: Float[Tensor, "..."], words: np.dtype) -> AnyArray:
 class PanelStore(KVStore):
     """A store for the compiled forward, which writes the buffers itself.
 
-    Each buffer holds all layers. Keys are stored in panels of `width` neighbouring slots, whose scores are computed
-    together in vector registers.
+    Each buffer holds all layers. Keys are in panels of `width` neighbouring slots, whose scores are computed together
+    in vector registers.
 
     Args:
         size: size of a head.

@@ -14,7 +14,7 @@ next pass stores each of them once, for all beams that share it.
     pending  a small forest on them
     root_at  local node of each root
 
-All of this is in arrays with spare room at their ends, which the steps of `engines/kv/steps.py` update.
+All of this is in arrays with spare capacity at their ends, which the steps of `engines/kv/steps.py` update.
 """
 
 import copy
@@ -43,7 +43,7 @@ from specbeam.engines.kv.steps import (
     prune,
 )
 
-AHEAD = 2**30  # position of the slots of a prefix, within any sliding window
+AHEAD = 2**30  # position of the slots of a prefix, inside every sliding window
 NO_NODES = np.zeros(0, dtype=np.int64)
 
 
@@ -100,7 +100,8 @@ class KVTrie:
     """
 
     def __init__(self, prompt: list[int], more: int = BLOCK) -> None:
-        # Local node 0 is the empty path before the prompt: it is stored and sees nothing. Pending nodes follow.
+        # Local node 0 is the empty path before the prompt: it counts as stored and attends to nothing. Pending nodes
+        # follow.
         size = 1 + len(prompt)
         room = -(-(size + more) // BLOCK) * BLOCK
         nodes = np.zeros((3, room), dtype=np.int64)
@@ -114,14 +115,14 @@ class KVTrie:
         self.arrays = Trie(nodes, numbers[:room], seen, np.zeros(room, dtype=bool), numbers[room:], counts)
         self.root_at = numbers[:1].copy()
         self.row_tries: list[KVTrie] = [self]
-        self.prefix = 0  # number of slots of a prefix, from slot 1, which only learned rows see
+        self.prefix = 0  # number of slots of a prefix, from slot 1 on, to which only learned rows attend
         self.reserved = 0  # number of slots from slot 1 that are not assigned to nodes
 
     def reserve_prefix(self, count: int) -> None:
-        """Reserve the first `count` slots for a prefix that only learned rows see. Must be called before anything is stored.
+        """Reserve the first `count` slots for a prefix of learned rows. Call it before anything is stored.
 
-        Whole blocks are reserved, so that sums over slots have the same order as without a prefix, and rows of the text have
-        the same bits.
+        Whole blocks are reserved, so that sums over slots have the same order as without a prefix, and rows of the text
+        are bit-identical.
         """
         self.prefix = count
         self.reserved = -(-count // BLOCK) * BLOCK
@@ -139,7 +140,7 @@ class KVTrie:
     def share(self, other: "KVTrie", prompt: list[int], count: int) -> None:
         """Take over the slots of the first `count` tokens of the prompt from another trie in the same row of the store.
 
-        Must be called before this trie stores anything. `count` must be less than the length of the prompt.
+        Call it before this trie stores anything. `count` must be less than the length of the prompt.
         """
         anchor = int((other.positions[: other.stored] >= count - 1).argmax())
         slots = np.flatnonzero(other.seen[anchor] & (other.slot_position < count))
@@ -160,8 +161,8 @@ class KVTrie:
     def scratch(self, again: Int64[np.ndarray, " again"]) -> "KVTrie":
         """Return a scratch trie with the state of this one at the start of a turn, which assigns slots that are free here.
 
-        It does not change this trie: no node here sees its slots, and the next pass may overwrite them. It is valid until
-        this trie changes.
+        It does not change this trie: no node here attends to its slots, and the next pass may overwrite them. It is
+        valid until this trie changes.
 
         Args:
             again: stored forest nodes for it to store again, under their parents.
@@ -192,7 +193,7 @@ class KVTrie:
         return other
 
     def before(self, node: int, position: int) -> "KVTrie":
-        """Return a scratch trie with one stored node, the root, which sees only the text before a position.
+        """Return a scratch trie with one stored node, the root, which attends only to the text before a position.
 
         Args:
             node: a stored local node; the text is the path to it.
@@ -347,7 +348,7 @@ class KVTrie:
     def make_slots(self, more: int) -> None:
         """Make room for `more` further stored nodes and their slots, and mark the slots of other sessions as used.
 
-        Arrays that are too small at least double, for amortised constant cost.
+        Arrays that are too small at least double, so the amortised cost is constant.
         """
         arrays = self.arrays
         rows = self.stored + more
@@ -379,7 +380,7 @@ class KVTrie:
     def forget_inner(self) -> None:
         """Drop the stored nodes without pending children, between the chunks of a long prompt.
 
-        Only the newest stored node remains. Must not be called inside a turn.
+        Only the newest stored node remains. Do not call it inside a turn.
         """
         self._keep(self.root_at)
 
@@ -421,7 +422,7 @@ class KVTrie:
         return former
 
     def compact(self) -> tuple[Integers, Integers]:
-        """Move the slots in use to the front; return the slots that the store must move, and their new places.
+        """Move the slots in use to the front; return the slots that the store must copy, and their new places.
 
         Slots before the first free one do not move.
         """

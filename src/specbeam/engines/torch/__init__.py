@@ -1,1 +1,1 @@
-"""The engine for any transformers model: batches of sessions, padded to the longest."""
+"""The engine for any transformers model: batches of sessions, padded to the longest session."""

@@ -16,8 +16,8 @@ from specbeam.engines.kv.store import KVStore
 _T = TypeVar("_T")
 # Takes tokens, positions, masks, and a number of last rows; returns the logits of these rows.
 Forward = Callable[[Tensor, Tensor, Mask, int], Tensor]
-WIDEST = 64  # rows of a session in a captured pass; longer passes are bound by arithmetic
-MOST_GRAPHS = 64  # of one forward; the least recently used is dropped
+WIDEST = 64  # maximum number of rows of a session in a captured pass; longer passes are compute-bound
+MOST_GRAPHS = 64  # maximum number of graphs of one forward; the least recently used is dropped
 
 
 class Capture:
@@ -28,13 +28,13 @@ class Capture:
         self._pool: Any = None
 
     def clear(self) -> None:
-        """Drop the memory pool. Must be called when all graphs have been deleted, which frees its memory."""
+        """Drop the memory pool. Call it after deleting all graphs, so that its memory is freed."""
         self._pool = None
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
         """Capture the kernels of `work`. Return the graph and the tensor that it writes; None if capturing fails.
 
-        The garbage collector is off meanwhile: if it freed the graphs of a deleted model, the capture would fail.
+        The garbage collector is off meanwhile: the capture would fail if it freed the graphs of a deleted model.
         """
         graph = torch.cuda.CUDAGraph()
         before = torch.cuda.current_stream(self.stream.device)
@@ -110,7 +110,8 @@ class CapturedForward:
     because it reads numbers on the host.
 
     Args:
-        weights: all weights and buffers that the forward reads. They are referenced here, as graphs hold only addresses.
+        weights: all weights and buffers that the forward reads. They are referenced here because graphs hold only
+            addresses.
     """
 
     def __init__(self, forward: Forward, store: KVStore, weights: Sequence[Tensor]) -> None:
@@ -138,7 +139,7 @@ class CapturedForward:
         return known.replay(tokens, positions, place.slots, masks)
 
     def _clear(self) -> None:
-        """Delete all graphs after the store has replaced its buffers, as they would write into the old ones."""
+        """Delete all graphs after the store has replaced its buffers, because they would write into the old ones."""
         self.graphs.clear()
         if self._capture is not None:
             self._capture.clear()

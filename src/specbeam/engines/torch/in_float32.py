@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from specbeam.engines.mapped import MappedFiles, is_mapped, mapped_files
 
 _HALVES = (torch.bfloat16, torch.float16)
-_TOGETHER = 1 << 22  # weights that are converted to float32 at a time
+_TOGETHER = 1 << 22  # number of weights that are converted to float32 at a time
 
 
 class InFloat32(TorchFunctionMode):
@@ -42,12 +42,12 @@ class InFloat32(TorchFunctionMode):
         return function(*tree_map(widened, args), **tree_map(widened, named))
 
     def _product(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Do torch's `linear`, with its argument names."""
+        """Replace torch's `linear`, with its argument names."""
         columns, depth = weight.shape
         each = min(max(_TOGETHER // depth, 1), columns)
         rows = widened(input)
         found = rows.new_empty(*rows.shape[:-1], columns)
-        # One buffer for all parts: an allocator might not reuse the memory of the previous one.
+        # One buffer for all parts, because an allocator might not reuse the memory of the previous part.
         room = rows.new_empty(each, depth)
         for first in range(0, columns, each):
             part = weight[first : first + each]
@@ -55,7 +55,7 @@ class InFloat32(TorchFunctionMode):
             wide.copy_(part)
             found[..., first : first + each] = functional.linear(rows, wide)
             self.files.release([part])
-        self.files.release([weight])  # the pages between the parts
+        self.files.release([weight])  # pages between the parts
         return found if bias is None else found + widened(bias)
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 NO_EXTRAS: Mapping[str, torch.Tensor] = {}
 _NONE = torch.zeros(0)
-FEW = 16  # rows of the store that a captured pass reads even if it needs only one of them
+FEW = 16  # number of rows of the store that a captured pass always reads, even if it needs only one of them
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +142,7 @@ class PaddedPasses:
     def lacks(self, needs: Needs) -> str:
         """Return the reason why these passes cannot provide `needs`; "" if they can."""
         if needs.states and self.call is not self.model:
-            return "a model compiled by torch returns no hidden states: leave compile out"
+            return "a model compiled by torch returns no hidden states; leave compile out"
         return lacks_taps(self.model, needs.taps)
 
     takes_vectors = True
@@ -150,7 +150,7 @@ class PaddedPasses:
     def refuses_extra_rows(self, inputs: ExtraInputs) -> str:
         """Return the reason why these passes cannot take these inputs of extra rows; "" if they can."""
         if inputs.layer and self.call is not self.model:
-            return "a model compiled by torch takes no extra rows between its layers: leave compile out"
+            return "a model compiled by torch takes no extra rows between its layers; leave compile out"
         return lacks_taps(self.model, (inputs.layer,))
 
     def refuses(self, context: object) -> str:
@@ -212,7 +212,7 @@ class PaddedPasses:
 
     @torch.inference_mode()
     def _forward(self, parts: list[Part]) -> list[tuple[Columns, torch.Tensor]]:
-        """Run one pass over the rows of the store with a part, and over rows between them if these are few.
+        """Run one pass over the rows of the store that have a part, and over the rows between them if these are few.
 
         Contiguous rows of the store are read in place.
 
@@ -312,15 +312,15 @@ class PaddedPasses:
         """Return the feed of each row of the store, and the positions of the tokens in its slots."""
         filler = next(iter(by_row.values()))
         feeds = [by_row[row].feed if row in by_row else _EMPTY_FEED for row in rows]
-        tables = [by_row.get(row, filler).table for row in rows]  # tables of empty feeds are not read
+        tables = [by_row.get(row, filler).table for row in rows]  # the tables of empty feeds are not read
         return feeds, tables
 
     @contextmanager
     def _hooked(self, states: dict[int, torch.Tensor], entering: list[LateRows]) -> Iterator[None]:
         """A context in which passes record hidden states, and extra rows enter at their layers.
 
-        transformers' forward has a place for all rows in each layer, so extra rows pass through the layers before theirs as
-        rows of token 0, which other rows do not read.
+        transformers' forward runs all rows through each layer, so extra rows pass through earlier layers as rows of
+        token 0, to which other rows do not attend.
 
         Args:
             states: filled in by column of `Needs.columns`, float[batch, rows, size], for all rows.

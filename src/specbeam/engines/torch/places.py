@@ -1,7 +1,7 @@
 """Positions of forest nodes in the decoders of encoder-decoder models, most of which take no position argument.
 
-Such decoders derive positions from the length of their cache, in which the nodes of a tree are side by side. During a pass,
-the module that looks up positions gets another forward, which uses the positions of nodes.
+Such decoders derive positions from the length of their cache, but the nodes of a tree are side by side in it. During a
+pass, the forward of the module that looks up positions is replaced by one that uses the positions of nodes.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Places:
-    """Gives one decoder the positions of the nodes of a pass.
+    """Passes node positions to one decoder.
 
     Attributes:
         needs_distances: whether the decoder also needs the distances from slots to rows.
@@ -37,7 +37,7 @@ class Places:
         self.takes_more_positions = False
         decoder = decoder_of(model)
         if decoder is None:
-            raise UnsupportedModel(f"specbeam does not find the decoder of {type(model).__name__}")
+            raise UnsupportedModel(f"specbeam cannot find the decoder of {type(model).__name__}")
         positions = getattr(decoder, "embed_positions", None)
         if isinstance(positions, nn.Embedding):
             self._embedding = positions
@@ -53,7 +53,7 @@ class Places:
         ]
         if self._embedding is None and not self._biases:
             raise UnsupportedModel(
-                f"the decoder of {type(model).__name__} looks up positions in a way that specbeam does not know; it knows "
+                f"the decoder of {type(model).__name__} looks up positions in an unsupported way; specbeam supports "
                 "BART, mBART, Marian, PEGASUS, M2M100, NLLB, T5, mT5, umT5, Whisper and similar models"
             )
         self.needs_distances = bool(self._biases)
@@ -71,7 +71,7 @@ class Places:
         places: Int64[torch.Tensor, "batch width"],
         distances: "Int32[np.ndarray, 'batch width extent'] | None",
     ) -> Iterator[None]:
-        """A context in which the decoder uses these positions; afterwards the model is unchanged.
+        """A context in which the decoder uses these positions; the model is restored afterwards.
 
         Args:
             places: the position of each row.
@@ -139,7 +139,7 @@ def _bias_from(module: Any, back: Int32[torch.Tensor, "batch width extent"]) -> 
 
 @contextmanager
 def _replaced(module: nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """A context in which a module has another method."""
+    """A context in which a method of a module is replaced."""
     before = vars(module).get(name)
     setattr(module, name, function)
     try:

@@ -1,4 +1,4 @@
-"""Passes of tensor parallelism: rank 0 sends its operations, and all ranks run them on their shards.
+"""Passes with tensor parallelism: rank 0 sends its operations, and all ranks run them on their shards.
 
 Tries, dice, clocks and requests exist only on rank 0. Before each pass, and before each change of the store, rank 0 sends
 the operation; each rank holds a shard of the weights, and the keys and values of its heads.
@@ -44,7 +44,7 @@ class Channel:
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self.rank = dist.get_rank()
         self._timeout_s = timeout_s
-        # Not the model's group: messages are on the host, and the model's tensors may be on GPUs.
+        # A group of its own: messages are on the host, but the model's tensors may be on GPUs.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._lock = threading.Lock()
         self._last = time.monotonic()
@@ -101,7 +101,7 @@ class Channel:
 def ending_the_job(what: str) -> Iterator[None]:
     """A context in which any exception ends the process with a message.
 
-    The ranks are then in different states, and no session can continue; their launcher may start them again
+    The ranks are then in different states, so no session can continue; their launcher may restart them
     (``torchrun --max-restarts``).
     """
     try:
@@ -111,7 +111,7 @@ def ending_the_job(what: str) -> Iterator[None]:
 
 
 def end_job(what: str, error: BaseException) -> NoReturn:
-    """Print the failed operation of a rank, and end the process even if threads wait."""
+    """Print the failed operation of a rank, and end the process even if threads are waiting."""
     said = " ".join(str(error).split())[:300]
     rank = dist.get_rank() if dist.is_initialized() else 0
     with suppress(OSError, ValueError):
@@ -160,7 +160,7 @@ class RepeatedPasses(PaddedPasses):
         super().__init__(model, caches)
         self.channel = channel
         self.store = RepeatedStore(model.config.get_text_config().num_hidden_layers, channel)
-        self.captured = None  # a replayed graph sends no operations
+        self.captured = None  # replaying a graph would send no operations
 
     def lacks(self, needs: Needs) -> str:
         """Return the reason why these passes cannot provide `needs`; "" if they can."""
@@ -214,7 +214,7 @@ class Follower(PaddedPasses):
 
     @torch.inference_mode()
     def follow(self) -> None:
-        """Run the operations of rank 0 until it ends. An error ends the process with a message."""
+        """Run the operations of rank 0 until it ends. An error ends this process with a message."""
         with ending_the_job("waiting for rank 0, or following it"):
             while True:
                 verb, arrays = self._channel.receive()

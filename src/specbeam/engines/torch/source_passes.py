@@ -60,7 +60,7 @@ class SourcePasses(ReadsSources, PaddedPasses):
         return plain_logits(self.model, states, path)
 
     def _batch_key(self, cache: PaddedCache) -> Any:
-        """Return the length of a session's source, which must be equal in a batch if the decoder takes no mask of it."""
+        """Return the length of a session's source, which must be equal in a batch if the decoder takes no source mask."""
         return None if self.takes_masks else self.cross.lengths[cache.source_row]
 
     def _extra_arguments(
@@ -91,7 +91,7 @@ class SourcePasses(ReadsSources, PaddedPasses):
         return logits
 
     def _arguments(self, ids: torch.Tensor, masks: Mask, view: CrossView) -> dict[str, Any]:
-        """Return the arguments of the model. Its layers read stored keys and values, so only the states' shape matters."""
+        """Return the arguments of the model. Layers read stored keys and values, so only the states' shape matters."""
         cache = EncoderDecoderCache(self.store, view.cache)
         shape = (*view.mask.shape, 1)
         size = self.model.config.d_model
@@ -130,7 +130,7 @@ def plain_logits(model: Any, states: torch.Tensor, path: list[int]) -> torch.Ten
 
 
 def decoder_layers(model: "PreTrainedModel") -> int:
-    """Return the number of decoder layers; in many configurations, `num_hidden_layers` is that of the encoder."""
+    """Return the number of decoder layers; in many configurations, `num_hidden_layers` is the number of encoder layers."""
     config = model.config
     for name in ("num_decoder_layers", "decoder_layers"):
         if (count := getattr(config, name, None)) is not None:

@@ -1,4 +1,4 @@
-"""transformers' forward through torch.compile, for models without a forward of specbeam's on a CPU."""
+"""transformers' forward through torch.compile, for models that no specbeam engine runs on a CPU."""
 
 import inspect
 import os
@@ -14,8 +14,8 @@ from specbeam.core.errors import NotSupported
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Maximum number of compiled forms of a forward: for one or several sessions, one or several tokens, ... Passes of further
-# forms run uncompiled.
+# Maximum number of compiled forms of a forward: for one or several sessions, one or several tokens, ... Passes that
+# need further forms run uncompiled.
 MOST_FORMS = 64
 
 
@@ -29,13 +29,13 @@ def torch_compiled(model: "PreTrainedModel") -> Callable[..., Any]:
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None and shutil.which("clang++") is None:
         raise NotSupported(
-            f"compile=True needs a C++ compiler, and {compiler} was not found; install one, set CXX to its name, or leave "
+            f"compile=True needs a C++ compiler, but {compiler} was not found; install one, set CXX to its name, or leave "
             "compile out"
         )
     lend_folder("TORCHINDUCTOR_CACHE_DIR", "torch")
     known = inspect.signature(torch.compile).parameters
     forms = dict[str, Any]()
-    if "recompile_limit" in known:  # older versions of torch have a low limit for all models of a class together
+    if "recompile_limit" in known:  # older versions of torch have one low limit for all models of a class
         forms = {"recompile_limit": MOST_FORMS, "isolate_recompiles": True}
     compiled: Callable[..., Any] = torch.compile(model.forward, dynamic=True, **forms)
     return compiled
