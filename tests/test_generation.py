@@ -556,7 +556,7 @@ def test_a_drafter_without_a_hash_is_refused(pair):
     [
         (lambda forest: None, "AttributeError"),
         (lambda forest: forest.grown([61], [0]), r"returned tokens \[61\], but the target's vocabulary is 0 to 60"),
-        (lambda forest: forest.grown([-3], [0]), r"holds tokens \[-3\]"),
+        (lambda forest: forest.grown([-3], [0]), r"returned tokens \[-3\]"),
     ],
 )
 def test_forests_that_no_model_can_read_cost_their_own_prompts(pair, made, message):

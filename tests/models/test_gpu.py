@@ -191,7 +191,7 @@ def test_prompts_are_split_where_their_masks_are_large(monkeypatch):
 def test_a_bad_token_leaves_the_others_as_they_were():
     lm = HuggingFaceLM(tiny("llama").to(DEVICE), engine="gpu")
     good, bad = seat([3, 4]), seat([3, 99])
-    with pytest.raises(IndexError, match="a token is beyond"):
+    with pytest.raises(IndexError, match="a token is outside"):
         lm.extend([good, bad], [Forest.rooted([4]), Forest.rooted([99])])
     assert good.state[lm].trie.stored == 1  # the empty path alone
 
@@ -340,7 +340,7 @@ def test_what_the_model_has_not_is_refused():
     lm = HuggingFaceLM(tiny("llama", max_position_embeddings=16).to(DEVICE), engine="gpu")
     with pytest.raises(IndexError, match="a position is beyond"):
         scored(lm, [3] * 18, Forest.rooted([3]))
-    with pytest.raises(IndexError, match="a token is beyond"):
+    with pytest.raises(IndexError, match="a token is outside"):
         scored(lm, [3, 99], Forest.rooted([3]))
 
 

@@ -176,7 +176,7 @@ def test_wrong_settings_are_refused_before_anything_is_drawn(pair):
                   {"threshold": 1.2}, {"progress": -1.0}, {"step_tokens": 0}, {"temperature": 0.0}):  # fmt: skip
         with pytest.raises(BadSetting, match=next(iter(wrong))):
             sb.lite_search(pair, "abc", by_letters, **(SETTINGS | wrong))
-    with pytest.raises(BadSetting, match="greedy draws the same step"):
+    with pytest.raises(BadSetting, match="greedy gives the same step"):
         sb.lite_search(pair, "abc", by_letters, "greedy")
     with pytest.raises(NotSupported, match="stop_strings"):
         sb.lite_search(pair, "abc", by_letters, stop_strings=["x"])

@@ -195,7 +195,7 @@ REFUSED = {
     "too short": ({"file": ("a", encoded(noise(0.05)))}, {}, 400, "bad_audio", "file", "at least 0.1 are needed"),
     "too long": (
         {"file": ("a", encoded(np.zeros(21 * RATE), codec="pcm_u8"))}, {}, 400, "bad_audio", "file",
-        "more than 20 seconds",
+        "longer than 20 seconds",
     ),
     "not finite": (
         {"file": ("a", encoded(np.full(RATE, np.nan, dtype=np.float32)))}, {}, 400, "bad_audio", "file", "not finite",

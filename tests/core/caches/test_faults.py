@@ -600,7 +600,7 @@ def test_without_a_home_folder_nothing_is_kept(package):
         (text, complaints) = ended(begun(package, None, AS_STRANGER, **environment))
         assert text == "7 0"
         assert len(complaints) == 1
-        assert "/nonexistent/home/.cache/specbeam cannot be made" in complaints[0]
+        assert "/nonexistent/home/.cache/specbeam cannot be created" in complaints[0]
 
 
 @needs_root

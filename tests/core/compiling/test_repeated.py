@@ -51,11 +51,11 @@ def test_errors_come_through():
     @step
     def broken(number: int) -> int:
         if number > 1:
-            raise IndexError("a token is beyond those of the model")
+            raise IndexError("a token is outside the model's vocabulary")
         return number
 
     repeated = Repeated(broken, slice(0))
     assert repeated(1) == 1
-    with pytest.raises(IndexError, match="a token is beyond"):
+    with pytest.raises(IndexError, match="a token is outside"):
         repeated(2)
     assert repeated(0) == 0

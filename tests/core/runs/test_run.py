@@ -577,11 +577,11 @@ def test_what_goes_wrong_costs_one_prompt(pair, monkeypatch):
     def broken(*given):
         calls.append(given)
         if len(calls) == 1:
-            raise IndexError("a token is beyond those of the model")
+            raise IndexError("a token is outside the model's vocabulary")
         return loop(*given)
 
     monkeypatch.setattr(runs, "run_turns", broken)
-    with pytest.raises(SomeFailed, match=r"prompt 0.*IndexError: a token is beyond") as failed:
+    with pytest.raises(SomeFailed, match=r"prompt 0.*IndexError: a token is outside") as failed:
         sb.generate(pair, [PROMPTS[0]] * 2, METHODS["fixed"], max_new_tokens=4, batch_size=1)
     assert len(failed.value.generations[1].tokens) > 0
 

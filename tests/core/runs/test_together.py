@@ -138,11 +138,11 @@ def test_what_goes_wrong_costs_one_prompt(pair, monkeypatch):
     def broken(*given):
         calls.append(given)
         if len(calls) == 2:
-            raise IndexError("a token is beyond those of the model")
+            raise IndexError("a token is outside the model's vocabulary")
         return loop(*given)
 
     monkeypatch.setattr(runs, "run_turns", broken)
-    with pytest.raises(SomeFailed, match=r"1 prompt failed.*IndexError: a token is beyond") as failed:
+    with pytest.raises(SomeFailed, match=r"1 prompt failed.*IndexError: a token is outside") as failed:
         sb.generate(pair, PROMPTS, sb.sampling(), max_new_tokens=4, eos_token_id=[])
     lengths = [len(one.tokens) for one in failed.value.generations if one is not None]
     assert lengths == [4] * (len(PROMPTS) - 1)
@@ -160,11 +160,11 @@ def test_a_bad_token_in_a_shared_pass_costs_one_prompt(pair, monkeypatch):
     def broken(cache, *given):
         calls.append(cache)
         if len(calls) == 7:  # of one prompt, in a turn of all
-            raise IndexError("a token is beyond those of the model")
+            raise IndexError("a token is outside the model's vocabulary")
         return opened(cache, *given)
 
     monkeypatch.setattr(cpu_passes, "open_pass", broken)
-    with pytest.raises(SomeFailed, match=r"1 prompt failed.*IndexError: a token is beyond") as failed:
+    with pytest.raises(SomeFailed, match=r"1 prompt failed.*IndexError: a token is outside") as failed:
         sb.generate(pair, PROMPTS, sb.sampling(), max_new_tokens=4, eos_token_id=[])
     assert [one is None for one in failed.value.generations].count(True) == 1
 

@@ -98,7 +98,7 @@ def test_sequoia_plans_by_the_acceptance_that_was_measured(monkeypatch):
 
 def test_halves_are_different_prompts():
     assert halves(["a", "b", "a", "c", "d"]) == (["b", "d"], ["a", "c"])
-    with pytest.raises(BadPrompt, match="at least two"):
+    with pytest.raises(BadPrompt, match="at least 2 are needed"):
         halves(["a", "a"])
 
 

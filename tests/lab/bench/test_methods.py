@@ -20,6 +20,7 @@ from specbeam.lab.bench.methods_report import as_markdown, plot
 from specbeam.lab.bench.provenance import _commit, provenance
 from specbeam.lab.evaluate.perplexity import perplexity
 from specbeam.lab.evaluate.task import bleu, bleu_counts, bleu_of
+from tests.doors.cli.test_commands import specbeam
 from tests.support import words
 
 TASK = Task("letters", "exact match", [("abc", "x"), ("Hello", "y"), ("no", "z")])
@@ -224,7 +225,7 @@ def test_bleu_is_added_up_from_its_counts():
 # Nothing is lost that was measured.
 
 
-def compared(files, picture, metric=None):
+def compared(files, metric=None, picture=None):
     given = MethodsBenchArguments(
         file=files, model="nowhere", metric=metric, beams=2, depth=2, rows=9, seeds=1, plot=picture
     )
@@ -234,18 +235,22 @@ def compared(files, picture, metric=None):
 def test_what_would_fail_at_the_end_is_refused_at_the_start(tmp_path, monkeypatch):
     (tmp_path / "t.tsv").write_text("a\tb\n")
     for picture in (tmp_path / "none" / "plot.png", tmp_path):
-        with pytest.raises(MissingFile, match="a plot cannot be written to"):
-            compared([tmp_path / "t.tsv"], picture)
+        code, _, err = specbeam(
+            "bench", "methods", "-f", str(tmp_path / "t.tsv"), "-m", "nowhere", "--plot", str(picture)
+        )
+        assert code == 2
+        assert "a plot cannot be written to" in err
     with pytest.raises(BadSetting, match="--metric is for --file"):
-        compared([], None, "BLEU")
+        compared([], "BLEU")
     with pytest.raises(BadSetting, match="--metric is 'WER'; it must be one of BLEU, exact match"):
-        compared([tmp_path / "t.tsv"], None, "WER")
+        compared([tmp_path / "t.tsv"], "WER")
     monkeypatch.setattr("specbeam.lab.bench.pictures.find_spec", lambda name: None)
-    with pytest.raises(MissingPackage, match="matplotlib"):
-        compared([tmp_path / "t.tsv"], tmp_path / "plot.png")
+    code, _, err = specbeam("bench", "methods", "-m", "nowhere", "--plot", str(tmp_path / "plot.png"))
+    assert code == 2
+    assert "matplotlib" in err
     monkeypatch.setattr("specbeam.lab.evaluate.task.find_spec", lambda name: None)
     with pytest.raises(MissingPackage, match="sacrebleu"):
-        compared([tmp_path / "t.tsv"], None)
+        compared([tmp_path / "t.tsv"])
 
 
 def test_figures_are_printed_before_they_are_drawn(tmp_path, monkeypatch, capsys, lines):
@@ -258,5 +263,5 @@ def test_figures_are_printed_before_they_are_drawn(tmp_path, monkeypatch, capsys
     monkeypatch.setattr("specbeam.lab.bench.methods_report.plot", broken)
     (tmp_path / "t.tsv").write_text("a\tb\n")
     with pytest.raises(OSError, match="full"):
-        compared([tmp_path / "t.tsv"], tmp_path / "plot.png")
+        compared([tmp_path / "t.tsv"], picture=tmp_path / "plot.png")
     assert "| MTAD * |" in capsys.readouterr().out

@@ -168,7 +168,7 @@ def test_the_command_trains_and_prints_the_curve(tmp_path):
     assert [one.answer for one in documents] == [0, 0, 4]
     assert documents[2].weights == [0.5] * 10 + [1.0] * 4
     (tmp_path / "bad.jsonl").write_text('{"prompt": "no answer"}')
-    with pytest.raises(BadPrompt, match="line 1 holds neither"):
+    with pytest.raises(BadPrompt, match="line 1 must have a text, or a prompt and an answer"):
         read_documents([tmp_path / "bad.jsonl"], Letters())
     with pytest.raises(MissingFile, match="there is no file"):
         read_documents([tmp_path / "none.txt"], Letters())
