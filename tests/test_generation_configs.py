@@ -200,7 +200,7 @@ def test_every_field_that_transformers_knows_is_honoured_refused_or_known_to_say
 def test_a_processor_of_the_user_takes_the_place_of_the_options_own():
     model = causal(repetition_penalty=1.1)
     own = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.9)])
-    with pytest.warns(UserWarning, match="RepetitionPenaltyLogitsProcessor in logits_processor takes the place"):
+    with pytest.warns(UserWarning, match="RepetitionPenaltyLogitsProcessor in logits_processor replaces"):
         found = ours(model, max_new_tokens=12, logits_processor=own)
     assert found == theirs(model, max_new_tokens=12, logits_processor=own)
 
