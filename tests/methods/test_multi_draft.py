@@ -159,7 +159,7 @@ def test_readers_of_sources_draft_for_readers_of_sources(pair):
         method = sb.multi_draft([other], (2, 1))
         check_greedy(loaded, method, sources("t5"))
     check_greedy(loaded, sb.multi_draft((), (2, 1)), sources("t5"))
-    with pytest.raises(errors.NotSupported, match="has an encoder, and the target is decoder-only"):
+    with pytest.raises(errors.NotSupported, match="reads sources, and the target LlamaForCausalLM continues prompts"):
         greedy_of(pair, sb.multi_draft([tiny_reader("t5")]))
     with pytest.raises(errors.NotSupported, match="has an encoder, and the target is decoder-only"):
         greedy_of(pair, sb.multi_draft([loaded.target]))
