@@ -554,7 +554,7 @@ def test_targets_without_modules_are_told_what_to_do(tmp_path):
     with pytest.raises(MissingFile, match="holds no safetensors file"):
         read_head("mtp", model)
     model.name_or_path = str(tmp_path / "gone")
-    with pytest.raises(MissingFile, match=r"from the files of the target: .*gone is no folder"):
+    with pytest.raises(MissingFile, match=r"from the files of the target: .*gone is neither a folder nor a repository"):
         read_head("mtp", model)
 
 
