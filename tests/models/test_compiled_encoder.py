@@ -128,7 +128,7 @@ def test_load_refuses_a_model_whose_encoder_is_not_that_of_its_family():
     first = model.encoder.block[0].layer[0].SelfAttention
     right = first.compute_bias
     first.compute_bias = lambda *given, **named: 3 * right(*given, **named)
-    with pytest.raises(UnsupportedModel, match="encoder of T5ForConditionalGeneration differs from that of its family"):
+    with pytest.raises(UnsupportedModel, match="encoder of T5ForConditionalGeneration differs from its family's"):
         sb.load(model)
 
 
