@@ -177,9 +177,7 @@ def test_load_tries_a_short_window_and_refuses_an_encoder_that_is_not_that_of_it
     changed = hearing()
     layer = changed.get_encoder().layers[0]
     monkeypatch.setattr(type(layer), "forward", lambda self, states, mask, **named: 2 * states)
-    with pytest.raises(
-        UnsupportedModel, match="encoder of WhisperForConditionalGeneration differs from its family's"
-    ):
+    with pytest.raises(UnsupportedModel, match="encoder of WhisperForConditionalGeneration differs from its family's"):
         sb.load(changed)
 
 

@@ -288,7 +288,7 @@ def test_diff_explains_what_differs(models, monkeypatch):
     code, out, err = specbeam("evaluate", "diff", "abc", *models[:2], "--beams", "2", "--max-new-tokens", "6")
     assert code == 1, err
     assert (
-        "argument 1, beam_search: token 1 of beam 1 differs, logits 0.61 apart: NOT rounding: transformers' search"
+        "argument 1, beam_search: token 1 of beam 1 differs, logits 0.61 apart: NOT rounding: on specbeam's logits, transformers"
         in out
     )
     assert "0 of 1 prompts give the same 2 beams" in out
