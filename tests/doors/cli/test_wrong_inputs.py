@@ -293,7 +293,7 @@ def test_errors_of_the_system_and_files_that_end_too_early_are_sentences(monkeyp
         (PermissionError(13, "Permission denied", "some/file"), "specbeam: some/file: Permission denied"),
         (
             OSError(5, "Input/output error"),
-            "specbeam: Input/output error: standard output, or another file, cannot be used",
+            "specbeam: Input/output error: standard output or another file cannot be used",
         ),
         (OSError(18, "Invalid cross-device link", "a", None, "b"), "specbeam: a and b: Invalid cross-device link"),
         (EOFError("Compressed file ended"), "specbeam: a file ends too early: Compressed file ended"),
@@ -326,7 +326,7 @@ def test_an_interrupt_of_a_job_keeps_its_answers_and_says_how_to_go_on(models, t
     process.send_signal(signal.SIGINT)
     out_text, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert re.search(r"interrupted; \d+ of 2000 rows are kept: go on with --resume", err)
+    assert re.search(r"interrupted; \d+ of 2000 rows are saved: continue with --resume", err)
     assert "Traceback" not in err
     assert out_text == ""
     assert journal.exists()
