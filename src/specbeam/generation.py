@@ -318,7 +318,7 @@ def in_prompt_order(
 
 
 def _generations_in(result: list[Generation] | SpecbeamError) -> list[Generation]:
-    """Return the generations of a result; for a `TooFewAnswers` those that it contains, for other errors []."""
+    """Return the generations of a result; a `TooFewAnswers` contains some, other errors none."""
     if isinstance(result, SpecbeamError):
         return result.generations if isinstance(result, TooFewAnswers) else []
     return result

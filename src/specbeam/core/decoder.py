@@ -193,7 +193,7 @@ class Decoder:
             filled = fill_prompts(self.target, self.filling, needs, self.at_once_filling)
             stored = [session for session, is_filled in zip(self.filling, filled, strict=True) if is_filled]
             later: list[Session] = []
-            if self.live:  # without live sessions, a draft model delays nobody by storing the prompt in its first draft
+            if self.live:  # otherwise no session waits while a draft model stores the prompt in its first draft
                 later = fill_drafters(stored, self.at_once_filling)
         ready = [session for session in stored if session not in later]
         self.filling = [session for session in self.filling if session not in ready]

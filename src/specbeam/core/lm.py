@@ -31,8 +31,8 @@ class LM(Protocol):
         """Score the nodes of each forest that this model has not scored in this turn, in one pass.
 
         The first call of a turn also scores the roots and all tokens before them that are not in the cache: at first the
-        whole prompt. Later calls may pass a forest that has grown. The logits of a node equal those of a plain forward on
-        its path.
+        whole prompt. Later calls may pass a forest that has grown. The logits of a node equal the logits of a plain forward
+        on its path.
 
         Returns one row per new node, except nodes whose rows are known (`forest.known`). Rows are on the host or on the
         model's device, and valid until the session's next turn begins. Only models with an attribute `keeps_nodes` that

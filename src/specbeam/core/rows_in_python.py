@@ -50,7 +50,7 @@ class RowsOfSession:
     def _process(
         self, rows: int, count: int, vocab: int, wide: int, tokens: int, parents: int, nodes: int, wanted: int
     ) -> None:
-        """Process `count` rows in place, those of the forest nodes at the address `wanted`.
+        """Process the rows of `count` forest nodes in place; `wanted` is the address of the node numbers.
 
         One call at a time in the whole process: runs go in parallel threads, and the sessions of a request share processors,
         which may have a state.

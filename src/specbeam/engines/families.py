@@ -75,7 +75,7 @@ _LLAMA_NORMS = Norms()
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """The parts of a family's layers, by their names in transformers. The defaults are those of Llama.
+    """The parts of a family's layers, by their names in transformers. Defaults: Llama.
 
     The name of a module may be a path, such as "layer.0.layer_norm"; "" names the containing module itself.
 

@@ -53,7 +53,7 @@ class ServerConfig:
         compile_timeout: maximum number of seconds to compile a constraint.
         kv_gb: memory for the KV cache in GB; 0: half of the free memory at start.
         prefix_cache_mb: memory of the prefix cache in MiB; 0: no prefix cache.
-        prefix_cache_shared: whether API keys share the prefix cache; response times then reveal the prompts of others.
+        prefix_cache_shared: whether API keys share the prefix cache; response times then reveal prompts of other keys.
         chunk: number of prompt tokens stored between the turns of other requests.
         default_beams: number of beams of a beam search that names none.
         chat_template: a file with a Jinja chat template.

@@ -229,7 +229,7 @@ def transcribe(
         BadSetting: an option is invalid, or the model does not know the language or the task.
         MissingFile, MissingPackage, BadAudio: see `read_audio`.
 
-    Source: arXiv 2212.04356. Thresholds have the names of faster-whisper, with those of openai/whisper as aliases;
+    Source: arXiv 2212.04356. Thresholds are named as in faster-whisper; the names of openai/whisper are aliases;
     `compression_ratio` is a ratio of texts as there, not of tokens as in transformers.
     """
     given = {

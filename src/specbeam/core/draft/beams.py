@@ -604,9 +604,9 @@ class BeamDrafter:
 
     Args:
         lm: the draft model.
-        beams: number of beams that the target keeps. With shared noise, this many draft pairs per layer are core: those that
-            the draft model alone would keep. The rest of a layer are the most probable other pairs, even if its truncation
-            cuts them.
+        beams: number of beams that the target keeps. With shared noise, this many draft pairs per layer are core: the
+            pairs that the draft model alone would keep. The rest of a layer are the most probable other pairs, even if its
+            truncation cuts them.
         coupling: "noise": draft under the noise of the target; "rejection": draw by dice and state the law.
         replacement: draw with replacement, independently, instead of without (coupling "rejection" only).
         search: draft for transformers' beam modes, in which an ended beam frees its place, so end tokens are not

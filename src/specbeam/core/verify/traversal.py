@@ -196,7 +196,7 @@ def descend(
 def climb(spec: ClimbSpec, turn: ScoredTurn, dice: Any, evidence: Evidence, observer: Any) -> tuple[Layers, int]:
     """Follow the first drafts to a leaf and accept the whole path with its odds; if rejected, drop the leaf; repeat.
 
-    The odds of a child follow from those of its parent; dropping a leaf subtracts its law from the law that its parent owes.
+    The odds of a child follow from its parent's odds; dropping a leaf subtracts its law from the law that its parent owes.
 
     Arguments and results as in `walk.walk_down`, but `evidence` is of the trials of the first path only.
     """

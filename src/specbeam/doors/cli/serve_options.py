@@ -116,7 +116,7 @@ MEMORY = {
     ),
     "prefix_cache_shared": option(
         bool,
-        "Share the prefix cache between API keys; response times then reveal the prompts of others.",
+        "Share the prefix cache between API keys; response times then reveal prompts of other keys.",
         "--prefix-cache-shared",
     ),
     "log_texts": option(bool, "Log prompts and texts.", "--log-texts"),

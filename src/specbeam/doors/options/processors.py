@@ -46,7 +46,7 @@ class TextFacts:
 
 
 def processors_of(settings: "Settings", text: TextFacts) -> list[Any]:
-    """Return the logits processors before all warpers: those of the settings, then those of the user.
+    """Return the logits processors that run before all warpers: from the settings first, then from the user.
 
     As in transformers, a user's processor replaces one of the same type.
     """

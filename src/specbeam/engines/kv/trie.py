@@ -227,7 +227,7 @@ class KVTrie:
 
     @property
     def prompt_stored(self) -> int:
-        """The number of stored tokens on the longest path: those of the prompt, until later tokens are stored."""
+        """The number of stored tokens on the longest path; during prefill, the stored part of the prompt."""
         return int(self.positions[: self.stored].max()) + 1
 
     def _slots_in_use(self) -> Bool[np.ndarray, " slots"]:
