@@ -13,6 +13,7 @@ from transformers import LogitsProcessor
 
 import specbeam as sb
 from specbeam.core.laws.joint import joint_law
+from specbeam.core.laws.ranked import whole_rows
 from specbeam.core.laws.warp import Warp
 from specbeam.core.verify.search import SearchRule
 from specbeam.doors.options.processors import TextFacts
@@ -163,7 +164,9 @@ def test_truncation_leaves_as_many_tokens_as_in_transformers(pair, eos):
     )  # fmt: skip
     scores = torch.randn(1, 61, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
     warp = Settings(top_k=1, top_p=0.01).warp(TextFacts(tuple(eos), 3, search=True))
-    ours = joint_law(scores.numpy(), np.zeros(1), np.ones(1, dtype=np.int64), warp.cut._replace(normalise=False)).logits
+    ours = joint_law(
+        whole_rows(scores.numpy()), np.zeros(1), np.ones(1, dtype=np.int64), warp.cut._replace(normalise=False)
+    ).logits
     assert int((ours > -np.inf).sum()) == max(2, 1 + len(eos))
     np.testing.assert_array_equal(ours, kept[0](ids, scores).numpy())
 

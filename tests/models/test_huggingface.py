@@ -13,6 +13,7 @@ import torch
 
 from specbeam.core import compiling
 from specbeam.core.forest import Forest, KnownRows
+from specbeam.core.laws.ranked import whole_rows
 from specbeam.core.records import Verdict
 from specbeam.errors import UnsupportedModel
 from specbeam.models.huggingface import HuggingFaceLM
@@ -198,7 +199,7 @@ def test_a_pass_may_store_nodes_and_need_no_row(engine):
     lm.settle(one, turn_to(drafted, node=1))
     grown = Forest.rooted([8]).grown([9], [0])
     rows = plain_logits(model, node_paths([[3, 4, 5, 8]], grown.grown([10], [1])))
-    grown = grown._replace(known=KnownRows(np.array([1]), rows[1:2].numpy()))
+    grown = grown._replace(known=KnownRows(np.array([1]), whole_rows(rows[1:2].numpy())))
     found = lm.extend([one], [grown])[0].logits
     torch.testing.assert_close(found, rows[:1], atol=2e-4, rtol=2e-4)
     deeper = grown.grown([10], [1])

@@ -13,6 +13,7 @@ from specbeam.core import runs
 from specbeam.core.control.cost import CostCurve
 from specbeam.core.decode import decode
 from specbeam.core.forest import next_start, rows_of_nodes, turn_rows
+from specbeam.core.laws.ranked import whole_rows
 from specbeam.core.laws.reduce import SOUND
 from specbeam.core.laws.warp import Warp
 from specbeam.core.limits import Limits
@@ -135,8 +136,8 @@ def test_drafts_are_plain_forwards_after_the_whole_models_text_and_leave_no_trac
                 expected_rows.append(drafted_logits(lm.model, fewer, text, rest))
             torch.testing.assert_close(found.logits, torch.stack(expected_rows), atol=3e-4, rtol=3e-4)
         for one, forest, found in zip(seats, forests, lm.extend(seats, forests), strict=True):
-            rows = turn_rows(found.logits.numpy(), forest.size, forest.known)
-            every = torch.from_numpy(rows_of_nodes(rows, np.arange(forest.size)))
+            rows = turn_rows(whole_rows(found.logits.numpy()), forest.size, forest.known)
+            every = torch.from_numpy(rows_of_nodes(rows, np.arange(forest.size)).logits)
             expected_rows = plain_logits(lm.model, node_paths(one.texts, forest))
             torch.testing.assert_close(every, expected_rows, atol=3e-4, rtol=3e-4)
             turn = random_turn(rng, forest, VOCAB)

@@ -36,7 +36,7 @@ def verify_leniently(rule, turn, dice, evidence, observer):
     going = True
     while going:
         node = walk.state[NODE]
-        row = turn.rows.fresh[node]
+        row = turn.rows.fresh.logits[node]
         norm = norm_of(row)
         condition = condition_of_norm(norm)
         if condition != SOUND:

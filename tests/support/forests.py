@@ -24,7 +24,7 @@ def assert_same_forests(found, expected, near=0.0):
         np.testing.assert_array_equal(getattr(found.frontier_rows, name), getattr(expected.frontier_rows, name), name)
     np.testing.assert_allclose(found.frontier_rows.scores, expected.frontier_rows.scores, rtol=near, atol=near)
     held = len(expected.frontier_rows.nodes)
-    np.testing.assert_array_equal(found.frontier_rows.logits[:held], expected.frontier_rows.logits[:held])
+    np.testing.assert_array_equal(found.frontier_rows.rows.logits[:held], expected.frontier_rows.rows.logits[:held])
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import torch
 
 from specbeam.core.beams import Beams, Layers
 from specbeam.core.forest import Forest, next_start, nodes_below, rows_of_nodes, turn_rows
+from specbeam.core.laws.ranked import whole_rows
 from specbeam.core.records import Scored, Shape, Turn, Verdict
 
 
@@ -55,9 +56,9 @@ def check_rows_and_settle(lm, model, rng, seats, nodes, tolerance):
         )
     )
     for one, forest, asks in zip(seats, forests, asking, strict=True):
-        fresh = next(scored).logits.float().cpu().numpy() if asks else forest.known.rows[:0]
-        rows = turn_rows(fresh, forest.size, forest.known)
-        found = torch.from_numpy(rows_of_nodes(rows, np.arange(forest.size)))
+        fresh = next(scored).logits.float().cpu().numpy() if asks else forest.known.rows.logits[:0]
+        rows = turn_rows(whole_rows(fresh), forest.size, forest.known)
+        found = torch.from_numpy(rows_of_nodes(rows, np.arange(forest.size)).logits)
         expected = plain_logits(one.model or model, node_paths(one.texts, forest))
         torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
         turn = random_turn(rng, forest, lm.vocab)

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int64
 
-from specbeam.core.compiling.copies import copy_numbers, copy_rows
 from specbeam.core.errors import BadForest
+from specbeam.core.laws.ranked import NO_ROWS, Ranked, copy_row, room_for_rows, rows_between, whole_rows
 from specbeam.core.steps import Array, step
 
 INDEPENDENT, DISTINCT, CHOSEN, SHARED, LOST = range(5)  # kinds of siblings, see `Siblings`
@@ -197,28 +197,30 @@ class FrontierRows(NamedTuple):
     scores: Array  # float64[rows]: log-likelihood of the beam that ends at the node
     counts: Array  # int64[rows]: how often that beam was drawn
     row_ends: Array  # int64[layers]
-    logits: Array  # float[capacity, vocab]: of the draft model, after the processors; capacity 0 if no rule reads them
+    rows: Ranked  # of the draft model, after the processors; with spare capacity, or none if no rule reads them
 
 
 def no_frontier_rows(rows: int = 0, vocab: int = 0, dtype: Any = np.float32) -> FrontierRows:
-    """Return the rows of a draft without layers, with capacity for `rows` rows of logits."""
-    return FrontierRows(_NO_NUMBERS, _NO_ODDS, _NO_NUMBERS, _NO_NUMBERS, np.empty((rows, vocab), dtype=dtype))
+    """Return the rows of a draft without layers, with capacity for `rows` whole rows of logits."""
+    room = whole_rows(np.empty((rows, vocab), dtype=dtype))
+    return FrontierRows(_NO_NUMBERS, _NO_ODDS, _NO_NUMBERS, _NO_NUMBERS, room)
 
 
 @step
 def add_frontier_rows(
-    frontier_rows: FrontierRows, nodes: Array, scores: Array, counts: Array, rows: Array
+    frontier_rows: FrontierRows, nodes: Array, scores: Array, counts: Array, rows: Ranked
 ) -> FrontierRows:
-    """Return the rows, extended by those of one more layer, whose logits `rows` are copied to `frontier_rows.logits`."""
+    """Return the rows, extended by those of one more layer, which are copied to `frontier_rows.rows`."""
     start = len(frontier_rows.nodes)
     stop = start + len(nodes)
-    copy_rows(frontier_rows.logits[start:stop], rows)
+    for place in range(len(nodes)):
+        copy_row(frontier_rows.rows, start + place, rows, place)
     return FrontierRows(
         np.concatenate((frontier_rows.nodes, nodes)),
         np.concatenate((frontier_rows.scores, scores)),
         np.concatenate((frontier_rows.counts, counts)),
         np.append(frontier_rows.row_ends, stop),
-        frontier_rows.logits,
+        frontier_rows.rows,
     )
 
 
@@ -226,10 +228,10 @@ class KnownRows(NamedTuple):
     """The target's logits, before the processors, of nodes that earlier turns scored: roots, and kept nodes below them."""
 
     nodes: Array  # int64[known]: forest nodes, ascending
-    rows: Array  # float[known, vocab]
+    rows: Ranked  # a row per node
 
 
-NO_KNOWN_ROWS = KnownRows(_NO_NUMBERS, np.zeros((0, 0), dtype=np.float32))
+NO_KNOWN_ROWS = KnownRows(_NO_NUMBERS, NO_ROWS)
 
 
 class Forest(NamedTuple):
@@ -506,13 +508,13 @@ def unknown_nodes(first: int, size: int, known: Array) -> Array:
 class TurnRows(NamedTuple):
     """The target's logits of all nodes of a forest: those that the turn's pass computed, and those known before."""
 
-    fresh: Array  # float[fresh, vocab], of the other nodes, in order
-    known: Array  # float[known, vocab], see `KnownRows`
+    fresh: Ranked  # of the other nodes, in order
+    known: Ranked  # see `KnownRows`; in the form of `fresh`
     places: Array  # int64[nodes]: the row of each node in `fresh`; -1 - k for row k of `known`
 
 
 @step
-def turn_rows(fresh: Array, nodes: int, known: KnownRows) -> TurnRows:
+def turn_rows(fresh: Ranked, nodes: int, known: KnownRows) -> TurnRows:
     """Return the rows of all `nodes` nodes of a forest, given the rows `fresh` of the nodes that are not known."""
     places = np.empty(nodes, dtype=np.int64)
     held = 0
@@ -526,27 +528,27 @@ def turn_rows(fresh: Array, nodes: int, known: KnownRows) -> TurnRows:
 
 
 @step
-def rows_of_nodes(rows: TurnRows, nodes: Array) -> Array:
-    """Return the rows of these forest nodes, float[n, vocab], contiguous."""
-    vocab = max(rows.fresh.shape[1], rows.known.shape[1])
-    found = np.empty((len(nodes), vocab), dtype=rows.fresh.dtype)
+def rows_of_nodes(rows: TurnRows, nodes: Array) -> Ranked:
+    """Return a copy of the rows of these forest nodes."""
+    like = rows.fresh if len(rows.fresh.logits) > 0 else rows.known
+    found = room_for_rows(like, len(nodes))
     for place in range(len(nodes)):
         row = rows.places[nodes[place]]
         if row >= 0:
-            copy_numbers(found[place], rows.fresh[row])
+            copy_row(found, place, rows.fresh, row)
         else:
-            copy_numbers(found[place], rows.known[-1 - row])
+            copy_row(found, place, rows.known, -1 - row)
     return found
 
 
 @step
-def rows_in_place(rows: TurnRows, nodes: Array) -> Array:
-    """Return `rows_of_nodes`, as a view if the rows are adjacent in the pass's results; do not write to it."""
+def rows_in_place(rows: TurnRows, nodes: Array) -> Ranked:
+    """Return `rows_of_nodes`, as views if the rows are adjacent in the pass's results; do not write to them."""
     first = rows.places[nodes[0]] if len(nodes) > 0 else -1
     follow = first >= 0
     for place in range(len(nodes)):
         follow &= rows.places[nodes[place]] == first + place
-    return rows.fresh[first : first + len(nodes)] if follow else rows_of_nodes(rows, nodes)
+    return rows_between(rows.fresh, first, first + len(nodes)) if follow else rows_of_nodes(rows, nodes)
 
 
 @step
@@ -563,19 +565,19 @@ def nodes_without(nodes: Array, known: Array) -> Array:
 
 
 @step
-def rows_with_known(nodes: Array, known: KnownRows, others: Array) -> Array:
-    """Return the rows of forest nodes, float[n, vocab], given the rows `others` of those that are not known, in order."""
-    if len(others) == len(nodes):
+def rows_with_known(nodes: Array, known: KnownRows, others: Ranked) -> Ranked:
+    """Return the rows of forest nodes, given the rows `others` of those that are not known, in order."""
+    if len(others.logits) == len(nodes):
         return others
-    vocab = max(others.shape[1], known.rows.shape[1])
-    found = np.empty((len(nodes), vocab), dtype=known.rows.dtype)
+    like = others if len(others.logits) > 0 else known.rows
+    found = room_for_rows(like, len(nodes))
     used = 0
     for place in range(len(nodes)):
         row = np.searchsorted(known.nodes, nodes[place])
         if row < len(known.nodes) and known.nodes[row] == nodes[place]:
-            copy_numbers(found[place], known.rows[row])
+            copy_row(found, place, known.rows, row)
         else:
-            copy_numbers(found[place], others[used])
+            copy_row(found, place, others, used)
             used += 1
     return found
 
@@ -705,7 +707,7 @@ def next_start(tokens: Array, parents: Array, rows: TurnRows, nodes: Array, newe
 
 
 @step
-def start_of_roots(tokens: Array, rows: Array) -> Start:
-    """Return the beginning of a forest of roots only, whose rows are not known; `rows` is an array of the rows' type."""
+def start_of_roots(tokens: Array, rows: Ranked) -> Start:
+    """Return the beginning of a forest of roots only, whose rows are not known; `rows` are any rows of the same form."""
     above = np.full(len(tokens), -1, dtype=np.int64)
-    return Start(tokens, above, KnownRows(np.empty(0, dtype=np.int64), rows[:0]))
+    return Start(tokens, above, KnownRows(np.empty(0, dtype=np.int64), rows_between(rows, 0, 0)))

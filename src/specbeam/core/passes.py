@@ -7,6 +7,7 @@ compiled runs; the bodies of the other verbs fit ordinary caches.
 from typing import Any, NamedTuple
 
 from specbeam.core.cycles import cycles
+from specbeam.core.laws.ranked import Ranked, whole_rows
 from specbeam.core.steps import Array, step, verb
 
 PASSES, CYCLES = range(2)  # indices of `spent`
@@ -37,6 +38,30 @@ def extend(cache: Any, tokens: Array, parents: Array, wanted: Array) -> Array:
         tokens, parents: int64[nodes] of the forest.
         wanted: int64[wanted], forest nodes, ascending.
     """
+
+
+@verb(0)
+@step
+def extend_ranked(cache: Any, tokens: Array, parents: Array, wanted: Array, keys: Array, whole: bool) -> Ranked:
+    """Do as `extend`, but return the rows as `Ranked`, as lists if the engine makes them for this session.
+
+    Args:
+        keys: uint64[wanted], the keys of the paths to the wanted nodes, for lists by noise.
+        whole: whether whole rows are wanted in any case.
+    """
+    return whole_rows(extend(cache, tokens, parents, wanted))
+
+
+@verb(0)
+@step
+def whole_rows_again(cache: Any, known: Ranked, nodes: Array) -> Ranked:
+    """Return the whole rows of stored nodes whose rows a pass has returned before, maybe as lists.
+
+    Args:
+        known: the rows as they were returned.
+        nodes: int64[n], forest nodes.
+    """
+    return known
 
 
 @verb(0, has_body=False)
@@ -108,6 +133,19 @@ def run_pass(cache: Any, tokens: Array, parents: Array, wanted: Array, spent: Ar
     began = cycles()
     before = blocks_made(cache)
     rows = extend(cache, tokens, parents, wanted)
+    spent[PASSES] += before == EACH or blocks_made(cache) > before
+    spent[CYCLES] += cycles() - began
+    return rows
+
+
+@step
+def run_ranked_pass(
+    cache: Any, tokens: Array, parents: Array, wanted: Array, keys: Array, whole: bool, spent: Array
+) -> Ranked:
+    """Run one pass as `run_pass` does, and return the rows of the `wanted` nodes; see `extend_ranked`."""
+    began = cycles()
+    before = blocks_made(cache)
+    rows = extend_ranked(cache, tokens, parents, wanted, keys, whole)
     spent[PASSES] += before == EACH or blocks_made(cache) > before
     spent[CYCLES] += cycles() - began
     return rows

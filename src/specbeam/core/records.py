@@ -291,6 +291,7 @@ class RowCounts:
     layers: int = 0  # number of layers
     lazy_layers: int = 0  # decided without the rows of some live beams
     free_layers: int = 0  # decided by rows of earlier turns alone
+    whole: int = 0  # rows that were read whole, because a list of their best tokens decided nothing
 
     def __add__(self, other: "RowCounts") -> "RowCounts":
         """Return the counts of both."""

@@ -58,26 +58,29 @@ from specbeam.core.forest import (
 )
 from specbeam.core.laws.edits import Edits, edited_rows
 from specbeam.core.laws.evidence import Evidence
-from specbeam.core.laws.reduce import BROKEN, SOUND
+from specbeam.core.laws.ranked import Ranked, are_whole, rows_between, whole_rows
+from specbeam.core.laws.reduce import BROKEN, SOUND, UNDECIDED
+from specbeam.core.noise import child_key
 from specbeam.core.passes import (
     SettledTurn,
     has_pending,
     has_room_for,
     keep_only,
     rewind,
-    run_pass,
+    run_ranked_pass,
     runs_layers,
     settle_draft,
     settle_target,
+    whole_rows_again,
 )
 from specbeam.core.steps import Array, borrowed, step
 from specbeam.core.verify.turns import ScoredTurn, verify_turn
 
 PARTS = ("draft", "draft/model", "score/model", "verify", "settle")  # of the time of a turn
 DRAFT, DRAFT_MODEL, SCORE, VERIFY, SETTLE = range(5)
-# Indices of `RunRoom.numbers`; the last five are the counts of `RowCounts`.
-DONE, DRAFT_PASSES, SCORED, DRAFT_SCORED, DRAFTED, LAYERS, ROWS, SAVED, JUDGED, LAZY, FREE = range(11)
-LOOK = 3  # a condition like SOUND, DEAD and BROKEN: Python has to check whether a stop string ended a text
+# Indices of `RunRoom.numbers`; the last six are the counts of `RowCounts`.
+DONE, DRAFT_PASSES, SCORED, DRAFT_SCORED, DRAFTED, LAYERS, ROWS, SAVED, JUDGED, LAZY, FREE, FETCHED = range(12)
+LOOK = 4  # a condition like SOUND, DEAD and BROKEN: Python has to check whether a stop string ended a text
 
 
 @borrowed
@@ -107,8 +110,8 @@ class RunRoom(NamedTuple):
     ended: EndedTexts
     widths: Array  # int64[SPAN]: draws of each layer
     evidence: Evidence  # for audits
-    frontier_rows: Array  # float32[rows, vocab]: rows that layers are drawn from
-    # int64[11]: turns (DONE), passes as a session counts them and as the models do, draft nodes, layers with draws, and the
+    frontier_rows: Ranked  # rows that layers are drawn from
+    # int64[12]: turns (DONE), passes as a session counts them and as the models do, draft nodes, layers with draws, and the
     # fields of `RowCounts`
     numbers: Array
     passed: Array  # int64[SPAN]: how often the layer of each depth passed
@@ -116,7 +119,7 @@ class RunRoom(NamedTuple):
 
 
 @step
-def begun_forest(start: Start, frontier_rows: Array) -> Forest:
+def begun_forest(start: Start, frontier_rows: Ranked) -> Forest:
     """Return the forest that a turn starts with, with the buffer of the rows that layers are drawn from."""
     none = np.empty(0, dtype=np.int64)
     groups = groups_without_laws(LOST, none, none, none, none)
@@ -164,24 +167,47 @@ def _may_close(tokens: Array, closing: Array) -> bool:
 
 
 @step
+def keys_in(forest: Forest, live: Beams) -> Array:
+    """Return the noise key of the path to each forest node, uint64[nodes]; the live beams are the roots, in order."""
+    keys = np.empty(len(forest.tokens), dtype=np.uint64)
+    for node in range(len(keys)):
+        above = forest.parents[node]
+        keys[node] = live.keys[node] if above < 0 else child_key(keys[above], forest.tokens[node])
+    return keys
+
+
+@step
+def _frontier_room(room: RunRoom, vocab: int, whole: bool) -> Ranked:
+    """Return the buffer of the rows that layers are drawn from; a new one if whole rows are wanted and it holds lists."""
+    rows = room.frontier_rows
+    if not whole or are_whole(rows):
+        return rows
+    return whole_rows(np.empty((len(rows.logits), vocab), dtype=rows.logits.dtype))
+
+
+@step
 def take_turn(
-    target: Any, draft: Any, spec: RunSpec, live: Beams, start: Start, room: RunRoom, depth: int, dice: Any
+    target: Any, draft: Any, spec: RunSpec, live: Beams, start: Start, room: RunRoom, depth: int, dice: Any, whole: bool
 ) -> RunTurn:
     """Draft, score and verify one turn.
 
     Args:
         start: the beginning of its forest.
         depth: of the draft.
+        whole: whether the draft is made from whole rows. The verdict is by lists first in any case.
     """
     width = spec.plan.width
     spans = np.zeros(len(PARTS), dtype=np.int64)
     spent = np.zeros(2, dtype=np.int64)
     length = room.texts.sizes[LENGTH]
-    known_rows = edited_rows(start.known.rows, start.known.nodes, start.tokens, start.parents, spec.edits)
+    known_rows = start.known.rows
+    if whole and not are_whole(known_rows):
+        known_rows = whole_rows_again(target, known_rows, start.known.nodes)
+    known_rows = edited_rows(known_rows, start.known.nodes, start.tokens, start.parents, spec.edits)
     known = KnownRows(start.known.nodes, known_rows)
-    begun = begun_forest(Start(start.tokens, start.parents, known), room.frontier_rows)
+    begun = begun_forest(Start(start.tokens, start.parents, known), _frontier_room(room, known_rows.vocab, whole))
     began = cycles()
-    task = DraftTask(begun, live, room.texts, depth, width, spec.edits)
+    task = DraftTask(begun, live, room.texts, depth, width, spec.edits, whole)
     drafted, condition = draft_turn(spec.drafts, draft, task, dice, spent)
     forest = drafted.forest
     if spec.drafting:
@@ -191,20 +217,37 @@ def take_turn(
     spans[DRAFT] = cycles() - began - spent[1]
     layers_run = runs_layers(target, len(forest.tokens))
     layers = no_layers(0, 1)
-    raw = turn_rows(start.known.rows[:0], 0, start.known)
-    if condition != BROKEN:
+    none = rows_between(start.known.rows, 0, 0)
+    raw = turn_rows(none, 0, start.known)
+    if condition != BROKEN and condition != UNDECIDED:
         began = cycles()
         wanted = unknown_nodes(0, len(forest.tokens), known.nodes)
-        fresh = start.known.rows[:0]
+        fresh = none
         if len(wanted) > 0:
-            fresh = run_pass(target, forest.tokens, forest.parents, wanted, spent)
+            keys = keys_in(forest, live)[wanted]
+            fresh = run_ranked_pass(target, forest.tokens, forest.parents, wanted, keys, False, spent)
         raw = turn_rows(fresh, len(forest.tokens), start.known)
         edited = edited_rows(fresh, wanted, forest.tokens, forest.parents, spec.edits)
         rows = turn_rows(edited, len(forest.tokens), known)
+        if whole:
+            rows = raw
         spans[SCORE] = cycles() - began
         began = cycles()
+        held = room.finished.held[0]
+        used = dice.used[0]
+        evidence = room.evidence.numbers.copy()
         scored = ScoredTurn(rows, forest, live, spec.widths, length, room.finished)
         layers, condition = verify_turn(spec.rule, scored, dice, room.evidence, None)
+        if condition == UNDECIDED:
+            room.finished.held[0] = held
+            dice.used[0] = used
+            copy_numbers(room.evidence.numbers, evidence)
+            known_again = whole_rows_again(target, start.known.rows, start.known.nodes)
+            fresh_again = whole_rows_again(target, fresh, wanted)
+            rows = turn_rows(fresh_again, len(forest.tokens), KnownRows(known.nodes, known_again))
+            room.numbers[FETCHED] += len(forest.tokens)
+            scored = ScoredTurn(rows, forest, live, spec.widths, length, room.finished)
+            layers, condition = verify_turn(spec.rule, scored, dice, room.evidence, None)
         if condition == SOUND and _may_close(layers.beams.tokens, spec.closing):
             condition = LOOK
         spans[VERIFY] = cycles() - began
@@ -278,12 +321,20 @@ def count_turn(room: RunRoom, turn: RunTurn, begun: int, was_waiting: bool) -> N
         numbers[LAZY] += sources[UNSEEN] > 0
         numbers[FREE] += sources[FROM_PASS] == 0 and sources[FROM_BEFORE] > 0
     numbers[DRAFTED] += len(turn.draft.forest.tokens) - begun
-    numbers[ROWS] += len(turn.rows.fresh)
+    numbers[ROWS] += len(turn.rows.fresh.logits)
     numbers[JUDGED] += len(layers.draw_ends)
     numbers[DONE] += 1
     numbers[DRAFT_PASSES] += turn.passes
     numbers[SCORED] += turn.layers_run
     numbers[DRAFT_SCORED] += turn.passes - (turn.passes > 0 and not was_waiting)
+
+
+@step
+def undo_turn(target: Any, draft: Any, spec: RunSpec, nodes: int) -> None:
+    """Restore the caches to the beginning of a turn whose forest started with `nodes` nodes."""
+    rewind(target, nodes)
+    if spec.drafting:
+        rewind(draft, nodes)
 
 
 @step
@@ -322,15 +373,19 @@ def run_turns(
         held = room.finished.held[0]
         known = room.evidence.numbers.copy()
         was_waiting = has_pending(draft)
-        turn = take_turn(target, draft, spec, live, start, room, depth, dice)
+        turn = take_turn(target, draft, spec, live, start, room, depth, dice, False)
         room.finished.held[0] = held  # settling adds the scores again, with their texts
+        if turn.condition == UNDECIDED:  # only a draft can be; it is made again from whole rows
+            undo_turn(target, draft, spec, len(start.tokens))
+            dice.used[0] = used
+            keep_tosses(spec.drafts, tosses)
+            turn = take_turn(target, draft, spec, live, start, room, depth, dice, True)
+            room.finished.held[0] = held
         if turn.condition != SOUND:
+            undo_turn(target, draft, spec, len(start.tokens))
             dice.used[0] = used
             keep_tosses(spec.drafts, tosses)
             copy_numbers(room.evidence.numbers, known)
-            rewind(target, len(start.tokens))
-            if spec.drafting:
-                rewind(draft, len(start.tokens))
             return live, start, LOOK if turn.condition == LOOK else BROKEN
         began = cycles()
         begun = len(start.tokens)

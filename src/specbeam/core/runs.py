@@ -34,6 +34,7 @@ from specbeam.core.forest import (
 )
 from specbeam.core.laws.edits import NO_EDITS
 from specbeam.core.laws.evidence import no_evidence
+from specbeam.core.laws.ranked import rows_for_steps, whole_rows
 from specbeam.core.laws.reduce import SOUND
 from specbeam.core.laws.warp import Warp
 from specbeam.core.limits import SPAN, Limits
@@ -217,7 +218,7 @@ class Run:
             python = RowsOfSession(session)
             spec = python.for_run(spec)
         start = session.start
-        known = KnownRows(start.known.nodes, np.ascontiguousarray(start.known.rows, dtype=np.float32))
+        known = KnownRows(start.known.nodes, rows_for_steps(start.known.rows))
         return cls(session, spec, models, room, fresh, dice, session.beams, start._replace(known=known), python)
 
     def caches(self, stack: ExitStack) -> list[Any] | None:
@@ -548,8 +549,8 @@ def _room_for(spec: RunSpec, session: Session, vocab: int) -> RunRoom:
         ended=room_for_ended(ended, length),
         widths=np.empty(SPAN, dtype=np.int64),
         evidence=no_evidence(session.audited and not session.warp.greedy),
-        frontier_rows=np.empty((rows, vocab if rows else 0), dtype=np.float32),
-        numbers=np.zeros(11, dtype=np.int64),
+        frontier_rows=whole_rows(np.empty((rows, vocab if rows else 0), dtype=np.float32)),
+        numbers=np.zeros(12, dtype=np.int64),
         passed=np.zeros(SPAN, dtype=np.int64),
         cycles=np.zeros(5, dtype=np.int64),
     )

@@ -67,7 +67,7 @@ def _scored(target: LM, live: list[Session], forests: list[Forest]) -> list[Scor
     found = dict(zip(asking, scored, strict=True))
     answers = []
     for session, forest in zip(live, forests, strict=True):
-        answer = found.get(session, Scored(torch.from_numpy(forest.known.rows[:0])))
+        answer = found.get(session, Scored(torch.from_numpy(forest.known.rows.logits[:0])))
         session.count.rows += RowCounts(scored=len(answer.logits))
         drafts = forest.size - len(forest.known.nodes)
         answers.append(answer if with_extra[session] is forest else answer.split(drafts))

@@ -33,6 +33,7 @@ from specbeam.core.control.needs import (
     prior_odds,
 )
 from specbeam.core.forest import SHARED, Forest, KnownRows, forest_of_nodes, siblings
+from specbeam.core.laws.ranked import whole_rows
 from specbeam.core.measure import saved_figures
 from specbeam.core.session import Parts
 from specbeam.generation import turns_of
@@ -98,7 +99,7 @@ def forest_with_odds(rng, nodes=14, beams=3):
     for node in range(beams, forest.size):
         is_known[node] &= is_known[forest.parents[node]]
     known = np.flatnonzero(is_known)
-    forest = forest._replace(known=KnownRows(known, rng.normal(size=(len(known), 2)).astype(np.float32)))
+    forest = forest._replace(known=KnownRows(known, whole_rows(rng.normal(size=(len(known), 2)).astype(np.float32))))
     size = forest.size
     live = rng.random(size)
     cells = np.full(size, -1)
@@ -136,7 +137,7 @@ def test_dear_rows_end_a_draft_and_free_ones_do_not():
     assert nodes_to_extend(budget_of(FREE_ROWS), forest, odds, np.arange(3)).all()
     dear = CostCurve((3, 4, 100), (1.0, 9.0, 900.0))
     assert not nodes_to_extend(budget_of(dear), forest, odds, np.arange(3)).any()
-    known = forest._replace(known=KnownRows(np.array([1]), np.zeros((1, 2), dtype=np.float32)))
+    known = forest._replace(known=KnownRows(np.array([1]), whole_rows(np.zeros((1, 2), dtype=np.float32))))
     assert nodes_to_extend(budget_of(dear), known, odds, np.array([1])).tolist() == [
         True
     ]  # costs no pass of the draft model

@@ -9,7 +9,7 @@ from specbeam.core.beams import Beams
 from specbeam.core.control import races
 from specbeam.core.control.races import ENTRANTS, RACE_NOISE, RACES, accepted_pmf, odds_of_rejection
 from specbeam.core.control.width import (
-    UNDECIDED,
+    UNKNOWN_WIDTH,
     FixedWidth,
     FixedWidths,
     NucleusWidth,
@@ -31,6 +31,7 @@ from specbeam.core.control.width import (
 )
 from specbeam.core.forest import INDEPENDENT, SHARED, Forest, FrontierRows, siblings
 from specbeam.core.laws.joint import joint_law
+from specbeam.core.laws.ranked import whole_rows
 from specbeam.core.laws.ranking import NO_TRUNCATION, Truncation
 from tests.oracles import widths as oracle
 from tests.support.exact import exact_law
@@ -65,7 +66,7 @@ class Layer:
 
     @property
     def law(self):
-        return joint_law(rows_of(self.p), np.zeros(1), np.ones(1, dtype=np.int64), self.truncation)
+        return joint_law(whole_rows(rows_of(self.p)), np.zeros(1), np.ones(1, dtype=np.int64), self.truncation)
 
     def drawn(self, kind):
         """The forest of drafts that are tried, or share their noise with the target."""
@@ -76,7 +77,9 @@ class Layer:
             law = (np.arange(len(self.q)), self.q)
         else:
             one = np.ones(1, dtype=np.int64)
-            frontier_rows = FrontierRows(np.zeros(1, dtype=np.int64), np.zeros(1), one, np.array([1]), rows_of(self.q))
+            frontier_rows = FrontierRows(
+                np.zeros(1, dtype=np.int64), np.zeros(1), one, np.array([1]), whole_rows(rows_of(self.q))
+            )
         group = siblings(kind, [0], draws, np.arange(1, self.drafts + 1), law=law, vocab=len(self.q))
         forest = Forest.rooted([0]).grown(draws, np.zeros(self.drafts, dtype=np.int64), groups=[group])
         return forest._replace(frontier_rows=frontier_rows)
@@ -163,7 +166,7 @@ def joint(rows, odds, cut=NO_TRUNCATION, counts=None):
     with np.errstate(divide="ignore"):
         logits = np.log(np.asarray(rows, dtype=float)).astype(np.float32)
         scores = np.log(np.asarray(odds, dtype=float))
-    return joint_law(logits, scores, np.ones(beams, dtype=np.int64) if counts is None else counts, cut)
+    return joint_law(whole_rows(logits), scores, np.ones(beams, dtype=np.int64) if counts is None else counts, cut)
 
 
 @pytest.mark.parametrize(
@@ -217,9 +220,9 @@ def test_a_width_without_all_rows_is_that_with_them_or_undecided(mass, temperatu
         whole = nucleus_width(widths, joint(rows, odds, cut))
         part = joint(rows[known], odds[known], cut)
         found = nucleus_width_of_known(widths, part, live.pick(~known))
-        decided += found != UNDECIDED
+        decided += found != UNKNOWN_WIDTH
         alone_differs += nucleus_width(widths, part) != whole
-        assert found in (UNDECIDED, whole)
+        assert found in (UNKNOWN_WIDTH, whole)
     assert decided > 5
     assert alone_differs > 5  # by the known beams alone, widths would be others
 
@@ -234,7 +237,7 @@ def test_known_beams_with_few_pairs_leave_room_for_those_of_others():
         np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64), np.log([0.7]), np.ones(1, dtype=np.int64), keys
     )
     assert nucleus_width(widths, joint(both, [0.3, 0.7])) == 6
-    assert nucleus_width_of_known(widths, joint(known, [0.3]), other) in (UNDECIDED, 6)
+    assert nucleus_width_of_known(widths, joint(known, [0.3]), other) in (UNKNOWN_WIDTH, 6)
 
 
 def test_widths_that_look_at_drafts_are_never_decided_without_all_rows():
@@ -242,7 +245,7 @@ def test_widths_that_look_at_drafts_are_never_decided_without_all_rows():
     sure = SureWidths(4, 1, 0.7, True, RACE_NOISE)
     nobody = Beams.start(0, 1).pick(np.zeros(0, dtype=np.int64))
     with source_of_steps():
-        assert width_of_known(sure, law, nobody) == UNDECIDED
+        assert width_of_known(sure, law, nobody) == UNKNOWN_WIDTH
         assert width_of_known(FixedWidths(3), law, nobody) == 3
         assert (width_by_draft(sure, law), width_by_draft(FixedWidths(3), law)) == (4, 3)
         assert width_by_draft(NucleusWidths(9, 1, 0.69), law) == 2

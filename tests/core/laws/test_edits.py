@@ -6,6 +6,7 @@ import torch
 
 from specbeam.core.beams import room_for_texts
 from specbeam.core.laws.edits import NO_EDITS, edited_rows
+from specbeam.core.laws.ranked import whole_rows
 from specbeam.core.laws.warp import Warp
 from specbeam.doors.options.processors import TextFacts
 from specbeam.doors.options.settings import Settings
@@ -70,9 +71,9 @@ def test_rows_are_those_of_transformers_processors(name, dtype):
         before = rows.copy()
         every = np.arange(forest.size)
         for nodes in (every, every[forest.roots :], every[::2]):
-            found = edited_rows(rows[nodes], nodes, forest.tokens, forest.parents, edits)
+            found = edited_rows(whole_rows(rows[nodes]), nodes, forest.tokens, forest.parents, edits).logits
             with source_of_steps():
-                plain = edited_rows(rows[nodes], nodes, forest.tokens, forest.parents, edits)
+                plain = edited_rows(whole_rows(rows[nodes]), nodes, forest.tokens, forest.parents, edits).logits
             np.testing.assert_array_equal(found, expected[nodes])
             np.testing.assert_array_equal(plain, expected[nodes])
         np.testing.assert_array_equal(rows, before)
@@ -80,8 +81,9 @@ def test_rows_are_those_of_transformers_processors(name, dtype):
 
 def test_rows_without_edits_are_handed_on():
     _, _, forest, rows = turn_of(np.random.default_rng(1), np.float32)
+    whole = whole_rows(rows)
     with source_of_steps():
-        assert edited_rows(rows, np.arange(forest.size), forest.tokens, forest.parents, NO_EDITS) is rows
+        assert edited_rows(whole, np.arange(forest.size), forest.tokens, forest.parents, NO_EDITS) is whole
 
 
 @pytest.mark.parametrize("settings", LEFT.values(), ids=LEFT)
@@ -108,9 +110,9 @@ def test_in_transformers_beam_modes_log_probabilities_are_processed(name, dtype)
         rows[-1, 3:5] = 1.0, -2.0
         edits = warp.edits(PROMPT)._replace(texts=texts)
         expected = processed(warp, lived, forest, torch.from_numpy(rows).log_softmax(-1).numpy())
-        found = edited_rows(rows, np.arange(forest.size), forest.tokens, forest.parents, edits)
+        found = edited_rows(whole_rows(rows), np.arange(forest.size), forest.tokens, forest.parents, edits).logits
         with source_of_steps():
-            plain = edited_rows(rows, np.arange(forest.size), forest.tokens, forest.parents, edits)
+            plain = edited_rows(whole_rows(rows), np.arange(forest.size), forest.tokens, forest.parents, edits).logits
         close = 4e-6 if dtype == np.float32 else 1e-12
         np.testing.assert_allclose(found, expected, rtol=0, atol=close)
         np.testing.assert_allclose(plain, expected, rtol=0, atol=close)
@@ -120,8 +122,7 @@ def test_rows_that_are_none_stay_none_in_transformers_beam_modes():
     warp = Settings(repetition_penalty=1.2).warp(TextFacts(EOS, len(PROMPT), search=True))
     _, texts, forest, rows = turn_of(np.random.default_rng(2), np.float32)
     rows[0] = -np.inf
-    found = edited_rows(
-        rows, np.arange(forest.size), forest.tokens, forest.parents, warp.edits(PROMPT)._replace(texts=texts)
-    )
+    edits = warp.edits(PROMPT)._replace(texts=texts)
+    found = edited_rows(whole_rows(rows), np.arange(forest.size), forest.tokens, forest.parents, edits).logits
     assert (found[0] == -np.inf).all()
     assert np.isnan(found[-1, 3])

@@ -22,6 +22,7 @@ from specbeam.core.laws.joint import (
     odds_at,
     support_of,
 )
+from specbeam.core.laws.ranked import whole_rows
 from specbeam.core.laws.ranking import Truncation
 from specbeam.core.laws.reduce import BROKEN, DEAD, SOUND
 from specbeam.core.laws.warp import Warp, law_of_beams
@@ -58,7 +59,7 @@ class Example:
 
     @property
     def law(self):
-        return joint_law(self.rows, self.scores, self.counts, self.truncation)
+        return joint_law(whole_rows(self.rows), self.scores, self.counts, self.truncation)
 
     def logp(self, truncation=None):
         return plain.joint_logp(self.rows, self.scores, self.counts, truncation or self.truncation)
@@ -191,7 +192,7 @@ def test_logits_that_are_none_are_refused(kind, truncation):
         rows[:] = -np.inf
     one = np.arange(3)
     live = Beams(one, one, np.array([-1.0, -2.0, -3.0]), np.ones(3, dtype=np.int64), one.astype(np.uint64))
-    law = joint_law(rows, live.scores, live.counts, truncation)
+    law = joint_law(whole_rows(rows), live.scores, live.counts, truncation)
     assert condition_of(law) == (DEAD if kind == "dead" else BROKEN)
     wrong = DeadEnd if kind == "dead" else BrokenLaw
     says = {"nan": "NaN", "inf": r"\+inf", "dead": "every token is banned: the model left nothing to draw"}[kind]
@@ -212,7 +213,7 @@ def test_a_beam_without_a_way_on_is_left_out():
 
 def test_dead_rows_have_no_odds():
     rows = np.array([[0.0, 1.0], [-np.inf, -np.inf]], dtype=np.float32)
-    law = joint_law(rows, np.array([-1.0, -0.5]), np.ones(2, dtype=np.int64), Truncation())
+    law = joint_law(whole_rows(rows), np.array([-1.0, -0.5]), np.ones(2, dtype=np.int64), Truncation())
     assert all_pairs(law).tolist() == [0, 1]
     assert odds_at(law, np.arange(4))[2:].tolist() == [0, 0]
     assert odds_at(law, np.arange(4)).sum() == pytest.approx(1)
@@ -223,7 +224,7 @@ def test_beams_far_behind_still_have_their_place():
     """At a low temperature the odds of the second beam's tokens are below any float32, but two beams were asked for."""
     rows = np.array([[30.0, 0.0, -1.0, -2.0]], dtype=np.float32)
     every = np.ones(1, dtype=bool)
-    law = joint_law(rows, np.zeros(1), np.ones(1, dtype=np.int64), Truncation(0.1))
+    law = joint_law(whole_rows(rows), np.zeros(1), np.ones(1, dtype=np.int64), Truncation(0.1))
     assert likeliest_pairs(law, 3).tolist() == [0, 1, 2]
     found, _, core = core_and_extra(law, np.array([5], dtype=np.uint64), every, 4, 0)
     assert core == 4
@@ -233,6 +234,6 @@ def test_beams_far_behind_still_have_their_place():
 def test_scores_of_transformers_are_not_normalised_again():
     """What processors left of log-probabilities is taken as it is: a beam that lost half of its odds has half of them."""
     rows = torch.tensor([[0.5, 0.5, 0.0], [0.25, 0.0, 0.0]]).log().numpy()
-    law = joint_law(rows, np.zeros(2), np.ones(2, dtype=np.int64), Truncation(normalise=False))
+    law = joint_law(whole_rows(rows), np.zeros(2), np.ones(2, dtype=np.int64), Truncation(normalise=False))
     assert np.exp(likelihoods_at(law, np.arange(4))) == pytest.approx([0.5, 0.5, 0.0, 0.25])
     assert odds_at(law, np.arange(4)) == pytest.approx([0.4, 0.4, 0.0, 0.2])

@@ -5,7 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specbeam.core.laws.ranking import INSERTED, ascending, largest, pairs_of_best_value, rank_pairs, sorted_places
+from specbeam.core.laws.ranking import (
+    INSERTED,
+    WHOLE_ROWS,
+    ascending,
+    largest,
+    pairs_of_best_value,
+    rank_pairs,
+    sorted_places,
+)
 from specbeam.core.laws.warp import best_places
 from tests.oracles import noise
 from tests.support.steps import source_of_steps
@@ -82,7 +90,7 @@ def test_given_pairs_are_ranked_as_the_dense_law_ranks_them(seed, count, noisy):
     if noisy:
         values = values + noise.gumbel_of_all(keys, 20)
     order = np.argsort(-values.ravel()[pairs], kind="stable")[:count]
-    assert rank_pairs(pairs, rows, shift, 0.7, log_counts, keys, count).tolist() == pairs[order].tolist()
+    assert rank_pairs(pairs, rows, WHOLE_ROWS, shift, 0.7, log_counts, keys, count).tolist() == pairs[order].tolist()
 
 
 @pytest.mark.parametrize("noisy", [False, True])
@@ -102,11 +110,11 @@ def test_long_rankings_of_pairs_are_those_of_insertion(count, noisy):
     values[3] = -np.inf
     order = np.argsort(-values.ravel(), kind="stable")
     expected = [pair for pair in order.tolist() if values.ravel()[pair] > -np.inf][:count]
-    pairs, found = pairs_of_best_value(rows, shift, 0.7, log_counts, keys, among, count)
+    pairs, found = pairs_of_best_value(rows, WHOLE_ROWS, shift, 0.7, log_counts, keys, among, count)
     assert pairs.tolist() == expected
     assert found == pytest.approx(values.ravel()[expected], rel=1e-12)
     given = rng.permutation(expected).astype(np.int64)
-    assert rank_pairs(given, rows, shift, 0.7, log_counts, keys, count).tolist() == expected
+    assert rank_pairs(given, rows, WHOLE_ROWS, shift, 0.7, log_counts, keys, count).tolist() == expected
 
 
 def test_best_places_leave_out_what_has_no_odds():

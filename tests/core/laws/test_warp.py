@@ -9,6 +9,7 @@ from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from specbeam.core.beams import Beams
 from specbeam.core.laws.joint import all_pairs, condition_of, joint_law, likelihoods_at, odds_among, odds_at
+from specbeam.core.laws.ranked import whole_rows
 from specbeam.core.laws.ranking import Truncation
 from specbeam.core.laws.reduce import BROKEN, SOUND
 from specbeam.core.laws.warp import Warp, law_of_beams, processed_rows
@@ -42,7 +43,7 @@ def test_each_row_is_warped_by_itself_and_not_normalised_again(truncation, seed,
     counts = np.ones(beams, dtype=np.int64)
     expected = searched_scores(rows, scores, truncation, normalise).ravel()
     with running(way):
-        law = joint_law(rows, scores, counts, truncation._replace(by_row=True, normalise=normalise))
+        law = joint_law(whole_rows(rows), scores, counts, truncation._replace(by_row=True, normalise=normalise))
         pairs = all_pairs(law)
         carried = likelihoods_at(law, pairs)
         odds = odds_among(law, pairs)
@@ -61,7 +62,7 @@ def test_each_row_is_warped_by_itself_and_not_normalised_again(truncation, seed,
 def test_rows_that_are_none_are_still_told(truncation, wrong):
     rows = np.zeros((2, 9), dtype=np.float32)
     rows[1, 3] = wrong
-    law = joint_law(rows, np.zeros(2), np.ones(2, dtype=np.int64), truncation._replace(by_row=True))
+    law = joint_law(whole_rows(rows), np.zeros(2), np.ones(2, dtype=np.int64), truncation._replace(by_row=True))
     assert condition_of(law) == BROKEN
 
 

@@ -18,6 +18,7 @@ from specbeam.core.draft.tree import grow_layer, start_tree
 from specbeam.core.forest import Forest, KnownRows, no_frontier_rows, turn_rows, unknown_nodes
 from specbeam.core.laws import joint
 from specbeam.core.laws.evidence import no_evidence
+from specbeam.core.laws.ranked import whole_rows
 from specbeam.core.laws.ranking import NO_TRUNCATION, Truncation
 from specbeam.core.laws.reduce import BROKEN, DEAD, SOUND
 from specbeam.core.verify import beams as judge_steps
@@ -278,7 +279,7 @@ def drafted_alike(rng, spec, layers, width):
     rows = random_rows(rng, len(tokens))
     is_known = np.arange(len(tokens)) >= beams
     is_known[:beams] = rng.random(beams) < 0.5 * (kept > 0)
-    known = KnownRows(np.flatnonzero(is_known), rows[is_known])
+    known = KnownRows(np.flatnonzero(is_known), whole_rows(rows[is_known]))
     roots = Forest(tokens, parents, frontier_rows=no_frontier_rows(3 + layers * (width + 9), VOCAB), known=known)
     found = expected = start_draft(live, roots, spec)
     for number in range(layers):
@@ -288,10 +289,12 @@ def drafted_alike(rng, spec, layers, width):
         values = np.random.default_rng(number).random(width)
         dice, other = (Uniforms(values, np.zeros(1, dtype=np.int64)) for _ in range(2))
         front = found.frontier
-        law = joint.joint_law(front_rows, front.scores, front.counts, spec.truncation)
+        law = joint.joint_law(whole_rows(front_rows), front.scores, front.counts, spec.truncation)
         found = draft_steps.draft_layer(spec, found, law, width, dice)
         with source_of_steps():
-            law = joint.joint_law(front_rows, expected.frontier.scores, expected.frontier.counts, spec.truncation)
+            law = joint.joint_law(
+                whole_rows(front_rows), expected.frontier.scores, expected.frontier.counts, spec.truncation
+            )
             expected = draft_steps.draft_layer(spec, expected, law, width, other)
         assert_same_forests(found.forest, expected.forest, near=NEAR)
         assert_same_numbers(tuple(found.frontier), tuple(expected.frontier))
@@ -304,8 +307,8 @@ def drafted_alike(rng, spec, layers, width):
 def known_and_fresh(rows, forest):
     """The rows of all nodes as a rule for beams takes them."""
     fresh = unknown_nodes(0, forest.size, forest.known.nodes)
-    known = forest.known._replace(rows=rows[forest.known.nodes])
-    return turn_rows(rows[fresh], forest.size, known)
+    known = forest.known._replace(rows=whole_rows(rows[forest.known.nodes]))
+    return turn_rows(whole_rows(rows[fresh]), forest.size, known)
 
 
 @pytest.mark.parametrize("cut", CUTS)

@@ -20,6 +20,7 @@ from specbeam.core.forest import (
     unknown_nodes,
 )
 from specbeam.core.laws.evidence import no_evidence
+from specbeam.core.laws.ranked import whole_rows
 from specbeam.core.laws.ranking import Truncation
 from specbeam.core.laws.warp import Warp
 from specbeam.core.verify.trials import Drafts, take_draws
@@ -134,10 +135,10 @@ def test_the_next_forest_starts_with_what_was_below_the_survivors():
         forest = random_forest(rng, 20)
         known = np.sort(rng.choice(forest.size, 5, replace=False))
         rows = rng.normal(size=(forest.size, 4))
-        forest = forest._replace(known=KnownRows(known, rows[known]))
+        forest = forest._replace(known=KnownRows(known, whole_rows(rows[known])))
         fresh = unknown_nodes(0, forest.size, known)
-        every = turn_rows(rows[fresh], forest.size, forest.known)
-        np.testing.assert_array_equal(rows_of_nodes(every, np.arange(forest.size)), rows)
+        every = turn_rows(whole_rows(rows[fresh]), forest.size, forest.known)
+        np.testing.assert_array_equal(rows_of_nodes(every, np.arange(forest.size)).logits, rows)
         nodes = np.append(rng.choice(np.flatnonzero(forest.depths() == 1), 2), -1)
         kept_ones = kept_nodes(forest.parents, nodes)
         newest = np.append(forest.tokens[nodes[:2]], 7)
@@ -145,7 +146,7 @@ def test_the_next_forest_starts_with_what_was_below_the_survivors():
         assert start.known.nodes.tolist() == [0, 1, *range(3, len(start.tokens))]
         after = Forest(start.tokens, start.parents)
         sources = [*nodes[:2], *kept_ones]
-        np.testing.assert_array_equal(start.known.rows, rows[sources])
+        np.testing.assert_array_equal(start.known.rows.logits, rows[sources])
         for place, source in zip(start.known.nodes, sources, strict=True):
             assert [int(newest[after.root_of(np.array([place]))[0]]), *after.path(place)] == forest.path(source)
 
@@ -161,11 +162,12 @@ def test_of_many_nodes_the_shallow_ones_are_kept_with_their_parents():
 
 
 def test_rows_of_some_nodes_are_known():
-    known = KnownRows(np.array([1, 4]), np.array([[1], [4]], dtype=np.float32))
-    found = rows_with_known(np.array([4, 2, 1, 9]), known, np.array([[2], [9]], dtype=np.float32))
-    assert found.ravel().tolist() == [4, 2, 1, 9]
-    own = np.array([[2]], dtype=np.float32)
-    assert rows_with_known(np.array([2]), NO_KNOWN_ROWS, own).tolist() == [[2]]
+    known = KnownRows(np.array([1, 4]), whole_rows(np.array([[1], [4]], dtype=np.float32)))
+    others = whole_rows(np.array([[2], [9]], dtype=np.float32))
+    found = rows_with_known(np.array([4, 2, 1, 9]), known, others)
+    assert found.logits.ravel().tolist() == [4, 2, 1, 9]
+    own = whole_rows(np.array([[2]], dtype=np.float32))
+    assert rows_with_known(np.array([2]), NO_KNOWN_ROWS, own).logits.tolist() == [[2]]
 
 
 # Mistakes.

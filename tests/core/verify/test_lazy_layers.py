@@ -12,6 +12,7 @@ import specbeam as sb
 from specbeam.core.beams import Beams
 from specbeam.core.control.width import FixedWidth, NucleusWidth, SureWidth, nucleus_width
 from specbeam.core.laws.joint import drawn_pairs, joint_law
+from specbeam.core.laws.ranked import whole_rows
 from specbeam.core.laws.ranking import Truncation
 from specbeam.core.laws.warp import Warp
 from specbeam.core.limits import Limits
@@ -50,7 +51,7 @@ def test_no_pair_of_a_beam_exceeds_what_is_known_before_its_row(seed, beams, tem
     if by_row:
         cut = cut._replace(top_k=5, top_p=0.9)
     rows = rng.normal(0, sharpness, (beams, 60)).astype(np.float32)
-    law = joint_law(rows, live.scores, live.counts, cut)
+    law = joint_law(whole_rows(rows), live.scores, live.counts, cut)
     keys = live.keys if noisy else live.keys[:0]
     spec = SearchSpec(noisy, False, 2, cut, STOP, True) if by_row else SharedSpec(noisy, 2, cut, STOP, True)
     for beam in range(beams):
@@ -66,7 +67,7 @@ def test_values_from_the_top_down_are_draws_without_replacement():
     """Counted on 20,000 keys: the first two pairs of two beams, against the law of two draws."""
     rows = np.log(np.array([[0.5, 0.3, 0.2], [0.7, 0.1, 0.2]]))
     scores = np.log([0.6, 0.3])
-    law = joint_law(rows, scores, np.ones(2, dtype=np.int64), Truncation())
+    law = joint_law(whole_rows(rows), scores, np.ones(2, dtype=np.int64), Truncation())
     odds = np.exp(rows + scores[:, None]).ravel()
     expected = {}
     for first in range(6):

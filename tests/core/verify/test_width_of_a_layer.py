@@ -12,6 +12,7 @@ from specbeam.core.control.races import ENTRANTS, RACE_NOISE
 from specbeam.core.control.width import odds_when_shared
 from specbeam.core.forest import Forest, FrontierRows
 from specbeam.core.laws.joint import all_pairs, joint_law
+from specbeam.core.laws.ranked import whole_rows
 from specbeam.core.laws.ranking import NO_TRUNCATION, Truncation
 from tests.oracles.laws import joint_logp
 from tests.oracles.widths import odds_of_layer
@@ -31,7 +32,7 @@ class Layer(NamedTuple):
     @property
     def law(self) -> Any:
         """The target's law."""
-        return joint_law(self.rows, self.live.scores, self.live.counts, self.truncation)
+        return joint_law(whole_rows(self.rows), self.live.scores, self.live.counts, self.truncation)
 
     def odds(self, drafts):
         """What a width is chosen by."""
@@ -42,7 +43,7 @@ class Layer(NamedTuple):
         frontier_rows = self.forest.frontier_rows
         of_target = joint_logp(self.rows, self.live.scores, self.live.counts, self.truncation)
         of_draft, uncut = (
-            joint_logp(frontier_rows.logits, frontier_rows.scores, frontier_rows.counts, truncation)
+            joint_logp(frontier_rows.rows.logits, frontier_rows.scores, frontier_rows.counts, truncation)
             for truncation in (self.truncation, Truncation(self.truncation.temperature))
         )
         nodes = frontier_rows.nodes.tolist()
@@ -69,7 +70,7 @@ def random_layer(rng, truncation, beams, rows, vocab, agreement):
         scores=rng.normal(-9, 1, rows),
         counts=np.ones(rows, dtype=np.int64),
         row_ends=np.array([rows]),
-        logits=np.float32(agreement) * scored[parents] + np.float32(1 - agreement) * own,
+        rows=whole_rows(np.float32(agreement) * scored[parents] + np.float32(1 - agreement) * own),
     )
     return Layer(scored[live.nodes], live, Forest.rooted([0])._replace(frontier_rows=frontier_rows), truncation)
 

@@ -16,6 +16,7 @@ from specbeam.core.control.needs import OddsMemory
 from specbeam.core.control.pace import PaceMemory
 from specbeam.core.decode import decode
 from specbeam.core.forest import Forest, next_start, rows_of_nodes, turn_rows
+from specbeam.core.laws.ranked import whole_rows
 from specbeam.core.records import Needs, Verdict
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.request import Request
@@ -114,9 +115,9 @@ def test_rows_are_those_of_plain_forwards(family, after, keeps, engine):
         given = [pruned_at_random(rng, forest) for forest in forests]
         given = [forest.grown([64 - 1 - turn_number], [forest.size - 1]) for forest in given]  # nobody looked at it
         for one, forest, found in zip(seats, given, target.extend(seats, given, [needs] * len(seats)), strict=True):
-            rows = turn_rows(found.logits.numpy(), forest.size, forest.known)
+            rows = turn_rows(whole_rows(found.logits.numpy()), forest.size, forest.known)
             expected = plain_logits(target.model, node_paths(one.texts, forest))
-            every = torch.from_numpy(rows_of_nodes(rows, np.arange(forest.size)))
+            every = torch.from_numpy(rows_of_nodes(rows, np.arange(forest.size)).logits)
             torch.testing.assert_close(every, expected, atol=3e-4, rtol=3e-4)
             turn = random_turn(rng, forest, VOCAB)
             turn = keeping(rng, turn) if keeps else turn

@@ -17,14 +17,18 @@ from specbeam.core.laws.joint import (
     likeliest_pairs,
     log_masses,
     log_weights_at,
+    named_pairs,
     odds_among,
     odds_at,
     support_of,
+    token_of,
 )
+from specbeam.core.laws.ranked import are_whole, rows_between
 from specbeam.core.laws.ranking import Truncation, ascending, cuts, sorted_places
+from specbeam.core.laws.rows import place_in
 from specbeam.core.steps import Array, step, verb
 
-UNDECIDED = -1  # in place of a width that depends on missing rows
+UNKNOWN_WIDTH = -1  # in place of a width that depends on missing rows
 MARGIN = 1e-4  # exceeds the rounding error of a share of a law
 
 
@@ -231,13 +235,13 @@ def width_if_drafted(widths: SureWidths, law: JointLaw, live: Beams, forest: For
 
 @verb(0)
 def width_of_known(widths: Any, law: JointLaw, unknown: Beams) -> int:
-    """Return the number of draws of a layer without the rows of some live beams; UNDECIDED if it depends on these rows.
+    """Return the number of draws of a layer without the rows of some live beams; UNKNOWN_WIDTH if it depends on these rows.
 
     Args:
         law: law of the other live beams, without truncation, at a temperature of at most 1.
         unknown: the live beams without rows.
     """
-    return UNDECIDED
+    return UNKNOWN_WIDTH
 
 
 @width_of_known.of(FixedWidths)
@@ -301,7 +305,7 @@ def _largest_share(known: Array, total: float, unknown: Array, width: int) -> fl
 @width_of_known.of(NucleusWidths)
 @step
 def nucleus_width_of_known(widths: NucleusWidths, law: JointLaw, unknown: Beams) -> int:
-    """Return `nucleus_width` for the law of all live beams; UNDECIDED if it depends on the unknown beams.
+    """Return `nucleus_width` for the law of all live beams; UNKNOWN_WIDTH if it depends on the unknown beams.
 
     For each unknown beam only an upper bound of the weight of its pairs is known. The share of the most probable pairs is
     smallest if each unknown beam has this weight, spread over many pairs. It is largest if some of them have all of it
@@ -325,7 +329,7 @@ def nucleus_width_of_known(widths: NucleusWidths, law: JointLaw, unknown: Beams)
     sums_of_unknown = _sums(in_unknown)
     for width in range(widths.least, widest_of_all):
         if _largest_share(sums_of_known, in_known, sums_of_unknown, width) >= widths.mass - MARGIN:
-            return UNDECIDED
+            return UNKNOWN_WIDTH
     return widest_of_all
 
 
@@ -355,7 +359,7 @@ def draft_law(frontier_rows: FrontierRows, number: int, truncation: Truncation) 
     """Return the draft law that layer `number` of a draft was chosen from, over the beams of its frontier."""
     start = start_of(frontier_rows.row_ends, number)
     stop = frontier_rows.row_ends[number]
-    rows = frontier_rows.logits[start:stop]
+    rows = rows_between(frontier_rows.rows, start, stop)
     return joint_law(rows, frontier_rows.scores[start:stop], frontier_rows.counts[start:stop], truncation)
 
 
@@ -382,6 +386,13 @@ def _odds_at(pairs: Array, odds: Array, pair: int) -> float:
 
 
 @step
+def named_head_of(law: JointLaw) -> tuple[Array, Array]:
+    """Return `head_of`, with pairs as numbers beam * vocabulary size + token."""
+    pairs, odds = head_of(law)
+    return named_pairs(law, pairs), odds
+
+
+@step
 def odds_when_shared(
     law: JointLaw, live: Beams, forest: Forest, number: int, drafts: int, most: int, noise: Array
 ) -> Array:
@@ -390,17 +401,18 @@ def odds_when_shared(
     Returns float64[widths, drafts + 1].
     """
     frontier_rows = forest.frontier_rows
-    vocab = law.logits.shape[1]
+    vocab = law.rows.vocab
     draft = draft_law(frontier_rows, number, law.truncation)
-    own_vocab = draft.logits.shape[1]
+    own_vocab = draft.rows.vocab
     nodes = frontier_rows.nodes[start_of(frontier_rows.row_ends, number) : frontier_rows.row_ends[number]]
     row_of, beam_of = _beams_of_rows(nodes, live)
     if not cuts(law.truncation):
         return _odds_of_whole_laws(law, draft, row_of, drafts, most, noise)
-    target_pairs, target_odds = head_of(law)
-    draft_pairs, draft_odds = head_of(draft)
+    target_pairs, target_odds = named_head_of(law)
+    draft_pairs, draft_odds = named_head_of(draft)
     # Most probable drafts first: the order in which the extra pairs of a layer are chosen.
-    likeliest = likeliest_pairs(draft, drafts + most)
+    likeliest = named_pairs(draft, likeliest_pairs(draft, drafts + most))
+    law.undecided[0] |= draft.undecided[0]
     pairs = np.empty(len(likeliest) + len(target_pairs), dtype=np.int64)
     count = 0
     for pair in likeliest:
@@ -431,8 +443,8 @@ def odds_when_shared(
 @step
 def _odds_of_whole_laws(law: JointLaw, draft: JointLaw, row_of: Array, drafts: int, most: int, noise: Array) -> Array:
     """Return `odds_when_shared` for laws without truncation, from races of the most probable pairs of the target."""
-    vocab = law.logits.shape[1]
-    own_vocab = draft.logits.shape[1]
+    columns = law.rows.logits.shape[1]
+    own_columns = draft.rows.logits.shape[1]
     pairs = likeliest_pairs(law, ENTRANTS)
     p = odds_at(law, pairs)
     near = ascending(pairs[p >= p[0] * np.exp(-HEAD)])
@@ -440,12 +452,15 @@ def _odds_of_whole_laws(law: JointLaw, draft: JointLaw, row_of: Array, drafts: i
     q = np.zeros(len(near))
     known = np.full(len(near), -1, dtype=np.int64)
     for place in range(len(near)):
-        row = row_of[near[place] // vocab]
-        token = near[place] % vocab
-        if row >= 0 and token < own_vocab:
-            known[place] = row * own_vocab + token
+        row = row_of[near[place] // columns]
+        token = token_of(law, near[place])
+        if row >= 0 and token < draft.rows.vocab:
+            own_place = place_in(draft.rows.tokens[row], token) if not are_whole(draft.rows) else token
+            draft.undecided[0] |= own_place < 0
+            known[place] = row * own_columns + own_place if own_place >= 0 else -1
     places = np.flatnonzero(known >= 0)
     q[places] = odds_at(draft, known[places])
+    law.undecided[0] |= draft.undecided[0]
     return odds_by_drafts(p, q, drafts, most, max(1.0 - q.sum(), 0.0), np.arange(0), noise)
 
 
@@ -453,13 +468,13 @@ def _odds_of_whole_laws(law: JointLaw, draft: JointLaw, row_of: Array, drafts: i
 def odds_when_tried(law: JointLaw, live: Beams, forest: Forest, number: int) -> Array:
     """Return the probabilities that at least 0, 1, ... drafts of a layer are accepted if they are tried, float64[widths]."""
     groups = forest.siblings
-    vocab = law.logits.shape[1]
+    vocab = law.rows.vocab
     nodes = groups.parents[start_of(groups.parent_ends, number) : groups.parent_ends[number]]
     row_of, _ = _beams_of_rows(nodes, live)
     start = start_of(groups.law_ends, number)
     draft_pairs = groups.law_pairs[start : groups.law_ends[number]]
     draft_odds = groups.law_odds[start : groups.law_ends[number]]
-    pairs, p = head_of(law)
+    pairs, p = named_head_of(law)
     q = np.zeros(len(pairs))
     for place in range(len(pairs)):
         row = row_of[pairs[place] // vocab]

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from specbeam.core.beams import Beams, Layers, picked_beams
+from specbeam.core.beams import Beams, Layers, is_end, picked_beams
 from specbeam.core.compiling.copies import copy_numbers
 from specbeam.core.control.needs import (
     NO_BUDGET,
@@ -51,13 +51,16 @@ from specbeam.core.laws.joint import (
     core_and_extra,
     joint_law,
     likelihoods_at,
+    named_pairs,
     odds_among,
+    token_of,
 )
+from specbeam.core.laws.ranked import rows_between, whole_rows
 from specbeam.core.laws.ranking import Truncation, sorted_places
-from specbeam.core.laws.reduce import SOUND
+from specbeam.core.laws.reduce import SOUND, UNDECIDED
 from specbeam.core.laws.warp import Rows, law_of_beams, on_host, processed_rows
 from specbeam.core.lm import LM, fill_prompts, takes_a_pass
-from specbeam.core.passes import run_pass
+from specbeam.core.passes import run_ranked_pass
 from specbeam.core.records import Scored, Shape, Turn
 from specbeam.core.session import Session
 from specbeam.core.steps import Array, borrowed, step, verb
@@ -127,7 +130,6 @@ def going_on(scores: Array, ends: Array, beams: int) -> Array:
 @step
 def _chosen_as_search_does(law: JointLaw, frontier: Beams, core: Array, width: int, spec: SearchedLayers) -> Choice:
     """Return up to `width` pairs without ends for transformers' beam modes; the core are the pairs that would stay live."""
-    vocab = law.logits.shape[1]
     keys = frontier.keys if spec.noisy else frontier.keys[:0]
     every = np.ones(len(core), dtype=np.bool_)
     candidate_pairs, own, _ = core_and_extra(law, keys, core, candidate_count(spec.core, len(spec.eos)), 0)
@@ -138,8 +140,7 @@ def _chosen_as_search_does(law: JointLaw, frontier: Beams, core: Array, width: i
     held = len(best)
     copy_numbers(pairs, best)
     for pair in wider:
-        is_end = (spec.eos == pair % vocab).any()
-        if held < width and not is_end and not (best == pair).any():
+        if held < width and not is_end(token_of(law, pair), spec.eos) and not (best == pair).any():
             pairs[held] = pair
             held += 1
     values = likelihoods_at(law, pairs[:held])
@@ -318,7 +319,7 @@ def draft_shared(spec: SharedLayers, drafted: Drafted, law: JointLaw, width: int
     if spec.keeps_rows:
         forest = drafted.forest
         frontier_rows = add_frontier_rows(
-            forest.frontier_rows, frontier.nodes, frontier.scores, frontier.counts, law.logits
+            forest.frontier_rows, frontier.nodes, frontier.scores, frontier.counts, law.rows
         )
         forest = Forest(
             forest.tokens, forest.parents, forest.siblings, forest.logq, forest.beams, frontier_rows, forest.known
@@ -331,7 +332,7 @@ def draft_shared(spec: SharedLayers, drafted: Drafted, law: JointLaw, width: int
     choice = choose(law, frontier.keys, spec.noisy, drafted.core, core, width + more, spec.eos)
     if more > 0:
         choice = with_fresh(choice, drafted, width)
-    return _add_choice(spec, drafted, choice, law.logits.shape[1], core)
+    return _add_choice(spec, drafted, choice, law.rows.vocab, core)
 
 
 @draft_layer.of(SearchedLayers)
@@ -342,7 +343,7 @@ def draft_searched(spec: SearchedLayers, drafted: Drafted, law: JointLaw, width:
     choice = _chosen_as_search_does(law, drafted.frontier, drafted.core, width + more, spec)
     if more > 0:
         choice = with_fresh(choice, drafted, width)
-    return _add_choice(spec, drafted, choice, law.logits.shape[1], spec.core)
+    return _add_choice(spec, drafted, choice, law.rows.vocab, spec.core)
 
 
 @draft_layer.of(DrawnLayers)
@@ -356,7 +357,7 @@ def draft_drawn(spec: DrawnLayers, drafted: Drafted, law: JointLaw, width: int, 
     values = np.full(len(distinct), np.nan)
     choice = choice_of(law, drafted.frontier.keys, pairs[distinct], values, len(distinct), spec.eos)
     kind = INDEPENDENT if spec.again else DISTINCT
-    return add_drafted_layer(drafted, choice, draws, counts, kind, pairs, odds, law.logits.shape[1])
+    return add_drafted_layer(drafted, choice, draws, counts, kind, named_pairs(law, pairs), odds, law.rows.vocab)
 
 
 @verb(0)
@@ -444,17 +445,19 @@ def draft_layers(
     spec: Any,
     edits: Edits,
     dice: Any,
+    whole: bool,
     spent: Array,
 ) -> tuple[Drafted, int]:
     """Return a draft with up to `depth` more layers of `width` beams, and SOUND.
 
     Beams whose target row is known draw from the target's law; only the others need the draft model. If a layer has no law
-    to draw from, DEAD or BROKEN is returned in place of SOUND.
+    to draw from, DEAD or BROKEN is returned in place of SOUND; UNDECIDED if a layer cannot be chosen from lists of tokens.
 
     Args:
         model: the cache of a session in a model that compiled steps can run, see `core.passes.run_pass`.
         drafted: a draft; the known rows of its forest are already edited.
         edits: changes of the model's rows.
+        whole: whether the model has to return whole rows.
         spent: int64[2], to which the number of passes and the processor's cycles in the model are added.
     """
     for _ in range(depth):
@@ -464,17 +467,33 @@ def draft_layers(
             break
         forest = drafted.forest
         wanted = nodes_without(frontier.nodes, forest.known.nodes)
-        own = forest.known.rows[:0]
+        own = rows_between(forest.known.rows, 0, 0)
         if len(wanted) > 0:
-            own = run_pass(model, forest.tokens, forest.parents, wanted, spent)
+            keys = keys_of_nodes(frontier, wanted)
+            own = run_ranked_pass(model, forest.tokens, forest.parents, wanted, keys, whole, spent)
             own = edited_rows(own, wanted, forest.tokens, forest.parents, edits)
         rows = rows_with_known(frontier.nodes, forest.known, own)
         law = joint_law(rows, frontier.scores, frontier.counts, spec.truncation)
         condition = condition_of(law)
         if condition != SOUND:
             return drafted, condition
-        drafted = draft_layer(spec, drafted, law, width, dice)
+        longer = draft_layer(spec, drafted, law, width, dice)
+        if law.undecided[0]:
+            return drafted, UNDECIDED
+        drafted = longer
     return drafted, SOUND
+
+
+@step
+def keys_of_nodes(beams: Beams, nodes: Array) -> Array:
+    """Return the noise keys of the beams that end at these nodes, uint64[n]; the nodes must be among those of the beams."""
+    keys = np.empty(len(nodes), dtype=np.uint64)
+    beam = 0
+    for place in range(len(nodes)):
+        while beams.nodes[beam] != nodes[place]:
+            beam = (beam + 1) % len(beams.nodes)
+        keys[place] = beams.keys[beam]
+    return keys
 
 
 @draft_turn.of(SharedLayers, SearchedLayers, DrawnLayers)
@@ -482,7 +501,7 @@ def draft_layers(
 def draft_beams(drafts: Any, model: Any, task: DraftTask, dice: Any, spent: Array) -> tuple[Cut, int]:
     """Draft layers of beams; see `draft_turn`."""
     begun = start_draft(task.live, task.roots, drafts)
-    drafted, condition = draft_layers(model, begun, task.depth, task.width, drafts, task.edits, dice, spent)
+    drafted, condition = draft_layers(model, begun, task.depth, task.width, drafts, task.edits, dice, task.whole, spent)
     return cut(drafts, drafted), condition
 
 
@@ -560,7 +579,8 @@ class GrowingBeams:
         known = self.drafted.forest.known
         rows = own
         if len(own) < len(frontier.nodes):
-            rows = rows_with_known(frontier.nodes, known, own.astype(known.rows.dtype, copy=False))
+            others = whole_rows(own.astype(known.rows.logits.dtype, copy=False))
+            rows = rows_with_known(frontier.nodes, known, others).logits
         self.make_room(rows.shape[1], rows.dtype)
         self.layers += 1
         try:
@@ -651,7 +671,9 @@ class BeamDrafter:
             for draft in active:
                 draft.session.count.draft_passes += draft in own and takes_a_pass(self.lm, draft.layers)
                 with draft.session.failing_alone("draft model: "):
-                    draft.grow(on_host(own[draft].logits) if draft in own else draft.drafted.forest.known.rows[:0])
+                    draft.grow(
+                        on_host(own[draft].logits) if draft in own else draft.drafted.forest.known.rows.logits[:0]
+                    )
         return [self._passed_on(draft.session, cut(draft.spec, draft.drafted)) for draft in drafts]
 
     def _drafted_by_steps(self, session: Session, shape: Shape) -> Cut | None:
@@ -669,7 +691,7 @@ class BeamDrafter:
     def _roots(self, session: Session) -> Forest:
         """Return the forest that a draft starts with, with known rows in the draft model's vocabulary."""
         start = session.start
-        known = start.known._replace(rows=_rows_of_vocab(start.known.rows, self.lm.vocab))
+        known = start.known._replace(rows=whole_rows(_rows_of_vocab(start.known.rows.logits, self.lm.vocab)))
         return Forest(start.tokens, start.parents, known=known)
 
     def spec(self, session: Session) -> Any:

@@ -37,7 +37,7 @@ def drafted_by_steps(lm: Any, session: Session, shape: Shape, spec: Any, roots: 
         spent = np.zeros(2, dtype=np.int64)
         begun = roots._replace(frontier_rows=frontier_rows)
         with model.count_passes(spent):
-            task = DraftTask(begun, beams, session.texts, shape.depth, shape.width, NO_EDITS)
+            task = DraftTask(begun, beams, session.texts, shape.depth, shape.width, NO_EDITS, True)
             drafted, condition = draft_turn(spec, model.arrays, task, dice, spent)
     session.count.draft_passes += int(spent[0])
     if condition == BROKEN:

@@ -326,7 +326,7 @@ def learn_successors(drafts: RecyclingSpec, drafted: Cut, layers: Layers, rows: 
     """Learn from all rows of the turn's pass; see `learn_from`."""
     forest = drafted.forest
     scored = unknown_nodes(0, len(forest.tokens), forest.known.nodes)
-    learn_rows(drafts.table, forest.tokens[scored], rows.fresh)
+    learn_rows(drafts.table, forest.tokens[scored], rows.fresh.logits)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ from specbeam.core.forest import (
     with_groups,
 )
 from specbeam.core.laws.edits import Edits, edited_rows
+from specbeam.core.laws.ranked import whole_rows
 from specbeam.core.laws.ranking import Truncation, largest
 from specbeam.core.laws.reduce import BROKEN, DEAD, SOUND, condition_of_row, exponentials
 from specbeam.core.laws.rows import RowLaw, row_law, token_at
@@ -607,7 +608,7 @@ def grow_tree(
         forest = draft.forest
         wanted = np.arange(answered, len(forest.tokens))
         rows = run_pass(model, forest.tokens, forest.parents, wanted, spent)
-        rows = edited_rows(rows, wanted, forest.tokens, forest.parents, edits)
+        rows = edited_rows(whole_rows(rows), wanted, forest.tokens, forest.parents, edits).logits
         answered = len(forest.tokens)
         draft, condition = grow_one_layer(draft, rows, spec, dice)
         if condition != SOUND:

@@ -36,13 +36,14 @@ class DraftTask(NamedTuple):
     depth: int
     width: int
     edits: Edits  # of the draft model's rows
+    whole: bool  # whether the draft model has to return whole rows, even if lists are enough for most layers
 
 
 @verb(0, has_body=False)
 def draft_turn(  # type: ignore[empty-body]
     drafts: Any, model: Any, task: DraftTask, dice: Any, spent: Array
 ) -> tuple[Cut, int]:
-    """Return the draft of a turn, and SOUND, DEAD or BROKEN.
+    """Return the draft of a turn, and SOUND, DEAD or BROKEN; or UNDECIDED if it has to be drafted again with whole rows.
 
     Args:
         drafts: the spec of the drafter.

@@ -10,6 +10,7 @@ import numpy as np
 from specbeam.core.beams import LENGTH, Texts, depth_of, room_for_texts, write_path
 from specbeam.core.callbacks import call_back
 from specbeam.core.compiling.copies import copy_numbers
+from specbeam.core.laws.ranked import Ranked, with_logits
 from specbeam.core.laws.reduce import log_probabilities
 from specbeam.core.steps import Array, borrowed, step
 
@@ -56,24 +57,24 @@ def new_text(texts: Texts, tokens: Array, parents: Array, node: int) -> Array:
 
 
 @step
-def edited_rows(rows: Array, nodes: Array, tokens: Array, parents: Array, edits: Edits) -> Array:
+def edited_rows(rows: Ranked, nodes: Array, tokens: Array, parents: Array, edits: Edits) -> Ranked:
     """Return an edited copy of rows of logits, or the rows themselves if there are no edits.
 
     Args:
-        rows: float[n, vocab].
+        rows: whole rows, unless there are no edits.
         nodes: int64[n], the forest node of each row.
         tokens, parents: tokens and parents of all forest nodes.
     """
     if not edits_any(edits) or len(nodes) == 0:
         return rows
     if edits.callback != 0:
-        edited = rows.copy()
+        edited = rows.logits.copy()
         _edit_in_python(edited, nodes, tokens, parents, edits.callback)
-        return edited
-    edited = log_probabilities(rows) if edits.of_logp else rows.copy()
-    vocab = rows.shape[1]
+        return with_logits(rows, edited)
+    edited = log_probabilities(rows.logits) if edits.of_logp else rows.logits.copy()
+    vocab = edited.shape[1]
     seen_in = np.full(vocab, -1, dtype=np.int64)  # last row whose text has the token
-    for row in range(len(rows)):
+    for row in range(len(edited)):
         text = new_text(edits.texts, tokens, parents, nodes[row])
         if edits.penalty != 1:
             _penalise(edited[row], edits.prompt, edits.penalty, seen_in, row)
@@ -83,15 +84,15 @@ def edited_rows(rows: Array, nodes: Array, tokens: Array, parents: Array, edits:
                 if token < vocab:
                     edited[row, token] = -np.inf
     _ban_tokens(edited, edits.banned)
-    return edited
+    return with_logits(rows, edited)
 
 
 @step
-def rows_with_bans(rows: Array, edits: Edits) -> Array:
-    """Return an edited copy of rows of logits, float[n, vocab], given edits that do not depend on the text."""
-    edited = log_probabilities(rows) if edits.of_logp else rows.copy()
+def rows_with_bans(rows: Ranked, edits: Edits) -> Ranked:
+    """Return an edited copy of whole rows, given edits that do not depend on the text."""
+    edited = log_probabilities(rows.logits) if edits.of_logp else rows.logits.copy()
     _ban_tokens(edited, edits.banned)
-    return edited
+    return with_logits(rows, edited)
 
 
 @step

@@ -1,7 +1,4 @@
-"""The joint law over (beam, token) pairs: its probabilities, its support, and the choice of a layer's pairs.
-
-A pair is the number beam * vocabulary size + token.
-"""
+"""The joint law over (beam, token) pairs: its probabilities, its support, and the choice of a layer's pairs."""
 
 from typing import NamedTuple
 
@@ -9,16 +6,17 @@ import numpy as np
 
 from specbeam.core.beams import is_end
 from specbeam.core.compiling.copies import copy_numbers
+from specbeam.core.laws.ranked import Ranked, norms_of, rows_between, warm_norms_of
 from specbeam.core.laws.ranking import (
     Truncation,
     ascending,
-    best_pairs,
     cuts,
     insert,
-    kept_pairs,
+    kept_of_rows,
     pairs_of_best_value,
     rank_pairs,
     sorted_places,
+    token_in,
     warps,
 )
 from specbeam.core.laws.reduce import BROKEN, DEAD, SOUND, exponentials, log_norm, log_sum, norms_left_out
@@ -29,37 +27,48 @@ HEAD = 14.0  # pairs less probable than exp(-14) times the best pair do not affe
 
 
 class JointLaw(NamedTuple):
-    """The law of one draw of a (beam, token) pair: count * exp((score + log p) / temperature), truncated and normalised."""
+    """The law of one draw of a (beam, token) pair: count * exp((score + log p) / temperature), truncated and normalised.
 
-    logits: Array  # float[beams, vocab], after the logits processors; -inf bans a token
+    A pair is the number beam * columns + place, see `laws.ranking`.
+    """
+
+    rows: Ranked  # a row per beam, after the logits processors; -inf bans a token
     scores: Array  # float64[beams]: log-likelihood of each beam so far
     log_norm: Array  # float64[beams]: logit minus log-probability; -inf if all tokens are banned
     log_counts: Array  # float64[beams]: log of the number of draws of each beam
     truncation: Truncation
     normalised: bool  # whether `log_norm` is the logsumexp of each row, so that its probabilities sum to 1
+    # bool[1]: set by each step whose result might be different if the rows were whole; such a result is not used
+    undecided: Array
+
+    @property
+    def logits(self) -> Array:
+        """The logits of the rows, float[beams, columns]."""
+        return self.rows.logits
 
 
 @step
-def joint_law(logits: Array, scores: Array, counts: Array, truncation: Truncation) -> JointLaw:
+def joint_law(rows: Ranked, scores: Array, counts: Array, truncation: Truncation) -> JointLaw:
     """Return the joint law of beams with these rows of logits.
 
     Args:
-        logits: float[beams, vocab], a row per beam, after the logits processors.
+        rows: a row per beam, after the logits processors.
         scores: float64[beams], log-likelihood of each beam so far.
         counts: int64[beams], number of draws of each beam.
     """
     normalise = truncation.normalise
+    undecided = np.zeros(1, dtype=np.bool_)
     if truncation.by_row and warps(truncation):
-        logits = warped_rows(logits, log_norm(logits), truncation)
+        rows = warped_rows(rows, norms_of(rows), truncation, undecided)
         normalise = False
         truncation = Truncation(1.0, 0, 1.0, 0.0, 1, False, False)
-    norms = log_norm(logits) if normalise else norms_left_out(logits)
-    return JointLaw(logits, scores, norms, np.log(counts), truncation, normalise)
+    norms = norms_of(rows) if normalise else norms_left_out(rows.logits)
+    return JointLaw(rows, scores, norms, np.log(counts), truncation, normalise, undecided)
 
 
 @step
-def warped_rows(rows: Array, norms: Array, truncation: Truncation) -> Array:
-    """Return log-probabilities, float[beams, vocab], with each row warped separately, as in transformers' beam modes.
+def warped_rows(rows: Ranked, norms: Array, truncation: Truncation, undecided: Array) -> Ranked:
+    """Return log-probabilities, float[beams, columns], with each row warped separately, as in transformers' beam modes.
 
     They are divided by the temperature. Truncated tokens get -inf; the others are not renormalised. Rows that are all -inf,
     or contain NaN or +inf, are returned unchanged.
@@ -67,26 +76,94 @@ def warped_rows(rows: Array, norms: Array, truncation: Truncation) -> Array:
     Args:
         rows: logits, or log-probabilities, see `Truncation.normalise`.
         norms: float64[beams], logsumexp of the rows.
+        undecided: see `JointLaw`.
     """
     temperature = truncation.temperature
+    logits = rows.logits
     totals = norms
     if temperature != 1:
-        totals = log_norm(rows / rows.dtype.type(temperature))
-    warped = np.full_like(rows, -np.inf)
-    for beam in range(len(rows)):
+        totals = warm_norms_of(rows, temperature)
+    warped = np.full_like(logits, -np.inf)
+    unlisted = unlisted_logits(rows)
+    rest = np.full(len(unlisted), -np.inf)
+    sums = np.empty(len(unlisted))
+    for beam in range(len(logits)):
         norm = norms[beam]
         if not (norm > -np.inf and norm < np.inf):
-            copy_numbers(warped[beam], rows[beam])
+            copy_numbers(warped[beam], logits[beam])
+            if len(sums) > 0:
+                sums[beam] = norm
             continue
         shift = norm if truncation.normalise else 0.0
         if not cuts(truncation):
-            for token in range(rows.shape[1]):
-                warped[beam, token] = (np.float64(rows[beam, token]) - shift) / temperature
+            for place in range(logits.shape[1]):
+                warped[beam, place] = (np.float64(logits[beam, place]) - shift) / temperature
+            if len(rest) > 0:
+                rest[beam] = (unlisted[beam] - shift) / temperature
+                sums[beam] = totals[beam] - shift / temperature
             continue
-        row = rows[beam : beam + 1]
-        for token in kept_pairs(row, np.zeros(1), 0.0, truncation, totals[beam]):
-            warped[beam, token] = (np.float64(rows[beam, token]) - shift) / temperature
-    return warped
+        here = slice(beam, beam + 1)
+        kept, is_decided = kept_of_rows(logits[here], unlisted[here], np.zeros(1), 0.0, truncation, totals[beam])
+        undecided[0] |= not is_decided
+        for place in kept:
+            warped[beam, place] = (np.float64(logits[beam, place]) - shift) / temperature
+        if len(rest) > 0:
+            sums[beam] = log_norm(warped[here])[0]
+    return Ranked(rows.tokens, warped, rows.norms, sums, rest, rows.vocab, False)
+
+
+@step
+def unlisted_logits(rows: Ranked) -> Array:
+    """Return an upper bound of the logits that each list leaves out, float64[beams]; no entries for whole rows.
+
+    It is -inf if none is above -inf, and inf if the list is by noise.
+    """
+    bounds = rows.rest.copy()
+    for beam in range(len(bounds)):
+        if rows.by_noise and bounds[beam] > -np.inf:
+            bounds[beam] = np.inf
+    return bounds
+
+
+@step
+def unlisted_value(law: JointLaw, shift: float, beam: int, noisy: bool) -> float:
+    """Return an upper bound of the values of a beam's pairs that are not listed, without the noise of whole beams.
+
+    It is -inf if there are none, and inf if the list is in another order than the values.
+
+    Args:
+        shift: see `shift_of`.
+        noisy: whether the values include noise.
+    """
+    rows = law.rows
+    if len(rows.rest) == 0 or rows.rest[beam] == -np.inf:
+        return -np.inf
+    if rows.by_noise != noisy:
+        return np.inf
+    temperature = law.truncation.temperature
+    extra = law.log_counts[beam]
+    if noisy:
+        return rows.rest[beam] + shift / temperature + extra
+    return (rows.rest[beam] + shift) / temperature + extra
+
+
+@step
+def token_of(law: JointLaw, pair: int) -> int:
+    """Return the token of a pair."""
+    columns = law.rows.logits.shape[1]
+    return token_in(law.rows.tokens, pair // columns, pair % columns)
+
+
+@step
+def named_pairs(law: JointLaw, pairs: Array) -> Array:
+    """Return pairs as the numbers beam * vocabulary size + token, which do not depend on lists, int64[n]."""
+    vocab = law.rows.vocab
+    columns = law.rows.logits.shape[1]
+    named = np.empty(len(pairs), dtype=np.int64)
+    for place in range(len(pairs)):
+        beam = pairs[place] // columns
+        named[place] = beam * vocab + token_in(law.rows.tokens, beam, pairs[place] % columns)
+    return named
 
 
 @step
@@ -117,32 +194,33 @@ def shift_of(law: JointLaw) -> Array:
 @step
 def likelihoods_at(law: JointLaw, pairs: Array) -> Array:
     """Return the log-likelihood of each extended beam, float64[pairs]."""
-    vocab = law.logits.shape[1]
+    logits = law.rows.logits
+    columns = logits.shape[1]
     shift = shift_of(law)
     logliks = np.empty(len(pairs))
     beam = 0
     first = 0
     for place in range(len(pairs)):
         pair = pairs[place]
-        if pair < first or pair >= first + vocab:  # neighbouring pairs usually share a beam, and divisions are slow
-            beam = pair // vocab
-            first = beam * vocab
-        logliks[place] = np.float64(law.logits[beam, pair - first]) + shift[beam]
+        if pair < first or pair >= first + columns:  # neighbouring pairs usually share a beam, and divisions are slow
+            beam = pair // columns
+            first = beam * columns
+        logliks[place] = np.float64(logits[beam, pair - first]) + shift[beam]
     return logliks
 
 
 @step
 def log_weights_at(law: JointLaw, pairs: Array) -> Array:
     """Return the unnormalised log-probabilities of pairs, with temperature and counts, float64[pairs]."""
-    vocab = law.logits.shape[1]
+    columns = law.rows.logits.shape[1]
     weights = likelihoods_at(law, pairs)
     beam = 0
     first = 0
     for place in range(len(pairs)):
         pair = pairs[place]
-        if pair < first or pair >= first + vocab:
-            beam = pair // vocab
-            first = beam * vocab
+        if pair < first or pair >= first + columns:
+            beam = pair // columns
+            first = beam * columns
         weights[place] = weights[place] / law.truncation.temperature + law.log_counts[beam]
     return weights
 
@@ -153,7 +231,7 @@ def _log_totals(law: JointLaw) -> Array:
     temperature = law.truncation.temperature
     totals = law.log_norm.copy()
     if temperature != 1 or not law.normalised:
-        totals = log_norm(law.logits / law.logits.dtype.type(temperature))
+        totals = warm_norms_of(law.rows, temperature).copy()
     shift = shift_of(law)
     for beam in range(len(totals)):
         if totals[beam] > -np.inf:
@@ -168,7 +246,10 @@ def support_of(law: JointLaw) -> Array:
     log_total = np.nan
     if law.truncation.top_k == 0:
         log_total = log_sum(_log_totals(law)) - offset / law.truncation.temperature
-    return kept_pairs(law.logits, shift_of(law), offset, law.truncation, log_total)
+    unlisted = unlisted_logits(law.rows)
+    pairs, is_decided = kept_of_rows(law.rows.logits, unlisted, shift_of(law), offset, law.truncation, log_total)
+    law.undecided[0] |= not is_decided
+    return pairs
 
 
 @step
@@ -176,14 +257,17 @@ def all_pairs(law: JointLaw) -> Array:
     """Return all pairs of probability above 0, ascending."""
     if cuts(law.truncation):
         return ascending(support_of(law))
-    beams, vocab = law.logits.shape
-    pairs = np.empty(beams * vocab, dtype=np.int64)
+    logits = law.rows.logits
+    beams, columns = logits.shape
+    pairs = np.empty(beams * columns, dtype=np.int64)
     held = 0
     for beam in range(beams):
-        for token in range(vocab):
-            if law.logits[beam, token] > -np.inf:
-                pairs[held] = beam * vocab + token
+        for place in range(columns):
+            if logits[beam, place] > -np.inf:
+                pairs[held] = beam * columns + place
                 held += 1
+    for rest in law.rows.rest:
+        law.undecided[0] |= rest > -np.inf
     return pairs[:held]
 
 
@@ -231,7 +315,29 @@ def likeliest_pairs(law: JointLaw, count: int) -> Array:
     """Return the `count` most probable pairs before top-k, top-p and min-p, best first."""
     every = np.ones(len(law.scores), dtype=np.bool_)
     no_keys = np.empty(0, dtype=np.uint64)
-    return best_pairs(law.logits, shift_of(law), law.truncation.temperature, law.log_counts, no_keys, every, count)
+    return best_by_value(law, no_keys, every, count)[0]
+
+
+@step
+def best_by_value(law: JointLaw, keys: Array, among: Array, count: int) -> tuple[Array, Array]:
+    """Return the `count` pairs of largest value, best first, and the values; see `ranking.pairs_of_best_value`.
+
+    Args:
+        keys: uint64[beams]; empty for no noise.
+        among: bool[beams], the participating beams.
+    """
+    rows = law.rows
+    temperature = law.truncation.temperature
+    shift = shift_of(law)
+    pairs, values = pairs_of_best_value(
+        rows.logits, rows.tokens, shift, temperature, law.log_counts, keys, among, count
+    )
+    last = values[count - 1] if len(values) == count and count > 0 else -np.inf
+    for beam in range(len(rows.rest)):
+        if among[beam] and count > 0:
+            bound = unlisted_value(law, shift[beam], beam, len(keys) > 0)
+            law.undecided[0] |= bound > -np.inf and not last > bound
+    return pairs, values
 
 
 @step
@@ -287,29 +393,36 @@ def drawn_pairs(law: JointLaw, keys: Array, among: Array, count: int) -> tuple[A
         keys: uint64[beams]; empty for no noise.
         among: bool[beams], the participating beams.
     """
-    beams, vocab = law.logits.shape
-    shift = shift_of(law)
-    temperature = law.truncation.temperature
     if len(keys) == 0:
-        return pairs_of_best_value(law.logits, shift, temperature, law.log_counts, keys, among, count)
+        return best_by_value(law, keys, among, count)
     tops = log_masses(law)
+    beams = len(tops)
+    columns = law.rows.logits.shape[1]
     for beam in range(beams):
         tops[beam] += gumbel(keys[beam], ALL_TOKENS)
     values = np.full(count, -np.inf)
     pairs = np.full(count, -1, dtype=np.int64)
     held = 0
-    alone = np.ones(1, dtype=np.bool_)
     for beam in sorted_places(tops):
         if not among[beam] or (held == count and tops[beam] < values[count - 1]):
             continue
-        here = slice(beam, beam + 1)
-        own_pairs, own_values = pairs_of_best_value(
-            law.logits[here], shift[here], temperature, law.log_counts[here], keys[here], alone, count
+        own_pairs, own_values = best_by_value(
+            law_of_beam(law, beam), keys[beam : beam + 1], among[beam : beam + 1], count
         )
         for place in range(len(own_pairs)):
             value = with_largest(own_values[place], own_values[0], tops[beam])
-            held = insert(values, pairs, held, value, beam * vocab + own_pairs[place])
+            held = insert(values, pairs, held, value, beam * columns + own_pairs[place])
     return pairs[:held], values[:held]
+
+
+@step
+def law_of_beam(law: JointLaw, beam: int) -> JointLaw:
+    """Return the law of the pairs of a single beam, as views; it shares `undecided`."""
+    here = slice(beam, beam + 1)
+    rows = rows_between(law.rows, beam, beam + 1)
+    return JointLaw(
+        rows, law.scores[here], law.log_norm[here], law.log_counts[here], law.truncation, law.normalised, law.undecided
+    )
 
 
 @step
@@ -317,8 +430,7 @@ def best_of_all(law: JointLaw, keys: Array, among: Array, count: int) -> tuple[A
     """Return `drawn_pairs`, without the noise of whole beams if there is a single beam."""
     if len(law.scores) > 1:
         return drawn_pairs(law, keys, among, count)
-    temperature = law.truncation.temperature
-    return pairs_of_best_value(law.logits, shift_of(law), temperature, law.log_counts, keys, among, count)
+    return best_by_value(law, keys, among, count)
 
 
 @step
@@ -329,13 +441,13 @@ def values_within(law: JointLaw, keys: Array, support: Array, pairs: Array) -> A
         keys: uint64[beams]; empty for no noise.
         support: int64[n], the pairs that the truncation keeps.
     """
-    vocab = law.logits.shape[1]
+    columns = law.rows.logits.shape[1]
     values = log_weights_at(law, pairs)
     for place in range(len(pairs)):
         if not (support == pairs[place]).any():
             values[place] = -np.inf
         elif len(keys) > 0:
-            values[place] += gumbel(keys[pairs[place] // vocab], pairs[place] % vocab)
+            values[place] += gumbel(keys[pairs[place] // columns], token_of(law, pairs[place]))
     return values
 
 
@@ -352,15 +464,16 @@ def core_and_extra(law: JointLaw, keys: Array, among: Array, core: int, width: i
         keys: uint64[beams], keys of the beams' noise; empty for no noise.
         among: bool[beams].
     """
-    vocab = law.logits.shape[1]
+    columns = law.rows.logits.shape[1]
     is_restricted = not among.all()
     if cuts(law.truncation):
         support = support_of(law)
         restricted = support
         if is_restricted:
-            restricted = support[among[support // vocab]]
+            restricted = support[among[support // columns]]
         temperature = law.truncation.temperature
-        best = rank_pairs(restricted, law.logits, shift_of(law), temperature, law.log_counts, keys, core)
+        rows = law.rows
+        best = rank_pairs(restricted, rows.logits, rows.tokens, shift_of(law), temperature, law.log_counts, keys, core)
         best_values = values_within(law, keys, support, best)
         others = best[:0]
         other_values = best_values[:0]
@@ -370,7 +483,7 @@ def core_and_extra(law: JointLaw, keys: Array, among: Array, core: int, width: i
     else:
         every = np.ones(len(among), dtype=np.bool_)
         others, other_values = best_of_all(law, keys, every, max(width, core))
-        is_core = among[others // vocab]
+        is_core = among[others // columns]
         best = others[is_core][:core]
         best_values = other_values[is_core][:core]
         if len(best) < core and is_restricted:  # the other core pairs are further down the ranking
@@ -403,11 +516,11 @@ class Choice(NamedTuple):
 @step
 def choice_of(law: JointLaw, keys: Array, pairs: Array, values: Array, core: int, eos: Array) -> Choice:
     """Return the choice of these pairs, the first `core` of which are core pairs; `keys` are those of the beams."""
-    vocab = law.logits.shape[1]
-    parents = pairs // vocab
-    tokens = pairs % vocab
+    parents = pairs // law.rows.logits.shape[1]
+    tokens = np.empty(len(pairs), dtype=np.int64)
     ends = np.empty(len(pairs), dtype=np.bool_)
     for place in range(len(pairs)):
+        tokens[place] = token_of(law, pairs[place])
         ends[place] = is_end(tokens[place], eos)
     return Choice(parents, tokens, values, likelihoods_at(law, pairs), child_keys(keys[parents], tokens), ends, core)
 

@@ -1,7 +1,8 @@
 """The best (beam, token) pairs, with or without noise, and the pairs that temperature, top-k, top-p and min-p keep.
 
-All are found without sorting the vocabulary. A pair is the number beam * vocabulary size + token. Pairs are compared in
-float64; float32 only preselects them.
+All are found without sorting the vocabulary. Rows of logits are whole, or hold only listed tokens (`laws.ranked`). A pair is
+the number beam * columns + place, where `columns` is the length of a row; in whole rows the place is the token. Pairs are
+compared in float64; float32 only preselects them.
 """
 
 from typing import NamedTuple
@@ -17,6 +18,13 @@ BUCKETS_PER_NAT = 64
 INSERTED = 512  # maximum length of rankings made by insertion; longer ones sort the top buckets
 FIRST_LOOK = 64  # number of pairs in the first ranking without a top-k
 GROWTH = 8  # growth factor of each further ranking
+WHOLE_ROWS = np.zeros((0, 0), dtype=np.int64)  # in place of the tokens of lists: the place in a row is the token
+
+
+@step
+def token_in(names: Array, beam: int, place: int) -> int:
+    """Return the token at a place of a beam's row; `names` are the tokens of lists, `WHOLE_ROWS` for whole rows."""
+    return names[beam, place] if names.shape[1] > 0 else place
 
 
 @step
@@ -70,13 +78,21 @@ def _reaches_scaled(block: Array, scale: np.float32, added: np.float32, edge: np
 def best_pairs(
     logits: Array, shift: Array, temperature: float, log_counts: Array, keys: Array, among: Array, count: int
 ) -> Array:
-    """Return the `count` pairs of largest value, best first; see `pairs_of_best_value`."""
-    return pairs_of_best_value(logits, shift, temperature, log_counts, keys, among, count)[0]
+    """Return the `count` pairs of largest value in whole rows, best first; see `pairs_of_best_value`."""
+    names = np.empty((0, 0), dtype=np.int64)
+    return pairs_of_best_value(logits, names, shift, temperature, log_counts, keys, among, count)[0]
 
 
 @step
 def pairs_of_best_value(
-    logits: Array, shift: Array, temperature: float, log_counts: Array, keys: Array, among: Array, count: int
+    logits: Array,
+    names: Array,
+    shift: Array,
+    temperature: float,
+    log_counts: Array,
+    keys: Array,
+    among: Array,
+    count: int,
 ) -> tuple[Array, Array]:
     """Return the `count` pairs of largest (logit + shift) / temperature + log count + noise, best first, and these values.
 
@@ -85,23 +101,26 @@ def pairs_of_best_value(
     the last pair so far.
 
     Args:
-        logits: float[beams, vocab].
+        logits: float[beams, columns].
+        names: int64[beams, columns], the tokens of lists, ascending in each row; `WHOLE_ROWS` for whole rows.
         shift: float64[beams], added to logits to get log-likelihoods.
         log_counts: float64[beams], log of the number of draws of each beam.
         keys: uint64[beams], keys of the beams' noise; empty for no noise.
         among: bool[beams], the participating beams.
     """
-    beams, vocab = logits.shape
-    count = min(count, beams * vocab)
+    beams, columns = logits.shape
+    count = min(count, beams * columns)
     values = np.full(count, -np.inf)
     pairs = np.full(count, -1, dtype=np.int64)
     if count == 0:
         return pairs, values
     if count > INSERTED:
-        return _best_by_sorting(logits, shift, temperature, log_counts, keys, among, count)
+        return _best_by_sorting(logits, names, shift, temperature, log_counts, keys, among, count)
+    if names.shape[1] > 0:
+        return _best_of_lists(logits, names, shift, temperature, log_counts, keys, among, count)
     noisy = len(keys) > 0
-    bounds = np.zeros(vocab if noisy else 0, dtype=np.float32)
-    upper = np.full((vocab + BLOCK - 1) // BLOCK * BLOCK if noisy else 0, np.float32(-np.inf))
+    bounds = np.zeros(columns if noisy else 0, dtype=np.float32)
+    upper = np.full((columns + BLOCK - 1) // BLOCK * BLOCK if noisy else 0, np.float32(-np.inf))
     offset = shift.max() / temperature  # subtracted, because float32 is more precise for small bounds
     edge = np.float32(-np.inf)
     held = 0
@@ -118,10 +137,10 @@ def pairs_of_best_value(
         scale = np.float32(1 / temperature)
         added = np.float32(base / temperature + extra - offset + slack)
         if noisy:
-            for token in range(vocab):
+            for token in range(columns):
                 upper[token] = np.float32(row[token]) * scale + bounds[token] + added
-        for start in range(0, vocab, BLOCK):
-            stop = min(start + BLOCK, vocab)
+        for start in range(0, columns, BLOCK):
+            stop = min(start + BLOCK, columns)
             if noisy:
                 reaches = _reaches(upper[start : start + BLOCK], np.float32(0), edge)
             else:
@@ -134,31 +153,66 @@ def pairs_of_best_value(
                     value = (np.float64(row[token]) + base) / temperature + extra
                     if noisy:
                         value += gumbel(key, token)
-                    held = insert(values, pairs, held, value, beam * vocab + token)
+                    held = insert(values, pairs, held, value, beam * columns + token)
                     if held == count:
                         edge = np.float32(values[count - 1] - offset)
     return pairs[:held], values[:held]
 
 
 @step
-def _best_by_sorting(
-    logits: Array, shift: Array, temperature: float, log_counts: Array, keys: Array, among: Array, count: int
+def _best_of_lists(
+    logits: Array,
+    names: Array,
+    shift: Array,
+    temperature: float,
+    log_counts: Array,
+    keys: Array,
+    among: Array,
+    count: int,
 ) -> tuple[Array, Array]:
-    """Return `pairs_of_best_value` for long rankings, by sorting all pairs."""
-    beams, vocab = logits.shape
-    values = np.empty(beams * vocab)
-    pairs = np.empty(beams * vocab, dtype=np.int64)
+    """Return `pairs_of_best_value` of lists, which are too short to preselect."""
+    beams, columns = logits.shape
+    values = np.full(count, -np.inf)
+    pairs = np.full(count, -1, dtype=np.int64)
     held = 0
     for beam in range(beams):
         if not among[beam]:
             continue
-        for token in range(vocab):
-            if logits[beam, token] > -np.inf:
-                value = (np.float64(logits[beam, token]) + shift[beam]) / temperature + log_counts[beam]
+        for place in range(columns):
+            if logits[beam, place] > -np.inf:
+                value = (np.float64(logits[beam, place]) + shift[beam]) / temperature + log_counts[beam]
                 if len(keys) > 0:
-                    value += gumbel(keys[beam], token)
+                    value += gumbel(keys[beam], names[beam, place])
+                held = insert(values, pairs, held, value, beam * columns + place)
+    return pairs[:held], values[:held]
+
+
+@step
+def _best_by_sorting(
+    logits: Array,
+    names: Array,
+    shift: Array,
+    temperature: float,
+    log_counts: Array,
+    keys: Array,
+    among: Array,
+    count: int,
+) -> tuple[Array, Array]:
+    """Return `pairs_of_best_value` for long rankings, by sorting all pairs."""
+    beams, columns = logits.shape
+    values = np.empty(beams * columns)
+    pairs = np.empty(beams * columns, dtype=np.int64)
+    held = 0
+    for beam in range(beams):
+        if not among[beam]:
+            continue
+        for place in range(columns):
+            if logits[beam, place] > -np.inf:
+                value = (np.float64(logits[beam, place]) + shift[beam]) / temperature + log_counts[beam]
+                if len(keys) > 0:
+                    value += gumbel(keys[beam], token_in(names, beam, place))
                 values[held] = value
-                pairs[held] = beam * vocab + token
+                pairs[held] = beam * columns + place
                 held += 1
     best = sorted_places(values[:held])[:count]
     return pairs[best], values[best]
@@ -166,10 +220,17 @@ def _best_by_sorting(
 
 @step
 def rank_pairs(
-    pairs: Array, logits: Array, shift: Array, temperature: float, log_counts: Array, keys: Array, count: int
+    pairs: Array,
+    logits: Array,
+    names: Array,
+    shift: Array,
+    temperature: float,
+    log_counts: Array,
+    keys: Array,
+    count: int,
 ) -> Array:
-    """Return the `count` best of the given pairs, int64[n], best first, by the value that `best_pairs` compares."""
-    vocab = logits.shape[1]
+    """Return the `count` best of the given pairs, int64[n], best first, by the value that `pairs_of_best_value` compares."""
+    columns = logits.shape[1]
     count = min(count, len(pairs))
     sorts = count > INSERTED
     given = ascending(pairs) if sorts else pairs
@@ -180,11 +241,11 @@ def rank_pairs(
     if count == 0:
         return chosen
     for pair in given:
-        beam = pair // vocab
-        token = pair % vocab
-        value = (np.float64(logits[beam, token]) + shift[beam]) / temperature + log_counts[beam]
+        beam = pair // columns
+        place = pair % columns
+        value = (np.float64(logits[beam, place]) + shift[beam]) / temperature + log_counts[beam]
         if len(keys) > 0:
-            value += gumbel(keys[beam], token)
+            value += gumbel(keys[beam], token_in(names, beam, place))
         if sorts:
             values[held] = value
             chosen[held] = pair
@@ -430,28 +491,51 @@ def kept_of(values: Array, log_total: float, truncation: Truncation) -> int:
 
 @step
 def kept_pairs(logits: Array, shift: Array, offset: float, truncation: Truncation, log_total: float) -> Array:
+    """Return the pairs of whole rows that a truncation keeps, best first; see `kept_of_rows`."""
+    nothing_more = np.empty(0)
+    return kept_of_rows(logits, nothing_more, shift, offset, truncation, log_total)[0]
+
+
+@step
+def kept_of_rows(
+    logits: Array, rest: Array, shift: Array, offset: float, truncation: Truncation, log_total: float
+) -> tuple[Array, bool]:
     """Return the pairs that a truncation keeps of the law with log-probabilities (logit + shift) / temperature, best first.
 
+    The bool is whether the pairs are decided: False if a token that is not listed might be kept.
+
     Args:
-        logits: float[beams, vocab]; shift: float64[beams].
+        logits: float[beams, columns]; shift: float64[beams].
+        rest: float64[beams], upper bounds of the logits that are not listed; empty for whole rows.
         offset: the largest score, subtracted because float32 is more precise for small numbers.
         log_total: logsumexp of all (logit + shift - offset) / temperature; ignored if there is a top-k.
     """
-    beams, vocab = logits.shape
+    beams, columns = logits.shape
     near = np.empty(beams, dtype=logits.dtype)
     for beam in range(beams):
         near[beam] = shift[beam] - offset
+    below = logits.dtype.type(-np.inf)  # no pair that is not listed is above it
+    for beam in range(len(rest)):
+        below = max(below, logits.dtype.type(rest[beam]) + near[beam])
     looked = FIRST_LOOK if truncation.top_k == 0 else truncation.top_k
     looked = max(looked, truncation.least)
     while True:
         pairs = largest(logits, near, looked)
         values = np.empty(len(pairs))
+        sure = 0
         for place in range(len(pairs)):
-            beam = pairs[place] // vocab
-            value = np.float64(logits[beam, pairs[place] % vocab]) + shift[beam] - offset
-            values[place] = value / truncation.temperature
-        is_all = truncation.top_k > 0 or looked >= beams * vocab
-        kept = kept_of(values, np.nan if is_all else log_total, truncation)
+            beam = pairs[place] // columns
+            logit = logits[beam, pairs[place] % columns]
+            values[place] = (np.float64(logit) + shift[beam] - offset) / truncation.temperature
+            sure += logit + near[beam] > below
+        is_all = truncation.top_k > 0 or looked >= beams * columns
+        if below > -np.inf:
+            is_all = truncation.top_k > 0 and sure >= looked
+        kept = kept_of(values[:sure], np.nan if is_all else log_total, truncation)
+        if below > -np.inf and (sure == 0 or (truncation.top_k > 0 and not is_all)):
+            kept = -1
         if kept >= 0:
-            return pairs[:kept]
+            return pairs[:kept], True
+        if looked >= beams * columns:
+            return pairs, False
         looked *= GROWTH

@@ -11,7 +11,8 @@ from specbeam.core.steps import BLOCK, Array, compiled_as, step
 
 __all__ = ["BLOCK", "INF_RANK", "MINUS_INF_RANK", "exponentials", "extremes", "log_norm", "log_sum", "place_of"]
 
-SOUND, DEAD, BROKEN = range(3)  # conditions of logits: drawable; all -inf; some NaN or +inf
+# Conditions of logits: drawable; all -inf; some NaN or +inf. UNDECIDED: a law cannot be decided from lists of tokens.
+SOUND, DEAD, BROKEN, UNDECIDED = range(4)
 
 
 def log_norm(logits: Array) -> Array:

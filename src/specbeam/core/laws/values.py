@@ -3,7 +3,7 @@
 import numpy as np
 from jaxtyping import Float64, UInt64
 
-from specbeam.core.laws.joint import JointLaw, all_pairs, drawn_pairs, odds_among
+from specbeam.core.laws.joint import JointLaw, all_pairs, drawn_pairs, odds_among, token_of
 from specbeam.core.laws.ranking import cuts
 from specbeam.core.noise import gumbel
 
@@ -15,7 +15,7 @@ def largest_values(law: JointLaw, keys: UInt64[np.ndarray, " beams"], count: int
         keys: the noise key of each beam; empty: no noise.
         count: number of values.
     """
-    beams, vocab = law.logits.shape
+    beams, columns = law.logits.shape
     if not cuts(law.truncation):
         every = np.ones(beams, dtype=np.bool_)
         values: Float64[np.ndarray, " count"] = drawn_pairs(law, keys, every, count)[1]
@@ -23,5 +23,5 @@ def largest_values(law: JointLaw, keys: UInt64[np.ndarray, " beams"], count: int
     pairs = all_pairs(law)
     values = np.log(odds_among(law, pairs))
     if len(keys):
-        values = values + [gumbel(keys[pair // vocab], pair % vocab) for pair in pairs]
+        values = values + [gumbel(keys[pair // columns], token_of(law, pair)) for pair in pairs]
     return np.sort(values)[::-1][:count]

@@ -14,6 +14,7 @@ from specbeam.core.constraint import Constrained
 from specbeam.core.errors import BrokenLaw, BrokenProcessor, DeadEnd, NotSupported, SpecbeamError
 from specbeam.core.laws.edits import NO_EDITS, Edits
 from specbeam.core.laws.joint import JointLaw, all_pairs, condition_of, joint_law, odds_among
+from specbeam.core.laws.ranked import Ranked, whole_rows
 from specbeam.core.laws.ranking import NO_TRUNCATION, Truncation, largest
 from specbeam.core.laws.reduce import BROKEN, DEAD, SOUND, condition_of_row, log_probabilities
 from specbeam.core.laws.rows import RowLaw, any_broken, row_law
@@ -231,13 +232,13 @@ def law_of_beams(rows: Rows, beams: Beams, warp: Warp) -> JointLaw:
     Raises `BrokenLaw` if the rows contain NaN or +inf, `DeadEnd` if all tokens are banned.
     """
     counts = np.ones_like(beams.counts) if warp.greedy else beams.counts
-    law = law_of_processed(rows, beams.scores, counts, warp)
+    law = law_of_processed(whole_rows(rows), beams.scores, counts, warp)
     check_condition(condition_of(law), rows, warp)
     return left_by_others(law, warp) if warp.others and not warp.greedy else law
 
 
 def law_of_processed(
-    rows: Rows, scores: Float64[np.ndarray, " beams"], counts: Int64[np.ndarray, " beams"], warp: Warp
+    rows: Ranked, scores: Float64[np.ndarray, " beams"], counts: Int64[np.ndarray, " beams"], warp: Warp
 ) -> JointLaw:
     """Return the joint law of rows after the processors, before further warpers."""
     return joint_law(rows, scores, counts, warp.cut)
@@ -292,7 +293,7 @@ def best_places(values: Float64[np.ndarray, " n"], count: int) -> Int64[np.ndarr
 
 
 def left_by_others(law: JointLaw, warp: Warp) -> JointLaw:
-    """Return the law without the pairs banned by further warpers, which get the truncated joint law."""
+    """Return the law of whole rows without the pairs banned by further warpers, which get the truncated joint law."""
     pairs = all_pairs(law)
     left = torch.full((law.logits.size,), -torch.inf, dtype=torch.float64)
     left[torch.from_numpy(pairs)] = torch.from_numpy(np.log(odds_among(law, pairs)))
@@ -300,7 +301,8 @@ def left_by_others(law: JointLaw, warp: Warp) -> JointLaw:
         left = one(torch.zeros(1, 0, dtype=torch.long), left[None].clone())[0]
     banned = (left == -torch.inf).numpy().reshape(law.logits.shape)
     logits = np.where(banned, law.logits.dtype.type(-np.inf), law.logits)
-    return law._replace(logits=logits, truncation=Truncation(law.truncation.temperature), normalised=False)
+    rows = law.rows._replace(logits=logits)
+    return law._replace(rows=rows, truncation=Truncation(law.truncation.temperature), normalised=False)
 
 
 def _banning(warp: Warp) -> str:

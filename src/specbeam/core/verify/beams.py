@@ -28,7 +28,7 @@ from specbeam.core.beams import (
     picked_beams,
 )
 from specbeam.core.control.width import (
-    UNDECIDED,
+    UNKNOWN_WIDTH,
     FixedWidth,
     Width,
     asked_width,
@@ -68,10 +68,12 @@ from specbeam.core.laws.joint import (
     drawn_pairs,
     joint_law,
     log_odds_among,
+    named_pairs,
     odds_among,
 )
+from specbeam.core.laws.ranked import whole_rows
 from specbeam.core.laws.ranking import Truncation
-from specbeam.core.laws.reduce import SOUND
+from specbeam.core.laws.reduce import SOUND, UNDECIDED
 from specbeam.core.laws.warp import Warp, check_condition, law_of_processed, left_by_others, on_host, processed_rows
 from specbeam.core.records import Trial, Verdict
 from specbeam.core.session import Session
@@ -171,6 +173,8 @@ def rows_of_beams(forest: Forest, number: int, live: Beams) -> tuple[Array, Arra
 @step
 def drafts_on(forest: Forest, number: int, live: Beams, pairs: Array, vocab: int) -> Drafts:
     """Return the drafts of layer `number` on trial against a law over these pairs of live beams, ascending.
+
+    The pairs are numbers beam * vocabulary size + token.
 
     The draft law's mass under dead parents is left out, so its sum may be below 1: a draft there is rejected, and the
     residual accounts for the rejection (docs/exactness.md).
@@ -275,11 +279,10 @@ def draw_tried(
     spec: TriedSpec, law: JointLaw, live: Beams, forest: Forest, number: int, width: int, dice: Any, evidence: Evidence
 ) -> tuple[Choice, Array, int]:
     """Return draws by dice, in place of which draft draws were tried; see `draw_layer`."""
-    vocab = law.logits.shape[1]
     pairs = all_pairs(law)
     drafts = no_drafts(len(pairs))
     if number < len(forest.siblings.kinds):
-        drafts = drafts_on(forest, number, live, pairs, vocab)
+        drafts = drafts_on(forest, number, live, named_pairs(law, pairs), law.rows.vocab)
     taken, looked = take_draws(odds_among(law, pairs), drafts, width, spec.again, dice, evidence)
     distinct, _, counts = first_places(taken)
     values = np.full(len(distinct), np.nan)
@@ -457,9 +460,10 @@ def are_drafts(layer: Layers) -> bool:
 def note_first_draw(evidence: Evidence, law: JointLaw, choice: Choice) -> None:
     """Note the first pair of a layer for an audit: it has the joint law in both couplings."""
     pairs = all_pairs(law)
-    first = choice.parents[0] * law.logits.shape[1] + choice.tokens[0]
-    place = np.searchsorted(pairs, first)
-    if place == len(pairs) or pairs[place] != first:
+    named = named_pairs(law, pairs)
+    first = choice.parents[0] * law.rows.vocab + choice.tokens[0]
+    place = np.searchsorted(named, first)
+    if place == len(named) or named[place] != first:
         place = -1
     logp, odds = log_odds_among(law, pairs)
     note_draw(evidence, logp, odds, place)
@@ -500,7 +504,8 @@ def judge(spec: Any, turn: ScoredTurn, dice: Any, evidence: Evidence, observer: 
     none of their pairs can be drawn, whatever their rows contain. So laziness changes when a turn ends, and never what
     is drawn.
 
-    Returns the layers, and SOUND; or DEAD or BROKEN if the target had no law to draw the next layer from.
+    Returns the layers, and SOUND; or DEAD or BROKEN if the target had no law to draw the next layer from; or UNDECIDED if a
+    layer cannot be decided from lists of tokens, and has to be judged by whole rows.
 
     Args:
         evidence: trials and first draws are noted in it, for audits.
@@ -528,14 +533,18 @@ def judge(spec: Any, turn: ScoredTurn, dice: Any, evidence: Evidence, observer: 
         if is_whole:
             width = asked_width(turn.widths, law, live, forest, number)
             choice, counts, looked = draw_layer(spec, law, live, forest, number, width, dice, evidence)
+            if law.undecided[0]:
+                return first_layers(room, number), UNDECIDED
             if gathers(evidence):
                 note_first_draw(evidence, law, choice)
             look_at(observer, law, live, choice, looked)
         else:
             width = width_of_known(turn.widths, law, unknown)
-            if width == UNDECIDED:
-                return first_layers(room, number), SOUND
+            if width == UNKNOWN_WIDTH:
+                return first_layers(room, number), UNDECIDED if law.undecided[0] else SOUND
             choice = draw_among_known(spec, law, live, width)
+            if law.undecided[0]:
+                return first_layers(room, number), UNDECIDED
             look_at(observer, law, live, choice, 0)
             if not is_decided(spec, choice, unknown, width, is_last):
                 return first_layers(room, number), SOUND
@@ -568,10 +577,10 @@ class LawsInPython:
     def law(self, live: Beams) -> JointLaw:
         """Return the law of the pairs that extend live beams. Raises `BrokenProcessor`."""
         warp = self.session.warp
-        rows = rows_of_nodes(self.rows, live.nodes)
+        rows = rows_of_nodes(self.rows, live.nodes).logits
         rows = processed_rows(rows, warp, lambda: self.session.paths(self.forest, live.nodes))
         counts = np.ones_like(live.counts) if warp.greedy else live.counts
-        law = law_of_processed(rows, live.scores, counts, warp)
+        law = law_of_processed(whole_rows(rows), live.scores, counts, warp)
         if warp.others and not warp.greedy and condition_of(law) == SOUND:
             return left_by_others(law, warp)
         return law
@@ -688,7 +697,7 @@ def judged_beams(
     Raises `BrokenLaw`; `DeadEnd` if no live beam has an allowed token and none ended before. If layers were decided before
     the dead end, they are returned, and the next turn raises.
     """
-    rows = turn_rows(on_host(scored), forest.size, forest.known)
+    rows = turn_rows(whole_rows(on_host(scored)), forest.size, forest.known)
     most = max(candidate_count(spec.beams, len(spec.stop.eos)), spec.beams)
     layers_at_most = most_layers(forest) + 1
     finished = session.finished_with_room(most * layers_at_most)
@@ -714,7 +723,7 @@ def judged_beams(
     finished.held[0] = before  # the session adds them when it advances
     if condition != SOUND and layers.size == 0:
         try:
-            check_condition(condition, rows_of_nodes(rows, session.beams.nodes), session.warp)
+            check_condition(condition, rows_of_nodes(rows, session.beams.nodes).logits, session.warp)
         except DeadEnd:
             if not session.ended:
                 raise
@@ -745,7 +754,7 @@ def _trials_of_layer(
 ) -> list[Trial]:
     layer = layers.layer(number)
     drawn = set(zip(layer.parents.tolist(), layer.beams.tokens.tolist(), strict=True))
-    vocab = law.logits.shape[1]
+    vocab = law.rows.vocab
     target = _odds_by_pair(law)
     beam_of = {int(node): beam for beam, node in enumerate(live.nodes)}
     draft, row_of, own_vocab = _draft_odds(forest, number, law.truncation)
@@ -771,7 +780,7 @@ def _trials_of_layer(
 
 def _odds_by_pair(law: JointLaw) -> dict[int, float]:
     pairs = all_pairs(law)
-    return dict(zip(pairs.tolist(), odds_among(law, pairs).tolist(), strict=True))
+    return dict(zip(named_pairs(law, pairs).tolist(), odds_among(law, pairs).tolist(), strict=True))
 
 
 def _draft_odds(forest: Forest, number: int, truncation: Truncation) -> tuple[dict[int, float], dict[int, int], int]:

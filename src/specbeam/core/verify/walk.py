@@ -27,6 +27,7 @@ from specbeam.core.forest import (
 )
 from specbeam.core.laws.evidence import Evidence, gathers, no_evidence, note_draw
 from specbeam.core.laws.named import EXACT
+from specbeam.core.laws.ranked import whole_rows
 from specbeam.core.laws.ranking import Truncation, best_pairs, cuts, rank_pairs
 from specbeam.core.laws.reduce import BROKEN, DEAD, SOUND, exponentials, log_norm
 from specbeam.core.laws.rows import RowLaw, best_token, odds_on, place_in, row_law, token_at
@@ -270,7 +271,8 @@ def draw_by_noise(rows: Any, row: Array, key: Array, truncation: Truncation) -> 
         every = np.ones(1, dtype=np.bool_)
         return best_pairs(alone, nothing, truncation.temperature, nothing, keys, every, 1)[0]
     law = law_at_row(rows, row, truncation)
-    return rank_pairs(law.tokens, alone, nothing, truncation.temperature, nothing, keys, 1)[0]
+    names = np.empty((0, 0), dtype=np.int64)
+    return rank_pairs(law.tokens, alone, names, nothing, truncation.temperature, nothing, keys, 1)[0]
 
 
 @open_step
@@ -341,8 +343,8 @@ def walk_down(spec: WalkSpec, turn: ScoredTurn, dice: Any, evidence: Evidence, o
 
 @step
 def with_fresh_rows(turn: ScoredTurn) -> ScoredTurn:
-    """Return a turn of one sequence with the rows of its pass, float32[nodes, vocab]; no rows were known before."""
-    return ScoredTurn(turn.rows.fresh, turn.forest, turn.live, turn.widths, turn.length, turn.finished)
+    """Return a turn of one sequence with the whole rows of its pass, float32[nodes, vocab]; no rows were known before."""
+    return ScoredTurn(turn.rows.fresh.logits, turn.forest, turn.live, turn.widths, turn.length, turn.finished)
 
 
 @verify_turn.of(WalkSpec)
@@ -481,7 +483,7 @@ def verdict_by_step(
         one = getattr(one, "py_func", one)
     finished = session.finished_with_room(2 * forest.size + widths.most)
     before = int(finished.held[0])
-    known_and_fresh = turn_rows(rows, forest.size, forest.known)
+    known_and_fresh = turn_rows(whole_rows(rows), forest.size, forest.known)
     turn = ScoredTurn(known_and_fresh, forest, session.beams, widths, session.length, finished)
     layers, condition = one(spec, turn, inputs.dice, inputs.evidence, inputs.observer)
     finished.held[0] = before  # the session adds them when it moves on

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from specbeam.core.forest import Forest, KnownRows
+from specbeam.core.laws.ranked import whole_rows
 
 Vector = Float[Tensor, " size"]  # a memory or an embedding row
 
@@ -108,7 +109,9 @@ class Window:
 def with_known_roots(tokens: list[int]) -> Forest:
     """Return a forest of roots that the model need not score."""
     roots = np.arange(len(tokens))
-    return Forest.rooted(tokens)._replace(known=KnownRows(roots, np.zeros((len(tokens), 0), dtype=np.float32)))
+    return Forest.rooted(tokens)._replace(
+        known=KnownRows(roots, whole_rows(np.zeros((len(tokens), 0), dtype=np.float32)))
+    )
 
 
 @dataclass(eq=False)

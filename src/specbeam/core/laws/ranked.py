@@ -1,0 +1,185 @@
+"""Ranked rows: the logits of a model, whole or as a short list of the best tokens of each row.
+
+A whole row has one number per token of the vocabulary: 512 KB at 128,000 tokens. A law needs few of them, so models return
+lists, with the sums over the whole row. A law decides by a list only if no token outside of the list can change the
+decision; otherwise it asks for the whole row.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from specbeam.core.compiling.copies import copy_numbers, copy_rows
+from specbeam.core.laws.ranking import ascending, best_pairs
+from specbeam.core.laws.reduce import log_norm
+from specbeam.core.noise import gumbel
+from specbeam.core.steps import Array, step
+
+_NO_TOKENS = np.zeros((0, 0), dtype=np.int64)
+_NO_NUMBERS = np.zeros(0)
+
+
+class Listing(NamedTuple):
+    """The lists that the laws of a session can decide by."""
+
+    count: int = 0  # tokens per row; 0: whole rows
+    by_noise: bool = False  # the best by logit / temperature + noise of the path; False: by logit
+    temperature: float = 1.0
+
+
+WHOLE = Listing()
+
+
+class Ranked(NamedTuple):
+    """Rows of logits, one per node: whole, or as lists of the best tokens of each row.
+
+    The order value of a token is its logit, or with `by_noise` its logit / temperature + noise of its path. Equal logits are
+    in the order of the vocabulary.
+    """
+
+    tokens: Array  # int64[rows, listed], ascending in each row; int64[0, 0]: the rows are whole
+    logits: Array  # float[rows, listed] of these tokens, or float[rows, vocab]
+    norms: Array  # float64[rows]: logsumexp of the whole row; NaN if it contains NaN or +inf; no entries for whole rows
+    warm: Array  # float64[rows]: logsumexp of the whole row / temperature; no entries for whole rows
+    # float64[rows]: the largest order value of a token that is not listed, or more; -inf: none is above -inf; no entries for
+    # whole rows
+    rest: Array
+    vocab: int
+    by_noise: bool
+
+
+NO_ROWS = Ranked(_NO_TOKENS, np.zeros((0, 0), dtype=np.float32), _NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS, 0, False)
+
+
+@step
+def whole_rows(logits: Array) -> Ranked:
+    """Return whole rows of logits, float[rows, vocab], as ranked rows."""
+    none = np.empty(0)
+    return Ranked(np.empty((0, 0), dtype=np.int64), logits, none, none, none, logits.shape[1], False)
+
+
+@step
+def are_whole(rows: Ranked) -> bool:
+    """Return whether rows are whole, not lists."""
+    return rows.tokens.shape[1] == 0
+
+
+@step
+def room_for_rows(like: Ranked, count: int) -> Ranked:
+    """Return `count` rows to be written, in the form of other rows."""
+    columns = like.logits.shape[1]
+    listed = 0 if are_whole(like) else count
+    numbers = np.empty((3, listed))
+    tokens = np.empty((listed, like.tokens.shape[1]), dtype=np.int64)
+    logits = np.empty((count, columns), dtype=like.logits.dtype)
+    return Ranked(tokens, logits, numbers[0], numbers[1], numbers[2], like.vocab, like.by_noise)
+
+
+@step
+def copy_row(goal: Ranked, place: int, rows: Ranked, row: int) -> None:
+    """Copy a row into row `place` of rows of the same form."""
+    copy_numbers(goal.logits[place], rows.logits[row])
+    if are_whole(rows):
+        return
+    copy_numbers(goal.tokens[place], rows.tokens[row])
+    goal.norms[place] = rows.norms[row]
+    goal.warm[place] = rows.warm[row]
+    goal.rest[place] = rows.rest[row]
+
+
+@step
+def rows_between(rows: Ranked, start: int, stop: int) -> Ranked:
+    """Return the rows from `start` to `stop` - 1 as views."""
+    logits = rows.logits[start:stop]
+    return Ranked(
+        rows.tokens[start:stop], logits, rows.norms[start:stop], rows.warm[start:stop], rows.rest[start:stop], rows.vocab,
+        rows.by_noise,
+    )  # fmt: skip
+
+
+@step
+def with_logits(rows: Ranked, logits: Array) -> Ranked:
+    """Return the rows with other logits of the same tokens."""
+    return Ranked(rows.tokens, logits, rows.norms, rows.warm, rows.rest, rows.vocab, rows.by_noise)
+
+
+@step
+def norms_of(rows: Ranked) -> Array:
+    """Return the logsumexp of each whole row, float64[rows]; see `reduce.log_norm`."""
+    return log_norm(rows.logits) if are_whole(rows) else rows.norms
+
+
+@step
+def warm_norms_of(rows: Ranked, temperature: float) -> Array:
+    """Return the logsumexp of each whole row / temperature, float64[rows]; lists must be made for this temperature."""
+    if not are_whole(rows):
+        return rows.warm
+    return log_norm(rows.logits / rows.logits.dtype.type(temperature))
+
+
+@step
+def listed_rows(logits: Array, keys: Array, listing: Listing) -> Ranked:
+    """Return the lists of whole rows of logits, float[rows, vocab].
+
+    Args:
+        keys: uint64[rows], the key of each row's path; read only if the listing is by noise.
+        listing: with a count of at least 1.
+    """
+    rows, vocab = logits.shape
+    count = min(listing.count, vocab)
+    norms = log_norm(logits)
+    warm = norms
+    if listing.temperature != 1:
+        warm = log_norm(logits / logits.dtype.type(listing.temperature))
+    tokens = np.empty((rows, count), dtype=np.int64)
+    listed = np.empty((rows, count), dtype=logits.dtype)
+    rest = np.full(rows, -np.inf)
+    nothing = np.zeros(1)
+    alone = np.ones(1, dtype=np.bool_)
+    for row in range(rows):
+        key = keys[row : row + 1] if listing.by_noise else keys[:0]
+        temperature = listing.temperature if listing.by_noise else 1.0
+        here = logits[row : row + 1]
+        best = best_pairs(here, nothing, temperature, nothing, key, alone, count + 1)
+        if len(best) > count:
+            next_token = best[count]
+            rest[row] = np.float64(logits[row, next_token]) / temperature
+            if listing.by_noise:
+                rest[row] += gumbel(keys[row], next_token)
+        held = _with_others(best[:count], count, norms[row])
+        for place in range(count):
+            tokens[row, place] = held[place]
+            listed[row, place] = logits[row, held[place]] if norms[row] == norms[row] else np.nan
+    return Ranked(tokens, listed, norms, warm, rest, vocab, listing.by_noise)
+
+
+@step
+def _with_others(best: Array, count: int, norm: float) -> Array:
+    """Return `count` tokens, ascending: the best ones, then the first others, whose logits are -inf or are not read."""
+    held = len(best) if norm == norm else 0
+    every = np.empty(count, dtype=np.int64)
+    copy_numbers(every, best[:held])
+    token = 0
+    while held < count:
+        if not (best == token).any() or norm != norm:
+            every[held] = token
+            held += 1
+        token += 1
+    return ascending(every)
+
+
+def rows_for_steps(rows: Ranked) -> Ranked:
+    """Return rows with the dtypes and layouts that compiled steps expect."""
+    return rows._replace(logits=np.ascontiguousarray(rows.logits, dtype=np.float32))
+
+
+@step
+def copied_rows(rows: Ranked) -> Ranked:
+    """Return a copy of the rows."""
+    found = room_for_rows(rows, len(rows.logits))
+    copy_rows(found.logits, rows.logits)
+    copy_rows(found.tokens, rows.tokens)
+    copy_numbers(found.norms, rows.norms)
+    copy_numbers(found.warm, rows.warm)
+    copy_numbers(found.rest, rows.rest)
+    return found
