@@ -58,7 +58,7 @@ from specbeam.core.forest import (
 )
 from specbeam.core.laws.edits import Edits, edited_rows
 from specbeam.core.laws.evidence import Evidence
-from specbeam.core.laws.ranked import Ranked, are_whole, rows_between, whole_rows
+from specbeam.core.laws.ranked import Listing, Ranked, are_whole, no_lists, rows_between, whole_rows
 from specbeam.core.laws.reduce import BROKEN, SOUND, UNDECIDED
 from specbeam.core.noise import child_key
 from specbeam.core.passes import (
@@ -98,6 +98,7 @@ class RunSpec(NamedTuple):
     closing: Array  # bool[vocab]: tokens after which Python looks for stop strings; empty: after none
     most_beams: int
     most_turns: int
+    listing: Listing  # the lists by which layers are chosen and decided
     keeps_nodes: bool  # whether scored nodes below the surviving beams are kept for the next turn
 
 
@@ -177,37 +178,46 @@ def keys_in(forest: Forest, live: Beams) -> Array:
 
 
 @step
-def _frontier_room(room: RunRoom, vocab: int, whole: bool) -> Ranked:
+def _frontier_room(room: RunRoom, vocab: int, listing: Listing) -> Ranked:
     """Return the buffer of the rows that layers are drawn from; a new one if whole rows are wanted and it holds lists."""
     rows = room.frontier_rows
-    if not whole or are_whole(rows):
+    if listing.count > 0 or are_whole(rows):
         return rows
     return whole_rows(np.empty((len(rows.logits), vocab), dtype=rows.logits.dtype))
 
 
 @step
 def take_turn(
-    target: Any, draft: Any, spec: RunSpec, live: Beams, start: Start, room: RunRoom, depth: int, dice: Any, whole: bool
+    target: Any,
+    draft: Any,
+    spec: RunSpec,
+    live: Beams,
+    start: Start,
+    room: RunRoom,
+    depth: int,
+    dice: Any,
+    listing: Listing,
 ) -> RunTurn:
     """Draft, score and verify one turn.
 
     Args:
         start: the beginning of its forest.
         depth: of the draft.
-        whole: whether the draft is made from whole rows. The verdict is by lists first in any case.
+        listing: the lists by which layers are chosen; WHOLE: whole rows. The verdict is by the lists of the spec first.
     """
     width = spec.plan.width
     spans = np.zeros(len(PARTS), dtype=np.int64)
     spent = np.zeros(2, dtype=np.int64)
     length = room.texts.sizes[LENGTH]
     known_rows = start.known.rows
-    if whole and not are_whole(known_rows):
+    whole = listing.count == 0 and not are_whole(known_rows)
+    if whole:
         known_rows = whole_rows_again(target, known_rows, start.known.nodes)
     known_rows = edited_rows(known_rows, start.known.nodes, start.tokens, start.parents, spec.edits)
     known = KnownRows(start.known.nodes, known_rows)
-    begun = begun_forest(Start(start.tokens, start.parents, known), _frontier_room(room, known_rows.vocab, whole))
+    begun = begun_forest(Start(start.tokens, start.parents, known), _frontier_room(room, known_rows.vocab, listing))
     began = cycles()
-    task = DraftTask(begun, live, room.texts, depth, width, spec.edits, whole)
+    task = DraftTask(begun, live, room.texts, depth, width, spec.edits, listing)
     drafted, condition = draft_turn(spec.drafts, draft, task, dice, spent)
     forest = drafted.forest
     if spec.drafting:
@@ -229,7 +239,7 @@ def take_turn(
         raw = turn_rows(fresh, len(forest.tokens), start.known)
         edited = edited_rows(fresh, wanted, forest.tokens, forest.parents, spec.edits)
         rows = turn_rows(edited, len(forest.tokens), known)
-        if whole:
+        if whole:  # lists are never edited
             rows = raw
         spans[SCORE] = cycles() - began
         began = cycles()
@@ -373,13 +383,13 @@ def run_turns(
         held = room.finished.held[0]
         known = room.evidence.numbers.copy()
         was_waiting = has_pending(draft)
-        turn = take_turn(target, draft, spec, live, start, room, depth, dice, False)
+        turn = take_turn(target, draft, spec, live, start, room, depth, dice, spec.listing)
         room.finished.held[0] = held  # settling adds the scores again, with their texts
         if turn.condition == UNDECIDED:  # only a draft can be; it is made again from whole rows
             undo_turn(target, draft, spec, len(start.tokens))
             dice.used[0] = used
             keep_tosses(spec.drafts, tosses)
-            turn = take_turn(target, draft, spec, live, start, room, depth, dice, True)
+            turn = take_turn(target, draft, spec, live, start, room, depth, dice, no_lists(spec.listing))
             room.finished.held[0] = held
         if turn.condition != SOUND:
             undo_turn(target, draft, spec, len(start.tokens))

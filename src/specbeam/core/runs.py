@@ -27,6 +27,7 @@ from specbeam.core.cycles import cycles
 from specbeam.core.dice import Uniforms
 from specbeam.core.draft.batch import models_of
 from specbeam.core.draft.turns import draft_turn, nodes_of, rows_kept, uniforms_of
+from specbeam.core.errors import BrokenPart
 from specbeam.core.forest import (
     MOST_KEPT,
     KnownRows,
@@ -34,13 +35,22 @@ from specbeam.core.forest import (
 )
 from specbeam.core.laws.edits import NO_EDITS
 from specbeam.core.laws.evidence import no_evidence
-from specbeam.core.laws.ranked import rows_for_steps, whole_rows
+from specbeam.core.laws.ranked import (
+    LISTED_FROM,
+    WHOLE,
+    Listing,
+    are_whole,
+    as_listed,
+    joined_listing,
+    room_for_listing,
+    rows_for_steps,
+)
 from specbeam.core.laws.reduce import SOUND
 from specbeam.core.laws.warp import Warp
 from specbeam.core.limits import SPAN, Limits
 from specbeam.core.lm import LM, RunLM, SharedRunLM, shares_passes
 from specbeam.core.measure.profiler import apportion
-from specbeam.core.passes import has_room_for, runs_layers
+from specbeam.core.passes import has_room_for, runs_layers, whole_rows_again
 from specbeam.core.records import RowCounts
 from specbeam.core.rows_in_python import RowsOfSession
 from specbeam.core.run_steps import (
@@ -56,6 +66,7 @@ from specbeam.core.run_steps import (
     SCORED,
     RunRoom,
     RunSpec,
+    keys_in,
     run_turns,
 )
 from specbeam.core.session import Parts, Session, failing_together
@@ -135,9 +146,26 @@ def planned_run(target: LM, session: Session, most_turns: int) -> PlannedRun | N
     edits = warp.edits(session.prompt)
     spec = RunSpec(
         plan, drafts, len(drafting) > 0, rule, widths, session.limits.stop, edits or NO_EDITS, 0, closing, widths.most,
-        most_turns, session.keeps_nodes,
+        most_turns, listing_of(session, plan.width, target.vocab), session.keeps_nodes,
     )  # fmt: skip
     return PlannedRun(spec, models, edits is None and not warp.takes_raw_rows)
+
+
+def listing_of(session: Session, width: int, vocab: int) -> Listing:
+    """Return the lists of tokens that serve the rule and the drafter of a session; WHOLE if a part needs whole rows.
+
+    Args:
+        width: number of draft beams in a layer.
+    """
+    parts = session.parts
+    decides = getattr(parts.rule, "listing", None)
+    drafts = getattr(parts.drafter, "listing", None)
+    if vocab < LISTED_FROM or decides is None or drafts is None:
+        return WHOLE
+    if session.audited or not session.warp.takes_raw_rows:
+        return WHOLE
+    found = joined_listing(decides(session), drafts(session, width))
+    return found if 4 * found.count < vocab else WHOLE
 
 
 def widths_of(rule: object, session: Session) -> Any:
@@ -218,7 +246,11 @@ class Run:
             python = RowsOfSession(session)
             spec = python.for_run(spec)
         start = session.start
-        known = KnownRows(start.known.nodes, rows_for_steps(start.known.rows))
+        rows = rows_for_steps(start.known.rows)
+        if spec.listing.count > 0 and are_whole(rows):
+            keys = keys_in(session.undrafted, session.beams)[start.known.nodes]
+            rows = as_listed(rows, keys, spec.listing)
+        known = KnownRows(start.known.nodes, rows)
         return cls(session, spec, models, room, fresh, dice, session.beams, start._replace(known=known), python)
 
     def caches(self, stack: ExitStack) -> list[Any] | None:
@@ -237,7 +269,7 @@ class Run:
             cache = lm.for_run(self.session, self.fresh, self.spec.most_beams, more, need)
             if cache is None:
                 return None
-            found.append(stack.enter_context(cache))
+            found.append(with_listing(stack.enter_context(cache), self.spec.listing))
         if any(cache is None for cache in found):
             return None
         self.target_cache = found[0]
@@ -289,6 +321,11 @@ class Run:
         if goes_on and self.python is None and not self.spec.drafting and self.fresh == 0:
             self.session.state[PausedRun] = PausedRun.of(self)
         return done
+
+
+def with_listing(cache: Any, listing: Listing) -> Any:
+    """Return a cache with the lists that it returns; unchanged if it has no field `listing`, for it returns whole rows."""
+    return cache._replace(listing=listing) if hasattr(cache, "listing") else cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -549,11 +586,27 @@ def _room_for(spec: RunSpec, session: Session, vocab: int) -> RunRoom:
         ended=room_for_ended(ended, length),
         widths=np.empty(SPAN, dtype=np.int64),
         evidence=no_evidence(session.audited and not session.warp.greedy),
-        frontier_rows=whole_rows(np.empty((rows, vocab if rows else 0), dtype=np.float32)),
+        frontier_rows=room_for_listing(rows, vocab if rows else 0, spec.listing),
         numbers=np.zeros(12, dtype=np.int64),
         passed=np.zeros(SPAN, dtype=np.int64),
         cycles=np.zeros(5, dtype=np.int64),
     )
+
+
+def take_whole_rows(target: LM, session: Session) -> None:
+    """Replace the lists of the nodes that a session keeps by whole rows, for a turn that Python decides.
+
+    Raises `BrokenPart` if the target does not let steps read its cache; lists come from such targets only.
+    """
+    known = session.start.known
+    if are_whole(known.rows):
+        return
+    context = target.for_run(session, 0, 0, 0)  # type: ignore[attr-defined]
+    with context as cache:
+        if cache is None:
+            raise BrokenPart(f"{type(target).__name__} returned lists of tokens, and cannot return whole rows")
+        rows = whole_rows_again(cache, known.rows, known.nodes)
+    session.start = session.start._replace(known=known._replace(rows=rows))
 
 
 def _keep(session: Session, models: list[RunLM], room: RunRoom, live: Beams, start: Start) -> None:

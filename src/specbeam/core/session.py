@@ -79,6 +79,8 @@ class Drafter(Protocol):
         close(session): free the state of a session that is over.
         models: its draft models; () if it has none. Without this attribute, torch keeps its threads (decoder.py).
         no_law_reason: str: the reason why the law of its drafts is unknown; such drafts can be matched but not tried.
+        listing(session, width) -> Listing | None: the lists of tokens (laws/ranked.py) from which it can draft; None: it
+            reads no rows. Without it, rows are whole.
         fill(sessions, most) -> list[bool]: store a chunk of each long prompt; True for prompts that are stored whole.
         needs: Needs: the parts of the target's rows that it reads in `turn.scored`.
         extra_rows(session, forest) -> ExtraRows: additional rows for the target's pass, returned in `turn.scored.extra`. A
@@ -103,6 +105,7 @@ class Rule(Protocol):
         most_beams: int: the most beams that it judges; a method that keeps more is refused.
         needs: Needs: the parts of each row that it reads; it then gets `Scored` instead of logits.
         spec(session): a record whose kind has a step `verify_turn` (verify/turns.py). With it, turns run compiled.
+        listing(session) -> Listing: the lists of tokens (laws/ranked.py) by which it can decide; without it, rows are whole.
         widths(session): the number of draws of each layer, for steps (control/width.py); without it, one sequence.
         keeps_nodes: True if it takes forests with known rows, which `scored` does not hold.
         ignores_drafts(session) -> bool: whether texts are independent of the drafts.

@@ -10,6 +10,7 @@ from specbeam.core.forest import Forest, kept_nodes
 from specbeam.core.lm import LM
 from specbeam.core.measure.profiler import span
 from specbeam.core.records import RowCounts, Scored, Shape, Turn, Verdict
+from specbeam.core.runs import take_whole_rows
 from specbeam.core.session import Session
 
 Turns = list[tuple[Session, Turn]]
@@ -17,6 +18,9 @@ Turns = list[tuple[Session, Turn]]
 
 def turns(target: LM, live: list[Session]) -> Turns:
     """Take one turn of each session. Returns the turns of those that did not fail."""
+    for session in live:
+        with session.failing_alone():
+            take_whole_rows(target, session)
     with span("plan"):
         shapes = [_planned(session, len(live)) for session in live]  # how deep, how wide
     with span("draft"):

@@ -55,7 +55,7 @@ from specbeam.core.laws.joint import (
     odds_among,
     token_of,
 )
-from specbeam.core.laws.ranked import rows_between, whole_rows
+from specbeam.core.laws.ranked import WHOLE, Listing, as_listed, listing_for, rows_between, whole_rows
 from specbeam.core.laws.ranking import Truncation, sorted_places
 from specbeam.core.laws.reduce import SOUND, UNDECIDED
 from specbeam.core.laws.warp import Rows, law_of_beams, on_host, processed_rows
@@ -445,7 +445,7 @@ def draft_layers(
     spec: Any,
     edits: Edits,
     dice: Any,
-    whole: bool,
+    listing: Listing,
     spent: Array,
 ) -> tuple[Drafted, int]:
     """Return a draft with up to `depth` more layers of `width` beams, and SOUND.
@@ -457,7 +457,7 @@ def draft_layers(
         model: the cache of a session in a model that compiled steps can run, see `core.passes.run_pass`.
         drafted: a draft; the known rows of its forest are already edited.
         edits: changes of the model's rows.
-        whole: whether the model has to return whole rows.
+        listing: see `DraftTask`; known rows are in the same form.
         spent: int64[2], to which the number of passes and the processor's cycles in the model are added.
     """
     for _ in range(depth):
@@ -470,8 +470,9 @@ def draft_layers(
         own = rows_between(forest.known.rows, 0, 0)
         if len(wanted) > 0:
             keys = keys_of_nodes(frontier, wanted)
-            own = run_ranked_pass(model, forest.tokens, forest.parents, wanted, keys, whole, spent)
+            own = run_ranked_pass(model, forest.tokens, forest.parents, wanted, keys, listing.count == 0, spent)
             own = edited_rows(own, wanted, forest.tokens, forest.parents, edits)
+            own = as_listed(own, keys, listing)
         rows = rows_with_known(frontier.nodes, forest.known, own)
         law = joint_law(rows, frontier.scores, frontier.counts, spec.truncation)
         condition = condition_of(law)
@@ -501,7 +502,9 @@ def keys_of_nodes(beams: Beams, nodes: Array) -> Array:
 def draft_beams(drafts: Any, model: Any, task: DraftTask, dice: Any, spent: Array) -> tuple[Cut, int]:
     """Draft layers of beams; see `draft_turn`."""
     begun = start_draft(task.live, task.roots, drafts)
-    drafted, condition = draft_layers(model, begun, task.depth, task.width, drafts, task.edits, dice, task.whole, spent)
+    drafted, condition = draft_layers(
+        model, begun, task.depth, task.width, drafts, task.edits, dice, task.listing, spent
+    )
     return cut(drafts, drafted), condition
 
 
@@ -528,6 +531,10 @@ class NoDraft:
     def spec(self, session: Session) -> NoDraftSpec:
         """Return the spec of an empty draft."""
         return NoDraftSpec(0)
+
+    def listing(self, session: Session, width: int) -> None:
+        """Return None: nothing is drafted from rows."""
+        return
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
         """Return a forest of roots for each session."""
@@ -709,6 +716,19 @@ class BeamDrafter:
         if not is_for_steps(widths):
             widths = fixed
         return SharedLayers(not warp.greedy, widths, warp.cut, ends, keeps_rows, not keeps_rows, budget)
+
+    def listing(self, session: Session, width: int) -> Listing:
+        """Return the lists of tokens by which layers of `width` beams are chosen; see `Drafter`."""
+        spec = self.spec(session)
+        noisy = not session.warp.greedy
+        pairs = 2 * width  # drafts that are nodes already come in addition
+        if isinstance(spec, SearchedLayers):
+            ends = len(spec.eos)
+            return listing_for(spec.truncation, noisy, max(candidate_count(self.beams, ends), (1 + ends) * pairs))
+        needs_laws = isinstance(spec, DrawnLayers) or spec.keeps_rows
+        if needs_laws and not spec.truncation.cuts:
+            return WHOLE
+        return listing_for(spec.truncation, noisy, pairs + self.beams)
 
     def _start(self, session: Session, shape: Shape) -> GrowingBeams:
         """Return a draft without layers."""

@@ -8,6 +8,7 @@ from specbeam.core.draft.turns import Cut, DraftTask, draft_turn, nodes_of, rows
 from specbeam.core.errors import BrokenLaw
 from specbeam.core.forest import Forest, no_frontier_rows
 from specbeam.core.laws.edits import NO_EDITS
+from specbeam.core.laws.ranked import WHOLE
 from specbeam.core.laws.reduce import BROKEN
 from specbeam.core.lm import runs_in_steps
 from specbeam.core.records import Shape
@@ -37,7 +38,7 @@ def drafted_by_steps(lm: Any, session: Session, shape: Shape, spec: Any, roots: 
         spent = np.zeros(2, dtype=np.int64)
         begun = roots._replace(frontier_rows=frontier_rows)
         with model.count_passes(spent):
-            task = DraftTask(begun, beams, session.texts, shape.depth, shape.width, NO_EDITS, True)
+            task = DraftTask(begun, beams, session.texts, shape.depth, shape.width, NO_EDITS, WHOLE)
             drafted, condition = draft_turn(spec, model.arrays, task, dice, spent)
     session.count.draft_passes += int(spent[0])
     if condition == BROKEN:

@@ -8,6 +8,7 @@ from specbeam.core.beams import Beams, Layers, Texts
 from specbeam.core.control.needs import NodeOdds, no_node_odds
 from specbeam.core.forest import Forest, TurnRows
 from specbeam.core.laws.edits import Edits
+from specbeam.core.laws.ranked import Listing
 from specbeam.core.laws.reduce import SOUND
 from specbeam.core.steps import Array, borrowed, step, verb
 
@@ -36,7 +37,7 @@ class DraftTask(NamedTuple):
     depth: int
     width: int
     edits: Edits  # of the draft model's rows
-    whole: bool  # whether the draft model has to return whole rows, even if lists are enough for most layers
+    listing: Listing  # the lists from which layers are chosen; WHOLE: whole rows
 
 
 @verb(0, has_body=False)

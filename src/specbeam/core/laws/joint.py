@@ -99,7 +99,8 @@ def warped_rows(rows: Ranked, norms: Array, truncation: Truncation, undecided: A
             for place in range(logits.shape[1]):
                 warped[beam, place] = (np.float64(logits[beam, place]) - shift) / temperature
             if len(rest) > 0:
-                rest[beam] = (unlisted[beam] - shift) / temperature
+                value = rows.rest[beam] if rows.by_noise else rows.rest[beam] / temperature
+                rest[beam] = value - shift / temperature
                 sums[beam] = totals[beam] - shift / temperature
             continue
         here = slice(beam, beam + 1)
@@ -109,7 +110,8 @@ def warped_rows(rows: Ranked, norms: Array, truncation: Truncation, undecided: A
             warped[beam, place] = (np.float64(logits[beam, place]) - shift) / temperature
         if len(rest) > 0:
             sums[beam] = log_norm(warped[here])[0]
-    return Ranked(rows.tokens, warped, rows.norms, sums, rest, rows.vocab, False)
+    by_noise = rows.by_noise and not cuts(truncation)
+    return Ranked(rows.tokens, warped, rows.norms, sums, rest, rows.vocab, by_noise)
 
 
 @step
@@ -326,18 +328,32 @@ def best_by_value(law: JointLaw, keys: Array, among: Array, count: int) -> tuple
         keys: uint64[beams]; empty for no noise.
         among: bool[beams], the participating beams.
     """
+    pairs, values, bound = best_and_bound(law, keys, among, count)
+    note_undecided(law, values, count, bound)
+    return pairs, values
+
+
+@step
+def best_and_bound(law: JointLaw, keys: Array, among: Array, count: int) -> tuple[Array, Array, float]:
+    """Return the best listed pairs and their values, as `best_by_value`, and an upper bound of all other values."""
     rows = law.rows
     temperature = law.truncation.temperature
     shift = shift_of(law)
     pairs, values = pairs_of_best_value(
         rows.logits, rows.tokens, shift, temperature, law.log_counts, keys, among, count
     )
-    last = values[count - 1] if len(values) == count and count > 0 else -np.inf
+    bound = -np.inf
     for beam in range(len(rows.rest)):
-        if among[beam] and count > 0:
-            bound = unlisted_value(law, shift[beam], beam, len(keys) > 0)
-            law.undecided[0] |= bound > -np.inf and not last > bound
-    return pairs, values
+        if among[beam]:
+            bound = max(bound, unlisted_value(law, shift[beam], beam, len(keys) > 0))
+    return pairs, values, bound
+
+
+@step
+def note_undecided(law: JointLaw, values: Array, count: int, bound: float) -> None:
+    """Set `law.undecided` unless the `count` best values, descending, are above a bound of all other values."""
+    if count > 0 and bound > -np.inf:
+        law.undecided[0] |= len(values) < count or not values[count - 1] > bound
 
 
 @step
@@ -403,15 +419,19 @@ def drawn_pairs(law: JointLaw, keys: Array, among: Array, count: int) -> tuple[A
     values = np.full(count, -np.inf)
     pairs = np.full(count, -1, dtype=np.int64)
     held = 0
+    unlisted = -np.inf
     for beam in sorted_places(tops):
         if not among[beam] or (held == count and tops[beam] < values[count - 1]):
             continue
-        own_pairs, own_values = best_by_value(
-            law_of_beam(law, beam), keys[beam : beam + 1], among[beam : beam + 1], count
-        )
+        here = slice(beam, beam + 1)
+        own_pairs, own_values, bound = best_and_bound(law_of_beam(law, beam), keys[here], among[here], count)
         for place in range(len(own_pairs)):
             value = with_largest(own_values[place], own_values[0], tops[beam])
             held = insert(values, pairs, held, value, beam * columns + own_pairs[place])
+        if bound > -np.inf:
+            is_below = len(own_values) > 0 and bound < own_values[0]
+            unlisted = max(unlisted, with_largest(bound, own_values[0], tops[beam]) if is_below else np.inf)
+    note_undecided(law, values[:held], count, unlisted)
     return pairs[:held], values[:held]
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specbeam.core.compiling.copies import copy_numbers, copy_rows
-from specbeam.core.laws.ranking import ascending, best_pairs
+from specbeam.core.laws.ranking import Truncation, ascending, best_pairs, cuts
 from specbeam.core.laws.reduce import log_norm
 from specbeam.core.noise import gumbel
 from specbeam.core.steps import Array, step
@@ -28,6 +28,33 @@ class Listing(NamedTuple):
 
 
 WHOLE = Listing()
+
+
+LISTED_FROM = 2**14  # size of the vocabulary from which lists are faster than whole rows
+EQUALS = 6  # further tokens of a list by logit, because logits of 16 bits are often equal
+NUCLEUS = 64  # tokens of a list for a top-p or min-p without a top-k
+
+
+def listing_for(truncation: Truncation, noisy: bool, pairs: int) -> Listing:
+    """Return the lists that nearly always decide a layer of up to `pairs` pairs.
+
+    Args:
+        noisy: whether pairs are chosen under noise.
+    """
+    if not cuts(truncation):
+        count = pairs + 1 if noisy else pairs + EQUALS
+        return Listing(count, noisy, float(truncation.temperature))
+    kept = truncation.top_k if truncation.top_k > 0 else NUCLEUS
+    return Listing(max(kept, truncation.least, pairs) + EQUALS, False, float(truncation.temperature))
+
+
+def joined_listing(one: Listing, other: Listing | None) -> Listing:
+    """Return lists that serve both parts of a session; None: the part reads no rows."""
+    if other is None:
+        return one
+    if one.count == 0 or other.count == 0 or one.by_noise != other.by_noise:
+        return WHOLE
+    return one if one.count >= other.count else other
 
 
 class Ranked(NamedTuple):
@@ -52,6 +79,12 @@ NO_ROWS = Ranked(_NO_TOKENS, np.zeros((0, 0), dtype=np.float32), _NO_NUMBERS, _N
 
 
 @step
+def no_lists(listing: Listing) -> Listing:
+    """Return the listing that asks for whole rows instead."""
+    return Listing(0, listing.by_noise, listing.temperature)
+
+
+@step
 def whole_rows(logits: Array) -> Ranked:
     """Return whole rows of logits, float[rows, vocab], as ranked rows."""
     none = np.empty(0)
@@ -73,6 +106,16 @@ def room_for_rows(like: Ranked, count: int) -> Ranked:
     tokens = np.empty((listed, like.tokens.shape[1]), dtype=np.int64)
     logits = np.empty((count, columns), dtype=like.logits.dtype)
     return Ranked(tokens, logits, numbers[0], numbers[1], numbers[2], like.vocab, like.by_noise)
+
+
+def room_for_listing(rows: int, vocab: int, listing: Listing) -> Ranked:
+    """Return rows to be written: lists, or whole rows of `vocab` tokens."""
+    count = min(listing.count, vocab) if rows else 0
+    logits = np.empty((rows, count or vocab), dtype=np.float32)
+    if count == 0:
+        return NO_ROWS._replace(logits=logits, vocab=vocab)
+    tokens = np.empty((rows, count), dtype=np.int64)
+    return Ranked(tokens, logits, np.empty(rows), np.empty(rows), np.empty(rows), vocab, listing.by_noise)
 
 
 @step
@@ -151,6 +194,14 @@ def listed_rows(logits: Array, keys: Array, listing: Listing) -> Ranked:
             tokens[row, place] = held[place]
             listed[row, place] = logits[row, held[place]] if norms[row] == norms[row] else np.nan
     return Ranked(tokens, listed, norms, warm, rest, vocab, listing.by_noise)
+
+
+@step
+def as_listed(rows: Ranked, keys: Array, listing: Listing) -> Ranked:
+    """Return rows as lists; unchanged if they are lists already, or the listing asks for whole rows. See `listed_rows`."""
+    if listing.count == 0 or not are_whole(rows):
+        return rows
+    return listed_rows(rows.logits, keys, listing)
 
 
 @step

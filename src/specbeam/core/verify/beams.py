@@ -30,6 +30,7 @@ from specbeam.core.beams import (
 from specbeam.core.control.width import (
     UNKNOWN_WIDTH,
     FixedWidth,
+    FixedWidths,
     Width,
     asked_width,
     draft_law,
@@ -71,7 +72,7 @@ from specbeam.core.laws.joint import (
     named_pairs,
     odds_among,
 )
-from specbeam.core.laws.ranked import whole_rows
+from specbeam.core.laws.ranked import WHOLE, Listing, listing_for, whole_rows
 from specbeam.core.laws.ranking import Truncation
 from specbeam.core.laws.reduce import SOUND, UNDECIDED
 from specbeam.core.laws.warp import Warp, check_condition, law_of_processed, left_by_others, on_host, processed_rows
@@ -669,6 +670,15 @@ class BeamRule:
     def is_lazy(self, session: Session) -> bool:
         """Return whether layers are decided without the rows of beams that cannot win."""
         return bool(is_lazy(self.judge_spec(session)))
+
+    def listing(self, session: Session) -> Listing:
+        """Return the lists of tokens by which layers are decided; see `Rule`."""
+        spec = self.judge_spec(session)
+        noisy = not session.warp.greedy
+        is_fixed = isinstance(self.widths(session), FixedWidths) and isinstance(spec, SharedSpec)
+        if not spec.truncation.cuts and not is_fixed:
+            return WHOLE
+        return listing_for(spec.truncation, noisy, spec.beams)
 
     def widths(self, session: Session) -> Any:
         """Return the spec by which steps choose widths, or a user's own policy."""

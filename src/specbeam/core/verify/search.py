@@ -7,7 +7,9 @@ import torch
 from jaxtyping import Float
 
 from specbeam.core.control.width import FixedWidths
+from specbeam.core.draft.beams import candidate_count
 from specbeam.core.forest import Forest
+from specbeam.core.laws.ranked import WHOLE, Listing, listing_for
 from specbeam.core.records import Verdict
 from specbeam.core.session import Session
 from specbeam.core.verify.beams import SearchSpec, can_be_lazy, judged_beams
@@ -53,6 +55,13 @@ class SearchRule:
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
         """Return the verdict on a forest."""
         return judged_beams(session, forest, scored, self.spec(session), self.widths(session), trace=False)
+
+    def listing(self, session: Session) -> Listing:
+        """Return the lists of tokens by which layers are decided; see `Rule`."""
+        spec = self.spec(session)
+        if spec.by_dice and not spec.truncation.cuts:
+            return WHOLE
+        return listing_for(spec.truncation, spec.noisy, candidate_count(spec.beams, len(spec.stop.eos)))
 
     def widths(self, session: Session) -> FixedWidths:
         """Return the number of beams of each layer, as numbers for steps."""

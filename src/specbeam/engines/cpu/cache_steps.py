@@ -6,7 +6,18 @@ import numpy as np
 
 from specbeam.core.compiling.compiler import AVAILABLE, Array, borrowed, compiled
 from specbeam.core.compiling.copies import copy_numbers, copy_rows
-from specbeam.core.passes import extend, has_pending, has_room_for, keep_only, rewind, runs_layers, settle_target
+from specbeam.core.laws.ranked import Listing, Ranked, are_whole, listed_rows, whole_rows
+from specbeam.core.passes import (
+    extend,
+    extend_ranked,
+    has_pending,
+    has_room_for,
+    keep_only,
+    rewind,
+    runs_layers,
+    settle_target,
+    whole_rows_again,
+)
 from specbeam.engines.cpu.early import (
     MOST_WAITING,
     UNFINISHED,
@@ -72,6 +83,7 @@ class CacheArrays(NamedTuple):
     # float32[n, vocab]: the logits that the next call of `extend_cache` returns, computed by a pass of several sessions, see
     # `open_pass`; no rows: `extend_cache` runs a pass itself
     given: Array
+    listing: Listing  # the lists that `extend_ranked` returns
 
 
 @compiled
@@ -268,19 +280,50 @@ def extend_cache(cache: CacheArrays, tokens: Array, parents: Array, wanted: Arra
         _store_first_and_others(cache)
     elif trie.counts[SIZE] > trie.counts[STORED]:
         _store(cache)
-    outputs = cache.outputs
-    norm = model.last_norm
     if cache.part == FIRST:
         outputs = cache.early.exited if len(cache.exit.kinds) > 0 else cache.early.outputs
-        norm = cache.exit.norm
-    x = np.empty((len(wanted), outputs.shape[1]), dtype=np.float32)
-    for row in range(len(wanted)):
-        copy_numbers(x[row], outputs[trie.local[wanted[row]]])
+        return _logits_of(cache, outputs, cache.exit.norm, wanted)
+    return _logits_of(cache, cache.outputs, model.last_norm, wanted)
+
+
+@compiled
+def _logits_of(cache: CacheArrays, outputs: Array, norm: Array, nodes: Array) -> Array:
+    """Return the logits of stored forest nodes, float32[nodes, vocab].
+
+    Args:
+        outputs: float32[n, hidden], the output of the last layer that ran, by local node.
+        norm: the weight of the norm before the head.
+    """
+    model = cache.model
+    x = np.empty((len(nodes), outputs.shape[1]), dtype=np.float32)
+    for row in range(len(nodes)):
+        copy_numbers(x[row], outputs[cache.trie.local[nodes[row]]])
     logits = np.empty((len(x), model.vocab), dtype=np.float32)
     if len(x) > 0:
         call_at(cache.score_rows_at, (x, norm, model.eps, model.head, logits, cache.threads))
         shape_logits(logits, model.logits_divisor, model.logits_cap, model.logits_bias)
     return logits
+
+
+@extend_ranked.of(CacheArrays)
+@compiled
+def extend_cache_ranked(
+    cache: CacheArrays, tokens: Array, parents: Array, wanted: Array, keys: Array, whole: bool
+) -> Ranked:
+    """Run `extend_cache`, and return the rows as lists, if there is a listing; see `extend_ranked`."""
+    logits = extend_cache(cache, tokens, parents, wanted)
+    if whole or cache.listing.count == 0:
+        return whole_rows(logits)
+    return listed_rows(logits, keys, cache.listing)
+
+
+@whole_rows_again.of(CacheArrays)
+@compiled
+def score_cache_again(cache: CacheArrays, known: Ranked, nodes: Array) -> Ranked:
+    """Multiply the stored outputs of nodes by the head again, if their rows are lists; see `whole_rows_again`."""
+    if are_whole(known):
+        return known
+    return whole_rows(_logits_of(cache, cache.outputs, cache.model.last_norm, nodes))
 
 
 @compiled

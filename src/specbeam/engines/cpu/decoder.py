@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from specbeam.core import compiling
 from specbeam.core.compiling.compiler import Array, address_of, borrowed
+from specbeam.core.laws.ranked import WHOLE
 from specbeam.engines import families
 from specbeam.engines.arrays import Integers, LogitRows, States, Tapped, Vector, WindowSizes
 from specbeam.engines.cpu import tiles
@@ -375,7 +376,7 @@ class CompiledDecoder:
             yield CacheArrays(
                 cache.trie.arrays, cache.outputs, cache.taps, taps, self.model, windows, store.keys_by_panel,
                 store.values_by_slot, cache.row, threads, *self.addresses, part, cache.early_layers or 0,
-                self._exit_of(cache), cache.early, sources, _NO_ROWS,
+                self._exit_of(cache), cache.early, sources, _NO_ROWS, WHOLE,
             )  # fmt: skip
 
     def _exit_of(self, cache: CpuCache) -> ExitWeights:
