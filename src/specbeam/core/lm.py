@@ -9,7 +9,7 @@ from jaxtyping import Int64
 
 from specbeam.core.answers import LOGITS
 from specbeam.core.errors import BadPrompt, NotSupported, VocabularyMismatch
-from specbeam.core.forest import Forest, Start, unknown_nodes
+from specbeam.core.forest import Forest, unknown_nodes
 from specbeam.core.records import Needs, Scored, Turn
 from specbeam.core.session import Session
 
@@ -170,27 +170,12 @@ class RunLM(LM, Protocol):
         ...
 
 
-class SharedRunLM(RunLM, Protocol):
-    """A model whose passes the runs of several sessions can share."""
+def shares_passes(lm: Any) -> TypeGuard[RunLM]:
+    """Return whether one pass of a model can serve the runs of many sessions: its attribute `shares_passes` is True.
 
-    passes: int
-
-    def still_has(self, session: Any, arrays: Any) -> bool:
-        """Return whether `for_run` would yield this record again."""
-        ...
-
-    def has_moved(self, arrays: Any) -> bool:
-        """Return whether the store was reallocated since this record was taken."""
-        ...
-
-    def extend_together(self, arrays: Sequence[Any], starts: Sequence[Start]) -> list[Any]:
-        """Run one pass for several sessions; return their records with the logits, or the error of a session."""
-        ...
-
-
-def shares_passes(lm: Any) -> TypeGuard[SharedRunLM]:
-    """Return whether the runs of several sessions can share the passes of a model."""
-    return getattr(lm, "supports_runs", False) and hasattr(lm, "extend_together")
+    Its kind of cache then has a step of `core.passes.extend_all`.
+    """
+    return getattr(lm, "supports_runs", False) and getattr(lm, "shares_passes", False)
 
 
 def runs_in_steps(lm: Any) -> TypeGuard[StepLM]:

@@ -6,6 +6,9 @@ compiled runs; the bodies of the other verbs fit ordinary caches.
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from specbeam.core.compiling.held import held_at
 from specbeam.core.cycles import cycles
 from specbeam.core.laws.ranked import Ranked, whole_rows
 from specbeam.core.steps import Array, step, verb
@@ -26,6 +29,15 @@ class SettledTurn(NamedTuple):
     survivor_tokens: Array
     survivor_parents: Array
     kept: Array  # int64[n], see `Verdict.kept`
+
+
+class Asked(NamedTuple):
+    """The rows that a session asks a pass for: the arguments of `extend_ranked`."""
+
+    tokens: Array  # int64[nodes] of the forest
+    parents: Array
+    wanted: Array  # int64[n]: forest nodes, ascending
+    keys: Array  # uint64[n], see `extend_ranked`
 
 
 @verb(0, has_body=False)
@@ -50,6 +62,22 @@ def extend_ranked(cache: Any, tokens: Array, parents: Array, wanted: Array, keys
         whole: whether whole rows are wanted in any case.
     """
     return whole_rows(extend(cache, tokens, parents, wanted))
+
+
+@verb(0)
+@step
+def extend_all(like: Any, caches: list[Any], asked: list[Asked], whole: bool, spent: Array) -> list[Ranked]:
+    """Return for each of many sessions the rows that it asks for; no rows if it asks for none, or its nodes are refused.
+
+    An engine that can serve many sessions by one pass registers a step for its kind of cache.
+
+    Args:
+        like: any of the caches.
+        caches: where each cache is held, see `compiling.held.address_of_record`.
+        whole: see `extend_ranked`.
+        spent: int64[sessions, 2], as in `run_pass`.
+    """
+    return extend_one_by_one(like, caches, asked, whole, spent)
 
 
 @verb(0)
@@ -149,6 +177,20 @@ def run_ranked_pass(
     spent[PASSES] += before == EACH or blocks_made(cache) > before
     spent[CYCLES] += cycles() - began
     return rows
+
+
+@step
+def extend_one_by_one(like: Any, caches: list[Any], asked: list[Asked], whole: bool, spent: Array) -> list[Ranked]:
+    """Return the rows of many sessions, by one pass after the other; see `extend_all`."""
+    found = []
+    for number in range(len(asked)):
+        one = asked[number]
+        rows = whole_rows(np.empty((0, 0), dtype=np.float32))
+        if len(one.wanted) > 0:
+            cache = held_at(caches[number], like)
+            rows = run_ranked_pass(cache, one.tokens, one.parents, one.wanted, one.keys, whole, spent[number])
+        found.append(rows)
+    return found
 
 
 @step

@@ -14,8 +14,8 @@ from specbeam.core.forest import Forest
 from specbeam.core.laws.edits import ban
 from specbeam.core.laws.reduce import log_probabilities
 from specbeam.core.laws.warp import check_rows, processed_rows
-from specbeam.core.run_steps import RunSpec
 from specbeam.core.session import Session
+from specbeam.core.turn_steps import RunSpec
 
 _ONE_AT_A_TIME = threading.Lock()  # held by the callback that runs
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,11 @@ from specbeam.core.beams import (
     room_for_ended,
     room_for_texts,
 )
-from specbeam.core.compiling.repeated import Repeated
+from specbeam.core.compiling.held import Held
 from specbeam.core.compiling.threads import allowed_threads, torch_on_one_thread
 from specbeam.core.control.planning import NEVER, deepest_of
 from specbeam.core.control.stopping import stops_of
 from specbeam.core.control.width import FixedWidths, is_for_steps
-from specbeam.core.cycles import cycles
 from specbeam.core.dice import Uniforms
 from specbeam.core.draft.batch import models_of
 from specbeam.core.draft.turns import draft_turn, nodes_of, rows_kept, uniforms_of
@@ -48,12 +47,16 @@ from specbeam.core.laws.ranked import (
 from specbeam.core.laws.reduce import SOUND
 from specbeam.core.laws.warp import Warp
 from specbeam.core.limits import SPAN, Limits
-from specbeam.core.lm import LM, RunLM, SharedRunLM, shares_passes
+from specbeam.core.lm import LM, RunLM, shares_passes
 from specbeam.core.measure.profiler import apportion
-from specbeam.core.passes import has_room_for, runs_layers, whole_rows_again
+from specbeam.core.passes import whole_rows_again
 from specbeam.core.records import RowCounts
 from specbeam.core.rows_in_python import RowsOfSession
-from specbeam.core.run_steps import (
+from specbeam.core.run_steps import run_turns
+from specbeam.core.session import Parts, Session, failing_together
+from specbeam.core.steps import Array
+from specbeam.core.together_steps import Job, run_turns_together
+from specbeam.core.turn_steps import (
     DONE,
     DRAFT_PASSES,
     DRAFT_SCORED,
@@ -62,23 +65,18 @@ from specbeam.core.run_steps import (
     LOOK,
     PARTS,
     ROWS,
-    SCORE,
     SCORED,
     RunRoom,
     RunSpec,
     keys_in,
-    run_turns,
 )
-from specbeam.core.session import Parts, Session, failing_together
 from specbeam.core.verify.turns import ends_between_layers, verify_turn
 
 READ_IN_PYTHONS_TIME = 2_000_000  # weights that a processor multiplies in the time that Python spends per session
 MOST_UNIFORMS = 2**17  # most uniforms drawn for a run, unless one turn may need more
 TURNS = 32  # most turns of a run: between runs a user can interrupt
-_LOOKED_AHEAD = (8, 4, 2, 1)  # numbers of turns of several sessions whose capacity is checked at once
 PATIENCE = 0.5  # seconds of a run of several sessions after which a user can interrupt
 _NO_TOKENS = np.zeros(0, dtype=np.bool_)
-_CHANGING = slice(3, 5)  # the arguments of `run_turns` that it returns anew: the live beams and the start
 
 
 class _Refused:
@@ -200,10 +198,6 @@ def numbers_of(controller: object, session: Session) -> Any:
     return None
 
 
-def _repeated_turns() -> Repeated:
-    return Repeated(run_turns, _CHANGING)
-
-
 @dataclass(eq=False)
 class Run:
     """Turns of one session as one compiled loop: its arguments and its results."""
@@ -218,9 +212,6 @@ class Run:
     start: Start
     python: "RowsOfSession | None" = None  # the callbacks of the run
     condition: int = SOUND
-    step_through: Repeated = field(default_factory=_repeated_turns)
-    has_room: Repeated = field(default_factory=lambda: Repeated(has_room_for, slice(0)))
-    target_cache: Any = None  # the session's cache in the target, as `caches` returned it last
 
     @classmethod
     def of(cls, target: LM, session: Session, most_turns: int) -> "Run | None":
@@ -272,13 +263,7 @@ class Run:
             found.append(with_listing(stack.enter_context(cache), self.spec.listing))
         if any(cache is None for cache in found):
             return None
-        self.target_cache = found[0]
         return found
-
-    def held_target(self) -> Any:
-        """Return the target's cache of the last run if it is still valid, else None."""
-        target: Any = self.models[0]
-        return self.target_cache if target.still_has(self.session, self.target_cache) else None
 
     def take(self, caches: list[Any]) -> None:
         """Take the turns. The interpreter lock is released meanwhile, so several runs can proceed in parallel threads."""
@@ -287,25 +272,18 @@ class Run:
             caches[0], caches[-1], self.spec, self.session.beams, self.start, self.room, turns, self.dice
         )
 
-    def take_one(self, cache: Any) -> bool:
-        """Take one turn whose rows a shared pass has computed. Returns whether another can follow.
-
-        Args:
-            cache: the session's cache in the target, as `extend_together` returns it.
-        """
-        done = int(self.room.numbers[DONE])
+    def job(self, caches: list[Any]) -> Job:
+        """Return the run as one of many in `run_turns_together`."""
         turns = self.session.count.target_passes
-        spec = self.spec._replace(most_turns=done + 1)
-        self.live, self.start, self.condition = self.step_through(
-            cache, cache, spec, self.live, self.start, self.room, turns, self.dice
-        )
-        if self.room.numbers[DONE] == done or self.condition != SOUND:
-            return False
-        if self.python is not None and self.python.moved.failure is not None:
-            return False
-        return not is_session_over(
-            self.room.finished, self.spec.stop, self.live.scores, int(self.room.texts.sizes[LENGTH])
-        )
+        return Job(caches[0], caches[-1], self.spec, self.room, self.dice, self.live, self.start, turns)
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether no further turn can follow in the same loop."""
+        if self.condition != SOUND or (self.python is not None and self.python.moved.failure is not None):
+            return True
+        length = int(self.room.texts.sizes[LENGTH])
+        return bool(is_session_over(self.room.finished, self.spec.stop, self.live.scores, length))
 
     def keep(self) -> bool:
         """Apply the run to the session. Returns True if any turn ran. Raises the errors of its constraint."""
@@ -421,99 +399,80 @@ def run_side_by_side(target: LM, sessions: Sequence[Session], most_turns: int = 
 
 
 def run_together(target: LM, sessions: Sequence[Session], most_turns: int = TURNS) -> list[Session]:
-    """Advance sessions that draft nothing, each by its own run, with shared passes of the target.
+    """Advance sessions by one compiled loop, with passes of the models that all of them share.
 
     Ends when one of them cannot continue, so that another session can take its place, or after `PATIENCE` seconds.
     Returns the sessions that took a turn or failed.
     """
     if len(sessions) < 2 or not shares_passes(target):
         return _failed(sessions)
+    every = [_shared_run(target, session, most_turns) for session in sessions]
     with ExitStack() as stack:
-        every = [_run_without_drafts(target, session, most_turns) for session in sessions]
-        runs = [run for run in every if run is not None]
-        ready = _with_room(target, runs, stack)
-        if len(ready) < 2:
-            return _failed(sessions)
-        fitting = _turns_with_room(ready)
-        if fitting == 0:
-            for run in runs:
-                run.target_cache = None
-            ready = _with_room(target, runs, stack)
-        began = time.perf_counter()
-        spent = np.zeros(len(PARTS), dtype=np.int64)
-        going = True
-        for _ in range(most_turns):
-            fitting = fitting or _turns_with_room(ready)
-            if fitting == 0:  # the next run allocates more
-                break
-            fitting -= 1
-            before = cycles()
-            target.passes += any(runs_layers(cache, len(run.start.tokens)) for run, cache in ready)
-            given = list[Any]()
-            with failing_together([run.session for run, _ in ready]):
-                given = target.extend_together([cache for _, cache in ready], [run.start for run, _ in ready])
-            spent[SCORE] += cycles() - before
-            for (run, _), cache in zip(ready, given, strict=False):
-                can_go_on = False
-                with run.session.failing_alone():
-                    if isinstance(cache, Exception):
-                        raise cache
-                    can_go_on = run.take_one(cache)
-                going = going and can_go_on
-            going = going and len(given) > 0
-            if not going or time.perf_counter() - began > PATIENCE:
-                break
-    for run, _ in ready:
-        spent += run.room.cycles
-    apportion(dict(zip(PARTS, spent.tolist(), strict=True)), began)
+        for together in _runs_of_one_type([run for run in every if run is not None]):
+            for run in together:
+                _caches_of(run, stack)  # allocate for all first: growing the store moves the arrays of every session
+            ready = [(run, caches) for run in together if (caches := _caches_of(run, stack)) is not None]
+            if len(ready) > 1:
+                _take_together(ready, most_turns)
     moved = []
-    for run, _ in ready:
-        if run.session.failure is None:
+    for run in every:
+        if run is not None and run.session.failure is None:
             with run.session.failing_alone():
                 if run.keep():
                     moved.append(run.session)
     return moved + _failed(sessions)
 
 
-def _with_room(target: SharedRunLM, runs: Sequence[Run], stack: ExitStack) -> list[tuple[Run, Any]]:
-    """Return `_targets_of`, taken again if growing the store has moved the arrays of a run."""
-    ready = _targets_of(runs, stack)
-    if any(target.has_moved(cache) for _, cache in ready):
-        return _targets_of(runs, stack)
-    return ready
-
-
-def _targets_of(runs: Sequence[Run], stack: ExitStack) -> list[tuple[Run, Any]]:
-    """Return the runs that can run now, each with its target cache: the last one if it is valid, else a new one."""
-    found = []
-    for run in runs:
-        cache = run.held_target()
-        if cache is None:
-            caches = _caches_of(run, stack)
-            cache = None if caches is None else caches[0]
-        if cache is not None:
-            found.append((run, cache))
-    return found
-
-
-def _turns_with_room(ready: Sequence[tuple[Run, Any]]) -> int:
-    """Return a number of turns that the caches of all runs have capacity for; 0 if one may have none.
-
-    A turn adds one node per live beam, so several turns need the capacity of one turn with as many drafts more.
-    """
-    for turns in _LOOKED_AHEAD:
-        if all(run.has_room(cache, (turns - 1) * run.spec.most_beams, run.spec.most_beams) for run, cache in ready):
-            return turns
-    return 0
-
-
-def _run_without_drafts(target: LM, session: Session, most_turns: int) -> Run | None:
-    """Return a run of a session that drafts nothing; None if it drafts, or fails, which sets its `failure`."""
-    if not _drafts_nothing(session):
-        return None
+def _shared_run(target: LM, session: Session, most_turns: int) -> Run | None:
+    """Return a run whose models share passes; None for other sessions, and for failures, which set `failure`."""
+    run = None
     with session.failing_alone():
-        return Run.of(target, session, most_turns)
-    return None
+        run = Run.of(target, session, most_turns)
+    return run if run is not None and all(shares_passes(lm) for lm in run.models) else None
+
+
+def _runs_of_one_type(runs: Sequence[Run]) -> list[list[Run]]:
+    """Return the runs grouped by the types of their parts, one compiled loop for each group."""
+    groups: dict[Any, list[Run]] = {}
+    for run in runs:
+        spec = run.spec
+        kinds = tuple(type(part) for part in (spec.plan, spec.drafts, spec.rule, spec.widths))
+        groups.setdefault((kinds, *(id(lm) for lm in run.models), spec.listing), []).append(run)
+    return list(groups.values())
+
+
+def _take_together(ready: Sequence[tuple[Run, list[Any]]], most_turns: int) -> None:
+    """Take up to `most_turns` turns of runs of one type. A failure ends all of their sessions."""
+    began = time.perf_counter()
+    left = most_turns
+    turns = 1  # then as many as fit into `PATIENCE`
+    with failing_together([run.session for run, _ in ready]):
+        while left > 0:
+            held = [Held(run.job(caches)) for run, caches in ready]
+            addresses = np.array([one.address for one in held])
+            started = time.perf_counter()
+            lives, starts, conditions = run_turns_together(addresses, held[0].record, min(turns, left))
+            spent = time.perf_counter() - started
+            for place, (run, _) in enumerate(ready):
+                run.live = lives[place]
+                run.start = starts[place]
+                run.condition = int(conditions[place])
+            left -= turns
+            turns = max(1, int(PATIENCE / max(spent, 1e-6) * min(turns, left + turns)))
+            if any(run.is_held_up for run, _ in ready) or time.perf_counter() - began > PATIENCE:
+                break
+    count_shared_passes([run.room.numbers for run, _ in ready])
+    cycles_of_all = sum((run.room.cycles for run, _ in ready), np.zeros(len(PARTS), dtype=np.int64))
+    apportion(dict(zip(PARTS, cycles_of_all.tolist(), strict=True)), began)
+
+
+def count_shared_passes(numbers: Sequence[Array]) -> None:
+    """Leave the passes that many sessions share in the numbers of one of them, so that a model counts each once."""
+    for kind in (SCORED, DRAFT_SCORED):
+        most = max(own[kind] for own in numbers)
+        for own in numbers:
+            own[kind] = 0
+        numbers[0][kind] = most
 
 
 def _drafts_nothing(session: Session) -> bool:

@@ -14,7 +14,7 @@ from jaxtyping import Int64
 
 from specbeam.core.answers import LOGITS
 from specbeam.core.errors import NotSupported, UnsupportedModel
-from specbeam.core.forest import Forest, Start
+from specbeam.core.forest import Forest
 from specbeam.core.guard import ThreadGuard
 from specbeam.core.lm import LM, checked_needs
 from specbeam.core.measure.profiler import record_share
@@ -384,15 +384,10 @@ class HuggingFaceLM:
         """See `RunLM.for_run`. Sessions that share a row of the store cannot run."""
         return cache_for_run(self, session, fresh + beams, more, needs) if self.supports_runs else None
 
-    def still_has(self, session: CacheOwner, arrays: Any) -> bool:
-        """Return whether `cache_for_steps` would yield these arrays, the session's last ones, again."""
-        cache = session.state.get(self)
-        if arrays is None or cache is None or not isinstance(self.runner, PackedPasses):
-            return False
-        return cache.leader is None and len(cache.row_caches) == 1 and self.runner.are_current(cache, arrays)
-
-    def has_moved(self, arrays: Any) -> bool:
-        return self.packed.has_moved(arrays)
+    @property
+    def shares_passes(self) -> bool:
+        """Whether one pass can serve the compiled runs of many sessions."""
+        return isinstance(self.runner, PackedPasses)
 
     @contextmanager
     def early_cache_for_steps(
@@ -459,10 +454,6 @@ class HuggingFaceLM:
     def _takes_steps(self) -> bool:
         """Whether compiled steps can run passes of a single session."""
         return not isinstance(self.runner, PaddedPasses) and getattr(self.runner, "takes_steps", True)
-
-    def extend_together(self, arrays: Sequence[Any], starts: Sequence[Start]) -> list[Any]:
-        """Run one pass for several sessions; see `PackedPasses.extend_together`. The model must support runs."""
-        return self.packed.extend_together(arrays, starts)
 
     def finish_run(self, session: CacheOwner, passes: int, roots: int) -> None:
         """Update the counters and the session's cache after a run of `passes` passes.

@@ -7,6 +7,7 @@ import numpy as np
 
 from specbeam.core.beams import Beams, Layers, is_end, picked_beams
 from specbeam.core.compiling.copies import copy_numbers
+from specbeam.core.compiling.held import held_at
 from specbeam.core.control.needs import (
     NO_BUDGET,
     Budget,
@@ -23,7 +24,7 @@ from specbeam.core.control.needs import (
 from specbeam.core.control.width import FixedWidths, Width, is_for_steps, width_by_draft, width_spec
 from specbeam.core.dice import pick
 from specbeam.core.draft.by_steps import drafted_by_steps
-from specbeam.core.draft.turns import Cut, DraftTask, NoDraftSpec, draft_turn, learn_from, rows_kept, uncut
+from specbeam.core.draft.turns import Cut, DraftTask, NoDraftSpec, draft_all, draft_turn, learn_from, rows_kept, uncut
 from specbeam.core.errors import BrokenProcessor, DeadEnd
 from specbeam.core.forest import (
     DISTINCT,
@@ -39,7 +40,7 @@ from specbeam.core.forest import (
     nodes_without,
     rows_with_known,
 )
-from specbeam.core.laws.edits import Edits, edited_rows
+from specbeam.core.laws.edits import edited_rows
 from specbeam.core.laws.joint import (
     Choice,
     JointLaw,
@@ -55,12 +56,12 @@ from specbeam.core.laws.joint import (
     odds_among,
     token_of,
 )
-from specbeam.core.laws.ranked import WHOLE, Listing, as_listed, listing_for, rows_between, whole_rows
+from specbeam.core.laws.ranked import WHOLE, Listing, Ranked, as_listed, listing_for, rows_between, whole_rows
 from specbeam.core.laws.ranking import Truncation, sorted_places
 from specbeam.core.laws.reduce import SOUND, UNDECIDED
 from specbeam.core.laws.warp import Rows, law_of_beams, on_host, processed_rows
 from specbeam.core.lm import LM, fill_prompts, takes_a_pass
-from specbeam.core.passes import run_ranked_pass
+from specbeam.core.passes import Asked, extend_all, run_ranked_pass
 from specbeam.core.records import Scored, Shape, Turn
 from specbeam.core.session import Session
 from specbeam.core.steps import Array, borrowed, step, verb
@@ -438,17 +439,9 @@ def start_draft(live: Beams, roots: Forest, spec: Any) -> Drafted:
 
 @step
 def draft_layers(
-    model: Any,
-    drafted: Drafted,
-    depth: int,
-    width: int,
-    spec: Any,
-    edits: Edits,
-    dice: Any,
-    listing: Listing,
-    spent: Array,
+    model: Any, drafted: Drafted, spec: Any, task: DraftTask, dice: Any, spent: Array
 ) -> tuple[Drafted, int]:
-    """Return a draft with up to `depth` more layers of `width` beams, and SOUND.
+    """Return a draft with up to `task.depth` more layers of `task.width` beams, and SOUND.
 
     Beams whose target row is known draw from the target's law; only the others need the draft model. If a layer has no law
     to draw from, DEAD or BROKEN is returned in place of SOUND; UNDECIDED if a layer cannot be chosen from lists of tokens.
@@ -456,33 +449,53 @@ def draft_layers(
     Args:
         model: the cache of a session in a model that compiled steps can run, see `core.passes.run_pass`.
         drafted: a draft; the known rows of its forest are already edited.
-        edits: changes of the model's rows.
-        listing: see `DraftTask`; known rows are in the same form.
         spent: int64[2], to which the number of passes and the processor's cycles in the model are added.
     """
-    for _ in range(depth):
+    for _ in range(task.depth):
         drafted = thinned(spec, drafted)
-        frontier = drafted.frontier
-        if len(frontier.tokens) == 0:
+        if len(drafted.frontier.tokens) == 0:
             break
-        forest = drafted.forest
-        wanted = nodes_without(frontier.nodes, forest.known.nodes)
-        own = rows_between(forest.known.rows, 0, 0)
-        if len(wanted) > 0:
-            keys = keys_of_nodes(frontier, wanted)
-            own = run_ranked_pass(model, forest.tokens, forest.parents, wanted, keys, listing.count == 0, spent)
-            own = edited_rows(own, wanted, forest.tokens, forest.parents, edits)
-            own = as_listed(own, keys, listing)
-        rows = rows_with_known(frontier.nodes, forest.known, own)
-        law = joint_law(rows, frontier.scores, frontier.counts, spec.truncation)
-        condition = condition_of(law)
+        asked = asked_by_layer(drafted)
+        own = rows_between(drafted.forest.known.rows, 0, 0)
+        if len(asked.wanted) > 0:
+            whole = task.listing.count == 0
+            own = run_ranked_pass(model, asked.tokens, asked.parents, asked.wanted, asked.keys, whole, spent)
+        drafted, condition = with_layer(drafted, own, asked, spec, task, dice)
         if condition != SOUND:
             return drafted, condition
-        longer = draft_layer(spec, drafted, law, width, dice)
-        if law.undecided[0]:
-            return drafted, UNDECIDED
-        drafted = longer
     return drafted, SOUND
+
+
+@step
+def asked_by_layer(drafted: Drafted) -> Asked:
+    """Return the rows that the next layer of a draft needs of the draft model."""
+    forest = drafted.forest
+    wanted = nodes_without(drafted.frontier.nodes, forest.known.nodes)
+    return Asked(forest.tokens, forest.parents, wanted, keys_of_nodes(drafted.frontier, wanted))
+
+
+@step
+def with_layer(
+    drafted: Drafted, own: Ranked, asked: Asked, spec: Any, task: DraftTask, dice: Any
+) -> tuple[Drafted, int]:
+    """Return a draft with one more layer, and SOUND; or the draft itself and the reason, see `draft_layers`.
+
+    Args:
+        own: the rows of the draft model that `asked` names.
+    """
+    forest = drafted.forest
+    frontier = drafted.frontier
+    own = edited_rows(own, asked.wanted, forest.tokens, forest.parents, task.edits)
+    own = as_listed(own, asked.keys, task.listing)
+    rows = rows_with_known(frontier.nodes, forest.known, own)
+    law = joint_law(rows, frontier.scores, frontier.counts, spec.truncation)
+    condition = condition_of(law)
+    if condition != SOUND:
+        return drafted, condition
+    longer = draft_layer(spec, drafted, law, task.width, dice)
+    if law.undecided[0]:
+        return drafted, UNDECIDED
+    return longer, SOUND
 
 
 @step
@@ -502,10 +515,53 @@ def keys_of_nodes(beams: Beams, nodes: Array) -> Array:
 def draft_beams(drafts: Any, model: Any, task: DraftTask, dice: Any, spent: Array) -> tuple[Cut, int]:
     """Draft layers of beams; see `draft_turn`."""
     begun = start_draft(task.live, task.roots, drafts)
-    drafted, condition = draft_layers(
-        model, begun, task.depth, task.width, drafts, task.edits, dice, task.listing, spent
-    )
+    drafted, condition = draft_layers(model, begun, drafts, task, dice, spent)
     return cut(drafts, drafted), condition
+
+
+@draft_all.of(SharedLayers, SearchedLayers, DrawnLayers)
+@step
+def draft_beams_of_all(
+    drafts: Any, like: Any, jobs: Array, models: list[Any], tasks: list[DraftTask], spent: Array
+) -> list[tuple[Cut, int]]:
+    """Draft layers of beams of many sessions, with a pass of the draft model for each layer of all; see `draft_all`."""
+    count = len(tasks)
+    growing = []
+    deepest = 0
+    for number in range(count):
+        job = held_at(jobs[number], like)
+        task = tasks[number]
+        growing.append(start_draft(task.live, task.roots, job.spec.drafts))
+        deepest = max(deepest, task.depth)
+    conditions = np.full(count, SOUND)
+    is_growing = np.ones(count, dtype=np.bool_)
+    for layer in range(deepest):
+        asked = []
+        for number in range(count):
+            job = held_at(jobs[number], like)
+            if is_growing[number] and layer < tasks[number].depth:
+                growing[number] = thinned(job.spec.drafts, growing[number])
+                is_growing[number] = len(growing[number].frontier.tokens) > 0
+            else:
+                is_growing[number] = False
+            one = asked_by_layer(growing[number])
+            asked.append(one if is_growing[number] else Asked(one.tokens, one.parents, one.wanted[:0], one.keys[:0]))
+        if not is_growing.any():
+            break
+        rows = extend_all(like.draft, models, asked, like.spec.listing.count == 0, spent)
+        for number in range(count):
+            if not is_growing[number]:
+                continue
+            job = held_at(jobs[number], like)
+            longer, condition = with_layer(
+                growing[number], rows[number], asked[number], job.spec.drafts, tasks[number], job.dice
+            )
+            growing[number] = longer
+            conditions[number] = condition
+            is_growing[number] = condition == SOUND
+    return [
+        (cut(held_at(jobs[number], like).spec.drafts, growing[number]), conditions[number]) for number in range(count)
+    ]
 
 
 @rows_kept.of(SharedLayers)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specbeam.core.beams import Beams, Layers, Texts
+from specbeam.core.compiling.held import held_at
 from specbeam.core.control.needs import NodeOdds, no_node_odds
 from specbeam.core.forest import Forest, TurnRows
 from specbeam.core.laws.edits import Edits
@@ -51,6 +52,28 @@ def draft_turn(  # type: ignore[empty-body]
         model: the session's cache in the draft model; in the target if the drafter has no model.
         spent: int64[2], to which the number of passes and the processor's cycles in the model are added.
     """
+
+
+@verb(0)
+@step
+def draft_all(
+    drafts: Any, like: Any, jobs: Array, models: list[Any], tasks: list[DraftTask], spent: Array
+) -> list[tuple[Cut, int]]:
+    """Return for each of many sessions the result of `draft_turn`.
+
+    A drafter whose sessions can share the passes of the draft model registers a step for its spec.
+
+    Args:
+        drafts: the spec of any of the drafters.
+        like, jobs: see `together_steps.run_turns_together`.
+        models: where each cache in the draft model is held, see `passes.extend_all`.
+        spent: int64[sessions, 2], as in `draft_turn`.
+    """
+    found = []
+    for number in range(len(tasks)):
+        job = held_at(jobs[number], like)
+        found.append(draft_turn(job.spec.drafts, job.draft, tasks[number], job.dice, spent[number]))
+    return found
 
 
 @verb(0)

@@ -33,7 +33,7 @@ from specbeam.engines.cpu.early import (
 )
 from specbeam.engines.cpu.embedding import look_up_rows
 from specbeam.engines.cpu.layers import normalise, shape_logits
-from specbeam.engines.cpu.rows import KeyValues, LayerRows, OwnRows, Stack, Taps
+from specbeam.engines.cpu.rows import KeyValues, LayerRows, Stack, Taps
 from specbeam.engines.cpu.sources import Sources, layers_of_sources
 from specbeam.engines.cpu.weights import layers_of_weights
 from specbeam.engines.kv.steps import (
@@ -80,9 +80,6 @@ class CacheArrays(NamedTuple):
     exit: ExitWeights
     early: EarlyNodes
     sources: Sources  # of the model; the session reads the first of `Sources.rows`
-    # float32[n, vocab]: the logits that the next call of `extend_cache` returns, computed by a pass of several sessions, see
-    # `open_pass`; no rows: `extend_cache` runs a pass itself
-    given: Array
     listing: Listing  # the lists that `extend_ranked` returns
 
 
@@ -93,7 +90,7 @@ def extent_of(trie: Trie) -> int:
 
 
 @compiled
-def _pass_rows(cache: CacheArrays, positions: Array, slots: Array, seen: Array, sources: Sources) -> LayerRows:
+def pass_rows(cache: CacheArrays, positions: Array, slots: Array, seen: Array, sources: Sources) -> LayerRows:
     """Return the rows of a pass of one session.
 
     Args:
@@ -119,7 +116,7 @@ def _pass_rows(cache: CacheArrays, positions: Array, slots: Array, seen: Array, 
 
 
 @compiled
-def _feed(cache: CacheArrays, sources: Sources) -> LayerRows:
+def fed_rows(cache: CacheArrays, sources: Sources) -> LayerRows:
     """Assign slots to all pending nodes, and return them as the rows of a pass through layers that read these sources."""
     trie = cache.trie
     start = trie.counts[STORED]
@@ -130,14 +127,33 @@ def _feed(cache: CacheArrays, sources: Sources) -> LayerRows:
     positions = trie.nodes[2][start:stop]
     if positions.max() >= cache.model.angles.shape[2]:
         raise IndexError("a position is beyond the model's last position")
-    known = len(cache.model.embedding) if len(cache.model.read_as) == 0 else len(cache.model.read_as)
-    if tokens.min() < 0 or tokens.max() >= known:
+    if tokens.min() < 0 or tokens.max() >= _known_tokens(cache):
         raise IndexError("a token is outside the model's vocabulary")
-    return _pass_rows(cache, positions, slots, trie.seen[start:stop], sources)
+    return pass_rows(cache, positions, slots, trie.seen[start:stop], sources)
 
 
 @compiled
-def _embedded(cache: CacheArrays, count: int) -> Array:
+def _known_tokens(cache: CacheArrays) -> int:
+    """Return the number of tokens that the model reads."""
+    model = cache.model
+    return len(model.embedding) if len(model.read_as) == 0 else len(model.read_as)
+
+
+@compiled
+def is_feedable(cache: CacheArrays) -> bool:
+    """Return whether the model has the tokens and positions of all pending nodes; otherwise `fed_rows` raises."""
+    counts = cache.trie.counts
+    nodes = cache.trie.nodes[:, counts[STORED] : counts[SIZE]]
+    known = _known_tokens(cache)
+    places = cache.model.angles.shape[2]
+    is_fine = True
+    for place in range(nodes.shape[1]):
+        is_fine &= 0 <= nodes[0, place] < known and nodes[2, place] < places
+    return is_fine
+
+
+@compiled
+def first_inputs(cache: CacheArrays, count: int) -> Array:
     """Return the first layer's input of the newest stored nodes, float32[count, hidden]."""
     trie = cache.trie
     model = cache.model
@@ -162,7 +178,7 @@ def _embedded(cache: CacheArrays, count: int) -> Array:
 
 
 @compiled
-def _run(
+def run_layers(
     cache: CacheArrays, x: Array, rows: LayerRows, weights: Any, kinds: Array, stored: KeyValues, tapped: Array
 ) -> None:
     """Run layers on x, float32[rows, hidden], in place, and store keys and values.
@@ -180,11 +196,11 @@ def _run(
 @compiled
 def _store(cache: CacheArrays) -> None:
     """Run all layers on all pending nodes, and store the outputs."""
-    rows = _feed(cache, cache.sources)
+    rows = fed_rows(cache, cache.sources)
     model = cache.model
-    x = _embedded(cache, len(rows.slots))
+    x = first_inputs(cache, len(rows.slots))
     tapped = np.empty((len(x), cache.tapped.shape[1]), dtype=np.float32)
-    _run(cache, x, rows, model.weights, model.kinds, KeyValues(cache.keys, cache.values), tapped)
+    run_layers(cache, x, rows, model.weights, model.kinds, KeyValues(cache.keys, cache.values), tapped)
     stop = cache.trie.counts[STORED]
     start = stop - len(x)
     copy_rows(cache.outputs[start:stop], x)
@@ -198,15 +214,15 @@ def _run_range(cache: CacheArrays, x: Array, rows: LayerRows, first: int, stop: 
     weights = layers_of_weights(model.weights, first, stop)
     stored = KeyValues(cache.keys[first:stop], cache.values[first:stop])
     tapped = np.empty((len(x), 0), dtype=np.float32)
-    _run(cache, x, rows, weights, model.kinds[first:stop], stored, tapped)
+    run_layers(cache, x, rows, weights, model.kinds[first:stop], stored, tapped)
 
 
 @compiled
 def _store_early(cache: CacheArrays) -> None:
     """Run the first layers on all pending nodes, and store the outputs."""
     count = cache.first_layers
-    rows = _feed(cache, layers_of_sources(cache.sources, 0, count))
-    x = _embedded(cache, len(rows.slots))
+    rows = fed_rows(cache, layers_of_sources(cache.sources, 0, count))
+    x = first_inputs(cache, len(rows.slots))
     _run_range(cache, x, rows, 0, count)
     keep_early(cache.early, cache.trie, x, rows.slots, len(cache.exit.kinds) > 0)
 
@@ -219,10 +235,10 @@ def _run_exit(cache: CacheArrays) -> None:
     place = cache.exit.place
     x = waiting.states[:count].copy()
     none = layers_of_sources(cache.sources, 0, 0)
-    rows = _pass_rows(cache, waiting.positions[:count].copy(), waiting.slots[:count].copy(), waiting.seen[:count], none)
+    rows = pass_rows(cache, waiting.positions[:count].copy(), waiting.slots[:count].copy(), waiting.seen[:count], none)
     stored = KeyValues(cache.keys[place : place + 1], cache.values[place : place + 1])
     tapped = np.empty((count, 0), dtype=np.float32)
-    _run(cache, x, rows, cache.exit.weights, cache.exit.kinds, stored, tapped)
+    run_layers(cache, x, rows, cache.exit.weights, cache.exit.kinds, stored, tapped)
     keep_exits(cache.early, x)
 
 
@@ -238,7 +254,7 @@ def _finish(cache: CacheArrays) -> None:
     x = early.outputs[start:stop].copy()
     positions = trie.nodes[2][start:stop]
     sources = layers_of_sources(cache.sources, first, total)
-    rows = _pass_rows(cache, positions, early.slots[start:stop].copy(), trie.seen[start:stop], sources)
+    rows = pass_rows(cache, positions, early.slots[start:stop].copy(), trie.seen[start:stop], sources)
     _run_range(cache, x, rows, first, total)
     copy_rows(cache.outputs[start:stop], x)
     finish_early(early)
@@ -274,8 +290,6 @@ def extend_cache(cache: CacheArrays, tokens: Array, parents: Array, wanted: Arra
     trie = cache.trie
     model = cache.model
     enter(trie, tokens, parents)
-    if len(cache.given) > 0:
-        return cache.given
     if cache.part != ALL:
         _store_first_and_others(cache)
     elif trie.counts[SIZE] > trie.counts[STORED]:
@@ -294,10 +308,16 @@ def _logits_of(cache: CacheArrays, outputs: Array, norm: Array, nodes: Array) ->
         outputs: float32[n, hidden], the output of the last layer that ran, by local node.
         norm: the weight of the norm before the head.
     """
-    model = cache.model
     x = np.empty((len(nodes), outputs.shape[1]), dtype=np.float32)
     for row in range(len(nodes)):
         copy_numbers(x[row], outputs[cache.trie.local[nodes[row]]])
+    return shaped_logits(cache, x, norm)
+
+
+@compiled
+def shaped_logits(cache: CacheArrays, x: Array, norm: Array) -> Array:
+    """Return the logits of rows, float32[rows, vocab], given the output of the last layer, float32[rows, hidden]."""
+    model = cache.model
     logits = np.empty((len(x), model.vocab), dtype=np.float32)
     if len(x) > 0:
         call_at(cache.score_rows_at, (x, norm, model.eps, model.head, logits, cache.threads))
@@ -324,30 +344,6 @@ def score_cache_again(cache: CacheArrays, known: Ranked, nodes: Array) -> Ranked
     if are_whole(known):
         return known
     return whole_rows(_logits_of(cache, cache.outputs, cache.model.last_norm, nodes))
-
-
-@compiled
-def open_pass(cache: CacheArrays, tokens: Array, parents: Array) -> tuple[Array, OwnRows]:
-    """Enter a forest, and return its nodes and all pending ones as rows of a pass that several sessions share.
-
-    Returns the first layer's input of these rows, float32[rows, hidden], and the rows. The caller runs the pass, which
-    stores keys and values, and writes `cache.outputs`.
-
-    Raises `IndexError` for tokens and positions outside the model's range.
-
-    Args:
-        tokens, parents: int64[nodes] of the forest.
-    """
-    trie = cache.trie
-    enter(trie, tokens, parents)
-    if trie.counts[SIZE] == trie.counts[STORED]:
-        none = np.empty(0, dtype=np.int64)
-        rows = _pass_rows(cache, none, none, trie.seen[:0], cache.sources)
-        x = np.empty((0, cache.outputs.shape[1]), dtype=np.float32)
-    else:
-        rows = _feed(cache, cache.sources)
-        x = _embedded(cache, len(rows.slots))
-    return x, OwnRows(rows.positions, rows.slots, rows.seen, rows.back)
 
 
 @keep_only.of(CacheArrays)

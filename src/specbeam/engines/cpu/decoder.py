@@ -128,7 +128,6 @@ class Model(NamedTuple):
 
 
 _NO_DISTANCES = no_distances()
-_NO_ROWS = np.zeros((0, 0), dtype=np.float32)
 _NO_SOURCES = no_sources()
 
 
@@ -314,10 +313,6 @@ class CompiledDecoder:
     def _stack(self, weights: Weights) -> Stack:
         return Stack(weights, self.angles, self.eps, self.heads, self.kv_heads, self.size)
 
-    def run_together(self, x: States, rows: LayerRows, store: PanelStore) -> None:
-        """Run all layers on the rows of several sessions, x, in place, and store their keys and values."""
-        self._run(x, rows, self.weights, self.kinds, _in_store(store, slice(None)))
-
     def exit_layer(self, layer: nn.Module, norm: Any, after: int, place: int) -> ExitLayer:
         """Return an exit layer made of a layer of the same shape as the model's.
 
@@ -376,7 +371,7 @@ class CompiledDecoder:
             yield CacheArrays(
                 cache.trie.arrays, cache.outputs, cache.taps, taps, self.model, windows, store.keys_by_panel,
                 store.values_by_slot, cache.row, threads, *self.addresses, part, cache.early_layers or 0,
-                self._exit_of(cache), cache.early, sources, _NO_ROWS, WHOLE,
+                self._exit_of(cache), cache.early, sources, WHOLE,
             )  # fmt: skip
 
     def _exit_of(self, cache: CpuCache) -> ExitWeights:

@@ -9,27 +9,25 @@ from weakref import ref
 
 import numpy as np
 import torch
-from jaxtyping import Float32, Int64
+from jaxtyping import Float32
 from torch import nn
 
-from specbeam.core.compiling.threads import allowed_threads
-from specbeam.core.forest import Forest, Start, unknown_nodes
+from specbeam.core.forest import Forest, unknown_nodes
 from specbeam.core.measure.profiler import span
 from specbeam.core.records import FINAL, ExtraInputs, Needs, Scored
-from specbeam.engines.arrays import Integers, OwnStates, States, Tapped, Vector
+from specbeam.engines.arrays import Integers, States, Tapped, Vector
 from specbeam.engines.cpu.cache import CpuCache
-from specbeam.engines.cpu.cache_steps import ALL, FIRST, LAST, CacheArrays, extend_cache, open_pass
+from specbeam.engines.cpu.cache_steps import ALL, FIRST, LAST, CacheArrays, extend_cache
 from specbeam.engines.cpu.cache_words import KVType
 from specbeam.engines.cpu.decoder import Rows
 from specbeam.engines.cpu.early import MOST_WAITING, ExitLayer, keep_exits
-from specbeam.engines.cpu.rows import LayerRows, OwnRows
 from specbeam.engines.cpu.scratch import ScratchArrays
-from specbeam.engines.cpu.sources import Sources
+from specbeam.engines.cpu.shared_passes import extend_caches  # noqa: F401  # a step of `passes.extend_all`
 from specbeam.engines.eligibility import lacks_taps
 from specbeam.engines.kv.cache import Logits, Nodes, hand_out
 from specbeam.engines.kv.late import LateRows, late_rows
 from specbeam.engines.kv.masks import Masks
-from specbeam.engines.kv.steps import BLOCK, STORED
+from specbeam.engines.kv.steps import BLOCK
 from specbeam.engines.kv.trie import Feed
 
 if TYPE_CHECKING:
@@ -340,56 +338,6 @@ class PackedPasses:
         cache.answered_early = cache.trie.known
         return Scored(torch.from_numpy(logits))
 
-    def extend_together(self, arrays: Sequence[CacheArrays], starts: Sequence[Start]) -> list[CacheArrays | IndexError]:
-        """Store the first nodes of a turn's forests, for several sessions, by one pass of all layers.
-
-        Returns the caches with the logits of new nodes, which `extend_cache` hands out; for a session with unknown tokens or
-        positions an `IndexError` instead.
-
-        Args:
-            arrays: the caches of the sessions, with capacity for these nodes; their passes must run all layers.
-        """
-        found: list[CacheArrays | IndexError] = [*arrays]
-        places = []
-        opened = []
-        for place, (cache, start) in enumerate(zip(arrays, starts, strict=True)):
-            try:
-                opened.append(open_pass(cache, start.tokens, start.parents))
-                places.append(place)
-            except IndexError as error:
-                found[place] = error
-        if places:
-            passed = self._run_opened([arrays[place] for place in places], [starts[place] for place in places], opened)
-            for place, cache in zip(places, passed, strict=True):
-                found[place] = cache
-        return found
-
-    def _run_opened(
-        self,
-        arrays: Sequence[CacheArrays],
-        starts: Sequence[Start],
-        opened: Sequence[tuple[OwnStates, OwnRows]],
-    ) -> list[CacheArrays]:
-        """Run the pass of `extend_together`, given the results of `open_pass` for these caches."""
-        counts = [len(x) for x, _ in opened]
-        ends = [*accumulate(counts, initial=0)]
-        x = np.concatenate([x for x, _ in opened])
-        if len(x):
-            sessions = np.array([(cache.store_row, *part) for cache, part in zip(arrays, pairwise(ends), strict=True)])
-            rows = _joined_rows([rows for _, rows in opened], sessions, self._sources_for(arrays))
-            with span("model"):
-                self.decoder.run_together(x, rows, self.store)
-        wanted = []
-        for cache, start, (first, end) in zip(arrays, starts, pairwise(ends), strict=True):
-            stored = cache.trie.counts[STORED]
-            cache.outputs[stored - (end - first) : stored] = x[first:end]
-            asked = unknown_nodes(0, len(start.tokens), start.known.nodes)
-            wanted.append(cache.outputs[cache.trie.local[asked]])
-        with span("model"):
-            logits = self.decoder.logits(np.concatenate(wanted))
-        parts = pairwise(accumulate((len(rows) for rows in wanted), initial=0))
-        return [cache._replace(given=logits[first:end]) for cache, (first, end) in zip(arrays, parts, strict=True)]
-
     def arrays_for_steps(
         self, cache: CpuCache, fresh: int, drafts: bool = False
     ) -> AbstractContextManager[CacheArrays]:
@@ -404,31 +352,6 @@ class PackedPasses:
         if cache.runs_ahead:
             part = FIRST if drafts else LAST
         return self.decoder.arrays_for_steps(cache, self.store, self.windows, part, *self._context_for_steps(cache))
-
-    def are_current(self, cache: CpuCache, arrays: CacheArrays) -> bool:
-        """Return whether `arrays_for_steps` would return the same arrays now, for a session on one thread."""
-        is_where_it_was = (
-            arrays.trie is cache.trie.arrays
-            and arrays.outputs is cache.outputs
-            and arrays.store_row == cache.row
-            and arrays.keys is self.store.keys_by_panel
-        )
-        is_alone = arrays.threads == 1 and allowed_threads() == 1
-        return is_where_it_was and is_alone and not cache.runs_ahead and self._looks_at(cache, arrays)
-
-    def has_moved(self, arrays: CacheArrays) -> bool:
-        """Return whether the store of tokens or of sources was reallocated since these arrays were taken."""
-        sources = getattr(self, "cross", None)
-        if sources is not None and arrays.sources.keys is not sources.keys:
-            return True
-        return arrays.keys is not self.store.keys_by_panel
-
-    def _sources_for(self, arrays: Sequence[CacheArrays]) -> Sources:
-        return arrays[0].sources
-
-    def _looks_at(self, cache: CpuCache, arrays: CacheArrays) -> bool:
-        """Return whether arrays hold the current source of a session, see `_context_for_steps`."""
-        return True
 
     def _context_for_steps(self, cache: CpuCache) -> tuple[Any, ...]:
         """Return the sources of a session as further arguments of `CompiledDecoder.arrays_for_steps`."""
@@ -448,21 +371,6 @@ class PackedPasses:
         scratch.make_rows()
         with self.decoder.arrays_for_steps(scratch, self.store, self.windows, ALL) as own:
             yield ScratchArrays(own, cache.trie.arrays, np.zeros(2, dtype=np.int64))
-
-
-def _joined_rows(each: Sequence[OwnRows], sessions: Int64[np.ndarray, "sessions 3"], sources: Sources) -> LayerRows:
-    """Return the rows of several sessions as the rows of one pass."""
-    counts = [len(rows.slots) for rows in each]
-    extent = max(rows.seen.shape[2] for rows in each)
-    seen = np.zeros((len(each[0].seen), sum(counts), extent), dtype=np.bool_)
-    back = np.zeros((sum(len(rows.back) for rows in each), extent), dtype=np.int32)
-    for rows, (first, end) in zip(each, pairwise(accumulate(counts, initial=0)), strict=True):
-        seen[:, first:end, : rows.seen.shape[2]] = rows.seen
-        if len(rows.back):
-            back[first:end, : rows.back.shape[1]] = rows.back
-    positions = np.concatenate([rows.positions for rows in each])
-    slots = np.concatenate([rows.slots for rows in each])
-    return LayerRows(positions, slots, sessions, seen, back, sources)
 
 
 def _by_exit_layer(caches: list[CpuCache]) -> dict[ExitLayer, list[CpuCache]]:

@@ -28,15 +28,6 @@ class LayerRows(NamedTuple):
     sources: Sources  # of layers with cross-attention
 
 
-class OwnRows(NamedTuple):
-    """The rows of one session in a pass that several sessions share; see `LayerRows`."""
-
-    positions: Array
-    slots: Array
-    seen: Array
-    back: Array
-
-
 class KeyValues(NamedTuple):
     """Buffers of keys and values of all layers, or of one layer without the first dimension."""
 

@@ -11,7 +11,6 @@ from jaxtyping import Float32, Int64
 from specbeam.engines.arrays import SourceStates
 from specbeam.engines.cpu.audio_encoder import AudioEncoder, misfit_of_convolutions
 from specbeam.engines.cpu.cache import CpuCache
-from specbeam.engines.cpu.cache_steps import CacheArrays
 from specbeam.engines.cpu.cache_words import WORDS, KVType
 from specbeam.engines.cpu.decoder import CompiledDecoder, Rows, SourceReader
 from specbeam.engines.cpu.encoder import TOGETHER, TextEncoder, misfit
@@ -108,9 +107,6 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
     def _all_sources(self, rows: Int64[np.ndarray, " sessions"]) -> Sources:
         return Sources(self.cross.keys, self.cross.values, np.array(self.cross.lengths, dtype=np.int64), rows)
 
-    def _sources_for(self, arrays: Sequence[CacheArrays]) -> Sources:
-        return self._all_sources(np.concatenate([cache.sources.rows for cache in arrays]))
-
     def _with_context(self, rows: Rows, caches: list[CpuCache], feeds: list[Feed]) -> Rows:
         sources = self._sources_of(caches)
         if not self.decoder.architecture.biases:
@@ -118,10 +114,6 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
         extent = next(iter(rows.seen.values())).shape[1]
         back = [slots_back(feed, cache.trie, extent) for cache, feed in zip(caches, feeds, strict=True)]
         return replace(rows, sources=sources, back=np.concatenate(back))
-
-    def _looks_at(self, cache: CpuCache, arrays: CacheArrays) -> bool:
-        sources = arrays.sources
-        return sources.keys is self.cross.keys and int(sources.rows[0]) == cache.source_row
 
     def _context_for_steps(self, cache: CpuCache) -> tuple[Any, ...]:
         return (self._sources_of([cache]),)

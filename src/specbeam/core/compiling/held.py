@@ -1,0 +1,119 @@
+"""Records held in memory, which compiled functions take by address: many of one type in an array of addresses.
+
+A compiled function that serves many sessions cannot take their records as arguments: their number would be part of its type.
+"""
+
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from specbeam.core.compiling.compiler import AVAILABLE, compiled
+
+if AVAILABLE:
+    from llvmlite import ir
+    from numba import types
+    from numba.core import cgutils
+    from numba.extending import intrinsic
+
+    from specbeam.core.compiling.borrowed import RecordKind
+    from specbeam.core.compiling.compiler import chosen_for
+
+_OWNERS = 2  # the first fields of numba's array structure: the memory's counter and the Python object that owns it
+_ALL: "WeakValueDictionary[int, Held]" = WeakValueDictionary()  # by address, for steps whose source Python runs
+
+
+class Held:
+    """A borrowed record held in memory, with its address for `held_at`.
+
+    The record and its arrays stay alive with this object. The contents of its arrays may change, its fields may not.
+    """
+
+    def __init__(self, record: Any) -> None:
+        self.record = record
+        self.address = id(record)
+        if AVAILABLE:
+            self._memory = np.zeros(int(_size_of(record)), dtype=np.uint8)
+            self.address = self._memory.ctypes.data
+            _write(record, self.address)
+        _ALL[self.address] = self
+
+
+def held_at(address: Any, like: Any) -> Any:
+    """Return the record at an address; in compiled code it has the type of `like`, which must be that of the record.
+
+    Args:
+        address: of a `Held`, or the result of `address_of_record`.
+    """
+    return _ALL[int(address)].record if isinstance(address, (int, np.integer)) else address
+
+
+def address_of_record(record: Any) -> Any:
+    """Return a value by which `held_at` finds a record that is held, or is a field of a held record."""
+    return record
+
+
+if AVAILABLE:
+
+    @intrinsic
+    def _record_at(typing: Any, address: Any, like: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            memory = context.data_model_manager[signature.return_type].memory
+            return builder.inttoptr(args[0], memory.as_pointer())
+
+        return (like(types.int64, like), code) if isinstance(like, RecordKind) else None
+
+    @intrinsic
+    def _address_in(typing: Any, record: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.ptrtoint(args[0], ir.IntType(64))
+
+        return (types.int64(record), code) if isinstance(record, RecordKind) else None
+
+    @intrinsic
+    def _bytes_of(typing: Any, record: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            memory = context.data_model_manager[signature.args[0]].memory
+            return ir.Constant(ir.IntType(64), context.get_abi_sizeof(memory))
+
+        return (types.int64(record), code) if isinstance(record, RecordKind) else None
+
+    @intrinsic
+    def _copy_to(typing: Any, record: Any, address: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            kind = signature.args[0]
+            memory = context.data_model_manager[kind].memory
+            goal = builder.inttoptr(args[1], memory.as_pointer())
+            builder.store(builder.load(args[0]), goal)
+            _forget_owners(context, builder, kind, goal)
+            return context.get_dummy_value()
+
+        return (types.void(record, types.int64), code) if isinstance(record, RecordKind) else None
+
+    def _forget_owners(context: Any, builder: Any, kind: Any, place: Any) -> None:
+        """Write code that clears the owners of all arrays of a record, which Python keeps alive."""
+        if isinstance(kind, types.Array):
+            for number in range(_OWNERS):
+                field = cgutils.gep_inbounds(builder, place, 0, number)
+                builder.store(ir.Constant(field.type.pointee, None), field)
+        elif isinstance(kind, types.BaseTuple):
+            for number, one in enumerate(kind.types):
+                _forget_owners(context, builder, one, cgutils.gep_inbounds(builder, place, 0, number))
+
+    @chosen_for(held_at)
+    def _compiled_held_at(address: Any, like: Any) -> Any:
+        return lambda address, like: _record_at(address, like)
+
+    @chosen_for(address_of_record)
+    def _compiled_address(record: Any) -> Any:
+        return lambda record: _address_in(record)
+
+    @compiled
+    def _size_of(record: Any) -> int:
+        """Return the bytes of a record in memory."""
+        return _bytes_of(record)
+
+    @compiled
+    def _write(record: Any, address: int) -> None:
+        """Write a record to memory."""
+        _copy_to(record, address)

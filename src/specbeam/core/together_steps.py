@@ -1,0 +1,133 @@
+"""The compiled loop over many sessions: their turns side by side, with passes that all of them share."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specbeam.core.beams import Beams
+from specbeam.core.compiling.held import address_of_record, held_at
+from specbeam.core.cycles import cycles
+from specbeam.core.draft.turns import draft_all
+from specbeam.core.forest import KnownRows, Start
+from specbeam.core.laws.ranked import copied_rows, no_lists
+from specbeam.core.laws.reduce import BROKEN, SOUND, UNDECIDED
+from specbeam.core.passes import CYCLES, extend_all
+from specbeam.core.run_steps import NO_TURN, finish_turn, mark_turn, next_depth, undo_turn
+from specbeam.core.steps import Array, borrowed, step
+from specbeam.core.turn_steps import (
+    DRAFT,
+    DRAFT_MODEL,
+    LOOK,
+    SCORE,
+    RunRoom,
+    RunSpec,
+    begin_task,
+    drafted_turn,
+    judged_turn,
+    take_turn,
+)
+
+
+@borrowed
+class Job(NamedTuple):
+    """One session in a loop over many: the arguments of `run_steps.run_turns`."""
+
+    target: Any
+    draft: Any
+    spec: RunSpec
+    room: RunRoom
+    dice: Any
+    live: Beams
+    start: Start
+    turns: int  # number of turns so far
+
+
+@step
+def own_beams(beams: Beams) -> Beams:
+    """Return a copy of live beams."""
+    return Beams(beams.nodes.copy(), beams.tokens.copy(), beams.scores.copy(), beams.counts.copy(), beams.keys.copy())
+
+
+@step
+def own_start(start: Start) -> Start:
+    """Return a copy of the beginning of a turn."""
+    known = KnownRows(start.known.nodes.copy(), copied_rows(start.known.rows))
+    return Start(start.tokens.copy(), start.parents.copy(), known)
+
+
+@step
+def run_turns_together(jobs: Array, like: Job, most_turns: int) -> tuple[list[Beams], list[Start], Array]:
+    """Run up to `most_turns` turns of each session, until a session is over or cannot take the next turn.
+
+    Returns for each session the live beams, the start of the next turn and the condition: SOUND; or, if its last turn was
+    undone because Python has to take it, BROKEN or LOOK.
+
+    Args:
+        jobs: int64[sessions], the addresses of their `Job` (see `compiling.held`).
+        like: the job of any of them; all jobs have the same type.
+    """
+    count = len(jobs)
+    every = range(count)
+    lives = [own_beams(held_at(jobs[number], like).live) for number in every]
+    starts = [own_start(held_at(jobs[number], like).start) for number in every]
+    targets = [address_of_record(held_at(jobs[number], like).target) for number in every]
+    drafts = [address_of_record(held_at(jobs[number], like).draft) for number in every]
+    conditions = np.full(count, SOUND)
+    for _ in range(most_turns):
+        depths = np.empty(count, dtype=np.int64)
+        for number in every:
+            job = held_at(jobs[number], like)
+            depths[number] = next_depth(
+                job.target, job.draft, job.spec, lives[number], starts[number], job.room, job.turns, job.dice
+            )
+        if (depths == NO_TURN).any():
+            break
+        began = cycles()
+        marks = []
+        tasks = []
+        for number in every:
+            job = held_at(jobs[number], like)
+            listing = job.spec.listing
+            marks.append(mark_turn(job.draft, job.spec, starts[number], job.room, job.dice))
+            tasks.append(
+                begin_task(job.target, job.spec, lives[number], starts[number], job.room, depths[number], listing)
+            )
+        spent = np.zeros((count, 2), dtype=np.int64)
+        drafted = draft_all(like.spec.drafts, like, jobs, drafts, tasks, spent)
+        turns = []
+        for number in every:
+            job = held_at(jobs[number], like)
+            cut, condition = drafted[number]
+            turns.append(drafted_turn(job.target, job.spec, tasks[number], cut, condition, spent[number, 0]))
+        in_draft_models = spent[:, CYCLES].sum()
+        scoring = cycles()
+        asked = [turn.asked for turn in turns]
+        rows = extend_all(like.target, targets, asked, False, spent)
+        scored = cycles()
+        going = True
+        for number in every:
+            job = held_at(jobs[number], like)
+            mark = marks[number]
+            turn = judged_turn(job.target, job.spec, turns[number], starts[number], rows[number], job.room, job.dice)
+            if turn.condition == UNDECIDED:
+                undo_turn(job.target, job.draft, job.spec, mark, job.room, job.dice)
+                whole = no_lists(job.spec.listing)
+                turn = take_turn(
+                    job.target, job.draft, job.spec, lives[number], starts[number], job.room, depths[number], job.dice,
+                    whole,
+                )  # fmt: skip
+            if turn.condition != SOUND:
+                undo_turn(job.target, job.draft, job.spec, mark, job.room, job.dice)
+                conditions[number] = LOOK if turn.condition == LOOK else BROKEN
+                going = False
+                continue
+            turn.spans[DRAFT_MODEL] += in_draft_models // count
+            turn.spans[DRAFT] += (scoring - began - in_draft_models) // count
+            turn.spans[SCORE] += (scored - scoring) // count
+            live, start, over, stops = finish_turn(job.target, job.draft, job.spec, turn, job.room, mark)
+            lives[number] = live
+            starts[number] = start
+            going = going and not over and not stops
+        if not going:
+            break
+    return lives, starts, conditions
