@@ -18,7 +18,7 @@ from specbeam.core.beams import (
     room_for_ended,
     room_for_texts,
 )
-from specbeam.core.compiling.held import Held
+from specbeam.core.compiling.held import Held, addresses_of
 from specbeam.core.compiling.threads import allowed_threads, torch_on_one_thread
 from specbeam.core.control.planning import NEVER, deepest_of
 from specbeam.core.control.stopping import stops_of
@@ -55,7 +55,7 @@ from specbeam.core.rows_in_python import RowsOfSession
 from specbeam.core.run_steps import run_turns
 from specbeam.core.session import Parts, Session, failing_together
 from specbeam.core.steps import Array
-from specbeam.core.together_steps import Job, run_turns_together
+from specbeam.core.together_steps import Job, Standing, run_turns_together
 from specbeam.core.turn_steps import (
     DONE,
     DRAFT_PASSES,
@@ -163,7 +163,7 @@ def listing_of(session: Session, width: int, vocab: int) -> Listing:
     if session.audited or not session.warp.takes_raw_rows:
         return WHOLE
     found = joined_listing(decides(session), drafts(session, width))
-    return found if 4 * found.count < vocab else WHOLE
+    return found if 4 * found.length < vocab else WHOLE
 
 
 def widths_of(rule: object, session: Session) -> Any:
@@ -238,7 +238,7 @@ class Run:
             spec = python.for_run(spec)
         start = session.start
         rows = rows_for_steps(start.known.rows)
-        if spec.listing.count > 0 and are_whole(rows):
+        if spec.listing.length > 0 and are_whole(rows):
             keys = keys_in(session.undrafted, session.beams)[start.known.nodes]
             rows = as_listed(rows, keys, spec.listing)
         known = KnownRows(start.known.nodes, rows)
@@ -275,7 +275,7 @@ class Run:
     def job(self, caches: list[Any]) -> Job:
         """Return the run as one of many in `run_turns_together`."""
         turns = self.session.count.target_passes
-        return Job(caches[0], caches[-1], self.spec, self.room, self.dice, self.live, self.start, turns)
+        return Job(caches[0], caches[-1], self.spec, self.room, self.dice, turns)
 
     @property
     def is_held_up(self) -> bool:
@@ -406,17 +406,18 @@ def run_together(target: LM, sessions: Sequence[Session], most_turns: int = TURN
     """
     if len(sessions) < 2 or not shares_passes(target):
         return _failed(sessions)
-    every = [_shared_run(target, session, most_turns) for session in sessions]
+    runs = [run for session in sessions if (run := _shared_run(target, session, most_turns)) is not None]
+    ran: list[Run] = []
     with ExitStack() as stack:
-        for together in _runs_of_one_type([run for run in every if run is not None]):
+        for together in _runs_of_one_type(runs):
             for run in together:
                 _caches_of(run, stack)  # allocate for all first: growing the store moves the arrays of every session
             ready = [(run, caches) for run in together if (caches := _caches_of(run, stack)) is not None]
             if len(ready) > 1:
-                _take_together(ready, most_turns)
+                ran += _take_together(ready, most_turns)
     moved = []
-    for run in every:
-        if run is not None and run.session.failure is None:
+    for run in ran:
+        if run.session.failure is None:
             with run.session.failing_alone():
                 if run.keep():
                     moved.append(run.session)
@@ -441,29 +442,36 @@ def _runs_of_one_type(runs: Sequence[Run]) -> list[list[Run]]:
     return list(groups.values())
 
 
-def _take_together(ready: Sequence[tuple[Run, list[Any]]], most_turns: int) -> None:
-    """Take up to `most_turns` turns of runs of one type. A failure ends all of their sessions."""
+def _take_together(ready: Sequence[tuple[Run, list[Any]]], most_turns: int) -> list[Run]:
+    """Take up to `most_turns` turns of runs of one type, and return them. A failure ends all of their sessions."""
     began = time.perf_counter()
     left = most_turns
     turns = 1  # then as many as fit into `PATIENCE`
+    taking_part = [run for run, _ in ready]
     with failing_together([run.session for run, _ in ready]):
+        every = [(run, Held(run.job(caches))) for run, caches in ready]
+        of_one_type = [(run, job) for run, job in every if job.kind == every[0][1].kind]
+        taking_part = [run for run, _ in of_one_type]
+        jobs = [job for _, job in of_one_type]
         while left > 0:
-            held = [Held(run.job(caches)) for run, caches in ready]
-            addresses = np.array([one.address for one in held])
+            standings = [Held(Standing(run.live, run.start)) for run in taking_part]
             started = time.perf_counter()
-            lives, starts, conditions = run_turns_together(addresses, held[0].record, min(turns, left))
+            lives, starts, conditions = run_turns_together(
+                addresses_of(jobs), jobs[0].record, addresses_of(standings), standings[0].record, min(turns, left)
+            )
             spent = time.perf_counter() - started
-            for place, (run, _) in enumerate(ready):
+            for place, run in enumerate(taking_part):
                 run.live = lives[place]
                 run.start = starts[place]
                 run.condition = int(conditions[place])
             left -= turns
             turns = max(1, int(PATIENCE / max(spent, 1e-6) * min(turns, left + turns)))
-            if any(run.is_held_up for run, _ in ready) or time.perf_counter() - began > PATIENCE:
+            if any(run.is_held_up for run in taking_part) or time.perf_counter() - began > PATIENCE:
                 break
-    count_shared_passes([run.room.numbers for run, _ in ready])
-    cycles_of_all = sum((run.room.cycles for run, _ in ready), np.zeros(len(PARTS), dtype=np.int64))
+    count_shared_passes([run.room.numbers for run in taking_part])
+    cycles_of_all = sum((run.room.cycles for run in taking_part), np.zeros(len(PARTS), dtype=np.int64))
     apportion(dict(zip(PARTS, cycles_of_all.tolist(), strict=True)), began)
+    return taking_part
 
 
 def count_shared_passes(numbers: Sequence[Array]) -> None:

@@ -37,9 +37,15 @@ class Job(NamedTuple):
     spec: RunSpec
     room: RunRoom
     dice: Any
+    turns: int  # number of turns so far
+
+
+@borrowed
+class Standing(NamedTuple):
+    """Where a session stands: its live beams, and the beginning of its next turn."""
+
     live: Beams
     start: Start
-    turns: int  # number of turns so far
 
 
 @step
@@ -56,7 +62,9 @@ def own_start(start: Start) -> Start:
 
 
 @step
-def run_turns_together(jobs: Array, like: Job, most_turns: int) -> tuple[list[Beams], list[Start], Array]:
+def run_turns_together(
+    jobs: Array, like: Job, standings: Array, stands_like: Standing, most_turns: int
+) -> tuple[list[Beams], list[Start], Array]:
     """Run up to `most_turns` turns of each session, until a session is over or cannot take the next turn.
 
     Returns for each session the live beams, the start of the next turn and the condition: SOUND; or, if its last turn was
@@ -65,11 +73,12 @@ def run_turns_together(jobs: Array, like: Job, most_turns: int) -> tuple[list[Be
     Args:
         jobs: int64[sessions], the addresses of their `Job` (see `compiling.held`).
         like: the job of any of them; all jobs have the same type.
+        standings, stands_like: the same for the `Standing` of each session.
     """
     count = len(jobs)
     every = range(count)
-    lives = [own_beams(held_at(jobs[number], like).live) for number in every]
-    starts = [own_start(held_at(jobs[number], like).start) for number in every]
+    lives = [own_beams(held_at(standings[number], stands_like).live) for number in every]
+    starts = [own_start(held_at(standings[number], stands_like).start) for number in every]
     targets = [address_of_record(held_at(jobs[number], like).target) for number in every]
     drafts = [address_of_record(held_at(jobs[number], like).draft) for number in every]
     conditions = np.full(count, SOUND)

@@ -172,7 +172,7 @@ def keys_in(forest: Forest, live: Beams) -> Array:
 def _frontier_room(room: RunRoom, vocab: int, listing: Listing) -> Ranked:
     """Return the buffer of the rows that layers are drawn from; a new one if whole rows are wanted and it holds lists."""
     rows = room.frontier_rows
-    if listing.count > 0 or are_whole(rows):
+    if listing.length > 0 or are_whole(rows):
         return rows
     return whole_rows(np.empty((len(rows.logits), vocab), dtype=rows.logits.dtype))
 
@@ -200,7 +200,7 @@ def begin_task(
         listing: the lists by which layers are chosen; WHOLE: whole rows.
     """
     known_rows = start.known.rows
-    if listing.count == 0 and not are_whole(known_rows):
+    if listing.length == 0 and not are_whole(known_rows):
         known_rows = whole_rows_again(target, known_rows, start.known.nodes)
     known_rows = edited_rows(known_rows, start.known.nodes, start.tokens, start.parents, spec.edits)
     known = KnownRows(start.known.nodes, known_rows)

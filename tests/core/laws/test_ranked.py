@@ -147,7 +147,9 @@ def test_lists_keep_the_conditions_of_rows():
         for by_noise in (False, True):
             lists = listed_rows(logits, keys, Listing(2, by_noise))
             laws = [
-                joint_law(listed_rows(logits[[row]], keys[[row]], Listing(2, by_noise)), np.zeros(1), np.ones(1, int), cut)
+                joint_law(
+                    listed_rows(logits[[row]], keys[[row]], Listing(2, by_noise)), np.zeros(1), np.ones(1, int), cut
+                )
                 for row in range(4)
                 for cut in (Truncation(), Truncation(0.5, by_row=True))
             ]

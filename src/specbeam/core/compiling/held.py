@@ -3,21 +3,24 @@
 A compiled function that serves many sessions cannot take their records as arguments: their number would be part of its type.
 """
 
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
+from jaxtyping import Int64
 
 from specbeam.core.compiling.compiler import AVAILABLE, compiled
 
 if AVAILABLE:
     from llvmlite import ir
     from numba import types
+    from numba._dispatcher import compute_fingerprint
     from numba.core import cgutils
-    from numba.extending import intrinsic
+    from numba.core.imputils import impl_ret_untracked, lower_builtin
+    from numba.extending import intrinsic, type_callable
 
     from specbeam.core.compiling.borrowed import RecordKind
-    from specbeam.core.compiling.compiler import chosen_for
 
 _OWNERS = 2  # the first fields of numba's array structure: the memory's counter and the Python object that owns it
 _ALL: "WeakValueDictionary[int, Held]" = WeakValueDictionary()  # by address, for steps whose source Python runs
@@ -32,11 +35,20 @@ class Held:
     def __init__(self, record: Any) -> None:
         self.record = record
         self.address = id(record)
+        self.kind: Any = type(record)
         if AVAILABLE:
+            self.kind = compute_fingerprint(record)
             self._memory = np.zeros(int(_size_of(record)), dtype=np.uint8)
             self.address = self._memory.ctypes.data
             _write(record, self.address)
         _ALL[self.address] = self
+
+
+def addresses_of(records: Sequence[Held]) -> Int64[np.ndarray, " records"]:
+    """Return the addresses of records of one type. Raises `TypeError` if their types differ."""
+    if len({one.kind for one in records}) > 1:
+        raise TypeError(f"compiled functions take held records of one type, not {len({one.kind for one in records})}")
+    return np.array([one.address for one in records], dtype=np.int64)
 
 
 def held_at(address: Any, like: Any) -> Any:
@@ -54,21 +66,26 @@ def address_of_record(record: Any) -> Any:
 
 
 if AVAILABLE:
+    # Compiled into the caller: a compiled function would return a copy of the record.
+    @type_callable(held_at)
+    def _held_at_kind(context: Any) -> Any:
+        return lambda address, like: like if isinstance(like, RecordKind) else None
 
-    @intrinsic
-    def _record_at(typing: Any, address: Any, like: Any) -> Any:
-        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            memory = context.data_model_manager[signature.return_type].memory
-            return builder.inttoptr(args[0], memory.as_pointer())
+    @lower_builtin(held_at, types.Integer, RecordKind)
+    def _record_at(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = signature.return_type
+        memory = context.data_model_manager[kind].memory
+        found = builder.inttoptr(args[0], memory.as_pointer())
+        return impl_ret_untracked(context, builder, kind, found)
 
-        return (like(types.int64, like), code) if isinstance(like, RecordKind) else None
+    @type_callable(address_of_record)
+    def _address_kind(context: Any) -> Any:
+        return lambda record: types.int64 if isinstance(record, RecordKind) else None
 
-    @intrinsic
-    def _address_in(typing: Any, record: Any) -> Any:
-        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return builder.ptrtoint(args[0], ir.IntType(64))
-
-        return (types.int64(record), code) if isinstance(record, RecordKind) else None
+    @lower_builtin(address_of_record, RecordKind)
+    def _address_in(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        found = builder.ptrtoint(args[0], ir.IntType(64))
+        return impl_ret_untracked(context, builder, types.int64, found)
 
     @intrinsic
     def _bytes_of(typing: Any, record: Any) -> Any:
@@ -99,14 +116,6 @@ if AVAILABLE:
         elif isinstance(kind, types.BaseTuple):
             for number, one in enumerate(kind.types):
                 _forget_owners(context, builder, one, cgutils.gep_inbounds(builder, place, 0, number))
-
-    @chosen_for(held_at)
-    def _compiled_held_at(address: Any, like: Any) -> Any:
-        return lambda address, like: _record_at(address, like)
-
-    @chosen_for(address_of_record)
-    def _compiled_address(record: Any) -> Any:
-        return lambda record: _address_in(record)
 
     @compiled
     def _size_of(record: Any) -> int:

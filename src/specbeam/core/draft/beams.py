@@ -458,7 +458,7 @@ def draft_layers(
         asked = asked_by_layer(drafted)
         own = rows_between(drafted.forest.known.rows, 0, 0)
         if len(asked.wanted) > 0:
-            whole = task.listing.count == 0
+            whole = task.listing.length == 0
             own = run_ranked_pass(model, asked.tokens, asked.parents, asked.wanted, asked.keys, whole, spent)
         drafted, condition = with_layer(drafted, own, asked, spec, task, dice)
         if condition != SOUND:
@@ -548,7 +548,7 @@ def draft_beams_of_all(
             asked.append(one if is_growing[number] else Asked(one.tokens, one.parents, one.wanted[:0], one.keys[:0]))
         if not is_growing.any():
             break
-        rows = extend_all(like.draft, models, asked, like.spec.listing.count == 0, spent)
+        rows = extend_all(like.draft, models, asked, like.spec.listing.length == 0, spent)
         for number in range(count):
             if not is_growing[number]:
                 continue

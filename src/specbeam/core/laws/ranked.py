@@ -22,7 +22,7 @@ _NO_NUMBERS = np.zeros(0)
 class Listing(NamedTuple):
     """The lists that the laws of a session can decide by."""
 
-    count: int = 0  # tokens per row; 0: whole rows
+    length: int = 0  # tokens per row; 0: whole rows
     by_noise: bool = False  # the best by logit / temperature + noise of the path; False: by logit
     temperature: float = 1.0
 
@@ -52,9 +52,9 @@ def joined_listing(one: Listing, other: Listing | None) -> Listing:
     """Return lists that serve both parts of a session; None: the part reads no rows."""
     if other is None:
         return one
-    if one.count == 0 or other.count == 0 or one.by_noise != other.by_noise:
+    if one.length == 0 or other.length == 0 or one.by_noise != other.by_noise:
         return WHOLE
-    return one if one.count >= other.count else other
+    return one if one.length >= other.length else other
 
 
 class Ranked(NamedTuple):
@@ -110,7 +110,7 @@ def room_for_rows(like: Ranked, count: int) -> Ranked:
 
 def room_for_listing(rows: int, vocab: int, listing: Listing) -> Ranked:
     """Return rows to be written: lists, or whole rows of `vocab` tokens."""
-    count = min(listing.count, vocab) if rows else 0
+    count = min(listing.length, vocab) if rows else 0
     logits = np.empty((rows, count or vocab), dtype=np.float32)
     if count == 0:
         return NO_ROWS._replace(logits=logits, vocab=vocab)
@@ -169,7 +169,7 @@ def listed_rows(logits: Array, keys: Array, listing: Listing) -> Ranked:
         listing: with a count of at least 1.
     """
     rows, vocab = logits.shape
-    count = min(listing.count, vocab)
+    count = min(listing.length, vocab)
     norms = log_norm(logits)
     warm = norms
     if listing.temperature != 1:
@@ -199,7 +199,7 @@ def listed_rows(logits: Array, keys: Array, listing: Listing) -> Ranked:
 @step
 def as_listed(rows: Ranked, keys: Array, listing: Listing) -> Ranked:
     """Return rows as lists; unchanged if they are lists already, or the listing asks for whole rows. See `listed_rows`."""
-    if listing.count == 0 or not are_whole(rows):
+    if listing.length == 0 or not are_whole(rows):
         return rows
     return listed_rows(rows.logits, keys, listing)
 

@@ -332,7 +332,7 @@ def extend_cache_ranked(
 ) -> Ranked:
     """Run `extend_cache`, and return the rows as lists, if there is a listing; see `extend_ranked`."""
     logits = extend_cache(cache, tokens, parents, wanted)
-    if whole or cache.listing.count == 0:
+    if whole or cache.listing.length == 0:
         return whole_rows(logits)
     return listed_rows(logits, keys, cache.listing)
 

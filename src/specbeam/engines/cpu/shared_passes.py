@@ -59,7 +59,7 @@ def extend_caches(like: CacheArrays, caches: list[Any], asked: list[Asked], whol
         rows = logits[first:stop]
         first = stop
         cache = held_at(caches[number], like)
-        if whole or cache.listing.count == 0 or len(rows) == 0:
+        if whole or cache.listing.length == 0 or len(rows) == 0:
             found.append(whole_rows(rows))
         else:
             found.append(listed_rows(rows, asked[number].keys, cache.listing))
