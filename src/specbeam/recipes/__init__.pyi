@@ -10,6 +10,7 @@ from specbeam.recipes.tuning.acceptance import with_guess as with_guess
 from specbeam.recipes.tuning.costs import NODES as NODES
 from specbeam.recipes.tuning.costs import curve_of as curve_of
 from specbeam.recipes.tuning.costs import rest_curve as rest_curve
+from specbeam.recipes.tuning.idle_runs import IdleRuns as IdleRuns
 from specbeam.recipes.tuning.stored_prompt import StoredPrompt as StoredPrompt
 from specbeam.recipes.tuning.stored_prompt import TurnCost as TurnCost
 from specbeam.recipes.tuning.stored_prompt import seconds_of as seconds_of

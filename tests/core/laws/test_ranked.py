@@ -131,9 +131,8 @@ def test_lists_with_enough_tokens_are_never_undecided(truncation, beams):
             whole = choose(layer.whole, layer.keys, True, every, width, 0, EOS)
             law = layer.listed
             found = choose(law, layer.keys, True, every, width, 0, EOS)
-            if truncation.top_p < 1 or truncation.min_p > 0:
-                if law.undecided[0]:
-                    continue
+            if (truncation.top_p < 1 or truncation.min_p > 0) and law.undecided[0]:
+                continue
             assert not law.undecided[0]
             for name in ("parents", "tokens", "keys", "ends", "core"):
                 np.testing.assert_array_equal(getattr(found, name), getattr(whole, name))

@@ -8,7 +8,6 @@ from specbeam.core.decode import decode
 from specbeam.core.decoder import Decoder
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.request import Request
-from specbeam.engines.cpu import passes as cpu_passes
 from specbeam.engines.kv.steps import HELD, SIZE, STORED
 from specbeam.errors import SomeFailed
 from tests.support import words
@@ -78,6 +77,31 @@ def with_and_without(pair, monkeypatch, prompts, method, **options):
     return found
 
 
+DRAFTING = {
+    "dsbd": sb.dsbd(3, depth=2),
+    "dsbd with dynamic widths": sb.dsbd(3, width="dynamic", depth=2),
+    "dsbd by rejection": sb.dsbd(3, coupling="rejection", depth=2),
+    "beams of transformers": sb.dsbd(3, semantics="hf", depth=2),
+    "speculative beam search": sb.speculative_beam_search(3, depth=2),
+    "a chain": sb.speculative_sampling(2),
+    "retrieval": sb.prompt_lookup(),
+}
+
+
+@pytest.fixture(scope="module")
+def drafting_pair():
+    """A target and a draft model that resembles it."""
+    return sb.load(tiny("llama", seed=1, vocab_size=64), draft=tiny("llama", seed=2, vocab_size=64))
+
+
+@pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
+@pytest.mark.parametrize("name", DRAFTING)
+def test_sessions_with_drafts_take_turns_together(drafting_pair, turns, monkeypatch, name, options):
+    (together, _), (single, _) = with_and_without(drafting_pair, monkeypatch, PROMPTS, DRAFTING[name], **options)
+    assert together == single
+    assert sum(turns) > len(PROMPTS)
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("name", METHODS)
 def test_texts_and_reports_are_those_of_single_turns(pair, turns, monkeypatch, name, options):
@@ -132,20 +156,20 @@ def test_a_row_without_a_law_fails_its_own_prompt(monkeypatch):
     assert len(failed.value.generations[2].tokens) > 0
 
 
-def test_what_goes_wrong_costs_one_prompt(pair, monkeypatch):
-    loop, calls = runs.run_turns, []
+def test_a_loop_that_fails_ends_the_sessions_in_it(pair, monkeypatch):
+    loop, calls = runs.run_turns_together, []
 
-    def broken(*given):
-        calls.append(given)
+    def broken(jobs, *given):
+        calls.append(len(jobs))
         if len(calls) == 2:
-            raise IndexError("a token is outside the model's vocabulary")
-        return loop(*given)
+            raise MemoryError("no room")
+        return loop(jobs, *given)
 
-    monkeypatch.setattr(runs, "run_turns", broken)
-    with pytest.raises(SomeFailed, match=r"1 prompt failed.*IndexError: a token is outside") as failed:
-        sb.generate(pair, PROMPTS, sb.sampling(), max_new_tokens=4, eos_token_id=[])
-    lengths = [len(one.tokens) for one in failed.value.generations if one is not None]
-    assert lengths == [4] * (len(PROMPTS) - 1)
+    monkeypatch.setattr(runs, "run_turns_together", broken)
+    with pytest.raises(SomeFailed, match=r"2 prompts failed.*MemoryError: no room"):
+        sb.generate(pair, PROMPTS[2:4], sb.sampling(), max_new_tokens=4, eos_token_id=[])
+    assert calls == [2, 2]
+    assert sb.generate(pair, PROMPTS[:1], sb.sampling(), max_new_tokens=4)
 
 
 def test_a_long_run_is_left_so_that_users_can_interrupt(pair, turns, monkeypatch):
@@ -154,35 +178,15 @@ def test_a_long_run_is_left_so_that_users_can_interrupt(pair, turns, monkeypatch
     assert turns == [1] * 4 * len(PROMPTS)
 
 
-def test_a_bad_token_in_a_shared_pass_costs_one_prompt(pair, monkeypatch):
-    opened, calls = cpu_passes.open_pass, []
-
-    def broken(cache, *given):
-        calls.append(cache)
-        if len(calls) == 7:  # of one prompt, in a turn of all
-            raise IndexError("a token is outside the model's vocabulary")
-        return opened(cache, *given)
-
-    monkeypatch.setattr(cpu_passes, "open_pass", broken)
-    with pytest.raises(SomeFailed, match=r"1 prompt failed.*IndexError: a token is outside") as failed:
-        sb.generate(pair, PROMPTS, sb.sampling(), max_new_tokens=4, eos_token_id=[])
-    assert [one is None for one in failed.value.generations].count(True) == 1
-
-
-def test_a_shared_pass_that_fails_ends_those_in_it(pair, turns, monkeypatch):
-    whole, calls = cpu_passes.PackedPasses.extend_together, []
-
-    def broken(self, arrays, starts):
-        calls.append(len(arrays))
-        if len(calls) == 3:
-            raise MemoryError("no room")
-        return whole(self, arrays, starts)
-
-    monkeypatch.setattr(cpu_passes.PackedPasses, "extend_together", broken)
-    with pytest.raises(SomeFailed, match=r"2 prompts failed.*MemoryError: no room"):
-        sb.generate(pair, PROMPTS[2:4], sb.sampling(), max_new_tokens=4, eos_token_id=[])
-    assert calls == [2, 2, 2]
-    assert sb.generate(pair, PROMPTS[:1], sb.sampling(), max_new_tokens=4)
+def test_a_bad_token_in_a_shared_pass_costs_one_prompt(pair):
+    settings = Settings(max_new_tokens=4, eos_token_id=[])
+    sessions = [*Request.of(pair, PROMPTS, sb.sampling(), settings, 3).sessions]
+    sessions[1].prompt[2] = 64
+    for _ in decode(pair.target, sessions, ahead=32):
+        pass
+    assert [one.failure is None for one in sessions] == [True, False, True, True, True]
+    assert "IndexError: a token is outside" in str(sessions[1].failure)
+    assert [one.length for one in sessions if one.failure is None] == [4] * 4
 
 
 @pytest.mark.parametrize(("sharpness", "beams"), [(100, 16), (400, 12)])
@@ -191,17 +195,18 @@ def test_caches_have_room_for_every_turn(monkeypatch, sharpness, beams):
     model = tiny("llama", seed=1, vocab_size=64)
     model.lm_head.weight.data *= sharpness
     sharp = sb.load(model)
-    whole, room = cpu_passes.PackedPasses.extend_together, []
+    take, room = runs._take_together, []
 
-    def looked_at(self, arrays, starts):
-        for cache in arrays:
+    def looked_at(ready, most_turns):
+        found = take(ready, most_turns)
+        for _, (cache, *_) in ready:
             counts = cache.trie.counts
             room.append(len(cache.trie.used) - counts[HELD] - counts[SIZE] + counts[STORED])
-        return whole(self, arrays, starts)
+        return found
 
-    monkeypatch.setattr(cpu_passes.PackedPasses, "extend_together", looked_at)
+    monkeypatch.setattr(runs, "_take_together", looked_at)
     sb.generate(sharp, [[1, 7, 3], [5, 6, 7]], sb.beam_search(beams), max_new_tokens=60)
-    assert len(room) > 60
+    assert len(room) > 2
     assert min(room) > 0
 
 

@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from specbeam.doors.cli import (
     bench_cliffs,
+    bench_host,
     bench_methods,
     bench_passes,
     bench_serve,
@@ -97,6 +98,7 @@ add_command(measures, efficiency)
 add_command(measures, acceptance)
 add_command(measures, bench_specbench.specbench)
 add_command(measures, bench_methods.methods)
+add_command(measures, bench_host.host)
 add_command(measures, bench_speed.speed)
 add_command(measures, bench_cliffs.cliffs)
 add_command(measures, bench_serve.serve)

@@ -15,12 +15,9 @@ from specbeam.core.laws.ranked import (
     Listing,
     Ranked,
     are_whole,
-    copy_row,
-    listed_rows,
-    room_for_rows,
-    rows_between,
     whole_rows,
 )
+from specbeam.core.laws.reduce import log_norm
 from specbeam.core.lm import Uncached
 from specbeam.core.passes import (
     PASSES,
@@ -38,6 +35,7 @@ from specbeam.core.session import Session
 from specbeam.core.steps import Array, borrowed, step
 
 ROWS = 64  # number of different rows of logits
+LISTED = 128  # maximum number of tokens of a list
 LAUNCHES, SENT, BYTES = range(3)  # indices of `IdleCache.counts`
 
 
@@ -46,7 +44,9 @@ class IdleCache(NamedTuple):
     """The rows that an idle model returns: the row of a node depends on its token only."""
 
     rows: Array  # float32[ROWS, vocab]
-    lists: Ranked  # the lists of these rows; whole rows if there is no listing
+    norms: Array  # float64[ROWS]: logsumexp of each row
+    best: Array  # int64[ROWS, n]: the best tokens of each row, ascending
+    ranks: Array  # int64[ROWS, n]: the rank of each of them by logit
     listing: Listing
     counts: Array  # int64[3]: passes, rows returned, and their bytes (LAUNCHES, SENT, BYTES)
 
@@ -66,14 +66,35 @@ def extend_idly(cache: IdleCache, tokens: Array, parents: Array, wanted: Array) 
 
 @step
 def listed_idly(cache: IdleCache, asked: Asked) -> Ranked:
-    """Return the lists of the wanted nodes."""
-    rows = room_for_rows(cache.lists, len(asked.wanted))
-    for place in range(len(asked.wanted)):
-        copy_row(rows, place, cache.lists, asked.tokens[asked.wanted[place]] % ROWS)
-    listed = rows.logits.shape[1]
-    cache.counts[SENT] += len(asked.wanted)
-    cache.counts[BYTES] += len(asked.wanted) * (8 * listed + 24)  # tokens and logits of 32 bits, and three sums
-    return rows
+    """Return the lists of the wanted nodes, which are by logit."""
+    count = len(asked.wanted)
+    length = min(cache.listing.length, cache.best.shape[1] - 1)
+    tokens = np.empty((count, length), dtype=np.int64)
+    logits = np.empty((count, length), dtype=np.float32)
+    norms = np.empty(count)
+    rest = np.empty(count)
+    for place in range(count):
+        row = asked.tokens[asked.wanted[place]] % ROWS
+        held = 0
+        for at in range(cache.best.shape[1]):
+            token = cache.best[row, at]
+            if cache.ranks[row, at] < length:
+                tokens[place, held] = token
+                logits[place, held] = cache.rows[row, token]
+                held += 1
+            elif cache.ranks[row, at] == length:
+                rest[place] = cache.rows[row, token]
+        norms[place] = cache.norms[row]
+    cache.counts[SENT] += count
+    cache.counts[BYTES] += count * (8 * length + 24)  # tokens and logits of 32 bits, and three sums
+    return Ranked(tokens, logits, norms, norms, rest, cache.rows.shape[1], False)
+
+
+@step
+def returns_whole(cache: IdleCache, whole: bool) -> bool:
+    """Return whether a pass returns whole rows: if they are wanted, or if lists would need noise or a temperature."""
+    listing = cache.listing
+    return whole or listing.length == 0 or listing.by_noise or listing.temperature != 1
 
 
 @extend_ranked.of(IdleCache)
@@ -82,7 +103,7 @@ def extend_idly_ranked(
     cache: IdleCache, tokens: Array, parents: Array, wanted: Array, keys: Array, whole: bool
 ) -> Ranked:
     """Return lists, if there is a listing; see `extend_ranked`."""
-    if whole or are_whole(cache.lists):
+    if returns_whole(cache, whole):
         return whole_rows(extend_idly(cache, tokens, parents, wanted))
     cache.counts[LAUNCHES] += 1
     return listed_idly(cache, Asked(tokens, parents, wanted, keys))
@@ -98,7 +119,7 @@ def extend_all_idly(like: IdleCache, caches: list[Any], asked: list[Asked], whol
         one = asked[number]
         cache = held_at(caches[number], like)
         spent[number, PASSES] += len(one.wanted) > 0
-        if whole or are_whole(cache.lists):
+        if returns_whole(cache, whole):
             like.counts[LAUNCHES] -= 1
             found.append(whole_rows(extend_idly(cache, one.tokens, one.parents, one.wanted)))
         else:
@@ -114,7 +135,7 @@ def whole_rows_from_lists(cache: IdleCache, known: Ranked, nodes: Array) -> Rank
         return known
     found = np.empty((len(nodes), cache.rows.shape[1]), dtype=np.float32)
     for place in range(len(nodes)):
-        found[place] = cache.rows[np.argmin(np.abs(cache.lists.norms - known.norms[place]))]
+        found[place] = cache.rows[np.argmin(np.abs(cache.norms - known.norms[place]))]
     return whole_rows(found)
 
 
@@ -159,7 +180,10 @@ class IdleRuns(Uncached):
         self.passes = 0
         self.counts = np.zeros(3, dtype=np.int64)
         self._rows = rows
-        self._cache = IdleCache(rows, rows_between(whole_rows(rows), 0, 0), WHOLE, self.counts)
+        best = np.sort(np.argpartition(-rows, LISTED, axis=1)[:, :LISTED], axis=1)
+        order = np.argsort(-np.take_along_axis(rows, best, axis=1), axis=1, kind="stable")
+        ranks = np.argsort(order, axis=1)
+        self._cache = IdleCache(rows, log_norm(rows), best, ranks, WHOLE, self.counts)
 
     def extend(
         self, sessions: Sequence[Session], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
@@ -183,11 +207,6 @@ class IdleRuns(Uncached):
     @contextmanager
     def _yielded(self) -> Iterator[IdleCache]:
         yield self._cache
-
-    def list_rows(self, listing: Listing) -> None:
-        """Return these lists from now on."""
-        lists = listed_rows(self._rows, np.zeros(ROWS, dtype=np.uint64), listing)
-        self._cache = IdleCache(self._rows, lists, listing, self.counts)
 
     def finish_run(self, session: Session, passes: int, roots: int) -> None:
         """Count the passes of a run."""

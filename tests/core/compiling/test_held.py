@@ -1,0 +1,67 @@
+"""Records that compiled functions find by their address."""
+
+import gc
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from specbeam.core.compiling.held import Held, address_of_record, addresses_of, held_at
+from specbeam.core.steps import borrowed, step
+
+
+class Inside(NamedTuple):
+    numbers: Any
+    factor: int
+
+
+@borrowed
+class Part(NamedTuple):
+    x: Any
+    number: int
+
+
+@borrowed
+class Whole(NamedTuple):
+    part: Part
+    y: Any
+    inside: Inside
+    share: float
+
+
+@step
+def sums_and_marks(addresses, like):
+    parts = [address_of_record(held_at(address, like).part) for address in addresses]
+    found = np.empty((len(parts), 3))
+    for place in range(len(parts)):
+        whole = held_at(addresses[place], like)
+        part = held_at(parts[place], like.part)
+        found[place, 0] = part.x.sum() + part.number
+        found[place, 1] = whole.inside.numbers.sum() * whole.inside.factor
+        found[place, 2] = whole.share
+        whole.y[0] += 1
+    return found
+
+
+def whole_of(number):
+    part = Part(np.arange(3.0) + number, number)
+    return Whole(part, np.zeros(2), Inside(np.arange(4) * number, number + 1), number / 2)
+
+
+def test_each_record_is_found_at_its_address():
+    records = [whole_of(number) for number in range(4)]
+    held = [Held(one) for one in records]
+    for turn in range(2):
+        gc.collect()
+        found = sums_and_marks(addresses_of(held), records[0])
+        expected = [[3 + 4 * number, 6 * number * (number + 1), number / 2] for number in range(4)]
+        assert found.tolist() == expected
+        assert [one.y[0] for one in records] == [turn + 1] * 4
+
+
+def test_records_of_other_types_are_refused():
+    held = [Held(whole_of(1)), Held(whole_of(1)._replace(y=np.zeros(2, dtype=np.float32)))]
+    if held[0].kind == held[1].kind:
+        pytest.skip("without numba, types of arrays do not matter")
+    with pytest.raises(TypeError, match="of one type"):
+        addresses_of(held)

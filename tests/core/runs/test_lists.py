@@ -1,0 +1,89 @@
+"""Runs decide by lists of the best tokens: the same texts as by whole rows, however short the lists are."""
+
+import pytest
+
+import specbeam as sb
+from specbeam.core import compiling, runs
+from specbeam.core.laws.ranked import WHOLE
+from tests.support.tiny_models import tiny
+
+if not compiling.AVAILABLE:
+    pytest.skip("needs numba", allow_module_level=True)
+
+PROMPTS = [[1, 7, 3], [5, 6, 7, 8, 9] * 20, [2]]
+CASES = {
+    "beam sampling": (sb.beam_sampling(4), {}),
+    "beam sampling with a top-k": (sb.beam_sampling(4), {"top_k": 5}),
+    "beam search": (sb.beam_search(3), {}),
+    "dsbd": (sb.dsbd(4, depth=2), {}),
+    "dsbd with a temperature": (sb.dsbd(4, depth=2), {"temperature": 1.3}),
+    "dsbd with a top-k and a top-p": (sb.dsbd(4, depth=2), {"top_k": 6, "top_p": 0.9}),
+    "dsbd with a top-p": (sb.dsbd(4, depth=2), {"top_p": 0.8}),
+    "dsbd with a min-p": (sb.dsbd(4, depth=2), {"min_p": 0.1, "temperature": 0.8}),
+    "dsbd at temperature 0": (sb.dsbd(4, depth=2), {"temperature": 0.0}),
+    "dsbd with dynamic widths": (sb.dsbd(4, width="dynamic", depth=2), {"top_k": 5}),
+    "dsbd by rejection": (sb.dsbd(4, coupling="rejection", depth=2), {"top_k": 5}),
+    "beams of transformers": (sb.dsbd(3, semantics="hf", depth=2), {"top_k": 5}),
+    "beams of transformers without a truncation": (sb.dsbd(3, semantics="hf", depth=2), {"temperature": 0.9}),
+    "speculative beam search": (sb.speculative_beam_search(3, depth=2), {}),
+}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return sb.load(tiny("llama", seed=1, vocab_size=300), draft=tiny("llama", seed=2, vocab_size=300))
+
+
+def answers(pair, monkeypatch, method, options, length, **settings):
+    """The texts and log-likelihoods of all beams, with lists of this length; 0: as long as planned; None: whole rows."""
+    planned = runs.listing_of
+    asked = []
+
+    def listing_of(session, width, vocab):
+        found = planned(session, width, 10**6)
+        asked.append(found.length)
+        if length is None:
+            return WHOLE
+        return found._replace(length=length or found.length) if found.length else found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "listing_of", listing_of)
+        found = sb.generate(pair, PROMPTS, method, max_new_tokens=10, eos_token_id=[9], seed=3, **options, **settings)
+    assert min(asked) > 0
+    whole = sum(one.report.rows.whole for one in found)
+    return [[beam.tokens for beam in one.beams] for one in found], whole
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_lists_of_any_length_give_the_texts_of_whole_rows(pair, monkeypatch, name, batch_size):
+    if batch_size > 1:
+        monkeypatch.setattr("specbeam.core.decoder.run_side_by_side", lambda *given: [])
+    method, options = CASES[name]
+    expected, none = answers(pair, monkeypatch, method, options, None, batch_size=batch_size)
+    assert none == 0
+    for length in (2, 3, 0):
+        found, whole = answers(pair, monkeypatch, method, options, length, batch_size=batch_size)
+        assert found == expected
+        if length == 2:
+            assert whole > 0
+
+
+def test_a_turn_in_python_reads_whole_rows_of_what_runs_have_kept(pair, monkeypatch):
+    """Stop strings make Python take single turns between compiled ones."""
+    method, options = CASES["dsbd with a top-k"] if "dsbd with a top-k" in CASES else CASES["dsbd"]
+    plain, _ = answers(pair, monkeypatch, method, options, None, batch_size=1)
+    run, calls = runs.run_turns, []
+
+    def sometimes(*given):
+        calls.append(given)
+        if len(calls) % 2:
+            return run(*given)
+        given[6].numbers[runs.DONE] = 0
+        return given[3], given[4], runs.SOUND
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "run_turns", sometimes)
+        patch.setattr(runs, "TURNS", 1)
+        found, _ = answers(pair, monkeypatch, method, options, 3, batch_size=1)
+    assert found == plain
