@@ -55,7 +55,7 @@ def check_noise(keys):
     assert noise_of(keys, 100) == pytest.approx(expected, rel=1e-14)
     for key, mine in zip(keys, expected, strict=True):
         bounds = np.empty(100, dtype=np.float32)
-        bound_noise(key, bounds)
+        bound_noise(key, 0, bounds)
         assert (bounds >= mine).all()
         assert (bounds <= mine + 40).all()
     tokens = np.arange(len(keys))

@@ -98,8 +98,8 @@ def gumbel(key: Array, token: int) -> float:
 
 
 @step
-def bound_noise(key: Array, bounds: Array) -> None:
-    """Write an upper bound of the noise of each token after a path into `bounds`, float32[vocab].
+def bound_noise(key: Array, first: int, bounds: Array) -> None:
+    """Write an upper bound of the noise of tokens after a path into `bounds`, float32[n], from token `first` on.
 
     The noise is at most -log(u), where u is the uniform that begins with `leading_bits`. And log2 of a float32 is at least
     its bits, read as a number and scaled by 2^-23.
@@ -108,8 +108,9 @@ def bound_noise(key: Array, bounds: Array) -> None:
     u32 = np.uint32
     low = u32(key & np.uint64(0xFFFFFFFF))
     high = u32(key >> _L32)
+    start = u32(first)
     for token in range(len(bounds)):
-        x = u32(low + u32(u32(u32(token) + _ONE) * _ODD))
+        x = u32(low + u32(u32(u32(start + u32(token)) + _ONE) * _ODD))
         x = u32(u32(x ^ u32(x >> _S16)) * _ROUND_1)
         x = u32(u32(x ^ u32(x >> _S15)) + high)
         x = u32(x * _ROUND_2)

@@ -84,7 +84,7 @@ class NoiseByRank:
         return self.known[int(key), int(token)]
 
     @staticmethod
-    def bound(key, bounds):
+    def bound(key, first, bounds):
         """Stands in for `bound_noise`: nothing is above this."""
         bounds[:] = 1e6
 

@@ -8,6 +8,7 @@ import numpy as np
 from specbeam.core.compiling.compiler import BLOCK, Array, compiled, compiled_loosely
 from specbeam.core.compiling.fused import fused, fused_doubles
 
+CHUNK = 4096  # number of values between two sweeps over a row; their buffers stay in the processor's nearest cache
 _LOG2E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.6931471805599453)
 _C2, _C3, _C4, _C5, _C6 = (np.float32(1 / n) for n in (2, 6, 24, 120, 720))
@@ -188,7 +189,7 @@ def log_norm(logits: Array) -> Array:
     """
     rows, vocab = logits.shape
     out = np.empty(rows)
-    part = np.zeros((vocab + BLOCK - 1) // BLOCK * BLOCK, dtype=np.float32)  # whole blocks, zeros at the end
+    part = np.zeros(CHUNK, dtype=np.float32)
     powers = np.zeros(len(part), dtype=np.int32)
     scale = powers.view(np.float32)
     for number in range(rows):
@@ -202,9 +203,13 @@ def log_norm(logits: Array) -> Array:
             continue
         powers[0] = rank_of(high)
         top = scale[0]
-        _write_exponentials(logits[number], top, part, powers)
         total = 0.0
-        for start in range(0, len(part), BLOCK):
-            total += _product(part[start : start + BLOCK], scale[start : start + BLOCK])
+        for first in range(0, vocab, CHUNK):
+            count = min(CHUNK, vocab - first)
+            _write_exponentials(logits[number, first : first + count], top, part, powers)
+            whole = (count + BLOCK - 1) // BLOCK * BLOCK
+            part[count:whole] = 0.0
+            for start in range(0, whole, BLOCK):
+                total += _product(part[start : start + BLOCK], scale[start : start + BLOCK])
         out[number] = top + np.log(total)
     return out

@@ -13,6 +13,7 @@ from specbeam.core.compiling.copies import copy_numbers
 from specbeam.core.noise import bound_noise, gumbel
 from specbeam.core.steps import BLOCK, Array, step
 
+CHUNK = 4096  # number of tokens whose noise is bounded at a time, so that buffers stay in the nearest cache
 BUCKETS = 4096  # number of buckets of values, by the distance to the largest value
 BUCKETS_PER_NAT = 64
 INSERTED = 512  # maximum length of rankings made by insertion; longer ones sort the top buckets
@@ -119,8 +120,8 @@ def pairs_of_best_value(
     if names.shape[1] > 0:
         return _best_of_lists(logits, names, shift, temperature, log_counts, keys, among, count)
     noisy = len(keys) > 0
-    bounds = np.zeros(columns if noisy else 0, dtype=np.float32)
-    upper = np.full((columns + BLOCK - 1) // BLOCK * BLOCK if noisy else 0, np.float32(-np.inf))
+    bounds = np.empty(CHUNK if noisy else 0, dtype=np.float32)
+    upper = np.empty(CHUNK if noisy else 0, dtype=np.float32)
     offset = shift.max() / temperature  # subtracted, because float32 is more precise for small bounds
     edge = np.float32(-np.inf)
     held = 0
@@ -131,24 +132,26 @@ def pairs_of_best_value(
         base = shift[beam]
         extra = log_counts[beam]
         key = keys[beam] if noisy else np.uint64(0)
-        if noisy:
-            bound_noise(key, bounds)
         slack = 1e-3 + 4e-7 * (abs(base / temperature) + abs(offset))
         scale = np.float32(1 / temperature)
         added = np.float32(base / temperature + extra - offset + slack)
-        if noisy:
-            for token in range(columns):
-                upper[token] = np.float32(row[token]) * scale + bounds[token] + added
+        first = 0  # of the tokens whose bounds are in `upper`
         for start in range(0, columns, BLOCK):
             stop = min(start + BLOCK, columns)
+            if noisy and start % CHUNK == 0:
+                first = start
+                count_here = min(CHUNK, columns - first)
+                bound_noise(key, first, bounds[:count_here])
+                for place in range(count_here):
+                    upper[place] = np.float32(row[first + place]) * scale + bounds[place] + added
             if noisy:
-                reaches = _reaches(upper[start : start + BLOCK], np.float32(0), edge)
+                reaches = _reaches(upper[start - first : stop - first], np.float32(0), edge)
             else:
                 reaches = _reaches_scaled(row[start:stop], scale, added, edge)
             if not reaches:
                 continue
             for token in range(start, stop):
-                bound = upper[token] if noisy else np.float32(row[token]) * scale + added
+                bound = upper[token - first] if noisy else np.float32(row[token]) * scale + added
                 if bound >= edge and row[token] > -np.inf:
                     value = (np.float64(row[token]) + base) / temperature + extra
                     if noisy:
