@@ -248,12 +248,13 @@ def test_a_captured_ranking_follows_its_settings_and_allocates_nothing():
     ranker = RowRanker(8, 128_256, 64, device, ban_sets=1)
     logits = torch.randn(8, 128_256, device=device)
     ranker.rank(logits)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    ranker.rank(logits)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    before = torch.cuda.memory_allocated()
     with torch.cuda.graph(graph):
         ranker.rank(logits)
-    assert torch.cuda.memory_allocated() == before
     for turn in range(3):
         logits.normal_()
         ranker.settings.noisy[turn:] = 1

@@ -15,9 +15,9 @@ Both searches look for the order value of rank `count` by bisection of its bits.
 exact. Nothing is allocated or read on the host, shapes depend on the number of rows only, and all settings of rows are read
 from device buffers, so the launches can be captured in a CUDA graph.
 
-A row of the result takes 24 + 8 * count bytes: 536 bytes for 64 tokens. Its scratch takes 8 bytes per block of 64 or 128
-tokens, 16 bytes per tile of 2,048 tokens, and 4 * count + 16 bytes: about 10 KB for 128,000 tokens. An engine's logits of
-this row take 512 KB.
+A row of the result takes 24 + 8 * count bytes: 536 bytes for 64 tokens. Its scratch takes 8 bytes per block of 128 tokens
+(64 tokens if more than 32 are listed), 16 bytes per tile of 2,048 tokens, and up to 8 * count + 16 bytes: 17 KB for
+128,000 tokens and a list of 64. Its logits take 512 KB.
 
 `ranked_by_topk` of engines/torch/ranking.py gives the same results by torch operations, for engines without Triton.
 """

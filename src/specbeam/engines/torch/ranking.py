@@ -135,7 +135,7 @@ def ranked_by_topk(
 ) -> RankedRows:
     """Return rows of logits as ranked rows of `count` tokens.
 
-    Devices without float64, such as Apple's GPUs, get the result on the CPU, where their settings must be, too.
+    The result is on the device of the settings: the CPU for logits on devices without float64, such as Apple's GPUs.
 
     Args:
         bans_in_norms: whether banned tokens are left out of norms. They are never listed before allowed ones.
@@ -150,30 +150,30 @@ def ranked_by_topk(
     found = room_for_ranked(rows, count, device)
     normed = x if bans_in_norms else raw
     found.norm.copy_(_log_norms(normed))
-    found.warm.copy_(_log_norms(normed / temperatures[:rows, None].float()))
-    order = x.double()
-    for row in noisy[:rows].nonzero().flatten().tolist():
-        order[row] = order[row] / temperatures[row] + gumbel_noise(keys[row], torch.arange(vocab, device=device))
-    order.masked_fill_(order.isnan(), -torch.inf)
+    warms = bool((temperatures[:rows] != 1).any())
+    found.warm.copy_(_log_norms(normed / temperatures[:rows, None].float()) if warms else found.norm)
     listed = min(count, vocab)
+    ordered = x.masked_fill(x.isnan(), -torch.inf) if bool(found.norm.isnan().any()) else x
+    tokens, rest = _best_of(ordered, listed)
+    found.rest.copy_(rest)
+    for row in noisy[:rows].nonzero().flatten().tolist():
+        noise = gumbel_noise(keys[row], torch.arange(vocab, device=device))
+        tokens[row], rest = _best_of(ordered[row : row + 1].double() / temperatures[row] + noise, listed)
+        found.rest[row] = torch.where(rest > -torch.inf, rest + SLACK * rest.abs().clamp(min=1), rest)[0]
     found.tokens.fill_(NO_TOKEN)
     found.logits.fill_(-torch.inf)
-    tokens, rest = _best_of(order, listed)
     found.tokens[:, :listed].copy_(tokens)
     found.logits[:, :listed].copy_(x.gather(1, tokens))
-    bounds = rest + SLACK * rest.abs().clamp(min=1)
-    is_bound = (noisy[:rows] > 0) & (rest > -torch.inf)
-    found.rest.copy_(torch.where(is_bound, bounds, rest))
     return found
 
 
 def _best_of(
-    order: Float64[Tensor, "rows vocab"], count: int
-) -> tuple[Int64[Tensor, "rows count"], Float64[Tensor, " rows"]]:
+    order: Float[Tensor, "rows vocab"], count: int
+) -> tuple[Int64[Tensor, "rows count"], Float[Tensor, " rows"]]:
     """Return the `count` tokens of largest order value, ascending, and the largest value of the others."""
     rows, vocab = order.shape
     if count == vocab:
-        every = torch.arange(vocab, device=order.device).expand(rows, vocab)
+        every = torch.arange(vocab, device=order.device).repeat(rows, 1)
         return every, order.new_full((rows,), -torch.inf)
     values, tokens = order.topk(count + 1, 1)
     tokens = tokens[:, :count].sort(1).values
@@ -198,5 +198,8 @@ def _is_allowed(
 
 def _log_norms(x: Float32[Tensor, "rows vocab"]) -> Float64[Tensor, " rows"]:
     """Return the logsumexp of each row; NaN if it has NaN or +inf, -inf if all of it is -inf."""
-    norms = x.double().logsumexp(1)
-    return norms.masked_fill((x == torch.inf).any(1), torch.nan)
+    tops = x.amax(1)  # NaN if any number is NaN
+    safe = tops.masked_fill(tops == -torch.inf, 0.0)
+    totals = (x - safe[:, None]).exp_().sum(1)
+    norms = totals.double().log() + safe.double()
+    return norms.masked_fill(tops == torch.inf, torch.nan)
