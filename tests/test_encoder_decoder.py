@@ -36,13 +36,13 @@ from tests.support.tiny_sources import (
 from tests.test_laws_on_models import p_value
 
 
-def pair_of(family, attention="sdpa", **changes):
+def pair_of(family, attention=None, **changes):
     return sb.load(
         tiny_reader(family, attention, **changes), tiny_reader(family, attention, seed=1, layers=1, **changes)
     )
 
 
-def plain_pair_of(monkeypatch, family, attention="sdpa"):
+def plain_pair_of(monkeypatch, family, attention=None):
     """The same, run by transformers' forward."""
     by_name = {kind.name: kind for kind in engines.ENGINES_FOR_SOURCES}
     with monkeypatch.context() as patch:

@@ -14,7 +14,7 @@ from specbeam.core import compiling
 from specbeam.core.forest import Forest
 from specbeam.engines.cpu import decoder as compiled
 from specbeam.engines.cpu.sums import WIDTH
-from specbeam.engines.families import FAMILIES, family_of
+from specbeam.engines.families import FAMILIES, architecture_of, family_of
 from specbeam.engines.kv.cross import CrossPanels
 from specbeam.engines.source import Source
 from specbeam.errors import NotSupported
@@ -233,8 +233,9 @@ def test_each_thing_that_a_family_has_counts(name, mistake, monkeypatch):
     model = model_of(name)
     text = np.random.default_rng(7).integers(2, VOCAB, 40).tolist()
     (source, *_) = state_sources()
+    lm = EncoderDecoderLM(model)
     expected = plain_logits(Reading(model, source), [text])[0]
-    assert spreads_off(last_row(EncoderDecoderLM(model), text, source), expected) < CLOSE
+    assert spreads_off(last_row(lm, text, source), expected) < CLOSE
     right = compiled.architecture_of
     monkeypatch.setattr(compiled, "architecture_of", lambda model: mistake(right(model)))
     assert spreads_off(last_row(EncoderDecoderLM(model), text, source), expected) > 5 * CLOSE
@@ -273,6 +274,30 @@ def test_what_is_no_setting_of_a_family_counts_too(what, monkeypatch):
         assert spreads_off(found, longer) > 5 * CLOSE
         return
     assert spreads_off(last_row(lm, text, source), expected) > 5 * CLOSE
+
+
+@pytest.mark.parametrize("name", ["t5", "mt5", "umt5"])
+def test_scores_of_t5_have_no_factor_even_where_transformers_has_no_setting_for_it(name):
+    """As in transformers before 5.15."""
+    model = model_of(name)
+    for module in model.modules():
+        vars(module).pop("scaling", None)
+    assert architecture_of(model).scales == (1.0, 1.0)
+
+
+def test_a_decoder_that_transformers_forgets_to_make_causal_has_the_logits_of_a_causal_one():
+    """As umT5 in transformers 5.15 to 5.17, whose tokens attend to later ones unless a mask is given."""
+    model, forgotten = model_of("umt5"), model_of("umt5")
+    for block in forgotten.decoder.block:
+        block.layer[0].SelfAttention.is_causal = False
+    lms = [EncoderDecoderLM(one) for one in (model, forgotten)]
+    text = np.random.default_rng(7).integers(2, VOCAB, 20).tolist()
+    (source, *_) = state_sources()
+    expected, found = (plain_logits(Reading(one, source), [text])[0] for one in (model, forgotten))
+    assert torch.equal(found, expected)
+    for lm in lms:
+        assert spreads_off(last_row(lm, text, source), expected) < CLOSE
+        check_scores_forests(lm)
 
 
 def test_layers_of_a_decoder_that_reads_sources_do_not_draft():

@@ -59,10 +59,11 @@ FAMILIES = {
 }
 
 
-def tiny_reader(family, attention="sdpa", seed=0, layers=2, scale=None, **changes):
+def tiny_reader(family, attention=None, seed=0, layers=2, scale=None, **changes):
     """A random encoder-decoder model, float32, whose weights are scaled up so that its texts do not end at once.
 
     Args:
+        attention: implementation of attention; None: the default of transformers, "sdpa" where the family has it.
         layers: of the decoder; the encoder has three.
         scale: of the weights; None: large, so that scores differ clearly.
     """

@@ -507,7 +507,7 @@ def architecture_of(model: "PreTrainedModel", family: ModelFamily | None = None)
         eps=_eps_of(model, family),
         activation=ACTIVATIONS[getattr(config, family.activation)],
         parallel=bool(family.parallel and getattr(config, family.parallel)),
-        scales=tuple(float(getattr(module, "scaling", 1 / size**0.5)) for module in modules),
+        scales=tuple(_scale_of(module, family, size) for module in modules),
         ropes=tuple(rope if turns else -1 for rope, turns in zip(ropes, turned, strict=True)),
         tables=tables,
         kinds=kinds,
@@ -516,6 +516,12 @@ def architecture_of(model: "PreTrainedModel", family: ModelFamily | None = None)
         chosen=int(config.num_experts_per_tok) if family.mixture else 0,
         divides=family.mixture == "always" or bool(family.mixture and getattr(config, family.mixture)),
     )
+
+
+def _scale_of(module: Any, family: ModelFamily, size: int) -> float:
+    """Return the factor of attention scores. T5's attention has none, and before transformers 5.15 no setting for it."""
+    usual = 1.0 if family.distances else 1 / size**0.5
+    return float(getattr(module, "scaling", usual))
 
 
 def _biases_of(modules: list[Any], family: ModelFamily) -> tuple[Tensor, ...]:

@@ -16,7 +16,7 @@ from specbeam.engines.cpu.source_passes import CompiledSourcePasses
 from specbeam.engines.eligibility import has_own_encoder
 from specbeam.engines.shared_tokens import SharedTokens, readable
 from specbeam.engines.source import Source
-from specbeam.engines.torch.source_passes import SourcePasses, decoder_layers
+from specbeam.engines.torch.source_passes import SourcePasses, decoder_layers, make_causal
 from specbeam.models.engines import COMPILED
 from specbeam.models.huggingface import CHUNK, EachNeeds, Forests, HuggingFaceLM, Sessions
 
@@ -65,6 +65,7 @@ class EncoderDecoderLM(HuggingFaceLM):
                 f"{type(model).__name__} is a decoder without an encoder; it can only draft for a target that has one: "
                 "load(target, draft=...)"
             )
+        make_causal(model)
         super().__init__(model, chunk, engine, None, kv, shared)
         self.encoder: Any = self.runner.own_encoder() if encoder is None else encoder
         self._uses_own_encoder = encoder is None

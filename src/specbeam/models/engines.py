@@ -200,9 +200,6 @@ def _waits_for_gpu(model: "PreTrainedModel") -> str:
 def _misfit_of_gpu(model: "PreTrainedModel") -> str:
     if find_spec("triton") is None:
         return "triton is missing (pip install triton)"
-    family = family_of(model)
-    if family is not None and family.mixture:
-        return "it is a mixture of experts"
     return misfit_of_family(model) or _misfit_of_source_layers(model)
 
 
@@ -222,6 +219,9 @@ def _misfit_of_fp8(model: "PreTrainedModel") -> str:
     why = _misfit_of_gpu(model)
     if why or model.device.type != "cuda":
         return why or "it is for GPUs; on a CPU use 'int8' or 'int4'"
+    family = family_of(model)
+    if family is not None and family.mixture:
+        return "experts cannot be rounded to fp8"
     if model.dtype not in (torch.bfloat16, torch.float16):
         return f"it rounds models in bfloat16 or float16, and this model is in {model.dtype}: load it with dtype='bfloat16'"
     if (has := torch.cuda.get_device_capability(model.device)) < OLDEST_WITH_FP8:

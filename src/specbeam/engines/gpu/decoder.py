@@ -21,6 +21,7 @@ from specbeam.engines.families import (
     NO_TOKEN,
     Architecture,
     CrossParts,
+    LayerParts,
     ModelFamily,
     angle_tables,
     architecture_of,
@@ -36,6 +37,7 @@ from specbeam.engines.families import (
     source_parts,
     unplaced_in,
 )
+from specbeam.engines.gpu.expert_kernels import Experts, mixed_experts
 from specbeam.engines.gpu.kernels import Scores, activated, attended, norm_heads, norm_sum, normed, rotate_and_store
 from specbeam.engines.gpu.pages import PagedStore
 from specbeam.engines.gpu.products import GpuMatrix, multiplied, rounded_matrix
@@ -87,13 +89,14 @@ class GpuLayer:
     qkv_bias: Tensor | None
     out: GpuMatrix
     out_bias: Tensor | None
-    up: GpuMatrix  # gate and up, or up only
+    up: GpuMatrix  # gate and up, or up only; no outputs in a mixture of experts
     up_bias: Tensor | None
-    down: GpuMatrix
+    down: GpuMatrix  # no outputs in a mixture of experts
     down_bias: Tensor | None
     angles: Tensor  # float32[2, positions, pairs]
     scores: Scores  # its kind is an index into `GpuDecoder.kinds`
     source: SourceLayer | None  # None: no cross-attention
+    experts: Experts | None  # None: an MLP
 
 
 class GpuDecoder:
@@ -162,6 +165,10 @@ class GpuDecoder:
             self._add(x, mixed, layer.out, layer.out_bias, layer.after_attention)
             self._look_at_sources(x, number, inputs, shape)
             read = normed(x, layer.before_inner, self.eps) if mlp_input is None else mlp_input
+            if layer.experts is not None:
+                more = normed(mixed_experts(read, layer.experts, of), layer.after_inner, self.eps)
+                x.add_(more, alpha=self.numbers.residual)
+                continue
             both = multiplied(read, layer.up, layer.up_bias)
             wide = activated(both, of.activation, of.family.gated)
             self._add(x, wide, layer.down, layer.down_bias, layer.after_inner)
@@ -260,6 +267,7 @@ class GpuDecoder:
         attention = module_at(layer, family.attention)
         inner = module_at(layer, family.inner)
         qkv = [getattr(attention, name) for name in family.qkv]
+        up = [parts.router[:0]] if family.mixture else [getattr(inner, name).weight for name in family.up]
         some_lack_bias = any(module.bias is None for module in qkv)
         rope = of.ropes[number]
         scores = Scores(
@@ -279,13 +287,14 @@ class GpuDecoder:
             qkv_bias=_bias(parts.qkv_bias) if some_lack_bias else _join_rows([module.bias for module in qkv]),
             out=self._matrix(parts.out),
             out_bias=_bias(parts.out_bias),
-            up=self._matrix(_joined([getattr(inner, name).weight for name in family.up], family)),
+            up=self._matrix(_joined(up, family)),
             up_bias=_bias(parts.up_bias),
-            down=self._matrix(parts.down),
+            down=self._matrix(parts.router[:0] if family.mixture else parts.down),
             down_bias=_bias(parts.down_bias),
             angles=self.tables[rope] if rope >= 0 else self.angles[:, :, :0],
             scores=scores,
             source=self._source_layer(layer, parts.cross) if family.cross else None,
+            experts=_experts(inner, parts) if family.mixture else None,
         )
 
     def _source_layer(self, layer: Any, parts: CrossParts) -> SourceLayer:
@@ -303,6 +312,11 @@ class GpuDecoder:
             both=self._matrix(_join_rows(both)),
             both_bias=_bias(source_parts(layer, of).bias),
         )
+
+
+def _experts(inner: Any, parts: LayerParts) -> Experts:
+    """Return the experts of a layer, given its module of experts."""
+    return Experts(parts.router.detach(), inner.experts.gate_up_proj.detach(), inner.experts.down_proj.detach())
 
 
 def _bias(found: Tensor) -> Tensor | None:

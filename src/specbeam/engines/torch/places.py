@@ -46,11 +46,7 @@ class Places:
             self._embedding = positions
             self._look_up = _looked_up_in_grown
             self.takes_more_positions = True
-        self._biases = [
-            module
-            for module in decoder.modules()
-            if hasattr(module, "compute_bias") and getattr(module, "has_relative_attention_bias", False)
-        ]
+        self._biases = self_attention_with_biases(decoder)
         if self._embedding is None and not self._biases:
             raise UnsupportedModel(
                 f"the decoder of {type(model).__name__} looks up positions in an unsupported way; specbeam supports "
@@ -100,6 +96,15 @@ def decoder_of(model: "PreTrainedModel") -> Any:
         return model.model.decoder
     found = model.get_decoder()
     return None if found is model else found
+
+
+def self_attention_with_biases(decoder: Any) -> list[Any]:
+    """Return the self-attention modules of a decoder that hold a table of biases by distance, as in T5; [] without one."""
+    return [
+        module
+        for module in ([] if decoder is None else decoder.modules())
+        if hasattr(module, "compute_bias") and getattr(module, "has_relative_attention_bias", False)
+    ]
 
 
 def _looked_up(embedding: Any, places: torch.Tensor, ids: "torch.Tensor | None") -> torch.Tensor:

@@ -17,7 +17,7 @@ from specbeam.engines.kv.masks import Mask, distances_back
 from specbeam.engines.kv.store import KVStore
 from specbeam.engines.shared_tokens import SharedTokens
 from specbeam.engines.torch.passes import NO_EXTRAS, PaddedPasses, SharedRow
-from specbeam.engines.torch.places import Places, decoder_of
+from specbeam.engines.torch.places import Places, decoder_of, self_attention_with_biases
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -112,6 +112,16 @@ class SourcePasses(ReadsSources, PaddedPasses):
 def is_whole(model: "PreTrainedModel") -> bool:
     """Return whether a model's forward includes its encoder."""
     return "decoder_input_ids" in inspect.signature(model.forward).parameters
+
+
+def make_causal(model: "PreTrainedModel") -> None:
+    """Mark the self-attention of a decoder with biases by distance as causal.
+
+    transformers 5.15 to 5.17 forgets it for umT5: without an explicit mask, tokens attend to later ones there.
+    """
+    for module in self_attention_with_biases(decoder_of(model)):
+        if hasattr(module, "is_causal"):
+            module.is_causal = True
 
 
 def plain_arguments(model: "PreTrainedModel", states: torch.Tensor, ids: torch.Tensor) -> dict[str, Any]:
