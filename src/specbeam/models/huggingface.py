@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from jaxtyping import Int64
 
+from specbeam.core import compiling
 from specbeam.core.answers import LOGITS
 from specbeam.core.errors import NotSupported, UnsupportedModel
 from specbeam.core.forest import Forest
@@ -382,12 +383,26 @@ class HuggingFaceLM:
         self, session: CacheOwner, fresh: int, beams: int, more: int, needs: Needs = LOGITS
     ) -> AbstractContextManager[Any] | None:
         """See `RunLM.for_run`. Sessions that share a row of the store cannot run."""
-        return cache_for_run(self, session, fresh + beams, more, needs) if self.supports_runs else None
+        if not self.supports_runs:
+            return None
+        if isinstance(self.runner, PackedPasses):
+            return cache_for_run(self, session, fresh + beams, more, needs)
+        return self._cache_on_device(session, fresh + beams, more, needs)
+
+    @contextmanager
+    def _cache_on_device(self, session: CacheOwner, fresh: int, more: int, needs: Needs) -> Iterator[Any]:
+        """Yield a session's cache for runs with the engine for GPUs; None if a run cannot begin with it."""
+        cache = self._cache(session, needs)
+        if needs != LOGITS or self.shares(session) or not self._is_stored_for_steps(cache, fresh):
+            yield None
+            return
+        with self.runner.runs.arrays(cache, fresh + more) as arrays:  # type: ignore[union-attr]
+            yield arrays
 
     @property
     def shares_passes(self) -> bool:
         """Whether one pass can serve the compiled runs of many sessions."""
-        return isinstance(self.runner, PackedPasses)
+        return self.supports_runs
 
     @contextmanager
     def early_cache_for_steps(
@@ -424,7 +439,7 @@ class HuggingFaceLM:
     @property
     def is_small(self) -> bool:
         """Whether the model is small enough for the caches of a CPU."""
-        return self.weights < TILED_FROM
+        return isinstance(self.runner, PackedPasses) and self.weights < TILED_FROM
 
     @cached_property
     def weights(self) -> int:
@@ -443,12 +458,15 @@ class HuggingFaceLM:
     @property
     def is_compiled(self) -> bool:
         """Whether compiled code does all heavy work, so that torch needs one thread."""
-        return self.supports_runs
+        return self.supports_runs and isinstance(self.runner, PackedPasses)
 
     @property
     def supports_runs(self) -> bool:
         """Whether compiled runs can take whole turns with this model."""
-        return type(self) is HuggingFaceLM and isinstance(self.runner, PackedPasses) and self.runner.takes_steps
+        if type(self) is not HuggingFaceLM:
+            return False
+        is_on_device = hasattr(self.runner, "runs") and compiling.AVAILABLE
+        return is_on_device or (isinstance(self.runner, PackedPasses) and self.runner.takes_steps)
 
     @property
     def _takes_steps(self) -> bool:

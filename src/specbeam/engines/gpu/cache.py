@@ -39,10 +39,17 @@ class GpuCache(RowMember):
         super().__init__(row, prompt)
         self.answered = 0
         self.trie = KVTrie(prompt)
+        self.has_stale_rows = False  # whether runs have moved the roots without their logits
         self._pinned = pinned
         self._first_rows = max(1, min(FIRST_ROWS, FIRST_BYTES // (4 * vocab)))
         self.outputs = self._room(self._first_rows, vocab)
         self._next = self._room(0, vocab)
+
+    def finish_run(self, roots: int) -> None:
+        """Read the `roots` roots from the arrays, in which steps have settled the last turn of a run."""
+        self.trie.root_at = self.trie.local[:roots].copy()
+        self.answered = 0
+        self.has_stale_rows = True
 
     def make_room(self, fresh: int) -> None:
         """Make room for `fresh` new forest nodes, and for storing them and all pending nodes."""

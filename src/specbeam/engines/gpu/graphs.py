@@ -2,7 +2,7 @@
 
 import ctypes
 from functools import cache, partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +12,11 @@ from specbeam.engines.gpu.decoder import GpuDecoder, PassShape
 from specbeam.engines.gpu.pages import PagedStore
 from specbeam.engines.gpu.staging import Staging
 from specbeam.engines.torch.captured import Capture, SecondUseCache
+from specbeam.engines.torch.ranking import RankedRows
 from specbeam.engines.torch.sizes import rounded_up
+
+if TYPE_CHECKING:
+    from specbeam.engines.gpu.ranking import RowRanker
 
 FEW = 64  # number of rows up to which the head takes no longer than for one row
 Graph = tuple[torch.cuda.CUDAGraph, torch.Tensor]  # a graph, and the logits that it writes
@@ -50,6 +54,7 @@ class Graphs:
         has_handles = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec")  # older versions of torch lack this method
         self.steps_can_launch = capture and has_handles and driver_calls() is not None
         self.graphs = SecondUseCache[Graph]()
+        self.ranked = SecondUseCache[Any]()  # graphs of passes whose rows are ranked, by size and ranker
         self.step_graphs: dict[int, Graph] = {}  # graphs for steps, by size
         self._table = store.table  # the table of pages that graphs read
         self._by_rows = np.zeros((3, FEW + 1), dtype=np.int64)
@@ -57,6 +62,7 @@ class Graphs:
     def clear(self) -> None:
         """Delete all graphs after buffers that they read were replaced."""
         self.graphs.clear()
+        self.ranked.clear()
         self.step_graphs.clear()
         self._by_rows[:] = 0
         if self.capture is not None:
@@ -80,6 +86,22 @@ class Graphs:
         graph, logits = known
         graph.replay()
         return logits
+
+    def run_ranked(self, staging: Staging, shape: PassShape, ranker: "RowRanker") -> RankedRows:
+        """Run a pass as `run` does, rank its rows, and return them; they are valid until the next ranking."""
+        self._follow_table()
+
+        def forward() -> RankedRows:
+            return ranker.rank(self.decoder.forward(staging.inputs, shape, self.store))
+
+        if self.capture is None or staging is not self.staging:
+            return forward()
+        known = self.ranked.get((shape, id(ranker)), partial(self.capture, forward))
+        if known is None:
+            return forward()
+        graph, ranked = known
+        graph.replay()
+        return ranked
 
     @torch.inference_mode()
     def captured_for_steps(self, most: int) -> CapturedGraphs | None:
@@ -124,9 +146,14 @@ def shape_for(counts: list[int], wanted: int) -> PassShape:
         counts: number of rows of each session.
         wanted: number of rows whose logits are needed.
     """
-    rows = rounded_up(sum(counts))
+    return shape_for_sizes(sum(counts), len(counts), max(counts), wanted)
+
+
+def shape_for_sizes(count: int, sessions: int, most: int, wanted: int) -> PassShape:
+    """Return the size to which a pass of `count` rows is padded; see `PassShape`."""
+    rows = rounded_up(count)
     logits = rows if rows <= FEW else min(rows, rounded_up(wanted))
-    return PassShape(rows, rounded_up(len(counts)), min(rows, rounded_up(max(counts))), logits if wanted else 0)
+    return PassShape(rows, rounded_up(sessions), min(rows, rounded_up(most)), logits if wanted else 0)
 
 
 @cache

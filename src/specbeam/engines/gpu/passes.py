@@ -17,6 +17,7 @@ from specbeam.core.records import ExtraInputs, Needs, Scored
 from specbeam.engines.gpu.cache import GpuCache, GpuCacheArrays, extend_gpu_cache, neighbour_slices
 from specbeam.engines.gpu.decoder import GpuDecoder, PassShape
 from specbeam.engines.gpu.graphs import FEW, Graphs, shape_for
+from specbeam.engines.gpu.runs import RunPasses
 from specbeam.engines.gpu.staging import ModelLimits, Staging, check_nodes, write_inputs
 from specbeam.engines.kv.cache import Logits, Nodes
 from specbeam.engines.kv.masks import Masks
@@ -54,14 +55,15 @@ class GpuPasses:
         self.store = decoder.store()
         self.staging = Staging(self.device, ROWS, SESSIONS, MASK_BYTES * len(decoder.kinds))
         self.graphs = Graphs(decoder, self.store, self.staging, capture)
+        self.runs = RunPasses(self)
 
     def try_out(self) -> None:
         """Run an empty pass, which raises an exception if Triton does not work here."""
-        with self._on_device(), torch.inference_mode():
+        with self.on_device(), torch.inference_mode():
             self.staging.blank()
             self.decoder.forward(self.staging.inputs, PassShape(1, 1, 1, 1), self.store)
 
-    def _on_device(self) -> AbstractContextManager[object]:
+    def on_device(self) -> AbstractContextManager[object]:
         """Return a context in which the model's device is the current device, on which kernels are launched."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
@@ -71,7 +73,7 @@ class GpuPasses:
 
     takes_vectors = False
 
-    def _source_of(self, cache: GpuCache) -> tuple[int, int]:
+    def source_of(self, cache: GpuCache) -> tuple[int, int]:
         """Return the first frame and the number of frames of a session's source."""
         return 0, 0
 
@@ -91,12 +93,26 @@ class GpuPasses:
 
     def extend(self, caches: list[GpuCache], forests: Sequence[Forest]) -> list[Scored]:
         """Store all pending nodes and the new nodes of these forests; return the rows that were not returned before."""
+        for cache, forest in zip(caches, forests, strict=True):
+            self._refresh_roots(cache, forest)
         if len(caches) == 1 and (rows := self._extend_by_step(caches[0], forests[0])) is not None:
             return [scored_rows(caches[0].needs, rows)]
         wanted = [cache.enter(forest) for cache, forest in zip(caches, forests, strict=True)]
         if busy := [(cache, nodes) for cache, nodes in zip(caches, wanted, strict=True) if cache.trie.pending]:
             self._run_pass([(cache, cache.trie.pending, nodes) for cache, nodes in busy])
         return [scored_rows(cache.needs, cache.answer(forest)) for cache, forest in zip(caches, forests, strict=True)]
+
+    def _refresh_roots(self, cache: GpuCache, forest: Forest) -> None:
+        """Compute the logits of stored roots again if runs have moved the roots, unless their rows are known."""
+        if not cache.has_stale_rows:
+            return
+        cache.has_stale_rows = False
+        roots = unknown_nodes(0, len(cache.trie.root_at), forest.known.nodes)
+        stored = roots[cache.trie.local[roots] < cache.trie.stored]
+        if len(stored):
+            rows = self.runs.score_again(cache, stored)
+            cache.make_rows(len(cache.trie.root_at))
+            cache.outputs[stored] = torch.from_numpy(rows)
 
     def prefill(self, caches: list[GpuCache], counts: list[int]) -> None:
         """Store this number of pending tokens of each cache, without computing their logits.
@@ -122,13 +138,13 @@ class GpuPasses:
         """Yield the cache as arrays for steps, which may add up to `fresh` new nodes; None if steps cannot run passes."""
         rows = cache.trie.pending + fresh
         cache.make_room(fresh)
-        self._reserve([cache])
+        self.reserve([cache])
         room = self.staging.holds(rows, 1, rows * cache.trie.capacity * len(self.limits.windows))
-        with self._on_device():
+        with self.on_device():
             captured = self.graphs.captured_for_steps(rows) if compiling.AVAILABLE and room else None
             yield captured and GpuCacheArrays(
                 cache.trie.arrays, cache.outputs.numpy(), self.limits, self.staging.filled, cache.row,
-                self._source_of(cache), captured.by_rows, self.staging.addresses, captured.stream, captured.calls,
+                self.source_of(cache), captured.by_rows, self.staging.addresses, captured.stream, captured.calls,
             )  # fmt: skip
 
     def _extend_by_step(self, cache: GpuCache, forest: Forest) -> Logits | None:
@@ -155,12 +171,11 @@ class GpuPasses:
         ends = [*accumulate((len(nodes) for *_, nodes in parts), initial=0)]  # ends of the parts in the wanted rows
         shape = shape_for(counts, ends[-1])
         stored = [cache.trie.stored for cache, *_ in parts]
-        staging, mask_bytes = self._fill_staging(parts, shape)
+        staging, mask_bytes = self._fill_staging(parts, shape, ends[-1])
         inputs = staging.filled
         for (cache, _, nodes), before, start, (first, last) in zip(parts, stored, starts, pairwise(ends), strict=False):
             inputs.wanted[first:last] = cache.trie.local[nodes] - before + start
-        inputs.wanted[ends[-1] : shape.wanted] = 0
-        with span("model"), self._on_device():
+        with span("model"), self.on_device():
             try:
                 staging.copy_to_device(mask_bytes)
                 logits = self.graphs.run(staging, shape)
@@ -172,7 +187,9 @@ class GpuPasses:
                 if self.device.type == "cuda":
                     torch.cuda.current_stream(self.device).synchronize()  # before the staging is filled again
 
-    def _fill_staging(self, parts: list[tuple[GpuCache, int, Nodes]], shape: PassShape) -> tuple[Staging, int]:
+    def _fill_staging(
+        self, parts: list[tuple[GpuCache, int, Nodes]], shape: PassShape, wanted: int
+    ) -> tuple[Staging, int]:
         """Assign slots to the rows of a pass, and write its inputs to a staging; return it and the bytes of the mask.
 
         Raises `IndexError`, before any slot is assigned, for tokens and positions that the model does not have.
@@ -183,7 +200,7 @@ class GpuPasses:
         for cache, count, _ in parts:
             check_nodes(cache.trie.arrays, count, self.limits)
             cache.trie.make_slots(count_by_row[cache.row])
-        self._reserve([cache for cache, *_ in parts])
+        self.reserve([cache for cache, *_ in parts])
         most = sum(cache.trie.capacity * count for cache, count, _ in parts) * len(self.limits.windows)
         staging = self.staging
         row = 0
@@ -193,16 +210,14 @@ class GpuPasses:
         inputs = staging.filled
         for session, (cache, count, _) in enumerate(parts):
             cache.trie.make_slots(count)  # other sessions in the same row of the store may have just taken slots
-            source = self._source_of(cache)
+            source = self.source_of(cache)
             place = (session, row, byte)
             byte = write_inputs(cache.trie.arrays, count, cache.row, source, self.limits, inputs, place)
             row += count
-        for numbers in (inputs.tokens, inputs.positions, inputs.caches, inputs.slots):
-            numbers[row : shape.rows] = 0  # padding writes to the waste slot
-        inputs.sessions[:, len(parts) : shape.sessions] = 0
+        staging.pad(row, len(parts), wanted, shape)
         return staging, byte
 
-    def _reserve(self, caches: list[GpuCache]) -> None:
+    def reserve(self, caches: list[GpuCache]) -> None:
         """Free the pages of rows without sessions, and assign pages to the rows of these caches."""
         self.store.release_from(len(self.caches))
         for cache in caches:

@@ -39,7 +39,7 @@ class GpuSourcePasses(ReadsSources, GpuPasses):
     def store_source(self, states: SourceStates) -> int:
         rows = states[0].to(self.decoder.embedding)
         before = self.cross.keys
-        with self._on_device():
+        with self.on_device():
             row = self.cross.add(len(rows), self.decoder.read_source(rows))
         if self.cross.keys is not before:
             self.graphs.clear()
@@ -48,5 +48,5 @@ class GpuSourcePasses(ReadsSources, GpuPasses):
     def plain_logits(self, states: torch.Tensor, path: list[int]) -> torch.Tensor:
         return plain_logits(self.model, states, path)
 
-    def _source_of(self, cache: GpuCache) -> tuple[int, int]:
+    def source_of(self, cache: GpuCache) -> tuple[int, int]:
         return self.cross.firsts[cache.source_row], self.cross.lengths[cache.source_row]

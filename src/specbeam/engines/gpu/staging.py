@@ -1,7 +1,7 @@
 """The inputs of a pass on a GPU, which compiled steps write on the host."""
 
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -9,12 +9,15 @@ import torch
 from specbeam.core.compiling.compiler import Array, compiled
 from specbeam.engines.kv.steps import BLOCK, EXTENT, STORED, Trie, feed_slots
 
+if TYPE_CHECKING:
+    from specbeam.engines.gpu.decoder import PassShape
+
 SESSION_NUMBERS = 8  # numbers of each session in `Inputs.sessions`
 MOST_RANGES = 255  # ranges of distances that a byte of the mask distinguishes, besides masked slots
 
 
 class Inputs(NamedTuple):
-    """The inputs that change from pass to pass: tensors on the device, arrays on the host, int32 except for `seen`."""
+    """The inputs that change from pass to pass: tensors on the device, arrays on the host, int32 if no type is named."""
 
     tokens: Any  # [rows]
     positions: Any  # [rows]
@@ -24,6 +27,7 @@ class Inputs(NamedTuple):
     # [8, sessions]: first row, number of rows, row of the store, number of slots for attention; in the mask: first byte,
     # bytes of each kind of layer; of the session's source: first frame, number of frames
     sessions: Any
+    keys: Any  # int64[rows]: the bits of the noise key of each wanted row; read only by rankings
     # uint8[bytes] by session, kind of layer, row, slot: 0 if the slot is masked, otherwise 1, or the number in
     # `ModelLimits.ranges` for the distance between row and slot
     seen: Any
@@ -90,16 +94,36 @@ def write_inputs(
 
     Returns the first byte of the mask after the session.
     """
-    session, row, byte = place
     start = trie.counts[STORED]
-    stop = start + count
-    tokens = trie.nodes[0, start:stop]
-    positions = trie.nodes[2, start:stop]
+    nodes = np.arange(start, start + count)
     slots = np.empty(count, dtype=np.int64)
     feed_slots(trie, slots)
+    return write_rows(trie, nodes, slots, store_row, source, model, inputs, place)
+
+
+@compiled
+def write_rows(
+    trie: Trie,
+    nodes: Array,
+    slots: Array,
+    store_row: int,
+    source: tuple[int, int],
+    model: ModelLimits,
+    inputs: Inputs,
+    place: tuple[int, int, int],
+) -> int:
+    """Write local nodes of a session as rows of a pass to `inputs`; for the other arguments see `write_inputs`.
+
+    Args:
+        nodes, slots: int64[rows], the nodes, and the slots for their keys and values; 0: they are not stored.
+
+    Returns the first byte of the mask after the session.
+    """
+    session, row, byte = place
+    count = len(nodes)
     here = slice(row, row + count)
-    inputs.tokens[here] = tokens
-    inputs.positions[here] = positions
+    inputs.tokens[here] = trie.nodes[0][nodes]
+    inputs.positions[here] = trie.nodes[2][nodes]
     inputs.slots[here] = slots
     inputs.caches[here] = store_row
     extent = -(-trie.counts[EXTENT] // BLOCK) * BLOCK
@@ -114,7 +138,7 @@ def write_inputs(
     column[7] = source[1]
     back = trie.slot_position[:extent]
     for kind in range(len(model.windows)):
-        for node in range(start, stop):
+        for node in nodes:
             look = inputs.seen[byte : byte + extent]
             look[:] = trie.seen[node, :extent]
             if model.windows[kind] > 0:
@@ -138,7 +162,8 @@ class Staging:
         self.rows = rows
         self.sessions = sessions
         self.mask_bytes = mask_bytes
-        self._edges = [*accumulate([rows] * 5 + [SESSION_NUMBERS * sessions], initial=0)]
+        # Keys of 64 bits come first, for their alignment.
+        self._edges = [*accumulate([2 * rows] + [rows] * 5 + [SESSION_NUMBERS * sessions], initial=0)]
         self._start = 4 * self._edges[-1]
         size = self._start + mask_bytes
         self._on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -149,13 +174,21 @@ class Staging:
     def _views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return the fields of `Inputs` as views of a buffer."""
         numbers = buffer[: self._start].view(torch.int32)
-        views = [numbers[start:stop] for start, stop in pairwise(self._edges)]
+        keys, *views = [numbers[start:stop] for start, stop in pairwise(self._edges)]
         views[5] = views[5].view(SESSION_NUMBERS, self.sessions)
-        return [*views, buffer[self._start :]]
+        return [*views, keys.view(torch.int64), buffer[self._start :]]
 
     def holds(self, rows: int, sessions: int, mask_bytes: int) -> bool:
         """Return whether a pass of this size fits."""
         return rows <= self.rows and sessions <= self.sessions and mask_bytes <= self.mask_bytes
+
+    def pad(self, rows: int, sessions: int, wanted: int, shape: "PassShape") -> None:
+        """Set the inputs between a pass and the size that it is padded to: to an empty row, which fills the waste slot."""
+        filled = self.filled
+        for numbers in (filled.tokens, filled.positions, filled.caches, filled.slots):
+            numbers[rows : shape.rows] = 0
+        filled.sessions[:, sessions : shape.sessions] = 0
+        filled.wanted[wanted : shape.wanted] = 0
 
     def copy_to_device(self, mask_bytes: int) -> None:
         """Copy the inputs to the device, with `mask_bytes` bytes of the mask."""

@@ -1,0 +1,366 @@
+"""Compiled runs on a GPU: one pass serves many sessions, and its rows come back as short lists.
+
+A pass is written by compiled steps into the staging of the model. A single call into Python launches it, with the kernels
+that rank its rows, and copies the lists back. Rows that were computed before can be computed again: their tokens take part
+in a pass that stores nothing for them.
+"""
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float32
+
+from specbeam.core.callbacks import Callback, array_at, call_back
+from specbeam.core.compiling.compiler import Array, borrowed, compiled
+from specbeam.core.compiling.copies import copy_numbers
+from specbeam.core.compiling.held import address_of_record, held_at
+from specbeam.core.cycles import cycles
+from specbeam.core.laws.ranked import WHOLE, Listing, Ranked, are_whole, room_for_listing, rows_between, whole_rows
+from specbeam.core.measure.profiler import span
+from specbeam.core.passes import (
+    CYCLES,
+    PASSES,
+    Asked,
+    extend_all,
+    extend_ranked,
+    has_pending,
+    has_room_for,
+    rewind,
+    runs_layers,
+    settle_target,
+    whole_rows_again,
+)
+from specbeam.engines.arrays import Integers
+from specbeam.engines.gpu.graphs import shape_for_sizes
+from specbeam.engines.gpu.staging import Inputs, ModelLimits, write_rows
+from specbeam.engines.kv.steps import BLOCK, HELD, KNOWN, SIZE, STORED, Trie, add_survivors, enter, feed_slots, prune
+
+if TYPE_CHECKING:
+    from specbeam.engines.gpu.cache import GpuCache
+    from specbeam.engines.gpu.passes import GpuPasses
+    from specbeam.engines.gpu.ranking import RowRanker
+    from specbeam.engines.torch.ranking import RankedRows
+
+MOST_LISTED = 128  # tokens of a list
+_FLOAT = ctypes.c_float
+_SUMS = 6  # words of a list before its tokens: norm, warm norm and rest as float64
+
+
+@borrowed
+class GpuRun(NamedTuple):
+    """A session's cache in a model on a GPU as arrays for compiled runs, with capacity for everything that they store."""
+
+    trie: Trie
+    model: ModelLimits
+    inputs: Inputs  # on the host
+    store_row: int  # the session's row of the store
+    source: tuple[int, int]  # first frame and number of frames of the session's source; no frames: no source
+    vocab: int
+    listing: Listing  # the lists that passes return
+    run_at: int  # address of the `Callback` that runs a written pass: `RunPasses.run`
+    lists: Array  # int32[words]: the lists of the last pass, one after the other, see `RankedRows`
+
+
+@compiled
+def nodes_again(cache: GpuRun, nodes: Array) -> Array:
+    """Return the local nodes of the forest nodes that are stored already, whose rows have to be computed again."""
+    trie = cache.trie
+    again = np.empty(len(nodes), dtype=np.int64)
+    count = 0
+    for node in nodes:
+        if trie.local[node] < trie.counts[STORED]:
+            again[count] = trie.local[node]
+            count += 1
+    return again[:count]
+
+
+@compiled
+def is_feedable(cache: GpuRun) -> bool:
+    """Return whether the model has the tokens and positions of all pending nodes."""
+    counts = cache.trie.counts
+    is_fine = True
+    for node in range(counts[STORED], counts[SIZE]):
+        token = cache.trie.nodes[0, node]
+        is_fine &= 0 <= token < cache.model.vocab and cache.trie.nodes[2, node] < cache.model.positions
+    return is_fine
+
+
+@compiled
+def mask_bytes_of(cache: GpuRun, rows: int) -> int:
+    """Return the maximum number of bytes that the mask of this many rows of a session takes."""
+    slots = -(-len(cache.trie.used) // BLOCK) * BLOCK
+    return rows * slots * len(cache.model.windows)
+
+
+@compiled
+def write_session(
+    cache: GpuRun, nodes: Array, again: Array, keys: Array, place: tuple[int, int, int], wanted: int
+) -> int:
+    """Write the pending nodes of a session, and the local nodes `again`, to the inputs of a pass.
+
+    Args:
+        nodes: int64[n], the forest nodes whose rows are wanted, all pending or among `again`, in the order of `again`.
+        keys: uint64[n], their noise keys.
+        place: see `write_rows`.
+        wanted: number of rows that sessions before this one want.
+
+    Returns the first byte of the mask after the session.
+    """
+    trie = cache.trie
+    inputs = cache.inputs
+    start = trie.counts[STORED]
+    pending = trie.counts[SIZE] - start
+    slots = np.zeros(pending + len(again), dtype=np.int64)  # rows again are stored in the waste slot
+    feed_slots(trie, slots[:pending])
+    rows = np.empty(len(slots), dtype=np.int64)
+    for number in range(pending):
+        rows[number] = start + number
+    copy_numbers(rows[pending:], again)
+    byte = write_rows(trie, rows, slots, cache.store_row, cache.source, cache.model, inputs, place)
+    used = 0
+    for number in range(len(nodes)):
+        local = trie.local[nodes[number]]
+        row = local - start
+        if local < start:
+            row = pending + used
+            used += 1
+        inputs.wanted[wanted + number] = place[1] + row
+        inputs.keys[wanted + number] = np.int64(keys[number])
+    return byte
+
+
+@compiled
+def run_written(cache: GpuRun, rows: int, sessions: int, most: int, wanted: int, mask_bytes: int, goal: Array) -> bool:
+    """Run the pass that was written. Returns False if it failed.
+
+    Args:
+        rows, sessions, wanted: of the pass; most: rows of the session that has most.
+        goal: float32[wanted, vocab], to which whole rows are written; no rows: the pass returns lists.
+    """
+    address = goal.ctypes.data if len(goal) > 0 else 0
+    listing = cache.listing
+    kind = 2 * listing.length + listing.by_noise
+    temperature = np.array([listing.temperature])
+    bits = temperature.view(np.int64)[0]
+    return call_back(cache.run_at, (rows, sessions, most, wanted, mask_bytes, address, kind, bits)) == 0
+
+
+@compiled
+def lists_of_pass(cache: GpuRun, first: int, count: int) -> Ranked:
+    """Return the lists of `count` rows of the last pass, from row `first` on."""
+    length = min(cache.listing.length, cache.vocab)
+    pitch = _SUMS + 2 * cache.listing.length
+    doubles = cache.lists.view(np.float64)
+    singles = cache.lists.view(np.float32)
+    tokens = np.empty((count, length), dtype=np.int64)
+    logits = np.empty((count, length), dtype=np.float32)
+    sums = np.empty((3, count))
+    for row in range(count):
+        start = (first + row) * pitch
+        for number in range(3):
+            sums[number, row] = doubles[start // 2 + number]
+        is_broken = sums[0, row] != sums[0, row]
+        for place in range(length):
+            tokens[row, place] = cache.lists[start + _SUMS + place]
+            logit = singles[start + _SUMS + cache.listing.length + place]
+            logits[row, place] = np.nan if is_broken else logit
+    return Ranked(tokens, logits, sums[0], sums[1], sums[2], cache.vocab, cache.listing.by_noise)
+
+
+@extend_ranked.of(GpuRun)
+@compiled
+def extend_gpu_run(cache: GpuRun, tokens: Array, parents: Array, wanted: Array, keys: Array, whole: bool) -> Ranked:
+    """Run a pass of a single session; see `extend_ranked`."""
+    spent = np.zeros((1, 2), dtype=np.int64)
+    found = extend_gpu_runs(cache, [address_of_record(cache)], [Asked(tokens, parents, wanted, keys)], whole, spent)
+    return found[0]
+
+
+@extend_all.of(GpuRun)
+@compiled
+def extend_gpu_runs(like: GpuRun, caches: list[Any], asked: list[Asked], whole: bool, spent: Array) -> list[Ranked]:
+    """Implement `extend_all` by as few passes as the staging allows. Sessions whose nodes are refused get no rows."""
+    began = cycles()
+    count = len(asked)
+    returns_whole = whole or like.listing.length == 0
+    inputs = like.inputs
+    found = [whole_rows(np.empty((0, 0), dtype=np.float32)) for _ in range(count)]
+    first = 0
+    while first < count:
+        rows = 0
+        sessions = 0
+        most = 0
+        total = 0
+        byte = 0
+        number = first
+        firsts = np.full(count, -1, dtype=np.int64)  # the first wanted row of each session of the pass
+        while number < count:
+            one = asked[number]
+            cache = held_at(caches[number], like)
+            if len(one.wanted) > 0:
+                enter(cache.trie, one.tokens, one.parents)
+                again = nodes_again(cache, one.wanted)
+                own = cache.trie.counts[SIZE] - cache.trie.counts[STORED] + len(again)
+                fits = rows + own <= len(inputs.tokens) and sessions < inputs.sessions.shape[1]
+                fits &= byte + mask_bytes_of(cache, own) <= len(inputs.seen)
+                if not fits and sessions > 0:
+                    break
+                if fits and is_feedable(cache):
+                    byte = write_session(cache, one.wanted, again, one.keys, (sessions, rows, byte), total)
+                    firsts[number] = total
+                    total += len(one.wanted)
+                    rows += own
+                    most = max(most, own)
+                    sessions += 1
+                    spent[number, PASSES] += 1
+            number += 1
+        if sessions > 0:
+            goal = np.empty((total if returns_whole else 0, like.vocab), dtype=np.float32)
+            if run_written(like, rows, sessions, most, total, byte, goal):
+                for place in range(first, number):
+                    start = firsts[place]
+                    rows_wanted = len(asked[place].wanted)
+                    if start >= 0 and returns_whole:
+                        found[place] = whole_rows(goal[start : start + rows_wanted])
+                    elif start >= 0:
+                        found[place] = lists_of_pass(like, start, rows_wanted)
+        first = number
+    share = (cycles() - began) // count
+    for number in range(count):
+        spent[number, CYCLES] += share
+    return found
+
+
+@whole_rows_again.of(GpuRun)
+@compiled
+def score_gpu_again(cache: GpuRun, known: Ranked, nodes: Array) -> Ranked:
+    """Compute the rows of stored nodes again, if they are lists; see `whole_rows_again`."""
+    if are_whole(known) or len(nodes) == 0:
+        return known if are_whole(known) else whole_rows(np.empty((0, cache.vocab), dtype=np.float32))
+    found = np.empty((len(nodes), cache.vocab), dtype=np.float32)
+    again = nodes_again(cache, nodes)
+    keys = np.zeros(len(nodes), dtype=np.uint64)
+    byte = write_session(cache, nodes, again, keys, (0, 0, 0), 0)
+    if not run_written(cache, len(again), 1, len(again), len(nodes), byte, found):
+        return rows_between(known, 0, 0)
+    return whole_rows(found)
+
+
+@has_room_for.of(GpuRun)
+@compiled
+def gpu_run_has_room(cache: GpuRun, fresh: int, beams: int) -> bool:
+    """Return whether the trie has capacity for a turn; see `has_room_for`."""
+    trie = cache.trie
+    counts = trie.counts
+    size = counts[SIZE] + fresh + beams
+    slots = counts[HELD] + counts[SIZE] - counts[STORED] + fresh + 1
+    rows = min(trie.nodes.shape[1], len(trie.seen))
+    return size <= rows and counts[KNOWN] + fresh + beams <= len(trie.local) and slots <= len(trie.used)
+
+
+@has_pending.of(GpuRun)
+@compiled
+def gpu_run_has_pending(cache: GpuRun) -> bool:
+    """Return whether the trie has pending nodes; see `has_pending`."""
+    return cache.trie.counts[SIZE] > cache.trie.counts[STORED]
+
+
+@runs_layers.of(GpuRun)
+@compiled
+def gpu_run_runs_layers(cache: GpuRun, nodes: int) -> bool:
+    """Return whether nodes are new or pending; see `runs_layers`."""
+    counts = cache.trie.counts
+    return counts[SIZE] > counts[STORED] or nodes > counts[KNOWN]
+
+
+@settle_target.of(GpuRun)
+@compiled
+def settle_gpu_run(
+    cache: GpuRun, tree: tuple[Array, Array], nodes: Array, tokens: Array, parents: Array, kept: Array
+) -> None:
+    """Keep the paths to the surviving beams and to kept nodes, and free the rest; see `settle_target`."""
+    enter(cache.trie, tree[0], tree[1])
+    leaves = add_survivors(cache.trie, nodes, tokens, parents)
+    prune(cache.trie, np.concatenate((leaves, cache.trie.local[kept])))
+
+
+@rewind.of(GpuRun)
+@compiled
+def rewind_gpu_run(cache: GpuRun, nodes: int) -> None:
+    """Restore the cache to the beginning of the turn; see `rewind`."""
+    prune(cache.trie, cache.trie.local[:nodes].copy())
+
+
+class RunPasses:
+    """The passes of compiled runs of a model on a GPU; all buffers are allocated once."""
+
+    def __init__(self, passes: "GpuPasses") -> None:
+        self.passes = passes
+        self.callback = Callback(self.run)
+        staging = passes.staging
+        pinned = staging.device.type == "cuda"
+        words = staging.rows * (_SUMS + 2 * MOST_LISTED)
+        self.lists = torch.zeros(words, dtype=torch.int32, pin_memory=pinned)
+        self.rankers: dict[Listing, RowRanker] = {}
+
+    def ranker(self, listing: Listing) -> "RowRanker":
+        """Return the ranker of these lists, which reads the keys of rows from the staging."""
+        from specbeam.engines.gpu.ranking import RowRanker
+
+        found = self.rankers.get(listing)
+        if found is None:
+            staging = self.passes.staging
+            found = RowRanker(staging.rows, self.passes.vocab, listing.length, staging.device)
+            found.settings.temperatures.fill_(listing.temperature)
+            found.settings.noisy.fill_(int(listing.by_noise))
+            found.settings = found.settings._replace(keys=staging.inputs.keys)
+            self.rankers[listing] = found
+        return found
+
+    @contextmanager
+    def arrays(self, cache: "GpuCache", fresh: int) -> Iterator[GpuRun]:
+        """Yield a session's cache as arrays for runs, which may add up to `fresh` new nodes."""
+        passes = self.passes
+        cache.trie.make_room(fresh)
+        cache.trie.make_slots(cache.trie.pending + fresh)
+        passes.reserve([cache])
+        yield GpuRun(
+            cache.trie.arrays, passes.limits, passes.staging.filled, cache.row, passes.source_of(cache), passes.vocab,
+            WHOLE, self.callback.address, self.lists.numpy(),
+        )  # fmt: skip
+
+    def score_again(self, cache: "GpuCache", nodes: Integers) -> Float32[np.ndarray, "nodes vocab"]:
+        """Return the logits of stored forest nodes, computed by a pass that stores nothing new."""
+        with self.arrays(cache, 0) as arrays:
+            listed = room_for_listing(len(nodes), self.passes.vocab, Listing(1))
+            found: Float32[np.ndarray, "nodes vocab"] = score_gpu_again(arrays, listed, nodes).logits
+        if len(found) < len(nodes):
+            raise self.callback.failure or RuntimeError("a pass on the GPU failed")
+        return found
+
+    def run(
+        self, rows: int, sessions: int, most: int, wanted: int, mask_bytes: int, goal: int, kind: int, bits: int
+    ) -> None:
+        """Run the pass that steps have written to the staging; for the arguments see `run_written`."""
+        passes = self.passes
+        staging = passes.staging
+        shape = shape_for_sizes(rows, sessions, most, wanted)
+        staging.pad(rows, sessions, wanted, shape)
+        with span("model"), passes.on_device(), torch.inference_mode():
+            staging.copy_to_device(mask_bytes)
+            if goal:
+                found = passes.graphs.run(staging, shape)[:wanted]
+                numbers = array_at(goal, wanted * passes.vocab, _FLOAT)
+                torch.from_numpy(numbers).view(wanted, passes.vocab).copy_(found)
+                return
+            temperature = float(np.array([bits], dtype=np.int64).view(np.float64)[0])
+            ranker = self.ranker(Listing(kind // 2, bool(kind % 2), temperature))
+            ranked: RankedRows = passes.graphs.run_ranked(staging, shape, ranker)
+            words = ranked.buffer.shape[1]
+            self.lists[: wanted * words].view(wanted, words).copy_(ranked.buffer[:wanted], non_blocking=True)
+            if staging.device.type == "cuda":
+                torch.cuda.current_stream(staging.device).synchronize()
