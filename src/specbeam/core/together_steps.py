@@ -75,12 +75,20 @@ def run_turns_together(
         like: the job of any of them; all jobs have the same type.
         standings, stands_like: the same for the `Standing` of each session.
     """
+    # No comprehensions, see `compiling.held`.
     count = len(jobs)
     every = range(count)
-    lives = [own_beams(held_at(standings[number], stands_like).live) for number in every]
-    starts = [own_start(held_at(standings[number], stands_like).start) for number in every]
-    targets = [address_of_record(held_at(jobs[number], like).target) for number in every]
-    drafts = [address_of_record(held_at(jobs[number], like).draft) for number in every]
+    lives = []
+    starts = []
+    targets = []
+    drafts = []
+    for number in every:
+        standing = held_at(standings[number], stands_like)
+        lives.append(own_beams(standing.live))
+        starts.append(own_start(standing.start))
+        job = held_at(jobs[number], like)
+        targets.append(address_of_record(job.target))
+        drafts.append(address_of_record(job.draft))
     conditions = np.full(count, SOUND)
     for _ in range(most_turns):
         depths = np.empty(count, dtype=np.int64)
@@ -104,36 +112,38 @@ def run_turns_together(
         spent = np.zeros((count, 2), dtype=np.int64)
         drafted = draft_all(like.spec.drafts, like, jobs, drafts, tasks, spent)
         turns = []
+        asked = []
         for number in every:
             job = held_at(jobs[number], like)
             cut, condition = drafted[number]
-            turns.append(drafted_turn(job.target, job.spec, tasks[number], cut, condition, spent[number, 0]))
+            turn = drafted_turn(job.target, job.spec, tasks[number], cut, condition, spent[number, 0])
+            turns.append(turn)
+            asked.append(turn.asked)
         in_draft_models = spent[:, CYCLES].sum()
         scoring = cycles()
-        asked = [turn.asked for turn in turns]
         rows = extend_all(like.target, targets, asked, False, spent)
         scored = cycles()
         going = True
         for number in every:
             job = held_at(jobs[number], like)
             mark = marks[number]
-            turn = judged_turn(job.target, job.spec, turns[number], starts[number], rows[number], job.room, job.dice)
-            if turn.condition == UNDECIDED:
+            judged = judged_turn(job.target, job.spec, turns[number], starts[number], rows[number], job.room, job.dice)
+            if judged.condition == UNDECIDED:
                 undo_turn(job.target, job.draft, job.spec, mark, job.room, job.dice)
                 whole = no_lists(job.spec.listing)
-                turn = take_turn(
+                judged = take_turn(
                     job.target, job.draft, job.spec, lives[number], starts[number], job.room, depths[number], job.dice,
                     whole,
                 )  # fmt: skip
-            if turn.condition != SOUND:
+            if judged.condition != SOUND:
                 undo_turn(job.target, job.draft, job.spec, mark, job.room, job.dice)
-                conditions[number] = LOOK if turn.condition == LOOK else BROKEN
+                conditions[number] = LOOK if judged.condition == LOOK else BROKEN
                 going = False
                 continue
-            turn.spans[DRAFT_MODEL] += in_draft_models // count
-            turn.spans[DRAFT] += (scoring - began - in_draft_models) // count
-            turn.spans[SCORE] += (scored - scoring) // count
-            live, start, over, stops = finish_turn(job.target, job.draft, job.spec, turn, job.room, mark)
+            judged.spans[DRAFT_MODEL] += in_draft_models // count
+            judged.spans[DRAFT] += (scoring - began - in_draft_models) // count
+            judged.spans[SCORE] += (scored - scoring) // count
+            live, start, over, stops = finish_turn(job.target, job.draft, job.spec, judged, job.room, mark)
             lives[number] = live
             starts[number] = start
             going = going and not over and not stops

@@ -1,11 +1,14 @@
 """Records that compiled functions find by their address."""
 
+import ast
 import gc
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
+import specbeam
 from specbeam.core.compiling.held import Held, address_of_record, addresses_of, held_at
 from specbeam.core.steps import borrowed, step
 
@@ -31,7 +34,9 @@ class Whole(NamedTuple):
 
 @step
 def sums_and_marks(addresses, like):
-    parts = [address_of_record(held_at(address, like).part) for address in addresses]
+    parts = []
+    for address in addresses:
+        parts.append(address_of_record(held_at(address, like).part))
     found = np.empty((len(parts), 3))
     for place in range(len(parts)):
         whole = held_at(addresses[place], like)
@@ -65,3 +70,18 @@ def test_records_of_other_types_are_refused():
         pytest.skip("without numba, types of arrays do not matter")
     with pytest.raises(TypeError, match="of one type"):
         addresses_of(held)
+
+
+def test_functions_that_look_up_records_have_no_comprehensions():
+    """In functions with a comprehension numba removes assignments to elements of looked-up records."""
+    for path in Path(specbeam.__file__).parent.rglob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            inside = [*ast.walk(function)]
+            calls = {node.func.id for node in inside if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+            if "held_at" in calls and function.name != "held_at":
+                assert not any(isinstance(node, (ast.ListComp, ast.GeneratorExp)) for node in inside), (
+                    path,
+                    function.name,
+                )

@@ -139,6 +139,19 @@ def test_lists_with_enough_tokens_are_never_undecided(truncation, beams):
             np.testing.assert_array_equal(found.scores, whole.scores)
 
 
+def test_the_least_number_of_tokens_needs_as_many_sure_ones():
+    """A list whose first token holds the wanted mass does not tell which one comes next, if several are equal to the rest."""
+    logits = np.array([[5.0, 0.0, 0.0, 0.0]], dtype=np.float32)
+    cut = Truncation(top_p=0.5, least=2)
+    with source_of_steps():
+        lists = listed_rows(logits, np.zeros(0, dtype=np.uint64), Listing(2))
+        law = joint_law(lists, np.zeros(1), np.ones(1, dtype=np.int64), cut)
+        support_of(law)
+        assert law.undecided[0]
+        whole = joint_law(whole_rows(logits), np.zeros(1), np.ones(1, dtype=np.int64), cut)
+        assert support_of(whole).tolist() == [0, 1]
+
+
 def test_lists_keep_the_conditions_of_rows():
     logits = np.array([[0.0, 1.0, np.nan], [-np.inf] * 3, [2.0, -np.inf, 1.0], [np.inf, 0.0, 0.0]], dtype=np.float32)
     keys = np.arange(4, dtype=np.uint64)

@@ -559,9 +559,11 @@ def draft_beams_of_all(
             growing[number] = longer
             conditions[number] = condition
             is_growing[number] = condition == SOUND
-    return [
-        (cut(held_at(jobs[number], like).spec.drafts, growing[number]), conditions[number]) for number in range(count)
-    ]
+    found = []
+    for number in range(count):
+        job = held_at(jobs[number], like)
+        found.append((cut(job.spec.drafts, growing[number]), conditions[number]))
+    return found
 
 
 @rows_kept.of(SharedLayers)

@@ -535,7 +535,7 @@ def kept_of_rows(
         if below > -np.inf:
             is_all = truncation.top_k > 0 and sure >= looked
         kept = kept_of(values[:sure], np.nan if is_all else log_total, truncation)
-        if below > -np.inf and (sure == 0 or (truncation.top_k > 0 and not is_all)):
+        if below > -np.inf and (sure < truncation.least or (truncation.top_k > 0 and not is_all)):
             kept = -1
         if kept >= 0:
             return pairs[:kept], True

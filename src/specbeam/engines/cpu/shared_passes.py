@@ -79,7 +79,9 @@ def _run_together(like: CacheArrays, caches: list[Any], fresh: Array) -> None:
     total = fresh.sum()
     ends = np.cumsum(fresh)
     taking_part = np.flatnonzero(fresh)
-    each = [_opened(held_at(caches[number], like)) for number in taking_part]
+    each = []
+    for number in taking_part:
+        each.append(_opened(held_at(caches[number], like)))  # noqa: PERF401  # see `compiling.held`
     x = np.empty((total, like.outputs.shape[1]), dtype=np.float32)
     extent = 0
     for own in each:

@@ -188,7 +188,9 @@ def extend_gpu_runs(like: GpuRun, caches: list[Any], asked: list[Asked], whole: 
     count = len(asked)
     returns_whole = whole or like.listing.length == 0
     inputs = like.inputs
-    found = [whole_rows(np.empty((0, 0), dtype=np.float32)) for _ in range(count)]
+    found = []
+    for _ in range(count):
+        found.append(whole_rows(np.empty((0, 0), dtype=np.float32)))  # noqa: PERF401  # see `compiling.held`
     first = 0
     while first < count:
         rows = 0

@@ -1,0 +1,155 @@
+"""Compiled runs on the engine for GPUs: the texts of the engine for CPUs, alone and together, by lists and by whole rows."""
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import specbeam as sb
+from specbeam.core import compiling, runs
+from specbeam.core.decode import decode
+from specbeam.core.laws.ranked import WHOLE
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request
+from specbeam.engines.gpu import runs as gpu_runs
+from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.pair import Pair
+from tests.support.tiny_models import tiny
+
+if not compiling.AVAILABLE:
+    pytest.skip("needs numba", allow_module_level=True)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PROMPTS = [[1, 7, 3], [5, 6, 7, 8, 9] * 20, [2]]
+CASES = {
+    "sampling": (sb.sampling(), {}),
+    "beam sampling": (sb.beam_sampling(3), {}),
+    "dsbd": (sb.dsbd(3, depth=2), {}),
+    "dsbd with a top-k": (sb.dsbd(3, depth=2), {"top_k": 6, "temperature": 0.8}),
+    "speculative beam search": (sb.speculative_beam_search(3, depth=2), {}),
+}
+
+
+def pair_of(engine, device):
+    target, draft = (tiny("llama", seed=seed, vocab_size=96).to(device) for seed in (1, 2))
+    lms = [HuggingFaceLM(model, engine=engine, share_from=None) for model in (target, draft)]
+    return Pair(target, draft, None, *lms)
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    """The same models by the engine for CPUs and by the one for GPUs."""
+    return pair_of("compiled", "cpu"), pair_of("gpu", DEVICE)
+
+
+@pytest.fixture
+def loops(monkeypatch):
+    """The numbers of sessions of compiled loops."""
+    seen = []
+    for name in ("run_turns", "run_turns_together"):
+        loop = getattr(runs, name)
+
+        def noted(first, *given, loop=loop):
+            seen.append(len(first) if isinstance(first, np.ndarray) else 1)
+            return loop(first, *given)
+
+        monkeypatch.setattr(runs, name, noted)
+    return seen
+
+
+def listing_of_length(monkeypatch, length):
+    """Let lists have this length; 0: as planned; None: whole rows."""
+    planned = runs.listing_of
+
+    def listing_of(session, width, vocab):
+        found = planned(session, width, 10**6)
+        if length is None or found.length == 0:
+            return WHOLE
+        return found._replace(length=length or found.length)
+
+    monkeypatch.setattr(runs, "listing_of", listing_of)
+
+
+def texts(pair, method, options, batch_size):
+    found = sb.generate(
+        pair, PROMPTS, method, max_new_tokens=8, eos_token_id=[9], seed=3, batch_size=batch_size, **options
+    )
+    return [[beam.tokens for beam in one.beams] for one in found], found
+
+
+@pytest.mark.parametrize("length", [3, 0, None], ids=["short lists", "lists", "whole rows"])
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_texts_are_those_of_the_engine_for_cpus(pairs, loops, monkeypatch, name, batch_size, length):
+    on_cpu, on_gpu = pairs
+    method, options = CASES[name]
+    expected, _ = texts(on_cpu, method, options, 1)
+    loops.clear()
+    listing_of_length(monkeypatch, length)
+    found, answers = texts(on_gpu, method, options, batch_size)
+    assert found == expected
+    assert max(loops) == batch_size
+    whole = sum(one.report.rows.whole for one in answers)
+    if length == 3 and name == "beam sampling":
+        assert whole >= 0
+    if length is None:
+        assert whole == 0
+
+
+def test_many_sessions_go_in_as_few_passes_as_the_staging_allows(pairs, monkeypatch):
+    _, on_gpu = pairs
+    run, passes = gpu_runs.RunPasses.run, []
+
+    def noted(self, rows, sessions, *given):
+        passes.append((rows, sessions))
+        return run(self, rows, sessions, *given)
+
+    staging = on_gpu.target.runner.staging
+    monkeypatch.setattr(gpu_runs.RunPasses, "run", noted)
+    settings = Settings(max_new_tokens=3, eos_token_id=[])
+    sessions = [*Request.of(on_gpu, [[1, 2, 3 + k] for k in range(5)], sb.beam_search(2), settings, 3).sessions]
+    on_gpu.target.runner.runs.callback._function = lambda *given: noted(on_gpu.target.runner.runs, *given)
+    for _ in decode(on_gpu.target, sessions, ahead=32):
+        pass
+    assert all(one.failure is None for one in sessions)
+    assert len(passes) == 3
+    assert {count for _, count in passes} == {5}
+    assert max(rows for rows, _ in passes) <= staging.rows
+
+
+def test_a_pass_that_fails_costs_no_wrong_text(pairs, monkeypatch):
+    """The turn is undone, and taken by Python."""
+    on_cpu, on_gpu = pairs
+    expected, _ = texts(on_cpu, sb.beam_sampling(3), {}, 1)
+    made = on_gpu.target.runner.runs
+    run, calls = made.run, []
+
+    def sometimes(*given):
+        calls.append(given)
+        if len(calls) == 2:
+            raise RuntimeError("no device")
+        run(*given)
+
+    monkeypatch.setattr(made.callback, "_function", sometimes)
+    found, _ = texts(on_gpu, sb.beam_sampling(3), {}, 3)
+    assert found == expected
+    assert len(calls) >= 2
+
+
+def test_rows_of_stored_nodes_are_computed_again(pairs):
+    """A turn in Python after a run asks for rows of roots that the run has stored."""
+    _, on_gpu = pairs
+    settings = Settings(max_new_tokens=8, eos_token_id=[])
+    plain = [*Request.of(on_gpu, PROMPTS[:1], sb.dsbd(3, depth=2), settings, 3).sessions]
+    mixed = [*Request.of(on_gpu, PROMPTS[:1], sb.dsbd(3, depth=2), settings, 3).sessions]
+    for _ in decode(on_gpu.target, plain, ahead=0):
+        pass
+    from specbeam.core.decoder import Decoder
+
+    with Decoder(on_gpu.target, ahead=1) as decoder:
+        decoder.add(mixed[0])
+        while decoder.busy:
+            decoder.ahead = 1 - decoder.ahead
+            decoder.step()
+    assert [list(one.tokens) for one in mixed[0].hypotheses()] == [list(one.tokens) for one in plain[0].hypotheses()]
