@@ -63,7 +63,7 @@ def listing_of_length(monkeypatch, length):
     planned = runs.listing_of
 
     def listing_of(session, width, vocab):
-        found = planned(session, width, 10**6)
+        found = planned(session, width, 2**40)
         if length is None or found.length == 0:
             return WHOLE
         return found._replace(length=length or found.length)

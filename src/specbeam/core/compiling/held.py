@@ -2,8 +2,8 @@
 
 A compiled function that serves many sessions cannot take their records as arguments: their number would be part of its type.
 
-Do not write comprehensions in functions that use `held_at`: numba would take records for local values, and remove assignments
-to elements of their arrays.
+Do not write comprehensions in functions that use `held_at`: numba would take records for local values, and remove
+assignments to elements of their arrays.
 """
 
 from collections.abc import Sequence
