@@ -60,15 +60,14 @@ def loops(monkeypatch):
 
 def listing_of_length(monkeypatch, length):
     """Let lists have this length; 0: as planned; None: whole rows."""
-    planned = runs.listing_of
 
-    def listing_of(session, width, vocab):
-        found = planned(session, width, 2**40)
+    def listing_for(target, session, width):
+        found = runs.listing_of(session, width, 2**40)
         if length is None or found.length == 0:
             return WHOLE
         return found._replace(length=length or found.length)
 
-    monkeypatch.setattr(runs, "listing_of", listing_of)
+    monkeypatch.setattr(runs, "_listing_for", listing_for)
 
 
 def texts(pair, method, options, batch_size):

@@ -140,7 +140,8 @@ class RunLM(LM, Protocol):
     """A model or draft head that compiled runs of whole turns can run.
 
     Its caches are records whose kind has registered the steps of `core.passes`. An optional method `prepare_run(session)`
-    is called before the caches of a run are taken.
+    is called before the caches of a run are taken. An optional attribute `returns_lists` says whether passes return the
+    lists of tokens that a run plans (laws/ranked.py), because whole rows are slow to hand over.
     """
 
     supports_runs: bool  # False: no session of it can run compiled

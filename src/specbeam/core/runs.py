@@ -144,7 +144,7 @@ def planned_run(target: LM, session: Session, most_turns: int) -> PlannedRun | N
     edits = warp.edits(session.prompt)
     spec = RunSpec(
         plan, drafts, len(drafting) > 0, rule, widths, session.limits.stop, edits or NO_EDITS, 0, closing, widths.most,
-        most_turns, listing_of(session, plan.width, target.vocab), session.keeps_nodes,
+        most_turns, _listing_for(target, session, plan.width), session.keeps_nodes,
     )  # fmt: skip
     return PlannedRun(spec, models, edits is None and not warp.takes_raw_rows)
 
@@ -164,6 +164,13 @@ def listing_of(session: Session, width: int, vocab: int) -> Listing:
         return WHOLE
     found = joined_listing(decides(session), drafts(session, width))
     return found if 4 * found.length < vocab else WHOLE
+
+
+def _listing_for(target: LM, session: Session, width: int) -> Listing:
+    """Return the lists that a target returns for a session; WHOLE unless its attribute `returns_lists` is True."""
+    if not getattr(target, "returns_lists", False):
+        return WHOLE
+    return listing_of(session, width, target.vocab)
 
 
 def widths_of(rule: object, session: Session) -> Any:

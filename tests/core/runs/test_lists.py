@@ -36,18 +36,17 @@ def pair():
 
 def answers(pair, monkeypatch, method, options, length, **settings):
     """The texts and log-likelihoods of all beams, with lists of this length; 0: as long as planned; None: whole rows."""
-    planned = runs.listing_of
     asked = []
 
-    def listing_of(session, width, vocab):
-        found = planned(session, width, 2**40)
+    def listing_for(target, session, width):
+        found = runs.listing_of(session, width, 2**40)
         asked.append(found.length)
         if length is None:
             return WHOLE
         return found._replace(length=length or found.length) if found.length else found
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs, "listing_of", listing_of)
+        patch.setattr(runs, "_listing_for", listing_for)
         found = sb.generate(pair, PROMPTS, method, max_new_tokens=10, eos_token_id=[9], seed=3, **options, **settings)
     assert min(asked) > 0
     whole = sum(one.report.rows.whole for one in found)

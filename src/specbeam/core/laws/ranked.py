@@ -30,7 +30,7 @@ class Listing(NamedTuple):
 WHOLE = Listing()
 
 
-LISTED_FROM = 2**30  # size of the vocabulary from which lists are faster than whole rows
+LISTED_FROM = 2**12  # size of the vocabulary from which lists pay
 EQUALS = 6  # further tokens of a list by logit, because logits of 16 bits are often equal
 NUCLEUS = 64  # tokens of a list for a top-p or min-p without a top-k
 

@@ -61,11 +61,12 @@ def host_costs(plan: HostPlan, names: Sequence[str]) -> Iterator[HostCost]:
 def _cost_of(name: str, plan: HostPlan, target: IdleRuns, draft: IdleRuns) -> HostCost:
     """Return the cost of one method."""
     method = methods_of(plan)[name]
-    law = {} if "search" in name else {"top_k": plan.top_k, "top_p": plan.top_p}
+    law: dict[str, Any] = {} if "search" in name else {"top_k": plan.top_k, "top_p": plan.top_p}
     pair = sb.Pair(None, None, None, target, draft)  # type: ignore[arg-type]
     prompts = [[3, 4, 5 + number] for number in range(plan.sessions)]
     seconds = []
     pages = []
+    turns = 1
     for number in range(plan.rounds + 1):
         for model in (target, draft):
             model.counts[:] = 0

@@ -170,6 +170,7 @@ class IdleRuns(Uncached):
 
     supports_runs = True
     shares_passes = True
+    returns_lists = True
 
     def __init__(self, vocab: int, seed: int, noise: float = 0.0) -> None:
         rng = np.random.default_rng(seed)
