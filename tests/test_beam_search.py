@@ -13,8 +13,8 @@ from transformers import LogitsProcessor
 
 import specbeam as sb
 from specbeam.core.laws.joint import joint_law
-from specbeam.core.laws.ranked import whole_rows
 from specbeam.core.laws.warp import Warp
+from specbeam.core.ranked import whole_rows
 from specbeam.core.verify.search import SearchRule
 from specbeam.doors.options.processors import TextFacts
 from specbeam.doors.options.settings import Settings

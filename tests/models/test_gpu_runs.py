@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 import specbeam as sb
 from specbeam.core import compiling, runs
 from specbeam.core.decode import decode
-from specbeam.core.laws.ranked import WHOLE
+from specbeam.core.ranked import WHOLE
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.request import Request
 from specbeam.engines.gpu import runs as gpu_runs

@@ -13,7 +13,7 @@ import torch
 
 from specbeam.core import compiling
 from specbeam.core.forest import Forest, KnownRows
-from specbeam.core.laws.ranked import whole_rows
+from specbeam.core.ranked import whole_rows
 from specbeam.core.records import Verdict
 from specbeam.errors import UnsupportedModel
 from specbeam.models.huggingface import HuggingFaceLM

@@ -13,10 +13,10 @@ from specbeam.core import runs
 from specbeam.core.control.cost import CostCurve
 from specbeam.core.decode import decode
 from specbeam.core.forest import next_start, rows_of_nodes, turn_rows
-from specbeam.core.laws.ranked import whole_rows
 from specbeam.core.laws.reduce import SOUND
 from specbeam.core.laws.warp import Warp
 from specbeam.core.limits import Limits
+from specbeam.core.ranked import whole_rows
 from specbeam.core.session import Session
 from specbeam.doors.cli import tune
 from specbeam.doors.cli.common import method_from

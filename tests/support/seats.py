@@ -8,7 +8,7 @@ import torch
 
 from specbeam.core.beams import Beams, Layers
 from specbeam.core.forest import Forest, next_start, nodes_below, rows_of_nodes, turn_rows
-from specbeam.core.laws.ranked import whole_rows
+from specbeam.core.ranked import whole_rows
 from specbeam.core.records import Scored, Shape, Turn, Verdict
 
 

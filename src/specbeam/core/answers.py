@@ -1,9 +1,12 @@
 """The results of a pass for each row: logits, and on request the likeliest tokens and hidden states."""
 
+import numpy as np
 import torch
 from jaxtyping import Float
 
-from specbeam.core.records import Needs, Ranked, Scored
+from specbeam.core.laws.listing import listed_rows
+from specbeam.core.ranked import Listing, Ranked
+from specbeam.core.records import Needs, Scored
 
 LOGITS = Needs(logits=True)  # the needs of a session whose parts state none
 _NONE = torch.zeros(0, 0)
@@ -31,17 +34,8 @@ def scored_rows(
 
 
 def ranked_rows(logits: Float[torch.Tensor, "nodes vocab"], count: int) -> Ranked:
-    """Return the `count` likeliest tokens of each row, best first, on the device of the logits.
-
-    Tokens with equal logits are in the order of the vocabulary.
-    """
-    count = min(count, logits.shape[1])
-    values, tokens = logits.topk(count, dim=-1)
-    reaching = (logits >= values[:, -1:]).sum(-1)
-    if bool((reaching > count).any()):  # `topk` breaks ties in no defined order
-        values, tokens = (column[:, :count] for column in logits.sort(dim=-1, descending=True, stable=True))
-    else:
-        tokens, order = tokens.sort(-1)
-        values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
-        tokens = tokens.gather(-1, order)
-    return Ranked(logits.float().logsumexp(-1), tokens, values)
+    """Return lists of the `count` likeliest tokens of each row; equal logits are in the order of the vocabulary."""
+    rows = logits.detach().float().cpu().contiguous().numpy()
+    no_keys = np.zeros(0, dtype=np.uint64)
+    found: Ranked = listed_rows(rows, no_keys, Listing(count))
+    return found

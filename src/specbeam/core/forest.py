@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from specbeam.core.errors import BadForest
-from specbeam.core.laws.ranked import NO_ROWS, Ranked, copy_row, room_for_rows, rows_between, whole_rows
+from specbeam.core.ranked import NO_ROWS, Ranked, copy_row, room_for_rows, rows_between, whole_rows
 from specbeam.core.steps import Array, step
 
 INDEPENDENT, DISTINCT, CHOSEN, SHARED, LOST = range(5)  # kinds of siblings, see `Siblings`

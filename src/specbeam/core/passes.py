@@ -10,7 +10,7 @@ import numpy as np
 
 from specbeam.core.compiling.held import held_at
 from specbeam.core.cycles import cycles
-from specbeam.core.laws.ranked import Ranked, whole_rows
+from specbeam.core.ranked import Ranked, whole_rows
 from specbeam.core.steps import Array, step, verb
 
 PASSES, CYCLES = range(2)  # indices of `spent`

@@ -14,6 +14,7 @@ from specbeam.core.audit import Audit
 from specbeam.core.beams import Beams, Layer, Layers, live_of, live_parents_of
 from specbeam.core.errors import BadSetting
 from specbeam.core.forest import Forest, unknown_nodes
+from specbeam.core.ranked import NO_ROWS, Ranked, rows_between
 
 
 @dataclass(frozen=True)
@@ -206,38 +207,24 @@ class ExtraInputs:
         return self.keys[0].shape[1] if self.keys else 0
 
 
-@dataclass(frozen=True, eq=False)
-class Ranked:
-    """The likeliest tokens of each row, best first; equally likely tokens are in ascending order."""
-
-    log_norm: Float[torch.Tensor, " nodes"]  # log of the sum of exp(logit) over the whole vocabulary
-    tokens: Int64[torch.Tensor, "nodes ranked"]
-    logits: Float[torch.Tensor, "nodes ranked"]
-
-
-_NO_ROWS = torch.zeros(0, 0)
-_NOT_RANKED = Ranked(torch.zeros(0), torch.zeros(0, 0, dtype=torch.int64), _NO_ROWS)
+_NO_LOGITS = torch.zeros(0, 0)
 
 
 @dataclass(frozen=True, eq=False)
 class Scored:
     """The outputs of a model for its new nodes, one row per node. Outputs that no part needs have no rows (see `Needs`)."""
 
-    logits: Float[torch.Tensor, "nodes vocab"] = _NO_ROWS
-    ranked: Ranked = _NOT_RANKED
-    hidden: Float[torch.Tensor, "states size"] = _NO_ROWS  # the states that `Needs.columns` names, side by side
-    prompt: Float[torch.Tensor, "rows width"] = _NO_ROWS  # the same, only in the first turn
+    logits: Float[torch.Tensor, "nodes vocab"] = _NO_LOGITS
+    ranked: Ranked = NO_ROWS  # lists of the likeliest tokens
+    hidden: Float[torch.Tensor, "states size"] = _NO_LOGITS  # the states that `Needs.columns` names, side by side
+    prompt: Float[torch.Tensor, "rows width"] = _NO_LOGITS  # the same, only in the first turn
     extra: "Scored | None" = None  # the rows of the drafter's extra rows, if there are any
 
     def split(self, nodes: int) -> "Scored":
         """Return the rows of the first `nodes` nodes, with the other rows as `extra`."""
         first, later = (
-            Scored(
-                self.logits[rows],
-                Ranked(self.ranked.log_norm[rows], self.ranked.tokens[rows], self.ranked.logits[rows]),
-                self.hidden[rows],
-            )
-            for rows in (slice(nodes), slice(nodes, None))
+            Scored(self.logits[start:stop], rows_between(self.ranked, start, stop), self.hidden[start:stop])
+            for start, stop in ((0, nodes), (nodes, max(len(self.logits), len(self.ranked.logits), len(self.hidden))))
         )
         return replace(first, prompt=self.prompt, extra=later)
 

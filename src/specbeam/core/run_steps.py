@@ -9,9 +9,9 @@ from specbeam.core.control.planning import plan_depth
 from specbeam.core.cycles import cycles
 from specbeam.core.draft.turns import keep_tosses, nodes_of, tosses_of, uniforms_of
 from specbeam.core.forest import Start, depths_of
-from specbeam.core.laws.ranked import no_lists
 from specbeam.core.laws.reduce import BROKEN, SOUND, UNDECIDED
 from specbeam.core.passes import has_pending, has_room_for, rewind
+from specbeam.core.ranked import no_lists
 from specbeam.core.steps import Array, step
 from specbeam.core.turn_steps import (
     DONE,
@@ -20,6 +20,7 @@ from specbeam.core.turn_steps import (
     RunRoom,
     RunSpec,
     RunTurn,
+    begin_task,
     count_turn,
     has_room,
     settle_run_turn,
@@ -127,10 +128,12 @@ def run_turns(
         if depth == NO_TURN:
             break
         mark = mark_turn(draft, spec, start, room, dice)
-        turn = take_turn(target, draft, spec, live, start, room, depth, dice, spec.listing)
+        task = begin_task(target, spec, live, start, room, depth, spec.listing)
+        turn = take_turn(target, draft, spec, task, start, room, dice)
         if turn.condition == UNDECIDED:  # only a draft can be; it is made again from whole rows
             undo_turn(target, draft, spec, mark, room, dice)
-            turn = take_turn(target, draft, spec, live, start, room, depth, dice, no_lists(spec.listing))
+            task = begin_task(target, spec, live, start, room, depth, no_lists(spec.listing))
+            turn = take_turn(target, draft, spec, task, start, room, dice)
         if turn.condition != SOUND:
             undo_turn(target, draft, spec, mark, room, dice)
             return live, start, LOOK if turn.condition == LOOK else BROKEN

@@ -34,28 +34,20 @@ from specbeam.core.forest import (
 )
 from specbeam.core.laws.edits import NO_EDITS
 from specbeam.core.laws.evidence import no_evidence
-from specbeam.core.laws.ranked import (
-    LISTED_FROM,
-    WHOLE,
-    Listing,
-    are_whole,
-    as_listed,
-    joined_listing,
-    room_for_listing,
-    rows_for_steps,
-)
+from specbeam.core.laws.listing import LISTED_FROM, as_listed, joined_listing
 from specbeam.core.laws.reduce import SOUND
 from specbeam.core.laws.warp import Warp
 from specbeam.core.limits import SPAN, Limits
 from specbeam.core.lm import LM, RunLM, shares_passes
 from specbeam.core.measure.profiler import apportion
 from specbeam.core.passes import whole_rows_again
+from specbeam.core.ranked import WHOLE, Listing, are_whole, room_for_listing, rows_for_steps
 from specbeam.core.records import RowCounts
 from specbeam.core.rows_in_python import RowsOfSession
 from specbeam.core.run_steps import run_turns
 from specbeam.core.session import Parts, Session, failing_together
 from specbeam.core.steps import Array
-from specbeam.core.together_steps import Job, Standing, run_turns_together
+from specbeam.core.together_steps import RunInputs, Standing, run_turns_together
 from specbeam.core.turn_steps import (
     DONE,
     DRAFT_PASSES,
@@ -279,10 +271,10 @@ class Run:
             caches[0], caches[-1], self.spec, self.session.beams, self.start, self.room, turns, self.dice
         )
 
-    def job(self, caches: list[Any]) -> Job:
+    def job(self, caches: list[Any]) -> RunInputs:
         """Return the run as one of many in `run_turns_together`."""
         turns = self.session.count.target_passes
-        return Job(caches[0], caches[-1], self.spec, self.room, self.dice, turns)
+        return RunInputs(caches[0], caches[-1], self.spec, self.room, self.dice, turns)
 
     @property
     def is_held_up(self) -> bool:

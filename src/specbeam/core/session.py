@@ -32,9 +32,9 @@ from specbeam.core.dice import Dice
 from specbeam.core.errors import BadSetting, BrokenLaw, BrokenPart, LostLaw, SpecbeamError
 from specbeam.core.forest import NO_KNOWN_ROWS, Forest, Start, next_start, start_of_roots, turn_rows
 from specbeam.core.laws.named import UNKNOWN
-from specbeam.core.laws.ranked import whole_rows
 from specbeam.core.laws.warp import Warp, on_host
 from specbeam.core.limits import Ended, Limits
+from specbeam.core.ranked import whole_rows
 from specbeam.core.records import Certificate, ExtraInputs, Needs, Report, RowCounts, Shape, Turn, Verdict
 
 
@@ -79,7 +79,7 @@ class Drafter(Protocol):
         close(session): free the state of a session that is over.
         models: its draft models; () if it has none. Without this attribute, torch keeps its threads (decoder.py).
         no_law_reason: str: the reason why the law of its drafts is unknown; such drafts can be matched but not tried.
-        listing(session, width) -> Listing | None: the lists of tokens (laws/ranked.py) from which it can draft; None: it
+        listing(session, width) -> Listing | None: the lists of tokens (ranked.py) from which it can draft; None: it
             reads no rows. Without it, rows are whole.
         fill(sessions, most) -> list[bool]: store a chunk of each long prompt; True for prompts that are stored whole.
         needs: Needs: the parts of the target's rows that it reads in `turn.scored`.
@@ -105,7 +105,7 @@ class Rule(Protocol):
         most_beams: int: the most beams that it judges; a method that keeps more is refused.
         needs: Needs: the parts of each row that it reads; it then gets `Scored` instead of logits.
         spec(session): a record whose kind has a step `verify_turn` (verify/turns.py). With it, turns run compiled.
-        listing(session) -> Listing: the lists of tokens (laws/ranked.py) by which it can decide; without it, rows are whole.
+        listing(session) -> Listing: the lists of tokens (ranked.py) by which it can decide; without it, rows are whole.
         widths(session): the number of draws of each layer, for steps (control/width.py); without it, one sequence.
         keeps_nodes: True if it takes forests with known rows, which `scored` does not hold.
         ignores_drafts(session) -> bool: whether texts are independent of the drafts.

@@ -9,9 +9,9 @@ from specbeam.core.compiling.held import address_of_record, held_at
 from specbeam.core.cycles import cycles
 from specbeam.core.draft.turns import draft_all
 from specbeam.core.forest import KnownRows, Start
-from specbeam.core.laws.ranked import copied_rows, no_lists
 from specbeam.core.laws.reduce import BROKEN, SOUND, UNDECIDED
 from specbeam.core.passes import CYCLES, extend_all
+from specbeam.core.ranked import copied_rows, no_lists
 from specbeam.core.run_steps import NO_TURN, finish_turn, mark_turn, next_depth, undo_turn
 from specbeam.core.steps import Array, borrowed, step
 from specbeam.core.turn_steps import (
@@ -29,7 +29,7 @@ from specbeam.core.turn_steps import (
 
 
 @borrowed
-class Job(NamedTuple):
+class RunInputs(NamedTuple):
     """One session in a loop over many: the arguments of `run_steps.run_turns`."""
 
     target: Any
@@ -63,7 +63,7 @@ def own_start(start: Start) -> Start:
 
 @step
 def run_turns_together(
-    jobs: Array, like: Job, standings: Array, stands_like: Standing, most_turns: int
+    jobs: Array, like: RunInputs, standings: Array, stands_like: Standing, most_turns: int
 ) -> tuple[list[Beams], list[Start], Array]:
     """Run up to `most_turns` turns of each session, until a session is over or cannot take the next turn.
 
@@ -71,7 +71,7 @@ def run_turns_together(
     undone because Python has to take it, BROKEN or LOOK.
 
     Args:
-        jobs: int64[sessions], the addresses of their `Job` (see `compiling.held`).
+        jobs: int64[sessions], the addresses of their `RunInputs` (see `compiling.held`).
         like: the job of any of them; all jobs have the same type.
         standings, stands_like: the same for the `Standing` of each session.
     """
@@ -131,10 +131,8 @@ def run_turns_together(
             if judged.condition == UNDECIDED:
                 undo_turn(job.target, job.draft, job.spec, mark, job.room, job.dice)
                 whole = no_lists(job.spec.listing)
-                judged = take_turn(
-                    job.target, job.draft, job.spec, lives[number], starts[number], job.room, depths[number], job.dice,
-                    whole,
-                )  # fmt: skip
+                task = begin_task(job.target, job.spec, lives[number], starts[number], job.room, depths[number], whole)
+                judged = take_turn(job.target, job.draft, job.spec, task, starts[number], job.room, job.dice)
             if judged.condition != SOUND:
                 undo_turn(job.target, job.draft, job.spec, mark, job.room, job.dice)
                 conditions[number] = LOOK if judged.condition == LOOK else BROKEN

@@ -51,7 +51,6 @@ from specbeam.core.forest import (
 )
 from specbeam.core.laws.edits import Edits, edited_rows, edits_any
 from specbeam.core.laws.evidence import Evidence
-from specbeam.core.laws.ranked import Listing, Ranked, are_whole, rows_between, whole_rows
 from specbeam.core.laws.reduce import BROKEN, SOUND, UNDECIDED
 from specbeam.core.noise import child_key
 from specbeam.core.passes import (
@@ -64,6 +63,7 @@ from specbeam.core.passes import (
     settle_target,
     whole_rows_again,
 )
+from specbeam.core.ranked import Listing, Ranked, are_whole, rows_between, whole_rows
 from specbeam.core.steps import Array, borrowed, step
 from specbeam.core.verify.turns import ScoredTurn, verify_turn
 
@@ -169,12 +169,12 @@ def keys_in(forest: Forest, live: Beams) -> Array:
 
 
 @step
-def _frontier_room(room: RunRoom, vocab: int, listing: Listing) -> Ranked:
+def _frontier_room(room: RunRoom, listing: Listing) -> Ranked:
     """Return the buffer of the rows that layers are drawn from; a new one if whole rows are wanted and it holds lists."""
     rows = room.frontier_rows
     if listing.length > 0 or are_whole(rows):
         return rows
-    return whole_rows(np.empty((len(rows.logits), vocab), dtype=rows.logits.dtype))
+    return whole_rows(np.empty((len(rows.logits), rows.vocab), dtype=rows.logits.dtype))
 
 
 class DraftedTurn(NamedTuple):
@@ -204,7 +204,7 @@ def begin_task(
         known_rows = whole_rows_again(target, known_rows, start.known.nodes)
     known_rows = edited_rows(known_rows, start.known.nodes, start.tokens, start.parents, spec.edits)
     known = KnownRows(start.known.nodes, known_rows)
-    begun = begun_forest(Start(start.tokens, start.parents, known), _frontier_room(room, known_rows.vocab, listing))
+    begun = begun_forest(Start(start.tokens, start.parents, known), _frontier_room(room, listing))
     return DraftTask(begun, live, room.texts, depth, spec.plan.width, spec.edits, listing)
 
 
@@ -273,20 +273,11 @@ def judged_turn(
 
 @step
 def take_turn(
-    target: Any,
-    draft: Any,
-    spec: RunSpec,
-    live: Beams,
-    start: Start,
-    room: RunRoom,
-    depth: int,
-    dice: Any,
-    listing: Listing,
+    target: Any, draft: Any, spec: RunSpec, task: DraftTask, start: Start, room: RunRoom, dice: Any
 ) -> RunTurn:
-    """Draft, score and verify one turn; for the arguments see `begin_task`."""
+    """Draft, score and verify one turn; `task` is that of `begin_task`."""
     began = cycles()
     spent = np.zeros(2, dtype=np.int64)
-    task = begin_task(target, spec, live, start, room, depth, listing)
     drafted, draft_condition = draft_turn(spec.drafts, draft, task, dice, spent)
     turn = drafted_turn(target, spec, task, drafted, draft_condition, spent[0])
     in_draft_model = spent[1]

@@ -33,8 +33,8 @@ from specbeam.core.control.needs import (
     prior_odds,
 )
 from specbeam.core.forest import SHARED, Forest, KnownRows, forest_of_nodes, siblings
-from specbeam.core.laws.ranked import whole_rows
 from specbeam.core.measure import saved_figures
+from specbeam.core.ranked import whole_rows
 from specbeam.core.session import Parts
 from specbeam.generation import turns_of
 from specbeam.models.table import TableLM

@@ -31,8 +31,8 @@ from specbeam.core.control.width import (
 )
 from specbeam.core.forest import INDEPENDENT, SHARED, Forest, FrontierRows, siblings
 from specbeam.core.laws.joint import joint_law
-from specbeam.core.laws.ranked import whole_rows
 from specbeam.core.laws.ranking import NO_TRUNCATION, Truncation
+from specbeam.core.ranked import whole_rows
 from tests.oracles import widths as oracle
 from tests.support.exact import exact_law
 from tests.support.steps import source_of, source_of_steps

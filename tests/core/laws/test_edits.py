@@ -6,8 +6,8 @@ import torch
 
 from specbeam.core.beams import room_for_texts
 from specbeam.core.laws.edits import NO_EDITS, edited_rows
-from specbeam.core.laws.ranked import whole_rows
 from specbeam.core.laws.warp import Warp
+from specbeam.core.ranked import whole_rows
 from specbeam.doors.options.processors import TextFacts
 from specbeam.doors.options.settings import Settings
 from tests.support.seats import random_forest

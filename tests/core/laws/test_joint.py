@@ -22,10 +22,10 @@ from specbeam.core.laws.joint import (
     odds_at,
     support_of,
 )
-from specbeam.core.laws.ranked import whole_rows
 from specbeam.core.laws.ranking import Truncation
 from specbeam.core.laws.reduce import BROKEN, DEAD, SOUND
 from specbeam.core.laws.warp import Warp, law_of_beams
+from specbeam.core.ranked import whole_rows
 from specbeam.errors import BrokenLaw, DeadEnd
 from tests.core.laws.test_truncation import TRUNCATIONS
 from tests.oracles import laws as plain

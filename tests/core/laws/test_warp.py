@@ -9,10 +9,10 @@ from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from specbeam.core.beams import Beams
 from specbeam.core.laws.joint import all_pairs, condition_of, joint_law, likelihoods_at, odds_among, odds_at
-from specbeam.core.laws.ranked import whole_rows
 from specbeam.core.laws.ranking import Truncation
 from specbeam.core.laws.reduce import BROKEN, SOUND
 from specbeam.core.laws.warp import Warp, law_of_beams, processed_rows
+from specbeam.core.ranked import whole_rows
 from tests.core.laws.test_joint import STEPS, running
 from tests.core.laws.test_truncation import TRUNCATIONS
 from tests.oracles.laws import log_softmax, warped

@@ -4,7 +4,7 @@ import pytest
 
 import specbeam as sb
 from specbeam.core import compiling, runs
-from specbeam.core.laws.ranked import WHOLE
+from specbeam.core.ranked import WHOLE
 from tests.support.tiny_models import tiny
 
 if not compiling.AVAILABLE:

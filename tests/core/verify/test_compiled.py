@@ -18,9 +18,9 @@ from specbeam.core.draft.tree import grow_layer, start_tree
 from specbeam.core.forest import Forest, KnownRows, no_frontier_rows, turn_rows, unknown_nodes
 from specbeam.core.laws import joint
 from specbeam.core.laws.evidence import no_evidence
-from specbeam.core.laws.ranked import whole_rows
 from specbeam.core.laws.ranking import NO_TRUNCATION, Truncation
 from specbeam.core.laws.reduce import BROKEN, DEAD, SOUND
+from specbeam.core.ranked import whole_rows
 from specbeam.core.verify import beams as judge_steps
 from specbeam.core.verify import traversal, walk
 from specbeam.core.verify.beams import SearchSpec, SharedSpec, TriedSpec

@@ -20,9 +20,9 @@ from specbeam.core.forest import (
     unknown_nodes,
 )
 from specbeam.core.laws.evidence import no_evidence
-from specbeam.core.laws.ranked import whole_rows
 from specbeam.core.laws.ranking import Truncation
 from specbeam.core.laws.warp import Warp
+from specbeam.core.ranked import whole_rows
 from specbeam.core.verify.trials import Drafts, take_draws
 from specbeam.generation import turns_of
 from specbeam.models.huggingface import HuggingFaceLM

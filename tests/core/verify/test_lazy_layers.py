@@ -12,10 +12,10 @@ import specbeam as sb
 from specbeam.core.beams import Beams
 from specbeam.core.control.width import FixedWidth, NucleusWidth, SureWidth, nucleus_width
 from specbeam.core.laws.joint import drawn_pairs, joint_law
-from specbeam.core.laws.ranked import whole_rows
 from specbeam.core.laws.ranking import Truncation
 from specbeam.core.laws.warp import Warp
 from specbeam.core.limits import Limits
+from specbeam.core.ranked import whole_rows
 from specbeam.core.verify import beams as judge_steps
 from specbeam.core.verify import search as search_rule
 from specbeam.core.verify.beams import BeamRule, SearchSpec, SharedSpec, most_value

@@ -12,8 +12,8 @@ from specbeam.core.control.races import ENTRANTS, RACE_NOISE
 from specbeam.core.control.width import odds_when_shared
 from specbeam.core.forest import Forest, FrontierRows
 from specbeam.core.laws.joint import all_pairs, joint_law
-from specbeam.core.laws.ranked import whole_rows
 from specbeam.core.laws.ranking import NO_TRUNCATION, Truncation
+from specbeam.core.ranked import whole_rows
 from tests.oracles.laws import joint_logp
 from tests.oracles.widths import odds_of_layer
 from tests.support.steps import source_of_steps

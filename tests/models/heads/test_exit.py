@@ -16,7 +16,7 @@ from specbeam.core.control.needs import OddsMemory
 from specbeam.core.control.pace import PaceMemory
 from specbeam.core.decode import decode
 from specbeam.core.forest import Forest, next_start, rows_of_nodes, turn_rows
-from specbeam.core.laws.ranked import whole_rows
+from specbeam.core.ranked import whole_rows
 from specbeam.core.records import Needs, Verdict
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.request import Request

@@ -23,9 +23,9 @@ from specbeam.core.laws.joint import (
     support_of,
     token_of,
 )
-from specbeam.core.laws.ranked import are_whole, rows_between
 from specbeam.core.laws.ranking import Truncation, ascending, cuts, sorted_places
 from specbeam.core.laws.rows import place_in
+from specbeam.core.ranked import are_whole, rows_between
 from specbeam.core.steps import Array, step, verb
 
 UNKNOWN_WIDTH = -1  # in place of a width that depends on missing rows

@@ -56,12 +56,13 @@ from specbeam.core.laws.joint import (
     odds_among,
     token_of,
 )
-from specbeam.core.laws.ranked import WHOLE, Listing, Ranked, as_listed, listing_for, rows_between, whole_rows
+from specbeam.core.laws.listing import as_listed, listing_for
 from specbeam.core.laws.ranking import Truncation, sorted_places
 from specbeam.core.laws.reduce import SOUND, UNDECIDED
 from specbeam.core.laws.warp import Rows, law_of_beams, on_host, processed_rows
 from specbeam.core.lm import LM, fill_prompts, takes_a_pass
 from specbeam.core.passes import Asked, extend_all, run_ranked_pass
+from specbeam.core.ranked import WHOLE, Listing, Ranked, rows_between, whole_rows
 from specbeam.core.records import Scored, Shape, Turn
 from specbeam.core.session import Session
 from specbeam.core.steps import Array, borrowed, step, verb
@@ -460,7 +461,7 @@ def draft_layers(
         if len(asked.wanted) > 0:
             whole = task.listing.length == 0
             own = run_ranked_pass(model, asked.tokens, asked.parents, asked.wanted, asked.keys, whole, spent)
-        drafted, condition = with_layer(drafted, own, asked, spec, task, dice)
+        drafted, condition = with_next_layer(drafted, own, asked, spec, task, dice)
         if condition != SOUND:
             return drafted, condition
     return drafted, SOUND
@@ -475,7 +476,7 @@ def asked_by_layer(drafted: Drafted) -> Asked:
 
 
 @step
-def with_layer(
+def with_next_layer(
     drafted: Drafted, own: Ranked, asked: Asked, spec: Any, task: DraftTask, dice: Any
 ) -> tuple[Drafted, int]:
     """Return a draft with one more layer, and SOUND; or the draft itself and the reason, see `draft_layers`.
@@ -553,7 +554,7 @@ def draft_beams_of_all(
             if not is_growing[number]:
                 continue
             job = held_at(jobs[number], like)
-            longer, condition = with_layer(
+            longer, condition = with_next_layer(
                 growing[number], rows[number], asked[number], job.spec.drafts, tasks[number], job.dice
             )
             growing[number] = longer

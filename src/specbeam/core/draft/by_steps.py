@@ -8,9 +8,9 @@ from specbeam.core.draft.turns import Cut, DraftTask, draft_turn, nodes_of, rows
 from specbeam.core.errors import BrokenLaw
 from specbeam.core.forest import Forest, no_frontier_rows
 from specbeam.core.laws.edits import NO_EDITS
-from specbeam.core.laws.ranked import WHOLE
 from specbeam.core.laws.reduce import BROKEN
 from specbeam.core.lm import runs_in_steps
+from specbeam.core.ranked import WHOLE
 from specbeam.core.records import Shape
 from specbeam.core.session import Session
 

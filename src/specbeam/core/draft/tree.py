@@ -43,13 +43,13 @@ from specbeam.core.forest import (
     with_groups,
 )
 from specbeam.core.laws.edits import Edits, edited_rows
-from specbeam.core.laws.ranked import whole_rows
 from specbeam.core.laws.ranking import Truncation, largest
 from specbeam.core.laws.reduce import BROKEN, DEAD, SOUND, condition_of_row, exponentials
 from specbeam.core.laws.rows import RowLaw, row_law, token_at
 from specbeam.core.laws.warp import Rows, on_host, processed_rows, row_laws
 from specbeam.core.lm import LM, fill_prompts, takes_a_pass
 from specbeam.core.passes import run_pass
+from specbeam.core.ranked import whole_rows
 from specbeam.core.records import Shape, Turn
 from specbeam.core.session import Session
 from specbeam.core.steps import Array, borrowed, open_step, step, verb

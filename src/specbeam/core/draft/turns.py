@@ -9,8 +9,8 @@ from specbeam.core.compiling.held import held_at
 from specbeam.core.control.needs import NodeOdds, no_node_odds
 from specbeam.core.forest import Forest, TurnRows
 from specbeam.core.laws.edits import Edits
-from specbeam.core.laws.ranked import Listing
 from specbeam.core.laws.reduce import SOUND
+from specbeam.core.ranked import Listing
 from specbeam.core.steps import Array, borrowed, step, verb
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from specbeam.core.beams import LENGTH, Texts, depth_of, room_for_texts, write_path
 from specbeam.core.callbacks import call_back
 from specbeam.core.compiling.copies import copy_numbers
-from specbeam.core.laws.ranked import Ranked, with_logits
 from specbeam.core.laws.reduce import log_probabilities
+from specbeam.core.ranked import Ranked, with_logits
 from specbeam.core.steps import Array, borrowed, step
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from specbeam.core.beams import is_end
 from specbeam.core.compiling.copies import copy_numbers
-from specbeam.core.laws.ranked import Ranked, norms_of, rows_between, warm_norms_of
+from specbeam.core.laws.listing import norms_of, warm_norms_of
 from specbeam.core.laws.ranking import (
     Truncation,
     ascending,
@@ -21,6 +21,7 @@ from specbeam.core.laws.ranking import (
 )
 from specbeam.core.laws.reduce import BROKEN, DEAD, SOUND, exponentials, log_norm, log_sum, norms_left_out
 from specbeam.core.noise import ALL_TOKENS, child_keys, gumbel, with_largest
+from specbeam.core.ranked import Ranked, rows_between
 from specbeam.core.steps import Array, step
 
 HEAD = 14.0  # pairs less probable than exp(-14) times the best pair do not affect widths

@@ -1,6 +1,6 @@
 """The best (beam, token) pairs, with or without noise, and the pairs that temperature, top-k, top-p and min-p keep.
 
-All are found without sorting the vocabulary. Rows of logits are whole, or hold only listed tokens (`laws.ranked`). A pair is
+All are found without sorting the vocabulary. Rows of logits are whole, or hold only listed tokens (`core.ranked`). A pair is
 the number beam * columns + place, where `columns` is the length of a row; in whole rows the place is the token. Pairs are
 compared in float64; float32 only preselects them.
 """

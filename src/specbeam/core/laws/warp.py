@@ -14,10 +14,10 @@ from specbeam.core.constraint import Constrained
 from specbeam.core.errors import BrokenLaw, BrokenProcessor, DeadEnd, NotSupported, SpecbeamError
 from specbeam.core.laws.edits import NO_EDITS, Edits
 from specbeam.core.laws.joint import JointLaw, all_pairs, condition_of, joint_law, odds_among
-from specbeam.core.laws.ranked import Ranked, whole_rows
 from specbeam.core.laws.ranking import NO_TRUNCATION, Truncation, largest
 from specbeam.core.laws.reduce import BROKEN, DEAD, SOUND, condition_of_row, log_probabilities
 from specbeam.core.laws.rows import RowLaw, any_broken, row_law
+from specbeam.core.ranked import Ranked, whole_rows
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessorList

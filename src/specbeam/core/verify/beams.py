@@ -72,10 +72,11 @@ from specbeam.core.laws.joint import (
     named_pairs,
     odds_among,
 )
-from specbeam.core.laws.ranked import WHOLE, Listing, listing_for, whole_rows
+from specbeam.core.laws.listing import listing_for
 from specbeam.core.laws.ranking import Truncation
 from specbeam.core.laws.reduce import SOUND, UNDECIDED
 from specbeam.core.laws.warp import Warp, check_condition, law_of_processed, left_by_others, on_host, processed_rows
+from specbeam.core.ranked import WHOLE, Listing, whole_rows
 from specbeam.core.records import Trial, Verdict
 from specbeam.core.session import Session
 from specbeam.core.steps import Array, borrowed, step, verb

@@ -9,7 +9,8 @@ from jaxtyping import Float
 from specbeam.core.control.width import FixedWidths
 from specbeam.core.draft.beams import candidate_count
 from specbeam.core.forest import Forest
-from specbeam.core.laws.ranked import WHOLE, Listing, listing_for
+from specbeam.core.laws.listing import listing_for
+from specbeam.core.ranked import WHOLE, Listing
 from specbeam.core.records import Verdict
 from specbeam.core.session import Session
 from specbeam.core.verify.beams import SearchSpec, can_be_lazy, judged_beams

@@ -27,12 +27,12 @@ from specbeam.core.forest import (
 )
 from specbeam.core.laws.evidence import Evidence, gathers, no_evidence, note_draw
 from specbeam.core.laws.named import EXACT
-from specbeam.core.laws.ranked import whole_rows
 from specbeam.core.laws.ranking import Truncation, best_pairs, cuts, rank_pairs
 from specbeam.core.laws.reduce import BROKEN, DEAD, SOUND, exponentials, log_norm
 from specbeam.core.laws.rows import RowLaw, best_token, odds_on, place_in, row_law, token_at
 from specbeam.core.laws.warp import Rows, check_condition, on_host, processed_rows, row_laws
 from specbeam.core.noise import child_key
+from specbeam.core.ranked import whole_rows
 from specbeam.core.records import Verdict
 from specbeam.core.session import Session
 from specbeam.core.steps import Array, borrowed, open_step, step, verb

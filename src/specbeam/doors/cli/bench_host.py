@@ -11,7 +11,7 @@ from specbeam.doors.cli.options import Json
 from specbeam.errors import BadSetting
 
 if TYPE_CHECKING:
-    from specbeam.lab.bench.host import HostCost, HostPlan
+    from specbeam.lab.bench.host import HostFigures, HostPlan
 
 
 class HostArguments(Record):
@@ -58,7 +58,7 @@ def host(given: HostArguments) -> int:
     return 0
 
 
-def _as_markdown(costs: "list[HostCost]", plan: "HostPlan") -> str:
+def _as_markdown(costs: "list[HostFigures]", plan: "HostPlan") -> str:
     """Return the costs as a table with a heading."""
     from specbeam.lab.bench.tables import markdown_table
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from specbeam.core.compiling.compiler import AVAILABLE, Array, borrowed, compiled
 from specbeam.core.compiling.copies import copy_numbers, copy_rows
-from specbeam.core.laws.ranked import Listing, Ranked, are_whole, listed_rows, whole_rows
+from specbeam.core.laws.listing import listed_rows
 from specbeam.core.passes import (
     extend,
     extend_ranked,
@@ -18,6 +18,7 @@ from specbeam.core.passes import (
     settle_target,
     whole_rows_again,
 )
+from specbeam.core.ranked import Listing, Ranked, are_whole, whole_rows
 from specbeam.engines.cpu.early import (
     MOST_WAITING,
     UNFINISHED,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from specbeam.core import compiling
 from specbeam.core.compiling.compiler import Array, address_of, borrowed
-from specbeam.core.laws.ranked import WHOLE
+from specbeam.core.ranked import WHOLE
 from specbeam.engines import families
 from specbeam.engines.arrays import Integers, LogitRows, States, Tapped, Vector, WindowSizes
 from specbeam.engines.cpu import tiles

@@ -8,8 +8,9 @@ from specbeam.core.compiling.compiler import Array, compiled
 from specbeam.core.compiling.copies import copy_numbers, copy_rows
 from specbeam.core.compiling.held import held_at
 from specbeam.core.cycles import cycles
-from specbeam.core.laws.ranked import Ranked, listed_rows, whole_rows
+from specbeam.core.laws.listing import listed_rows
 from specbeam.core.passes import CYCLES, PASSES, Asked, extend_all, extend_one_by_one
+from specbeam.core.ranked import Ranked, whole_rows
 from specbeam.engines.cpu.cache_steps import (
     ALL,
     CacheArrays,

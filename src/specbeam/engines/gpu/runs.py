@@ -19,7 +19,6 @@ from specbeam.core.compiling.compiler import Array, borrowed, compiled
 from specbeam.core.compiling.copies import copy_numbers
 from specbeam.core.compiling.held import address_of_record, held_at
 from specbeam.core.cycles import cycles
-from specbeam.core.laws.ranked import WHOLE, Listing, Ranked, are_whole, room_for_listing, rows_between, whole_rows
 from specbeam.core.measure.profiler import span
 from specbeam.core.passes import (
     CYCLES,
@@ -34,6 +33,7 @@ from specbeam.core.passes import (
     settle_target,
     whole_rows_again,
 )
+from specbeam.core.ranked import WHOLE, Listing, Ranked, are_whole, room_for_listing, rows_between, whole_rows
 from specbeam.engines.arrays import Integers
 from specbeam.engines.gpu.graphs import shape_for_sizes
 from specbeam.engines.gpu.staging import Inputs, ModelLimits, write_rows
@@ -344,10 +344,9 @@ class RunPasses:
             raise self.callback.failure or RuntimeError("a pass on the GPU failed")
         return found
 
-    def run(
-        self, rows: int, sessions: int, most: int, wanted: int, mask_bytes: int, goal: int, kind: int, bits: int
-    ) -> None:
-        """Run the pass that steps have written to the staging; for the arguments see `run_written`."""
+    def run(self, *numbers: int) -> None:
+        """Run the pass that steps have written to the staging; the numbers are those that `run_written` passes."""
+        rows, sessions, most, wanted, mask_bytes, goal, kind, bits = numbers
         passes = self.passes
         staging = passes.staging
         shape = shape_for_sizes(rows, sessions, most, wanted)

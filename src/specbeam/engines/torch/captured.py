@@ -31,8 +31,8 @@ class Capture:
         """Drop the memory pool. Call it after deleting all graphs, so that its memory is freed."""
         self._pool = None
 
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
-        """Capture the kernels of `work`. Return the graph and the tensor that it writes; None if capturing fails.
+    def __call__(self, work: Callable[[], _T]) -> tuple[torch.cuda.CUDAGraph, _T] | None:
+        """Capture the kernels of `work`. Return the graph and the tensors that it writes; None if capturing fails.
 
         The garbage collector is off meanwhile: the capture would fail if it freed the graphs of a deleted model.
         """

@@ -10,6 +10,7 @@ import specbeam as sb
 from specbeam.recipes import IdleRuns
 
 LAUNCHES, SENT, BYTES = range(3)
+LAW = {"top_k": 10, "top_p": 0.9}  # of methods that draw
 DRAFT_NOISE = 0.3  # standard deviation of the draft model's logits around the target's
 
 
@@ -21,7 +22,6 @@ class HostPlan:
         vocab: number of tokens.
         sessions: number of texts that are decoded together.
         beams, draft_beams, depth: of the methods.
-        top_k, top_p: of the law.
         tokens: number of new tokens of each text.
         rounds: number of repetitions, after one that compiles.
     """
@@ -31,14 +31,12 @@ class HostPlan:
     beams: int = 4
     draft_beams: int = 6
     depth: int = 4
-    top_k: int = 10
-    top_p: float = 0.9
     tokens: int = 96
     rounds: int = 7
 
 
 @dataclass(frozen=True)
-class HostCost:
+class HostFigures:
     """The cost of one method on the host, for one turn of one session; medians of rounds."""
 
     method: str
@@ -50,7 +48,7 @@ class HostCost:
     allocations_per_turn: float  # pages of memory taken from the system in one turn of all sessions
 
 
-def host_costs(plan: HostPlan, names: Sequence[str]) -> Iterator[HostCost]:
+def host_costs(plan: HostPlan, names: Sequence[str]) -> Iterator[HostFigures]:
     """Yield the cost of each of these methods, see `methods_of`."""
     target = IdleRuns(plan.vocab, seed=0)
     draft = IdleRuns(plan.vocab, seed=0, noise=DRAFT_NOISE)
@@ -58,10 +56,10 @@ def host_costs(plan: HostPlan, names: Sequence[str]) -> Iterator[HostCost]:
         yield _cost_of(name, plan, target, draft)
 
 
-def _cost_of(name: str, plan: HostPlan, target: IdleRuns, draft: IdleRuns) -> HostCost:
+def _cost_of(name: str, plan: HostPlan, target: IdleRuns, draft: IdleRuns) -> HostFigures:
     """Return the cost of one method."""
     method = methods_of(plan)[name]
-    law: dict[str, Any] = {} if "search" in name else {"top_k": plan.top_k, "top_p": plan.top_p}
+    law: dict[str, Any] = {} if "search" in name else LAW
     pair = sb.Pair(None, None, None, target, draft)  # type: ignore[arg-type]
     prompts = [[3, 4, 5 + number] for number in range(plan.sessions)]
     seconds = []
@@ -84,7 +82,7 @@ def _cost_of(name: str, plan: HostPlan, target: IdleRuns, draft: IdleRuns) -> Ho
     counts = target.counts + draft.counts
     seconds.sort()
     middle = len(seconds) // 2
-    return HostCost(
+    return HostFigures(
         method=name,
         host_ms_per_session_turn=1e3 * seconds[middle],
         lowest_ms=1e3 * seconds[0],

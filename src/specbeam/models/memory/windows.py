@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from specbeam.core.forest import Forest, KnownRows
-from specbeam.core.laws.ranked import whole_rows
+from specbeam.core.ranked import whole_rows
 
 Vector = Float[Tensor, " size"]  # a memory or an embedding row
 

@@ -10,13 +10,6 @@ import torch
 from specbeam.core.answers import scored_rows
 from specbeam.core.compiling.held import held_at
 from specbeam.core.forest import Forest
-from specbeam.core.laws.ranked import (
-    WHOLE,
-    Listing,
-    Ranked,
-    are_whole,
-    whole_rows,
-)
 from specbeam.core.laws.reduce import log_norm
 from specbeam.core.lm import Uncached
 from specbeam.core.passes import (
@@ -30,6 +23,7 @@ from specbeam.core.passes import (
     settle_target,
     whole_rows_again,
 )
+from specbeam.core.ranked import WHOLE, Listing, Ranked, are_whole, whole_rows
 from specbeam.core.records import Needs, Scored
 from specbeam.core.session import Session
 from specbeam.core.steps import Array, borrowed, step

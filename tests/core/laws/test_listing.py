@@ -21,9 +21,10 @@ from specbeam.core.laws.joint import (
     odds_among,
     support_of,
 )
-from specbeam.core.laws.ranked import Listing, listed_rows, whole_rows
+from specbeam.core.laws.listing import listed_rows
 from specbeam.core.laws.ranking import Truncation
 from specbeam.core.laws.reduce import BROKEN, DEAD, SOUND
+from specbeam.core.ranked import Listing, whole_rows
 from tests.support.steps import source_of_steps
 
 VOCAB = 12
