@@ -88,6 +88,13 @@ def room_for_listing(rows: int, vocab: int, listing: Listing) -> Ranked:
     return Ranked(tokens, logits, np.empty(rows), np.empty(rows), np.empty(rows), vocab, listing.by_noise)
 
 
+def are_of_form(rows: Ranked, listing: Listing) -> bool:
+    """Return whether rows are whole, or lists of this form."""
+    if bool(are_whole(rows)) or len(rows.logits) == 0:
+        return True
+    return rows.by_noise == listing.by_noise and rows.tokens.shape[1] == min(listing.length, rows.vocab)
+
+
 @step
 def copy_row(goal: Ranked, place: int, rows: Ranked, row: int) -> None:
     """Copy a row into row `place` of rows of the same form."""

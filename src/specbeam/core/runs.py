@@ -41,7 +41,7 @@ from specbeam.core.limits import SPAN, Limits
 from specbeam.core.lm import LM, RunLM, shares_passes
 from specbeam.core.measure.profiler import apportion
 from specbeam.core.passes import whole_rows_again
-from specbeam.core.ranked import WHOLE, Listing, are_whole, room_for_listing, rows_for_steps
+from specbeam.core.ranked import WHOLE, Listing, are_of_form, are_whole, room_for_listing, rows_for_steps
 from specbeam.core.records import RowCounts
 from specbeam.core.rows_in_python import RowsOfSession
 from specbeam.core.run_steps import run_turns
@@ -235,6 +235,8 @@ class Run:
         if planned.makes_rows:
             python = RowsOfSession(session)
             spec = python.for_run(spec)
+        if not are_of_form(session.start.known.rows, spec.listing):
+            take_whole_rows(target, session)
         start = session.start
         rows = rows_for_steps(start.known.rows)
         if spec.listing.length > 0 and are_whole(rows):

@@ -1,10 +1,15 @@
 """Runs decide by lists of the best tokens: the same texts as by whole rows, however short the lists are."""
 
+import itertools
+
 import pytest
 
 import specbeam as sb
 from specbeam.core import compiling, runs
+from specbeam.core.decoder import Decoder
 from specbeam.core.ranked import WHOLE
+from specbeam.doors.options.settings import Settings
+from specbeam.doors.request import Request
 from tests.support.tiny_models import tiny
 
 if not compiling.AVAILABLE:
@@ -68,21 +73,28 @@ def test_lists_of_any_length_give_the_texts_of_whole_rows(pair, monkeypatch, nam
             assert whole > 0
 
 
-def test_a_turn_in_python_reads_whole_rows_of_what_runs_have_kept(pair, monkeypatch):
-    """Stop strings make Python take single turns between compiled ones."""
-    method, options = CASES["dsbd with a top-k"] if "dsbd with a top-k" in CASES else CASES["dsbd"]
-    plain, _ = answers(pair, monkeypatch, method, options, None, batch_size=1)
-    run, calls = runs.run_turns, []
+@pytest.mark.parametrize("name", ["dsbd", "dsbd with a top-k and a top-p", "dsbd with dynamic widths"])
+def test_runs_may_change_the_form_of_rows_and_leave_turns_to_python(pair, monkeypatch, name):
+    """Nodes that are kept from turn to turn have rows in the form of the run before."""
+    method, options = CASES[name]
+    settings = Settings(max_new_tokens=14, eos_token_id=[], **options)
+    forms = itertools.cycle([3, 5, 0, 1000, 2])
 
-    def sometimes(*given):
-        calls.append(given)
-        if len(calls) % 2:
-            return run(*given)
-        given[6].numbers[runs.DONE] = 0
-        return given[3], given[4], runs.SOUND
+    def listing_for(target, session, width):
+        found = runs.listing_of(session, width, 2**40)
+        length = next(forms)
+        return found._replace(length=length) if length and found.length else WHOLE
 
-    with monkeypatch.context() as patch:
-        patch.setattr(runs, "run_turns", sometimes)
-        patch.setattr(runs, "TURNS", 1)
-        found, _ = answers(pair, monkeypatch, method, options, 3, batch_size=1)
-    assert found == plain
+    monkeypatch.setattr(runs, "_listing_for", listing_for)
+    texts = []
+    for pattern in ([0], [1], [1, 1, 0], [1, 0, 1, 0, 0]):
+        (session,) = Request.of(pair, PROMPTS[:1], method, settings, 3).sessions
+        turns = itertools.cycle(pattern)
+        with Decoder(pair.target) as decoder:
+            decoder.add(session)
+            while decoder.busy:
+                decoder.ahead = next(turns)
+                decoder.step()
+        assert session.failure is None
+        texts.append([one.tokens for one in session.hypotheses()])
+    assert texts[1:] == texts[:1] * 3
