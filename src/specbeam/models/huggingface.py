@@ -444,7 +444,7 @@ class HuggingFaceLM:
     @property
     def is_small(self) -> bool:
         """Whether the model is small enough for the caches of a CPU."""
-        return isinstance(self.runner, PackedPasses) and self.weights < TILED_FROM
+        return self.weights < TILED_FROM
 
     @cached_property
     def weights(self) -> int:
