@@ -368,8 +368,8 @@ def run_side_by_side(target: LM, sessions: Sequence[Session], most_turns: int = 
     """Advance several sessions, each by its own run, on as many threads as torch may use.
 
     Returns the sessions that took a turn or failed. The others are faster with shared passes (`run_together`): sessions
-    whose models exceed the processor's caches or are on a GPU, because reading the weights once for all saves more than threads do; and, on
-    a single thread, sessions that are not `_faster_separately`.
+    whose models exceed the processor's caches or are on a GPU, because reading the weights once for all saves more than
+    threads do; and, on a single thread, sessions that are not `_faster_separately`.
     """
     if not getattr(target, "is_small", False) or getattr(target, "returns_lists", False):
         return _failed(sessions)
