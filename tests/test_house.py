@@ -138,8 +138,8 @@ def figures():
     [
         ("entries at the top", 12),
         ("closure of decode.py, lines", 12_000),  # what the loop needs; at most 18,000
-        ("lines", 82_500),
-        ("syntax nodes", 575_000),
+        ("lines", 82_600),
+        ("syntax nodes", 577_000),
         ("syntax nodes per line of code", 10.5),
         ("functions with more than 8 parameters", 25),
         ("conditions inside conditions", 0),
