@@ -283,6 +283,17 @@ def test_a_bloom_reads_texts_up_to_the_positions_of_its_biases():
     assert lm.max_positions == lm.runner.decoder.angles.shape[2] == 1 << 15
 
 
+def test_rows_given_as_embeddings_are_those_of_their_tokens():
+    """Of a model whose embeddings have another width than its hidden states."""
+    model = model_of("opt-350m")
+    lm = HuggingFaceLM(model)
+    by_token = last_row(lm, [3, 4, 5])
+    one = seat([-1, -2, 5])
+    one.vectors = {lm: model.get_input_embeddings().weight[[3, 4]].detach()}
+    (found,) = lm.extend([one], [Forest.rooted([5])])
+    assert spreads_off(found.logits[0], by_token) < CLOSE
+
+
 def test_falcons_store_only_their_own_keys_and_values():
     per_head = 2 * 2 * 8 * 4  # keys and values, layers, size, bytes
     heads = {"falcon": 1, "falcon-40b": 2, "falcon-rw": 4}

@@ -785,8 +785,9 @@ def angle_tables(model: "PreTrainedModel", of: Architecture, limit: int) -> list
     """
     body: Any = body_of(model, of.family)
     device = model.device
-    if of.biases:
-        limit = of.biases[0].shape[1] if of.by_place else limit
+    if of.by_place:
+        limit = of.biases[0].shape[1]
+    if of.by_place or of.family.distances:
         return [torch.zeros(2, limit, 0, device=device)]
     if of.family.positions:
         return [torch.zeros(2, len(places_of(body, of)), 0, device=device)]
