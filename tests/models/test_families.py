@@ -224,7 +224,7 @@ MISTAKES = [
     ("gpt2", mistaken(activation="gelu")),
     ("opt-350m", other_family(norm_of_sum=False)),
     ("bloom", mistaken(biases=(torch.zeros(4, 256),))),
-    ("bloom", mistaken(by_place=False)),
+    ("bloom", lambda of: replace(of, biases=(of.biases[0].roll(1, 0),))),
     ("bloom", other_family(by_head=False)),
     ("falcon-40b", other_family(by_head=False)),
     ("falcon-40b", other_family(norms=FAMILIES[0].norms._replace(before_attention="ln_mlp", before_inner="ln_mlp"))),

@@ -402,9 +402,16 @@ class StepByStep:
 @pytest.mark.skipif(
     not compiling.AVAILABLE or DEVICE == "cuda", reason="loops are compiled; on a GPU they meet the driver"
 )
-@pytest.mark.parametrize("name", ["dsbd", pytest.param("speculative_sampling", marks=pytest.mark.slow)])
-def test_loops_run_passes(name, monkeypatch):
-    target, draft = tiny("llama"), tiny("llama", seed=1, num_hidden_layers=1)
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("dsbd", "llama"),
+        pytest.param("speculative_sampling", "llama", marks=pytest.mark.slow),
+        pytest.param("dsbd", "bloom", marks=pytest.mark.slow),
+    ],
+)
+def test_loops_run_passes(name, family, monkeypatch):
+    target, draft = tiny(family), tiny(family, seed=1, num_hidden_layers=1)
     host = sb.load(target, draft, tokenizer=words.tokenizer())
     there = Pair(target, draft, host.tokenizer, *(HuggingFaceLM(one, engine="gpu") for one in (target, draft)))
     drivers = [StepByStep(lm.runner) for lm in (there.target, there.draft)]
@@ -430,12 +437,11 @@ def test_captured_passes_are_those_run_step_by_step(kind):
 
 
 @ON_GPU
-def test_methods_draw_on_a_gpu_what_they_draw_on_a_cpu():
-    target, draft = tiny("llama"), tiny("llama", seed=1, num_hidden_layers=1)
+@pytest.mark.parametrize("family", ["llama", "opt", "bloom", "falcon"])
+def test_methods_draw_on_a_gpu_what_they_draw_on_a_cpu(family):
+    target, draft = tiny(family), tiny(family, seed=1, num_hidden_layers=1)
     host = sb.load(target, draft, tokenizer=words.tokenizer())
-    there = sb.load(
-        tiny("llama").cuda(), tiny("llama", seed=1, num_hidden_layers=1).cuda(), tokenizer=words.tokenizer()
-    )
+    there = sb.load(tiny(family).cuda(), tiny(family, seed=1, num_hidden_layers=1).cuda(), tokenizer=words.tokenizer())
     assert there.target.engine == there.draft.engine == "gpu"
     for name in ("dsbd", "beam_sampling", "speculative_sampling", "rsd_s", "speculative_beam_search"):
         texts = [
