@@ -149,8 +149,8 @@ def figures():
     [
         ("entries at the top", 12),
         ("closure of decode.py, lines", 12_700),  # what the loop needs; at most 18,000
-        ("lines", 85_200),
-        ("syntax nodes", 598_500),
+        ("lines", 85_900),
+        ("syntax nodes", 603_500),
         ("syntax nodes per line of code", 10.5),
         ("functions with more than 8 parameters", 30),
         ("conditions inside conditions", 0),

@@ -77,7 +77,7 @@ def test_what_torch_compiles_has_such_rows_too(size):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
-    "family", ["gemma2", "granite", "gpt2", "qwen3", pytest.param("mixtral", marks=pytest.mark.slow)]
+    "family", ["gemma2", "granite", "gpt2", "qwen3", "opt-350m", pytest.param("mixtral", marks=pytest.mark.slow)]
 )
 def test_families_with_caps_divisors_and_places_keep_theirs(family, size):
     model = tiny(family)
@@ -88,7 +88,7 @@ def test_families_with_caps_divisors_and_places_keep_theirs(family, size):
     check_rows(HuggingFaceLM(model, engine="plain", shared=shared), HuggingFaceLM(model, engine="plain"), shared)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "opt-350m"])
 @pytest.mark.parametrize("size", SIZES)
 def test_the_forward_for_gpus_has_such_rows_in_the_interpreter(family, size):
     pytest.importorskip("triton")

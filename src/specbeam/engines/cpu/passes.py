@@ -246,8 +246,9 @@ class PackedPasses:
         tokens, positions, slots = (
             np.concatenate([getattr(feed, name) for feed in feeds]) for name in ("tokens", "positions", "slots")
         )
-        rows = Rows(tokens, positions, slots, sessions, self.masks.flat(feeds, tries, extent))
-        rows = self._with_context(rows, caches, feeds)
+        seen = self.masks.flat(feeds, tries, extent)
+        back = self.decoder.back_of(feeds, tries, extent)
+        rows = self._with_context(Rows(tokens, positions, slots, sessions, seen, back), caches)
         for cache in caches:
             cache.keep_prefix(self.store)
         late = [
@@ -275,7 +276,7 @@ class PackedPasses:
                 found, tapped = self.decoder.forward(rows, self.store, vectors, layers, states, taps)
         return [(found[start:end], tapped[start:end]) for start, end in pairwise(starts)]
 
-    def _with_context(self, rows: Rows, caches: list[CpuCache], feeds: list[Feed]) -> Rows:
+    def _with_context(self, rows: Rows, caches: list[CpuCache]) -> Rows:
         """Return the rows of a pass with the sources that they attend to."""
         return rows
 

@@ -18,8 +18,6 @@ from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.cpu.sources import Sources
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.kv.cross import CrossPanels, ReadsSources
-from specbeam.engines.kv.masks import slots_back
-from specbeam.engines.kv.trie import Feed
 from specbeam.engines.source import Source, grouped, in_line
 from specbeam.engines.torch.source_passes import plain_logits
 
@@ -107,13 +105,8 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
     def _all_sources(self, rows: Int64[np.ndarray, " sessions"]) -> Sources:
         return Sources(self.cross.keys, self.cross.values, np.array(self.cross.lengths, dtype=np.int64), rows)
 
-    def _with_context(self, rows: Rows, caches: list[CpuCache], feeds: list[Feed]) -> Rows:
-        sources = self._sources_of(caches)
-        if not self.decoder.architecture.biases:
-            return replace(rows, sources=sources)
-        extent = next(iter(rows.seen.values())).shape[1]
-        back = [slots_back(feed, cache.trie, extent) for cache, feed in zip(caches, feeds, strict=True)]
-        return replace(rows, sources=sources, back=np.concatenate(back))
+    def _with_context(self, rows: Rows, caches: list[CpuCache]) -> Rows:
+        return replace(rows, sources=self._sources_of(caches))
 
     def _context_for_steps(self, cache: CpuCache) -> tuple[Any, ...]:
         return (self._sources_of([cache]),)

@@ -29,6 +29,7 @@ from specbeam.engines.families import (
     body_of,
     embedding_of,
     layers_in,
+    matrix_at,
     module_at,
     norm_at,
     own_scale,
@@ -132,12 +133,16 @@ class GpuDecoder:
         self.embedding_scale = own_scale(embedding)
         self.places = places_of(body, architecture).to(self.embedding)
         self.unplaced = unplaced_in(body, family)
-        self.first_norm = norm_at(body, family.first_norm, family)
+        self.first_norm = norm_at(body, family.first_norm, family).to(self.embedding.device)
+        enter = matrix_at(model, family.enter, family)
+        leave = matrix_at(model, family.leave, family)
+        self.enter = None if enter is None else GpuMatrix(enter)  # makes embeddings, which are not rounded
+        self.leave = None if leave is None else self._matrix(leave)
         self.tables = angle_tables(model, architecture, _NO_LIMIT)
         self.angles = self.tables[0]
         self.ranges, self._biases = _ranges_of(architecture)
         self.layers = [self._layer(layer, number) for number, layer in enumerate(layers_in(model, family))]
-        self.last_norm = norm_at(body, family.final_norm, family)
+        self.last_norm = norm_at(body, family.final_norm, family).to(self.embedding.device)
         self.vocab = len(head.weight) if shared is None else shared.vocab
         self.known = len(self.embedding) if shared is None else shared.vocab  # number of input tokens
         self.read_as = None if shared is None else torch.from_numpy(shared.read_as).to(self.embedding.device)
@@ -156,7 +161,7 @@ class GpuDecoder:
         x = self._embedded(inputs, shape.rows)
         for number, layer in enumerate(self.layers):
             read = normed(x, layer.before_attention, self.eps)
-            mlp_input = normed(x, layer.before_inner, self.eps) if of.parallel else None
+            mlp_input = self._input_of_parallel_mlp(x, read, layer) if of.parallel else None
             qkv = multiplied(read, layer.qkv, layer.qkv_bias)
             self._norm_queries_and_keys(qkv, layer)
             pages = store.layer(number)
@@ -172,8 +177,16 @@ class GpuDecoder:
             both = multiplied(read, layer.up, layer.up_bias)
             wide = activated(both, of.activation, of.family.gated)
             self._add(x, wide, layer.down, layer.down_bias, layer.after_inner)
-        x = x.index_select(0, inputs.wanted[: shape.wanted])
-        return self._shaped(multiplied(normed(x, self.last_norm, self.eps), self.head)).float()
+        x = normed(x.index_select(0, inputs.wanted[: shape.wanted]), self.last_norm, self.eps)
+        if self.leave is not None:
+            x = multiplied(x, self.leave)
+        return self._shaped(multiplied(x, self.head)).float()
+
+    def _input_of_parallel_mlp(self, x: RowTensor, read: RowTensor, layer: GpuLayer) -> RowTensor:
+        """Return the input of an MLP parallel to attention: `read`, the input of attention, if both have the same norm."""
+        norms = self.architecture.family.norms
+        has_own = norms.before_inner != norms.before_attention
+        return normed(x, layer.before_inner, self.eps) if has_own else read
 
     def _embedded(self, inputs: Inputs, rows: int) -> RowTensor:
         """Return the input of the first layer."""
@@ -183,6 +196,8 @@ class GpuDecoder:
         x = self.embedding.index_select(0, tokens)
         if self.embedding_scale * self.numbers.embedding != 1:
             x *= self.embedding_scale * self.numbers.embedding
+        if self.enter is not None:
+            x = multiplied(x, self.enter)
         if len(self.places):
             places = self.places.index_select(0, inputs.positions[:rows])
             if self.unplaced != NO_TOKEN:
@@ -275,6 +290,7 @@ class GpuDecoder:
             scale=of.scales[number],
             cap=self.numbers.attention_cap,
             biases=self._biases[number] if self._biases else None,
+            by_place=of.by_place,
         )
         return GpuLayer(
             before_attention=parts.before_attention,
@@ -325,8 +341,12 @@ def _bias(found: Tensor) -> Tensor | None:
 
 def _ranges_of(of: Architecture) -> tuple[UInt8[np.ndarray, " distances"], list[Float[Tensor, "heads ranges"]]]:
     """Return the ranges of distances with equal biases (`ModelLimits.ranges`), and the biases of each layer by range."""
+    no_ranges = np.zeros(0, dtype=np.uint8)
     if not of.biases:
-        return np.zeros(0, dtype=np.uint8), []
+        return no_ranges, []
+    if of.by_place:
+        (biases,) = of.biases
+        return no_ranges, [biases.contiguous()] * len(of.scales)
     every = torch.stack(of.biases).float().cpu().flatten(0, 1)
     biases, ranges = every.unique_consecutive(dim=1, return_inverse=True)
     numbers = (1 + ranges).to(torch.uint8).numpy()  # at most `MOST_RANGES`

@@ -18,7 +18,7 @@ from specbeam.engines.gpu.cache import GpuCache, GpuCacheArrays, extend_gpu_cach
 from specbeam.engines.gpu.decoder import GpuDecoder, PassShape
 from specbeam.engines.gpu.graphs import FEW, Graphs, shape_for
 from specbeam.engines.gpu.runs import RunPasses
-from specbeam.engines.gpu.staging import ModelLimits, Staging, check_nodes, write_inputs
+from specbeam.engines.gpu.staging import ModelLimits, Staging, check_nodes, mask_bytes, write_inputs
 from specbeam.engines.kv.cache import Logits, Nodes
 from specbeam.engines.kv.masks import Masks
 
@@ -51,7 +51,8 @@ class GpuPasses:
         self.device = decoder.embedding.device
         self.vocab = decoder.vocab
         windows = Masks(model.config, "sdpa", model.dtype).window_sizes(decoder.kinds)
-        self.limits = ModelLimits(windows, decoder.angles.shape[1], decoder.known, decoder.ranges)
+        by_place = decoder.architecture.by_place
+        self.limits = ModelLimits(windows, decoder.angles.shape[1], decoder.known, decoder.ranges, by_place)
         self.store = decoder.store()
         self.staging = Staging(self.device, ROWS, SESSIONS, MASK_BYTES * len(decoder.kinds))
         self.graphs = Graphs(decoder, self.store, self.staging, capture)
@@ -124,13 +125,13 @@ class GpuPasses:
         batch_bytes = 0
         for cache, count in zip(caches, counts, strict=True):
             cache.trie.make_slots(count)
-            mask_bytes = count * cache.trie.capacity * len(self.limits.windows)
-            if batch and batch_bytes + mask_bytes > MOST_MASK_BYTES:
+            own_bytes = mask_bytes(self.limits, count, cache.trie.capacity)
+            if batch and batch_bytes + own_bytes > MOST_MASK_BYTES:
                 self._run_pass(batch)
                 batch = []
                 batch_bytes = 0
             batch.append((cache, count, none))
-            batch_bytes += mask_bytes
+            batch_bytes += own_bytes
         self._run_pass(batch)
 
     @contextmanager
@@ -139,7 +140,7 @@ class GpuPasses:
         rows = cache.trie.pending + fresh
         cache.make_room(fresh)
         self.reserve([cache])
-        room = self.staging.holds(rows, 1, rows * cache.trie.capacity * len(self.limits.windows))
+        room = self.staging.holds(rows, 1, mask_bytes(self.limits, rows, cache.trie.capacity))
         with self.on_device():
             captured = self.graphs.captured_for_steps(rows) if compiling.AVAILABLE and room else None
             yield captured and GpuCacheArrays(
@@ -171,13 +172,13 @@ class GpuPasses:
         ends = [*accumulate((len(nodes) for *_, nodes in parts), initial=0)]  # ends of the parts in the wanted rows
         shape = shape_for(counts, ends[-1])
         stored = [cache.trie.stored for cache, *_ in parts]
-        staging, mask_bytes = self._fill_staging(parts, shape, ends[-1])
+        staging, filled_bytes = self._fill_staging(parts, shape, ends[-1])
         inputs = staging.filled
         for (cache, _, nodes), before, start, (first, last) in zip(parts, stored, starts, pairwise(ends), strict=False):
             inputs.wanted[first:last] = cache.trie.local[nodes] - before + start
         with span("model"), self.on_device():
             try:
-                staging.copy_to_device(mask_bytes)
+                staging.copy_to_device(filled_bytes)
                 logits = self.graphs.run(staging, shape)
                 for (cache, _, nodes), first in zip(parts, ends, strict=False):
                     for part in neighbour_slices(nodes):
@@ -201,7 +202,7 @@ class GpuPasses:
             check_nodes(cache.trie.arrays, count, self.limits)
             cache.trie.make_slots(count_by_row[cache.row])
         self.reserve([cache for cache, *_ in parts])
-        most = sum(cache.trie.capacity * count for cache, count, _ in parts) * len(self.limits.windows)
+        most = sum(mask_bytes(self.limits, count, cache.trie.capacity) for cache, count, _ in parts)
         staging = self.staging
         row = 0
         byte = 0

@@ -36,7 +36,7 @@ from specbeam.core.passes import (
 from specbeam.core.ranked import WHOLE, Listing, Ranked, are_whole, room_for_listing, rows_between, whole_rows
 from specbeam.engines.arrays import Integers
 from specbeam.engines.gpu.graphs import shape_for_sizes
-from specbeam.engines.gpu.staging import Inputs, ModelLimits, write_rows
+from specbeam.engines.gpu.staging import Inputs, ModelLimits, mask_bytes, write_rows
 from specbeam.engines.kv.steps import BLOCK, HELD, KNOWN, SIZE, STORED, Trie, add_survivors, enter, feed_slots, prune
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def is_feedable(cache: GpuRun) -> bool:
 def mask_bytes_of(cache: GpuRun, rows: int) -> int:
     """Return the maximum number of bytes that the mask of this many rows of a session takes."""
     slots = -(-len(cache.trie.used) // BLOCK) * BLOCK
-    return rows * slots * len(cache.model.windows)
+    return mask_bytes(cache.model, rows, slots)
 
 
 @compiled
@@ -134,7 +134,7 @@ def write_session(
 
 
 @compiled
-def run_written(cache: GpuRun, rows: int, sessions: int, most: int, wanted: int, mask_bytes: int, goal: Array) -> bool:
+def run_written(cache: GpuRun, rows: int, sessions: int, most: int, wanted: int, mask_end: int, goal: Array) -> bool:
     """Run the pass that was written. Returns False if it failed.
 
     Args:
@@ -146,7 +146,7 @@ def run_written(cache: GpuRun, rows: int, sessions: int, most: int, wanted: int,
     kind = 2 * listing.length + listing.by_noise
     temperature = np.array([listing.temperature])
     bits = temperature.view(np.int64)[0]
-    return call_back(cache.run_at, (rows, sessions, most, wanted, mask_bytes, address, kind, bits)) == 0
+    return call_back(cache.run_at, (rows, sessions, most, wanted, mask_end, address, kind, bits)) == 0
 
 
 @compiled
@@ -346,13 +346,13 @@ class RunPasses:
 
     def run(self, *numbers: int) -> None:
         """Run the pass that steps have written to the staging; the numbers are those that `run_written` passes."""
-        rows, sessions, most, wanted, mask_bytes, goal, kind, bits = numbers
+        rows, sessions, most, wanted, mask_end, goal, kind, bits = numbers
         passes = self.passes
         staging = passes.staging
         shape = shape_for_sizes(rows, sessions, most, wanted)
         staging.pad(rows, sessions, wanted, shape)
         with span("model"), passes.on_device(), torch.inference_mode():
-            staging.copy_to_device(mask_bytes)
+            staging.copy_to_device(mask_end)
             if goal:
                 found = passes.graphs.run(staging, shape)[:wanted]
                 numbers = array_at(goal, wanted * passes.vocab, _FLOAT)
