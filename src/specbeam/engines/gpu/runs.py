@@ -355,8 +355,8 @@ class RunPasses:
             staging.copy_to_device(mask_end)
             if goal:
                 found = passes.graphs.run(staging, shape)[:wanted]
-                numbers = array_at(goal, wanted * passes.vocab, _FLOAT)
-                torch.from_numpy(numbers).view(wanted, passes.vocab).copy_(found)
+                room = array_at(goal, wanted * passes.vocab, _FLOAT)
+                torch.from_numpy(room).view(wanted, passes.vocab).copy_(found)
                 return
             temperature = float(np.array([bits], dtype=np.int64).view(np.float64)[0])
             ranker = self.ranker(Listing(kind // 2, bool(kind % 2), temperature))
