@@ -1,5 +1,7 @@
 """Compiled runs on the engine for GPUs: the texts of the engine for CPUs, alone and together, by lists and by whole rows."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ pytest.importorskip("triton")
 import specbeam as sb
 from specbeam.core import compiling, runs
 from specbeam.core.decode import decode
+from specbeam.core.decoder import Decoder
 from specbeam.core.ranked import WHOLE
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.request import Request
@@ -77,9 +80,16 @@ def texts(pair, method, options, batch_size):
     return [[beam.tokens for beam in one.beams] for one in found], found
 
 
-@pytest.mark.parametrize("length", [3, 0, None], ids=["short lists", "lists", "whole rows"])
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("name", CASES)
+QUICK = [("beam sampling", 3, 3), ("dsbd with a top-k", 1, 0), ("dsbd with a top-k", 3, 0), ("sampling", 3, None)]
+
+
+@pytest.mark.parametrize(
+    ("name", "batch_size", "length"),
+    [
+        case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow)
+        for case in itertools.product(CASES, (1, 3), (3, 0, None))
+    ],
+)
 def test_texts_are_those_of_the_engine_for_cpus(pairs, loops, monkeypatch, name, batch_size, length):
     on_cpu, on_gpu = pairs
     method, options = CASES[name]
@@ -89,11 +99,8 @@ def test_texts_are_those_of_the_engine_for_cpus(pairs, loops, monkeypatch, name,
     found, answers = texts(on_gpu, method, options, batch_size)
     assert found == expected
     assert max(loops) == batch_size
-    whole = sum(one.report.rows.whole for one in answers)
-    if length == 3 and name == "beam sampling":
-        assert whole >= 0
     if length is None:
-        assert whole == 0
+        assert sum(one.report.rows.whole for one in answers) == 0
 
 
 def test_many_sessions_go_in_as_few_passes_as_the_staging_allows(pairs, monkeypatch):
@@ -104,17 +111,16 @@ def test_many_sessions_go_in_as_few_passes_as_the_staging_allows(pairs, monkeypa
         passes.append((rows, sessions))
         return run(self, rows, sessions, *given)
 
-    staging = on_gpu.target.runner.staging
-    monkeypatch.setattr(gpu_runs.RunPasses, "run", noted)
+    made = on_gpu.target.runner.runs
+    monkeypatch.setattr(made.callback, "_function", lambda *given: noted(made, *given))
     settings = Settings(max_new_tokens=3, eos_token_id=[])
     sessions = [*Request.of(on_gpu, [[1, 2, 3 + k] for k in range(5)], sb.beam_search(2), settings, 3).sessions]
-    on_gpu.target.runner.runs.callback._function = lambda *given: noted(on_gpu.target.runner.runs, *given)
     for _ in decode(on_gpu.target, sessions, ahead=32):
         pass
     assert all(one.failure is None for one in sessions)
     assert len(passes) == 3
     assert {count for _, count in passes} == {5}
-    assert max(rows for rows, _ in passes) <= staging.rows
+    assert max(rows for rows, _ in passes) <= made.passes.staging.rows
 
 
 def test_a_pass_that_fails_costs_no_wrong_text(pairs, monkeypatch):
@@ -144,8 +150,6 @@ def test_rows_of_stored_nodes_are_computed_again(pairs):
     mixed = [*Request.of(on_gpu, PROMPTS[:1], sb.dsbd(3, depth=2), settings, 3).sessions]
     for _ in decode(on_gpu.target, plain, ahead=0):
         pass
-    from specbeam.core.decoder import Decoder
-
     with Decoder(on_gpu.target, ahead=1) as decoder:
         decoder.add(mixed[0])
         while decoder.busy:

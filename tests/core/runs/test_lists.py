@@ -58,8 +58,17 @@ def answers(pair, monkeypatch, method, options, length, **settings):
     return [[beam.tokens for beam in one.beams] for one in found], whole
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("beam sampling", "dsbd with a top-k and a top-p")  # each other case compiles a loop of its own
+
+
+@pytest.mark.parametrize(
+    ("name", "batch_size"),
+    [
+        (name, size) if size == 1 or name in QUICK else pytest.param(name, size, marks=pytest.mark.slow)
+        for name in CASES
+        for size in (1, 3)
+    ],
+)
 def test_lists_of_any_length_give_the_texts_of_whole_rows(pair, monkeypatch, name, batch_size):
     if batch_size > 1:
         monkeypatch.setattr("specbeam.core.decoder.run_side_by_side", lambda *given: [])

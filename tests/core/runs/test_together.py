@@ -94,8 +94,13 @@ def drafting_pair():
     return sb.load(tiny("llama", seed=1, vocab_size=64), draft=tiny("llama", seed=2, vocab_size=64))
 
 
+QUICK = ("dsbd", "a chain")  # each other method compiles a loop of its own
+
+
 @pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
-@pytest.mark.parametrize("name", DRAFTING)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in DRAFTING]
+)
 def test_sessions_with_drafts_take_turns_together(drafting_pair, turns, monkeypatch, name, options):
     (together, _), (single, _) = with_and_without(drafting_pair, monkeypatch, PROMPTS, DRAFTING[name], **options)
     assert together == single
