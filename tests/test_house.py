@@ -48,8 +48,16 @@ FLOORS = [
     {"core.answers", "core.session", "doors.growing_text", "doors.render"},
     {"core.control", "core.lm", "engines.kv"},
     {"core.draft", "engines.torch", "models.table"},
-    {"core.turn", "core.verify", "engines.cpu", "engines.gpu"},
-    {"core.run_steps", "core.scoring", "engines.by_layer", "engines.speeds", "models.mapped_files", "models.quantised"},
+    {"core.turn", "core.verify", "engines.cpu"},
+    {
+        "core.run_steps",
+        "core.scoring",
+        "engines.by_layer",
+        "engines.gpu",
+        "engines.speeds",
+        "models.mapped_files",
+        "models.quantised",
+    },
     {"core.rows_in_python", "models.engines", "models.rounded_files"},
     {"core.runs", "models.huggingface"},
     {
@@ -138,10 +146,10 @@ def figures():
     [
         ("entries at the top", 12),
         ("closure of decode.py, lines", 12_000),  # what the loop needs; at most 18,000
-        ("lines", 82_500),
-        ("syntax nodes", 575_000),
+        ("lines", 83_500),
+        ("syntax nodes", 585_000),
         ("syntax nodes per line of code", 10.5),
-        ("functions with more than 8 parameters", 25),
+        ("functions with more than 8 parameters", 26),
         ("conditions inside conditions", 0),
         ("stays of top_p", 8),
         ("files in one compiled step", 15),

@@ -20,6 +20,7 @@ from specbeam.engines.cpu.sources import Sources
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.kv.cross import CrossPanels, ReadsSources
 from specbeam.engines.kv.masks import slots_back
+from specbeam.engines.kv.member import RowMember
 from specbeam.engines.kv.trie import Feed
 from specbeam.engines.source import Source, grouped, in_line
 from specbeam.engines.torch.source_passes import plain_logits
@@ -33,8 +34,9 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
 
     cross: CrossPanels
     decoder: CompiledDecoder
+    runs_ranges = False
 
-    def __init__(self, model: "PreTrainedModel", decoder: CompiledDecoder, caches: list[CpuCache]) -> None:
+    def __init__(self, model: "PreTrainedModel", decoder: CompiledDecoder, caches: list[list[Any]]) -> None:
         super().__init__(model, decoder, caches)
         self.cross = self._new_cross()
         self.readers = []
@@ -102,7 +104,7 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
     def plain_logits(self, states: torch.Tensor, path: list[int]) -> torch.Tensor:
         return plain_logits(self.model, states, path)
 
-    def _sources_of(self, caches: Sequence[CpuCache]) -> Sources:
+    def _sources_of(self, caches: Sequence[RowMember]) -> Sources:
         return self._all_sources(np.array([cache.source_row for cache in caches], dtype=np.int64))
 
     def _all_sources(self, rows: Int64[np.ndarray, " sessions"]) -> Sources:
@@ -111,7 +113,7 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
     def _sources_for(self, arrays: Sequence[CacheArrays]) -> Sources:
         return self._all_sources(np.concatenate([cache.sources.rows for cache in arrays]))
 
-    def _with_context(self, rows: Rows, caches: list[CpuCache], feeds: list[Feed]) -> Rows:
+    def _with_context(self, rows: Rows, caches: Sequence[RowMember], feeds: list[Feed]) -> Rows:
         sources = self._sources_of(caches)
         if not self.decoder.architecture.biases:
             return replace(rows, sources=sources)

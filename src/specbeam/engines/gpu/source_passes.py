@@ -1,6 +1,6 @@
 """Passes of encoder-decoder models' decoders on a GPU."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,11 +23,11 @@ class GpuSourcePasses(ReadsSources, GpuPasses):
     """
 
     cross: CrossPool
+    runs_ranges = False
 
-    def __init__(self, model: "PreTrainedModel", decoder: GpuDecoder, caches: list[GpuCache], capture: bool) -> None:
+    def __init__(self, model: "PreTrainedModel", decoder: GpuDecoder, caches: list[list[Any]], capture: bool) -> None:
         super().__init__(model, decoder, caches, capture)
         assert decoder.sources is not None
-        self.model = model
         self.cross = decoder.sources
         self.readers = []
 
@@ -39,7 +39,7 @@ class GpuSourcePasses(ReadsSources, GpuPasses):
     def store_source(self, states: SourceStates) -> int:
         rows = states[0].to(self.decoder.embedding)
         before = self.cross.keys
-        with self._on_device():
+        with self.on_device():
             row = self.cross.add(len(rows), self.decoder.read_source(rows))
         if self.cross.keys is not before:
             self.graphs.clear()
